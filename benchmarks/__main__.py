@@ -1,0 +1,25 @@
+"""`python -m benchmarks OP...` runs benchmarks/ops/OP.py and prints its tables with the machine they come from."""
+
+import importlib
+import subprocess
+import sys
+
+import torch
+import triton
+
+
+def main(ops: list[str]) -> None:
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks need a CUDA GPU; none is visible here")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, commit {commit or 'unknown'}"
+    )
+    for op in ops:
+        for lines in importlib.import_module(f"benchmarks.ops.{op}").run():
+            print(lines, flush=True)
+            print()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,49 @@
+"""RMSNorm and LayerNorm, forward and backward, beside torch.compile, Liger and quack."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.peers import peer
+from powertrain.ops.norm import layer_norm, rms_norm
+from powertrain.testing.bench import measure, table
+
+
+def _variants(op: str, N: int) -> dict[str, Callable[..., torch.Tensor]]:
+    if op == "rms_norm":
+        found = {
+            "powertrain": lambda x, w, b: rms_norm(x, w),
+            "torch.compile": torch.compile(lambda x, w, b: F.rms_norm(x, (N,), w, 1e-6)),
+            "liger": peer("liger_kernel.ops.rms_norm", "LigerRMSNormFunction"),
+            "quack": peer("quack", "rmsnorm"),
+        }
+        liger, quack = found["liger"], found["quack"]
+        found["liger"] = liger and (lambda x, w, b: liger.apply(x, w, 1e-6, 0.0, "llama", False))
+        found["quack"] = quack and (lambda x, w, b: quack(x, w, eps=1e-6))
+    else:
+        liger = peer("liger_kernel.ops.layer_norm", "LigerLayerNormFunction")
+        found = {
+            "powertrain": layer_norm,
+            "torch.compile": torch.compile(lambda x, w, b: F.layer_norm(x, (N,), w, b)),
+            "liger": liger and (lambda x, w, b: liger.apply(x, w, b, 1e-5)),
+        }
+    return {name: function for name, function in found.items() if function is not None}
+
+
+def run() -> Iterator[str]:
+    for op in ("rms_norm", "layer_norm"):
+        for M, N in ((16384, 4096), (16384, 8192)):
+            x = torch.randn(M, N, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            w, b = (torch.randn(N, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+            dy = torch.randn_like(x)
+            leaves = (x, w, b) if op == "layer_norm" else (x, w)
+            variants = _variants(op, N)
+            with torch.no_grad():
+                forward = measure({name: lambda f=f: f(x, w, b) for name, f in variants.items()})
+            yield table(f"{op} {M}x{N} bf16 fwd", forward, num_bytes=2 * 2 * M * N)
+            outputs = {name: f(x, w, b) for name, f in variants.items()}
+            backward = measure(
+                {n: lambda y=y: torch.autograd.grad(y, leaves, dy, retain_graph=True) for n, y in outputs.items()}
+            )
+            yield table(f"{op} {M}x{N} bf16 bwd", backward, num_bytes=3 * 2 * M * N)

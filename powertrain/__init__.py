@@ -1,0 +1,43 @@
+"""Powertrain: Transformer training and inference in PyTorch, accelerated in pure Python."""
+
+import importlib
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it. Resolved on first use, so that `import powertrain` imports neither torch
+# nor triton, opens no CUDA context and changes no global state.
+_PUBLIC = {
+    "rms_norm": "powertrain.ops.norm",
+    "layer_norm": "powertrain.ops.norm",
+    "rope": "powertrain.ops.rope",
+    "rope_table": "powertrain.ops.rope",
+    "scaled_softmax": "powertrain.ops.softmax",
+    "activation": "powertrain.ops.activations",
+    "gated_activation": "powertrain.ops.activations",
+    "swiglu": "powertrain.ops.activations",
+    "geglu": "powertrain.ops.activations",
+    "gelu": "powertrain.ops.activations",
+    "bias_dropout_add": "powertrain.ops.bias_dropout_add",
+    "cross_entropy": "powertrain.ops.cross_entropy",
+    "linear_cross_entropy": "powertrain.ops.linear_cross_entropy",
+    "AdamW": "powertrain.ops.adamw",
+    "clip_grad_norm_": "powertrain.ops.adamw",
+    "disable": "powertrain.runtime.dispatch",
+    "Target": "powertrain.runtime.target",
+    "record": "powertrain.runtime.recording",
+    "trace": "powertrain.runtime.tracing",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> object:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'powertrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,45 @@
+"""Every op with the calls that stand for it: the one list that the demo, prebuild, tests and benchmarks walk.
+
+A module per op file defines CASES. `run` is ours, `reference` the specification, `plain` what one would write in
+PyTorch; all take the tensors by name. `inputs(shape, dtype, device)` makes them, those that want a gradient set.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = Callable[[tuple[int, ...], torch.dtype, torch.device], dict[str, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str  # the name in powertrain and in disable()
+    label: str  # what distinguishes this call of the op, "" for the plain one
+    run: Callable[..., Any]
+    reference: Callable[..., Any]
+    plain: Callable[..., Any]
+    inputs: Inputs
+    tiny: tuple[int, ...]  # a shape for the interpreter: few programs, odd tails
+    full: tuple[int, ...]  # a shape for a GPU: that of the benchmark
+
+    @property
+    def id(self) -> str:
+        return f"{self.op}-{self.label}" if self.label else self.op
+
+
+def cases(op: str | None = None) -> list[Case]:
+    """All cases, or those of one op."""
+    found: list[Case] = []
+    for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
+        found += importlib.import_module(f"{__name__}.{module}").CASES
+    return [case for case in found if op in (None, case.op)]
+
+
+def randn(*shape: int, dtype: torch.dtype, device: torch.device, grad: bool = True) -> Tensor:
+    """Standard normal values (nothing random on meta tensors)."""
+    return torch.randn(*shape, dtype=torch.float32, device=device).to(dtype).requires_grad_(grad)

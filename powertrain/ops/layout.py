@@ -1,0 +1,32 @@
+"""Shapes as kernels want them."""
+
+import torch
+from torch import Tensor
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`x` as [rows, last dim] with a unit last stride: a view where strides allow it, else a copy.
+
+    A single row, column or element may report any stride; a last dim of 1 counts as unit.
+    """
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
+
+
+def empty(x: Tensor) -> Tensor:
+    """The tensor that stands for "not wanted" in an op's results."""
+    return x.new_empty(0)
+
+
+def wanted(x: Tensor, need: bool) -> Tensor | None:
+    """What backward returns for an op result that may stand for "not wanted"."""
+    return x if need else None
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64 (references and the CPU path)."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

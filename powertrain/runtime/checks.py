@@ -1,0 +1,51 @@
+"""Argument checks that finish the job: every message says op, argument, what it must be and what it was."""
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def fail(op: str, argument: str, must: str, got: object) -> NoReturn:
+    """Raise `ValueError: op: argument must ..., got ...`."""
+    raise ValueError(f"{op}: {argument} must {must}, got {got}")
+
+
+def require(condition: bool, op: str, argument: str, must: str, got: object) -> None:
+    if not condition:
+        fail(op, argument, must, got)
+
+
+def name(dtype: torch.dtype) -> str:
+    """The dtype's name without the `torch.` in front."""
+    return str(dtype).removeprefix("torch.")
+
+
+def floating(op: str, **tensors: Tensor | None) -> None:
+    """Each tensor given is float32, float16 or bfloat16; on the CPU float64 is accepted too."""
+    for argument, tensor in tensors.items():
+        if tensor is None or tensor.dtype in FLOATS:
+            continue
+        if tensor.dtype is torch.float64:
+            if tensor.device.type == "cpu":
+                continue
+            fail(op, argument, "be float32, float16 or bfloat16 on a GPU (float64 works on the CPU)", "float64")
+        fail(op, argument, "be float32, float16 or bfloat16", name(tensor.dtype))
+
+
+def same_device(op: str, first: str, tensor: Tensor, **others: Tensor | None) -> None:
+    for argument, other in others.items():
+        if other is not None and other.device != tensor.device:
+            fail(op, argument, f"be on {first}'s device {tensor.device}", other.device)
+
+
+def shape(op: str, argument: str, tensor: Tensor | None, expected: tuple[int, ...] | torch.Size, why: str) -> None:
+    if tensor is not None and tuple(tensor.shape) != tuple(expected):
+        fail(op, argument, f"have shape {list(expected)} ({why})", list(tensor.shape))
+
+
+def one_of(op: str, argument: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        fail(op, argument, f"be one of {', '.join(map(repr, choices))}", repr(value))

@@ -1,0 +1,162 @@
+"""How a call of an op finds its way: straight to the kernel, through torch.library, or to plain PyTorch.
+
+Eager calls on plain tensors go straight to an autograd.Function (or, when no gradient is wanted, to the forward
+itself), because `torch.library.custom_op` costs 24 us forward and 74 with backward. The same functions are registered
+with torch.library, and that path is taken under torch.compile, dispatch or function modes, tensor subclasses and
+functorch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from powertrain.runtime.settings import settings
+
+_PLAIN = (Tensor, Parameter)
+_library = torch.library.Library("powertrain", "FRAGMENT")
+
+
+def _intercepted(args: tuple[Any, ...]) -> bool:
+    """Somebody (a mode, a subclass, functorch) wants to see this call as a dispatcher op."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(isinstance(arg, Tensor) and type(arg) not in _PLAIN for arg in args)
+
+
+class _NoDoubleBackward(torch.autograd.Function):
+    """Passes gradients through; differentiating them once more says clearly that it cannot be done.
+
+    Takes what the gradients depend on too, so that the autograd graph leads here from every input.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, name: str, grads: tuple[Tensor | None, ...], *sources: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.name = name
+        return tuple(None if g is None else g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            f"{ctx.name}: double backward is not implemented; use `with powertrain.disable(...):` around the forward "
+            "to differentiate plain PyTorch twice"
+        )
+
+
+class Op:
+    """One function on tensors in three guises: direct, autograd.Function, and torch.library op `powertrain::name`.
+
+    schema         torch.library schema, e.g. "rms_norm_fwd(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)".
+                   Outputs are always tensors (an empty one stands for "not wanted") and never alias inputs.
+    forward        allocates the outputs and launches the kernels
+    fake           allocates the outputs only (same arguments)
+    backward       (ctx, *grads) -> a tuple, one gradient or None per argument; a grad is None where nobody used an output
+    setup_context  (ctx, inputs, output): saves what backward needs
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        forward: Callable[..., Any],
+        fake: Callable[..., Any],
+        *,
+        backward: Callable[..., Any] | None = None,
+        setup_context: Callable[..., None] | None = None,
+    ) -> None:
+        self.name = schema.partition("(")[0]
+        self.forward = forward
+        self.function = None
+        qualified = f"powertrain::{self.name}"
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(self.name, forward, "CompositeExplicitAutograd")
+        torch.library.register_fake(qualified, fake, lib=_library)
+        torch.library.register_vmap(qualified, self._refuse_vmap, lib=_library)
+        if backward is not None and setup_context is not None:
+            self.function = self._autograd_function(backward, setup_context)
+            torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
+        self.packet = getattr(torch.ops.powertrain, self.name)
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or _intercepted(args):
+            return self.packet(*args)
+        if self.function is not None and torch.is_grad_enabled():
+            for arg in args:
+                if isinstance(arg, Tensor) and arg.requires_grad:
+                    return self.function.apply(*args)
+        return self.forward(*args)
+
+    def _refuse_vmap(self, info: Any, in_dims: Any, *args: Any) -> Any:
+        raise NotImplementedError(
+            f"{self.name}: vmap is not implemented; add the batch dimension to the tensors, "
+            f"or use `with powertrain.disable(...)` to take plain PyTorch"
+        )
+
+    def _autograd_function(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> Any:
+        name, run_forward = self.name, self.forward
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Any:
+                ctx.set_materialize_grads(False)
+                output = run_forward(*args)
+                setup_context(ctx, args, output)
+                return output
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> Any:
+                if not torch.is_grad_enabled():
+                    return backward(ctx, *grads)
+                with torch.no_grad():
+                    out = backward(ctx, *grads)
+                sources = (t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad)
+                return _NoDoubleBackward.apply(name, out, *sources)
+
+        Function.__name__ = Function.__qualname__ = f"powertrain_{name}"
+        return Function
+
+
+_disabled: tuple[str, ...] = ()
+
+
+def _is_disabled(name: str) -> bool:
+    return any(entry == name or entry == "all" for entry in (*_disabled, *settings().disable))
+
+
+class disable:
+    """Send ops to plain PyTorch: `disable("rope")` from now on, or `with disable("rope"):` for a while.
+
+    It holds for the whole process, autograd's threads included. The environment variable
+    POWERTRAIN_DISABLE=rope,scaled_softmax does the same without editing code; "all" stands for every op.
+    """
+
+    def __init__(self, *names: str) -> None:
+        global _disabled
+        self._before = _disabled
+        _disabled = (*_disabled, *names)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        global _disabled
+        _disabled = self._before
+
+
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Plain PyTorch with the dtypes as they are: our ops compute in float32 inside and keep their input's dtype."""
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
+def use_kernel(name: str, x: Tensor) -> bool:
+    """Whether op `name` on x takes our kernel (CUDA, meta, or the CPU under the interpreter) or plain PyTorch."""
+    kind = x.device.type
+    if kind == "cuda" or kind == "meta" or (kind == "cpu" and settings().interpret and x.dtype is not torch.float64):
+        return not _is_disabled(name)
+    return False

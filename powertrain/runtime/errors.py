@@ -1,0 +1,25 @@
+"""The errors of the runtime. What a caller can fix is a ValueError; these are the rest."""
+
+
+class PowertrainError(RuntimeError):
+    """Base of every error that Powertrain itself raises about kernels and machines."""
+
+
+class CompileError(PowertrainError):
+    """A kernel could not be compiled; the message names the kernel, the arch and the compiler's words."""
+
+
+class CompileTimeout(CompileError):
+    """A compile passed its deadline and was stopped; the message names the kernel, the arch and the deadline."""
+
+
+class WarmUpFirst(PowertrainError):
+    """A launch inside CUDA-graph capture would have had to compile."""
+
+
+class LaunchError(PowertrainError):
+    """The CUDA driver refused to load or to launch a kernel."""
+
+
+class StoreError(PowertrainError):
+    """A kernel store or pack cannot be used as asked; the message names the file and the next step."""

@@ -1,0 +1,108 @@
+"""Repairs of Triton's CPU interpreter, so that what it computes is what the GPU computes.
+
+Stock Triton 3.6 to 3.9 interprets bfloat16 arithmetic on the raw bits (garbage), truncates float32 -> bfloat16 and
+float32 -> fp8 where the GPU rounds to nearest even (fp8 saturating), and 3.6 with NumPy >= 2.4 cannot run a `for` loop
+over a tensor bound. `install()` replaces the methods at fault. On one H200 a bf16 `a + b` equals torch bit for bit and
+the fp8 cast equals clamp + round to nearest even, which is what these give.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+_TORCH_DTYPE = {
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
+
+
+def _is_low(dtype: Any) -> bool:
+    return dtype.scalar in _TORCH_DTYPE
+
+
+def _decode(handle: Any) -> np.ndarray:
+    """A handle's values; those of bfloat16 and fp8 as float32."""
+    dtype = handle.dtype.scalar
+    if dtype == tl.bfloat16:
+        return (np.ascontiguousarray(handle.data).astype(np.uint32) << 16).view(np.float32)
+    if dtype in _TORCH_DTYPE:
+        return torch.from_numpy(np.ascontiguousarray(handle.data)).view(_TORCH_DTYPE[dtype]).float().numpy()
+    return handle.data
+
+
+def _encode(values: np.ndarray, dtype: Any) -> np.ndarray:
+    """Values in the storage of `dtype`: round to nearest even; fp8 saturates and keeps NaN."""
+    dtype = dtype.scalar
+    if dtype not in _TORCH_DTYPE:
+        return values.astype(interpreter._get_np_dtype(dtype))
+    x = torch.from_numpy(np.array(values, dtype=np.float32, order="C"))  # a copy: torch wants writable memory
+    if dtype == tl.bfloat16:
+        return x.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    limits = torch.finfo(_TORCH_DTYPE[dtype])
+    x = torch.where(x.isnan(), x, x.clamp(limits.min, limits.max))
+    return x.to(_TORCH_DTYPE[dtype]).view(torch.uint8).numpy()
+
+
+def _repair_arithmetic(builder: Any, handle: Any) -> None:
+    binary_op, unary_op, cast_impl, fp_to_fp = (
+        builder.binary_op,
+        builder.unary_op,
+        builder.cast_impl,
+        builder.create_fp_to_fp,
+    )
+
+    def binary(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if not _is_low(lhs.dtype):
+            return binary_op(self, lhs, rhs, op)
+        out = op(_decode(lhs), _decode(rhs))
+        return handle(out if out.dtype == bool else _encode(out, lhs.dtype), lhs.dtype.scalar)
+
+    def unary(self: Any, arg: Any, op: Any) -> Any:
+        if _is_low(arg.dtype):
+            raise TypeError(f"a kernel computes {op.__name__} in {arg.dtype}: load, then .to(tl.float32) at once")
+        return unary_op(self, arg, op)
+
+    def cast(self: Any, source: Any, dtype: Any, *rounding: Any) -> Any:
+        if not (_is_low(source.dtype) or _is_low(dtype)):
+            return (fp_to_fp if rounding else cast_impl)(self, source, dtype, *rounding)
+        return handle(_encode(_decode(source), dtype), dtype.scalar)
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        x, y = _decode(a), _decode(b)
+        if x.dtype.kind == "f":
+            x, y = x.astype(np.float32), y.astype(np.float32)
+        return handle(np.matmul(x, y, dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+    builder.binary_op, builder.unary_op, builder.cast_impl = binary, unary, cast
+    builder.create_fp_to_fp, builder.create_dot = cast, dot
+
+
+def _repair_index() -> None:
+    """NumPy >= 2.4 refuses int() of a 1-element array, which Triton 3.6 uses for loop bounds."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *scope: Any) -> None:
+        patch_tensor(tensor, *scope)
+
+        def index(self: Any) -> int:
+            return int(np.asarray(self.handle.data).reshape(-1)[0])
+
+        if scope:
+            scope[0].set_attr(tensor, "__index__", index)
+        else:
+            tensor.__index__ = index
+
+    interpreter._patch_lang_tensor = patched
+
+
+def install() -> None:
+    """Repair the interpreter, once."""
+    if getattr(interpreter, "_powertrain_repaired", False):
+        return
+    _repair_arithmetic(interpreter.InterpreterBuilder, interpreter.TensorHandle)
+    _repair_index()
+    interpreter._powertrain_repaired = True

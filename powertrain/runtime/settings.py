@@ -1,0 +1,127 @@
+"""Every environment variable of Powertrain: name, meaning, default. They are read here and nowhere else.
+
+Values are read when they are first needed and again after `reload()`, so that a test or a launcher may set them.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError(f"must be 0 or 1, got {text!r}")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError(f"must be a number of seconds above 0, got {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"must be an integer of at least 1, got {text!r}")
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _paths(text: str) -> tuple[str, ...]:
+    return tuple(path for path in text.split(os.pathsep) if path)
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}, got {text!r}")
+        return text
+
+    return parse
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    meaning: str
+
+
+VARIABLES = {
+    "interpret": Variable(
+        "POWERTRAIN_INTERPRET", _flag, False, "run kernels on CPU tensors through Triton's interpreter (for tests)"
+    ),
+    "disable": Variable(
+        "POWERTRAIN_DISABLE", _names, (), "comma-separated ops that take plain PyTorch instead of our kernel; or 'all'"
+    ),
+    "log": Variable("POWERTRAIN_LOG", _one_of("info", "debug"), None, "info or debug: print every decision once"),
+    "log_file": Variable("POWERTRAIN_LOG_FILE", str, None, "write the log to this file instead of stderr"),
+    "store": Variable(
+        "POWERTRAIN_STORE", str, None, "directory of compiled kernels (default: the user's cache folder)"
+    ),
+    "packs": Variable("POWERTRAIN_PACKS", _paths, (), "kernel packs to read, separated as in PATH"),
+    "compile_timeout": Variable("POWERTRAIN_COMPILE_TIMEOUT", _seconds, 300.0, "seconds one kernel may compile"),
+    "lock_timeout": Variable(
+        "POWERTRAIN_LOCK_TIMEOUT", _seconds, 60.0, "seconds to wait for another process that compiles the same kernel"
+    ),
+    "on_compile_failure": Variable(
+        "POWERTRAIN_ON_COMPILE_FAILURE",
+        _one_of("raise", "reference"),
+        "raise",
+        "raise, or reference: send the op to plain PyTorch with a warning",
+    ),
+    "jobs": Variable("POWERTRAIN_JOBS", _count, None, "parallel compiles (default: what memory and cores allow)"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    interpret: bool
+    disable: tuple[str, ...]
+    log: Literal["info", "debug"] | None
+    log_file: str | None
+    store: str | None
+    packs: tuple[str, ...]
+    compile_timeout: float
+    lock_timeout: float
+    on_compile_failure: Literal["raise", "reference"]
+    jobs: int | None
+
+
+def _read() -> Settings:
+    values = {}
+    for field in fields(Settings):
+        variable = VARIABLES[field.name]
+        text = os.environ.get(variable.name)
+        try:
+            values[field.name] = variable.default if not text else variable.parse(text)
+        except ValueError as error:
+            raise ValueError(f"environment variable {variable.name} {error}") from None
+    return Settings(**values)
+
+
+_current: Settings | None = None
+
+
+def settings() -> Settings:
+    """The settings now in force."""
+    global _current
+    if _current is None:
+        _current = _read()
+    return _current
+
+
+def reload() -> Settings:
+    """Read the environment again."""
+    global _current
+    _current = None
+    return settings()

@@ -1,0 +1,104 @@
+"""Timing on a GPU: variants interleaved, L2 flushed, median and spread, peak memory, share of the measured copy speed."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+Variants = Mapping[str, Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    ms: float  # median
+    spread: float  # (90th - 10th percentile) / median
+    peak_mib: float  # allocated beyond what stood before the call
+
+
+@cache
+def _flush_buffer() -> torch.Tensor:
+    return torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+
+
+def _once(function: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    _flush_buffer().zero_()  # also keeps the GPU busy while Python launches
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _peak_mib(function: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = function()
+    torch.cuda.synchronize()
+    del kept
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def measure(variants: Variants, *, seconds: float = 0.25, rounds: int = 200) -> dict[str, Timing]:
+    """Time each variant, in turns, for about `seconds` each and at most `rounds` rounds."""
+    peaks = {}
+    for name, function in variants.items():
+        for _ in range(3):
+            function()
+        peaks[name] = _peak_mib(function)
+    slowest = sum(_once(function) for function in variants.values()) / 1e3 / len(variants)
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(max(10, min(rounds, int(seconds / max(slowest + 1e-4, 1e-6))))):
+        for name, function in variants.items():
+            samples[name].append(_once(function))
+    return {name: _timing(times, peaks[name]) for name, times in samples.items()}
+
+
+def _timing(times: list[float], peak: float) -> Timing:
+    tenths = statistics.quantiles(times, n=10)
+    median = statistics.median(times)
+    return Timing(median, (tenths[-1] - tenths[0]) / median, peak)
+
+
+@cache
+def copy_bandwidth() -> float:
+    """Bytes per second, read plus written, of a 2 GiB device copy here."""
+    source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    return 4 * source.numel() / (measure({"copy": lambda: target.copy_(source)})["copy"].ms / 1e3)
+
+
+def host_us(function: Callable[[], Any], calls: int = 300) -> float:
+    """Microseconds the host spends in one call: the median over batches short enough not to fill the launch queue."""
+    batches = []
+    for _ in range(calls // 20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(20):
+            function()
+        batches.append((time.perf_counter() - start) / 20 * 1e6)
+    return statistics.median(batches)
+
+
+def table(
+    label: str, timings: Mapping[str, Timing], *, num_bytes: float | None = None, flops: float | None = None
+) -> str:
+    """One line per variant: time, rate, share of the copy bandwidth, ratio to the best other, peak memory."""
+    lines = []
+    for name, timing in timings.items():
+        others = [t.ms for n, t in timings.items() if n != name]
+        parts = [f"{label:34}", f"{name:14}", f"{timing.ms:8.4f} ms ±{timing.spread:4.0%}"]
+        if num_bytes is not None:
+            rate = num_bytes / timing.ms * 1e3
+            parts.append(f"{rate / 1e12:5.2f} TB/s {rate / copy_bandwidth():4.0%} of copy")
+        if flops is not None:
+            parts.append(f"{flops / timing.ms / 1e9:6.0f} TFLOP/s")
+        parts.append(f"{min(others) / timing.ms:5.2f}x best other" if others else "")
+        parts.append(f"{timing.peak_mib:8.0f} MiB")
+        lines.append(" | ".join(parts))
+    return "\n".join(lines)

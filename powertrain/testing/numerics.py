@@ -1,0 +1,118 @@
+"""The judge: error against float64, at most twice what plain PyTorch errs in the same dtype, plus one rounding."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Error:
+    """The largest errors of one result against float64, and what is allowed."""
+
+    name: str
+    ours: float
+    plain: float  # plain PyTorch in the same dtype
+    allowed: float  # 2 * plain + one rounding at the result's scale
+
+    @property
+    def ok(self) -> bool:
+        return self.ours <= self.allowed  # NaN is never ok
+
+
+def _as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def _leaf(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    if tensor is None or not tensor.is_floating_point():
+        return tensor
+    detached = tensor.detach()
+    # keep strides: a non-contiguous input must stay one
+    copy = detached.to(dtype) if dtype else torch.empty_strided(
+        detached.shape, detached.stride(), dtype=detached.dtype, device=detached.device
+    ).copy_(detached) if _dense(detached) else detached.clone()  # fmt: skip
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _dense(tensor: Tensor) -> bool:
+    return all(stride > 0 for stride in tensor.stride())
+
+
+def evaluate(
+    function: Callable[..., Any],
+    tensors: Tensors,
+    grads: tuple[Tensor, ...] | None,
+    dtype: torch.dtype | None = None,
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Results of `function(**tensors)` and the gradient of every input that requires one."""
+    leaves = {name: _leaf(tensor, dtype) for name, tensor in tensors.items()}
+    outputs = _as_tuple(function(**leaves))
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
+    if grads is None or not wanted:
+        return outputs, {}
+    pairs = [(out, grad.to(out.dtype)) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+    results = torch.autograd.grad(
+        [out for out, _ in pairs], list(wanted.values()), [grad for _, grad in pairs], allow_unused=True
+    )
+    return outputs, {f"d{name}": grad for name, grad in zip(wanted, results, strict=True) if grad is not None}
+
+
+def _error(name: str, ours: Tensor, plain: Tensor, exact: Tensor) -> Error:
+    if not ours.numel():
+        return Error(name, 0.0, 0.0, 0.0)
+    exact = exact.double()
+    scale = exact.abs().max().item()
+    worst = [(t.double() - exact).abs().max().item() for t in (ours, plain)]
+    return Error(name, worst[0], worst[1], 2 * worst[1] + torch.finfo(ours.dtype).eps * scale)
+
+
+def errors(
+    ours: Callable[..., Any],
+    plain: Callable[..., Any],
+    reference: Callable[..., Any],
+    tensors: Tensors,
+    *,
+    backward: bool = True,
+    seed: int = 0,
+) -> list[Error]:
+    """Errors of every output and of every gradient (inputs that require one), in the order of both.
+
+    `ours` and `plain` see the tensors as they are, `reference` sees float64 copies. All three take the tensors by
+    name and return a tensor or a tuple; the same random output gradients go into all.
+    """
+    with torch.no_grad():
+        shapes = _as_tuple(ours(**{name: _leaf(tensor) for name, tensor in tensors.items()}))
+    generator = torch.Generator(shapes[0].device).manual_seed(seed)
+    grads = tuple(
+        torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32).to(out.dtype)
+        for out in shapes
+    )
+    exact, exact_grads = evaluate(reference, tensors, grads if backward else None, torch.float64)
+    rough, rough_grads = evaluate(plain, tensors, grads if backward else None)
+    results, our_grads = evaluate(ours, tensors, grads if backward else None)
+    assert our_grads.keys() == exact_grads.keys(), f"gradients of {sorted(our_grads)}, expected {sorted(exact_grads)}"
+    found = [_error(f"out{i}", *triple) for i, triple in enumerate(zip(results, rough, exact, strict=True))]
+    for name, grad in our_grads.items():
+        source = tensors[name.removeprefix("d")]
+        assert source is not None and grad.dtype == source.dtype, f"{name} has dtype {grad.dtype}"
+        found.append(_error(name, grad, rough_grads[name], exact_grads[name]))
+    return found
+
+
+def check(
+    ours: Callable[..., Any],
+    plain: Callable[..., Any],
+    reference: Callable[..., Any],
+    tensors: Tensors,
+    *,
+    backward: bool = True,
+) -> None:
+    """Fail unless every result and gradient of `ours` is within the judge's bound."""
+    bad = [e for e in errors(ours, plain, reference, tensors, backward=backward) if not e.ok]
+    lines = [f"{e.name}: error {e.ours:.3g}, allowed {e.allowed:.3g} (plain PyTorch {e.plain:.3g})" for e in bad]
+    assert not bad, "; ".join(lines)

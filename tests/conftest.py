@@ -1,0 +1,36 @@
+"""Seeds, poisoned memory, and the device the kernels run on."""
+
+import os
+
+INTERPRET = os.environ.get("POWERTRAIN_INTERPRET") == "1"
+if INTERPRET:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+import pytest
+import torch
+
+# what torch.empty hands out is NaN, in C++ too, so that an unwritten output cannot pass
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.utils.deterministic.fill_uninitialized_memory = True
+torch.set_num_threads(1)
+
+HAS_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The GPU where there is one, else the CPU (where kernels run only under POWERTRAIN_INTERPRET=1)."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.keywords and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if "kernels" in item.keywords and not (HAS_GPU or INTERPRET):
+            item.add_marker(pytest.mark.skip(reason="kernels run on a GPU or under POWERTRAIN_INTERPRET=1"))

@@ -1,0 +1,96 @@
+"""rms_norm and layer_norm: every option, size class and error."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.ops.norm import layer_norm, layer_norm_ref, rms_norm, rms_norm_ref
+from powertrain.testing.numerics import check
+
+
+def _tensors(device: torch.device, M: int, N: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor | None]:
+    made = {
+        "x": torch.randn(M, N, device=device) + 0.5,
+        "weight": torch.randn(N, device=device),
+        "bias": torch.randn(N, device=device),
+        "residual": torch.randn(M, N, device=device),
+    }
+    return {name: t.to(dtype).requires_grad_() for name, t in made.items()}
+
+
+def _check(op: object, ref: object, tensors: dict[str, Tensor | None], **options: object) -> None:
+    check(lambda **t: op(**t, **options), lambda **t: ref(**t, **options), lambda **t: ref(**t, **options), tensors)
+
+
+# 3: tiny; 2047: one under a power of two; 16384: the widest block; 16390: looped, ragged last block
+@pytest.mark.parametrize("N", [3, 2047, 16384, 16390], ids=lambda n: f"D{n}")
+@pytest.mark.parametrize("op, ref", [(rms_norm, rms_norm_ref), (layer_norm, layer_norm_ref)], ids=["rms", "layer"])
+def test_sizes(op: object, ref: object, N: int, device: torch.device) -> None:
+    _check(op, ref, _tensors(device, 3, N))
+
+
+@pytest.mark.parametrize("casting", ["llama", "gemma", "te"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_rms_norm_casting(casting: str, zero_centered: bool, device: torch.device) -> None:
+    _check(
+        rms_norm, rms_norm_ref, _tensors(device, 4, 96, torch.bfloat16), casting=casting, zero_centered=zero_centered
+    )
+
+
+@pytest.mark.parametrize("left_out", ["weight", "bias", "residual"])
+@pytest.mark.parametrize("op, ref", [(rms_norm, rms_norm_ref), (layer_norm, layer_norm_ref)], ids=["rms", "layer"])
+def test_optional_arguments(op: object, ref: object, left_out: str, device: torch.device) -> None:
+    _check(op, ref, {**_tensors(device, 4, 40), left_out: None}, zero_centered=True)
+
+
+@pytest.mark.parametrize("N", [72, 16500], ids=["block", "looped"])
+def test_mixed_dtypes(N: int, device: torch.device) -> None:
+    tensors = _tensors(device, 3, N)
+    tensors["x"] = tensors["x"].detach().bfloat16().requires_grad_()
+    _check(rms_norm, rms_norm_ref, tensors)
+    y, h = rms_norm(**tensors)
+    assert (y.dtype, h.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_only_the_residual_sum_used(device: torch.device) -> None:
+    tensors = _tensors(device, 3, 16)
+    _, h = rms_norm(**tensors)
+    dx, dw = torch.autograd.grad(h.sum(), (tensors["x"], tensors["weight"]), allow_unused=True, materialize_grads=True)
+    assert torch.equal(dx, torch.ones_like(dx)) and not dw.any()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)])
+def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
+    x = torch.randn(shape, device=device, requires_grad=True)
+    weight = torch.randn(shape[-1], device=device, requires_grad=True)
+    y = rms_norm(x, weight)
+    y.sum().backward()
+    assert y.shape == shape and x.grad.shape == shape and not weight.grad.any()
+
+
+def test_leading_dims_and_permuted(device: torch.device) -> None:
+    x = torch.randn(2, 3, 5, 24, device=device).transpose(1, 2)
+    torch.testing.assert_close(layer_norm(x), layer_norm_ref(x))
+
+
+def test_errors(device: torch.device) -> None:
+    x = torch.randn(2, 8, device=device)
+    with pytest.raises(ValueError, match=r"rms_norm: weight must have shape \[8\] \(last dim of x\), got \[4\]"):
+        rms_norm(x, torch.ones(4, device=device))
+    with pytest.raises(ValueError, match="layer_norm: residual must have shape"):
+        layer_norm(x, residual=torch.ones(2, 4, device=device))
+    with pytest.raises(ValueError, match="casting must be one of 'llama', 'gemma', 'te', got 'x'"):
+        rms_norm(x, casting="x")
+    with pytest.raises(ValueError, match="x must be float32, float16 or bfloat16, got int64"):
+        rms_norm(torch.ones(2, 8, dtype=torch.int64, device=device))
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements(device: torch.device) -> None:
+    x = torch.randn(131073, 16384, device=device, dtype=torch.bfloat16).requires_grad_()
+    y = rms_norm(x)
+    y.backward(torch.ones_like(y))
+    tail = x.detach()[-2:].clone().requires_grad_()
+    expected = rms_norm(tail)
+    expected.backward(torch.ones_like(expected))
+    assert torch.equal(y[-2:], expected) and torch.equal(x.grad[-2:], tail.grad)
