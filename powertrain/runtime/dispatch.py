@@ -55,7 +55,7 @@ class Op:
                    Outputs are always tensors (an empty one stands for "not wanted") and never alias inputs.
     forward        allocates the outputs and launches the kernels
     fake           allocates the outputs only (same arguments)
-    backward       (ctx, *grads) -> a tuple, one gradient or None per argument; a grad is None where nobody used an output
+    backward       (ctx, *grads) -> a tuple: a gradient or None per argument; a grad is None where its output is unused
     setup_context  (ctx, inputs, output): saves what backward needs
     """
 

@@ -14,49 +14,294 @@ The syntax is Triton's; what it specializes on is ours, so that nothing recompil
 - floats are float32; `tl.constexpr` parameters and options (num_warps, num_stages, maxnreg) are constants.
 
 The device is the tensors' (mixed devices are an error), and so is the stream: that device's current one. A device
-guard is taken only when the current device is another one.
+guard is taken only when the current device is another one. A grid with a zero in it launches nothing.
+
+The warm path is a function generated for each kernel: it reads pointers and dtypes, looks the specialization up in
+the device's table, packs the arguments and calls the driver. Everything else happens once, in `_prepare`.
 """
 
+import ctypes
 import inspect
+import struct
+import zlib
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
+from types import FunctionType
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
+from powertrain.runtime import driver, recording, tracing
+from powertrain.runtime.errors import LaunchError, WarmUpFirst
 from powertrain.runtime.settings import settings
+from powertrain.runtime.target import Target
 
 OPTIONS = {"num_warps": 4, "num_stages": 3, "maxnreg": None}
+
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+}
+_FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}  # pointers and absent ones: "Q"
+_HIDDEN_PARAMETERS = 2  # Triton's scratch pointers, global and profile, behind the declared ones
+
+
+class Loaded:
+    """A kernel on a device: how to pack its arguments, and the driver's handle.
+
+    Every declared argument has its place in the buffer; the pointer array given to the driver leaves out those that
+    are constants here (pointers that are None) and ends with Triton's hidden scratch pointers.
+    """
+
+    def __init__(self, types: list[str], facts: dict[str, Any], function: driver.Function) -> None:
+        self.function = function
+        self.handle = function.handle
+        self.facts = facts
+        self.threads, self.shared = 32 * facts["num_warps"], facts["shared"]
+        self.has_scratch = bool(facts["global_scratch"] or facts["profile_scratch"])
+        formats = [_FORMATS.get(t, "Q") for t in types] + ["Q"] * _HIDDEN_PARAMETERS
+        layout = struct.Struct("@" + "".join(formats))
+        self.pack_into, self._size = layout.pack_into, layout.size
+        ends = [struct.calcsize("@" + "".join(formats[: i + 1])) for i in range(len(formats))]
+        passed = [t != "constexpr" for t in types] + [True] * _HIDDEN_PARAMETERS
+        self._offsets = [e - struct.calcsize(f) for e, f, p in zip(ends, formats, passed, strict=True) if p]
+        # (buffer, address of the pointer array, that array): taken and put back by launches, so threads never share one
+        self.slots: list[tuple[Any, int, Any]] = []
+
+    def new_slot(self) -> tuple[Any, int, Any]:
+        buffer = ctypes.create_string_buffer(self._size)
+        base = ctypes.addressof(buffer)
+        pointers = (ctypes.c_void_p * len(self._offsets))(*(base + offset for offset in self._offsets))
+        return buffer, ctypes.addressof(pointers), pointers
 
 
 class Kernel:
     """A Triton kernel under our launch rules. Made by `@kernel`."""
 
-    def __init__(self, fn: Callable[..., Any], aligned: tuple[str, ...]) -> None:
+    def __init__(self, fn: FunctionType, aligned: tuple[str, ...]) -> None:
+        self.fn = fn
         self.jit = triton.jit(fn)
         self.name = fn.__name__
         self.module = fn.__module__
-        parameters = inspect.signature(fn).parameters
-        self.constants = tuple(n for n, p in parameters.items() if p.annotation is triton.language.constexpr)
-        self.arguments = tuple(n for n in parameters if n not in self.constants)
+        self.parameters = inspect.signature(fn).parameters
+        self.constants = tuple(n for n, p in self.parameters.items() if p.annotation is triton.language.constexpr)
+        self.arguments = tuple(n for n in self.parameters if n not in self.constants)
+        self.pointers = tuple(n for n in self.arguments if n.endswith("_ptr"))
         self.aligned = tuple(n for n in self.arguments if n.startswith("stride_") or n in aligned)
-        self.launch = self._interpret if settings().interpret else self._native
+        unknown = set(aligned) - set(self.arguments)
+        if unknown:
+            raise TypeError(f"kernel {self.name}: aligned names {sorted(unknown)}, which are no arguments")
+        self._tables: dict[int, dict[Any, Loaded]] = {}  # device -> warm path's key -> kernel
+        self._loaded: dict[Any, Loaded] = {}  # (device, specialization) -> kernel
+        self.launch = self._interpret if settings().interpret else _generate(self)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self.launch, grid)
 
+    @cached_property
+    def source_hash(self) -> str:
+        from powertrain.runtime.triton_compat import source_hash
+
+        return source_hash(self.fn)
+
     def _interpret(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if any(isinstance(a, torch.Tensor) and a.is_meta for a in args) or 0 in grid:
+        if 0 in grid or any(isinstance(a, Tensor) and a.is_meta for a in args):
             return
         self.jit[grid](*args, **constants)
 
-    def _native(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if any(isinstance(a, torch.Tensor) and a.is_meta for a in args) or 0 in grid:
+    def _device(self, tensors: dict[str, Tensor]) -> torch.device:
+        devices = {tensor.device for tensor in tensors.values()}
+        if len(devices) > 1:
+            where = ", ".join(f"{name.removesuffix('_ptr')} on {tensor.device}" for name, tensor in tensors.items())
+            raise ValueError(f"{self.name}: all tensors must be on one device, got {where}")
+        device = devices.pop()
+        if device.type not in ("cuda", "meta"):
+            raise ValueError(f"{self.name}: tensors must be on a CUDA device, got {device}")
+        return device
+
+    def specialize(self, values: dict[str, Any], constants: dict[str, Any], arch: int) -> Any:
+        """The Spec of a launch: argument values and constants to types, alignment and options."""
+        from powertrain.runtime.compile import Spec
+
+        options = {name: constants[name] for name in OPTIONS if constants[name] is not None}
+        constants = {name: value for name, value in constants.items() if name not in OPTIONS}
+        constants.update({name: None for name in self.pointers if values[name] is None})
+        integers = [v for n, v in values.items() if n not in self.pointers and not isinstance(v, float)]
+        integer = "i32" if all(-(2**31) <= v < 2**31 for v in integers) else "i64"
+        signature = {}
+        for name in self.parameters:
+            if name in constants:
+                signature[name] = "constexpr"
+            elif name in self.pointers:
+                signature[name] = _TYPES[values[name].dtype]
+            else:
+                signature[name] = "fp32" if isinstance(values[name], float) else integer
+        aligned: tuple[str, ...] = ()
+        if all(
+            v.data_ptr() % 16 == 0 for n, v in values.items() if n in self.pointers and v is not None and not v.is_meta
+        ):
+            aligned += tuple(n for n in self.pointers if values[n] is not None)
+        if all(values[n] % 16 == 0 for n in self.aligned):
+            aligned += self.aligned
+        return Spec(self, signature, constants, aligned, options, arch)
+
+    def _prepare(self, grid: tuple[int, ...], warm_key: Any, values: dict[str, Any], constants: dict[str, Any]) -> None:
+        """The slow path: find out what is needed, compile and load it, launch it, and put it on the warm path."""
+        if 0 in grid:
             return
-        self.jit[grid](*args, **constants)
+        tensors = {name: values[name] for name in self.pointers if values[name] is not None}
+        device = self._device(tensors)
+        target = Target.of(device)
+        spec = self.specialize(values, constants, target.arch)
+        noted = recording.state.recording
+        if noted is not None:
+            noted.add(spec)
+            return
+        if device.type == "meta":
+            return
+        emulated = recording.state.emulated is not None
+        key = (device.index, spec.key, emulated)
+        loaded = self._loaded.get(key)
+        if loaded is None:
+            loaded = self._loaded[key] = self._load(spec, device.index, emulated)
+        # a launch with int64 sizes, or an int for a float, shares its warm key with the usual one: it stays here
+        if warm_key is not None and not emulated and "i64" not in spec.signature.values():
+            self._tables.setdefault(device.index, {}).setdefault(warm_key, loaded)
+        self._run(
+            loaded, device.index, grid, [v.data_ptr() if isinstance(v, Tensor) else v or 0 for v in values.values()]
+        )
+
+    def _load(self, spec: Any, device: int, emulated: bool) -> Loaded:
+        from powertrain.runtime.compile import entry_for
+
+        if torch.cuda.is_current_stream_capturing():
+            raise WarmUpFirst(
+                f"{self.name} for sm_{spec.arch} is not loaded yet and cannot be while a CUDA graph is captured; "
+                "run the same shapes and dtypes once before the capture"
+            )
+        entry, source = entry_for(spec)
+        if emulated:
+            image = zlib.decompress(entry.members["ptx"]) + b"\0"
+            function = driver.load(image, entry.manifest["launch"]["name"], entry.manifest["launch"]["shared"], device)
+        else:
+            try:
+                if entry.manifest["min_driver"] > driver.version():
+                    raise driver.ImageError(f"it needs a driver for CUDA {entry.manifest['min_driver'] / 1000:.1f}")
+                function = self._load_cubin(entry, device)
+            except driver.ImageError as error:
+                if source == "compiled":
+                    raise
+                tracing.warn(f"{spec.describe()} from the {source} does not load ({error}); compiling it here")
+                entry, _ = entry_for(spec, again=True)
+                function = self._load_cubin(entry, device)
+        types = [t for name, t in spec.signature.items() if name in self.arguments]
+        return Loaded(types, entry.manifest["launch"], function)
+
+    @staticmethod
+    def _load_cubin(entry: Any, device: int) -> driver.Function:
+        facts = entry.manifest["launch"]
+        return driver.load(entry.members["cubin"], facts["name"], facts["shared"], device)
+
+    def _run(self, loaded: Loaded, device: int, grid: tuple[int, ...], arguments: list[Any]) -> None:
+        gx, gy, gz = (*grid, 1, 1)[:3]
+        scratch = [0] * _HIDDEN_PARAMETERS
+        if loaded.has_scratch:
+            # held until the launch is queued; the caching allocator then reuses it in stream order
+            programs = gx * gy * gz
+            kept = [
+                torch.empty(programs * loaded.facts[name], dtype=torch.int8, device=torch.device("cuda", device))
+                for name in ("global_scratch", "profile_scratch")
+            ]
+            scratch = [tensor.data_ptr() for tensor in kept]
+        slot = loaded.slots.pop() if loaded.slots else loaded.new_slot()
+        loaded.pack_into(slot[0], 0, *arguments, *scratch)
+        with torch.cuda.device(device):
+            driver.make_context_current(device)
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            code = driver.launcher()(
+                loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, stream, slot[1], None
+            )
+        loaded.slots.append(slot)
+        if code:
+            raise LaunchError(f"kernel {self.name} with grid {grid} on cuda:{device}: {driver.describe(code)}")
 
 
-def kernel(*, aligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]:
+_WARM_PATH = """
+def launch(grid, {parameters}):
+    device = -2
+{pointers}
+    key = ({key},)
+    loaded = None if state.active else tables.get(device, EMPTY).get(key)
+    if loaded is None or loaded.has_scratch or current_device() != device or 0 in grid:
+        return prepare(grid, key, {values}, {constants})
+    slot = loaded.slots.pop() if loaded.slots else loaded.new_slot()
+    try:
+        loaded.pack_into(slot[0], 0, {packed}, 0, 0)
+    except StructError:
+        return prepare(grid, None, {values}, {constants})
+    gx, gy, gz = (*grid, 1, 1)[:3]
+    code = launch_kernel()(
+        loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, current_stream(device), slot[1], None
+    )
+    loaded.slots.append(slot)
+    if code:  # once more with this thread's context made sure of; says what is wrong if that does not help
+        prepare(grid, key, {values}, {constants})
+"""
+
+_READ_POINTER = """
+    if {name} is None:
+        p{i} = 0
+        t{i} = None
+    else:
+        p{i} = {name}.data_ptr()
+        t{i} = {name}.dtype
+        found = {name}.get_device()
+        if found != device:
+            device = found if device == -2 else -3
+"""
+
+
+def _generate(kernel: Kernel) -> Callable[..., None]:
+    """The warm path of a kernel, as a function with the kernel's own signature."""
+    pointers = {name: i for i, name in enumerate(kernel.pointers)}
+    options = [f"{name}={default!r}" for name, default in OPTIONS.items()]
+    addresses = "|".join(f"p{i}" for i in pointers.values()) or "0"
+    multiples = "|".join(kernel.aligned) or "0"
+    dtypes = [f"t{i}" for i in pointers.values()]
+    source = _WARM_PATH.format(
+        parameters=", ".join([*kernel.parameters, *options]),
+        pointers="".join(_READ_POINTER.format(name=name, i=i) for name, i in pointers.items()),
+        key=", ".join([*dtypes, f"not ({addresses}) & 15", f"not ({multiples}) & 15", *kernel.constants, *OPTIONS]),
+        values="dict(" + ", ".join(f"{n}={n}" for n in kernel.arguments) + ")",
+        constants="dict(" + ", ".join(f"{n}={n}" for n in (*kernel.constants, *OPTIONS)) + ")",
+        packed=", ".join(f"p{pointers[n]}" if n in pointers else n for n in kernel.arguments),
+    )
+    namespace: dict[str, Any] = {
+        "tables": kernel._tables,
+        "prepare": kernel._prepare,
+        "state": recording.state,
+        "launch_kernel": driver.launcher,
+        "current_device": getattr(torch._C, "_cuda_getDevice", lambda: None),
+        "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
+        "EMPTY": {},
+        "StructError": struct.error,
+    }
+    exec(compile(source, f"<launch of {kernel.name}>", "exec"), namespace)
+    return namespace["launch"]
+
+
+def kernel(*, aligned: tuple[str, ...] = ()) -> Callable[[FunctionType], Kernel]:
     """Declare a kernel. `aligned` names integers, besides the strides, worth specializing on being multiples of 16."""
     return lambda fn: Kernel(fn, aligned)

@@ -1,0 +1,110 @@
+"""The CUDA driver through ctypes: load a cubin or PTX, launch a kernel. No compiler, no toolkit, no torch extension.
+
+Triton 3.6's own launcher is compiled with gcc at first use, per signature (130 to 200 ms each on one H200); this needs
+nothing but libcuda, which every machine with a GPU has.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from powertrain.runtime.errors import LaunchError
+
+# CUresult codes that mean "this image does not suit this driver or GPU": the store rebuilds once
+IMAGE_ERRORS = {
+    200: "invalid image",
+    209: "no binary for this GPU",
+    218: "invalid PTX",
+    222: "PTX newer than the driver",
+}
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_NUM_REGS = 4
+_LOCAL_BYTES = 3
+
+
+class ImageError(LaunchError):
+    """The driver refused the image itself; a rebuild may help."""
+
+
+@cache
+def _cuda() -> Any:
+    library = ctypes.CDLL("libcuda.so.1")
+    pointer, uint = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = [pointer, uint, uint, uint, uint, uint, uint, uint, pointer, pointer, pointer]
+    library.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
+    library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
+    library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    library.cuFuncGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
+    library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
+    library.cuCtxSetCurrent.argtypes = [pointer]
+    return library
+
+
+def describe(code: int) -> str:
+    text = ctypes.c_char_p()
+    _cuda().cuGetErrorString(code, ctypes.byref(text))
+    return f"{text.value.decode() if text.value else 'unknown error'} (CUDA error {code})"
+
+
+def version() -> int:
+    """The CUDA version the driver supports, as 13000 for 13.0."""
+    number = ctypes.c_int()
+    _cuda().cuDriverGetVersion(ctypes.byref(number))
+    return number.value
+
+
+@cache
+def _context(device: int) -> int:
+    context = ctypes.c_void_p()
+    code = _cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    if code or context.value is None:
+        raise LaunchError(f"cannot use the context of cuda:{device}: {describe(code)}")
+    return context.value
+
+
+def make_context_current(device: int) -> None:
+    """Make the device's primary context (torch's) current in this thread, which may never have touched CUDA."""
+    code = _cuda().cuCtxSetCurrent(_context(device))
+    if code:
+        raise LaunchError(f"cannot use the context of cuda:{device}: {describe(code)}")
+
+
+@dataclass(frozen=True)
+class Function:
+    """A loaded kernel. `module` keeps the handle that owns it; modules live as long as the process."""
+
+    handle: int
+    module: int
+    registers: int
+    stack_bytes: int
+
+
+def load(image: bytes, name: str, shared: int, device: int) -> Function:
+    """Load a cubin, or zero-terminated PTX for the driver to compile, on a device."""
+    cuda = _cuda()
+    with torch.cuda.device(device):
+        make_context_current(device)
+        module, handle = ctypes.c_void_p(), ctypes.c_void_p()
+        code = cuda.cuModuleLoadData(ctypes.byref(module), image)
+        if code:
+            error = ImageError if code in IMAGE_ERRORS else LaunchError
+            raise error(f"kernel {name}: cuda:{device} cannot load it: {describe(code)}")
+        code = cuda.cuModuleGetFunction(ctypes.byref(handle), module, name.encode())
+        if not code and shared > 48 * 1024:
+            code = cuda.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, shared)
+        if code:
+            raise LaunchError(f"kernel {name} with {shared} bytes of shared memory on cuda:{device}: {describe(code)}")
+    facts = ctypes.c_int(), ctypes.c_int()
+    cuda.cuFuncGetAttribute(ctypes.byref(facts[0]), _NUM_REGS, handle)
+    cuda.cuFuncGetAttribute(ctypes.byref(facts[1]), _LOCAL_BYTES, handle)
+    assert handle.value is not None and module.value is not None
+    return Function(handle.value, module.value, facts[0].value, facts[1].value)
+
+
+@cache
+def launcher() -> Any:
+    """cuLaunchKernel itself: (function, gx, gy, gz, bx, by, bz, shared, stream, params, extra) -> CUresult."""
+    return _cuda().cuLaunchKernel

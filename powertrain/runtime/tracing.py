@@ -1,0 +1,71 @@
+"""Every decision, once: which kernel, for which device, compiled or found, in how many milliseconds.
+
+`trace()` returns them; POWERTRAIN_LOG=info|debug prints them to stderr, or to POWERTRAIN_LOG_FILE.
+"""
+
+import sys
+import threading
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from powertrain.runtime.settings import settings
+
+
+@dataclass(frozen=True)
+class Event:
+    kind: str  # "kernel" or "warning"
+    text: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+_events: list[Event] = []
+_lock = threading.Lock()
+
+
+def trace() -> list[Event]:
+    """All events so far, oldest first: for a kernel its op module, arch, constants, source and milliseconds."""
+    with _lock:
+        return list(_events)
+
+
+def clear() -> None:
+    with _lock:
+        _events.clear()
+
+
+def _print(text: str) -> None:
+    line = f"powertrain: {text}\n"
+    if settings().log_file:
+        with open(settings().log_file or "", "a") as file:
+            file.write(line)
+    else:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+
+
+def event(kind: str, text: str, **facts: Any) -> None:
+    """Note a decision."""
+    with _lock:
+        _events.append(Event(kind, text, facts))
+    if settings().log == "debug":
+        _print(f"{text} {facts}")
+    elif settings().log == "info":
+        _print(text)
+
+
+def warn(text: str) -> None:
+    """Say something the user should know, once for each text."""
+    with _lock:
+        if any(e.kind == "warning" and e.text == text for e in _events):
+            return
+        _events.append(Event("warning", text))
+    _print(f"warning: {text}")
+
+
+def progress(text: str) -> None:
+    """A line about a wait that goes on; always shown."""
+    _print(text)
+
+
+def as_dicts() -> list[dict[str, Any]]:
+    return [asdict(e) for e in trace()]
