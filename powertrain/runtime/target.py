@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     import torch
 
 
+class _Pretended:
+    """The GPU that plans are made for instead of the tensors' own; set by recording and emulation."""
+
+    target: "Target | None" = None
+
+
+pretended = _Pretended()
+
+
 @dataclass(frozen=True)
 class Target:
     """One GPU. `Target.parse("RTX 3090 Ti")` without it, `Target.of(tensor.device)` with it."""
@@ -50,14 +59,15 @@ class Target:
 
     @staticmethod
     def of(device: "torch.device") -> "Target":
-        """The target of a tensor's device: of a CUDA device its own facts, cached; of `meta` the target for which
-        launches are being recorded; of the CPU, and of `meta` without a recording, a tiny one."""
+        """The target that plans for tensors on `device` are made for: the recorded or emulated one where there is one
+        (runtime/recording.py), else the GPU's own, cached; for the CPU and `meta` a tiny one for the interpreter."""
+        from powertrain.runtime.recording import current_target  # recording imports this module
+
+        other = current_target()
+        if other is not None:
+            return other
         if device.type == "cuda":
             return _of_cuda(_current_cuda() if device.index is None else device.index)
-        if device.type == "meta":
-            from powertrain.runtime.recording import current_target
-
-            return current_target() or INTERPRETER
         return INTERPRETER
 
     @property

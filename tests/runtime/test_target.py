@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import powertrain
 from powertrain.runtime import target as target_module
 from powertrain.runtime.target import Target, known_cards
 
@@ -133,6 +134,12 @@ def test_of_the_cpu_is_the_interpreters() -> None:
     target = Target.of(torch.device("cpu"))
     assert (target.name, target.arch, target.num_sms) == ("interpreter", 90, 2)
     assert Target.of(torch.device("meta")) == target
+
+
+def test_of_while_recording_is_the_recorded() -> None:
+    with powertrain.record("sm_80"):
+        assert Target.of(torch.device("meta")) == Target.parse("sm_80")
+    assert Target.of(torch.device("meta")).name == "interpreter"
 
 
 def test_of_a_device_reads_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
