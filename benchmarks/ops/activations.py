@@ -1,0 +1,48 @@
+"""SwiGLU and tanh GELU, forward and backward, beside torch.compile and Liger."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.peers import peer
+from powertrain.ops.activations import gelu, swiglu
+from powertrain.testing.bench import measure, table
+
+M, N = 16384, 14336
+
+
+def _variants(op: str) -> dict[str, Callable[..., Tensor]]:
+    if op == "gelu_tanh":
+        found = {
+            "powertrain": lambda x: gelu(x, approximate="tanh"),
+            "torch.compile": torch.compile(lambda x: F.gelu(x, approximate="tanh")),
+        }
+    else:
+        liger = peer("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
+        found = {
+            "powertrain": swiglu,
+            "torch.compile": torch.compile(lambda gate, up: F.silu(gate) * up),
+            "liger": liger and liger.apply,
+        }
+    return {name: function for name, function in found.items() if function is not None}
+
+
+def _measure(op: str, leaves: list[Tensor], dy: Tensor) -> Iterator[str]:
+    variants = _variants(op)
+    with torch.no_grad():
+        forward = measure({name: lambda f=f: f(*leaves) for name, f in variants.items()})
+    yield table(f"{op} {M}x{N} bf16 fwd", forward, num_bytes=(len(leaves) + 1) * 2 * M * N)
+    outputs = {name: f(*leaves) for name, f in variants.items()}
+    backward = measure(
+        {n: lambda y=y: torch.autograd.grad(y, leaves, dy, retain_graph=True) for n, y in outputs.items()}
+    )
+    yield table(f"{op} {M}x{N} bf16 bwd", backward, num_bytes=(2 * len(leaves) + 1) * 2 * M * N)
+
+
+def run() -> Iterator[str]:
+    gate, up = (torch.randn(M, N, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    dy = torch.randn_like(gate)
+    yield from _measure("swiglu", [gate, up], dy)
+    yield from _measure("gelu_tanh", [gate], dy)

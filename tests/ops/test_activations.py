@@ -1,0 +1,149 @@
+"""activation and gated_activation: every kind, packing, option, size class and error."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from powertrain.ops.activations import (
+    activation,
+    activation_ref,
+    gated_activation,
+    gated_activation_ref,
+    geglu,
+    gelu,
+    quick_gelu,
+    reglu,
+    relu_squared,
+    swiglu,
+)
+from powertrain.testing.numerics import check
+
+KINDS = ["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu_squared"]
+GATED = ["swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu", "relu_squared_glu", "clamped_swiglu"]
+
+
+def _randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (3 * torch.randn(shape, device=device)).to(dtype).requires_grad_()
+
+
+def _check(op: Any, ref: Any, tensors: dict[str, Tensor | None], **options: Any) -> None:
+    # the specification in the same dtype is what plain PyTorch would do
+    check(partial(op, **options), partial(ref, **options), partial(ref, **options), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = {"x": _randn(5, 70, device=device, dtype=dtype), "bias": _randn(70, device=device, dtype=dtype)}
+    _check(activation, activation_ref, tensors, kind=kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", GATED)
+def test_gated_kinds(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    # clamped at 2, so that many elements are
+    _check(gated_activation, gated_activation_ref, {"x": _randn(5, 66, device=device, dtype=dtype)}, kind=kind, limit=2)
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["packed", "two"])
+@pytest.mark.parametrize("order", ["gate_first", "up_first"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_packings(two: bool, order: str, bias: bool, device: torch.device) -> None:
+    tensors = {
+        "x": _randn(3, 2, 24 if two else 48, device=device),
+        "up": _randn(3, 2, 24, device=device) if two else None,
+        "bias": _randn(48, device=device) if bias else None,
+    }
+    _check(gated_activation, gated_activation_ref, tensors, kind="swiglu", order=order)
+
+
+# 1: a column; 2049: one over a block; 40 rows of 3: several rows a block
+@pytest.mark.parametrize("M, N", [(3, 1), (2, 2049), (40, 3)], ids=lambda n: str(n))
+def test_sizes(M: int, N: int, device: torch.device) -> None:
+    _check(gated_activation, gated_activation_ref, {"x": _randn(M, 2 * N, device=device)}, kind="geglu")
+    tensors = {"x": _randn(M, N, device=device), "bias": _randn(N, device=device)}
+    _check(activation, activation_ref, tensors, kind="silu")
+
+
+def test_mixed_dtypes(device: torch.device) -> None:
+    x, up, bias = _randn(4, 24, device=device, dtype=torch.bfloat16), _randn(4, 24, device=device), None
+    _check(gated_activation, gated_activation_ref, {"x": x, "up": up, "bias": bias}, kind="swiglu")
+    _check(activation, activation_ref, {"x": x, "bias": _randn(24, device=device)}, kind="gelu")
+
+
+def test_same_as_torch(device: torch.device) -> None:
+    x = torch.randn(4, 32, device=device)
+    gate, up = x.chunk(2, dim=-1)
+    torch.testing.assert_close(gelu(x), F.gelu(x))
+    torch.testing.assert_close(gelu(x, approximate="tanh"), F.gelu(x, approximate="tanh"))
+    torch.testing.assert_close(quick_gelu(x), x * torch.sigmoid(1.702 * x))
+    torch.testing.assert_close(relu_squared(x), F.relu(x) ** 2)
+    torch.testing.assert_close(swiglu(x), F.silu(gate) * up)
+    torch.testing.assert_close(swiglu(x, order="up_first"), F.silu(up) * gate)
+    torch.testing.assert_close(geglu(gate, up), F.gelu(gate) * up)
+    torch.testing.assert_close(geglu(x, approximate="tanh"), F.gelu(gate, approximate="tanh") * up)
+    torch.testing.assert_close(reglu(x), F.relu(gate) * up)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_values(kind: str, device: torch.device) -> None:
+    x = torch.tensor([0.0, -0.0, 1e4, -1e4, 120.0, -120.0, float("nan")], device=device).requires_grad_()
+    y = activation(x, kind)
+    y.sum().backward()
+    expected = x.detach().clone().requires_grad_()
+    activation_ref(expected, kind).sum().backward()
+    torch.testing.assert_close(y, activation_ref(x, kind), equal_nan=True)
+    torch.testing.assert_close(x.grad[:-1], expected.grad[:-1])
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)])
+def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
+    x = torch.randn(shape, device=device, requires_grad=True)
+    bias = torch.randn(shape[-1], device=device, requires_grad=True)
+    y = gated_activation(x, "swiglu", bias=bias)
+    y.sum().backward()
+    assert y.shape == (*shape[:-1], shape[-1] // 2) and x.grad.shape == shape and not bias.grad.any()
+
+
+def test_autocast_keeps_the_dtype(device: torch.device) -> None:
+    with torch.autocast(device.type, torch.bfloat16):
+        assert swiglu(torch.randn(2, 8, device=device)).dtype == torch.float32
+
+
+@pytest.mark.kernels
+def test_compile_traces_plain_pytorch(device: torch.device) -> None:
+    graphs = []
+    compiled = torch.compile(swiglu, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    compiled(torch.randn(2, 8, device=device))
+    assert "powertrain" not in graphs[0].code
+
+
+def test_errors(device: torch.device) -> None:
+    x = torch.randn(2, 7, device=device)
+    with pytest.raises(ValueError, match=r"activation: kind must be one of 'gelu', .*, got 'tanh'"):
+        activation(x, "tanh")
+    with pytest.raises(ValueError, match=r"activation: bias must have shape \[7\]"):
+        activation(x, "gelu", torch.ones(8, device=device))
+    with pytest.raises(ValueError, match=r"x must have an even last dim \(gate and up\), got \[2, 7\]"):
+        swiglu(x)
+    with pytest.raises(ValueError, match="gated_activation: up must have shape"):
+        swiglu(x, torch.ones(2, 8, device=device))
+    with pytest.raises(ValueError, match=r"bias must have shape \[14\] \(gate and up\), got \[7\]"):
+        swiglu(x, x, bias=torch.ones(7, device=device))
+    with pytest.raises(ValueError, match="order must be one of 'gate_first', 'up_first', got 'gate'"):
+        swiglu(x, x, order="gate")
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements(device: torch.device) -> None:
+    x = torch.randn(131073, 16384, device=device, dtype=torch.bfloat16).requires_grad_()
+    y = swiglu(x)
+    y.backward(torch.ones_like(y))
+    tail = x.detach()[-2:].clone().requires_grad_()
+    expected = swiglu(tail)
+    expected.backward(torch.ones_like(expected))
+    assert torch.equal(y[-2:], expected) and torch.equal(x.grad[-2:], tail.grad)
