@@ -160,9 +160,10 @@ def _compile(request: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byt
         return {"source": "compiled", "locked": held, "stored": stored, "trouble": trouble}, entry.to_bytes()
 
 
-def main(parent: str) -> None:
+def main() -> None:
+    """The worker itself: `sys.argv[1]` is the parent's process id."""
     _die_with_parent()
-    if os.getppid() != int(parent):
+    if os.getppid() != int(sys.argv[1]):
         os._exit(IDLE_EXIT)  # the parent died before it could take us along
     _children_die_with_us()
     # the pipe is ours alone; what compilers print goes to stderr, which the parent keeps for its error messages
