@@ -106,6 +106,14 @@ def _split(x: Tensor, up: Tensor | None, order: str) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
+def _sigmoid(w):
+    """σ(w) and 1 - σ(w), the latter without cancellation (which GELU's slope multiplies by about 10)."""
+    e = tl.exp(-tl.maximum(w, -80.0))
+    s = 1.0 / (1.0 + e)
+    return s, e * s
+
+
+@triton.jit
 def _act(z, KIND: tl.constexpr):
     """act(z) and act'(z)."""
     if KIND == "gelu":
@@ -114,17 +122,17 @@ def _act(z, KIND: tl.constexpr):
         slope = cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
     elif KIND == "gelu_tanh":
         # ½(1 + tanh(u)) = σ(2u): one exponential, no cancellation
-        s = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+        s, rest = _sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
         value = z * s
-        slope = s + value * (1.0 - s) * (1.5957691216057308 * (1.0 + 0.134145 * z * z))
+        slope = s + value * rest * (1.5957691216057308 * (1.0 + 0.134145 * z * z))
     elif KIND == "quick_gelu":
-        s = tl.sigmoid(1.702 * z)
+        s, rest = _sigmoid(1.702 * z)
         value = z * s
-        slope = s + 1.702 * value * (1.0 - s)
+        slope = s + 1.702 * value * rest
     elif KIND == "silu":
-        s = tl.sigmoid(z)
+        s, rest = _sigmoid(z)
         value = z * s
-        slope = s + value * (1.0 - s)
+        slope = s + value * rest
     elif KIND == "relu":
         value = tl.where(z > 0, z, tl.where(z == z, 0.0, z))
         slope = tl.where(z > 0, 1.0, 0.0)
@@ -141,10 +149,10 @@ def _gated(gate, up, limit, alpha, KIND: tl.constexpr):
         # written so that nan stays nan
         g = tl.where(gate > limit, limit, gate)
         u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        s = tl.sigmoid(alpha * g)
+        s, rest = _sigmoid(alpha * g)
         by_up = g * s
         y = by_up * (u + 1.0)
-        by_gate = tl.where(gate > limit, 0.0, (s + alpha * by_up * (1.0 - s)) * (u + 1.0))
+        by_gate = tl.where(gate > limit, 0.0, (s + alpha * by_up * rest) * (u + 1.0))
         by_up = tl.where((up > limit) | (up < -limit), 0.0, by_up)
     else:
         by_up, slope = _act(gate, KIND)
