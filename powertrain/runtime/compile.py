@@ -85,9 +85,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.log = tempfile.TemporaryFile()  # nameless: nothing is left of it whatever happens
-        start = (
-            "import sys; sys.path[:] = sys.argv[2:]; from powertrain.runtime import worker; worker.main(sys.argv[1])"
-        )
+        start = "import sys; sys.path[:] = sys.argv[2:]; from powertrain.runtime.worker import main; main()"
         paths = [str(Path(__file__).parents[2]), *(path for path in sys.path if path)]
         environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "POWERTRAIN_INTERPRET")}
         environment["TRITON_DISABLE_LINE_INFO"] = "1"
