@@ -1,0 +1,651 @@
+"""Rotary position embedding of q and k, or of a packed qkv, in one launch.
+
+    (a, b) is a pair of channels: (c, c + R/2) of the first R channels, or (2c, 2c + 1) if interleaved
+    a' = a * cos - b * sin         cos, sin = table[position, c]
+    b' = b * cos + a * sin         channels from R on are copied by the same kernel
+
+Backward is the rotation by the negative angle, so nothing is saved but the table and the positions given. Everything is
+computed in float32 and rounded once. T tokens of H heads of D channels of e bytes: each direction moves 2*T*H*D*e
+bytes, plus rows of the table from cache, and does 3 operations an element.
+
+Source: Su et al., arXiv:2104.09864.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.layout import acc_dtype, empty, next_power_of_2
+from powertrain.ops.rope_table import RopeTable
+from powertrain.runtime import checks
+from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.launch import kernel
+
+Layout = Literal["bshd", "sbhd", "thd"]
+Packing = Literal["concat", "grouped"]
+
+
+def rope_ref(
+    q: Tensor,
+    k: Tensor | None = None,
+    *,
+    table: RopeTable,
+    layout: Layout = "bshd",
+    interleaved: bool = False,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The specification of `rope`, in plain PyTorch: a product of complex numbers."""
+    at = _place("rope", q, table, layout, interleaved, offset, position_ids, cu_seqlens)
+    cos, sin = _cos_sin(_as_4d(q, layout), at)
+    pairs = cos.shape[-1]
+
+    def rotate(x: Tensor) -> Tensor:
+        acc = acc_dtype(x.dtype)
+        turning, rest = _as_4d(x, layout)[..., : 2 * pairs].to(acc), x[..., 2 * pairs :]
+        a, b = turning.unflatten(-1, (pairs, 2) if interleaved else (2, pairs)).unbind(-1 if interleaved else -2)
+        turned = torch.complex(a, b) * torch.complex(cos.to(acc), sin.to(acc))
+        turned = torch.stack((turned.real, turned.imag), -1 if interleaved else -2).flatten(-2)
+        return torch.cat((turned.view(*rest.shape[:-1], -1).to(x.dtype), rest), -1)
+
+    return rotate(q) if k is None else (rotate(q), rotate(k))
+
+
+@kernel()
+def _rope_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    v_out_ptr,
+    cos_ptr,
+    sin_ptr,
+    axes_ptr,
+    position_ids_ptr,
+    offsets_ptr,
+    cu_seqlens_ptr,
+    num_outer,
+    num_inner,
+    num_heads,
+    num_kv_heads,
+    group_size,
+    max_seqlen,
+    offset,
+    num_seqs,
+    search_steps,
+    stride_qo,
+    stride_qi,
+    stride_qg,
+    stride_qh,
+    stride_ko,
+    stride_ki,
+    stride_kh,
+    stride_q_out_o,
+    stride_q_out_i,
+    stride_q_out_g,
+    stride_q_out_h,
+    stride_k_out_o,
+    stride_k_out_i,
+    stride_k_out_h,
+    stride_pa,
+    stride_po,
+    stride_pi,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SEQ_INNER: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    # a program takes BLOCK_T tokens and BLOCK_H heads of q, of k or of v; head blocks vary fastest, as in memory
+    q_blocks = tl.cdiv(num_heads, BLOCK_H)
+    kv_blocks = tl.cdiv(num_kv_heads, BLOCK_H)
+    blocks = q_blocks
+    if k_ptr is not None:
+        blocks += kv_blocks
+    if v_ptr is not None:
+        blocks += kv_blocks
+    program = tl.program_id(0)
+    block = program % blocks
+    tokens = (program // blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = tokens < num_outer * num_inner
+    outer, inner = (tokens // num_inner).to(tl.int64), (tokens % num_inner).to(tl.int64)
+
+    pairs = tl.arange(0, BLOCK_C)[None, :]
+    if position_ids_ptr is not None:
+        position_ids_ptr += outer[:, None] * stride_po + inner[:, None] * stride_pi
+        if axes_ptr is not None:
+            axes = tl.load(axes_ptr + pairs, mask=pairs < PAIRS, other=0).to(tl.int64)
+            position = tl.load(position_ids_ptr + axes * stride_pa, mask=live[:, None] & (pairs < PAIRS), other=0)
+        else:
+            position = tl.load(position_ids_ptr, mask=live[:, None], other=0)
+    else:
+        position = _position(
+            outer, inner, live, offsets_ptr, cu_seqlens_ptr, offset, num_seqs, search_steps, SEQ_INNER, BLOCK_T
+        )[:, None]
+    # a position the table does not have gives NaN, not memory of others
+    rows = position.to(tl.int64) * PAIRS + pairs
+    known = (position >= 0) & (position < max_seqlen) & (pairs < PAIRS)
+    cos = tl.load(cos_ptr + rows, mask=known, other=float("nan")).to(tl.float32)[:, None, :]
+    sin = tl.load(sin_ptr + rows, mask=known, other=float("nan")).to(tl.float32)[:, None, :]
+    if INVERSE:
+        sin = -sin
+
+    if block < q_blocks:
+        heads = block * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
+        mask = live[:, None] & (heads < num_heads)
+        heads = heads.to(tl.int64)
+        source = outer[:, None] * stride_qo + inner[:, None] * stride_qi
+        target = outer[:, None] * stride_q_out_o + inner[:, None] * stride_q_out_i
+        if GROUPED:
+            source += (heads // group_size) * stride_qg + (heads % group_size) * stride_qh
+            target += (heads // group_size) * stride_q_out_g + (heads % group_size) * stride_q_out_h
+        else:
+            source += heads * stride_qh
+            target += heads * stride_q_out_h
+        _rotate(
+            q_ptr, q_out_ptr, source, target, mask, cos, sin,
+            HEAD_DIM, PAIRS, INTERLEAVED, BLOCK_T, BLOCK_H, BLOCK_C, BLOCK_REST,
+        )  # fmt: skip
+    elif k_ptr is not None:
+        heads = (block - q_blocks) % kv_blocks * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
+        mask = live[:, None] & (heads < num_kv_heads)
+        heads = heads.to(tl.int64)
+        source = outer[:, None] * stride_ko + inner[:, None] * stride_ki + heads * stride_kh
+        target = outer[:, None] * stride_k_out_o + inner[:, None] * stride_k_out_i + heads * stride_k_out_h
+        if block < q_blocks + kv_blocks:
+            _rotate(
+                k_ptr, k_out_ptr, source, target, mask, cos, sin,
+                HEAD_DIM, PAIRS, INTERLEAVED, BLOCK_T, BLOCK_H, BLOCK_C, BLOCK_REST,
+            )  # fmt: skip
+        elif v_ptr is not None:
+            _copy(v_ptr, v_out_ptr, source, target, mask, 0, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def _position(
+    outer,
+    inner,
+    live,
+    offsets_ptr,
+    cu_seqlens_ptr,
+    offset,
+    num_seqs,
+    search_steps,
+    SEQ_INNER: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    if cu_seqlens_ptr is not None:
+        # the number of sequences that end at or before this token, by bisection
+        sequence = tl.zeros([BLOCK_T], tl.int32)
+        high = tl.full([BLOCK_T], 0, tl.int32) + num_seqs
+        for _ in range(search_steps):
+            middle = (sequence + high) // 2
+            open = sequence < high
+            ended = open & (tl.load(cu_seqlens_ptr + middle + 1, mask=open, other=0) <= inner)
+            sequence = tl.where(ended, middle + 1, sequence)
+            high = tl.where(open & ~ended, middle, high)
+        in_sequence = live & (sequence < num_seqs)
+        position = inner - tl.load(cu_seqlens_ptr + sequence, mask=in_sequence, other=0) + offset
+        if offsets_ptr is not None:
+            position += tl.load(offsets_ptr + sequence, mask=in_sequence, other=0)
+        position = tl.where(in_sequence, position, 0)
+    else:
+        batch = outer if SEQ_INNER else inner
+        position = (inner if SEQ_INNER else outer) + offset
+        if offsets_ptr is not None:
+            position += tl.load(offsets_ptr + batch, mask=live, other=0)
+    return position
+
+
+@triton.jit
+def _rotate(
+    x_ptr,
+    y_ptr,
+    source,
+    target,
+    mask,
+    cos,
+    sin,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK_C)
+        inside = mask[:, :, None] & (cols < 2 * PAIRS)
+        x = tl.load(x_ptr + source[:, :, None] + cols, mask=inside, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(x, [BLOCK_T, BLOCK_H, BLOCK_C, 2]))
+        y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), [BLOCK_T, BLOCK_H, 2 * BLOCK_C])
+        tl.store(y_ptr + target[:, :, None] + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+    else:
+        cols = tl.arange(0, BLOCK_C)
+        inside = mask[:, :, None] & (cols < PAIRS)
+        a = tl.load(x_ptr + source[:, :, None] + cols, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(x_ptr + source[:, :, None] + PAIRS + cols, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y_ptr + target[:, :, None] + cols, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptr + target[:, :, None] + PAIRS + cols, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=inside)
+    if 2 * PAIRS < HEAD_DIM:
+        _copy(x_ptr, y_ptr, source, target, mask, 2 * PAIRS, HEAD_DIM, BLOCK_REST)
+
+
+@triton.jit
+def _copy(x_ptr, y_ptr, source, target, mask, first, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    cols = first + tl.arange(0, BLOCK)
+    inside = mask[:, :, None] & (cols < HEAD_DIM)
+    x = tl.load(x_ptr + source[:, :, None] + cols, mask=inside, other=0.0)
+    tl.store(y_ptr + target[:, :, None] + cols, x, mask=inside)
+
+
+class _Plan(NamedTuple):
+    block_t: int
+    block_h: int
+    num_warps: int
+
+
+def _plan(num_heads: int, head_dim: int) -> _Plan:
+    block_h = min(next_power_of_2(num_heads), max(1, 2048 // next_power_of_2(head_dim)))
+    block_t = max(1, min(16, 2048 // (block_h * next_power_of_2(head_dim))))
+    return _Plan(block_t, block_h, 4)
+
+
+class _Positions(NamedTuple):
+    """Where tokens stand: what `rope` was told, as every op takes it."""
+
+    cos: Tensor
+    sin: Tensor
+    axes: Tensor | None
+    position_ids: Tensor | None  # [axes or 1, outer, inner]
+    offsets: Tensor | None  # one per sequence
+    cu_seqlens: Tensor | None
+    offset: int
+    layout: str
+    interleaved: bool
+
+
+_POSITIONS = (
+    "Tensor cos, Tensor sin, Tensor? axes, Tensor? position_ids, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, "
+    "str layout, bool interleaved"
+)
+
+
+def _launch(
+    sources: tuple[Tensor, Tensor | None, Tensor | None],
+    targets: tuple[Tensor, Tensor | None, Tensor | None],
+    at: _Positions,
+    inverse: bool,
+) -> None:
+    """Rotate q [outer, inner, groups, group_size, D] and k [outer, inner, H, D], copy v [outer, inner, H, D]."""
+    (q, k, v), (q_out, k_out, v_out) = sources, targets
+    num_outer, num_inner, groups, group_size, head_dim = q.shape
+    num_kv_heads = 0 if k is None else k.shape[2]
+    pairs = at.cos.shape[1]
+    plan = _plan(groups * group_size, head_dim)
+    blocks = triton.cdiv(groups * group_size, plan.block_h)
+    blocks += ((k is not None) + (v is not None)) * triton.cdiv(num_kv_heads, plan.block_h)
+    num_seqs = 0 if at.cu_seqlens is None else at.cu_seqlens.shape[0] - 1
+    q_strides = q.stride()[:4]
+    q_out_strides = q_out.stride()[:4]
+    k_strides, k_out_strides = ((0, 0, 0) if t is None else t.stride()[:3] for t in (k, k_out))
+    position_strides = (0, 0, 0) if at.position_ids is None else at.position_ids.stride()
+    _rope_kernel[(blocks * triton.cdiv(num_outer * num_inner, plan.block_t),)](
+        q, k, v, q_out, k_out, v_out, at.cos, at.sin, None if at.position_ids is None else at.axes, at.position_ids,
+        at.offsets, at.cu_seqlens,
+        num_outer, num_inner, groups * group_size, num_kv_heads, group_size, at.cos.shape[0], at.offset, num_seqs,
+        num_seqs.bit_length(), *q_strides, *k_strides, *q_out_strides, *k_out_strides, *position_strides,
+        HEAD_DIM=head_dim, PAIRS=pairs, INTERLEAVED=at.interleaved, INVERSE=inverse, GROUPED=groups > 1,
+        SEQ_INNER=at.layout != "sbhd", BLOCK_T=plan.block_t, BLOCK_H=plan.block_h, BLOCK_C=next_power_of_2(pairs),
+        BLOCK_D=next_power_of_2(head_dim), BLOCK_REST=next_power_of_2(head_dim - 2 * pairs), num_warps=plan.num_warps,
+    )  # fmt: skip
+
+
+def _as_4d(x: Tensor, layout: str) -> Tensor:
+    """[dim 0, dim 1, H, D], one outer dim for thd."""
+    return x[None] if layout == "thd" else x
+
+
+def _unit(x: Tensor | None) -> Tensor | None:
+    """With a unit stride along the head dim."""
+    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _rope_outputs(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return q_out, empty(q) if k is None else torch.empty_like(k, memory_format=torch.contiguous_format)
+
+
+def _rope_fwd(q: Tensor, k: Tensor | None, *positions: Any) -> tuple[Tensor, Tensor]:
+    outputs = _rope_outputs(q, k)
+    at, inverse = _Positions(*positions[:-1]), positions[-1]
+    q4, q_out4 = (_as_4d(t, at.layout).unsqueeze(2) for t in (_unit(q), outputs[0]))
+    k4, k_out4 = (None if k is None else _as_4d(t, at.layout) for t in (_unit(k), outputs[1]))
+    _launch((q4, k4, None), (q_out4, k_out4, None), at, inverse)
+    return outputs
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    at = _Positions(*inputs[-10:-1])
+    ctx.save_for_backward(*at[:6])
+    ctx.options, ctx.inverse = at[6:], inputs[-1]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+    need_q, need_k = (need and d is not None for need, d in zip(ctx.needs_input_grad, (dq, dk), strict=False))
+    positions = (*ctx.saved_tensors, *ctx.options, not ctx.inverse)
+    if need_q:
+        dq, dk = _rope_op(dq, dk if need_k else None, *positions)
+    elif need_k:
+        dk, _ = _rope_op(dk, None, *positions)
+    return (dq if need_q else None, dk if need_k else None, *([None] * 10))
+
+
+_rope_op = Op(
+    f"rope(Tensor q, Tensor? k, {_POSITIONS}, bool inverse) -> (Tensor, Tensor)",
+    _rope_fwd,
+    _rope_outputs,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+
+
+def _unpack(qkv: Tensor, num_heads: int, num_kv_heads: int, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of packed qkv [..., H + 2 * K, D]: q [..., groups, heads of a group, D], k and v [..., K, D]."""
+    if grouped:
+        q, k, v = qkv.unflatten(-2, (num_kv_heads, -1)).split((num_heads // num_kv_heads, 1, 1), -2)
+        return q, k.squeeze(-2), v.squeeze(-2)
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), -2)
+    return q.unsqueeze(-3), k, v
+
+
+def _rope_qkv_outputs(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, grouped: bool, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (num_heads, num_kv_heads, num_kv_heads)
+    return tuple(qkv.new_empty((*qkv.shape[:-2], heads, qkv.shape[-1])) for heads in sizes)
+
+
+def _rope_qkv_fwd(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, grouped: bool, *positions: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    outputs = _rope_qkv_outputs(qkv, num_heads, num_kv_heads, grouped)
+    at = _Positions(*positions)
+    q, k, v = _unpack(_as_4d(_unit(qkv), at.layout), num_heads, num_kv_heads, grouped)
+    q_out, k_out, v_out = (_as_4d(t, at.layout) for t in outputs)
+    _launch((q, k, v), (q_out.unflatten(2, q.shape[2:4]), k_out, v_out), at, False)
+    return outputs
+
+
+def _rope_qkv_bwd_outputs(dq: Tensor, dk: Tensor, dv: Tensor, grouped: bool, *_: Any) -> Tensor:
+    return dq.new_empty((*dq.shape[:-2], dq.shape[-2] + 2 * dk.shape[-2], dq.shape[-1]))
+
+
+def _rope_qkv_bwd(dq: Tensor, dk: Tensor, dv: Tensor, grouped: bool, *positions: Any) -> Tensor:
+    dqkv = _rope_qkv_bwd_outputs(dq, dk, dv, grouped)
+    at = _Positions(*positions)
+    q_out, k_out, v_out = _unpack(_as_4d(dqkv, at.layout), dq.shape[-2], dk.shape[-2], grouped)
+    dq, dk, dv = (_as_4d(_unit(t), at.layout) for t in (dq, dk, dv))
+    if dk.stride() != dv.stride():  # the kernel has one set of strides for both
+        dk, dv = dk.contiguous(), dv.contiguous()
+    _launch((dq.unflatten(2, q_out.shape[2:4]), dk, dv), (q_out, k_out, v_out), at, True)
+    return dqkv
+
+
+def _setup_qkv_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    at = _Positions(*inputs[4:])
+    ctx.save_for_backward(*at[:6])
+    ctx.options, ctx.grouped, ctx.like = at[6:], inputs[3], [(t.shape, t.dtype, t.device) for t in output]
+    ctx.set_materialize_grads(False)
+
+
+def _qkv_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    dqkv = None
+    if any(d is not None for d in grads):
+        grads = tuple(
+            torch.zeros(shape, dtype=dtype, device=device) if d is None else d
+            for d, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
+        )
+        dqkv = _rope_qkv_bwd_op(*grads, ctx.grouped, *ctx.saved_tensors, *ctx.options)
+    return (dqkv, *([None] * 12))
+
+
+_rope_qkv_op = Op(
+    f"rope_qkv(Tensor qkv, SymInt num_heads, SymInt num_kv_heads, bool grouped, {_POSITIONS}) "
+    "-> (Tensor, Tensor, Tensor)",
+    _rope_qkv_fwd,
+    _rope_qkv_outputs,
+    backward=_qkv_backward,
+    setup_context=_setup_qkv_context,
+)
+_rope_qkv_bwd_op = Op(
+    f"rope_qkv_bwd(Tensor dq, Tensor dk, Tensor dv, bool grouped, {_POSITIONS}) -> Tensor",
+    _rope_qkv_bwd,
+    _rope_qkv_bwd_outputs,
+)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor | None = None,
+    *,
+    table: RopeTable,
+    layout: Layout = "bshd",
+    interleaved: bool = False,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q and k turned by their positions, in one launch.
+
+    Shapes: B batch, S sequence, T tokens of all sequences, H and K heads, D head dim, R rotary dim (even, at most D).
+        q             [B, S, H, D] "bshd", [S, B, H, D] "sbhd" or [T, H, D] "thd"; float32, float16 or bfloat16 (float64
+                      on the CPU); any strides, such as slices of a packed qkv
+        k             the same with K heads, or None; its dtype may differ
+        table         from `rope_table`; channels from R on pass unchanged
+        interleaved   pairs are channels (2c, 2c + 1), as in GPT-J, instead of (c, c + R/2), as in Llama and GPT-NeoX
+        offset        added to every position: an int, or [B] int32 or int64 (a KV cache's lengths), on q's device
+        position_ids  [B, S], [S] or, for thd, [T]: the positions themselves, for all layouts batch first; [A, B, S] or
+                      [A, T] for the A axes of M-RoPE
+        cu_seqlens    [num_seqs + 1] int32 or int64, for thd: where sequences begin; positions restart there. Tokens
+                      after the last one get position 0
+    Returns q's rotation, contiguous, or (q's, k's); dtypes as given.
+    Numerics: float32, rounded once. A position the table does not have gives NaN on a GPU (no host synchronisation to
+        find it) and IndexError on the CPU. Deterministic.
+    Memory: saves the table and the positions given, neither q nor k.
+    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+        implemented and say so.
+    Source: Su et al., arXiv:2104.09864.
+    """
+    checks.floating("rope", q=q, k=k)
+    checks.same_device("rope", "q", q, k=k)
+    if k is not None:
+        expected = (*q.shape[:-2], k.shape[-2] if k.dim() > 1 else 0, q.shape[-1])
+        checks.shape("rope", "k", k, expected, "that of q, but for the heads")
+    at = _place("rope", q, table, layout, interleaved, offset, position_ids, cu_seqlens)
+    if not use_kernel("rope", q):
+        rotated = _rope_torch((q, k), at)
+        return rotated[0] if k is None else rotated
+    q_out, k_out = _rope_op(q, k, *at, False)
+    return q_out if k is None else (q_out, k_out)
+
+
+def rope_qkv(
+    qkv: Tensor,
+    *,
+    table: RopeTable,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    packing: Packing = "concat",
+    layout: Layout = "bshd",
+    interleaved: bool = False,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a packed projection, q and k turned by their positions, in one launch.
+
+    Shapes: as for `rope`, with H = num_heads and K = num_kv_heads (None: H).
+        qkv       [B, S, H + 2 * K, D] (or sbhd, thd); heads may also be flattened with D into the last dim
+        packing   "concat": all heads of q, then of k, then of v; "grouped" (GPT-NeoX, Megatron): for each kv head its
+                  H / K heads of q, then k, then v
+    Returns q [..., H, D], k and v [..., K, D], contiguous. Backward writes the gradient of qkv in one launch: no
+        concatenation, no zeros.
+    Numerics, memory, errors and source: those of `rope`.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    checks.floating("rope_qkv", qkv=qkv)
+    checks.one_of("rope_qkv", "packing", packing, ("concat", "grouped"))
+    checks.require(
+        num_kv_heads > 0 and num_heads % num_kv_heads == 0, "rope_qkv", "num_heads",
+        f"be a multiple of num_kv_heads {num_kv_heads}", num_heads,
+    )  # fmt: skip
+    all_heads = num_heads + 2 * num_kv_heads
+    if qkv.dim() == (2 if layout == "thd" else 3) and qkv.shape[-1] % all_heads == 0:
+        qkv = qkv.unflatten(-1, (all_heads, -1))
+    at = _place("rope_qkv", qkv, table, layout, interleaved, offset, position_ids, cu_seqlens)
+    checks.require(
+        qkv.shape[-2] == all_heads, "rope_qkv", "qkv", f"have {all_heads} heads (num_heads + 2 * num_kv_heads)",
+        f"shape {list(qkv.shape)}",
+    )  # fmt: skip
+    grouped = packing == "grouped"
+    if use_kernel("rope_qkv", qkv):
+        return _rope_qkv_op(qkv, num_heads, num_kv_heads, grouped, *at)
+    q, k, v = _unpack(qkv, num_heads, num_kv_heads, grouped)
+    q, k = _rope_torch((q.flatten(-3, -2), k), at)
+    return q, k, v.clone(memory_format=torch.contiguous_format)
+
+
+def _place(
+    op: str,
+    x: Tensor,
+    table: RopeTable,
+    layout: Layout,
+    interleaved: bool,
+    offset: int | Tensor,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> _Positions:
+    """Check what says where the tokens of x stand, and bring it into the form the ops take."""
+    cos, sin, axes = table
+    checks.one_of(op, "layout", layout, ("bshd", "sbhd", "thd"))
+    dims = 3 if layout == "thd" else 4
+    checks.require(x.dim() == dims, op, "q" if op == "rope" else "qkv", f"have {dims} dims for {layout}", x.dim())
+    rotary_dim = 2 * cos.shape[-1]
+    checks.require(rotary_dim <= x.shape[-1], op, "table", f"turn at most the head dim {x.shape[-1]}", rotary_dim)
+    checks.shape(op, "table.sin", sin, cos.shape, "shape of table.cos")
+    offsets = offset if isinstance(offset, Tensor) else None
+    checks.same_device(
+        op, "q", x, **{"table.cos": cos, "table.sin": sin, "table.axes": axes}, position_ids=position_ids,
+        offset=offsets, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    _check_positions(op, x, table, layout, offset, position_ids, cu_seqlens)
+    if position_ids is not None:
+        position_ids = _per_token(op, position_ids, x, layout, axes)
+    number = 0 if isinstance(offset, Tensor) else offset
+    return _Positions(
+        cos.contiguous(), sin.contiguous(), axes, position_ids, None if offsets is None else offsets.contiguous(),
+        None if cu_seqlens is None else cu_seqlens.contiguous(), number, layout, interleaved,
+    )  # fmt: skip
+
+
+def _check_positions(
+    op: str,
+    x: Tensor,
+    table: RopeTable,
+    layout: Layout,
+    offset: int | Tensor,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    integers = {"position_ids": position_ids, "cu_seqlens": cu_seqlens}
+    if isinstance(offset, Tensor):
+        integers["offset"] = offset
+    for name, tensor in integers.items():
+        if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
+            checks.fail(op, name, "be int32 or int64", checks.name(tensor.dtype))
+    if cu_seqlens is not None:
+        checks.require(layout == "thd", op, "cu_seqlens", "come with layout thd", repr(layout))
+        fits = cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0
+        checks.require(fits, op, "cu_seqlens", "have shape [num_seqs + 1]", list(cu_seqlens.shape))
+    if position_ids is not None:
+        given = cu_seqlens is not None or isinstance(offset, Tensor) or offset != 0
+        checks.require(not given, op, "position_ids", "come without offset and cu_seqlens", "both")
+    elif isinstance(offset, Tensor):
+        batch = {"bshd": x.shape[0], "sbhd": x.shape[1 if x.dim() > 1 else 0]}.get(layout)
+        batch = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        checks.require(batch is not None, op, "offset", "be an int for thd without cu_seqlens", "a tensor")
+        checks.shape(op, "offset", offset, (batch,), "one per sequence")
+    elif cu_seqlens is None:
+        seqlen, held = x.shape[0 if layout in ("sbhd", "thd") else 1], table.cos.shape[0]
+        if not 0 <= offset <= held - seqlen:
+            checks.fail(op, "table", f"have positions {offset} to {offset + seqlen - 1}", f"0 to {held - 1}")
+
+
+def _per_token(op: str, position_ids: Tensor, x: Tensor, layout: Layout, axes: Tensor | None) -> Tensor:
+    """position_ids as [axes or 1, outer, inner] of x: a view."""
+    batch, seqlen = {"bshd": (0, 1), "sbhd": (1, 0), "thd": (None, 0)}[layout]
+    tokens = (1 if batch is None else x.shape[batch], x.shape[seqlen])
+    ids = position_ids if axes is not None else position_ids[None]
+    ids = ids.unsqueeze(1) if ids.dim() == 2 else ids  # the same for every sequence
+    if ids.dim() != 3 or any(n not in (1, m) for n, m in zip(ids.shape[1:], tokens, strict=True)):
+        must = [*(["A"] if axes is not None else []), *tokens[batch is None :]]
+        checks.fail(op, "position_ids", f"have shape [{', '.join(map(str, must))}]", list(position_ids.shape))
+    ids = ids.expand(-1, *tokens)
+    return ids.mT if layout == "sbhd" else ids
+
+
+def _rope_torch(tensors: tuple[Tensor, Tensor | None], at: _Positions) -> tuple[Tensor, ...]:
+    with without_autocast(tensors[0].device):
+        cos, sin = _cos_sin(_as_4d(tensors[0], at.layout), at)
+        return tuple(_rotate_torch(x, cos, sin, at.interleaved) for x in tensors if x is not None)
+
+
+def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    acc, pairs = acc_dtype(x.dtype), cos.shape[-1]
+    cos, sin = (t.to(acc)[0] if x.dim() == 3 else t.to(acc) for t in (cos, sin))
+    turning = x[..., : 2 * pairs]
+    a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
+    a, b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
+    parts = [torch.stack((a, b), -1).flatten(-2)] if interleaved else [a, b]
+    return torch.cat((*parts, x[..., 2 * pairs :]), -1)
+
+
+def _cos_sin(x: Tensor, at: _Positions) -> tuple[Tensor, Tensor]:
+    """cos and sin of every token of x [outer, inner, H, D]: [outer, inner, 1, pairs]."""
+    if at.position_ids is None:
+        position = _positions(x, at).unsqueeze(-1)
+    elif at.axes is None:
+        position = at.position_ids[0].unsqueeze(-1)
+    else:
+        position = at.position_ids.movedim(0, -1)[..., at.axes.long()]
+        pair = torch.arange(at.cos.shape[1], device=x.device)
+        return at.cos[position, pair].unsqueeze(-2), at.sin[position, pair].unsqueeze(-2)
+    return F.embedding(position, at.cos), F.embedding(position, at.sin)
+
+
+def _positions(x: Tensor, at: _Positions) -> Tensor:
+    """The position [outer, inner] of every token of x, where no position_ids are given."""
+    index = torch.arange(x.shape[0 if at.layout == "sbhd" else 1], device=x.device)
+    if at.cu_seqlens is not None:
+        sequence = torch.searchsorted(at.cu_seqlens.to(index.dtype), index, right=True) - 1
+        shift = at.offset if at.offsets is None else F.pad(at.offsets, (0, 1))[sequence]
+        position = index - at.cu_seqlens[sequence] + shift
+        return torch.where(sequence < at.cu_seqlens.shape[0] - 1, position, 0)[None]
+    if at.layout == "sbhd":
+        return (index[:, None] + (at.offset if at.offsets is None else at.offsets)).expand(x.shape[:2])
+    return (index + (at.offset if at.offsets is None else at.offsets[:, None])).expand(x.shape[:2])
