@@ -5,12 +5,14 @@ import subprocess
 import sys
 
 import torch
+import torch._functorch.config
 import triton
 
 
 def main(ops: list[str]) -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks need a CUDA GPU; none is visible here")
+    torch._functorch.config.donated_buffer = False  # torch.compile's backward, too, is timed with retain_graph
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, commit {commit or 'unknown'}"

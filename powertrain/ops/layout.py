@@ -30,3 +30,8 @@ def next_power_of_2(n: int) -> int:
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32, or float64 for float64 (references and the CPU path)."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (triton.cdiv costs 4 us from Python.)"""
+    return -(-a // b)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.layout import acc_dtype, as_rows, empty, next_power_of_2, wanted
+from powertrain.ops.layout import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
@@ -387,6 +387,7 @@ class _Plan(NamedTuple):
     block_n: int
     num_warps: int
     programs: int  # that share the rows in backward
+    pipeline: int = 1  # stages in flight in backward
 
 
 def _plan_fwd(M: int, N: int, target: Target) -> _Plan:
@@ -404,7 +405,7 @@ def _plan_bwd(M: int, N: int, target: Target) -> _Plan:
     block_m = max(2 if N <= 4096 else 1, min(16, 2048 // block_n))
     warps = 4 if block_m * block_n <= 2048 else 8 if block_m * block_n <= 8192 else 16
     per_sm = max(1, min(8, 8 // warps))
-    return _Plan(False, block_m, block_n, warps, min(-(-M // block_m), target.num_sms * per_sm))
+    return _Plan(False, block_m, block_n, warps, min(cdiv(M, block_m), target.num_sms * per_sm), 3)
 
 
 def _norm_fwd_outputs(
@@ -416,11 +417,11 @@ def _norm_fwd_outputs(
     is_layer: bool,
     zero_centered: bool,
     round_first: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    h = empty(x) if residual is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
+    h = None if residual is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return y, h, torch.empty_like(rstd) if is_layer else empty(rstd), rstd
+    return y, h, torch.empty_like(rstd) if is_layer else None, rstd
 
 
 def _norm_fwd(
@@ -432,23 +433,24 @@ def _norm_fwd(
     is_layer: bool,
     zero_centered: bool,
     round_first: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     y, h, mean, rstd = _norm_fwd_outputs(x, residual, weight, bias, eps, is_layer, zero_centered, round_first)
     rows = as_rows(x)
     residual = None if residual is None else as_rows(residual)
     M, N = rows.shape
     plan = _plan_fwd(M, N, Target.of(x.device))
-    tensors = (rows, residual, weight, bias, y, None if residual is None else h, mean if is_layer else None, rstd)
+    tensors = (rows, residual, weight, bias, y, h, mean, rstd)
     strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
-    modes = dict(IS_LAYER=is_layer, ZERO_CENTERED=zero_centered, ROUND_FIRST=round_first)
+    modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered, "ROUND_FIRST": round_first}
     if plan.looped:
         _norm_fwd_looped_kernel[(M,)](
             *tensors, N, *strides, eps, **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps
         )
     else:
-        grid = (triton.cdiv(M, plan.block_m),)
-        blocks = dict(BLOCK_M=plan.block_m, BLOCK_N=plan.block_n)
-        _norm_fwd_kernel[grid](*tensors, M, N, *strides, eps, **modes, **blocks, num_warps=plan.num_warps)
+        _norm_fwd_kernel[(cdiv(M, plan.block_m),)](
+            *tensors, M, N, *strides, eps, **modes,
+            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
+        )  # fmt: skip
     return y, h, mean, rstd
 
 
@@ -458,7 +460,7 @@ def _norm_bwd_outputs(
     h: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     is_layer: bool,
     zero_centered: bool,
@@ -466,11 +468,11 @@ def _norm_bwd_outputs(
     need_dx: bool,
     need_dw: bool,
     need_db: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx = h.new_empty(h.shape, dtype=x_dtype) if need_dx else empty(h)
-    dresidual = h.new_empty(h.shape) if need_dx and h.dtype != x_dtype else empty(h)
-    dw = torch.empty_like(weight) if need_dw and weight is not None else empty(h)
-    db = torch.empty_like(bias) if need_db and bias is not None else empty(h)
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    dx = h.new_empty(h.shape, dtype=x_dtype) if need_dx else None
+    dresidual = h.new_empty(h.shape) if need_dx and h.dtype != x_dtype else None
+    dw = torch.empty_like(weight) if need_dw and weight is not None else None
+    db = torch.empty_like(bias) if need_db and bias is not None else None
     return dx, dresidual, dw, db
 
 
@@ -480,7 +482,7 @@ def _norm_bwd(
     h: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     is_layer: bool,
     zero_centered: bool,
@@ -488,58 +490,48 @@ def _norm_bwd(
     need_dx: bool,
     need_dw: bool,
     need_db: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outputs = _norm_bwd_outputs(
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    dx, dresidual, dw, db = _norm_bwd_outputs(
         dy, dh, h, weight, bias, mean, rstd, is_layer, zero_centered, x_dtype, need_dx, need_dw, need_db
     )
-    dx, dresidual, dw, db = outputs
     dy, h, dh = as_rows(dy), as_rows(h), None if dh is None else as_rows(dh)
+    mean = mean if is_layer else None
     M, N = h.shape
     plan = _plan_bwd(M, N, Target.of(h.device))
-    dw_partial = h.new_empty((plan.programs, N), dtype=torch.float32) if need_dw else None
-    db_partial = h.new_empty((plan.programs, N), dtype=torch.float32) if need_db else None
-    mean_or_none = mean if is_layer else None
-    dx_or_none = dx if need_dx else None
-    dresidual_or_none = dresidual if need_dx and h.dtype != x_dtype else None
-    dh_stride = 0 if dh is None else dh.stride(0)
-    modes = dict(IS_LAYER=is_layer, ZERO_CENTERED=zero_centered)
-    if plan.looped:
-        blocks = dict(BLOCK_N=plan.block_n, num_warps=plan.num_warps)
-        if need_dx:
-            _norm_bwd_looped_kernel[(M,)](
-                dy, dh, h, weight, mean_or_none, rstd, dx, dresidual_or_none,
-                N, dy.stride(0), dh_stride, h.stride(0), **modes, **blocks,
-            )  # fmt: skip
-        if need_dw or need_db:
-            _norm_dw_looped_kernel[(triton.cdiv(N, plan.block_n), plan.programs)](
-                dy, h, mean_or_none, rstd, dw_partial, db_partial,
-                M, N, dy.stride(0), h.stride(0), IS_LAYER=is_layer, **blocks,
-            )  # fmt: skip
-    else:
+    dw_partial = None if dw is None else h.new_empty((plan.programs, N), dtype=torch.float32)
+    db_partial = None if db is None else h.new_empty((plan.programs, N), dtype=torch.float32)
+    strides = (dy.stride(0), 0 if dh is None else dh.stride(0), h.stride(0))
+    modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered}
+    if not plan.looped:
         _norm_bwd_kernel[(plan.programs,)](
-            dy, dh, h, weight, mean_or_none, rstd, dx_or_none, dresidual_or_none, dw_partial, db_partial,
-            M, N, dy.stride(0), dh_stride, h.stride(0),
-            **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, PIPELINE=3, num_warps=plan.num_warps,
+            dy, dh, h, weight, mean, rstd, dx, dresidual, dw_partial, db_partial, M, N, *strides,
+            **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, PIPELINE=plan.pipeline, num_warps=plan.num_warps,
         )  # fmt: skip
-    if need_dw or need_db:
-        _norm_sum_partials_kernel[(triton.cdiv(N, 64),)](
-            dw_partial, db_partial, dw if need_dw else None, db if need_db else None,
-            plan.programs, N, BLOCK_P=32, BLOCK_N=64, num_warps=4,
+    elif dx is not None:
+        _norm_bwd_looped_kernel[(M,)](
+            dy, dh, h, weight, mean, rstd, dx, dresidual, N, *strides,
+            **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
         )  # fmt: skip
-    return outputs
+    if dw is not None or db is not None:
+        if plan.looped:
+            _norm_dw_looped_kernel[(cdiv(N, plan.block_n), plan.programs)](
+                dy, h, mean, rstd, dw_partial, db_partial, M, N, dy.stride(0), h.stride(0),
+                IS_LAYER=is_layer, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
+            )  # fmt: skip
+        _norm_sum_partials_kernel[(cdiv(N, 64),)](
+            dw_partial, db_partial, dw, db, plan.programs, N, BLOCK_P=32, BLOCK_N=64
+        )
+    return dx, dresidual, dw, db
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     x, residual, weight, bias, _, is_layer, zero_centered, _ = inputs
     _, h, mean, rstd = output
     ctx.save_for_backward(x if residual is None else h, weight, bias, mean, rstd)
-    ctx.is_layer, ctx.zero_centered, ctx.x_dtype, ctx.has_residual = (
-        is_layer,
-        zero_centered,
-        x.dtype,
-        residual is not None,
-    )
-    ctx.mark_non_differentiable(mean, rstd, *([h] if residual is None else []))
+    ctx.is_layer, ctx.zero_centered, ctx.x_dtype = is_layer, zero_centered, x.dtype
+    ctx.has_residual = residual is not None
+    unused = (mean, rstd) if ctx.has_residual else (h, mean, rstd)
+    ctx.mark_non_differentiable(*(t for t in unused if t is not None))
     ctx.set_materialize_grads(False)
 
 
@@ -557,8 +549,8 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, *_: Any) -> tuple[
     )  # fmt: skip
     if ctx.has_residual and h.dtype == ctx.x_dtype:
         dresidual = dx
-    results = (wanted(dx, need_x), wanted(dresidual, need_residual), wanted(dw, need_dw), wanted(db, need_db))
-    return (*results, None, None, None, None)
+    needed = ((need_x, dx), (need_residual, dresidual), (need_dw, dw), (need_db, db))
+    return (*(grad if need else None for need, grad in needed), None, None, None, None)
 
 
 _norm_op = Op(
@@ -570,7 +562,7 @@ _norm_op = Op(
     setup_context=_setup_context,
 )
 _norm_bwd_op = Op(
-    "norm_bwd(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool is_layer, "
+    "norm_bwd(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, bool is_layer, "
     "bool zero_centered, ScalarType x_dtype, bool need_dx, bool need_dw, bool need_db) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _norm_bwd,

@@ -20,13 +20,27 @@ _PLAIN = (Tensor, Parameter)
 _library = torch.library.Library("powertrain", "FRAGMENT")
 
 
-def _intercepted(args: tuple[Any, ...]) -> bool:
-    """Somebody (a mode, a subclass, functorch) wants to see this call as a dispatcher op."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return True
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    return any(isinstance(arg, Tensor) and type(arg) not in _PLAIN for arg in args)
+def _modes_active() -> bool:
+    """Somebody (a mode, functorch) wants to see calls as dispatcher ops."""
+    c = torch._C
+    return bool(
+        c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
+        or c._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with an empty tensor for each output that is None."""
+
+    def call(*args: Any) -> Any:
+        outputs = function(*args)
+        if not isinstance(outputs, tuple):
+            return outputs
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        return tuple(torch.empty(0, device=device) if out is None else out for out in outputs)
+
+    return call
 
 
 class _NoDoubleBackward(torch.autograd.Function):
@@ -51,9 +65,9 @@ class _NoDoubleBackward(torch.autograd.Function):
 class Op:
     """One function on tensors in three guises: direct, autograd.Function, and torch.library op `powertrain::name`.
 
-    schema         torch.library schema, e.g. "rms_norm_fwd(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)".
-                   Outputs are always tensors (an empty one stands for "not wanted") and never alias inputs.
-    forward        allocates the outputs and launches the kernels
+    schema         torch.library schema, e.g. "rms_norm_fwd(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)"
+    forward        allocates the outputs and launches the kernels; outputs never alias inputs; one that is not wanted
+                   is None (an empty tensor to torch.library, whose schemas know no absent output)
     fake           allocates the outputs only (same arguments)
     backward       (ctx, *grads) -> a tuple: a gradient or None per argument; a grad is None where its output is unused
     setup_context  (ctx, inputs, output): saves what backward needs
@@ -73,8 +87,8 @@ class Op:
         self.function = None
         qualified = f"powertrain::{self.name}"
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(self.name, forward, "CompositeExplicitAutograd")
-        torch.library.register_fake(qualified, fake, lib=_library)
+        _library.impl(self.name, _without_none(forward), "CompositeExplicitAutograd")
+        torch.library.register_fake(qualified, _without_none(fake), lib=_library)
         torch.library.register_vmap(qualified, self._refuse_vmap, lib=_library)
         if backward is not None and setup_context is not None:
             self.function = self._autograd_function(backward, setup_context)
@@ -82,12 +96,16 @@ class Op:
         self.packet = getattr(torch.ops.powertrain, self.name)
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or _intercepted(args):
+        if torch.compiler.is_compiling() or _modes_active():
             return self.packet(*args)
-        if self.function is not None and torch.is_grad_enabled():
-            for arg in args:
-                if isinstance(arg, Tensor) and arg.requires_grad:
-                    return self.function.apply(*args)
+        differentiate = False
+        for arg in args:
+            if isinstance(arg, Tensor):
+                if type(arg) not in _PLAIN:
+                    return self.packet(*args)
+                differentiate = differentiate or arg.requires_grad
+        if differentiate and self.function is not None and torch.is_grad_enabled():
+            return self.function.apply(*args)
         return self.forward(*args)
 
     def _refuse_vmap(self, info: Any, in_dims: Any, *args: Any) -> Any:
