@@ -28,7 +28,7 @@ from torch import Tensor
 
 from powertrain.ops.layout import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 
@@ -570,6 +570,7 @@ _norm_bwd_op = Op(
 )
 
 
+@falls_back("rms_norm")
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -602,6 +603,7 @@ def rms_norm(
     return _norm("rms_norm", x, weight, bias, residual, eps, False, zero_centered, casting == "llama")
 
 
+@falls_back("layer_norm")
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,

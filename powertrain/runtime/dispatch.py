@@ -6,15 +6,19 @@ with torch.library, and that path is taken under torch.compile, dispatch or func
 functorch.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from powertrain.runtime import tracing
+from powertrain.runtime.errors import CompileError
 from powertrain.runtime.settings import settings
+from powertrain.runtime.target import Target
 
 _PLAIN = (Tensor, Parameter)
 _library = torch.library.Library("powertrain", "FRAGMENT")
@@ -84,7 +88,8 @@ class Op:
     ) -> None:
         self.name = schema.partition("(")[0]
         self.forward = forward
-        self.function = None
+        self.function: Any = None
+        self._rehearsed: set[Any] = set()
         qualified = f"powertrain::{self.name}"
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(self.name, _without_none(forward), "CompositeExplicitAutograd")
@@ -105,8 +110,33 @@ class Op:
                     return self.packet(*args)
                 differentiate = differentiate or arg.requires_grad
         if differentiate and self.function is not None and torch.is_grad_enabled():
+            if settings().on_compile_failure == "reference":
+                self._rehearse_backward(args)
             return self.function.apply(*args)
         return self.forward(*args)
+
+    def _rehearse_backward(self, args: tuple[Any, ...]) -> None:
+        """Compile what the backward will need now, while the whole op can still take plain PyTorch instead."""
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        key = tuple((t.dtype, t.shape, t.requires_grad) if isinstance(t, Tensor) else t for t in args)
+        if key in self._rehearsed or tensors[0].device.type != "cuda":
+            return
+        from powertrain.runtime.compile import entry_for
+        from powertrain.runtime.recording import record
+
+        metas = [
+            torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta").requires_grad_(a.requires_grad)
+            if isinstance(a, Tensor)
+            else a
+            for a in args
+        ]
+        with record(Target.of(tensors[0].device)) as wanted:
+            outputs = self.function.apply(*metas)
+            outputs = [out for out in outputs if out is not None and out.requires_grad]
+            torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+        for spec in wanted.specs:
+            entry_for(spec)
+        self._rehearsed.add(key)
 
     def _refuse_vmap(self, info: Any, in_dims: Any, *args: Any) -> Any:
         raise NotImplementedError(
@@ -163,6 +193,33 @@ class disable:
     def __exit__(self, *error: object) -> None:
         global _disabled
         _disabled = self._before
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def falls_back(name: str) -> Callable[[F], F]:
+    """Let a public op go on in plain PyTorch when its kernel cannot be compiled and the user has said so.
+
+    With POWERTRAIN_ON_COMPILE_FAILURE=reference a CompileError (a deadline passed, a compiler died) is said once, the
+    op is disabled for the rest of the process, and the call is made again.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except CompileError as error:
+                if settings().on_compile_failure != "reference":
+                    raise
+                tracing.warn(f"{name} takes plain PyTorch from now on: {error}")
+                disable(name)
+                return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from torch import Tensor
 from powertrain.runtime import driver, recording, tracing
 from powertrain.runtime.errors import LaunchError, WarmUpFirst
 from powertrain.runtime.settings import settings
-from powertrain.runtime.target import Target
+from powertrain.runtime.target import Target, pretended
 
 OPTIONS = {"num_warps": 4, "num_stages": 3, "maxnreg": None}
 
@@ -165,13 +165,13 @@ class Kernel:
         device = self._device(tensors)
         target = Target.of(device)
         spec = self.specialize(values, constants, target.arch)
-        noted = recording.state.recording
-        if noted is not None:
-            noted.add(spec)
+        state = recording.state
+        if state.recording is not None and (state.everything or device.type == "meta"):
+            state.recording.add(spec)
             return
         if device.type == "meta":
             return
-        emulated = recording.state.emulated is not None
+        emulated = pretended.emulated is not None
         key = (device.index, spec.key, emulated)
         loaded = self._loaded.get(key)
         if loaded is None:

@@ -1,5 +1,6 @@
 """Recording which kernels a computation would need, without running them; and pretending to be another GPU."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -29,37 +30,36 @@ class Recording:
 
 
 class _State:
-    """Process-wide, because backward launches from autograd's own threads."""
+    """For the process, because backward launches from autograd's own threads."""
 
     recording: Recording | None = None
-    emulated: Target | None = None
-    active = False  # launches take the slow path: something wants to see or to change them
-
-    def update(self) -> None:
-        self.active = self.recording is not None or self.emulated is not None
-        recorded = self.recording.target if self.recording is not None else None
-        pretended.target = recorded or self.emulated
+    everything = False  # launches on real tensors are recorded too, and so do not run
+    active = False  # launches on real tensors take the slow path: something wants to see or to change them
 
 
 state = _State()
+_one_at_a_time = threading.RLock()
 
 
 @contextmanager
 def record(target: Target | str | None = None) -> Iterator[Recording]:
-    """Inside, launches do not run; they note which specializations they need.
+    """Inside, launches do not run; they note which specializations they need, and outputs are not computed.
 
-    `with record("sm_80") as wanted:` run a step on meta tensors; `wanted.specs` is what it would launch there. Without
-    a target the tensors must be on a real GPU. Outputs are not computed. For the whole process; not re-entrant.
+    `with record("sm_80") as wanted:` run a step on meta tensors; `wanted.specs` is what it would launch there.
+    Launches on real tensors run as ever. Without a target it is the launches on this machine's GPUs that are noted
+    and do not run. Not re-entrant; a second thread waits.
     """
-    if state.recording is not None:
-        raise RuntimeError("record: already recording; record() cannot be nested")
-    state.recording = Recording(Target.parse(target) if isinstance(target, str) else target)
-    state.update()
-    try:
-        yield state.recording
-    finally:
-        state.recording = None
-        state.update()
+    with _one_at_a_time:
+        if state.recording is not None:
+            raise RuntimeError("record: already recording; record() cannot be nested")
+        state.recording = Recording(Target.parse(target) if isinstance(target, str) else target)
+        state.everything = state.active = target is None
+        pretended.recorded = state.recording.target
+        try:
+            yield state.recording
+        finally:
+            state.recording = pretended.recorded = None
+            state.everything = state.active = False
 
 
 @contextmanager
@@ -68,10 +68,13 @@ def emulate(target: Target | str) -> Iterator[None]:
 
     Code for sm_80, 86 and 89 runs on every later GPU this way: how older archs' kernels are tested on a newer one.
     """
-    before, state.emulated = state.emulated, Target.parse(target) if isinstance(target, str) else target
-    state.update()
-    try:
-        yield
-    finally:
-        state.emulated = before
-        state.update()
+    with _one_at_a_time:
+        if state.active:
+            raise RuntimeError("emulate: already recording or emulating; they cannot be nested")
+        pretended.emulated = Target.parse(target) if isinstance(target, str) else target
+        state.active = True
+        try:
+            yield
+        finally:
+            pretended.emulated = None
+            state.active = False

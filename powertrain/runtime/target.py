@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class _Pretended:
-    """The GPU that plans are made for instead of the tensors' own; set by recording and emulation."""
+    """Targets that plans are made for instead of the tensors' own. Set by runtime/recording.py, for the process."""
 
-    target: "Target | None" = None
+    recorded: "Target | None" = None  # for meta tensors
+    emulated: "Target | None" = None  # for CUDA tensors
 
 
 pretended = _Pretended()
@@ -61,10 +62,10 @@ class Target:
     def of(device: "torch.device") -> "Target":
         """The target that plans for tensors on `device` are made for: the recorded or emulated one where there is one
         (runtime/recording.py), else the GPU's own, cached; for the CPU and `meta` a tiny one for the interpreter."""
-        if pretended.target is not None:
-            return pretended.target
         if device.type == "cuda":
-            return _of_cuda(_current_cuda() if device.index is None else device.index)
+            return pretended.emulated or _of_cuda(_current_cuda() if device.index is None else device.index)
+        if device.type == "meta":
+            return pretended.recorded or INTERPRETER
         return INTERPRETER
 
     @property
