@@ -1,0 +1,253 @@
+"""rope, rope_qkv and rope_table: layouts, positions, packings, schemes and errors."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.ops.rope import rope, rope_qkv, rope_ref
+from powertrain.ops.rope_table import (
+    NTK,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    MRoPE,
+    RopeTable,
+    YaRN,
+    rope_table,
+)
+from powertrain.testing.numerics import check
+
+
+def _check(q: Tensor, k: Tensor | None, table: RopeTable, **options: Any) -> None:
+    def call(function: Any) -> Any:
+        return lambda q, k, cos, sin: function(q, k, table=RopeTable(cos, sin, table.axes), **options)
+
+    tensors = {"q": q.requires_grad_(), "k": k if k is None else k.requires_grad_(), "cos": table.cos, "sin": table.sin}
+    check(call(rope), call(rope_ref), call(rope_ref), tensors)
+
+
+# whole head dim, part of it, odd numbers of pairs and heads; 80: three widths of channels that are no power of two
+@pytest.mark.parametrize("head_dim, rotary_dim", [(16, 16), (80, 48), (10, 6)])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_rotary_dims(head_dim: int, rotary_dim: int, interleaved: bool, device: torch.device) -> None:
+    q, k = (torch.randn(1, 3, heads, head_dim, device=device) for heads in (5, 2))
+    _check(q, k, rope_table(rotary_dim, 3, device=device), interleaved=interleaved)
+
+
+def test_many_heads(device: torch.device) -> None:
+    q, k = (torch.randn(1, 2, heads, 256, device=device) for heads in (20, 11))
+    _check(q, k, rope_table(256, 2, device=device))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+@pytest.mark.parametrize("offset", [4, torch.tensor([0, 7, 3]), torch.tensor([[5, 0], [1, 1], [2, 9]])], ids=str)
+def test_positions(layout: str, offset: int | Tensor, device: torch.device) -> None:
+    q, k = (torch.randn(3, 2, heads, 8, device=device) for heads in (2, 1))
+    q, k = (x.transpose(0, 1).contiguous() if layout == "sbhd" else x for x in (q, k))
+    offset = offset.to(device) if isinstance(offset, Tensor) else offset
+    name = "position_ids" if isinstance(offset, Tensor) and offset.dim() == 2 else "offset"
+    _check(q, k, rope_table(8, 10, device=device), layout=layout, **{name: offset})
+
+
+def test_offset_is_the_tail_of_the_whole(device: torch.device) -> None:
+    table = rope_table(8, 12, device=device)
+    q = torch.randn(2, 12, 3, 8, device=device)
+    whole = rope(q, table=table)
+    lengths = torch.tensor([11, 6], device=device)
+    step = torch.stack([q[0, 11:], q[1, 6:7]])
+    torch.testing.assert_close(rope(step, table=table, offset=lengths), torch.stack([whole[0, 11:], whole[1, 6:7]]))
+    torch.testing.assert_close(rope(q[:, 9:], table=table, offset=9), whole[:, 9:])
+    ids = torch.arange(12, device=device)
+    assert torch.equal(rope(q, table=table, position_ids=ids), whole)
+
+
+# lengths: empty sequences at the front, in the middle and at the end; tokens after the last sequence
+@pytest.mark.parametrize("lengths", [[5], [0, 2, 0, 3], [1, 1, 1, 0], [2, 1]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["i32", "i64"])
+def test_thd(lengths: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    table = rope_table(8, 16, device=device)
+    x = torch.randn(5, 2, 8, device=device)
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=dtype, device=device)
+    offsets = torch.arange(len(lengths), device=device) * 3
+    apart = [rope(s[None], table=table, offset=3 * i)[0] for i, s in enumerate(x.split([*lengths, 5 - sum(lengths)]))]
+    apart[-1] = rope(x[sum(lengths) :, None], table=table)[:, 0]  # position 0
+    torch.testing.assert_close(
+        rope(x, table=table, layout="thd", cu_seqlens=cu_seqlens, offset=offsets), torch.cat(apart)
+    )
+    _check(x, None, table, layout="thd", cu_seqlens=cu_seqlens)
+    _check(x, None, table, layout="thd", offset=2)
+    _check(x, None, table, layout="thd", position_ids=torch.tensor([3, 0, 2, 2, 15], device=device))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("interleaved_axes", [False, True])
+def test_mrope(layout: str, interleaved_axes: bool, device: torch.device) -> None:
+    table = rope_table(16, 9, scheme=MRoPE((4, 2, 2), interleaved=interleaved_axes), device=device)
+    expected = [0, 1, 2, 0, 1, 2, 0, 0] if interleaved_axes else [0, 0, 0, 0, 1, 1, 2, 2]
+    assert table.axes.tolist() == expected
+    ids = torch.randint(0, 9, (3, 2, 3), device=device)
+    q = torch.randn(2, 3, 2, 16, device=device)
+    turned = rope(q, table=table, position_ids=ids)
+    for pair, axis in enumerate(expected):
+        alone = rope(q, table=table._replace(axes=None), position_ids=ids[axis])
+        torch.testing.assert_close(turned[..., pair::8], alone[..., pair::8])
+    if layout == "sbhd":
+        _check(q.transpose(0, 1), None, table, layout=layout, position_ids=ids)
+    elif layout == "thd":
+        _check(q[0], None, table, layout=layout, position_ids=ids[:, 0])
+
+
+@pytest.mark.parametrize("packing", ["concat", "grouped"])
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(6, 2), (3, 3)])
+def test_qkv(packing: str, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
+    table = rope_table(6, 2, device=device)
+    qkv = torch.randn(2, 2, num_heads + 2 * num_kv_heads, 8, device=device)
+
+    def ours(qkv: Tensor, flat: bool = False) -> Any:
+        sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, packing=packing)
+        return rope_qkv(qkv.flatten(2) if flat else qkv, table=table, **sizes)
+
+    def plain(qkv: Tensor) -> Any:
+        if packing == "grouped":
+            parts = qkv.unflatten(2, (num_kv_heads, -1)).split((num_heads // num_kv_heads, 1, 1), 3)
+            q, k, v = (t.flatten(2, 3) for t in parts)
+        else:
+            q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 2)
+        return (*rope_ref(q, k, table=table), v)
+
+    check(ours, plain, plain, {"qkv": qkv.requires_grad_()})
+    for flat, apart in zip(ours(qkv, flat=True), ours(qkv), strict=True):
+        assert torch.equal(flat, apart) and flat.is_contiguous()
+    # only one result used: the others' gradients are zeros
+    (dqkv,) = torch.autograd.grad(ours(qkv)[2].sum(), qkv)
+    assert dqkv.sum() == 2 * 2 * num_kv_heads * 8
+
+
+def test_slices_of_packed_qkv_and_mixed_dtypes(device: torch.device) -> None:
+    packed = torch.randn(2, 3, 4, 3, 8, device=device)
+    q, k = (packed[..., i, :].detach() for i in (0, 1))
+    _check(q, k, rope_table(8, 3, device=device))
+    _check(q.bfloat16(), k, rope_table(8, 3, device=device))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8)])
+def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
+    q = torch.randn(shape, device=device, requires_grad=True)
+    k = torch.randn(*shape[:2], 1, 8, device=device)
+    y, _ = rope(q, k, table=rope_table(8, 3, device=device))
+    y.sum().backward()
+    assert y.shape == shape and q.grad.shape == shape
+
+
+@pytest.mark.kernels
+def test_saves_only_the_table(device: torch.device) -> None:
+    q = torch.randn(1, 3, 2, 8, device=device, requires_grad=True)
+    table = rope_table(8, 3, device=device)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        rope(q, table=table)
+    assert {t.data_ptr() for t in saved} == {table.cos.data_ptr(), table.sin.data_ptr()}
+
+
+@pytest.mark.kernels
+def test_unknown_position_is_nan(device: torch.device) -> None:
+    q = torch.randn(1, 3, 2, 8, device=device)
+    y = rope(q, table=rope_table(8, 3, device=device), position_ids=torch.tensor([0, 3, -1], device=device))
+    assert y[0, 0].isfinite().all() and y[0, 1:].isnan().all()
+
+
+def test_errors(device: torch.device) -> None:
+    q, table = torch.randn(2, 3, 4, 8, device=device), rope_table(8, 3, device=device)
+    with pytest.raises(ValueError, match=r"rope: k must have shape \[2, 3, 1, 8\] \(that of q, but for the heads\)"):
+        rope(q, torch.randn(3, 2, 1, 8, device=device), table=table)
+    with pytest.raises(ValueError, match="rope: table must have positions 1 to 3, got 0 to 2"):
+        rope(q, table=table, offset=1)
+    with pytest.raises(ValueError, match="rope: table must turn at most the head dim 8, got 10"):
+        rope(q, table=rope_table(10, 3, device=device))
+    with pytest.raises(ValueError, match="layout must be one of 'bshd', 'sbhd', 'thd', got 'hsbd'"):
+        rope(q, table=table, layout="hsbd")
+    with pytest.raises(ValueError, match="q must have 3 dims for thd, got 4"):
+        rope(q, table=table, layout="thd")
+    with pytest.raises(ValueError, match=r"position_ids must have shape \[2, 3\], got \[4, 3\]"):
+        rope(q, table=table, position_ids=torch.zeros(4, 3, dtype=torch.int64, device=device))
+    with pytest.raises(ValueError, match="offset must be int32 or int64, got float32"):
+        rope(q, table=table, offset=torch.zeros(2, device=device))
+    with pytest.raises(ValueError, match=r"offset must have shape \[2\] \(one per sequence\), got \[3\]"):
+        rope(q, table=table, offset=torch.zeros(3, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match="cu_seqlens must come with layout thd, got 'bshd'"):
+        rope(q, table=table, cu_seqlens=torch.zeros(3, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads 3, got 4"):
+        rope_qkv(q, table=table, num_heads=4, num_kv_heads=3)
+    with pytest.raises(ValueError, match=r"qkv must have 6 heads \(num_heads \+ 2 \* num_kv_heads\), got shape"):
+        rope_qkv(q, table=table, num_heads=2)
+    with pytest.raises(ValueError, match="rotary_dim must be even and above 0, got 7"):
+        rope_table(7, 3)
+    with pytest.raises(ValueError, match=r"scheme.sections, added up, must have shape \[4\] \(rotary_dim / 2\), got"):
+        rope_table(8, 3, scheme=MRoPE((1, 2)))
+
+
+# each scheme beside its paper's formula, pair by pair, in double precision
+R, BASE = 64, 10000.0
+PLAIN = BASE ** -(np.arange(R // 2) * 2 / R)
+
+
+def _yarn_pair(c: int, factor: float, length: int) -> float:
+    def pair_of(turns: float) -> float:
+        return R * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(BASE))
+
+    low, high = max(math.floor(pair_of(32)), 0), min(math.ceil(pair_of(1)), R - 1)
+    interpolated = min(max((c - low) / (high - low), 0), 1)
+    return PLAIN[c] / factor * interpolated + PLAIN[c] * (1 - interpolated)
+
+
+def _llama3_pair(f: float) -> float:
+    wavelength = 2 * math.pi / f
+    if wavelength < 8192 / 4:
+        return f
+    if wavelength > 8192:
+        return f / 8
+    smooth = (8192 / wavelength - 1) / (4 - 1)
+    return (1 - smooth) * f / 8 + smooth * f
+
+
+SHORT, LONG = tuple(1 + c / 32 for c in range(32)), tuple(2 + c for c in range(32))
+SCHEMES = {
+    "none": (None, PLAIN, 1.0),
+    "linear": (Linear(4.0), PLAIN / 4, 1.0),
+    "ntk": (NTK(4.0), (BASE * 4 ** (64 / 62)) ** -(np.arange(32) / 32), 1.0),
+    "dynamic": (DynamicNTK(2.0, 50), (BASE * (2 * 100 / 50 - 1) ** (64 / 62)) ** -(np.arange(32) / 32), 1.0),
+    "dynamic-short": (DynamicNTK(2.0, 200), PLAIN, 1.0),
+    "yarn": (YaRN(16.0, 4096), [_yarn_pair(c, 16, 4096) for c in range(32)], 0.1 * math.log(16) + 1),
+    "yarn-deepseek": (
+        YaRN(40.0, 4096, mscale=1.0, mscale_all_dim=0.5),
+        [_yarn_pair(c, 40, 4096) for c in range(32)],
+        (0.1 * math.log(40) + 1) / (0.05 * math.log(40) + 1),
+    ),
+    "llama3": (Llama3(), [_llama3_pair(f) for f in PLAIN], 1.0),
+    "longrope-short": (LongRoPE(SHORT, LONG, 128, factor=8.0), PLAIN / SHORT, (1 + math.log(8, 128)) ** 0.5),
+    "longrope-long": (LongRoPE(SHORT, LONG, 64, factor=8.0), PLAIN / LONG, (1 + math.log(8, 64)) ** 0.5),
+    "mrope": (MRoPE((16, 8, 8), scheme=Linear(2.0)), PLAIN / 2, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_schemes(name: str) -> None:
+    scheme, inv_freq, attention_factor = SCHEMES[name]
+    table = rope_table(R, 100, base=BASE, scheme=scheme)
+    angles = np.arange(100)[:, None] * np.asarray(inv_freq)
+    np.testing.assert_allclose(table.cos.numpy(), np.cos(angles) * attention_factor, atol=3e-5)
+    np.testing.assert_allclose(table.sin.numpy(), np.sin(angles) * attention_factor, atol=3e-5)
+    assert table.cos.dtype == torch.float32
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements(device: torch.device) -> None:
+    q = torch.randn(1 << 17, 129, 128, device=device, dtype=torch.bfloat16)
+    table = rope_table(128, 1 << 17, device=device)
+    tail = rope(q[-2:], table=table, layout="thd", offset=(1 << 17) - 2)
+    assert torch.equal(rope(q, table=table, layout="thd")[-2:], tail)
