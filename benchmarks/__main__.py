@@ -1,4 +1,7 @@
-"""`python -m benchmarks OP...` runs benchmarks/ops/OP.py and prints its tables with the machine they come from."""
+"""`python -m benchmarks OP...` runs benchmarks/ops/ for each op and prints the tables with the machine they come from.
+
+OP is a public name (rms_norm) or the name of a file there (norm).
+"""
 
 import importlib
 import subprocess
@@ -17,7 +20,8 @@ def main(ops: list[str]) -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, commit {commit or 'unknown'}"
     )
-    for op in ops:
+    files = dict.fromkeys(powertrain._PUBLIC.get(op, op).rpartition(".")[2] for op in ops)
+    for op in files:
         for lines in importlib.import_module(f"benchmarks.ops.{op}").run():
             print(lines, flush=True)
             print()

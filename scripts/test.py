@@ -1,0 +1,75 @@
+"""`python scripts/test.py [--slow | --gpu] [pytest options]`: every test run there is, and one closing line.
+
+Without options: the kernels through Triton's interpreter, then everything on the CPU, GPUs hidden. --slow: the slow
+tests too. --gpu: everything on the GPU's own kernels.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+from powertrain.runtime.jobs import jobs
+
+PER_PROCESS = 1 << 30  # torch, and what a test allocates
+HIDE_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(title: str, arguments: list[str], environment: dict[str, str]) -> Counter[str]:
+    """One pytest run: how many tests passed, failed (errors too) and were skipped."""
+    print(f"\n{title}: pytest {' '.join(arguments)}", flush=True)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"]
+        code = subprocess.run(command, env={**os.environ, **environment}).returncode
+        counts = _counts(report) if report.exists() else Counter()
+    if code not in (0, 5) and not counts["failed"]:  # 5: no test was selected
+        counts["failed"] = 1
+    print(f"{title}: {_line(counts)} in {time.monotonic() - start:.0f} s", flush=True)
+    return counts
+
+
+def _counts(report: Path) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+        tests, failed, errors, skipped = (
+            int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
+        )
+        total.update(passed=tests - failed - errors - skipped, failed=failed + errors, skipped=skipped)
+    return total
+
+
+def _line(counts: Counter[str]) -> str:
+    return f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
+
+
+def main(options: list[str]) -> int:
+    slow, gpu = "--slow" in options, "--gpu" in options
+    rest = [option for option in options if option not in ("--slow", "--gpu")]
+    if not slow:
+        rest = ["-m", "not slow", *rest]
+    if gpu:
+        return _close(run("on the GPU", rest, {}))
+    processes = jobs(PER_PROCESS)
+    if processes.count > 1 and find_spec("xdist"):
+        print(f"test processes: {processes.why}")
+        rest = ["-n", str(processes.count), *rest]
+    interpreted = run(
+        "kernels in Triton's interpreter", [*rest, "tests/ops"], {"POWERTRAIN_INTERPRET": "1", **HIDE_GPUS}
+    )
+    return _close(interpreted + run("on the CPU", [*rest, "tests"], HIDE_GPUS))
+
+
+def _close(counts: Counter[str]) -> int:
+    print(f"\n{_line(counts)}")
+    return 1 if counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
