@@ -1,0 +1,681 @@
+"""Cross entropy of logits, with label smoothing, z-loss and softcap.
+
+    z     = logits                                         (softcap * tanh(logits / softcap) with a softcap)
+    lse   = log sum exp z
+    loss  = lse - (1 - ε) z[target] - ε mean(z) + z_loss * lse²          (ε = label_smoothing); 0 where ignored
+    dz    = (softmax(z) (1 + 2 z_loss lse) - (1 - ε) onehot(target) - ε / V) * dloss;   dlogits = dz (1 - (z/softcap)²)
+
+"mean" divides by the number of kept tokens, which stays on the device: nothing here waits for the GPU.
+
+Saved: the logits and lse [T] float32; with grad_in_forward dlogits instead. Computed in float32. T rows of V elements
+of e bytes: forward reads T*V*e bytes and backward moves 2*T*V*e; made in forward, the gradient costs 2*T*V*e in all,
+because the second look at a row finds it in the L2 cache. About 6 operations and one exponential an element and pass.
+
+The pieces work on a shard of the vocabulary, [vocab_start, vocab_start + V) of vocab_size: `_row_stats` gives each
+row's lse, target logit and sum over the shard, `_losses` turns those of the whole vocabulary into the loss, and
+`_dlogits` makes the shard's gradient. Between the first two a vocabulary-parallel loss puts its all-reduces.
+
+A row of odd length does not start at a 16-byte boundary. The kernels then take the whole 16-byte vectors inside the row
+as they lie in memory, and the few elements at both ends apart.
+
+Sources: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2204.02311 (z-loss); online softmax after
+Milakov and Gimelshein, arXiv:1805.02867.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.layout import acc_dtype, as_rows, empty, next_power_of_2
+from powertrain.runtime import checks
+from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def cross_entropy_ref(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """The specification of `cross_entropy`, in plain PyTorch."""
+    z = logits.to(acc_dtype(logits.dtype))
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    lse = torch.logsumexp(z, dim=-1)
+    kept = target != ignore_index
+    picked = z.gather(-1, torch.where(kept, target, 0).long().unsqueeze(-1)).squeeze(-1)
+    loss = lse - (1 - label_smoothing) * picked - label_smoothing * z.mean(-1) + z_loss * lse.square()
+    loss = torch.where(kept, loss, 0.0)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / kept.sum()
+
+
+@triton.jit
+def _softcap(x, softcap):
+    """softcap * tanh(x / softcap), accurate near 0 too (where 1 - 2 / (exp + 1) cancels)."""
+    u = x / softcap
+    v = u * u
+    # minimax polynomial of tanh on ±0.625, as in Cephes
+    near = u + u * v * (
+        -0.333332819422 + v * (0.133314422036 + v * (-0.0537397155531 + v * (0.0206390887954 - 0.00570498872745 * v)))
+    )
+    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(u)) + 1.0)
+    return softcap * tl.where(tl.abs(u) < 0.625, near, tl.where(u < 0, -far, far))
+
+
+@triton.jit
+def _vectors(start, end, VEC: tl.constexpr):
+    """The whole aligned vectors in [start, end): offset of the first, and how many."""
+    first = (start + (VEC - 1)) // VEC * VEC
+    last = end // VEC * VEC
+    return first, ((last - first) // VEC).to(tl.int32)
+
+
+@triton.jit
+def _edges(start, end, VEC: tl.constexpr):
+    """The elements of [start, end) before and after its whole vectors: offsets [2 * VEC] and which of them exist."""
+    lanes = tl.arange(0, 2 * VEC)
+    head_end = (start + (VEC - 1)) // VEC * VEC
+    tail_start = tl.maximum(end // VEC * VEC, head_end)
+    is_head = lanes < VEC
+    offsets = tl.where(is_head, start + lanes, tail_start + lanes - VEC)
+    return offsets, offsets < tl.where(is_head, tl.minimum(head_end, end), end)
+
+
+@triton.jit
+def _load_logits(ptr, mask, softcap, CAPPED: tl.constexpr):
+    x = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
+    if CAPPED:
+        x = tl.where(mask, _softcap(x, softcap), float("-inf"))
+    return x
+
+
+@triton.jit
+def _aligned(ptr, VEC: tl.constexpr):
+    return ptr if VEC == 1 else tl.multiple_of(ptr, 16)
+
+
+@triton.jit
+def _tile_gradient(
+    z, cols, lse, local_target, factor, vocab_size, label_smoothing, z_loss, softcap, CAPPED: tl.constexpr
+):
+    d = tl.exp(z - lse) * (1.0 + 2.0 * z_loss * lse) - label_smoothing / vocab_size
+    d -= tl.where(cols == local_target, 1.0 - label_smoothing, 0.0)
+    if CAPPED:
+        d *= 1.0 - (z / softcap) * (z / softcap)
+    return d * factor
+
+
+@triton.jit
+def _row_factor(target, grad, vocab_size, ignore_index):
+    """What a row's gradient is multiplied by: 0 where ignored, nan where the target is out of range."""
+    factor = tl.where((target >= 0) & (target < vocab_size), grad, float("nan"))
+    return tl.where(target == ignore_index, 0.0, factor)
+
+
+@kernel()
+def _row_stats_kernel(
+    logits_ptr,
+    target_ptr,
+    scale_ptr,
+    lse_ptr,
+    target_logit_ptr,
+    sum_ptr,
+    dlogits_ptr,
+    V,
+    vocab_start,
+    vocab_size,
+    stride_lm,
+    stride_dm,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    softcap,
+    CAPPED: tl.constexpr,
+    EDGES: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One row a program. With dlogits_ptr (which may be logits_ptr) it also makes the gradient, if dloss is 1."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    kept = target != ignore_index
+    local_target = target - vocab_start
+    start = row * stride_lm
+    first, count = _vectors(start, start + V, VEC)
+    base = _aligned(logits_ptr + first, VEC)
+    vectors = tl.arange(0, BLOCK)[:, None]
+    lanes = tl.arange(0, VEC)[None, :]
+
+    # an ignored row is not read
+    here = kept & (local_target >= 0) & (local_target < V)
+    z_target = tl.load(logits_ptr + start + local_target, mask=here, other=0.0).to(tl.float32)
+    if CAPPED:
+        z_target = _softcap(z_target, softcap)
+    in_vocab = (target >= 0) & (target < vocab_size)
+    tl.store(target_logit_ptr + row, tl.where(in_vocab | (target == ignore_index), z_target, float("nan")))
+
+    # each lane keeps its own maximum and sum, so that the loop needs no exchange between threads, and takes one
+    # exponential an element and 1 / VEC for the rescaling
+    peak = tl.full([BLOCK], -1e38, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    z_sum = tl.zeros([BLOCK], tl.float32)
+    reads = tl.where(kept, count, 0)
+    for block in tl.range(0, reads, BLOCK, num_stages=STAGES):
+        mask = tl.broadcast_to(block + vectors < reads, (BLOCK, VEC))
+        z = _load_logits(base + (block + vectors) * VEC + lanes, mask, softcap, CAPPED)
+        if sum_ptr is not None:
+            z_sum += tl.sum(tl.where(mask, z, 0.0), axis=1)
+        new_peak = tl.maximum(peak, tl.max(z, axis=1))
+        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(z - new_peak[:, None]), axis=1)
+        peak = new_peak
+    row_peak = tl.max(peak, axis=0)
+    row_total = tl.sum(total * tl.exp(peak - row_peak), axis=0)
+    row_sum = tl.sum(z_sum, axis=0)
+    if EDGES:
+        offsets, exists = _edges(start, start + V, VEC)
+        z_edge = _load_logits(logits_ptr + offsets, exists & kept, softcap, CAPPED)
+        new_peak = tl.maximum(row_peak, tl.max(z_edge, axis=0))
+        row_total = row_total * tl.exp(row_peak - new_peak) + tl.sum(tl.exp(z_edge - new_peak), axis=0)
+        row_peak = new_peak
+        row_sum += tl.sum(tl.where(exists & kept, z_edge, 0.0), axis=0)
+    lse = tl.where(kept, row_peak + tl.log(tl.where(kept, row_total, 1.0)), 0.0)
+    tl.store(lse_ptr + row, lse)
+    if sum_ptr is not None:
+        tl.store(sum_ptr + row, row_sum)
+
+    if dlogits_ptr is not None:
+        grad = 1.0
+        if scale_ptr is not None:
+            grad = tl.load(scale_ptr)
+        factor = _row_factor(target, grad, vocab_size, ignore_index)
+        dtype = dlogits_ptr.dtype.element_ty
+        shift = row * stride_dm - start
+        out = _aligned(dlogits_ptr + (first + shift), VEC)
+        column = (first - start).to(tl.int32)
+        # from the end, where the row's latest blocks are still in the caches
+        blocks = tl.cdiv(count, BLOCK)
+        for step in tl.range(0, blocks, num_stages=STAGES):
+            offsets = (blocks - 1 - step) * BLOCK + vectors
+            mask = tl.broadcast_to(offsets < count, (BLOCK, VEC))
+            offsets = offsets * VEC + lanes
+            z = _load_logits(base + offsets, mask & kept, softcap, CAPPED)
+            d = _tile_gradient(
+                z, column + offsets, lse, local_target, factor,
+                vocab_size, label_smoothing, z_loss, softcap, CAPPED,
+            )  # fmt: skip
+            tl.store(out + offsets, tl.where(kept, d, 0.0).to(dtype), mask=mask)
+        if EDGES:
+            offsets, exists = _edges(start, start + V, VEC)
+            z = _load_logits(logits_ptr + offsets, exists & kept, softcap, CAPPED)
+            d = _tile_gradient(
+                z, offsets - start, lse, local_target, factor,
+                vocab_size, label_smoothing, z_loss, softcap, CAPPED,
+            )  # fmt: skip
+            tl.store(dlogits_ptr + shift + offsets, tl.where(kept, d, 0.0).to(dtype), mask=exists)
+
+
+@kernel()
+def _dlogits_kernel(
+    logits_ptr,
+    target_ptr,
+    lse_ptr,
+    grad_ptr,
+    scale_ptr,
+    dlogits_ptr,
+    V,
+    vocab_start,
+    vocab_size,
+    blocks,
+    stride_lm,
+    stride_dm,
+    stride_grad,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    softcap,
+    CAPPED: tl.constexpr,
+    EDGES: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) // blocks
+    block = tl.program_id(0) % blocks
+    target = tl.load(target_ptr + row).to(tl.int64)
+    kept = target != ignore_index
+    local_target = target - vocab_start
+    lse = tl.load(lse_ptr + row)
+    grad = tl.load(grad_ptr + row * stride_grad)
+    if scale_ptr is not None:
+        grad *= tl.load(scale_ptr)
+    factor = _row_factor(target, grad, vocab_size, ignore_index)
+    dtype = dlogits_ptr.dtype.element_ty
+    start = row * stride_lm
+    shift = row * stride_dm - start
+    first, count = _vectors(start, start + V, VEC)
+
+    vectors = block * BLOCK + tl.arange(0, BLOCK)[:, None]
+    mask = tl.broadcast_to(vectors < count, (BLOCK, VEC))
+    offsets = vectors * VEC + tl.arange(0, VEC)[None, :]
+    z = _load_logits(_aligned(logits_ptr + first, VEC) + offsets, mask & kept, softcap, CAPPED)
+    d = _tile_gradient(
+        z, (first - start).to(tl.int32) + offsets, lse, local_target, factor,
+        vocab_size, label_smoothing, z_loss, softcap, CAPPED,
+    )  # fmt: skip
+    out = _aligned(dlogits_ptr + (first + shift), VEC)
+    tl.store(out + offsets, tl.where(kept, d, 0.0).to(dtype), mask=mask)
+    if EDGES:
+        if block == 0:
+            offsets, exists = _edges(start, start + V, VEC)
+            z = _load_logits(logits_ptr + offsets, exists & kept, softcap, CAPPED)
+            d = _tile_gradient(
+                z, offsets - start, lse, local_target, factor,
+                vocab_size, label_smoothing, z_loss, softcap, CAPPED,
+            )  # fmt: skip
+            tl.store(dlogits_ptr + shift + offsets, tl.where(kept, d, 0.0).to(dtype), mask=exists)
+
+
+@kernel()
+def _mean_scale_kernel(target_ptr, scale_ptr, T, ignore_index, BLOCK: tl.constexpr):
+    """1 / number of kept tokens. One program: 8 bytes a row are nothing beside the row."""
+    kept = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, T, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        target = tl.load(target_ptr + rows, mask=rows < T, other=ignore_index)
+        kept += (target != ignore_index).to(tl.int32)
+    tl.store(scale_ptr, 1.0 / tl.sum(kept, axis=0).to(tl.float32))
+
+
+@kernel()
+def _loss_kernel(
+    lse_ptr,
+    target_logit_ptr,
+    sum_ptr,
+    target_ptr,
+    scale_ptr,
+    losses_ptr,
+    loss_ptr,
+    T,
+    vocab_size,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    BLOCK: tl.constexpr,
+):
+    """Every row's loss, or their sum times the scale (one program then)."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(tl.program_id(0) * BLOCK, T, tl.num_programs(0) * BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        mask = rows < T
+        lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)
+        loss = (lse - tl.load(target_logit_ptr + rows, mask=mask, other=0.0)) * (1.0 - label_smoothing)
+        if sum_ptr is not None:
+            loss += (lse - tl.load(sum_ptr + rows, mask=mask, other=0.0) / vocab_size) * label_smoothing
+        loss += z_loss * lse * lse
+        target = tl.load(target_ptr + rows, mask=mask, other=ignore_index)
+        loss = tl.where(target == ignore_index, 0.0, loss)
+        if losses_ptr is not None:
+            tl.store(losses_ptr + rows, loss, mask=mask)
+        total += loss
+    if loss_ptr is not None:
+        loss_sum = tl.sum(total, axis=0)
+        if scale_ptr is not None:
+            loss_sum *= tl.load(scale_ptr)
+        tl.store(loss_ptr, loss_sum)
+
+
+@kernel(aligned=("N",))
+def _scale_kernel(x_ptr, grad_ptr, scale_ptr, M, N, stride_grad, BLOCK: tl.constexpr):
+    """x [M, N] times one factor a row (or one for all). A factor of 1 costs nothing: no memory is touched."""
+    blocks = tl.cdiv(N, BLOCK)
+    for step in range(tl.program_id(0), M * blocks, tl.num_programs(0)):
+        tile = step + tl.zeros([], tl.int64)
+        row = tile // blocks
+        factor = tl.load(grad_ptr + row * stride_grad).to(tl.float32)
+        if scale_ptr is not None:
+            factor *= tl.load(scale_ptr)
+        if factor != 1.0:
+            cols = tile % blocks * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
+            tl.store(x_ptr + row * N + cols, (x * factor).to(x_ptr.dtype.element_ty), mask=cols < N)
+
+
+class Terms(NamedTuple):
+    """What the loss is made of."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float  # 0 for none
+
+    @property
+    def modes(self) -> dict[str, Any]:
+        return dict(CAPPED=self.softcap != 0.0)
+
+
+def _vector(logits: Tensor, dlogits: Tensor) -> dict[str, Any]:
+    """VEC, how many elements the kernels take as one 16-byte vector, and EDGES, whether a row has others beside."""
+    size = logits.element_size()
+    vec = 16 // size
+    if dlogits.element_size() != size or any(t.data_ptr() % 16 for t in (logits, dlogits)):
+        return dict(VEC=1, EDGES=False)
+    if (logits.stride(0) - dlogits.stride(0)) % vec and logits.shape[0] > 1:
+        return dict(VEC=1, EDGES=False)
+    return dict(VEC=vec, EDGES=bool((logits.stride(0) % vec and logits.shape[0] > 1) or logits.shape[1] % vec))
+
+
+def _row_stats(
+    logits: Tensor,  # [T, V], rows
+    target: Tensor,  # [T]
+    terms: Terms,
+    lse: Tensor,  # [T] float32, written
+    target_logit: Tensor,  # [T] float32, written
+    logit_sum: Tensor | None,  # [T] float32, written; only smoothing needs it
+    *,
+    scale: Tensor | None = None,  # [] float32
+    dlogits: Tensor | None = None,  # [T, V], written: the gradient for dloss = scale; may be logits
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+) -> None:
+    """Each row's lse, target logit (0 if it is in another shard, nan if out of range) and sum of logits."""
+    T, V = logits.shape
+    vector = _vector(logits, logits if dlogits is None else dlogits)
+    block = min(1024, next_power_of_2(max(1, V // vector["VEC"])))
+    _row_stats_kernel[(T,)](
+        logits, target, scale, lse, target_logit, logit_sum, dlogits,
+        V, vocab_start, vocab_size or V, logits.stride(0), 0 if dlogits is None else dlogits.stride(0), *terms,
+        **terms.modes, **vector, BLOCK=block, STAGES=2, num_warps=max(1, min(8, block // 32)),
+    )  # fmt: skip
+
+
+def _losses(
+    lse: Tensor,
+    target_logit: Tensor,
+    logit_sum: Tensor | None,
+    target: Tensor,
+    terms: Terms,
+    vocab_size: int,
+    *,
+    scale: Tensor | None,
+    losses: Tensor | None = None,  # [T], written
+    loss: Tensor | None = None,  # [], written: their sum times scale
+) -> None:
+    """The loss from what `_row_stats` gave for the whole vocabulary."""
+    T = target.shape[0]
+    _loss_kernel[(1 if losses is None else triton.cdiv(T, 1024),)](
+        lse, target_logit, logit_sum, target, scale, losses, loss,
+        T, vocab_size, terms.ignore_index, terms.label_smoothing, terms.z_loss, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+
+
+def _dlogits(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    dloss: Tensor,  # [T] or []
+    terms: Terms,
+    dlogits: Tensor,  # [T, V], written; may be logits
+    *,
+    scale: Tensor | None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+) -> None:
+    """The gradient of this shard's logits."""
+    T, V = logits.shape
+    vector = _vector(logits, dlogits)
+    block = min(1024, next_power_of_2(max(1, V // vector["VEC"])))
+    blocks = triton.cdiv(max(1, V // vector["VEC"]), block)
+    _dlogits_kernel[(T * blocks,)](
+        logits, target, lse, dloss, scale, dlogits,
+        V, vocab_start, vocab_size or V, blocks, logits.stride(0), dlogits.stride(0), _row_stride(dloss), *terms,
+        **terms.modes, **vector, BLOCK=block, num_warps=max(1, min(8, block // 32)),
+    )  # fmt: skip
+
+
+def _row_stride(dloss: Tensor) -> int:
+    return dloss.stride(0) if dloss.dim() else 0
+
+
+def _mean_scale(target: Tensor, terms: Terms) -> Tensor:
+    scale = target.new_empty((), dtype=torch.float32)
+    _mean_scale_kernel[(1,)](target, scale, target.shape[0], terms.ignore_index, BLOCK=4096, num_warps=8)
+    return scale
+
+
+def _scale_(x: Tensor, dloss: Tensor, scale: Tensor | None) -> None:
+    """x *= dloss * scale, in place, one factor for all or one a row; waits for nobody, and reads no x if it is 1."""
+    M, N = (1, x.numel()) if dloss.dim() == 0 else (dloss.shape[0], x.numel() // max(1, dloss.shape[0]))
+    block = min(8192, next_power_of_2(max(1, N)))
+    grid = min(M * triton.cdiv(N, block), Target.of(x.device).num_sms * 8)
+    _scale_kernel[(grid,)](
+        x, dloss, scale, M, N, _row_stride(dloss), BLOCK=block, num_warps=max(1, min(8, block // 256))
+    )
+
+
+def _cross_entropy_fwd_outputs(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    T = target.shape[0]
+    loss = logits.new_empty((T,) if reduction == "none" else (), dtype=torch.float32)
+    lse = logits.new_empty(T, dtype=torch.float32)
+    scale = logits.new_empty((), dtype=torch.float32) if reduction == "mean" else lse.new_empty(0)
+    return loss, lse, scale, logits.new_empty(logits.shape) if with_grad else empty(logits)
+
+
+def _cross_entropy_fwd(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
+    T, V = logits.shape
+    loss = logits.new_empty((T,) if reduction == "none" else (), dtype=torch.float32)
+    lse, target_logit = (loss.new_empty(T) for _ in range(2))
+    logit_sum = torch.empty_like(lse) if label_smoothing else None
+    scale = _mean_scale(target, terms) if reduction == "mean" else None
+    dlogits = logits.new_empty((T, V)) if with_grad else None
+    _row_stats(
+        logits, target, terms, lse, target_logit, logit_sum, scale=early_scale(logits.dtype, scale), dlogits=dlogits
+    )
+    out = dict(losses=loss) if reduction == "none" else dict(loss=loss)
+    _losses(lse, target_logit, logit_sum, target, terms, V, scale=scale, **out)
+    return loss, lse, lse.new_empty(0) if scale is None else scale, empty(logits) if dlogits is None else dlogits
+
+
+def early_scale(dtype: torch.dtype, scale: Tensor | None) -> Tensor | None:
+    """The part of `scale` that a gradient made in forward already contains: none of it in float16, whose loss scale
+    comes only with dloss, and where 1e-4 times a probability would be 0 before that."""
+    return None if dtype is torch.float16 else scale
+
+
+def late_scale(dtype: torch.dtype, scale: Tensor | None) -> Tensor | None:
+    """The part of `scale` that is left for backward."""
+    return scale if dtype is torch.float16 else None
+
+
+def _cross_entropy_bwd_outputs(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    scale: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _cross_entropy_bwd(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    scale: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+) -> Tensor:
+    dlogits = logits.new_empty(logits.shape)
+    terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
+    _dlogits(logits, target, lse, dloss, terms, dlogits, scale=scale)
+    return dlogits
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, target, ignore_index, ctx.reduction, *options, ctx.with_grad = inputs
+    _, lse, scale, dlogits = output
+    ctx.options = (ignore_index, *options)
+    ctx.used = False
+    ctx.save_for_backward(*((dlogits, scale) if ctx.with_grad else (logits, target, lse, scale)))
+    ctx.mark_non_differentiable(lse, scale, dlogits)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dloss is None:
+        return (None,) * 8
+    if not ctx.with_grad:
+        logits, target, lse, scale = ctx.saved_tensors
+        scale = scale if ctx.reduction == "mean" else None
+        return (_cross_entropy_bwd_op(dloss, logits, target, lse, scale, *ctx.options), *(None,) * 7)
+    refuse_second_backward(ctx, "cross_entropy", "grad_in_forward=False")
+    dlogits, scale = ctx.saved_tensors
+    _scale_op(dlogits, dloss, late_scale(dlogits.dtype, scale if ctx.reduction == "mean" else None))
+    return (dlogits, *(None,) * 7)
+
+
+def refuse_second_backward(ctx: Any, op: str, instead: str) -> None:
+    """The gradient made in forward was handed out by the first backward."""
+    if ctx.used:
+        raise RuntimeError(
+            f"{op}: a second backward is not possible, the gradient made in forward was given away by the first; "
+            f"use {instead}"
+        )
+    ctx.used = True
+
+
+_TERMS = "float label_smoothing, float z_loss, float softcap"
+_cross_entropy_op = Op(
+    f"cross_entropy_fwd(Tensor logits, Tensor target, int ignore_index, str reduction, {_TERMS}, bool with_grad) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _cross_entropy_fwd,
+    _cross_entropy_fwd_outputs,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+_cross_entropy_bwd_op = Op(
+    "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor target, Tensor lse, Tensor? scale, int ignore_index, "
+    f"{_TERMS}) -> Tensor",
+    _cross_entropy_bwd,
+    _cross_entropy_bwd_outputs,
+)
+_scale_op = Op("scale_(Tensor(a!) x, Tensor dloss, Tensor? scale) -> ()", _scale_, lambda x, dloss, scale: None)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    grad_in_forward: bool = False,
+) -> Tensor:
+    """Cross entropy of `logits` against `target`, over the last dim.
+
+    Shapes: V vocabulary size, any leading dims.
+        logits  [..., V]  float32, float16 or bfloat16 (float64 on the CPU); any strides
+        target  [...]     int64 or int32 in [0, V), or `ignore_index` to leave a token out
+        label_smoothing   in [0, 1]: that much of the weight goes to all classes alike
+        z_loss            adds z_loss * lse² to a token's loss
+        softcap           logits become softcap * tanh(logits / softcap)
+        grad_in_forward   make dlogits in forward, where the logits are in the cache: less time, the same memory.
+                          Backward then scales it (unless by 1) and hands it out, so a second backward raises
+    Returns the loss in nats, float32: [] for "mean" and "sum", [...] for "none".
+        "mean" divides by the number of kept tokens; none kept gives nan, as in PyTorch.
+        A target out of range gives nan, and a nan gradient of its row, because asking would make the host wait for the
+        GPU (plain PyTorch on the CPU raises).
+    Numerics: float32 throughout. Deterministic.
+    Memory: saves logits (or dlogits) and 4 bytes a token; nothing when no gradient is wanted.
+    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+        implemented and say so.
+    Source: torch.nn.functional.cross_entropy; z-loss from Chowdhery et al., arXiv:2204.02311.
+    """
+    check_loss_arguments("cross_entropy", target, reduction, label_smoothing, softcap)
+    checks.require(logits.dim() > 0, "cross_entropy", "logits", "have at least one dim", "a scalar")
+    checks.floating("cross_entropy", logits=logits)
+    checks.same_device("cross_entropy", "logits", logits, target=target)
+    checks.shape("cross_entropy", "target", target, logits.shape[:-1], "logits without the last dim")
+    if not use_kernel("cross_entropy", logits):
+        return _cross_entropy_torch(logits, target, ignore_index, reduction, label_smoothing, z_loss, softcap)
+    with_grad = grad_in_forward and torch.is_grad_enabled() and logits.requires_grad
+    loss, _, _, _ = _cross_entropy_op(
+        as_rows(logits), target.reshape(-1), ignore_index, reduction, float(label_smoothing), float(z_loss),
+        float(softcap or 0.0), with_grad,
+    )  # fmt: skip
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def check_loss_arguments(
+    op: str, target: Tensor, reduction: str, label_smoothing: float, softcap: float | None
+) -> None:
+    checks.one_of(op, "reduction", reduction, ("mean", "sum", "none"))
+    checks.require(0.0 <= label_smoothing <= 1.0, op, "label_smoothing", "be in [0, 1]", label_smoothing)
+    checks.require(softcap is None or softcap > 0, op, "softcap", "be above 0, or None", softcap)
+    is_index = target.dtype in (torch.int64, torch.int32)
+    checks.require(is_index, op, "target", "be int64 or int32", checks.name(target.dtype))
+
+
+def _cross_entropy_torch(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> Tensor:
+    with without_autocast(logits.device):
+        z = logits.to(acc_dtype(logits.dtype)).flatten(0, -2) if logits.dim() > 1 else logits[None]
+        flat = target.reshape(-1).long()
+        if softcap is not None:
+            z = softcap * torch.tanh(z / softcap)
+        loss = F.cross_entropy(z, flat, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        if z_loss:
+            kept = flat != ignore_index
+            extra = torch.where(kept, z_loss * torch.logsumexp(z, dim=-1).square(), 0.0)
+            if reduction != "none":
+                extra = extra.sum() if reduction == "sum" else extra.sum() / kept.sum()
+            loss = loss + extra
+        return loss.view(target.shape) if reduction == "none" else loss
