@@ -11,15 +11,16 @@ import torch
 import torch._functorch.config
 import triton
 
+import powertrain
+
 
 def main(ops: list[str]) -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks need a CUDA GPU; none is visible here")
     torch._functorch.config.donated_buffer = False  # torch.compile's backward, too, is timed with retain_graph
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, commit {commit or 'unknown'}"
-    )
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    print(f"{torch.cuda.get_device_name()}, {versions}, commit {commit or 'unknown'}")
     files = dict.fromkeys(powertrain._PUBLIC.get(op, op).rpartition(".")[2] for op in ops)
     for op in files:
         for lines in importlib.import_module(f"benchmarks.ops.{op}").run():

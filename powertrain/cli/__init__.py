@@ -1,0 +1,41 @@
+"""The `powertrain` command. A command is a function in a file of this package, listed in _COMMANDS.
+
+Importing this package must stay cheap (no torch, no triton): commands import what they need when they run.
+"""
+
+import typer
+
+from powertrain.cli.demo import demo
+from powertrain.cli.facts import env, target
+
+_COMMANDS = {
+    "Start here": (demo,),
+    "This machine": (target, env),
+}
+
+app = typer.Typer(
+    name="powertrain",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def main() -> None:
+    """Transformer training and inference in PyTorch, accelerated in pure Python.
+
+    \b
+    powertrain demo                   this machine, and every op against float64
+    powertrain demo rms_norm rope     some ops only
+    powertrain target "RTX 3090 Ti"   what is known of a GPU that need not be here
+    powertrain env                    environment variables and their values
+
+    `powertrain COMMAND --help` says more about each.
+    """
+
+
+for _panel, _functions in _COMMANDS.items():
+    for _function in _functions:
+        app.command(rich_help_panel=_panel)(_function)

@@ -1,0 +1,112 @@
+"""`powertrain target` and `powertrain env`: what is known of a GPU, and what the environment sets."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from powertrain.runtime.settings import VARIABLES, settings
+from powertrain.runtime.target import Target, known_cards
+
+
+def target(
+    name: Annotated[
+        str | None, typer.Argument(help="a card, as you or its driver writes it, or an arch", show_default=False)
+    ] = None,
+) -> None:
+    """The facts of a GPU that kernels are planned with, whether it is here or not; without NAME, all cards known.
+
+    \b
+    powertrain target "NVIDIA A100-SXM4-40GB"
+    powertrain target sm_89
+    """
+    console = Console()
+    if name is None:
+        console.print(_cards())
+        return
+    try:
+        found = Target.parse(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    table = Table(title=found.name, show_header=False, title_justify="left")
+    for label, value in facts(found).items():
+        table.add_row(label, value)
+    console.print(table)
+
+
+def facts(found: Target) -> dict[str, str]:
+    """A target's facts in words."""
+    can = [ability.replace("_", " ") for ability, yes in found.abilities.items() if yes]
+    cannot = [ability.replace("_", " ") for ability, yes in found.abilities.items() if not yes]
+    return {
+        "arch": f"sm_{found.arch}",
+        "multiprocessors": str(found.num_sms),
+        "shared memory per block": f"{found.shared_per_block} bytes",
+        "shared memory per multiprocessor": f"{found.shared_per_sm} bytes",
+        "registers per multiprocessor": str(found.registers_per_sm),
+        "L2": f"{found.l2_bytes / 2**20:g} MiB",
+        "bandwidth": f"{found.bandwidth / 1e9:g} GB/s",
+        "has": ", ".join(can),
+        "has not": ", ".join(cannot),
+    }
+
+
+def _cards() -> Table:
+    table = Table("card", "arch")
+    for column in ("SMs", "L2 MiB", "GB/s"):
+        table.add_column(column, justify="right")
+    for card in known_cards():
+        sizes = (f"{card.l2_bytes / 2**20:g}", f"{card.bandwidth / 1e9:g}")
+        table.add_row(card.name, f"sm_{card.arch}", str(card.num_sms), *sizes)
+    return table
+
+
+def env(
+    markdown: Annotated[bool, typer.Option("--markdown", help="the page docs/environment.md, without values")] = False,
+) -> None:
+    """Every environment variable of Powertrain: its value now, its default and its meaning."""
+    if markdown:
+        print(environment_page(), end="")
+        return
+    try:
+        now = settings()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    table = Table()
+    for heading in ("variable", "now", "default"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("meaning")
+    for field, variable in VARIABLES.items():
+        value = _text(getattr(now, field))
+        changed = getattr(now, field) != variable.default
+        table.add_row(
+            variable.name, f"[bold]{value}[/bold]" if changed else value, _default(variable), variable.meaning
+        )
+    Console().print(table)
+
+
+def environment_page() -> str:
+    """docs/environment.md, made from runtime/settings.py."""
+    rows = (f"| `{v.name}` | {_text(v.default)} | {v.meaning} |" for v in VARIABLES.values())
+    return "\n".join(
+        [
+            "# Environment variables",
+            "",
+            "Made by `powertrain env --markdown` from powertrain/runtime/settings.py, the only place that reads them.",
+            "`powertrain env` shows the values now in force.",
+            "",
+            "| variable | default | meaning |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _text(value: object) -> str:
+    if value is None or value == ():
+        return "unset"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, bool | float) else str(value)
