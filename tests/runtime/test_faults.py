@@ -1,0 +1,307 @@
+"""What must not be lost, hang or be left behind when things go wrong. Each test really does it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from powertrain.runtime import compile, settings, store, tracing, worker
+from powertrain.runtime.errors import CompileTimeout
+from tests.runtime import kernels
+from tests.runtime.kernels import descendants_of, fake_ptxas, run, spec_of, start, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux processes and mounts")
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """This process with an empty store and no compiled kernels; the folder of the store."""
+    folder = tmp_path / "store"
+    monkeypatch.setenv("POWERTRAIN_STORE", str(folder))
+    monkeypatch.setenv("POWERTRAIN_COMPILE_TIMEOUT", "100")
+
+    def forget() -> None:
+        settings.reload()
+        store.user_store.cache_clear()
+        store.packs.cache_clear()
+        compile.ptxas_version.cache_clear()
+        compile._entries.clear()
+        tracing.clear()
+        compile.service().close()  # idle workers have the old environment
+
+    forget()
+    yield folder
+    monkeypatch.undo()
+    forget()
+
+
+def _is_clean(folder: Path) -> bool:
+    """No process of ours left, no half-written entry in the store."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".ptk"]
+    return not descendants_of(str(folder)) and not [path for path in files if path.parent.name != "locks"]
+
+
+# stages: the worker has just been asked, and ptxas runs
+@pytest.mark.parametrize("victim", ["process", "worker"])
+def test_kill_9_in_ptxas_then_rerun(victim: str, tmp_path: Path) -> None:
+    ptxas = fake_ptxas(tmp_path, "exec sleep 600")
+    process = start(tmp_path / "store", TRITON_PTXAS_PATH=ptxas)
+    assert wait_until((tmp_path / "reached").exists)
+    if victim == "process":
+        process.kill()
+    else:
+        workers = [pid for pid in descendants_of(str(tmp_path)) if _parent(pid) == process.pid]
+        os.kill(workers[0], signal.SIGKILL)
+    out, _ = process.communicate(timeout=60)
+    if victim == "worker":
+        assert "CompileError" in out and "SIGKILL" in out and "_twice_kernel for sm_80" in out
+    assert wait_until(lambda: not descendants_of(str(tmp_path))), "an orphan was left"
+    assert _is_clean(tmp_path / "store")
+    (tmp_path / "armed").unlink()
+    assert run(tmp_path / "store", TRITON_PTXAS_PATH=ptxas)["source"] == "compiled"
+    assert run(tmp_path / "store", TRITON_PTXAS_PATH=ptxas)["source"] == "store"
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("stage", ["imports", "lowering", "storing"])
+def test_kill_9_at_other_stages_then_rerun(stage: str, tmp_path: Path) -> None:
+    """Killed as soon as a sign of the stage shows: a process, a worker, the store's folder."""
+    folder = tmp_path / "store"
+    signs = {
+        "imports": lambda: True,
+        "lowering": folder.exists,
+        "storing": lambda: (folder / "locks").exists(),
+    }
+    process = start(folder)
+    wait_until(lambda: signs[stage]() or process.poll() is not None)
+    process.kill()
+    process.communicate(timeout=60)
+    assert wait_until(lambda: not descendants_of(str(tmp_path))), "an orphan was left"
+    assert _is_clean(folder)
+    assert run(folder)["source"] in ("compiled", "store")
+
+
+def test_killed_owner_whose_forked_child_lives_on(tmp_path: Path) -> None:
+    ptxas = fake_ptxas(tmp_path, "exec sleep 600")
+    process = start(tmp_path / "store", "die", TRITON_PTXAS_PATH=ptxas)
+    assert process.stdout is not None
+    child = int(process.stdout.readline().partition(":")[2].strip(" }\n"))
+    try:
+        assert wait_until((tmp_path / "reached").exists)
+        process.kill()
+        process.wait(timeout=60)
+        (tmp_path / "armed").unlink()
+        os.kill(child, 0)  # it lives
+        result = run(tmp_path / "store", TRITON_PTXAS_PATH=ptxas, POWERTRAIN_LOCK_TIMEOUT="100")
+        assert result["source"] == "compiled"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.stdout.close()
+
+
+def test_a_spawning_thread_that_exits(fresh: Path) -> None:
+    sources: list[str] = []
+    for block in (128, 256):
+        thread = threading.Thread(target=lambda b=block: sources.append(compile.entry_for(spec_of(block=b))[1]))
+        thread.start()
+        thread.join()
+    assert sources == ["compiled", "compiled"]
+    assert len(compile.service()._idle) == 1, "the second compile found the first one's worker alive"
+
+
+def test_threads_share_one_compile(fresh: Path) -> None:
+    sources: list[str] = []
+    threads = [threading.Thread(target=lambda: sources.append(compile.entry_for(spec_of())[1])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(sources) == ["compiled"] + ["memory"] * 7
+
+
+def test_sixteen_processes_want_one_kernel(fresh: Path) -> None:
+    pipes = []
+    for _ in range(16):
+        read, write = os.pipe()
+        if os.fork() == 0:
+            try:
+                os.write(write, compile.entry_for(spec_of())[1].encode())
+            finally:
+                compile.service().close()
+                os._exit(0)
+        os.close(write)
+        pipes.append(os.fdopen(read))
+    sources = [pipe.read() for pipe in pipes]
+    for pipe in pipes:
+        pipe.close()
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            break
+    assert sources.count("compiled") == 1, sources
+    assert set(sources) <= {"compiled", "another process", "store"}
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "foreign", "behind"])
+def test_damaged_entries_are_rebuilt(damage: str, fresh: Path) -> None:
+    spec = spec_of()
+    entry, _ = compile.entry_for(spec)
+    path = store.user_store().path(spec.key)
+    data = path.read_bytes()
+    middle = bytearray(data)
+    middle[len(data) // 2] ^= 1
+    path.write_bytes(
+        {
+            "empty": b"",
+            "truncated": data[:-10],
+            "flipped": bytes(middle),
+            "foreign": data.replace(spec.key.encode(), b"0" * 64),
+            "behind": data + b"more",
+        }[damage]
+    )
+    compile._entries.clear()
+    again, source = compile.entry_for(spec)
+    assert source == "compiled" and again.members == entry.members
+    warnings = [event.text for event in tracing.trace() if event.kind == "warning"]
+    assert len(warnings) == 1 and str(path) in warnings[0] and "quarantine" in warnings[0]
+    compile._entries.clear()
+    assert compile.entry_for(spec)[1] == "store"
+
+
+def test_every_cut_of_an_entry_is_noticed(fresh: Path) -> None:
+    entry, _ = compile.entry_for(spec_of())
+    data = entry.to_bytes()
+    for cut in [*range(0, 120), *range(120, len(data), 97)]:
+        with pytest.raises((store.Damaged, ValueError, KeyError)):
+            store.Entry.from_bytes(entry.key, data[:cut])
+
+
+def _mounted(folder: Path, mount: str, *args: str) -> dict:
+    """Run the compile with a file system mounted for it alone."""
+    folder.mkdir()
+    environment = kernels.environment(folder)
+    command = f"{mount} && exec {sys.executable} -m tests.runtime.kernels"
+    finished = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command], env=environment, cwd=kernels.ROOT, capture_output=True, text=True
+    )
+    if "mount" in finished.stderr or "unshare" in finished.stderr:
+        pytest.skip(f"mounting is not permitted here: {finished.stderr.strip()}")
+    return {"out": finished.stdout, "err": finished.stderr}
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+def test_disk_full_or_read_only(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    size = {"full": f"mount -t tmpfs -o size=4k,mode=700 tmpfs {folder}"}
+    mount = size.get(kind, f"mount -t tmpfs -o ro,mode=700 tmpfs {folder}")
+    result = _mounted(folder, mount)
+    assert '"source": "compiled"' in result["out"], result
+    assert str(folder) in result["err"] and "memory only" in result["err"] and "POWERTRAIN_STORE" in result["err"]
+
+
+def test_a_file_system_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(worker.fcntl, "flock", refuse)
+    with worker.key_lock(tmp_path / "locks" / "k", deadline=1e12) as held:
+        assert not held
+
+
+def test_a_lock_held_for_ever_is_waited_for_until_the_deadline_only(tmp_path: Path) -> None:
+    path = tmp_path / "locks" / "k"
+    with worker.key_lock(path, deadline=1e12) as first:
+        with worker.key_lock(path, deadline=0.0) as second:
+            assert first and not second
+        assert path.exists()
+    assert not path.exists()
+    with worker.key_lock(path, deadline=0.0) as third:
+        assert third
+
+
+def test_a_compile_that_hangs(tmp_path: Path) -> None:
+    ptxas = fake_ptxas(tmp_path, "exec sleep 600")
+    result = run(tmp_path / "store", TRITON_PTXAS_PATH=ptxas, POWERTRAIN_COMPILE_TIMEOUT="5")
+    assert result["error"] == "CompileTimeout"
+    assert "_twice_kernel for sm_80 did not compile within 5 s" in result["message"]
+    assert "POWERTRAIN_COMPILE_TIMEOUT" in result["message"]
+    assert "compiling _twice_kernel for sm_80" in result["stderr"], "no progress line"
+    assert not descendants_of(str(tmp_path))
+
+
+def test_a_compile_that_aborts(tmp_path: Path) -> None:
+    ptxas = fake_ptxas(tmp_path, "kill -ABRT $PPID; exec sleep 600")
+    result = run(tmp_path / "store", TRITON_PTXAS_PATH=ptxas)
+    assert result["error"] == "CompileError"
+    assert "SIGABRT" in result["message"] and "_twice_kernel for sm_80" in result["message"]
+    assert wait_until(lambda: not descendants_of(str(tmp_path)))
+
+
+def test_a_compile_that_fails(tmp_path: Path) -> None:
+    ptxas = fake_ptxas(tmp_path, "echo broken >&2; exit 3")
+    result = run(tmp_path / "store", TRITON_PTXAS_PATH=ptxas)
+    assert result["error"] == "CompileError" and "error code 3" in result["message"] and "broken" in result["message"]
+
+
+def test_no_compiler_on_path(tmp_path: Path) -> None:
+    assert run(tmp_path / "store", PATH="/nonexistent")["source"] == "compiled"
+
+
+def test_fallback_to_plain_pytorch(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from powertrain.runtime import dispatch
+
+    monkeypatch.setattr(dispatch, "_disabled", ())
+    calls = []
+
+    @dispatch.falls_back("some_op")
+    def some_op() -> str:
+        calls.append(dispatch._is_disabled("some_op"))
+        if not calls[-1]:
+            raise CompileTimeout("_k for sm_80 did not compile")
+        return "plain"
+
+    with pytest.raises(CompileTimeout):
+        some_op()
+    monkeypatch.setenv("POWERTRAIN_ON_COMPILE_FAILURE", "reference")
+    settings.reload()
+    assert some_op() == "plain" and calls == [False, False, True]
+    assert "some_op takes plain PyTorch" in tracing.trace()[-1].text
+
+
+def test_leftover_folders_of_dead_workers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.tempfile, "tempdir", str(tmp_path))
+    dead, dead_owner = worker._private_folder()
+    os.close(dead_owner)
+    living, living_owner = worker._private_folder()
+    for folder in (dead, living):
+        os.utime(folder, (0, 0))
+    new, new_owner = worker._private_folder()
+    assert not dead.exists() and living.exists() and new.exists()
+    os.close(living_owner)
+    os.close(new_owner)
+
+
+def test_a_world_writable_store_is_refused(fresh: Path) -> None:
+    fresh.mkdir()
+    fresh.chmod(0o777)
+    _, source = compile.entry_for(spec_of())
+    assert source == "compiled" and not list(store.user_store().keys())
+    assert any("written by everybody" in e.text and "chmod o-w" in e.text for e in tracing.trace())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a folder away")
+def test_a_foreign_store_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh.mkdir()
+    os.chown(fresh, 12345, 12345)
+    assert compile.entry_for(spec_of())[1] == "compiled"
+    assert any("belongs to user 12345" in e.text for e in tracing.trace())

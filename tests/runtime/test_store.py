@@ -1,0 +1,148 @@
+"""Entries, packs and keys."""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import triton.language as tl
+
+from powertrain.runtime import compile, settings, store, tracing
+from powertrain.runtime.errors import StoreError
+from powertrain.runtime.launch import kernel
+from tests.runtime.kernels import _twice_kernel, spec_of
+from tests.runtime.test_faults import fresh  # noqa: F401
+
+
+def _pack(folder: Path, **manifest: str) -> Path:
+    entry, _ = compile.entry_for(spec_of())
+    path = folder / "kernels.ptp"
+    store.write_pack(path, [entry], {"triton": store_version(), **manifest})
+    return path
+
+
+def store_version() -> str:
+    from powertrain.runtime.triton_compat import VERSION_TEXT
+
+    return VERSION_TEXT
+
+
+def _use_pack(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POWERTRAIN_PACKS", str(path))
+    monkeypatch.setenv("POWERTRAIN_STORE", str(path.parent / "other-store"))
+    settings.reload()
+    store.packs.cache_clear()
+    store.user_store.cache_clear()
+    compile._entries.clear()
+    tracing.clear()
+
+
+def test_an_entry_survives_its_bytes() -> None:
+    entry = store.Entry("a" * 64, {"kernel": "k", "launch": {"shared": 3}}, {"cubin": b"\0\1", "ptx": b""})
+    assert store.Entry.from_bytes("a" * 64, entry.to_bytes()) == entry
+
+
+def test_a_pack_is_read(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    _use_pack(_pack(tmp_path), monkeypatch)
+    assert compile.entry_for(spec_of())[1] == "pack"
+
+
+def test_equal_entries_make_equal_packs(fresh: Path, tmp_path: Path) -> None:  # noqa: F811
+    first = _pack(tmp_path).read_bytes()
+    assert _pack(tmp_path).read_bytes() == first
+
+
+def test_a_pack_for_another_version(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    _use_pack(_pack(tmp_path, triton="3.0.0"), monkeypatch)
+    assert compile.entry_for(spec_of())[1] == "compiled"
+    assert any("built by Triton 3.0.0" in e.text and "prebuild" in e.text for e in tracing.trace())
+
+
+def test_a_pack_whose_path_climbs_out_is_refused(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    path = _pack(tmp_path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("../../evil.ptk", b"x")
+    with pytest.raises(StoreError, match=r"refused: it holds '\.\./\.\./evil\.ptk'"):
+        store.Pack(path)
+    _use_pack(path, monkeypatch)
+    assert compile.entry_for(spec_of())[1] == "compiled"
+
+
+@pytest.mark.parametrize("content", [b"", b"no zip", b"PK\5\6" + bytes(18)], ids=["empty", "text", "no manifest"])
+def test_what_is_no_pack_is_said(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "p.ptp"
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match="not a pack"):
+        store.Pack(path)
+
+
+def test_a_damaged_entry_in_a_pack_is_compiled_here(
+    fresh: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = _pack(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PTKERNEL") + 200] ^= 1
+    path.write_bytes(data)
+    _use_pack(path, monkeypatch)
+    assert compile.entry_for(spec_of())[1] == "compiled"
+    assert any("is damaged" in e.text for e in tracing.trace())
+
+
+def test_two_triton_versions_on_one_store(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    compile.entry_for(spec_of())
+    monkeypatch.setattr(compile, "VERSION_TEXT", "3.99.0")
+    assert compile.entry_for(spec_of())[1] == "compiled"
+    assert len(list(store.user_store().keys())) == 2
+    compile._entries.clear()
+    assert compile.entry_for(spec_of())[1] == "store"
+    monkeypatch.undo()
+
+
+def test_the_key_knows_code_and_not_comments() -> None:
+    @kernel()
+    def _twice_kernel_commented(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+        # a comment
+        cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+
+        x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)  # and another
+        tl.store(y_ptr + cols, x + x, mask=cols < n)
+
+    @kernel()
+    def _thrice_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+        cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
+        tl.store(y_ptr + cols, x + x + x, mask=cols < n)
+
+    from powertrain.runtime.triton_compat import _tokens
+
+    def body(k: object) -> str:
+        return _tokens(k.fn).partition(":")[2].partition(";")[2]
+
+    assert body(_twice_kernel_commented) == body(_twice_kernel) != body(_thrice_kernel)
+
+
+def test_the_key_knows_called_functions_and_constants() -> None:
+    from powertrain.ops import norm
+    from powertrain.runtime.triton_compat import source_hash
+
+    before = norm._norm_fwd_kernel.source_hash
+    kept = norm._affine
+    try:
+        norm._affine = norm._weight
+        assert source_hash(norm._norm_fwd_kernel.fn) != before
+    finally:
+        norm._affine = kept
+    assert source_hash(norm._norm_fwd_kernel.fn) == before
+
+
+def test_specializations_have_keys_of_their_own() -> None:
+    keys = {spec_of(arch=arch, block=block).key for arch in (80, 90) for block in (64, 128)}
+    assert len(keys) == 4
+
+
+def test_clear_and_list(fresh: Path) -> None:  # noqa: F811
+    compile.entry_for(spec_of())
+    home = store.user_store()
+    assert list(home.keys()) == [spec_of().key]
+    assert home.clear() == 1 and not list(home.keys())
