@@ -104,11 +104,6 @@ def _load_logits(ptr, mask, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _aligned(ptr, VEC: tl.constexpr):
-    return ptr if VEC == 1 else tl.multiple_of(ptr, 16)
-
-
-@triton.jit
 def _tile_gradient(
     z, cols, lse, local_target, factor, vocab_size, label_smoothing, z_loss, softcap, CAPPED: tl.constexpr
 ):
@@ -157,7 +152,7 @@ def _row_stats_kernel(
     local_target = target - vocab_start
     start = row * stride_lm
     first, count = _vectors(start, start + V, VEC)
-    base = _aligned(logits_ptr + first, VEC)
+    base = logits_ptr + first
     vectors = tl.arange(0, BLOCK)[:, None]
     lanes = tl.arange(0, VEC)[None, :]
 
@@ -187,12 +182,12 @@ def _row_stats_kernel(
     row_total = tl.sum(total * tl.exp(peak - row_peak), axis=0)
     row_sum = tl.sum(z_sum, axis=0)
     if EDGES:
-        offsets, exists = _edges(start, start + V, VEC)
-        z_edge = _load_logits(logits_ptr + offsets, exists & kept, softcap, CAPPED)
-        new_peak = tl.maximum(row_peak, tl.max(z_edge, axis=0))
-        row_total = row_total * tl.exp(row_peak - new_peak) + tl.sum(tl.exp(z_edge - new_peak), axis=0)
+        edge, exists = _edges(start, start + V, VEC)
+        edge_z = _load_logits(logits_ptr + edge, exists & kept, softcap, CAPPED)
+        new_peak = tl.maximum(row_peak, tl.max(edge_z, axis=0))
+        row_total = row_total * tl.exp(row_peak - new_peak) + tl.sum(tl.exp(edge_z - new_peak), axis=0)
         row_peak = new_peak
-        row_sum += tl.sum(tl.where(exists & kept, z_edge, 0.0), axis=0)
+        row_sum += tl.sum(tl.where(exists & kept, edge_z, 0.0), axis=0)
     lse = tl.where(kept, row_peak + tl.log(tl.where(kept, row_total, 1.0)), 0.0)
     tl.store(lse_ptr + row, lse)
     if sum_ptr is not None:
@@ -205,7 +200,8 @@ def _row_stats_kernel(
         factor = _row_factor(target, grad, vocab_size, ignore_index)
         dtype = dlogits_ptr.dtype.element_ty
         shift = row * stride_dm - start
-        out = _aligned(dlogits_ptr + (first + shift), VEC)
+        # first + shift is a multiple of VEC; so written, the compiler knows
+        out = dlogits_ptr + (first + shift) // VEC * VEC
         column = (first - start).to(tl.int32)
         # from the end, where the row's latest blocks are still in the caches
         blocks = tl.cdiv(count, BLOCK)
@@ -220,13 +216,13 @@ def _row_stats_kernel(
             )  # fmt: skip
             tl.store(out + offsets, tl.where(kept, d, 0.0).to(dtype), mask=mask)
         if EDGES:
-            offsets, exists = _edges(start, start + V, VEC)
-            z = _load_logits(logits_ptr + offsets, exists & kept, softcap, CAPPED)
-            d = _tile_gradient(
-                z, offsets - start, lse, local_target, factor,
+            edge, exists = _edges(start, start + V, VEC)
+            edge_z = _load_logits(logits_ptr + edge, exists & kept, softcap, CAPPED)
+            edge_d = _tile_gradient(
+                edge_z, edge - start, lse, local_target, factor,
                 vocab_size, label_smoothing, z_loss, softcap, CAPPED,
             )  # fmt: skip
-            tl.store(dlogits_ptr + shift + offsets, tl.where(kept, d, 0.0).to(dtype), mask=exists)
+            tl.store(dlogits_ptr + shift + edge, tl.where(kept, edge_d, 0.0).to(dtype), mask=exists)
 
 
 @kernel()
@@ -271,22 +267,23 @@ def _dlogits_kernel(
     vectors = block * BLOCK + tl.arange(0, BLOCK)[:, None]
     mask = tl.broadcast_to(vectors < count, (BLOCK, VEC))
     offsets = vectors * VEC + tl.arange(0, VEC)[None, :]
-    z = _load_logits(_aligned(logits_ptr + first, VEC) + offsets, mask & kept, softcap, CAPPED)
+    z = _load_logits(logits_ptr + first + offsets, mask & kept, softcap, CAPPED)
     d = _tile_gradient(
         z, (first - start).to(tl.int32) + offsets, lse, local_target, factor,
         vocab_size, label_smoothing, z_loss, softcap, CAPPED,
     )  # fmt: skip
-    out = _aligned(dlogits_ptr + (first + shift), VEC)
+    # first + shift is a multiple of VEC; so written, the compiler knows
+    out = dlogits_ptr + (first + shift) // VEC * VEC
     tl.store(out + offsets, tl.where(kept, d, 0.0).to(dtype), mask=mask)
     if EDGES:
         if block == 0:
-            offsets, exists = _edges(start, start + V, VEC)
-            z = _load_logits(logits_ptr + offsets, exists & kept, softcap, CAPPED)
-            d = _tile_gradient(
-                z, offsets - start, lse, local_target, factor,
+            edge, exists = _edges(start, start + V, VEC)
+            edge_z = _load_logits(logits_ptr + edge, exists & kept, softcap, CAPPED)
+            edge_d = _tile_gradient(
+                edge_z, edge - start, lse, local_target, factor,
                 vocab_size, label_smoothing, z_loss, softcap, CAPPED,
             )  # fmt: skip
-            tl.store(dlogits_ptr + shift + offsets, tl.where(kept, d, 0.0).to(dtype), mask=exists)
+            tl.store(dlogits_ptr + shift + edge, tl.where(kept, edge_d, 0.0).to(dtype), mask=exists)
 
 
 @kernel()
@@ -446,6 +443,11 @@ def _dlogits(
     )  # fmt: skip
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """x where kernels take 16-byte vectors: one misaligned pointer would cost all of a launch's tensors theirs."""
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def _row_stride(dloss: Tensor) -> int:
     return dloss.stride(0) if dloss.dim() else 0
 
@@ -495,6 +497,7 @@ def _cross_entropy_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
     T, V = logits.shape
+    target = _aligned(target)
     loss = logits.new_empty((T,) if reduction == "none" else (), dtype=torch.float32)
     lse, target_logit = (loss.new_empty(T) for _ in range(2))
     logit_sum = torch.empty_like(lse) if label_smoothing else None
@@ -546,7 +549,7 @@ def _cross_entropy_bwd(
 ) -> Tensor:
     dlogits = logits.new_empty(logits.shape)
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
-    _dlogits(logits, target, lse, dloss, terms, dlogits, scale=scale)
+    _dlogits(logits, _aligned(target), lse, _aligned(dloss), terms, dlogits, scale=scale)
     return dlogits
 
 
