@@ -638,9 +638,12 @@ def _norm(
     checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
     checks.floating(op, x=x, weight=weight, bias=bias, residual=residual)
     checks.same_device(op, "x", x, weight=weight, bias=bias, residual=residual)
-    checks.shape(op, "weight", weight, x.shape[-1:], "last dim of x")
-    checks.shape(op, "bias", bias, x.shape[-1:], "last dim of x")
-    checks.shape(op, "residual", residual, x.shape, "shape of x")
+    if weight is not None:
+        checks.shape(op, "weight", weight, x.shape[-1:], "last dim of x")
+    if bias is not None:
+        checks.shape(op, "bias", bias, x.shape[-1:], "last dim of x")
+    if residual is not None:
+        checks.shape(op, "residual", residual, x.shape, "shape of x")
     if not use_kernel(op, x):
         return _norm_torch(x, weight, bias, residual, eps, is_layer, zero_centered, round_first)
     weight = weight if weight is None else weight.contiguous()

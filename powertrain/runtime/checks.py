@@ -42,7 +42,7 @@ def same_device(op: str, first: str, tensor: Tensor, **others: Tensor | None) ->
 
 
 def shape(op: str, argument: str, tensor: Tensor | None, expected: tuple[int, ...] | torch.Size, why: str) -> None:
-    if tensor is not None and tuple(tensor.shape) != tuple(expected):
+    if tensor is not None and tensor.shape != expected:
         fail(op, argument, f"have shape {list(expected)} ({why})", list(tensor.shape))
 
 

@@ -172,7 +172,8 @@ _disabled: tuple[str, ...] = ()
 
 
 def _is_disabled(name: str) -> bool:
-    return any(entry == name or entry == "all" for entry in (*_disabled, *settings().disable))
+    names = _disabled + settings().disable
+    return bool(names) and (name in names or "all" in names)
 
 
 class disable:

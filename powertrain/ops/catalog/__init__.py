@@ -31,6 +31,12 @@ class Case:
     def id(self) -> str:
         return f"{self.op}-{self.label}" if self.label else self.op
 
+    def step(self, tensors: dict[str, Tensor | None]) -> None:
+        """One forward and backward."""
+        result = self.run(**tensors)
+        outputs = [out for out in (result if isinstance(result, tuple) else (result,)) if out.requires_grad]
+        torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+
 
 def cases(op: str | None = None) -> list[Case]:
     """All cases, or those of one op."""

@@ -1,0 +1,244 @@
+"""The warm path, on a machine without a GPU: meta tensors and a driver that only remembers."""
+
+import ctypes
+import struct
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton.language as tl
+
+import powertrain
+from powertrain.runtime import compile, driver, recording, tracing
+from powertrain.runtime.errors import WarmUpFirst
+from powertrain.runtime.launch import Kernel, Loaded, kernel
+from powertrain.runtime.settings import settings
+from powertrain.runtime.target import Target
+from tests.runtime.kernels import _twice_kernel, spec_of
+
+native = pytest.mark.skipif(settings().interpret, reason="the warm path is that of compiled kernels")
+FACTS = {"name": "k", "num_warps": 4, "shared": 512, "global_scratch": 0, "profile_scratch": 0}
+
+
+def _make() -> Kernel:
+    @kernel(aligned=("N",))
+    def _sample_kernel(x_ptr, b_ptr, y_ptr, M, N, stride_xm, scale, FLAG: tl.constexpr, BLOCK: tl.constexpr):
+        pass
+
+    return _sample_kernel
+
+
+class Driver:
+    """Stands in for libcuda behind a kernel's warm path; tensors on meta are "on device -1"."""
+
+    def __init__(self, launched: Kernel, code: int = 0) -> None:
+        self.calls: list[tuple] = []
+        self.prepared: list[tuple] = []
+        self.code = code
+        namespace = launched.launch.__globals__
+        namespace["launch_kernel"] = lambda: self.launch
+        namespace["current_device"] = lambda: -1
+        namespace["current_stream"] = lambda device: 77
+        namespace["prepare"] = self.prepare
+        self.kernel = launched
+
+    def prepare(self, grid, key, values, constants) -> None:
+        self.prepared.append((grid, key, values, constants))
+        if key is not None and 0 not in grid:
+            spec = self.kernel.specialize(values, constants, 90)
+            types = [t for name, t in spec.signature.items() if name in self.kernel.arguments]
+            loaded = Loaded(types, FACTS, driver.Function(1234, 0, 0, 0))
+            self.kernel._tables.setdefault(-1, {})[key] = loaded
+
+    def launch(self, handle, gx, gy, gz, bx, by, bz, shared, stream, params, extra) -> int:
+        self.calls.append((handle, (gx, gy, gz), bx, shared, stream, params))
+        return self.code
+
+
+def _arguments(address: int, types: str) -> list:
+    """What the driver would read: the values behind the pointer array."""
+    pointers = (ctypes.c_void_p * len(types)).from_address(address)
+    return [struct.unpack(t, ctypes.string_at(p, struct.calcsize(t)))[0] for p, t in zip(pointers, types, strict=True)]
+
+
+def _call(launched: Kernel, M: int = 5, N: int = 32, scale: float = 0.5, b: object = None, grid: tuple = (7,)) -> None:
+    x = torch.empty(4, 4, device="meta")
+    launched[grid](x, b, x, M, N, 64, scale, FLAG=True, BLOCK=16, num_warps=8)
+
+
+@native
+def test_arguments_reach_the_driver() -> None:
+    launched = _make()
+    fake = Driver(launched)
+    _call(launched)
+    _call(launched, M=9, grid=(3, 2))
+    assert len(fake.prepared) == 1 and len(fake.calls) == 1
+    handle, grid, threads, shared, stream, params = fake.calls[0]
+    assert (handle, grid, threads, shared, stream) == (1234, (3, 2, 1), 128, 512, 77)
+    # x, (b is None and so no parameter), y, M, N, stride, scale, two scratch pointers
+    assert _arguments(params, "QQiiifQQ") == [0, 0, 9, 32, 64, 0.5, 0, 0]
+
+
+@native
+def test_sizes_never_specialize_and_multiples_of_16_do() -> None:
+    launched = _make()
+    fake = Driver(launched)
+    for M in (1, 2, 16, 4096):
+        _call(launched, M=M)
+    assert len(fake.prepared) == 1
+    _call(launched, N=33)
+    _call(launched, N=35)
+    assert len(fake.prepared) == 2
+
+
+@native
+def test_large_integers_leave_the_warm_path() -> None:
+    launched = _make()
+    fake = Driver(launched)
+    _call(launched)
+    _call(launched, M=2**31)
+    assert fake.prepared[-1][1] is None and fake.prepared[-1][2]["M"] == 2**31
+    spec = launched.specialize(fake.prepared[-1][2], fake.prepared[-1][3], 90)
+    assert [spec.signature[n] for n in ("M", "N", "stride_xm", "scale")] == ["i64", "i64", "i64", "fp32"]
+
+
+@native
+def test_absent_pointers_are_constants() -> None:
+    launched = _make()
+    fake = Driver(launched)
+    _call(launched)
+    spec = launched.specialize(*fake.prepared[0][2:], 90)
+    assert spec.signature["b_ptr"] == "constexpr" and spec.constants["b_ptr"] is None
+    _call(launched, b=torch.empty(2, device="meta", dtype=torch.bfloat16))
+    assert len(fake.prepared) == 2
+
+
+@native
+def test_a_refused_launch_is_prepared_again() -> None:
+    launched = _make()
+    fake = Driver(launched, code=201)
+    _call(launched)
+    _call(launched)
+    assert len(fake.prepared) == 2
+
+
+@native
+def test_threads_never_share_an_argument_buffer() -> None:
+    launched = _make()
+    seen: list[tuple[int, int]] = []
+    barrier = threading.Barrier(4)
+
+    class Slow(Driver):
+        def launch(self, *args) -> int:
+            barrier.wait(30)  # all four are inside a launch at once
+            seen.append((args[9], _arguments(args[9], "QQiiifQQ")[2]))
+            return 0
+
+    Slow(launched)
+    _call(launched)
+    threads = [threading.Thread(target=_call, args=(launched, M)) for M in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({address for address, _ in seen}) == 4 and {M for _, M in seen} == {0, 1, 2, 3}
+
+
+def test_mixed_devices_are_named() -> None:
+    with pytest.raises(ValueError, match="_sample_kernel: all tensors must be on one device, got x on meta, y on cpu"):
+        _make()._device({"x_ptr": torch.empty(1, device="meta"), "y_ptr": torch.empty(1)})
+
+
+@native
+def test_cpu_tensors_are_refused() -> None:
+    x = torch.empty(4)
+    with pytest.raises(ValueError, match="_twice_kernel: tensors must be on a CUDA device, got cpu"):
+        _twice_kernel[(1,)](x, x, 4, BLOCK=16)
+
+
+def test_aligned_names_must_be_arguments() -> None:
+    with pytest.raises(TypeError, match="aligned names"):
+
+        @kernel(aligned=("missing",))
+        def _k(x_ptr):
+            pass
+
+
+@native
+def test_capture_says_warm_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(WarmUpFirst, match=r"_twice_kernel for sm_80 .* CUDA graph"):
+        _twice_kernel._load(spec_of(), 0, False)
+
+
+@native
+@pytest.mark.parametrize("reason", ["refused", "driver too old"])
+def test_an_image_the_driver_refuses_is_rebuilt_once(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[bool] = []
+    entry = store_entry()
+
+    def entry_for(spec: object, *, again: bool = False) -> tuple:
+        built.append(again)
+        return entry, "compiled" if again else "pack"
+
+    def load(image: bytes, *args: object) -> driver.Function:
+        if len(built) == 1 and reason == "refused":
+            raise driver.ImageError("no")
+        return driver.Function(1, 2, 3, 4)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(compile, "entry_for", entry_for)
+    monkeypatch.setattr(driver, "load", load)
+    versions = iter([11000, 99000] if reason == "driver too old" else [99000, 99000])
+    monkeypatch.setattr(driver, "version", lambda: next(versions))
+    tracing.clear()
+    assert _twice_kernel._load(spec_of(), 0, False).handle == 1
+    assert built == [False, True]
+    assert "compiling it here" in tracing.trace()[-1].text
+
+
+def store_entry() -> SimpleNamespace:
+    facts = {**FACTS, "num_warps": 4}
+    return SimpleNamespace(members={"cubin": b"x"}, manifest={"launch": facts, "min_driver": 12000})
+
+
+@native
+def test_recording_notes_and_does_not_run() -> None:
+    x = torch.empty(8, 64, device="meta", requires_grad=True)
+    with recording.record("sm_90") as wanted:
+        powertrain.rms_norm(x, torch.empty(64, device="meta", requires_grad=True)).sum().backward()
+    names = [spec.kernel.name for spec in wanted.specs]
+    assert names == ["_norm_fwd_kernel", "_norm_bwd_kernel", "_norm_sum_partials_kernel"]
+    assert {spec.arch for spec in wanted.specs} == {90}
+    assert Target.of(torch.device("meta")).name == "interpreter", "the recording ended"
+    with pytest.raises(RuntimeError, match="cannot be nested"), recording.record("sm_90"), recording.record("sm_80"):
+        pass
+
+
+@native
+def test_python_calls_of_one_eager_op() -> None:
+    """The host time of a call is its Python calls; their number is what a noisy machine can check."""
+    from powertrain.ops import norm
+
+    x, w = torch.empty(128, 1024, device="meta"), torch.empty(1024, device="meta")
+    Driver(norm._norm_fwd_kernel)
+    try:
+        powertrain.rms_norm(x, w)
+        calls = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        powertrain.rms_norm(x, w)
+        sys.setprofile(None)
+    finally:
+        namespace = norm._norm_fwd_kernel.launch.__globals__
+        namespace["prepare"] = norm._norm_fwd_kernel._prepare
+        namespace["current_device"] = lambda: None
+        namespace["launch_kernel"] = driver.launcher
+        norm._norm_fwd_kernel._tables.clear()
+    assert calls <= 50, f"{calls} Python calls"
