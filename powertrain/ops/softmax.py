@@ -1,0 +1,412 @@
+"""Softmax of scaled attention scores, plain, masked or causal, without a limit on shapes.
+
+    z  = scale * x, -inf where masked out
+    y  = exp(z - max(z)) / sum(exp(z - max(z)))          over the last dim; 0 (or 1/N) where a whole row is -inf
+    dx = scale * y * (dy - sum(dy * y))                  0 where masked out
+
+Saved: y (and, for "uniform", the mask given). Everything is computed in float32. M rows of N elements of e bytes:
+forward moves 2*M*N*e bytes, backward 3*M*N*e; causal, what lies above the diagonal is never read, so 1.5 and 2 times
+M*N*e for square scores; a mask adds its own bytes. About 8 operations an element. Rows beyond 16384 elements do not
+fit in registers and are read twice, in blocks (forward with a running maximum and sum in each lane).
+
+Sources: the three fused softmaxes of Megatron-LM; running maximum after Milakov and Gimelshein, arXiv:1805.02867.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.layout import acc_dtype, as_rows, next_power_of_2
+from powertrain.runtime import checks
+from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.launch import kernel
+
+Causal = Literal["upper_triangular", "aligned"]
+FullyMasked = Literal["zero", "uniform"]
+
+
+def scaled_softmax_ref(
+    x: Tensor,
+    *,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    causal: Causal | None = None,
+    fully_masked: FullyMasked = "zero",
+) -> Tensor:
+    """The specification of `scaled_softmax`, in plain PyTorch."""
+    z = x.to(acc_dtype(x.dtype)) * scale
+    if mask is not None:
+        z = z.masked_fill(mask, float("-inf"))
+    if causal is not None:
+        z = z.masked_fill(_above_diagonal(x), float("-inf"))
+    empty = (z == float("-inf")).all(-1, keepdim=True)
+    y = torch.softmax(z.masked_fill(empty, 0.0), -1)
+    return (y if fully_masked == "uniform" else y.masked_fill(empty, 0.0)).to(x.dtype)
+
+
+def _above_diagonal(x: Tensor) -> Tensor:
+    sq, sk = x.shape[-2:]
+    return torch.arange(sk, device=x.device) > torch.arange(sq, device=x.device)[:, None] + (sk - sq)
+
+
+@kernel(aligned=("N",))
+def _softmax_fwd_kernel(
+    x_ptr,
+    mask_ptr,
+    y_ptr,
+    num_queries,
+    N,
+    num_heads,
+    stride_xm,
+    stride_mb,
+    stride_mh,
+    stride_mq,
+    scale,
+    CAUSAL: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    matrix, queries, rows = _rows(num_queries, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    inside = (queries < num_queries) & (cols < N)
+    keep = inside
+    if CAUSAL:
+        keep = inside & (cols <= queries + (N - num_queries))
+    z = tl.load(x_ptr + rows * stride_xm + cols, mask=keep, other=0.0).to(tl.float32) * scale
+    if mask_ptr is not None:
+        mask_ptr += _mask_row(matrix, queries, num_heads, stride_mb, stride_mh, stride_mq)
+        keep &= tl.load(mask_ptr + cols, mask=keep, other=1) == 0
+    z = tl.where(keep, z, float("-inf"))
+    top = tl.max(z, axis=1, keep_dims=True)
+    e = tl.exp(z - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(e, axis=1, keep_dims=True)
+    y = _normalized(e, total, N, UNIFORM)
+    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rows(num_queries, BLOCK_M: tl.constexpr):
+    """The matrix this program is in, and the queries and rows it takes; a tile never crosses matrices."""
+    blocks = tl.cdiv(num_queries, BLOCK_M)
+    matrix = tl.program_id(0) // blocks
+    queries = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    return matrix, queries, matrix.to(tl.int64) * num_queries + queries
+
+
+@triton.jit
+def _mask_row(matrix, queries, num_heads, stride_mb, stride_mh, stride_mq):
+    batch, head = (matrix // num_heads).to(tl.int64), (matrix % num_heads).to(tl.int64)
+    return batch * stride_mb + head * stride_mh + queries.to(tl.int64) * stride_mq
+
+
+@triton.jit
+def _normalized(e, total, N, UNIFORM: tl.constexpr):
+    """e / total; a total of 0 is a row without a key, and all its e are 0."""
+    y = e / tl.where(total == 0.0, 1.0, total)
+    if UNIFORM:
+        y = tl.where(total == 0.0, 1.0 / N, y)
+    return y
+
+
+@kernel(aligned=("N",))
+def _softmax_fwd_looped_kernel(
+    x_ptr,
+    mask_ptr,
+    y_ptr,
+    num_queries,
+    N,
+    num_heads,
+    stride_xm,
+    stride_mb,
+    stride_mh,
+    stride_mq,
+    scale,
+    CAUSAL: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    matrix = tl.program_id(0) // num_queries
+    query = tl.program_id(0) % num_queries
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_xm
+    if mask_ptr is not None:
+        mask_ptr += _mask_row(matrix, query, num_heads, stride_mb, stride_mh, stride_mq)
+    end = N
+    if CAUSAL:
+        end = tl.minimum(tl.maximum(query + (N - num_queries) + 1, 0), N)
+    lanes = tl.arange(0, BLOCK_N)
+    top = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, end, BLOCK_N):
+        z = _scores(x_ptr, mask_ptr, start + lanes, end, scale)
+        higher = tl.maximum(top, z)
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - finite) + tl.exp(z - finite)
+        top = higher
+    row_top = tl.max(top, axis=0)
+    row_top = tl.where(row_top == float("-inf"), 0.0, row_top)
+    row_total = tl.sum(total * tl.exp(top - row_top), axis=0)
+    for start in range(0, N, BLOCK_N):
+        cols = start + lanes
+        e = tl.exp(_scores(x_ptr, mask_ptr, cols, end, scale) - row_top)
+        y = _normalized(e, row_total, N, UNIFORM)
+        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def _scores(x_ptr, mask_ptr, cols, end, scale):
+    keep = cols < end
+    z = tl.load(x_ptr + cols, mask=keep, other=0.0).to(tl.float32) * scale
+    if mask_ptr is not None:
+        keep &= tl.load(mask_ptr + cols, mask=keep, other=1) == 0
+    return tl.where(keep, z, float("-inf"))
+
+
+@kernel(aligned=("N",))
+def _softmax_bwd_kernel(
+    dy_ptr,
+    y_ptr,
+    mask_ptr,
+    dx_ptr,
+    num_queries,
+    N,
+    num_heads,
+    stride_dym,
+    stride_mb,
+    stride_mh,
+    stride_mq,
+    scale,
+    CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    matrix, queries, rows = _rows(num_queries, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    inside = (queries < num_queries) & (cols < N)
+    keep = inside
+    if CAUSAL:
+        keep = inside & (cols <= queries + (N - num_queries))
+    y = tl.load(y_ptr + rows * N + cols, mask=keep, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=keep, other=0.0).to(tl.float32)
+    dx = scale * y * (dy - tl.sum(dy * y, axis=1, keep_dims=True))
+    if mask_ptr is not None:
+        mask_ptr += _mask_row(matrix, queries, num_heads, stride_mb, stride_mh, stride_mq)
+        dx = tl.where(tl.load(mask_ptr + cols, mask=keep, other=1) == 0, dx, 0.0)
+    tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel(aligned=("N",))
+def _softmax_bwd_looped_kernel(
+    dy_ptr,
+    y_ptr,
+    mask_ptr,
+    dx_ptr,
+    num_queries,
+    N,
+    num_heads,
+    stride_dym,
+    stride_mb,
+    stride_mh,
+    stride_mq,
+    scale,
+    CAUSAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    matrix = tl.program_id(0) // num_queries
+    query = tl.program_id(0) % num_queries
+    row = tl.program_id(0).to(tl.int64)
+    if mask_ptr is not None:
+        mask_ptr += _mask_row(matrix, query, num_heads, stride_mb, stride_mh, stride_mq)
+    end = N
+    if CAUSAL:
+        end = tl.minimum(tl.maximum(query + (N - num_queries) + 1, 0), N)
+    lanes = tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, end, BLOCK_N):
+        cols = start + lanes
+        y = tl.load(y_ptr + row * N + cols, mask=cols < end, other=0.0).to(tl.float32)
+        total += y * tl.load(dy_ptr + row * stride_dym + cols, mask=cols < end, other=0.0).to(tl.float32)
+    row_total = tl.sum(total, axis=0)
+    for start in range(0, N, BLOCK_N):
+        cols = start + lanes
+        y = tl.load(y_ptr + row * N + cols, mask=cols < end, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * stride_dym + cols, mask=cols < end, other=0.0).to(tl.float32)
+        dx = scale * y * (dy - row_total)
+        if mask_ptr is not None:
+            dx = tl.where(tl.load(mask_ptr + cols, mask=cols < end, other=1) == 0, dx, 0.0)
+        tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+
+
+class _Plan(NamedTuple):
+    looped: bool  # the row does not fit in one block
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+def _plan(num_queries: int, N: int) -> _Plan:
+    block_n = next_power_of_2(N)
+    if block_n > 16384:
+        return _Plan(True, 1, 4096, 8)
+    # one warp a row of 2048: 0.203 ms for 64x2048x2048 bf16, upper triangle, on an H200; 8 rows on 8 warps 0.313
+    block_m = min(next_power_of_2(num_queries), max(1, 1024 // block_n), 16)
+    return _Plan(False, block_m, block_n, max(1, min(8, block_n // 2048)))
+
+
+class _Rows(NamedTuple):
+    """Scores as matrices of queries by keys, and where each finds its mask."""
+
+    num_matrices: int
+    num_queries: int
+    num_heads: int  # matrices that share one step of the mask's batch
+    mask: Tensor | None  # uint8
+    mask_strides: tuple[int, int, int]  # batch, head, query
+
+
+def _as_matrices(x: Tensor, mask: Tensor | None, causal: bool) -> _Rows:
+    *lead, sq, _ = (1, 1, *x.shape)
+    if mask is None:
+        rows = x.shape[:-1].numel()
+        return _Rows(rows // sq if causal and sq else 1, sq if causal else rows, 1, None, (0, 0, 0))
+    # [any leading dims, head, query, key]: a view of the mask unless its leading dims broadcast unevenly
+    mask = mask.expand(x.shape).view(torch.uint8)
+    mask = mask.reshape(-1, lead[-1], sq, x.shape[-1]) if x.dim() > 3 else mask[(None,) * (4 - x.dim())]
+    return _Rows(torch.Size(lead).numel(), sq, lead[-1], mask, mask.stride()[:3])
+
+
+def _launch(
+    looped_kernel: Any, block_kernel: Any, tensors: tuple[Tensor, ...], rows: _Rows, N: int, stride: int, scale: float,
+    **modes: bool,
+) -> None:  # fmt: skip
+    plan = _plan(rows.num_queries, N)
+    sizes = (rows.num_queries, N, rows.num_heads, stride, *rows.mask_strides, scale)
+    if plan.looped:
+        grid = (rows.num_matrices * rows.num_queries,)
+        looped_kernel[grid](*tensors, *sizes, **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps)
+    else:
+        grid = (rows.num_matrices * triton.cdiv(rows.num_queries, plan.block_m),)
+        blocks = dict(BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps)
+        block_kernel[grid](*tensors, *sizes, **modes, **blocks)
+
+
+def _softmax_fwd_outputs(x: Tensor, mask: Tensor | None, scale: float, causal: bool, uniform: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool, uniform: bool) -> Tensor:
+    y = _softmax_fwd_outputs(x, mask, scale, causal, uniform)
+    rows, flat = _as_matrices(x, mask, causal), as_rows(x)
+    _launch(
+        _softmax_fwd_looped_kernel, _softmax_fwd_kernel, (flat, rows.mask, y), rows, flat.shape[1], flat.stride(0),
+        scale, CAUSAL=causal, UNIFORM=uniform,
+    )  # fmt: skip
+    return y
+
+
+def _softmax_bwd_outputs(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
+def _softmax_bwd(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    dx = _softmax_bwd_outputs(dy, y, mask, scale, causal)
+    rows, flat, y = _as_matrices(y, mask, causal), as_rows(dy), as_rows(y)
+    _launch(
+        _softmax_bwd_looped_kernel, _softmax_bwd_kernel, (flat, y, rows.mask, dx), rows, flat.shape[1], flat.stride(0),
+        scale, CAUSAL=causal,
+    )  # fmt: skip
+    return dx
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, mask, ctx.scale, ctx.causal, uniform = inputs
+    # where masked out y is 0, and so is dx: only a fully masked row of 1/N needs the mask again
+    ctx.save_for_backward(output, mask if uniform else None)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    y, mask = ctx.saved_tensors
+    dx = None if dy is None else _softmax_bwd_op(dy, y, mask, ctx.scale, ctx.causal)
+    return dx, None, None, None, None
+
+
+_softmax_op = Op(
+    "scaled_softmax(Tensor x, Tensor? mask, float scale, bool causal, bool uniform) -> Tensor",
+    _softmax_fwd,
+    _softmax_fwd_outputs,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+_softmax_bwd_op = Op(
+    "scaled_softmax_bwd(Tensor dy, Tensor y, Tensor? mask, float scale, bool causal) -> Tensor",
+    _softmax_bwd,
+    _softmax_bwd_outputs,
+)
+
+
+def scaled_softmax(
+    x: Tensor,
+    *,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    causal: Causal | None = None,
+    fully_masked: FullyMasked = "zero",
+) -> Tensor:
+    """Softmax of `scale * x` over the last dim, of all keys or of those a mask or the causal order leaves.
+
+    Shapes: Sq queries, Sk keys, any leading dims, any sizes.
+        x             [..., Sq, Sk]  float32, float16 or bfloat16 (float64 on the CPU); any strides; without mask and
+                      causal also [Sk]
+        mask          bool, broadcastable to x ([1 or B, 1, Sq, Sk] in GPT-NeoX and Apex); True is masked out
+        causal        "upper_triangular": keys after the query are masked out, Sq == Sk;
+                      "aligned": the same with the last query at the last key, for any Sq and Sk
+        fully_masked  what a row without a key gives: "zero" (Apex), or "uniform": 1/Sk (GPT-NeoX)
+    Returns y like x, contiguous.
+    Numerics: float32, rounded once; exact zeros where masked out. A row of nothing but -inf counts as fully masked.
+        Its gradient is zero. Deterministic.
+    Memory: saves y, and for "uniform" the mask given. What causal masks out is not read.
+    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+        implemented and say so.
+    Source: Megatron-LM's fused softmaxes.
+    """
+    checks.floating("scaled_softmax", x=x)
+    checks.one_of("scaled_softmax", "causal", causal, (None, "upper_triangular", "aligned"))
+    checks.one_of("scaled_softmax", "fully_masked", fully_masked, ("zero", "uniform"))
+    checks.same_device("scaled_softmax", "x", x, mask=mask)
+    dims = 1 if causal is None and mask is None else 2
+    checks.require(x.dim() >= dims, "scaled_softmax", "x", f"have at least {dims} dims", x.dim())
+    if causal == "upper_triangular":
+        checks.require(
+            x.shape[-2] == x.shape[-1], "scaled_softmax", "x",
+            'be square for causal="upper_triangular" (else "aligned")', list(x.shape),
+        )  # fmt: skip
+    mask = None if mask is None else _keywise(mask, x)
+    if not use_kernel("scaled_softmax", x):
+        return _softmax_torch(x, mask, float(scale), causal is not None, fully_masked == "uniform")
+    return _softmax_op(x, mask, float(scale), causal is not None, fully_masked == "uniform")
+
+
+def _keywise(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask, checked, with a unit stride along the keys."""
+    if mask.dtype is not torch.bool:
+        checks.fail("scaled_softmax", "mask", "be bool", checks.name(mask.dtype))
+    fits = mask.dim() <= x.dim() and all(
+        n in (1, m) for n, m in zip(reversed(mask.shape), reversed(x.shape), strict=False)
+    )
+    checks.require(fits, "scaled_softmax", "mask", f"broadcast to x's shape {list(x.shape)}", list(mask.shape))
+    mask = mask.expand(*mask.shape[:-1], x.shape[-1])
+    return mask if mask.stride(-1) == 1 else mask.contiguous()
+
+
+def _softmax_torch(x: Tensor, mask: Tensor | None, scale: float, causal: bool, uniform: bool) -> Tensor:
+    with without_autocast(x.device):
+        z = x.to(acc_dtype(x.dtype)) * scale
+        for masked in (mask, _above_diagonal(x) if causal else None):
+            z = z if masked is None else z.masked_fill(masked, float("-inf"))
+        empty = z.amax(-1, keepdim=True) == float("-inf") if z.shape[-1] else z.new_zeros((), dtype=torch.bool)
+        y = torch.softmax(z.masked_fill(empty, 0.0), -1)
+        return (y if uniform else y.masked_fill(empty, 0.0)).to(x.dtype)

@@ -1,0 +1,136 @@
+"""scaled_softmax: size classes, masks of every shape, fully masked rows and errors."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.ops.softmax import scaled_softmax, scaled_softmax_ref
+from powertrain.testing.numerics import check
+
+INF = float("inf")
+
+
+def _check(x: Tensor, mask: Tensor | None = None, **options: Any) -> None:
+    tensors = {"x": x.requires_grad_(), "mask": mask}
+    ref = lambda **t: scaled_softmax_ref(**t, **options)  # noqa: E731
+    check(lambda **t: scaled_softmax(**t, **options), ref, ref, tensors)
+
+
+# 1: one key; 300: several rows a tile; 2050: past a power of two; 16384: the widest block; 16390: looped, ragged
+@pytest.mark.parametrize("causal", [None, "aligned"])
+@pytest.mark.parametrize("sk", [1, 300, 2050, 16384, 16390], ids=lambda n: f"K{n}")
+def test_sizes(sk: int, causal: str | None, device: torch.device) -> None:
+    _check(torch.randn(2, 3, sk, device=device) * 3, scale=0.7, causal=causal)
+
+
+@pytest.mark.parametrize("sq, sk", [(5, 3), (1, 7), (7, 20)])
+@pytest.mark.parametrize("fully_masked", ["zero", "uniform"])
+def test_aligned(sq: int, sk: int, fully_masked: str, device: torch.device) -> None:
+    x = torch.randn(3, 5, sq, sk, device=device)
+    _check(x, causal="aligned", fully_masked=fully_masked)
+    y = scaled_softmax(x, causal="aligned", fully_masked=fully_masked)
+    assert not (y[..., -1, :] == 0).any() and (sq < 2 or not y[..., -2, sk - 1].any())
+    if sq > sk:
+        assert torch.equal(y[..., 0, :], torch.full_like(y[..., 0, :], 1 / sk if fully_masked == "uniform" else 0.0))
+
+
+# GPT-NeoX's two, keys only, queries only, heads only, everything, and shapes with fewer dims than x
+@pytest.mark.parametrize(
+    "shape",
+    [(3, 1, 4, 6), (1, 1, 4, 6), (3, 1, 1, 6), (1, 1, 4, 1), (1, 2, 1, 6), (3, 2, 4, 6), (4, 6), (6,), ()],
+    ids=str,
+)
+@pytest.mark.parametrize("fully_masked", ["zero", "uniform"])
+def test_masks(shape: tuple[int, ...], fully_masked: str, device: torch.device) -> None:
+    mask = torch.rand(shape, device=device) < 0.4
+    if mask.dim() > 1:
+        mask[..., 0, :] = True
+    _check(torch.randn(3, 2, 4, 6, device=device), mask, fully_masked=fully_masked, scale=-0.5)
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 2, 3)], ids=str)
+def test_leading_dims_mask_and_causal_together(lead: tuple[int, ...], device: torch.device) -> None:
+    mask = torch.rand(*lead[-1:], 5, 5, device=device) < 0.4
+    _check(torch.randn(*lead, 5, 5, device=device), mask, causal="upper_triangular")
+
+
+def test_mask_with_strides(device: torch.device) -> None:
+    x = torch.randn(2, 3, 4, 5, device=device)
+    _check(x, (torch.rand(2, 5, 4, device=device) < 0.4).mT[:, None])
+    _check(torch.randn(2, 2, 2, 3, 4, device=device), torch.rand(2, 1, 2, 3, 4, device=device) < 0.4)
+
+
+@pytest.mark.parametrize("fully_masked", ["zero", "uniform"])
+def test_looped_mask(fully_masked: str, device: torch.device) -> None:
+    mask = torch.rand(1, 1, 3, 16400, device=device) < 0.4
+    mask[..., 1, :] = True
+    mask[..., 2, :16384] = True  # all but the last block's lanes
+    _check(torch.randn(1, 2, 3, 16400, device=device), mask, fully_masked=fully_masked)
+
+
+@pytest.mark.parametrize("sk", [9, 16400])
+def test_infinities_and_nan(sk: int, device: torch.device) -> None:
+    x = torch.randn(4, sk, device=device)
+    x[0], x[1, 2:], x[2, 3] = -INF, -INF, float("nan")
+    x[3] = 1e30 * torch.arange(sk, device=device)
+    y = scaled_softmax(x)
+    assert not y[0].any() and y[2].isnan().all() and not y[1, 2:].any()
+    torch.testing.assert_close(y[[1, 3]], torch.softmax(x[[1, 3]], -1))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("sk", [8, 16400])
+def test_causal_reads_nothing_above_the_diagonal(sk: int, device: torch.device) -> None:
+    x = torch.randn(2, 3, sk, device=device)
+    above = torch.arange(sk, device=device) > torch.arange(3, device=device)[:, None] + sk - 3
+    poisoned = x.masked_fill(above, float("nan")).requires_grad_()
+    y = scaled_softmax(poisoned, causal="aligned")
+    torch.testing.assert_close(y, scaled_softmax_ref(x, causal="aligned"))
+    (dx,) = torch.autograd.grad(y, poisoned, torch.ones_like(y).masked_fill(above, float("nan")))
+    assert dx.isfinite().all() and not dx[:, above].any()
+
+
+@pytest.mark.kernels
+def test_saves_only_the_output(device: torch.device) -> None:
+    x, mask = torch.randn(1, 1, 3, 8, device=device, requires_grad=True), torch.zeros(3, 8, dtype=torch.bool)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        y = scaled_softmax(x, mask=mask.to(device), scale=0.5)
+    assert saved == [y.data_ptr()]
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 4), (2, 0, 4), (2, 4, 0), (0,)])
+def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
+    x = torch.randn(shape, device=device, requires_grad=True)
+    y = scaled_softmax(x, causal="aligned" if len(shape) > 1 else None)
+    y.sum().backward()
+    assert y.shape == shape and x.grad.shape == shape
+
+
+def test_errors(device: torch.device) -> None:
+    x = torch.randn(2, 3, 4, device=device)
+    with pytest.raises(ValueError, match=r"scaled_softmax: x must be square .*, got \[2, 3, 4\]"):
+        scaled_softmax(x, causal="upper_triangular")
+    with pytest.raises(ValueError, match="causal must be one of None, 'upper_triangular', 'aligned', got True"):
+        scaled_softmax(x, causal=True)
+    with pytest.raises(ValueError, match="mask must be bool, got float32"):
+        scaled_softmax(x, mask=x)
+    with pytest.raises(ValueError, match=r"mask must broadcast to x's shape \[2, 3, 4\], got \[2, 4\]"):
+        scaled_softmax(x, mask=torch.zeros(2, 4, dtype=torch.bool, device=device))
+    with pytest.raises(ValueError, match="x must have at least 2 dims, got 1"):
+        scaled_softmax(x[0, 0], causal="aligned")
+    with pytest.raises(ValueError, match="fully_masked must be one of 'zero', 'uniform', got 'nan'"):
+        scaled_softmax(x, fully_masked="nan")
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements(device: torch.device) -> None:
+    x = torch.randn(1025, 1024, 2048, device=device, dtype=torch.bfloat16).requires_grad_()
+    y = scaled_softmax(x, causal="aligned")
+    y.backward(x.detach())
+    tail = x.detach()[-1:].clone().requires_grad_()
+    expected = scaled_softmax(tail, causal="aligned")
+    expected.backward(tail.detach())
+    assert torch.equal(y[-1:], expected) and torch.equal(x.grad[-1:], tail.grad)
