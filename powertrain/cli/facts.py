@@ -78,11 +78,9 @@ def env(
         table.add_column(heading, no_wrap=True)
     table.add_column("meaning")
     for field, variable in VARIABLES.items():
-        value = _text(getattr(now, field))
-        changed = getattr(now, field) != variable.default
-        table.add_row(
-            variable.name, f"[bold]{value}[/bold]" if changed else value, _default(variable), variable.meaning
-        )
+        value = getattr(now, field)
+        style = "bold" if value != variable.default else None
+        table.add_row(variable.name, _text(value), _text(variable.default), variable.meaning, style=style)
     Console().print(table)
 
 
