@@ -5,12 +5,11 @@ Importing this package must stay cheap (no torch, no triton): commands import wh
 
 import typer
 
-from powertrain.cli.demo import demo
-from powertrain.cli.facts import env, target
+from powertrain.cli import demo, facts
 
 _COMMANDS = {
-    "Start here": (demo,),
-    "This machine": (target, env),
+    "Start here": (demo.demo,),
+    "This machine": (facts.target, facts.env),
 }
 
 app = typer.Typer(

@@ -1,0 +1,123 @@
+"""The `powertrain` command."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from powertrain.cli import app, demo, facts
+from powertrain.ops.catalog import Case, cases
+from powertrain.runtime import settings as settings_module
+from powertrain.runtime.settings import VARIABLES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_help_teaches_and_groups() -> None:
+    code, output = _run("--help")
+    assert code == 0 and "Start here" in output and "This machine" in output
+    assert 'powertrain target "RTX 3090 Ti"' in output
+    for command in ("demo", "target", "env"):
+        assert _run(command, "--help")[0] == 0
+
+
+def test_help_imports_no_torch_and_is_fast() -> None:
+    code = (
+        "import sys\nfrom powertrain.cli import app\n"
+        "try: app(['--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
+    )
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
+    assert time.monotonic() - start < 3
+
+
+def test_python_m_powertrain() -> None:
+    result = subprocess.run([sys.executable, "-m", "powertrain"], capture_output=True, text=True, cwd=ROOT)
+    assert "Usage: powertrain" in result.stdout + result.stderr
+
+
+def test_target() -> None:
+    code, output = _run("target", "RTX 3090 Ti")
+    assert code == 0
+    for fact in ("sm_86", "84", "101376 bytes", "1008 GB/s", "bf16"):
+        assert fact in output
+
+
+def test_target_lists_all() -> None:
+    code, output = _run("target")
+    assert code == 0 and "RTX 2060" in output and "GB300" in output
+
+
+def test_target_unknown() -> None:
+    code, output = _run("target", "RTX 3090 Super")
+    assert code == 2 and "Did you mean RTX 3090" in output
+
+
+def test_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POWERTRAIN_DISABLE", "rope,rms_norm")
+    settings_module.reload()
+    try:
+        code, output = _run("env")
+    finally:
+        monkeypatch.undo()
+        settings_module.reload()
+    assert code == 0 and "rope, rms_norm" in output
+    assert all(variable.name in output for variable in VARIABLES.values())
+
+
+def test_env_with_a_bad_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POWERTRAIN_JOBS", "many")
+    monkeypatch.setattr(settings_module, "_current", None)
+    code, output = _run("env")
+    monkeypatch.undo()
+    assert code == 2 and "POWERTRAIN_JOBS" in output
+
+
+def test_environment_page_is_in_step() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text()
+    assert page == facts.environment_page(), "run: powertrain env --markdown > docs/environment.md"
+
+
+def test_demo() -> None:
+    code, output = _run("demo", "rms_norm", "--dtype", "fp32", "--device", "cpu")
+    assert code == 0, output
+    assert "kernel store" in output and "rms_norm residual" in output and "layer_norm" not in output
+
+
+def test_demo_of_an_unknown_op() -> None:
+    code, output = _run("demo", "rms_form", "--device", "cpu")
+    assert code == 2 and "no op rms_form" in output and "rms_norm" in output
+
+
+@pytest.mark.parametrize("how", ["wrong", "nan", "raises"])
+def test_demo_fails_when_an_op_does(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = cases("layer_norm")[0]
+
+    def run(**tensors: torch.Tensor) -> torch.Tensor:
+        if how == "raises":
+            raise RuntimeError("no kernel today")
+        return real.run(**tensors) * (1.1 if how == "wrong" else float("nan"))
+
+    broken = Case("layer_norm", "", run, real.reference, real.plain, real.inputs, real.tiny, real.full)
+    monkeypatch.setattr("powertrain.ops.catalog.cases", lambda: [broken])
+    code, output = _run("demo", "--device", "cpu")
+    assert code == 1 and "1 of 1 calls" in output
+    assert how != "raises" or "no kernel today" in output
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
+def test_demo_shapes_suit_every_op(case: Case) -> None:
+    shape = demo.shape_for(case, torch.device("cpu"))
+    assert len(shape) == len(case.full) and all(shape)
+    case.run(**case.inputs(shape, torch.bfloat16, torch.device("cpu")))

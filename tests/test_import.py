@@ -1,0 +1,73 @@
+"""`import powertrain` is cheap and does nothing; every public name is there, annotated and documented."""
+
+import importlib
+import importlib.util
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import powertrain
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_import_takes_no_time() -> None:
+    code = (
+        "import time; start = time.process_time(); import powertrain; spent = time.process_time() - start\n"
+        "assert spent < 0.3, f'{spent} s of CPU time'"
+    )
+    assert _python(code).returncode == 0, _python(code).stderr
+
+
+def test_import_does_nothing() -> None:
+    code = """
+import os, sys, threading, warnings
+before = (dict(os.environ), threading.active_count(), sys.getrecursionlimit(), list(warnings.filters), list(sys.path))
+opened = []
+watched = ("open", "socket", "subprocess", "ctypes.dlopen")
+sys.addaudithook(lambda event, args: opened.append((event, args)) if event.startswith(watched) else None)
+import powertrain
+dir(powertrain)
+after = (dict(os.environ), threading.active_count(), sys.getrecursionlimit(), list(warnings.filters), list(sys.path))
+assert before == after
+assert not {"torch", "triton", "numpy"} & set(sys.modules), "a heavy import"
+foreign = [(event, args) for event, args in opened if event != "open" or ".py" not in str(args[0])]
+assert not foreign, foreign
+"""
+    result = _python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def _there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.parametrize("name", powertrain._PUBLIC)
+def test_public_name(name: str) -> None:
+    if not _there(powertrain._PUBLIC[name]):
+        pytest.skip(f"{powertrain._PUBLIC[name]} is not written yet")
+    value = getattr(powertrain, name)
+    assert value is getattr(importlib.import_module(powertrain._PUBLIC[name]), name)
+    assert inspect.getdoc(value), f"{name} has no docstring"
+    function = value.__init__ if inspect.isclass(value) else inspect.unwrap(value)
+    signature = inspect.signature(function)
+    bare = [p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name != "self"]
+    assert not bare, f"{name}: no type for {', '.join(bare)}"
+    assert signature.return_annotation is not inspect.Signature.empty, f"{name}: no type for the result"
+
+
+def test_all_and_dir() -> None:
+    assert set(powertrain.__all__) == {"__version__", *powertrain._PUBLIC}
+    assert dir(powertrain) == sorted(powertrain.__all__)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="module 'powertrain' has no attribute 'rms_form'"):
+        _ = powertrain.rms_form
