@@ -1,0 +1,320 @@
+"""Bias, dropout and residual addition in one kernel, with no stored mask.
+
+    y  = residual + keep * (x + bias) / (1 - p)          keep = 1 with probability 1 - p
+    dx = keep * dy / (1 - p);   dbias = sum over rows of dx;   dresidual = dy
+
+Saved: a seed of 16 bytes; backward draws the same `keep` again. It is a function of the seed, the row and the column
+alone, not of tiles, strides or device, so CPU and GPU give the same bits. Computed in float32. M rows of N elements of
+e bytes: forward moves 3*M*N*e bytes, backward 2*M*N*e, plus partial bias gradients [programs, N] float32. Philox costs
+about 20 integer operations an element.
+
+Random numbers: Philox 4x32-10 of key seed[0] and counter (n, seed[1]), both 64 bits. Column c of row r has word
+c // 256 % 4 of counter n = (r * G + c // 1024) * 256 + c % 256, where G = ceil(N / 1024): the four words of one call
+serve columns 256 apart, so that no lane needs another's. An element is dropped when its word, shifted right by one, is
+below p * 2^31.
+
+Sources: Srivastava et al. 2014; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.layout import acc_dtype, as_rows, empty, next_power_of_2, wanted
+from powertrain.runtime import checks
+from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
+
+GROUP, LANES = 1024, 256  # columns of one counter's four words, and how far apart they are
+
+
+def bias_dropout_add_ref(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, *, seed: Tensor | None = None
+) -> Tensor:
+    """The specification of `bias_dropout_add` in training, in plain PyTorch; the seed must be given if p > 0."""
+    y = x.to(acc_dtype(x.dtype))
+    y = y if bias is None else y + bias
+    if p > 0:
+        y = torch.where(dropout_keep(seed, x.shape, p), y / (1 - p), 0.0)
+    return y.to(x.dtype) if residual is None else (y + residual).to(residual.dtype)
+
+
+def dropout_keep(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
+    """The elements of `shape` that dropout keeps for this seed, bool: what the kernels draw, in plain PyTorch."""
+    N = shape[-1]
+    M, groups = torch.Size(shape[:-1]).numel(), -(-N // GROUP)
+    lanes, words = min(N, LANES), max(1, min(4, -(-N // LANES)))
+    call = torch.arange(M * groups, device=seed.device)[:, None] * LANES + torch.arange(lanes, device=seed.device)
+    drawn = torch.stack(_philox(seed, call)[:words], 1)  # [M * groups, words, lanes]
+    return (drawn.view(M, groups * words * lanes)[:, :N] >> 1 >= _threshold(p)).view(shape)
+
+
+def _philox(seed: Tensor, counter: Tensor) -> list[Tensor]:
+    """Philox 4x32-10 of key seed[0] and counter (counter, seed[1]): four words in [0, 2^32), as int64."""
+    low = 0xFFFFFFFF
+    k0, k1, c2, c3 = (word for half in seed for word in (half & low, half >> 32 & low))
+    c0, c1 = counter & low, counter >> 32 & low
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # int64 wraps: the 64 bits are right
+        c0, c1, c2, c3 = (b >> 32 & low) ^ c1 ^ k0, b & low, (a >> 32 & low) ^ c3 ^ k1, a & low
+        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
+    return [c0, c1, c2, c3]
+
+
+def _threshold(p: float) -> int:
+    return min(round(p * 2**31), 2**31 - 1)
+
+
+@kernel(aligned=("N",))
+def _bias_dropout_add_fwd_kernel(
+    x_ptr,
+    bias_ptr,
+    residual_ptr,
+    seed_ptr,
+    y_ptr,
+    M,
+    N,
+    groups,
+    stride_xm,
+    stride_rm,
+    threshold,
+    scale,
+    WORDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    group = tl.program_id(0) % groups
+    rows = ((tl.program_id(0) // groups) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    drawn = _draw(seed_ptr, rows * groups + group, BLOCK_N)
+    for word in tl.static_range(WORDS):
+        cols = group * 1024 + word * 256 + tl.arange(0, BLOCK_N)[None, :]
+        mask = (rows < M) & (cols < N)
+        y = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if seed_ptr is not None:
+            y = tl.where(_keep(drawn, word, threshold), y * scale, 0.0)
+        if residual_ptr is not None:
+            y += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _draw(seed_ptr, group, BLOCK_N: tl.constexpr):
+    """The four words of every counter of a group of columns of each row."""
+    if seed_ptr is not None:
+        high = tl.load(seed_ptr + 1)
+        counter = group * 256 + tl.arange(0, BLOCK_N)[None, :]
+        c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+        c2, c3 = high.to(tl.uint32), (high >> 32).to(tl.uint32)
+        drawn = tl.philox(tl.load(seed_ptr), c0, c1, c2, c3)
+    else:
+        drawn = (0, 0, 0, 0)
+    return drawn
+
+
+@triton.jit
+def _keep(drawn, word: tl.constexpr, threshold):
+    return (drawn[word] >> 1).to(tl.int32) >= threshold
+
+
+@kernel(aligned=("N",))
+def _bias_dropout_add_bwd_kernel(
+    dy_ptr,
+    seed_ptr,
+    dx_ptr,
+    dbias_partial_ptr,
+    M,
+    N,
+    groups,
+    programs,
+    stride_dym,
+    threshold,
+    scale,
+    WORDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    group = tl.program_id(0) % groups
+    program = tl.program_id(0) // groups
+    cols = group * 1024 + tl.arange(0, BLOCK_N)[None, :]
+    db0 = tl.zeros([1, BLOCK_N], tl.float32)
+    db1 = tl.zeros([1, BLOCK_N], tl.float32)
+    db2 = tl.zeros([1, BLOCK_N], tl.float32)
+    db3 = tl.zeros([1, BLOCK_N], tl.float32)
+    for block in range(program, tl.cdiv(M, BLOCK_M), programs):
+        rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        drawn = _draw(seed_ptr, rows * groups + group, BLOCK_N)
+        db0 += _dx(dy_ptr, dx_ptr, drawn, 0, rows, cols, M, N, stride_dym, threshold, scale)
+        if WORDS > 1:
+            db1 += _dx(dy_ptr, dx_ptr, drawn, 1, rows, cols, M, N, stride_dym, threshold, scale)
+        if WORDS > 2:
+            db2 += _dx(dy_ptr, dx_ptr, drawn, 2, rows, cols, M, N, stride_dym, threshold, scale)
+        if WORDS > 3:
+            db3 += _dx(dy_ptr, dx_ptr, drawn, 3, rows, cols, M, N, stride_dym, threshold, scale)
+    if dbias_partial_ptr is not None:
+        partial_ptr = dbias_partial_ptr + program.to(tl.int64) * N + cols
+        tl.store(partial_ptr, db0, mask=cols < N)
+        tl.store(partial_ptr + 256, db1, mask=cols + 256 < N)
+        tl.store(partial_ptr + 512, db2, mask=cols + 512 < N)
+        tl.store(partial_ptr + 768, db3, mask=cols + 768 < N)
+
+
+@triton.jit
+def _dx(dy_ptr, dx_ptr, drawn, word: tl.constexpr, rows, cols, M, N, stride_dym, threshold, scale):
+    cols = cols + word * 256
+    mask = (rows < M) & (cols < N)
+    dx = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
+    dx = tl.where(_keep(drawn, word, threshold), dx * scale, 0.0)
+    if dx_ptr is not None:
+        tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    return tl.sum(dx, axis=0, keep_dims=True)
+
+
+class _Plan(NamedTuple):
+    groups: int
+    words: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    programs: int  # that share the rows in backward with a bias
+
+
+def _plan(M: int, N: int, target: Target) -> _Plan:
+    groups = triton.cdiv(N, GROUP)
+    block_n = min(LANES, next_power_of_2(N))
+    block_m = 1024 // block_n if M > 64 else 1
+    programs = min(triton.cdiv(M, block_m), triton.cdiv(target.num_sms * 8, max(1, groups)))
+    return _Plan(groups, min(4, triton.cdiv(N, LANES)), block_m, block_n, 4, max(1, programs))
+
+
+def _bda_fwd_outputs(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float) -> Tensor:
+    return torch.empty_like(x if residual is None else residual, memory_format=torch.contiguous_format)
+
+
+def _bda_fwd(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float) -> Tensor:
+    y = _bda_fwd_outputs(x, bias, residual, seed, p)
+    rows, residual = as_rows(x), None if residual is None else as_rows(residual)
+    M, N = rows.shape
+    plan = _plan(M, N, Target.of(x.device))
+    _bias_dropout_add_fwd_kernel[(triton.cdiv(M, plan.block_m) * plan.groups,)](
+        rows, bias, residual, seed, y, M, N, plan.groups, rows.stride(0), 0 if residual is None else residual.stride(0),
+        _threshold(p), 1 / (1 - p),
+        WORDS=plan.words, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
+    )  # fmt: skip
+    return y
+
+
+def _bda_bwd_outputs(
+    dy: Tensor, seed: Tensor, p: float, x_dtype: torch.dtype, bias_dtype: torch.dtype, need_dx: bool, need_dbias: bool
+) -> tuple[Tensor, Tensor]:
+    dx = dy.new_empty(dy.shape, dtype=x_dtype) if need_dx else empty(dy)
+    return dx, dy.new_empty(dy.shape[-1:], dtype=bias_dtype) if need_dbias else empty(dy)
+
+
+def _bda_bwd(
+    dy: Tensor, seed: Tensor, p: float, x_dtype: torch.dtype, bias_dtype: torch.dtype, need_dx: bool, need_dbias: bool
+) -> tuple[Tensor, Tensor]:
+    dx, dbias = _bda_bwd_outputs(dy, seed, p, x_dtype, bias_dtype, need_dx, need_dbias)
+    rows = as_rows(dy)
+    M, N = rows.shape
+    plan = _plan(M, N, Target.of(dy.device))
+    programs = plan.programs if need_dbias else triton.cdiv(M, plan.block_m)
+    partial = dy.new_empty((programs, N), dtype=torch.float32) if need_dbias else None
+    _bias_dropout_add_bwd_kernel[(programs * plan.groups,)](
+        rows, seed, dx if need_dx else None, partial, M, N, plan.groups, programs, rows.stride(0),
+        _threshold(p), 1 / (1 - p),
+        WORDS=plan.words, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
+    )  # fmt: skip
+    if partial is not None:
+        dbias.copy_(partial.sum(0))
+    return dx, dbias
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, bias, _, seed, ctx.p = inputs
+    ctx.save_for_backward(seed)
+    ctx.x_dtype, ctx.bias_dtype = x.dtype, x.dtype if bias is None else bias.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    need_x, need_bias, need_residual = ctx.needs_input_grad[:3]
+    (seed,) = ctx.saved_tensors
+    dx = dbias = None
+    if dy is not None and (need_x or need_bias):
+        if seed is None:  # nothing is dropped
+            dx = dy.to(ctx.x_dtype)
+            dbias = as_rows(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_bias else None
+        else:
+            dx, dbias = _bda_bwd_op(dy, seed, ctx.p, ctx.x_dtype, ctx.bias_dtype, need_x, need_bias)
+    return wanted(dx, need_x), wanted(dbias, need_bias), dy if need_residual else None, None, None
+
+
+_bda_op = Op(
+    "bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, Tensor? seed, float p) -> Tensor",
+    _bda_fwd,
+    _bda_fwd_outputs,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+_bda_bwd_op = Op(
+    "bias_dropout_add_bwd(Tensor dy, Tensor seed, float p, ScalarType x_dtype, ScalarType bias_dtype, bool need_dx, "
+    "bool need_dbias) -> (Tensor, Tensor)",
+    _bda_bwd,
+    _bda_bwd_outputs,
+)
+
+
+def dropout_seed(device: torch.device | str) -> Tensor:
+    """A seed for dropout, [2] int64, drawn from torch's generator of this device, without host synchronisation."""
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    *,
+    training: bool = True,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """`residual + dropout(x + bias)`, dropping with probability p and scaling what is kept by 1 / (1 - p).
+
+    Shapes: N hidden size, any leading dims.
+        x         [..., N]  float32, float16 or bfloat16 (float64 on the CPU); any strides
+        bias      [N]       any of these dtypes, or None
+        residual  [..., N]  x's shape, or None; may be float32 beside a bfloat16 x
+        p                   in [0, 1)
+        training            False: nothing is dropped
+        seed      [2]       int64 on x's device: the same seed drops the same elements, on CPU and GPU. None: drawn from
+                            torch's generator, so that torch.manual_seed, checkpointing and CUDA graphs act as on
+                            F.dropout
+    Returns y [..., N] in the residual's dtype, else x's.
+    Numerics: float32, rounded once. Deterministic, the bias gradient included.
+    Memory: saves the seed, 16 bytes; nothing else.
+    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+        implemented and say so.
+    Source: Srivastava et al. 2014; Philox after Salmon et al. 2011.
+    """
+    checks.require(x.dim() > 0, "bias_dropout_add", "x", "have at least one dim", "a scalar")
+    checks.floating("bias_dropout_add", x=x, bias=bias, residual=residual)
+    checks.same_device("bias_dropout_add", "x", x, bias=bias, residual=residual, seed=seed)
+    checks.shape("bias_dropout_add", "bias", bias, x.shape[-1:], "last dim of x")
+    checks.shape("bias_dropout_add", "residual", residual, x.shape, "shape of x")
+    checks.require(0 <= p < 1, "bias_dropout_add", "p", "be in [0, 1)", p)
+    if seed is not None:
+        checks.shape("bias_dropout_add", "seed", seed, (2,), "seed and offset")
+        checks.require(seed.dtype is torch.int64, "bias_dropout_add", "seed", "be int64", checks.name(seed.dtype))
+    p = float(p) if training else 0.0
+    seed = None if p == 0 else dropout_seed(x.device) if seed is None else seed.contiguous()
+    # without dropout Inductor fuses the additions with what stands around them
+    if not use_kernel("bias_dropout_add", x) or (seed is None and torch.compiler.is_compiling()):
+        with without_autocast(x.device):
+            return bias_dropout_add_ref(x, bias, residual, p, seed=seed)
+    return _bda_op(x, bias if bias is None else bias.contiguous(), residual, seed, p)

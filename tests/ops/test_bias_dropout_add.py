@@ -1,0 +1,181 @@
+"""bias_dropout_add: the bits drawn, every option, size class and error."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import powertrain
+from powertrain.ops.bias_dropout_add import (
+    _philox,
+    bias_dropout_add,
+    bias_dropout_add_ref,
+    dropout_keep,
+    dropout_seed,
+)
+from powertrain.testing.numerics import check
+
+
+def _seed(device: torch.device) -> Tensor:
+    return torch.tensor([2**62 + 12345, -(2**40) - 7], device=device)
+
+
+def _tensors(device: torch.device, M: int, N: int) -> dict[str, Tensor | None]:
+    made = {"x": torch.randn(M, N), "bias": torch.randn(N), "residual": torch.randn(M, N)}
+    return {name: t.to(device).requires_grad_() for name, t in made.items()} | {"seed": _seed(device)}
+
+
+def _check(tensors: dict[str, Tensor | None], p: float = 0.3) -> None:
+    ref = lambda **t: bias_dropout_add_ref(**t, p=p)  # noqa: E731
+    check(lambda **t: bias_dropout_add(**t, p=p), ref, ref, tensors)
+
+
+# known answers of Random123 for Philox 4x32-10
+@pytest.mark.parametrize(
+    "key, counter, words",
+    [
+        ([0, 0], 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([-1, -1], -1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ([0x299F31D0A4093822, 0x0370734413198A2E], 0x85A308D3243F6A88 - 2**64, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+    ids=["zeros", "ones", "pi"],
+)
+def test_philox_known_answers(key: list[int], counter: int, words: str) -> None:
+    drawn = _philox(torch.tensor(key), torch.tensor([counter]))
+    assert " ".join(f"{int(word):08x}" for word in drawn) == words
+
+
+# 3: one word of four; 260: two; 1024: a whole group; 2100: three groups, the last ragged; rows: one tile and several
+@pytest.mark.parametrize("M, N", [(70, 3), (5, 260), (3, 1024), (5, 2100)])
+@pytest.mark.parametrize("p", [0.0, 0.3, 1 - 2**-30])
+@pytest.mark.kernels
+def test_kernel_and_pytorch_drop_the_same(M: int, N: int, p: float, device: torch.device) -> None:
+    ones = torch.ones(M, N, device=device, requires_grad=True)
+    y = bias_dropout_add(ones, None, None, p, seed=_seed(device))
+    (dx,) = torch.autograd.grad(y, ones, torch.ones_like(y))
+    keep = dropout_keep(_seed(torch.device("cpu")), (M, N), p).to(device)
+    assert torch.equal(y != 0, keep) and torch.equal(dx, y)
+    with powertrain.disable("bias_dropout_add"):
+        torch.testing.assert_close(bias_dropout_add(ones, None, None, p, seed=_seed(device)), y)
+
+
+def test_share_dropped_and_independence() -> None:
+    for p in (0.1, 0.5, 0.9):
+        keep = dropout_keep(_seed(torch.device("cpu")), (256, 1500), p).double()
+        sigma = (p * (1 - p) / keep.numel()) ** 0.5
+        assert abs(keep.mean() - (1 - p)) < 4 * sigma
+        centred = keep - (1 - p)
+        for a, b in (
+            (centred[:, 256:], centred[:, :-256]),
+            (centred[:, 1:], centred[:, :-1]),
+            (centred[1:], centred[:-1]),
+        ):
+            assert abs((a * b).mean()) < 4 * p * (1 - p) / a.numel() ** 0.5  # fmt: skip
+
+
+@pytest.mark.parametrize("M, N", [(70, 3), (6, 260), (3, 1024), (5, 2100)])
+def test_sizes(M: int, N: int, device: torch.device) -> None:
+    _check(_tensors(device, M, N))
+
+
+@pytest.mark.parametrize("left_out", [("bias",), ("residual",), ("bias", "residual")], ids="-".join)
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_optional_arguments(left_out: tuple[str, ...], p: float, device: torch.device) -> None:
+    _check(_tensors(device, 4, 30) | dict.fromkeys(left_out), p)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_mixed_dtypes(p: float, device: torch.device) -> None:
+    tensors = _tensors(device, 4, 72)
+    tensors["x"] = tensors["x"].detach().bfloat16().requires_grad_()
+    _check(tensors, p)
+    assert bias_dropout_add(**tensors, p=p).dtype is torch.float32
+    assert bias_dropout_add(**{**tensors, "residual": None}, p=p).dtype is torch.bfloat16
+
+
+def test_not_training_is_plain_addition(device: torch.device) -> None:
+    tensors = _tensors(device, 4, 8)
+    y = bias_dropout_add(**tensors, p=0.5, training=False)
+    torch.testing.assert_close(y, tensors["x"] + tensors["bias"] + tensors["residual"])
+
+
+def test_seed_comes_from_torchs_generator(device: torch.device) -> None:
+    x = torch.ones(4, 64, device=device)
+
+    def draw(seed: int | None = None) -> Tensor:
+        if seed is not None:
+            torch.manual_seed(seed)
+        return bias_dropout_add(x, None, None, 0.5)
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw())
+    torch.manual_seed(1)
+    seed = dropout_seed(device)
+    assert torch.equal(bias_dropout_add(x, None, None, 0.5, seed=seed), draw(1))
+
+
+def test_checkpointing_drops_the_same(device: torch.device) -> None:
+    tensors = [torch.randn(4, 64, device=device, requires_grad=True) for _ in range(2)]
+
+    def gradients(run: Any) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        return torch.autograd.grad(run(lambda x, r: bias_dropout_add(x, None, r, 0.5).exp(), *tensors).sum(), tensors)
+
+    plain = gradients(lambda f, *t: f(*t))
+    recomputed = gradients(lambda f, *t: checkpoint(f, *t, use_reentrant=False))
+    for a, b in zip(plain, recomputed, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.kernels
+def test_saves_only_the_seed(device: torch.device) -> None:
+    tensors, saved = _tensors(device, 3, 8), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        bias_dropout_add(**tensors, p=0.5)
+    assert saved == [tensors["seed"].data_ptr()]
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0), (5,)])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_empty_and_one_dim(shape: tuple[int, ...], p: float, device: torch.device) -> None:
+    x, bias = (torch.randn(s, device=device, requires_grad=True) for s in (shape, shape[-1:]))
+    y = bias_dropout_add(x, bias, torch.randn(shape, device=device), p)
+    y.sum().backward()
+    assert y.shape == shape and x.grad.shape == shape and (bias.grad.any() or 0 in shape)
+
+
+def test_errors(device: torch.device) -> None:
+    x = torch.randn(2, 8, device=device)
+    with pytest.raises(ValueError, match=r"bias_dropout_add: p must be in \[0, 1\), got 1.0"):
+        bias_dropout_add(x, None, None, 1.0)
+    with pytest.raises(ValueError, match=r"bias must have shape \[8\] \(last dim of x\), got \[4\]"):
+        bias_dropout_add(x, x[0, :4], None, 0.1)
+    with pytest.raises(ValueError, match=r"residual must have shape \[2, 8\] \(shape of x\), got \[8\]"):
+        bias_dropout_add(x, None, x[0], 0.1)
+    with pytest.raises(ValueError, match="seed must be int64, got int32"):
+        bias_dropout_add(x, None, None, 0.1, seed=torch.zeros(2, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match=r"seed must have shape \[2\] \(seed and offset\), got \[1\]"):
+        bias_dropout_add(x, None, None, 0.1, seed=torch.zeros(1, dtype=torch.int64, device=device))
+
+
+@pytest.mark.gpu
+def test_graph_replays_draw_anew(device: torch.device) -> None:
+    x = torch.ones(64, 64, device=device)
+    bias_dropout_add(x, None, None, 0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = bias_dropout_add(x, None, None, 0.5)
+    graph.replay()
+    first = y.clone()
+    graph.replay()
+    assert not torch.equal(y, first)
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements(device: torch.device) -> None:
+    x = torch.ones(131073, 16384, device=device, dtype=torch.bfloat16)
+    y = bias_dropout_add(x, None, x, 0.5, seed=_seed(device))
+    assert torch.equal(y[0] > 1, dropout_keep(_seed(device), (1, 16384), 0.5)[0])
+    assert set(y[-1].unique().tolist()) == {1.0, 3.0} and not torch.equal(y[-1], y[0])
