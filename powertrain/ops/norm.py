@@ -390,22 +390,34 @@ class _Plan(NamedTuple):
     pipeline: int = 1  # stages in flight in backward
 
 
-def _plan_fwd(M: int, N: int, target: Target) -> _Plan:
+def _plan_fwd(M: int, N: int, is_layer: bool) -> _Plan:
+    # measured on one H200, bf16, 16384 rows; a plain copy takes 0.0671 ms at N=4096 and 0.1282 at 8192:
+    #   rms    4096: 2 rows 8 warps 0.0697, 1 row 8 warps 0.0696;   8192: 2 rows 8 warps 0.1319, 1 row 8 warps 0.1344
+    #   layer  4096: 2 rows 8 warps 0.0696, 1 row 8 warps 0.0713;   8192: 2 rows 8 warps 0.1387, 1 row 8 warps 0.1327
+    # a persistent grid, cache hints on loads and on stores: no gain
     block_n = next_power_of_2(N)
     if block_n > 16384:
         return _Plan(True, 1, 4096, 8, M)
-    block_m = max(1, min(16, 1024 // block_n))
-    return _Plan(False, block_m, block_n, max(1, min(16, block_n // 512)), M)
+    if block_n > 8192 or (is_layer and block_n > 4096):
+        return _Plan(False, 1, block_n, 8, M)
+    if block_n >= 4096:
+        return _Plan(False, 2, block_n, 8, M)
+    return _Plan(False, min(16, 4096 // block_n), block_n, 4, M)
 
 
-def _plan_bwd(M: int, N: int, target: Target) -> _Plan:
+def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, target: Target) -> _Plan:
+    # measured as above; 1 program an SM, strided rows, 3 or 4 loads in flight:
+    #   rms    4096: 2 rows 8 warps 3 stages 0.1071 (16 warps 0.1076, 1 row 0.110);   8192: 1 row 8 warps 0.2028
+    #   layer  4096: 2 rows 16 warps 4 stages 0.1129 (8 warps 0.1136);                8192: 1 row 16 warps 0.2144
     block_n = next_power_of_2(N)
     if block_n > 16384:
         return _Plan(True, 1, 4096, 8, min(M, 64))
-    block_m = max(2 if N <= 4096 else 1, min(16, 2048 // block_n))
-    warps = 4 if block_m * block_n <= 2048 else 8 if block_m * block_n <= 8192 else 16
-    per_sm = max(1, min(8, 8 // warps))
-    return _Plan(False, block_m, block_n, warps, min(cdiv(M, block_m), target.num_sms * per_sm), 3)
+    block_m = max(1, min(16, 8192 // block_n))
+    warps = 16 if is_layer or block_n > 8192 else 8
+    # pipelining keeps all stages but one in shared memory
+    room = (target.shared_per_block - 4096) // (block_m * block_n * stage_bytes)
+    stages = min(4 if is_layer else 3, room + 1)
+    return _Plan(False, block_m, block_n, warps, min(cdiv(M, block_m), target.num_sms), stages)
 
 
 def _norm_fwd_outputs(
@@ -438,7 +450,7 @@ def _norm_fwd(
     rows = as_rows(x)
     residual = None if residual is None else as_rows(residual)
     M, N = rows.shape
-    plan = _plan_fwd(M, N, Target.of(x.device))
+    plan = _plan_fwd(M, N, is_layer)
     tensors = (rows, residual, weight, bias, y, h, mean, rstd)
     strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
     modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered, "ROUND_FIRST": round_first}
@@ -497,7 +509,8 @@ def _norm_bwd(
     dy, h, dh = as_rows(dy), as_rows(h), None if dh is None else as_rows(dh)
     mean = mean if is_layer else None
     M, N = h.shape
-    plan = _plan_bwd(M, N, Target.of(h.device))
+    stage_bytes = dy.element_size() + h.element_size() + (0 if dh is None else dh.element_size())
+    plan = _plan_bwd(M, N, is_layer, stage_bytes, Target.of(h.device))
     dw_partial = None if dw is None else h.new_empty((plan.programs, N), dtype=torch.float32)
     db_partial = None if db is None else h.new_empty((plan.programs, N), dtype=torch.float32)
     strides = (dy.stride(0), 0 if dh is None else dh.stride(0), h.stride(0))
@@ -530,8 +543,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | Non
     ctx.save_for_backward(x if residual is None else h, weight, bias, mean, rstd)
     ctx.is_layer, ctx.zero_centered, ctx.x_dtype = is_layer, zero_centered, x.dtype
     ctx.has_residual = residual is not None
-    unused = (mean, rstd) if ctx.has_residual else (h, mean, rstd)
-    ctx.mark_non_differentiable(*(t for t in unused if t is not None))
     ctx.set_materialize_grads(False)
 
 
@@ -560,6 +571,7 @@ _norm_op = Op(
     _norm_fwd_outputs,
     backward=_backward,
     setup_context=_setup_context,
+    num_results=2,
 )
 _norm_bwd_op = Op(
     "norm_bwd(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, bool is_layer, "
@@ -648,7 +660,7 @@ def _norm(
         return _norm_torch(x, weight, bias, residual, eps, is_layer, zero_centered, round_first)
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
-    y, h, _, _ = _norm_op(x, residual, weight, bias, float(eps), is_layer, zero_centered, round_first)
+    y, h, *_ = _norm_op(x, residual, weight, bias, float(eps), is_layer, zero_centered, round_first)
     return y if residual is None else (y, h)
 
 

@@ -75,6 +75,8 @@ class Op:
     fake           allocates the outputs only (same arguments)
     backward       (ctx, *grads) -> a tuple: a gradient or None per argument; a grad is None where its output is unused
     setup_context  (ctx, inputs, output): saves what backward needs
+    num_results    the first so many outputs are results; the others are only saved, and a differentiated eager call
+                   does not return them (each output costs autograd about 2 us)
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Op:
         *,
         backward: Callable[..., Any] | None = None,
         setup_context: Callable[..., None] | None = None,
+        num_results: int | None = None,
     ) -> None:
         self.name = schema.partition("(")[0]
         self.forward = forward
@@ -96,7 +99,7 @@ class Op:
         torch.library.register_fake(qualified, _without_none(fake), lib=_library)
         torch.library.register_vmap(qualified, self._refuse_vmap, lib=_library)
         if backward is not None and setup_context is not None:
-            self.function = self._autograd_function(backward, setup_context)
+            self.function = self._autograd_function(backward, setup_context, num_results)
             torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
         self.packet = getattr(torch.ops.powertrain, self.name)
 
@@ -144,8 +147,10 @@ class Op:
             f"or use `with powertrain.disable(...)` to take plain PyTorch"
         )
 
-    def _autograd_function(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> Any:
-        name, run_forward = self.name, self.forward
+    def _autograd_function(
+        self, backward: Callable[..., Any], setup_context: Callable[..., None], num_results: int | None
+    ) -> Any:
+        name, run_forward, results = self.name, self.forward, num_results
 
         class Function(torch.autograd.Function):
             @staticmethod
@@ -153,7 +158,7 @@ class Op:
                 ctx.set_materialize_grads(False)
                 output = run_forward(*args)
                 setup_context(ctx, args, output)
-                return output
+                return output if results is None else output[:results]
 
             @staticmethod
             def backward(ctx: Any, *grads: Any) -> Any:
