@@ -1,0 +1,403 @@
+"""Cross entropy of `x @ weight.T + bias` against a target, without storing the logits.
+
+    logits = x weightᵀ + bias;   loss and dlogits as in cross_entropy.py
+    dx = dlogits weight;   dweight = dlogitsᵀ x;   dbias = sum over rows of dlogits
+
+"mean" and "sum": forward walks over blocks of rows. A block's logits are turned into its dlogits in place, which give
+its rows of dx and its part of dweight at once; backward only hands the two out, times dloss. Three GEMMs of 2*T*D*V
+operations in all, by cuBLAS. Saved: dx [T, D] and dweight [V, D].
+"none": every token's dloss is known only in backward, which makes the logits once more, block by block of the
+vocabulary, so that each block's dweight is complete at once: four GEMMs. Saved: the inputs and lse [T].
+
+Scratch: 256 MiB of logits (8192 x 128256 bf16 whole: 2004 MiB). More blocks would cost more than they save: each reads
+and writes all of dweight, and rounds it once if it is not float32, so there are at most 16 of them.
+
+Sources: Wijmans et al., arXiv:2411.09009; gradient in forward by row blocks after mgmalek/efficient_cross_entropy;
+accumulation into main_grad after Megatron-LM's gradient_accumulation_fusion.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.cross_entropy import (
+    Reduction,
+    Terms,
+    _aligned,
+    _cross_entropy_torch,
+    _dlogits,
+    _losses,
+    _mean_scale,
+    _row_stats,
+    _scale_op,
+    check_loss_arguments,
+    cross_entropy_ref,
+    early_scale,
+    late_scale,
+    refuse_second_backward,
+)
+from powertrain.ops.layout import as_rows, empty, wanted
+from powertrain.runtime import checks
+from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.launch import kernel
+
+SCRATCH_BYTES = 256 << 20  # of logits at a time
+MAX_ROUNDINGS = 16  # of a 16-bit dweight: row blocks
+MIN_VOCAB_BLOCK = 1024  # narrower GEMMs are slow
+
+
+def linear_cross_entropy_ref(
+    x: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    """The specification of `linear_cross_entropy`, in plain PyTorch; options are those of `cross_entropy_ref`."""
+    return cross_entropy_ref(F.linear(x, weight, bias), target, **options)
+
+
+@kernel(aligned=("N",))
+def _accumulate_kernel(total_ptr, part_ptr, grad_ptr, scale_ptr, N, BLOCK: tl.constexpr):
+    """total += part * grad * scale, flat."""
+    factor = tl.load(grad_ptr).to(tl.float32)
+    if scale_ptr is not None:
+        factor *= tl.load(scale_ptr)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(total_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
+    part = tl.load(part_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
+    tl.store(total_ptr + offsets, (total + part * factor).to(total_ptr.dtype.element_ty), mask=offsets < N)
+
+
+def _accumulate_(total: Tensor, part: Tensor, dloss: Tensor, scale: Tensor | None) -> None:
+    N = total.numel()
+    _accumulate_kernel[(triton.cdiv(N, 2048),)](total, part, _aligned(dloss), scale, N, BLOCK=2048, num_warps=4)
+
+
+def _blocks(total: int, others: int, element_size: int, least: int = 1) -> list[slice]:
+    """[0, total) in equal blocks of about SCRATCH_BYTES, each index standing for `others` elements."""
+    size = max(least, SCRATCH_BYTES // max(1, others * element_size))
+    count = max(1, -(-total // size))
+    size = -(-total // count)
+    size = -(-size // 128) * 128 if size > 128 else max(1, size)
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _scratch(x: Tensor, rows: int, cols: int) -> Tensor:
+    """[rows, cols], each row 16-byte aligned: cuBLAS is several times slower on rows that are not."""
+    return x.new_empty((rows, -(-cols // 64) * 64))[:, :cols]
+
+
+def _matmul(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """out = a b, or out += a b; out may be float32 beside 16-bit a and b."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b) if add else torch.mm(a, b, out=out)
+    elif a.device.type == "cuda" and add:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    elif a.device.type == "cuda":
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        product = a.to(out.dtype) @ b.to(out.dtype)
+        out.add_(product) if add else out.copy_(product)
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    return out
+
+
+def _linear_cross_entropy_fwd_outputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    main_grad: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    T, none = x.shape[0], reduction == "none"
+    loss = x.new_empty((T,) if none else (), dtype=torch.float32)
+    lse = loss.new_empty(T)
+    scale = loss.new_empty(() if reduction == "mean" else 0)
+    dx = x.new_empty(x.shape) if need_dx and not none else empty(x)
+    dw_dtype = weight.dtype if main_grad is None else main_grad.dtype
+    dw = weight.new_empty(weight.shape, dtype=dw_dtype) if need_dw and not none else empty(x)
+    db = bias.new_empty(bias.shape) if need_db and bias is not None and not none else empty(x)
+    return loss, lse, scale, dx, dw, db
+
+
+def _linear_cross_entropy_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    main_grad: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = _linear_cross_entropy_fwd_outputs(
+        x, weight, bias, target, main_grad,
+        ignore_index, reduction, label_smoothing, z_loss, softcap, need_dx, need_dw, need_db,
+    )  # fmt: skip
+    loss, lse, scale, dx, dw, db = outputs
+    terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
+    T, V = x.shape[0], weight.shape[0]
+    target = _aligned(target)
+    target_logit = torch.empty_like(lse)
+    logit_sum = torch.empty_like(lse) if label_smoothing else None
+    mean_scale = scale.copy_(_mean_scale(target, terms)) if reduction == "mean" else None
+    makes_grads = reduction != "none" and (need_dx or need_dw or need_db)
+    db_sum = db.new_zeros(V, dtype=torch.float32) if makes_grads and need_db else None
+
+    rounds = makes_grads and need_dw and dw.dtype is not torch.float32
+    blocks = _blocks(T, V, x.element_size(), least=-(-T // MAX_ROUNDINGS) if rounds else 1)
+    scratch = _scratch(x, max((b.stop - b.start for b in blocks), default=0), V)
+    for rows in blocks:
+        logits = _logits(x[rows], weight, bias, scratch[: rows.stop - rows.start])
+        _row_stats(
+            logits, target[rows], terms, lse[rows], target_logit[rows], None if logit_sum is None else logit_sum[rows],
+            scale=early_scale(x.dtype, mean_scale), dlogits=logits if makes_grads else None,
+        )  # fmt: skip
+        if makes_grads and need_dx:
+            torch.mm(logits, weight, out=dx[rows])
+        if makes_grads and need_dw:
+            _matmul(logits.t(), x[rows], dw, add=rows.start > 0)
+        if db_sum is not None:
+            db_sum += logits.sum(0, dtype=torch.float32)
+    if not blocks:
+        dw.zero_()
+    if db_sum is not None:
+        db.copy_(db_sum)
+    out = dict(losses=loss) if reduction == "none" else dict(loss=loss)
+    _losses(lse, target_logit, logit_sum, target, terms, V, scale=mean_scale, **out)
+    return outputs
+
+
+def _linear_cross_entropy_bwd_outputs(
+    dloss: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    main_grad: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = x.new_empty(x.shape) if need_dx else empty(x)
+    dw = weight.new_empty(weight.shape) if need_dw and main_grad is None else empty(x)
+    return dx, dw, bias.new_empty(bias.shape) if need_db and bias is not None else empty(x)
+
+
+def _linear_cross_entropy_bwd(
+    dloss: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    main_grad: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of reduction "none"."""
+    outputs = _linear_cross_entropy_bwd_outputs(
+        dloss, x, weight, bias, target, lse, main_grad,
+        ignore_index, label_smoothing, z_loss, softcap, need_dx, need_dw, need_db,
+    )  # fmt: skip
+    dx, dw, db = outputs
+    terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
+    T, V = x.shape[0], weight.shape[0]
+    target, dloss = _aligned(target), _aligned(dloss)
+    blocks = _blocks(V, T, x.element_size(), least=MIN_VOCAB_BLOCK)
+    # blocks of the vocabulary add up in dx: in float32, so that it is rounded once
+    dx_sum = dx if len(blocks) == 1 else torch.empty_like(dx, dtype=torch.float32)
+    scratch = _scratch(x, T, blocks[0].stop)
+    for cols in blocks:
+        part = None if bias is None else bias[cols]
+        logits = _logits(x, weight[cols], part, scratch[:, : cols.stop - cols.start])
+        _dlogits(logits, target, lse, dloss, terms, logits, scale=None, vocab_start=cols.start, vocab_size=V)
+        if need_dx:
+            _matmul(logits, weight[cols], dx_sum, add=cols.start > 0)
+        if need_dw:
+            _matmul(logits.t(), x, (dw if main_grad is None else main_grad)[cols], add=main_grad is not None)
+        if need_db:
+            db[cols] = logits.sum(0, dtype=torch.float32)
+    if need_dx and dx_sum is not dx:
+        dx.copy_(dx_sum)
+    return outputs
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, target, ctx.main_grad, ignore_index, ctx.reduction, *terms = inputs
+    _, lse, scale, dx, dw, db = output
+    ctx.terms = (ignore_index, *terms[:3])
+    ctx.used = False
+    ctx.save_for_backward(*((x, weight, bias, target, lse) if ctx.reduction == "none" else (scale, dx, dw, db)))
+    ctx.mark_non_differentiable(lse, scale, dx, dw, db)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dloss is None:
+        return (None,) * 13
+    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+    if ctx.reduction == "none":
+        op = _linear_cross_entropy_bwd_op if ctx.main_grad is None else _linear_cross_entropy_bwd_into_op
+        x, weight, bias, target, lse = ctx.saved_tensors
+        grads = op(dloss, x, weight, bias, target, lse, ctx.main_grad, *ctx.terms, need_dx, need_dw, need_db)
+        dx, dw, db = grads if ctx.main_grad is None else (grads[0], None, grads[1])
+    else:
+        refuse_second_backward(ctx, "linear_cross_entropy", 'reduction="none"')
+        scale, dx, dw, db = ctx.saved_tensors
+        late = late_scale(dx.dtype, scale if ctx.reduction == "mean" else None)
+        for grad in (dx, db) if ctx.main_grad is not None else (dx, dw, db):
+            if grad.numel():
+                _scale_op(grad, dloss, late)
+        if ctx.main_grad is not None and need_dw:
+            _accumulate_op(ctx.main_grad, dw, dloss, late)
+    dw = None if ctx.main_grad is not None else wanted(dw, need_dw)
+    return (wanted(dx, need_dx), dw, wanted(db, need_db), *(None,) * 10)
+
+
+def _bwd_into(*args: Any) -> tuple[Tensor, Tensor]:
+    dx, _, db = _linear_cross_entropy_bwd(*args)
+    return dx, db
+
+
+def _bwd_into_outputs(*args: Any) -> tuple[Tensor, Tensor]:
+    dx, _, db = _linear_cross_entropy_bwd_outputs(*args)
+    return dx, db
+
+
+_TERMS = "float label_smoothing, float z_loss, float softcap, bool need_dx, bool need_dw, bool need_db"
+_linear_cross_entropy_op = Op(
+    "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? main_grad, "
+    f"int ignore_index, str reduction, {_TERMS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _linear_cross_entropy_fwd,
+    _linear_cross_entropy_fwd_outputs,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+_BWD = "Tensor dloss, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse"
+_linear_cross_entropy_bwd_op = Op(
+    f"linear_cross_entropy_bwd({_BWD}, Tensor? main_grad, int ignore_index, {_TERMS}) -> (Tensor, Tensor, Tensor)",
+    _linear_cross_entropy_bwd,
+    _linear_cross_entropy_bwd_outputs,
+)
+_linear_cross_entropy_bwd_into_op = Op(
+    f"linear_cross_entropy_bwd_into({_BWD}, Tensor(a!) main_grad, int ignore_index, {_TERMS}) -> (Tensor, Tensor)",
+    _bwd_into,
+    _bwd_into_outputs,
+)
+_accumulate_op = Op(
+    "accumulate_(Tensor(a!) total, Tensor part, Tensor dloss, Tensor? scale) -> ()",
+    _accumulate_,
+    lambda total, part, dloss, scale: None,
+)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """Cross entropy of `x @ weight.T + bias` against `target`, without storing the logits.
+
+    Shapes: D hidden size, V vocabulary size, any leading dims, T tokens in all.
+        x          [..., D]  float32, float16 or bfloat16 (float64 on the CPU)
+        weight     [V, D]    same dtype as x; under autocast both are cast to its dtype, this being a matmul
+        target     [...]     int64 or int32 in [0, V), or `ignore_index` to leave a token out
+        bias       [V]       same dtype as x, or None
+        main_grad  [V, D]    float32, contiguous, or None: backward adds the weight's gradient here, and weight.grad
+                             stays None (Megatron's gradient accumulation)
+        The other options are those of `cross_entropy`.
+    Returns the loss in nats, float32: [] for "mean" and "sum", [...] for "none". A target out of range gives nan.
+    Numerics: as plain PyTorch in x's dtype, whose logits and dlogits are rounded to that dtype too. dweight is rounded
+        once a block of rows (16 at most), or not at all into main_grad. Deterministic. No host synchronisation.
+    Memory: 256 MiB of logits at a time; for "mean" and "sum" dx and dweight (float32 beside main_grad) are made in
+        forward and kept for backward, which hands these very buffers out. Nothing for an input that is frozen.
+    Raises ValueError naming the argument, what it must be and what it was. A second backward of "mean" and "sum" is a
+        RuntimeError. Double backward and vmap are not implemented and say so.
+    Source: Wijmans et al., arXiv:2411.09009; row blocks after mgmalek/efficient_cross_entropy.
+    """
+    op = "linear_cross_entropy"
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    check_loss_arguments(op, target, reduction, label_smoothing, softcap)
+    checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
+    checks.floating(op, x=x, weight=weight, bias=bias)
+    checks.same_device(op, "x", x, weight=weight, bias=bias, target=target, main_grad=main_grad)
+    checks.shape(op, "weight", weight, (*weight.shape[:1], x.shape[-1]), "[V, last dim of x]")
+    checks.shape(op, "target", target, x.shape[:-1], "x without the last dim")
+    checks.shape(op, "bias", bias, weight.shape[:1], "first dim of weight")
+    checks.shape(op, "main_grad", main_grad, weight.shape, "shape of weight")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype is not x.dtype:
+            checks.fail(op, name, f"have x's dtype {checks.name(x.dtype)}", checks.name(tensor.dtype))
+    if main_grad is not None:
+        good = main_grad.dtype is torch.float32 and main_grad.is_contiguous()
+        checks.require(good, op, "main_grad", "be float32 and contiguous", checks.name(main_grad.dtype))
+    if not use_kernel(op, x):
+        return _plain(x, weight, bias, target, main_grad, ignore_index, reduction, label_smoothing, z_loss, softcap)
+    grad = torch.is_grad_enabled()
+    needs = (grad and t is not None and t.requires_grad for t in (x, weight, bias))
+    loss = _linear_cross_entropy_op(
+        as_rows(x), weight, bias, target.reshape(-1), main_grad, ignore_index, reduction,
+        float(label_smoothing), float(z_loss), float(softcap or 0.0), *needs,
+    )[0]  # fmt: skip
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """The weight itself; its gradient goes into main_grad."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.main_grad = main_grad
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> tuple[None, None]:
+        ctx.main_grad.add_(dw)
+        return None, None
+
+
+def _plain(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, main_grad: Tensor | None, *options: Any
+) -> Tensor:
+    with without_autocast(x.device):
+        weight = weight if main_grad is None else _IntoMainGrad.apply(weight, main_grad)
+        return _cross_entropy_torch(F.linear(x, weight, bias), target, *options)

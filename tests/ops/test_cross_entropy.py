@@ -1,0 +1,205 @@
+"""cross_entropy: every option, size class and error, and the vocabulary in shards."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from powertrain.ops import cross_entropy as module
+from powertrain.ops.catalog.cross_entropy import plain_loss, tokens
+from powertrain.ops.cross_entropy import cross_entropy, cross_entropy_ref
+from powertrain.testing.numerics import check
+
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+def _tensors(T: int, V: int, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, Tensor | None]:
+    return {"logits": (3 * torch.randn(T, V, device=device)).to(dtype).requires_grad_(), "target": tokens(T, V, device)}
+
+
+def _check(tensors: dict[str, Tensor | None], **options: Any) -> None:
+    ours = partial(cross_entropy, **options)
+    options.pop("grad_in_forward", None)
+    check(ours, partial(cross_entropy_ref, **options), partial(cross_entropy_ref, **options), tensors)
+
+
+# 1: one class; 5: no whole vector; 2049: two blocks of float32 vectors; 9001: rows at every alignment, ragged end
+@pytest.mark.parametrize("V", [1, 5, 2049, 9001], ids=lambda v: f"V{v}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("grad_in_forward", [False, True], ids=["", "early"])
+def test_sizes(V: int, dtype: torch.dtype, grad_in_forward: bool, device: torch.device) -> None:
+    _check(_tensors(3, V, device, dtype), grad_in_forward=grad_in_forward)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_options(
+    reduction: str, label_smoothing: float, z_loss: float, softcap: float | None, device: torch.device
+) -> None:
+    options = dict(reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap)
+    _check(_tensors(6, 70, device), **options)
+    _check(_tensors(6, 70, device), **options, grad_in_forward=True)
+
+
+@pytest.mark.parametrize("grad_in_forward", [False, True], ids=["", "early"])
+def test_misaligned_and_strided_logits(grad_in_forward: bool, device: torch.device) -> None:
+    flat = torch.randn(4 * 70 + 3, device=device, dtype=torch.bfloat16)
+    for start, stride, V in ((1, 70, 69), (0, 64, 61), (3, 69, 69)):
+        logits = flat.as_strided((4, V), (stride, 1), start).detach().requires_grad_()
+        target = tokens(5, V, device)[1:]
+        loss = cross_entropy(logits, target, grad_in_forward=grad_in_forward)
+        (grad,) = torch.autograd.grad(loss, logits)
+        leaf = logits.detach().float().requires_grad_()
+        expected = F.cross_entropy(leaf, target)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(grad, torch.autograd.grad(expected, leaf)[0].bfloat16(), rtol=2e-2, atol=1e-6)
+
+
+def test_leading_dims_int32_and_ignore_index(device: torch.device) -> None:
+    logits = torch.randn(2, 3, 40, device=device)
+    target = torch.tensor([[1, 7, 7], [39, 0, 7]], device=device, dtype=torch.int32)
+    expected = F.cross_entropy(logits.flatten(0, 1), target.flatten().long(), ignore_index=7, reduction="none")
+    torch.testing.assert_close(cross_entropy(logits, target, ignore_index=7, reduction="none"), expected.view(2, 3))
+
+
+@pytest.mark.parametrize("grad_in_forward", [False, True], ids=["", "early"])
+def test_none_kept_is_nan_with_zero_gradient(grad_in_forward: bool, device: torch.device) -> None:
+    logits = torch.randn(3, 17, device=device, requires_grad=True)
+    loss = cross_entropy(logits, torch.full((3,), -100, device=device), grad_in_forward=grad_in_forward)
+    loss.backward()
+    assert loss.isnan() and not logits.grad.any()
+
+
+@pytest.mark.parametrize("T", [0, 1])
+def test_empty_and_one_row(T: int, device: torch.device) -> None:
+    logits = torch.randn(T, 9, device=device, requires_grad=True)
+    target = torch.zeros(T, dtype=torch.int64, device=device)
+    for reduction in REDUCTIONS:
+        loss = cross_entropy(logits, target, reduction=reduction)
+        torch.testing.assert_close(loss, F.cross_entropy(logits, target, reduction=reduction), equal_nan=True)
+        loss.sum().backward()
+    assert logits.grad.shape == (T, 9)
+
+
+@pytest.mark.kernels
+def test_target_out_of_range_is_nan(device: torch.device) -> None:
+    logits = torch.randn(4, 10, device=device, requires_grad=True)
+    target = torch.tensor([3, 10, -1, -100], device=device)
+    loss = cross_entropy(logits, target, reduction="none")
+    loss.sum().backward()
+    assert loss.isnan().tolist() == [False, True, True, False]
+    assert logits.grad.isnan().all(1).tolist() == [False, True, True, False]
+
+
+def test_masked_vocabulary(device: torch.device) -> None:
+    logits = torch.randn(3, 40, device=device)
+    logits[:, 5:20] = float("-inf")
+    logits.requires_grad_()
+    target = torch.tensor([0, 25, 39], device=device)
+    loss = cross_entropy(logits, target)
+    expected = F.cross_entropy(logits, target)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_gradient_made_in_forward(dtype: torch.dtype, device: torch.device) -> None:
+    tensors = _tensors(5, 70, device, dtype)
+    logits, target = tensors["logits"], tensors["target"]
+    loss = cross_entropy(logits, target, grad_in_forward=True)
+    (2**10 * loss).backward(retain_graph=True)
+    exact = torch.autograd.grad(2**10 * F.cross_entropy(logits.double(), target), logits)[0]
+    torch.testing.assert_close(logits.grad, exact, rtol=2e-3 if dtype is torch.float16 else 1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="a second backward is not possible"):
+        loss.backward()
+
+
+@pytest.mark.kernels
+def test_grad_is_the_buffer(device: torch.device) -> None:
+    logits, target = _tensors(5, 70, device).values()
+    packed: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.data_ptr()) or t, lambda t: t):
+        loss = cross_entropy(logits, target, grad_in_forward=True)
+    loss.backward()
+    assert logits.grad.data_ptr() in packed
+
+
+@pytest.mark.kernels
+def test_factor_one_leaves_the_gradient_alone(device: torch.device) -> None:
+    x = torch.randn(3, 40, device=device)
+    kept = x.clone()
+    module._scale_(x, torch.ones((), device=device), None)
+    assert torch.equal(x, kept)
+    rows = torch.tensor([1.0, 2.0, 0.5], device=device)
+    module._scale_(x, rows, torch.full((), 4.0, device=device))
+    torch.testing.assert_close(x, kept * rows[:, None] * 4)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_vocabulary_in_shards(dtype: torch.dtype, device: torch.device) -> None:
+    """What a vocabulary-parallel loss does, the all-reduces written out."""
+    T, V, parts = 6, 90, 3
+    tensors = _tensors(T, V, device, dtype)
+    logits, target = tensors["logits"].detach(), tensors["target"]
+    terms = module.Terms(-100, 0.1, 1e-2, 0.0)
+    shards, stats = logits.chunk(parts, dim=1), []
+    for i, shard in enumerate(shards):
+        lse, target_logit, logit_sum = (torch.empty(T, device=device) for _ in range(3))
+        where = dict(vocab_start=i * V // parts, vocab_size=V)
+        module._row_stats(shard, target, terms, lse, target_logit, logit_sum, **where)
+        stats.append((lse, target_logit, logit_sum))
+    lse = torch.logsumexp(torch.stack([s[0] for s in stats]), 0).where(target != -100, 0)
+    target_logit, logit_sum = (sum(s[i] for s in stats) for i in (1, 2))
+    scale, loss = module._mean_scale(target, terms), torch.empty((), device=device)
+    module._losses(lse, target_logit, logit_sum, target, terms, V, scale=scale, loss=loss)
+    leaf = logits.clone().requires_grad_()
+    expected = cross_entropy(leaf, target, label_smoothing=0.1, z_loss=1e-2)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    dlogits = torch.empty_like(logits)
+    one = torch.ones((), device=device)
+    for i, (shard, part) in enumerate(zip(shards, dlogits.chunk(parts, dim=1), strict=True)):
+        where = dict(vocab_start=i * V // parts, vocab_size=V)
+        module._dlogits(shard, target, lse, one, terms, part, scale=scale, **where)
+    torch.testing.assert_close(dlogits, leaf.grad)
+
+
+def test_autocast_keeps_float32(device: torch.device) -> None:
+    logits, target = torch.randn(4, 30, device=device), tokens(4, 30, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        torch.testing.assert_close(cross_entropy(logits, target), plain_loss(logits, target))
+
+
+def test_errors(device: torch.device) -> None:
+    logits, target = torch.randn(2, 7, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=r"cross_entropy: target must have shape \[2\]"):
+        cross_entropy(logits, target[:1])
+    with pytest.raises(ValueError, match="target must be int64 or int32, got float32"):
+        cross_entropy(logits, target.float())
+    with pytest.raises(ValueError, match="reduction must be one of 'mean', 'sum', 'none', got 'avg'"):
+        cross_entropy(logits, target, reduction="avg")
+    with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\], got 2"):
+        cross_entropy(logits, target, label_smoothing=2)
+    with pytest.raises(ValueError, match="softcap must be above 0, or None, got 0"):
+        cross_entropy(logits, target, softcap=0)
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements(device: torch.device) -> None:
+    T, V = 45000, 50257
+    logits = torch.randn(T, V, device=device, dtype=torch.bfloat16).requires_grad_()
+    target = tokens(T, V, device)
+    loss = cross_entropy(logits, target, reduction="none")
+    loss.backward(torch.ones_like(loss))
+    tail = logits.detach()[-3:].clone().requires_grad_()
+    expected = cross_entropy(tail, target[-3:], reduction="none")
+    expected.backward(torch.ones_like(expected))
+    torch.testing.assert_close(loss[-3:], expected)
+    torch.testing.assert_close(logits.grad[-3:], tail.grad)
