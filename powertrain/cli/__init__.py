@@ -5,10 +5,11 @@ Importing this package must stay cheap (no torch, no triton): commands import wh
 
 import typer
 
-from powertrain.cli import demo, facts
+from powertrain.cli import demo, facts, kernels, prebuild, tour
 
 _COMMANDS = {
-    "Start here": (demo.demo,),
+    "Start here": (demo.demo, tour.tour),
+    "Kernels": (prebuild.prebuild, kernels.kernels),
     "This machine": (facts.target, facts.env),
 }
 
@@ -28,6 +29,9 @@ def main() -> None:
     \b
     powertrain demo                   this machine, and every op against float64
     powertrain demo rms_norm rope     some ops only
+    powertrain tour                   the field's pains, before and after, on this machine
+    powertrain prebuild --arch H100   compile kernels ahead for GPUs that are not here
+    powertrain kernels                what is compiled, and whether it is whole
     powertrain target "RTX 3090 Ti"   what is known of a GPU that need not be here
     powertrain env                    environment variables and their values
 

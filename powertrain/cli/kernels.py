@@ -1,0 +1,73 @@
+"""`powertrain kernels`: what is in the kernel store, whether it is whole, and emptying it."""
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from powertrain.runtime.store import Entry
+
+
+class Action(str, Enum):
+    list = "list"
+    verify = "verify"
+    clear = "clear"
+
+
+def kernels(
+    action: Annotated[Action, typer.Argument(help="list, verify the checksums, or clear the store")] = Action.list,
+    pack: Annotated[Path | None, typer.Option(help="look into this pack instead", show_default=False)] = None,
+) -> None:
+    """List, verify or clear the compiled kernels of this user; `--pack` looks into a pack.
+
+    `verify` moves damaged entries to quarantine (they are compiled again when needed) and then exits with 1.
+
+    \b
+    powertrain kernels
+    powertrain kernels verify --pack h100.ptp
+    """
+    from powertrain.runtime.errors import StoreError
+    from powertrain.runtime.store import Pack, user_store
+
+    console = Console()
+    if pack is not None and action is Action.clear:
+        raise typer.BadParameter("a pack is read-only; delete the file", param_hint="--pack")
+    try:
+        place = Pack(pack) if pack is not None else user_store()
+    except StoreError as error:
+        console.print(f"[red]{error}[/]")
+        raise typer.Exit(1) from None
+    where = str(pack or user_store().root)
+    if action is Action.clear:
+        console.print(f"{where}: {user_store().clear()} files deleted")
+        return
+    keys = list(place.keys())
+    entries = [entry for key in keys if (entry := place.get(key)) is not None]
+    if action is Action.list:
+        console.print(_table(where, entries))
+    damaged = len(keys) - len(entries)
+    console.print(f"{where}: {len(entries)} kernels whole, {damaged} damaged")
+    if damaged:
+        raise typer.Exit(1)
+
+
+def _table(where: str, entries: "list[Entry]") -> Table:
+    table = Table("kernel", "arch", "Triton", title=where, title_justify="left")
+    for column in ("registers", "stack", "shared", "KiB", "compiled in"):
+        table.add_column(column, justify="right")
+    for entry in sorted(entries, key=lambda e: (e.manifest["kernel"], e.manifest["arch"])):
+        about, launch = entry.manifest, entry.manifest["launch"]
+        size = sum(len(data) for data in entry.members.values()) / 1024
+        table.add_row(
+            about["kernel"],
+            f"sm_{about['arch']}",
+            about["triton"],
+            *(str(launch[name]) for name in ("registers", "stack", "shared")),
+            f"{size:.0f}",
+            f"{about['seconds']:.2f} s",
+        )
+    return table

@@ -1,0 +1,99 @@
+"""`powertrain prebuild`: compile kernels ahead for any GPU, on a machine that may have none, into a pack."""
+
+import runpy
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from powertrain.cli.demo import Dtype
+from powertrain.runtime.target import Target
+
+if TYPE_CHECKING:
+    from powertrain.runtime.compile import Spec
+    from powertrain.runtime.prebuild import Report
+
+
+def prebuild(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(help="ops, or one Python file whose launches are recorded; all ops if none", show_default=False),
+    ] = None,
+    arch: Annotated[
+        list[str] | None, typer.Option(help="sm_80, or a card's name; repeatable", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="the pack to write")] = Path("kernels.ptp"),
+    dtype: Annotated[Dtype, typer.Option(help="of the ops' inputs (a file chooses its own)")] = Dtype.bf16,
+) -> None:
+    """Compile kernels for any archs, in parallel within this machine's memory, and write them as a pack.
+
+    Machines that set POWERTRAIN_PACKS to the pack compile none of them. A file is run once for each arch with
+    torch's default device set to "meta": its launches are recorded, nothing is computed.
+
+    \b
+    powertrain prebuild rms_norm rope --arch sm_80 --arch "RTX 4090"
+    powertrain prebuild step.py --arch H100 --out h100.ptp
+    """
+    console = Console()
+    try:
+        targets = [Target.parse(name) for name in arch or ["sm_80", "sm_90"]]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--arch") from None
+    specs = [spec for target in targets for spec in recorded(what or [], target, dtype)]
+    if not specs:
+        raise typer.BadParameter(f"nothing was launched by {what}", param_hint="WHAT")
+    report = build_with_progress(specs, console)
+    for name, error in report.failures.items():
+        console.print(f"[red]failed[/] {name}: {error}")
+    report.write_pack(out)
+    sources = ", ".join(f"{count} {source}" for source, count in sorted(report.sources.items()))
+    size = out.stat().st_size / 2**20
+    console.print(
+        f"{out}: {len(report.entries)} kernels for {', '.join(t.name for t in targets)}, {size:.1f} MiB ({sources})"
+    )
+    console.print(f"use it with  POWERTRAIN_PACKS={out.resolve()}")
+    if report.failures:
+        raise typer.Exit(1)
+
+
+def recorded(what: list[str], target: Target, dtype: Dtype) -> "list[Spec]":
+    """The specializations that a file, or a forward and backward of ops at their benchmark's size, would launch."""
+    import torch
+
+    from powertrain.ops.catalog import cases
+    from powertrain.runtime.recording import record
+
+    with record(target) as wanted:
+        if len(what) == 1 and what[0].endswith(".py"):
+            if not Path(what[0]).is_file():
+                raise typer.BadParameter(f"no such file: {what[0]}", param_hint="WHAT")
+            with torch.device("meta"):
+                runpy.run_path(what[0], run_name="__main__")
+            return wanted.specs
+        unknown = set(what) - {case.op for case in cases()}
+        if unknown:
+            known = sorted({case.op for case in cases()})
+            raise typer.BadParameter(f"unknown ops {sorted(unknown)}; known: {', '.join(known)}", param_hint="WHAT")
+        for case in cases():
+            if not what or case.op in what:
+                case.step(case.inputs(case.full, dtype.torch, torch.device("meta")))
+    return wanted.specs
+
+
+def build_with_progress(specs: "list[Spec]", console: Console) -> "Report":
+    """Build with a bar that says what was compiled last and how many workers there are and why."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from powertrain.runtime.compile import PER_JOB_BYTES
+    from powertrain.runtime.jobs import jobs
+    from powertrain.runtime.prebuild import build
+    from powertrain.runtime.settings import settings
+
+    console.print(f"{len(specs)} kernels; {jobs(PER_JOB_BYTES, settings().jobs).why}")
+    columns = (TextColumn("{task.description:60.60}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("starting", total=len({spec.key for spec in specs}))
+        return build(
+            specs, lambda spec, _, source: bar.update(task, advance=1, description=f"{spec.describe()}: {source}")
+        )
