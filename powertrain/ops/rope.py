@@ -79,6 +79,7 @@ def _rope_kernel(
     offset,
     num_seqs,
     search_steps,
+    direction,
     stride_qo,
     stride_qi,
     stride_qg,
@@ -99,7 +100,6 @@ def _rope_kernel(
     HEAD_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
     GROUPED: tl.constexpr,
     SEQ_INNER: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -138,9 +138,7 @@ def _rope_kernel(
     rows = position.to(tl.int64) * PAIRS + pairs
     known = (position >= 0) & (position < max_seqlen) & (pairs < PAIRS)
     cos = tl.load(cos_ptr + rows, mask=known, other=float("nan")).to(tl.float32)[:, None, :]
-    sin = tl.load(sin_ptr + rows, mask=known, other=float("nan")).to(tl.float32)[:, None, :]
-    if INVERSE:
-        sin = -sin
+    sin = tl.load(sin_ptr + rows, mask=known, other=float("nan")).to(tl.float32)[:, None, :] * direction
 
     if block < q_blocks:
         heads = block * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
@@ -307,8 +305,8 @@ def _launch(
         q, k, v, q_out, k_out, v_out, at.cos, at.sin, None if at.position_ids is None else at.axes, at.position_ids,
         at.offsets, at.cu_seqlens,
         num_outer, num_inner, groups * group_size, num_kv_heads, group_size, at.cos.shape[0], at.offset, num_seqs,
-        num_seqs.bit_length(), *q_strides, *k_strides, *q_out_strides, *k_out_strides, *position_strides,
-        HEAD_DIM=head_dim, PAIRS=pairs, INTERLEAVED=at.interleaved, INVERSE=inverse, GROUPED=groups > 1,
+        num_seqs.bit_length(), -1.0 if inverse else 1.0, *q_strides, *k_strides, *q_out_strides, *k_out_strides, *position_strides,
+        HEAD_DIM=head_dim, PAIRS=pairs, INTERLEAVED=at.interleaved, GROUPED=groups > 1,
         SEQ_INNER=at.layout != "sbhd", BLOCK_T=plan.block_t, BLOCK_H=plan.block_h, BLOCK_C=next_power_of_2(pairs),
         BLOCK_D=next_power_of_2(head_dim), BLOCK_REST=next_power_of_2(head_dim - 2 * pairs), num_warps=plan.num_warps,
     )  # fmt: skip
