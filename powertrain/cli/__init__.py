@@ -5,11 +5,11 @@ Importing this package must stay cheap (no torch, no triton): commands import wh
 
 import typer
 
-from powertrain.cli import demo, facts, kernels, prebuild, tour
+from powertrain.cli import demo, facts, kernels, prebuild, tour, tune
 
 _COMMANDS = {
     "Start here": (demo.demo, tour.tour),
-    "Kernels": (prebuild.prebuild, kernels.kernels),
+    "Kernels": (prebuild.prebuild, kernels.kernels, tune.tune),
     "This machine": (facts.target, facts.env),
 }
 
@@ -32,6 +32,7 @@ def main() -> None:
     powertrain tour                   the field's pains, before and after, on this machine
     powertrain prebuild --arch H100   compile kernels ahead for GPUs that are not here
     powertrain kernels                what is compiled, and whether it is whole
+    powertrain tune rms_norm          measure this GPU's tiles (only when asked)
     powertrain target "RTX 3090 Ti"   what is known of a GPU that need not be here
     powertrain env                    environment variables and their values
 

@@ -31,6 +31,7 @@ from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
+from powertrain.runtime.tuning import tunable
 
 Casting = Literal["llama", "gemma", "te"]
 
@@ -390,8 +391,9 @@ class _Plan(NamedTuple):
     pipeline: int = 1  # stages in flight in backward
 
 
-def _plan_fwd(M: int, N: int, is_layer: bool) -> _Plan:
-    # measured on one H200, bf16, 16384 rows; a plain copy takes 0.0671 ms at N=4096 and 0.1282 at 8192:
+@tunable("NVIDIA H200, 2026-11-21")
+def _plan_fwd(M: int, N: int, is_layer: bool, target: Target) -> _Plan:
+    # bf16, 16384 rows, ms; a plain copy takes 0.0671 ms at N=4096 and 0.1282 at 8192:
     #   rms    4096: 2 rows 8 warps 0.0697, 1 row 8 warps 0.0696;   8192: 2 rows 8 warps 0.1319, 1 row 8 warps 0.1344
     #   layer  4096: 2 rows 8 warps 0.0696, 1 row 8 warps 0.0713;   8192: 2 rows 8 warps 0.1387, 1 row 8 warps 0.1327
     # a persistent grid, cache hints on loads and on stores: no gain
@@ -405,6 +407,7 @@ def _plan_fwd(M: int, N: int, is_layer: bool) -> _Plan:
     return _Plan(False, min(16, 4096 // block_n), block_n, 4, M)
 
 
+@tunable("NVIDIA H200, 2026-11-21")
 def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, target: Target) -> _Plan:
     # measured as above; 1 program an SM, strided rows, 3 or 4 loads in flight:
     #   rms    4096: 2 rows 8 warps 3 stages 0.1071 (16 warps 0.1076, 1 row 0.110);   8192: 1 row 8 warps 0.2028
@@ -450,7 +453,7 @@ def _norm_fwd(
     rows = as_rows(x)
     residual = None if residual is None else as_rows(residual)
     M, N = rows.shape
-    plan = _plan_fwd(M, N, is_layer)
+    plan = _plan_fwd(M, N, is_layer, Target.of(x.device))
     tensors = (rows, residual, weight, bias, y, h, mean, rstd)
     strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
     modes = {"IS_LAYER": is_layer, "ZERO_CENTERED": zero_centered, "ROUND_FIRST": round_first}

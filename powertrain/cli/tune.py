@@ -1,0 +1,99 @@
+"""`powertrain tune`: measure this GPU's tiles for an op, within a time the user sets."""
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from powertrain.cli.demo import Dtype
+
+if TYPE_CHECKING:
+    from powertrain.ops.catalog import Case
+
+
+def tune(
+    op: Annotated[str | None, typer.Argument(help="without it: what was shipped", show_default=False)] = None,
+    shape: Annotated[str | None, typer.Option(help="such as 16384x4096", show_default=False)] = None,
+    dtype: Annotated[Dtype, typer.Option(help="of the inputs")] = Dtype.bf16,
+    seconds: Annotated[float, typer.Option(help="stop after this long")] = 60.0,
+) -> None:
+    """Measure tiles for an op on this GPU and keep those that are at least 2% faster than the shipped ones.
+
+    They hold for this GPU's model only, and for sizes in the same power of two. Delete the file named at the end to
+    go back.
+
+    \b
+    powertrain tune                       where each op's shipped tiles were measured
+    powertrain tune rms_norm --shape 8192x5120
+    """
+    import torch
+
+    from powertrain.ops.catalog import cases
+    from powertrain.runtime import tuning
+
+    console = Console()
+    chosen = cases(op)
+    if op is None:
+        console.print(_shipped())
+        return
+    if not chosen:
+        raise typer.BadParameter(f"unknown op {op!r}; known: {', '.join(sorted({c.op for c in cases()}))}")
+    if not torch.cuda.is_available():
+        console.print("[red]tune needs a CUDA GPU; none is visible here[/]")
+        raise typer.Exit(1)
+    sizes = tuple(int(part) for part in shape.split("x")) if shape else None
+    device = torch.cuda.get_device_name()
+    deadline = time.monotonic() + seconds
+    found: dict[str, dict[str, tuning.Changes]] = {}
+    for case in chosen:
+        for name, key, changes, before, after in _tune_case(case, sizes or case.full, dtype, deadline):
+            words = ", ".join(f"{field}={value}" for field, value in changes.items()) or "as shipped"
+            console.print(f"{case.id:28} {name:24} {key:24} {before:.4f} -> {after:.4f} ms  {words}")
+            if changes:
+                found.setdefault(name, {})[key] = changes
+    if not found:
+        console.print("nothing was found that is 2% faster than the shipped tiles")
+        return
+    about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
+    console.print(f"kept in {tuning.save(device, found, about)}")
+
+
+def _tune_case(case: "Case", shape: tuple[int, ...], dtype: Dtype, deadline: float) -> list[tuple[Any, ...]]:
+    """(plan function, key, changes, ms before, ms after) for every plan one forward and backward of the case makes."""
+    import torch
+
+    from powertrain.runtime import tuning
+    from powertrain.runtime.errors import PowertrainError
+    from powertrain.testing.bench import measure
+
+    tensors = case.inputs(shape, dtype.torch, torch.device("cuda"))
+    results = []
+    with tuning.session():
+        case.step(tensors)
+        for (name, key), plan in list(tuning.met.items()):
+            times: list[tuple[float, tuning.Changes]] = []
+            for changes in tuning.neighbours(plan):
+                if times and time.monotonic() > deadline:
+                    break
+                tuning.forced[name] = changes
+                try:
+                    times.append((measure({"": lambda: case.step(tensors)}, seconds=0.1)[""].ms, changes))
+                except (PowertrainError, RuntimeError):
+                    continue  # too much shared memory, say: not a choice
+            tuning.forced.pop(name)
+            before, (after, changes) = times[0][0], min(times, key=lambda pair: pair[0])
+            results.append((name, key, changes if after < 0.98 * before else {}, before, after))
+    return results
+
+
+def _shipped() -> Table:
+    from powertrain.ops.catalog import cases
+    from powertrain.runtime import tuning
+
+    cases()  # imports every op
+    table = Table("plan", "shipped values were measured")
+    for name, where in sorted(tuning.shipped.items()):
+        table.add_row(name, where)
+    return table

@@ -1,0 +1,123 @@
+"""Tile tables: the shipped ones are the ops' own plan functions; `powertrain tune` measures this GPU's.
+
+An op decides its tiles in a function `plan(..., target) -> NamedTuple`, marked `@tunable(where it was measured)`. What
+`powertrain tune` finds better on a GPU is kept in a file of that GPU's, as the fields that differ from the shipped
+plan, keyed by the plan's arguments with sizes rounded up to a power of two. Nothing is tuned unless asked.
+"""
+
+import functools
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from powertrain.runtime import store, tracing
+from powertrain.runtime.target import Target
+
+P = TypeVar("P", bound=Callable[..., Any])
+Changes = dict[str, int]
+
+_TRIED_FIELDS = ("num_warps", "block_m", "block_n", "programs", "pipeline")
+# plan function -> where its shipped values were measured
+shipped: dict[str, str] = {}
+# while tuning: plan function -> changes in force, and every call that was met
+forced: dict[str, Changes] = {}
+met: dict[tuple[str, str], Any] = {}
+_tuning = False
+
+
+def _key(args: tuple[Any, ...]) -> str:
+    """Arguments as text, without the target; integers by size class, so that they fit the neighbours' batch sizes."""
+    parts = [a for a in args if not isinstance(a, Target)]
+    return ",".join(str(1 << (a - 1).bit_length()) if type(a) is int and a > 0 else str(a) for a in parts)
+
+
+def tunable(measured: str) -> Callable[[P], P]:
+    """Mark a plan function. `measured` says on which GPU and when its values were measured, or that they never were."""
+
+    def decorate(plan: P) -> P:
+        name = f"{plan.__module__.rpartition('.')[2]}.{plan.__name__}"
+        shipped[name] = measured
+
+        @functools.wraps(plan)
+        def call(*args: Any) -> Any:
+            default = plan(*args)
+            if _tuning:
+                met[name, _key(args)] = default
+                return default._replace(**forced.get(name, {}))
+            table = tuned(args[-1].name).get(name)
+            return default._replace(**table.get(_key(args), {})) if table else default
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def table_path(device: str) -> Path:
+    """The file of a GPU's tuned plans."""
+    return store.default_root().parent / "tuned" / (re.sub(r"[^A-Za-z0-9]+", "-", device) + ".json")
+
+
+@functools.cache
+def tuned(device: str) -> dict[str, dict[str, Changes]]:
+    """What was tuned for a GPU: plan function -> key -> changed fields. A file that cannot be read is said, once."""
+    path = table_path(device)
+    try:
+        plans = {str(name): dict(table) for name, table in json.loads(path.read_text())["plans"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        tracing.warn(
+            f"tuned tiles {path} cannot be read ({error}), so the shipped are used; run `powertrain tune` again"
+        )
+        return {}
+    tracing.event("tuned", f"tuned tiles of {device} from {path}", plans=plans)
+    return plans
+
+
+def save(device: str, plans: dict[str, dict[str, Changes]], about: dict[str, Any]) -> Path:
+    """Merge plans into a GPU's file, whole or not at all."""
+    path = table_path(device)
+    merged = {name: {**tuned(device).get(name, {}), **table} for name, table in {**tuned(device), **plans}.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary.write_text(json.dumps({**about, "device": device, "plans": merged}, indent=1, sort_keys=True))
+    os.replace(temporary, path)
+    tuned.cache_clear()
+    return path
+
+
+def neighbours(plan: Any) -> list[Changes]:
+    """Plans near this one: a half or twice of one field, and of warps and rows together."""
+    fields = [name for name in _TRIED_FIELDS if isinstance(getattr(plan, name, None), int)]
+    changes: list[Changes] = [{}]
+    for name in fields:
+        value = getattr(plan, name)
+        if name == "pipeline":
+            changes += [{name: v} for v in (value - 1, value + 1) if 1 <= v <= 4]
+        elif name != "block_n":  # a block as wide as the row is not a choice
+            changes += [{name: v} for v in (value // 2, value * 2) if v >= 1 and not (name == "num_warps" and v > 16)]
+    if "block_m" in fields and "num_warps" in fields:
+        for f in (0.5, 2):
+            rows, warps = int(plan.block_m * f), int(plan.num_warps * f)
+            if rows >= 1 and 1 <= warps <= 16:
+                changes.append({"block_m": rows, "num_warps": warps})
+    return changes
+
+
+class session:
+    """While tuning: plans are the shipped ones, with `forced` changes, and the calls met are noted."""
+
+    def __enter__(self) -> None:
+        global _tuning
+        met.clear()
+        forced.clear()
+        _tuning = True
+
+    def __exit__(self, *error: object) -> None:
+        global _tuning
+        _tuning = False
+        forced.clear()

@@ -1,0 +1,79 @@
+"""Tuned tile tables: kept per GPU, keyed by size class, never in the way."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from powertrain.cli import app
+from powertrain.runtime import settings, tracing, tuning
+from powertrain.runtime.target import Target
+
+
+class Plan(NamedTuple):
+    block_m: int
+    num_warps: int
+
+
+@pytest.fixture
+def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("POWERTRAIN_STORE", str(tmp_path / "kernels"))
+    settings.reload()
+    tuning.tuned.cache_clear()
+    monkeypatch.setattr(tuning, "shipped", {})
+
+    @tuning.tunable("never")
+    def _plan(M: int, N: int, target: Target) -> Plan:
+        return Plan(2, 8)
+
+    yield _plan
+    monkeypatch.undo()
+    settings.reload()
+    tuning.tuned.cache_clear()
+
+
+H200, A100 = Target.parse("H200"), Target.parse("A100")
+
+
+def test_shipped_until_tuned(sample) -> None:
+    assert sample(100, 4096, H200) == Plan(2, 8)
+    tuning.save(H200.name, {"test_tuning._plan": {"128,4096": {"num_warps": 4}}}, {"date": "today"})
+    assert sample(100, 4096, H200) == Plan(2, 4), "the same size class"
+    assert sample(200, 4096, H200) == Plan(2, 8), "another size class"
+    assert sample(100, 4096, A100) == Plan(2, 8), "another GPU"
+
+
+def test_tables_merge(sample) -> None:
+    tuning.save(H200.name, {"test_tuning._plan": {"1,1": {"num_warps": 1}}}, {})
+    tuning.save(H200.name, {"test_tuning._plan": {"2,2": {"num_warps": 2}}}, {})
+    assert (sample(1, 1, H200).num_warps, sample(2, 2, H200).num_warps) == (1, 2)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"plans": 3}'])
+def test_a_bad_table_is_said_and_left(sample, content: str) -> None:
+    path = tuning.table_path(H200.name)
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    tracing.clear()
+    assert sample(1, 1, H200) == Plan(2, 8)
+    assert "powertrain tune" in tracing.trace()[-1].text
+
+
+def test_while_tuning_calls_are_met_and_forced(sample) -> None:
+    with tuning.session():
+        sample(100, 4096, H200)
+        assert tuning.met == {("test_tuning._plan", "128,4096"): Plan(2, 8)}
+        tuning.forced["test_tuning._plan"] = {"num_warps": 16}
+        assert sample(100, 4096, H200) == Plan(2, 16)
+    assert sample(100, 4096, H200) == Plan(2, 8)
+
+
+def test_neighbours_start_with_the_plan_itself() -> None:
+    found = tuning.neighbours(Plan(2, 8))
+    assert found[0] == {} and {"block_m": 4, "num_warps": 16} in found and {"num_warps": 4} in found
+
+
+def test_the_command_lists_where_plans_were_measured() -> None:
+    result = CliRunner().invoke(app, ["tune"])
+    assert result.exit_code == 0 and "norm._plan_bwd" in result.output and "H200" in result.output
