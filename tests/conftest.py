@@ -6,8 +6,8 @@ INTERPRET = os.environ.get("POWERTRAIN_INTERPRET") == "1"
 if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 # what torch.empty hands out is NaN, in C++ too, so that an unwritten output cannot pass
 torch.use_deterministic_algorithms(True, warn_only=True)

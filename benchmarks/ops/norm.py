@@ -31,19 +31,23 @@ def _variants(op: str, N: int) -> dict[str, Callable[..., torch.Tensor]]:
     return {name: function for name, function in found.items() if function is not None}
 
 
+def _rows(op: str, M: int, N: int) -> Iterator[str]:
+    x = torch.randn(M, N, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w, b = (torch.randn(N, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    dy = torch.randn_like(x)
+    leaves = (x, w, b) if op == "layer_norm" else (x, w)
+    variants = _variants(op, N)
+    with torch.no_grad():
+        forward = measure({name: lambda f=f: f(x, w, b) for name, f in variants.items()})
+    yield table(f"{op} {M}x{N} bf16 fwd", forward, num_bytes=2 * 2 * M * N)
+    outputs = {name: f(x, w, b) for name, f in variants.items()}
+    backward = measure(
+        {n: lambda y=y: torch.autograd.grad(y, leaves, dy, retain_graph=True) for n, y in outputs.items()}
+    )
+    yield table(f"{op} {M}x{N} bf16 bwd", backward, num_bytes=3 * 2 * M * N)
+
+
 def run() -> Iterator[str]:
     for op in ("rms_norm", "layer_norm"):
         for M, N in ((16384, 4096), (16384, 8192)):
-            x = torch.randn(M, N, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            w, b = (torch.randn(N, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-            dy = torch.randn_like(x)
-            leaves = (x, w, b) if op == "layer_norm" else (x, w)
-            variants = _variants(op, N)
-            with torch.no_grad():
-                forward = measure({name: lambda f=f: f(x, w, b) for name, f in variants.items()})
-            yield table(f"{op} {M}x{N} bf16 fwd", forward, num_bytes=2 * 2 * M * N)
-            outputs = {name: f(x, w, b) for name, f in variants.items()}
-            backward = measure(
-                {n: lambda y=y: torch.autograd.grad(y, leaves, dy, retain_graph=True) for n, y in outputs.items()}
-            )
-            yield table(f"{op} {M}x{N} bf16 bwd", backward, num_bytes=3 * 2 * M * N)
+            yield from _rows(op, M, N)

@@ -1,4 +1,4 @@
-"""Timing on a GPU: variants interleaved, L2 flushed, median and spread, peak memory, share of the measured copy speed."""
+"""Timing on a GPU: variants interleaved, L2 flushed, median and spread, peak memory, share of the copy bandwidth."""
 
 import statistics
 import time
