@@ -29,6 +29,7 @@ setup:
 
 demo: setup
 	$(RUN) -m powertrain demo
+	$(RUN) -m powertrain tour
 
 check: setup
 	$(RUN) -m ruff check

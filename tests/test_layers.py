@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "runtime/triton_compat.py": "Triton takes its interpreter switch from the environment alone",
     "runtime/compile.py": "hands its workers an environment",
     "runtime/worker.py": "gives its compiler a private folder",
+    "cli/tour.py": "hands the processes it starts an environment",
 }
 
 FILES = sorted(ROOT.rglob("*.py"))
