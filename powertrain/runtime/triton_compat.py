@@ -111,6 +111,11 @@ def ptxas_version(arch: int) -> str:
     return "bundled"
 
 
+def _parse(backend: Any, options: Mapping[str, Any]) -> Any:
+    # said explicitly because its default is an environment variable, and another one from Triton 3.10 on
+    return backend.parse_options({"enable_fp_fusion": True, **options})
+
+
 def lower(
     jit: Any,
     signature: Mapping[str, str],
@@ -131,7 +136,7 @@ def lower(
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): backend.parse_attr("D") for name in aligned},
     )
-    parsed = backend.parse_options(dict(options))
+    parsed = _parse(backend, options)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -147,7 +152,7 @@ def compile_ttir(path: Path, options: Mapping[str, Any], arch: int) -> tuple[dic
     from triton.backends.compiler import Language
 
     backend = _backend(arch)
-    parsed = backend.parse_options(dict(options))
+    parsed = _parse(backend, options)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
