@@ -1,0 +1,44 @@
+"""Linear + cross entropy, forward and backward, beside torch.compile, eager PyTorch and Liger."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.peers import peer
+from powertrain.ops.linear_cross_entropy import linear_cross_entropy
+from powertrain.testing.bench import measure, table
+
+T, D, V = 8192, 4096, 128256
+
+
+def _plain(x: Tensor, w: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(F.linear(x, w).float(), y, reduction=reduction)
+
+
+def _variants(main_grad: Tensor) -> dict[str, Callable[..., Tensor]]:
+    liger = peer("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
+    found: dict[str, Any] = {
+        "powertrain": linear_cross_entropy,
+        "main_grad": lambda x, w, y: linear_cross_entropy(x, w, y, main_grad=main_grad),
+        "none": lambda x, w, y: linear_cross_entropy(x, w, y, reduction="none").sum(),
+        "torch.compile": torch.compile(_plain),
+        "torch": _plain,
+        "liger": liger and (lambda x, w, y: liger.apply(x, w, y)[0]),
+    }
+    return {name: function for name, function in found.items() if function is not None}
+
+
+def _both(function: Callable[..., Tensor], x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(function(x, w, y), (x, w), allow_unused=True)
+
+
+def run() -> Iterator[str]:
+    x = torch.randn(T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = (torch.randn(V, D, device="cuda", dtype=torch.bfloat16) * D**-0.5).requires_grad_()
+    y = torch.randint(0, V, (T,), device="cuda")
+    main_grad = torch.zeros(V, D, device="cuda")
+    variants = {name: lambda f=f: _both(f, x, w, y) for name, f in _variants(main_grad).items()}
+    yield table(f"linear_cross_entropy {T}x{D}x{V} bf16", measure(variants, seconds=1.0), flops=6 * T * D * V)

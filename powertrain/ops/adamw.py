@@ -1,0 +1,617 @@
+"""AdamW over all parameters in a few launches, and clip_grad_norm_.
+
+    p     = p - lr * weight_decay * p
+    m     = m + (1 - β1) (g - m);    v = β2 v + (1 - β2) g²
+    p     = p - lr / (1 - β1^t) * m / (sqrt(v / (1 - β2^t)) + eps)
+
+Everything is computed in float32, whatever the dtypes of parameter, gradient and state. With float32 throughout a
+parameter moves 28 bytes a step (16 read, 12 written).
+
+One kernel serves many tensors: the host uploads a table of where they are, when it has changed, and a table that cuts
+them into chunks, when their sizes are new; a program looks its chunk up and works on it. Step counts, learning rate
+corrections, found_inf and the gradient's norm stay on the device: nothing here waits for the GPU. Sums are taken per
+chunk and then over chunks in a fixed order: the same bits every time.
+
+Sources: Loshchilov and Hutter, arXiv:1711.05101; semantics of torch.optim.AdamW(fused=True) and
+torch.nn.utils.clip_grad_norm_.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.optim.adamw import adamw as _adamw_functional
+
+from powertrain.ops.layout import acc_dtype
+from powertrain.runtime import checks
+from powertrain.runtime.dispatch import use_kernel
+from powertrain.runtime.launch import kernel
+
+# elements of one program: long enough to hide the look-up, short enough to share 10^7 parameters among all SMs
+CHUNK = 16384
+# rows of the table, `count` long each; but for the sizes, in elements from the row's first tensor
+_PARAM, _GRAD, _EXP_AVG, _EXP_AVG_SQ, _STEP, _NUMEL, _MASTER = (tl.constexpr(row) for row in range(7))
+
+
+def adamw_ref(
+    p: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    master: Tensor | None = None,
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+) -> None:
+    """The specification of one update, in place, in plain PyTorch."""
+    acc = acc_dtype(p.dtype)
+    value, g, m, v = (t.to(acc) for t in (p if master is None else master, grad, exp_avg, exp_avg_sq))
+    g = -g if maximize else g
+    step += 1
+    value = value - lr * weight_decay * value
+    m = m + (1 - betas[0]) * (g - m)
+    v = betas[1] * v + (1 - betas[1]) * g * g
+    t = step.double()
+    size, root = (lr / (1 - betas[0] ** t)).to(acc), torch.sqrt(1 - betas[1] ** t).to(acc)
+    value = value - size * m / (v.sqrt() / root + eps)
+    for target, source in ((p, value), (exp_avg, m), (exp_avg_sq, v), (master, value)):
+        if target is not None:
+            target.copy_(source)
+
+
+@triton.jit
+def _bias_correction(step, log_beta):
+    """1 - beta^step, accurate where beta^step is near 1 (0.999 at step 1 would lose three digits)."""
+    t = step * log_beta
+    near = -t * (1 + t / 2 * (1 + t / 3 * (1 + t / 4 * (1 + t / 5 * (1 + t / 6 * (1 + t / 7 * (1 + t / 8)))))))
+    return tl.where(t > -0.5, near, 1.0 - tl.exp(t))
+
+
+@kernel()
+def _adamw_step_kernel(
+    table_ptr,
+    step_ptr,
+    factors_ptr,
+    lr_ptr,
+    found_inf_ptr,
+    count,
+    lr,
+    log_beta1,
+    log_beta2,
+    weight_decay,
+    BLOCK: tl.constexpr,
+):
+    """Count the step of every tensor, and write its factors [3, count]: of m, of sqrt(v), of the decay."""
+    tensors = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = tensors < count
+    steps = step_ptr + tl.load(table_ptr + _STEP * count + tensors, mask=mask, other=0)
+    advance = 1.0
+    if found_inf_ptr is not None:
+        advance = tl.where(tl.load(found_inf_ptr) == 0.0, 1.0, 0.0)
+    step = tl.load(steps, mask=mask, other=1.0) + advance
+    tl.store(steps, step, mask=mask)
+    rate = lr
+    if lr_ptr is not None:
+        rate = tl.load(lr_ptr).to(tl.float32)
+    tl.store(factors_ptr + tensors, rate / _bias_correction(step, log_beta1), mask=mask)
+    tl.store(factors_ptr + count + tensors, 1.0 / tl.sqrt(_bias_correction(step, log_beta2)), mask=mask)
+    tl.store(factors_ptr + 2 * count + tensors, rate * weight_decay + tl.zeros([BLOCK], tl.float32), mask=mask)
+
+
+@triton.jit
+def _tensor(table_ptr, row, count, first_ptr, ALIGNED: tl.constexpr):
+    """The tensor of a table's entry, which is how many elements after first_ptr it lies."""
+    distance = tl.load(table_ptr + row * count)
+    if ALIGNED:
+        # a multiple already; so written, the compiler knows, and takes 16-byte vectors
+        distance = distance // (128 // first_ptr.dtype.element_ty.primitive_bitwidth)
+        distance *= 128 // first_ptr.dtype.element_ty.primitive_bitwidth
+    return first_ptr + distance
+
+
+@triton.jit
+def _update_block(
+    p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, grad_scale_ptr, offsets, mask,
+    step_size, root, decay, one_minus_beta1, beta2, one_minus_beta2, eps, MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    g = tl.load(g_ptr + offsets, mask=mask).to(tl.float32)
+    m = tl.load(m_ptr + offsets, mask=mask).to(tl.float32)
+    v = tl.load(v_ptr + offsets, mask=mask).to(tl.float32)
+    if w_ptr is not None:
+        p = tl.load(w_ptr + offsets, mask=mask)
+    else:
+        p = tl.load(p_ptr + offsets, mask=mask).to(tl.float32)
+    if grad_scale_ptr is not None:
+        g /= tl.load(grad_scale_ptr)
+        tl.store(g_ptr + offsets, g.to(g_ptr.dtype.element_ty), mask=mask)
+    if MAXIMIZE:
+        g = -g
+    p -= decay * p
+    m += one_minus_beta1 * (g - m)
+    v = beta2 * v + one_minus_beta2 * g * g
+    p -= step_size * m / (tl.sqrt(v) * root + eps)
+    tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask=mask)
+    tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=mask)
+    if w_ptr is not None:
+        tl.store(w_ptr + offsets, p, mask=mask)
+
+
+@kernel()
+def _adamw_kernel(
+    chunks_ptr,
+    table_ptr,
+    factors_ptr,
+    found_inf_ptr,
+    grad_scale_ptr,
+    param_ptr,
+    grad_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    master_ptr,
+    count,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    MAXIMIZE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # param_ptr … master_ptr are the first tensors of their rows
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunks_ptr + 2 * chunk)
+    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
+    table_ptr += tensor
+    p_ptr = _tensor(table_ptr, _PARAM, count, param_ptr, ALIGNED) + start
+    g_ptr = _tensor(table_ptr, _GRAD, count, grad_ptr, ALIGNED) + start
+    m_ptr = _tensor(table_ptr, _EXP_AVG, count, exp_avg_ptr, ALIGNED) + start
+    v_ptr = _tensor(table_ptr, _EXP_AVG_SQ, count, exp_avg_sq_ptr, ALIGNED) + start
+    w_ptr = None
+    if master_ptr is not None:
+        w_ptr = _tensor(table_ptr, _MASTER, count, master_ptr, ALIGNED) + start
+    size = tl.minimum(tl.load(table_ptr + _NUMEL * count) - start, CHUNK).to(tl.int32)
+    if found_inf_ptr is not None:
+        size = tl.where(tl.load(found_inf_ptr) == 0.0, size, 0)
+    step_size = tl.load(factors_ptr + tensor)
+    root = tl.load(factors_ptr + count + tensor)
+    decay = tl.load(factors_ptr + 2 * count + tensor)
+
+    # whole blocks without a mask, which would keep the compiler from 16-byte vectors
+    whole = size // BLOCK * BLOCK
+    lanes = tl.arange(0, BLOCK)
+    for block in range(0, whole, BLOCK):
+        _update_block(
+            p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, grad_scale_ptr, block + lanes, None,
+            step_size, root, decay, one_minus_beta1, beta2, one_minus_beta2, eps, MAXIMIZE,
+        )  # fmt: skip
+    if whole < size:
+        _update_block(
+            p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, grad_scale_ptr, whole + lanes, whole + lanes < size,
+            step_size, root, decay, one_minus_beta1, beta2, one_minus_beta2, eps, MAXIMIZE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_magnitudes(total, bad, g, NORM: tl.constexpr):
+    if NORM == "2":
+        total += g * g
+    elif NORM == "1":
+        total += tl.abs(g)
+    else:
+        # a maximum does not see nan
+        total = tl.maximum(total, tl.abs(g))
+        bad += (g != g).to(tl.int32)
+    return total, bad
+
+
+@kernel()
+def _norm_partials_kernel(
+    chunks_ptr,
+    table_ptr,
+    partial_ptr,
+    grad_ptr,
+    count,
+    NORM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each chunk's sum of squares, sum of magnitudes, or largest magnitude."""
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunks_ptr + 2 * chunk)
+    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
+    g_ptr = _tensor(table_ptr + tensor, 0, count, grad_ptr, ALIGNED) + start
+    size = tl.minimum(tl.load(table_ptr + count + tensor) - start, CHUNK).to(tl.int32)
+    total = tl.zeros([BLOCK], tl.float32)
+    bad = tl.zeros([BLOCK], tl.int32)
+    whole = size // BLOCK * BLOCK
+    for block in range(0, whole, BLOCK):
+        g = tl.load(g_ptr + block + tl.arange(0, BLOCK)).to(tl.float32)
+        total, bad = _add_magnitudes(total, bad, g, NORM)
+    if whole < size:
+        offsets = whole + tl.arange(0, BLOCK)
+        g = tl.load(g_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)
+        total, bad = _add_magnitudes(total, bad, g, NORM)
+    if NORM == "inf":
+        result = tl.where(tl.sum(bad, axis=0) > 0, float("nan"), tl.max(total, axis=0))
+    else:
+        result = tl.sum(total, axis=0)
+    tl.store(partial_ptr + chunk, result)
+
+
+@kernel()
+def _norm_total_kernel(partial_ptr, total_ptr, factor_ptr, count, max_norm, NORM: tl.constexpr, BLOCK: tl.constexpr):
+    """The norm, and the factor that brings it down to max_norm. One program."""
+    total = tl.zeros([BLOCK], tl.float32)
+    bad = tl.zeros([BLOCK], tl.int32)
+    for block in range(0, count, BLOCK):
+        offsets = block + tl.arange(0, BLOCK)
+        part = tl.load(partial_ptr + offsets, mask=offsets < count, other=0.0)
+        if NORM == "inf":
+            total = tl.maximum(total, part)
+            bad += (part != part).to(tl.int32)
+        else:
+            total += part
+    if NORM == "inf":
+        norm = tl.where(tl.sum(bad, axis=0) > 0, float("nan"), tl.max(total, axis=0))
+    elif NORM == "2":
+        norm = tl.sqrt_rn(tl.sum(total, axis=0))
+    else:
+        norm = tl.sum(total, axis=0)
+    tl.store(total_ptr, norm)
+    factor = max_norm / (norm + 1e-6)
+    tl.store(factor_ptr, tl.where(factor > 1.0, 1.0, factor))
+
+
+@kernel()
+def _scale_tensors_kernel(
+    chunks_ptr,
+    table_ptr,
+    factor_ptr,
+    grad_ptr,
+    count,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradients times the factor, which touches no memory if it is 1."""
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        chunk = tl.program_id(0)
+        tensor = tl.load(chunks_ptr + 2 * chunk)
+        start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
+        g_ptr = _tensor(table_ptr + tensor, 0, count, grad_ptr, ALIGNED) + start
+        size = tl.minimum(tl.load(table_ptr + count + tensor) - start, CHUNK).to(tl.int32)
+        whole = size // BLOCK * BLOCK
+        for block in range(0, whole, BLOCK):
+            here = g_ptr + block + tl.arange(0, BLOCK)
+            tl.store(here, (tl.load(here).to(tl.float32) * factor).to(grad_ptr.dtype.element_ty))
+        if whole < size:
+            here, mask = g_ptr + whole + tl.arange(0, BLOCK), whole + tl.arange(0, BLOCK) < size
+            g = tl.load(here, mask=mask).to(tl.float32)
+            tl.store(here, (g * factor).to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+@functools.lru_cache(maxsize=64)
+def _chunk_table(numels: tuple[int, ...], device: torch.device) -> Tensor:
+    """[chunks, 2] int32: whose chunk, and which of its chunks."""
+    counts = torch.tensor([-(-n // CHUNK) for n in numels])
+    owner = torch.repeat_interleave(torch.arange(len(numels)), counts)
+    within = torch.arange(owner.numel()) - (counts.cumsum(0) - counts)[owner]
+    return torch.stack((owner, within), dim=1).to(torch.int32).to(device)
+
+
+class _Table:
+    """Numbers on the device, uploaded (not waiting for it) when they differ from the last ones."""
+
+    def __init__(self) -> None:
+        self.values: tuple[Any, ...] = ()
+        self.table: Tensor | None = None
+        self.captured: list[Tensor] = []
+
+    def get(self, numbers: list[int], device: torch.device) -> Tensor:
+        on_gpu = device.type == "cuda"
+        # another stream has not waited for the last upload
+        values = (torch.cuda.current_stream(device) if on_gpu else None, *numbers)
+        if self.table is None or values != self.values:
+            host = torch.tensor(numbers, dtype=torch.int64)
+            if on_gpu:
+                host = host.pin_memory()
+                if torch.cuda.is_current_stream_capturing():
+                    self.captured.append(host)  # every replay copies from it
+            self.table, self.values = host.to(device, non_blocking=True), values
+        return self.table
+
+
+def _distances(tensors: Sequence[Tensor]) -> tuple[list[int], bool]:
+    """How many elements after the first each tensor lies, and whether all lie at 16-byte boundaries."""
+    addresses = [t.data_ptr() for t in tensors]
+    first, size = addresses[0], tensors[0].element_size()
+    return [(a - first) // size for a in addresses], not any(a % 16 for a in addresses)
+
+
+def _local(t: Tensor) -> Tensor:
+    """This rank's part of a DTensor; a plain tensor itself."""
+    return getattr(t, "_local_tensor", t)
+
+
+def _is_dense(t: Tensor) -> bool:
+    return t.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(t))
+
+
+# parameter, gradient, state
+_Entry = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW in a few launches for all parameters.
+
+    params, lr, betas, eps, weight_decay, maximize   as in torch.optim.AdamW; lr may be a tensor on the device
+    foreach, fused, capturable   accepted for compatibility: every step is fused and can be captured in a CUDA graph
+                     (after one step has made the state)
+    master_weights   keep a float32 copy of 16-bit parameters in the state and update that
+    state_dtype      of exp_avg and exp_avg_sq, e.g. torch.bfloat16; default: the parameter's, float32 with a master
+
+    State per parameter: step (float32, on the parameter's device), exp_avg, exp_avg_sq, and master; state dicts go to
+    and from torch.optim.AdamW. Loading keeps state_dtype and the master's float32 (torch casts both to p's).
+    Works with torch.amp.GradScaler as torch's fused optimizers do: grad_scale and found_inf are taken on the device.
+    Numerics: float32 inside, whatever the dtypes; float64 on the CPU is plain PyTorch.
+    Raises ValueError for what torch.optim.AdamW refuses, NotImplementedError for amsgrad and differentiable.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        if amsgrad or differentiable:
+            raise NotImplementedError("AdamW: amsgrad and differentiable are not implemented; use torch.optim.AdamW")
+        if state_dtype is not None:
+            checks.one_of("AdamW", "state_dtype", state_dtype, (torch.float32, torch.bfloat16, torch.float16))
+        self.master_weights = master_weights
+        self.state_dtype = state_dtype
+        self._tables: dict[Any, _Table] = {}
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable)
+        # GradScaler then leaves unscaling, and skipping a bad step, to us
+        self._step_supports_amp_scaling = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_tables", {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in ("master_weights", "state_dtype", "_step_supports_amp_scaling")}
+        return {**super().__getstate__(), **kept}
+
+    def _has_master(self, p: Tensor) -> bool:
+        return self.master_weights and p.dtype in (torch.float16, torch.bfloat16)
+
+    def _dtype_of(self, p: Tensor) -> torch.dtype:
+        return self.state_dtype or (torch.float32 if self._has_master(p) else p.dtype)
+
+    def _state_of(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"] = torch.zeros_like(p, dtype=self._dtype_of(p))
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=self._dtype_of(p))
+            if self._has_master(p):
+                state["master"] = p.detach().to(torch.float32, copy=True)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for name, p in zip(ids, params, strict=True):
+            saved = state_dict["state"].get(name)
+            if saved:
+                self.state[p] = self._loaded(p, saved)
+
+    def _loaded(self, p: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
+        """A parameter's saved state in our dtypes and in the parameter's memory layout."""
+
+        def like(value: Tensor, dtype: torch.dtype) -> Tensor:
+            return torch.empty_like(p, dtype=dtype).copy_(value)
+
+        step = torch.as_tensor(saved["step"], dtype=torch.float32).to(p.device, copy=True).reshape(())
+        state = {"step": step, **{k: like(saved[k], self._dtype_of(p)) for k in ("exp_avg", "exp_avg_sq")}}
+        if self._has_master(p):
+            state["master"] = like(saved.get("master", p.detach()), torch.float32)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient. Returns what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for index, group in enumerate(self.param_groups):
+            for key, bucket in self._buckets(group).items():
+                device, kernels = key[:2]
+                scale, inf = (None if t is None else t.to(device) for t in (grad_scale, found_inf))
+                if kernels:
+                    table = self._tables.setdefault((index, key), _Table())
+                    _update(bucket, group, table, scale, inf)
+                else:
+                    _update_torch(bucket, group, scale, inf)
+        return loss
+
+    def _buckets(self, group: dict[str, Any]) -> dict[Any, list[_Entry]]:
+        buckets: dict[Any, list[_Entry]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse or parameter.is_complex():
+                raise NotImplementedError("AdamW: sparse gradients and complex parameters are not implemented")
+            state = {name: _local(t) for name, t in self._state_of(parameter).items()}
+            p, grad = _local(parameter.detach()), _local(parameter.grad)
+            if p.numel() == 0:
+                continue
+            if grad.stride() != p.stride():
+                grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
+            dense = _is_dense(p)
+            kernels = use_kernel("adamw", p) and dense
+            dtypes = (p.dtype, grad.dtype, *(t.dtype for t in state.values()))
+            buckets.setdefault((p.device, kernels, dense, *dtypes), []).append((p, grad, state))
+        return buckets
+
+
+def _update(
+    bucket: list[_Entry],
+    group: dict[str, Any],
+    table: _Table,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    params, grads, states = zip(*bucket, strict=True)
+    p, grad, state = bucket[0]
+    device, count = p.device, len(bucket)
+    rows = [params, grads, *([s[k] for s in states] for k in ("exp_avg", "exp_avg_sq", "step"))]
+    numels = tuple(t.numel() for t in params)
+    distances, aligned = zip(*(_distances(row) for row in rows), strict=True)
+    masters, masters_aligned = _distances([s["master"] for s in states]) if "master" in state else ([], True)
+    numbers = table.get([*itertools.chain(*distances), *numels, *masters], device)
+    chunks = _chunk_table(numels, device)
+    factors = torch.empty(3, count, dtype=torch.float32, device=device)
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    lr_on_device = lr if isinstance(lr, Tensor) and lr.device == device else None
+    _adamw_step_kernel[(triton.cdiv(count, 128),)](
+        numbers, state["step"], factors, lr_on_device, found_inf,
+        count, 0.0 if lr_on_device is not None else float(lr), _log(beta1), _log(beta2), float(group["weight_decay"]),
+        BLOCK=128, num_warps=4,
+    )  # fmt: skip
+    _adamw_kernel[(chunks.shape[0],)](
+        chunks, numbers, factors, found_inf, grad_scale,
+        p, grad, state["exp_avg"], state["exp_avg_sq"], state.get("master"),
+        count, 1 - beta1, beta2, 1 - beta2, group["eps"],
+        MAXIMIZE=group["maximize"], ALIGNED=all(aligned[:_STEP]) and masters_aligned,
+        CHUNK=CHUNK, BLOCK=1024, num_warps=8,
+    )  # fmt: skip
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
+
+
+def _update_torch(
+    bucket: list[_Entry],
+    group: dict[str, Any],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    params, grads, states = zip(*bucket, strict=True)
+    (beta1, beta2), state = group["betas"], states[0]
+    options = {name: group[name] for name in ("lr", "eps", "weight_decay", "maximize")}
+    if (
+        _is_dense(params[0])
+        and "master" not in state
+        and len({t.dtype for t in (params[0], grads[0], state["exp_avg"])}) == 1
+    ):
+        _adamw_functional(
+            list(params), list(grads), *([s[k] for s in states] for k in ("exp_avg", "exp_avg_sq")), [],
+            [s["step"] for s in states], foreach=False, fused=True, grad_scale=grad_scale, found_inf=found_inf,
+            amsgrad=False, beta1=beta1, beta2=beta2, **options,
+        )  # fmt: skip
+        return
+    if found_inf is not None and found_inf.item():
+        return
+    for p, grad, s in bucket:
+        if grad_scale is not None:
+            grad.div_(grad_scale)
+        adamw_ref(p, grad, s["exp_avg"], s["exp_avg_sq"], s["step"], s.get("master"), betas=(beta1, beta2), **options)
+
+
+# tables of clip_grad_norm_: where the gradients are, then their sizes
+_clip_tables: dict[Any, _Table] = {}
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients of `parameters` in place so that their norm, taken together, is at most `max_norm`.
+
+    As torch.nn.utils.clip_grad_norm_, in three launches for all gradients of a device and dtype. The norm is taken
+    and returned in float32 whatever the gradients' dtype; gradients whose norm is within max_norm are not touched.
+    Other norms than 1, 2 and inf, gradients on several devices, and DTensors go to torch's own.
+    Raises RuntimeError for a norm that is not finite if `error_if_nonfinite` (which waits for the GPU).
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    plain = all(
+        type(g) is Tensor and g.device == grads[0].device and g.is_floating_point() and g.layout is torch.strided
+        and use_kernel("clip_grad_norm_", g) and _is_dense(g)
+        for g in grads
+    )  # fmt: skip
+    if not grads or not plain or norm_type not in (1, 2, math.inf):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm = "inf" if norm_type == math.inf else str(int(norm_type))
+    device = grads[0].device
+    groups = [[g for g in grads if g.dtype == dtype and g.numel()] for dtype in dict.fromkeys(g.dtype for g in grads)]
+    launches = [_clip_arguments(group, device) for group in groups if group]
+    partial = torch.empty(sum(a["chunks"].shape[0] for a in launches), dtype=torch.float32, device=device)
+    total, factor = torch.empty(2, dtype=torch.float32, device=device)
+    offset = 0
+    for a in launches:
+        size = a["chunks"].shape[0]
+        _norm_partials_kernel[(size,)](
+            a["chunks"], a["table"], partial[offset:], a["grad"], a["count"],
+            NORM=norm, ALIGNED=a["aligned"], CHUNK=CHUNK, BLOCK=4096, num_warps=8,
+        )  # fmt: skip
+        offset += size
+    _norm_total_kernel[(1,)](partial, total, factor, offset, float(max_norm), NORM=norm, BLOCK=4096, num_warps=8)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients must be finite, got {total.item()}; "
+            "set error_if_nonfinite=False to scale by it anyway"
+        )
+    for a in launches:
+        _scale_tensors_kernel[(a["chunks"].shape[0],)](
+            a["chunks"], a["table"], factor, a["grad"], a["count"],
+            ALIGNED=a["aligned"], CHUNK=CHUNK, BLOCK=4096, num_warps=8,
+        )  # fmt: skip
+    return total
+
+
+def _clip_arguments(grads: list[Tensor], device: torch.device) -> dict[str, Any]:
+    distances, aligned = _distances(grads)
+    numels = tuple(g.numel() for g in grads)
+    table = _clip_tables.setdefault((device, grads[0].dtype), _Table())
+    return dict(
+        chunks=_chunk_table(numels, device),
+        table=table.get([*distances, *numels], device),
+        grad=grads[0],
+        count=len(grads),
+        aligned=aligned,
+    )

@@ -1,0 +1,306 @@
+"""AdamW and clip_grad_norm_ beside torch's own: values, dtypes, state dicts, GradScaler, layouts."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import powertrain
+from powertrain.ops import adamw as module
+from powertrain.ops.adamw import AdamW, adamw_ref, clip_grad_norm_
+
+SHAPES = [(3,), (7, 5), (20000,), ()]  # an unaligned size, a second chunk, a scalar
+OPTIONS: dict[str, Any] = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+def _params(device: torch.device, dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[Tensor]:
+    return [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+
+
+def _set_grads(params: list[Tensor], seed: int, scale: float = 1.0) -> None:
+    generator = torch.Generator(params[0].device).manual_seed(seed)
+    for p in params:
+        p.grad = (scale * torch.randn(p.shape, generator=generator, device=p.device)).to(p.dtype)
+
+
+def _copies(params: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [p.detach().to(dtype or p.dtype, copy=True).requires_grad_() for p in params]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)])
+def test_as_close_to_float64_as_torch(betas: tuple[float, float], maximize: bool, device: torch.device) -> None:
+    params = _params(device)
+    sets = [params, _copies(params), _copies(params, torch.float64)]
+    options = {**OPTIONS, "betas": betas, "maximize": maximize}
+    optimizers = [AdamW(sets[0], **options), *(torch.optim.AdamW(s, **options) for s in sets[1:])]
+    for step in range(5):
+        _set_grads(params, step)
+        for others in sets[1:]:
+            for p, q in zip(params, others, strict=True):
+                q.grad = p.grad.to(q.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+    for ours, plain, exact in zip(*sets, strict=True):
+        error, allowed = ((t - exact).abs().max() for t in (ours, plain))
+        assert error <= 2 * allowed + torch.finfo(torch.float32).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("master_weights", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_low_precision(
+    dtype: torch.dtype, master_weights: bool, state_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    params = _params(device, dtype)
+    expected = _copies(params)
+    optimizer = AdamW(params, **OPTIONS, master_weights=master_weights, state_dtype=state_dtype)
+    states = [
+        dict(
+            exp_avg=torch.zeros_like(p, dtype=state_dtype or (torch.float32 if master_weights else dtype)),
+            exp_avg_sq=torch.zeros_like(p, dtype=state_dtype or (torch.float32 if master_weights else dtype)),
+            step=torch.zeros((), device=device),
+            master=p.detach().float() if master_weights else None,
+        )
+        for p in params
+    ]
+    for step in range(3):
+        _set_grads(params, step)
+        for p, q, state in zip(params, expected, states, strict=True):
+            with torch.no_grad():
+                adamw_ref(q, p.grad, **state, **OPTIONS)
+        optimizer.step()
+    for p, q, state in zip(params, expected, states, strict=True):
+        torch.testing.assert_close(p, q, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+        for name, value in optimizer.state[p].items():
+            assert value.dtype == state[name].dtype
+            torch.testing.assert_close(value, state[name], rtol=2e-2, atol=1e-5)
+
+
+def test_groups_missing_gradients_and_mixed_dtypes(device: torch.device) -> None:
+    first, second = _params(device), _params(device, torch.bfloat16, [(9,), (4, 4)])
+    groups = lambda: [dict(params=first[:2]), dict(params=[*first[2:], *second], lr=1e-3, weight_decay=0.0)]  # noqa: E731
+    kept = _copies([*first, *second])
+    optimizer = AdamW(groups(), **OPTIONS)
+    _set_grads([*first, *second], 1)
+    first[1].grad = None
+    optimizer.step()
+    for i, (p, old) in enumerate(zip([*first, *second], kept, strict=True)):
+        if i == 1:
+            assert torch.equal(p, old) and not optimizer.state[p]
+            continue
+        options = {**OPTIONS, **({} if i < 2 else dict(lr=1e-3, weight_decay=0.0))}
+        with torch.no_grad():
+            zeros = [torch.zeros_like(p) for _ in range(2)]
+            adamw_ref(old, p.grad, *zeros, torch.zeros((), device=device), **options)
+        torch.testing.assert_close(p, old)
+
+
+def test_storages_may_change(device: torch.device) -> None:
+    params, others = (_params(device, shapes=[(40,), (6, 6)]) for _ in range(2))
+    for p, q in zip(params, others, strict=True):
+        q.data.copy_(p.data)
+    optimizer, expected = AdamW(params, **OPTIONS), torch.optim.AdamW(others, **OPTIONS)
+    for step in range(3):
+        for each in (params, others):
+            _set_grads(each, step)
+        params[0].data = params[0].data.clone()
+        optimizer.step()
+        expected.step()
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_layouts(device: torch.device) -> None:
+    base = torch.randn(6, 8, device=device)
+    made = [base.t().clone(memory_format=torch.preserve_format), base[:, ::2], base[1:2].expand(3, 8).clone()]
+    params = [t.detach().requires_grad_() for t in made]
+    others = _copies(params)
+    for p, q in zip(params, others, strict=True):
+        q.grad = torch.randn_like(q)
+        p.grad = q.grad.clone().contiguous()
+    optimizers = AdamW(params, **OPTIONS), torch.optim.AdamW(others, **OPTIONS)
+    for optimizer in optimizers:
+        optimizer.step()
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0], ids=["finite", "inf"])
+def test_grad_scale_and_found_inf(found: float, device: torch.device) -> None:
+    params = _params(device)
+    others = _copies(params)
+    optimizer, expected = AdamW(params, **OPTIONS), torch.optim.AdamW(others, **OPTIONS)
+    _set_grads(params, 0, 1024.0)
+    _set_grads(others, 0)
+    optimizer.grad_scale = torch.full((), 1024.0, device=device)
+    optimizer.found_inf = torch.full((), found, device=device)
+    optimizer.step()
+    if found:
+        others = _copies(others)
+    else:
+        expected.step()
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q)
+        assert optimizer.state[p]["step"].item() == 1 - found
+        if not found:
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_tensor_learning_rate_and_scheduler(device: torch.device) -> None:
+    params = _params(device)
+    others = _copies(params)
+    optimizer = AdamW(params, lr=torch.tensor(1e-2, device=device))
+    expected = torch.optim.AdamW(others, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(expected, lambda step: 1 / (1 + step))
+    for step in range(3):
+        _set_grads(params, step)
+        _set_grads(others, step)
+        optimizer.param_groups[0]["lr"].fill_(schedule.get_last_lr()[0])
+        optimizer.step()
+        expected.step()
+        schedule.step()
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("to_torch", [False, True], ids=["from-torch", "to-torch"])
+def test_state_dict_goes_to_and_from_torch(to_torch: bool, device: torch.device) -> None:
+    kinds = (AdamW, torch.optim.AdamW) if to_torch else (torch.optim.AdamW, AdamW)
+    params = _params(device)
+    source = kinds[0](params, **OPTIONS)
+    for step in range(2):
+        _set_grads(params, step)
+        source.step()
+    others = _copies(params)
+    loaded = kinds[1](others, lr=1.0)
+    loaded.load_state_dict(copy.deepcopy(source.state_dict()))
+    for each, optimizer in ((params, source), (others, loaded)):
+        _set_grads(each, 7)
+        optimizer.step()
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_loading_keeps_float32_state(device: torch.device) -> None:
+    params = _params(device, torch.bfloat16)
+    source = AdamW(params, **OPTIONS, master_weights=True)
+    _set_grads(params, 0)
+    source.step()
+    loaded = AdamW(_copies(params), **OPTIONS, master_weights=True)
+    loaded.load_state_dict(copy.deepcopy(source.state_dict()))
+    for p, q in zip(params, loaded.param_groups[0]["params"], strict=True):
+        for name, value in source.state[p].items():
+            assert torch.equal(loaded.state[q][name], value) and loaded.state[q][name].dtype == torch.float32
+
+
+def test_closure_disable_and_deepcopy(device: torch.device) -> None:
+    params = _params(device)
+    optimizer = AdamW(params, **OPTIONS)
+    _set_grads(params, 0)
+    assert optimizer.step(lambda: 5) == 5
+    twin = copy.deepcopy(optimizer)
+    with powertrain.disable("adamw"):
+        twin.step()
+    optimizer.step()
+    for p, q in zip(params, twin.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_refuses(device: torch.device) -> None:
+    with pytest.raises(NotImplementedError, match="amsgrad and differentiable are not implemented"):
+        AdamW(_params(device), amsgrad=True)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        AdamW(_params(device), lr=-1.0)
+    with pytest.raises(ValueError, match="state_dtype must be one of"):
+        AdamW(_params(device), state_dtype=torch.int8)
+
+
+@pytest.mark.parametrize("norm_type", [1, 2.0, float("inf"), 3.0])
+@pytest.mark.parametrize("max_norm", [0.5, 1e9], ids=["clips", "within"])
+def test_clip(norm_type: float, max_norm: float, device: torch.device) -> None:
+    params, others = (_params(device) for _ in range(2))
+    for each in (params, others):
+        _set_grads(each, 3)
+        each[0].grad = None
+    norm = clip_grad_norm_(params, max_norm, norm_type)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(others, max_norm, norm_type))
+    for p, q in zip(params[1:], others[1:], strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_clip_mixed_dtypes_twice_the_same_bits(device: torch.device) -> None:
+    norms = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        params = [*_params(device), *_params(device, torch.bfloat16)]
+        _set_grads(params, 3)
+        exact = torch.cat([p.grad.double().flatten() for p in params]).norm()
+        norms.append(clip_grad_norm_(params, 1.0))
+    assert torch.equal(*norms)
+    torch.testing.assert_close(norms[0].double(), exact, rtol=4e-3, atol=0)  # torch takes the bfloat16 norm in bfloat16
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clip_nonfinite(value: float, norm_type: float, device: torch.device) -> None:
+    params, others = (_params(device) for _ in range(2))
+    for each in (params, others):
+        _set_grads(each, 3)
+        each[1].grad[2, 2] = value
+    with pytest.raises(RuntimeError, match="finite"):
+        clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
+    norm = clip_grad_norm_(params, 1.0, norm_type)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(others, 1.0, norm_type), equal_nan=True)
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p.grad, q.grad, equal_nan=True)
+
+
+def test_clip_nothing(device: torch.device) -> None:
+    assert clip_grad_norm_([], 1.0) == 0 and clip_grad_norm_(_params(device), 1.0) == 0
+
+
+@pytest.mark.kernels
+def test_tables_are_built_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = _params(device)
+    optimizer = AdamW(params, **OPTIONS)
+    _set_grads(params, 0)
+    optimizer.step()
+    (table,) = optimizer._tables.values()
+    before, misses = table.table, module._chunk_table.cache_info().misses
+    optimizer.step()
+    assert table.table is before and module._chunk_table.cache_info().misses == misses
+
+
+@pytest.mark.gpu
+def test_cuda_graph(device: torch.device) -> None:
+    params = _params(device)
+    others = _copies(params)
+    optimizer, expected = AdamW(params, **OPTIONS), torch.optim.AdamW(others, **OPTIONS)
+    grads = [torch.randn_like(p) for p in params]
+
+    def step() -> None:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g * 2
+        clip_grad_norm_(params, 1.0)
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(2):
+        graph.replay()
+    for _ in range(3):
+        for p, g in zip(others, grads, strict=True):
+            p.grad = g * 2
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        expected.step()
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q)
