@@ -99,10 +99,29 @@ def _repair_index() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def _repair_masks(builder: Any) -> None:
+    """Triton 3.9 gives a comparison with a scalar i1 an int64 array, and then refuses it as a mask."""
+    masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
+
+    def as_bool(mask: Any) -> Any:
+        if mask.data.dtype != bool:
+            mask.data = mask.data.astype(bool)
+        return mask
+
+    def load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        return masked_load(self, pointers, as_bool(mask), *rest)
+
+    def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        return masked_store(self, pointers, value, as_bool(mask), *rest)
+
+    builder.create_masked_load, builder.create_masked_store = load, store
+
+
 def install() -> None:
     """Repair the interpreter, once."""
     if getattr(interpreter, "_powertrain_repaired", False):
         return
     _repair_arithmetic(interpreter.InterpreterBuilder, interpreter.TensorHandle)
     _repair_index()
+    _repair_masks(interpreter.InterpreterBuilder)
     interpreter._powertrain_repaired = True
