@@ -32,19 +32,23 @@ def _check(tensors: dict[str, Tensor | None], p: float = 0.3) -> None:
     check(lambda **t: bias_dropout_add(**t, p=p), ref, ref, tensors)
 
 
-# known answers of Random123 for Philox 4x32-10
+# known answers of Random123 for Philox 4x32 of seven and of ten rounds
+PI = [0x299F31D0A4093822, 0x0370734413198A2E], 0x85A308D3243F6A88 - 2**64
+
+
 @pytest.mark.parametrize(
-    "key, counter, words",
+    "key, counter, seven, ten",
     [
-        ([0, 0], 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ([-1, -1], -1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ([0x299F31D0A4093822, 0x0370734413198A2E], 0x85A308D3243F6A88 - 2**64, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        ([0, 0], 0, "5f6fb709 0d893f64 4f121f81 4f730a48", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([-1, -1], -1, "5207ddc2 45165e59 4d8ee751 8c52f662", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (*PI, "4dfccaba 190a87f0 c47362ba b6b5242a", "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
     ids=["zeros", "ones", "pi"],
 )
-def test_philox_known_answers(key: list[int], counter: int, words: str) -> None:
-    drawn = _philox(torch.tensor(key), torch.tensor([counter]))
-    assert " ".join(f"{int(word):08x}" for word in drawn) == words
+def test_philox_known_answers(key: list[int], counter: int, seven: str, ten: str) -> None:
+    for rounds, words in ((7, seven), (10, ten)):
+        drawn = _philox(torch.tensor(key), torch.tensor([counter]), rounds)
+        assert " ".join(f"{int(word):08x}" for word in drawn) == words
 
 
 # 3: one word of four; 260: two; 1024: a whole group; 2100: three groups, the last ragged; rows: one tile and several

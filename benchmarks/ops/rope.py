@@ -1,0 +1,58 @@
+"""RoPE of q and k, forward and backward, beside torch.compile and Liger."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import peer
+from powertrain.ops.rope import rope, rope_qkv
+from powertrain.ops.rope_table import RopeTable, rope_table
+from powertrain.testing.bench import measure, table
+
+
+def _plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def rotate(x: Tensor) -> Tensor:
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+    return rotate(q), rotate(k)
+
+
+def _variants(angles: RopeTable, dtype: torch.dtype) -> dict[str, Any]:
+    compiled, liger = torch.compile(_plain), peer("liger_kernel.ops.rope", "LigerRopeFunction")
+    cos, sin = angles.cos[:, None], angles.sin[:, None]
+    doubled = [torch.cat((t, t), -1).to(dtype)[None] for t in (angles.cos, angles.sin)]
+    found = {
+        "powertrain": lambda q, k: rope(q, k, table=angles),
+        "torch.compile": lambda q, k: compiled(q, k, cos, sin),
+        "liger": liger and (lambda q, k: liger.apply(q.transpose(1, 2), k.transpose(1, 2), *doubled)),
+    }
+    return {name: function for name, function in found.items() if function is not None}
+
+
+def run() -> Iterator[str]:
+    B, S, H, K, D = 4, 4096, 32, 8, 128
+    angles = rope_table(D, S, device="cuda")
+    q, k = (torch.randn(B, S, n, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (H, K))
+    variants, num_bytes = _variants(angles, q.dtype), 2 * 2 * B * S * (H + K) * D
+    label = f"rope B{B} S{S} H{H}/{K} D{D} bf16"
+    with torch.no_grad():
+        yield table(f"{label} fwd", measure({n: lambda f=f: f(q, k) for n, f in variants.items()}), num_bytes=num_bytes)
+    outputs = {name: function(q, k) for name, function in variants.items()}
+    grads = {name: [torch.randn_like(out) for out in outs] for name, outs in outputs.items()}
+    backward = {
+        name: lambda o=outs, g=grads[name]: torch.autograd.grad(o, (q, k), g, retain_graph=True)
+        for name, outs in outputs.items()
+    }
+    yield table(f"{label} bwd", measure(backward), num_bytes=num_bytes)
+
+    qkv = torch.randn(B, S, H + 2 * K, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    out = rope_qkv(qkv, table=angles, num_heads=H, num_kv_heads=K)
+    grads = [torch.randn_like(t) for t in out]
+    with torch.no_grad():
+        packed = {"fwd": lambda: rope_qkv(qkv, table=angles, num_heads=H, num_kv_heads=K)}
+        yield table(f"{label} packed", measure(packed), num_bytes=2 * 2 * qkv.numel())
+    packed = {"bwd": lambda: torch.autograd.grad(out, qkv, grads, retain_graph=True)}
+    yield table(f"{label} packed", measure(packed), num_bytes=2 * 2 * qkv.numel())
