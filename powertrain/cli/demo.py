@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from powertrain.ops.catalog import Case
     from powertrain.testing.numerics import Error
 
-# elements of the largest shape: what a CPU computes in well under a second, and what fits a GPU of 8 GB in float64
+# elements of the largest input: what a CPU computes in well under a second, and what fits a GPU of 8 GB in float64
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 20, 1 << 25
 
 
@@ -126,17 +126,17 @@ def shape_for(case: "Case", where: "torch.device") -> tuple[int, ...]:
     if where.type != "cuda" and settings().interpret:
         return case.tiny
     shape, limit = case.full, GPU_ELEMENTS if where.type == "cuda" else CPU_ELEMENTS
-    while _product(shape) > limit:
+    while _largest_input(case, shape) > limit:
         largest = max(shape)
         shape = tuple(size // 2 if size == largest else size for size in shape)
     return shape
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def _largest_input(case: "Case", shape: tuple[int, ...]) -> int:
+    import torch
+
+    inputs = case.inputs(shape, torch.bfloat16, torch.device("meta"))
+    return max(tensor.numel() for tensor in inputs.values() if tensor is not None)
 
 
 def _row(case: "Case", dtype: "torch.dtype", where: "torch.device") -> tuple[list[str], bool]:
