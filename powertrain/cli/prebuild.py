@@ -44,8 +44,8 @@ def prebuild(
     if not specs:
         raise typer.BadParameter(f"nothing was launched by {what}", param_hint="WHAT")
     report = build_with_progress(specs, console)
-    for name, error in report.failures.items():
-        console.print(f"[red]failed[/] {name}: {error}")
+    for name, failure in report.failures.items():
+        console.print(f"[red]failed[/] {name}: {failure}")
     report.write_pack(out)
     sources = ", ".join(f"{count} {source}" for source, count in sorted(report.sources.items()))
     size = out.stat().st_size / 2**20

@@ -20,7 +20,7 @@ def empty(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
-def wanted(x: Tensor, need: bool) -> Tensor | None:
+def wanted(x: Tensor | None, need: bool) -> Tensor | None:
     """What backward returns for an op result that may stand for "not wanted"."""
     return x if need else None
 

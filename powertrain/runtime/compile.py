@@ -111,6 +111,7 @@ class _Worker:
         return reply, worker.read_exactly(self.process.stdout, reply["entry"])
 
     def _wait(self, deadline: float, waiting_for: str) -> None:
+        assert self.process.stdout is not None
         started = spoken = time.monotonic()
         while not select.select([self.process.stdout], [], [], 0.25)[0]:
             now = time.monotonic()

@@ -26,7 +26,6 @@ import struct
 import zlib
 from collections.abc import Callable
 from functools import cached_property, partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ class Loaded:
 class Kernel:
     """A Triton kernel under our launch rules. Made by `@kernel`."""
 
-    def __init__(self, fn: FunctionType, aligned: tuple[str, ...]) -> None:
+    def __init__(self, fn: Any, aligned: tuple[str, ...]) -> None:
         self.fn = fn
         self.jit = triton.jit(fn)
         self.name = fn.__name__
@@ -302,6 +301,6 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
     return namespace["launch"]
 
 
-def kernel(*, aligned: tuple[str, ...] = ()) -> Callable[[FunctionType], Kernel]:
+def kernel(*, aligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]:
     """Declare a kernel. `aligned` names integers, besides the strides, worth specializing on being multiples of 16."""
     return lambda fn: Kernel(fn, aligned)

@@ -83,7 +83,7 @@ def _collect(function: FunctionType, parts: dict[str, str]) -> None:
             scopes.append(vars(value))
     for scope in scopes:
         for called in names:
-            value = scope.get(called)
+            value: Any = scope.get(called)
             if _is_device_function(value) and value.fn.__module__.partition(".")[0] not in _FOREIGN:
                 _collect(value.fn, parts)
             elif isinstance(value, triton.language.constexpr):

@@ -22,7 +22,7 @@ import traceback
 import zlib
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 IDLE_SECONDS = 30
 IDLE_EXIT = 75
@@ -32,13 +32,13 @@ _POLL_SECONDS = 0.02
 _YOUNG_SECONDS = 60  # a folder younger than this may be one whose owner has not locked it yet
 
 
-def write_frame(stream: BinaryIO, message: dict[str, Any], body: bytes = b"") -> None:
+def write_frame(stream: IO[bytes], message: dict[str, Any], body: bytes = b"") -> None:
     text = json.dumps(message).encode()
     stream.write(_LENGTH.pack(len(text)) + text + body)
     stream.flush()
 
 
-def read_exactly(stream: BinaryIO, count: int) -> bytes:
+def read_exactly(stream: IO[bytes], count: int) -> bytes:
     """`count` bytes of an unbuffered stream (select() must see what has not been read)."""
     data = b""
     while len(data) < count:
@@ -49,7 +49,7 @@ def read_exactly(stream: BinaryIO, count: int) -> bytes:
     return data
 
 
-def read_frame(stream: BinaryIO) -> dict[str, Any]:
+def read_frame(stream: IO[bytes]) -> dict[str, Any]:
     return json.loads(read_exactly(stream, _LENGTH.unpack(read_exactly(stream, _LENGTH.size))[0]))
 
 
@@ -64,7 +64,7 @@ def _children_die_with_us() -> None:
     """Every process we start (ptxas) is killed with us. Safe here: a worker has one thread."""
     popen = subprocess.Popen
 
-    class Popen(popen):  # type: ignore[type-arg, misc, valid-type]
+    class Popen(popen):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.setdefault("preexec_fn", _die_with_parent)
             super().__init__(*args, **kwargs)

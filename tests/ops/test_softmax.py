@@ -18,9 +18,9 @@ def _check(x: Tensor, mask: Tensor | None = None, **options: Any) -> None:
     check(lambda **t: scaled_softmax(**t, **options), ref, ref, tensors)
 
 
-# 1: one key; 300: several rows a tile; 2050: past a power of two; 16384: the widest block; 16390: looped, ragged
+# 1: one key; 300: several rows a tile; 2050: past a power of two; 32768: the widest block; 32780: looped, ragged
 @pytest.mark.parametrize("causal", [None, "aligned"])
-@pytest.mark.parametrize("sk", [1, 300, 2050, 16384, 16390], ids=lambda n: f"K{n}")
+@pytest.mark.parametrize("sk", [1, 300, 2050, 32768, 32780], ids=lambda n: f"K{n}")
 def test_sizes(sk: int, causal: str | None, device: torch.device) -> None:
     _check(torch.randn(2, 3, sk, device=device) * 3, scale=0.7, causal=causal)
 
@@ -52,8 +52,8 @@ def test_masks(shape: tuple[int, ...], fully_masked: str, device: torch.device) 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 2, 3)], ids=str)
 def test_leading_dims_mask_and_causal_together(lead: tuple[int, ...], device: torch.device) -> None:
-    mask = torch.rand(*lead[-1:], 5, 5, device=device) < 0.4
-    _check(torch.randn(*lead, 5, 5, device=device), mask, causal="upper_triangular")
+    mask = torch.rand(*lead[-1:], 33, 33, device=device) < 0.4
+    _check(torch.randn(*lead, 33, 33, device=device), mask, causal="upper_triangular")
 
 
 def test_mask_with_strides(device: torch.device) -> None:
@@ -64,13 +64,19 @@ def test_mask_with_strides(device: torch.device) -> None:
 
 @pytest.mark.parametrize("fully_masked", ["zero", "uniform"])
 def test_looped_mask(fully_masked: str, device: torch.device) -> None:
-    mask = torch.rand(1, 1, 3, 16400, device=device) < 0.4
+    mask = torch.rand(1, 1, 3, 32800, device=device) < 0.4
     mask[..., 1, :] = True
-    mask[..., 2, :16384] = True  # all but the last block's lanes
-    _check(torch.randn(1, 2, 3, 16400, device=device), mask, fully_masked=fully_masked)
+    mask[..., 2, :32768] = True  # all but the last block's lanes
+    _check(torch.randn(1, 2, 3, 32800, device=device), mask, fully_masked=fully_masked)
 
 
-@pytest.mark.parametrize("sk", [9, 16400])
+@pytest.mark.parametrize("scale", [0.0, -2.0, 1e-3])
+@pytest.mark.parametrize("sk", [9, 32800])
+def test_scale(sk: int, scale: float, device: torch.device) -> None:
+    _check(torch.randn(4, sk, device=device), scale=scale, causal="aligned")
+
+
+@pytest.mark.parametrize("sk", [9, 32800])
 def test_infinities_and_nan(sk: int, device: torch.device) -> None:
     x = torch.randn(4, sk, device=device)
     x[0], x[1, 2:], x[2, 3] = -INF, -INF, float("nan")
@@ -81,7 +87,7 @@ def test_infinities_and_nan(sk: int, device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("sk", [8, 16400])
+@pytest.mark.parametrize("sk", [8, 32800])
 def test_causal_reads_nothing_above_the_diagonal(sk: int, device: torch.device) -> None:
     x = torch.randn(2, 3, sk, device=device)
     above = torch.arange(sk, device=device) > torch.arange(3, device=device)[:, None] + sk - 3
