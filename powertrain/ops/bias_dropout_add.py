@@ -11,8 +11,8 @@ about 14 integer operations an element.
 Random numbers: Philox 4x32-7 of key seed[0] and counter (n, seed[1]), both 64 bits. Column c of row r has word
 c // 256 % 4 of counter n = (r * G + c // 1024) * 256 + c % 256, where G = ceil(N / 1024): the four words of one call
 serve columns 256 apart, so that no lane needs another's. An element is dropped when its word, shifted right by one, is
-below p * 2^31. Seven rounds are the fewest that pass BigCrush; ten took 5% longer forward and 14% backward at 16384x4096
-bf16 on an H200.
+below p * 2^31. Seven rounds are the fewest that pass BigCrush; ten took 5% longer forward and 14% backward at
+16384x4096 bf16 on an H200.
 
 Sources: Srivastava et al. 2014; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
@@ -191,7 +191,7 @@ def _plan(M: int, N: int, target: Target) -> _Plan:
     groups = triton.cdiv(N, GROUP)
     block_n = min(LANES, next_power_of_2(N))
     block_m = LANES // block_n
-    programs = min(triton.cdiv(M, block_m), triton.cdiv(target.num_sms * 32, max(1, groups)))
+    programs = min(triton.cdiv(M, block_m), triton.cdiv(target.num_sms * 16, max(1, groups)))
     return _Plan(groups, min(4, triton.cdiv(N, LANES)), block_m, block_n, 1, max(1, programs))
 
 
