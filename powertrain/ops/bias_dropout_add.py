@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.layout import acc_dtype, as_rows, empty, next_power_of_2, wanted
+from powertrain.ops.layout import acc_dtype, as_rows, cdiv, empty, next_power_of_2, wanted
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
@@ -41,6 +41,7 @@ def bias_dropout_add_ref(
     y = x.to(acc_dtype(x.dtype))
     y = y if bias is None else y + bias
     if p > 0:
+        assert seed is not None
         y = torch.where(dropout_keep(seed, x.shape, p), y / (1 - p), 0.0)
     return y.to(x.dtype) if residual is None else (y + residual).to(residual.dtype)
 
@@ -188,11 +189,11 @@ class _Plan(NamedTuple):
 
 
 def _plan(M: int, N: int, target: Target) -> _Plan:
-    groups = triton.cdiv(N, GROUP)
+    groups = cdiv(N, GROUP)
     block_n = min(LANES, next_power_of_2(N))
     block_m = LANES // block_n
-    programs = min(triton.cdiv(M, block_m), triton.cdiv(target.num_sms * 16, max(1, groups)))
-    return _Plan(groups, min(4, triton.cdiv(N, LANES)), block_m, block_n, 1, max(1, programs))
+    programs = min(cdiv(M, block_m), cdiv(target.num_sms * 16, max(1, groups)))
+    return _Plan(groups, min(4, cdiv(N, LANES)), block_m, block_n, 1, max(1, programs))
 
 
 def _bda_fwd_outputs(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float) -> Tensor:
@@ -204,7 +205,7 @@ def _bda_fwd(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tens
     rows, residual = as_rows(x), None if residual is None else as_rows(residual)
     M, N = rows.shape
     plan = _plan(M, N, Target.of(x.device))
-    _bias_dropout_add_fwd_kernel[(triton.cdiv(M, plan.block_m) * plan.groups,)](
+    _bias_dropout_add_fwd_kernel[(cdiv(M, plan.block_m) * plan.groups,)](
         rows, bias, residual, seed, y, M, N, plan.groups, rows.stride(0), 0 if residual is None else residual.stride(0),
         _threshold(p), 1 / (1 - p),
         WORDS=plan.words, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
@@ -226,7 +227,7 @@ def _bda_bwd(
     rows = as_rows(dy)
     M, N = rows.shape
     plan = _plan(M, N, Target.of(dy.device))
-    programs = plan.programs if need_dbias else triton.cdiv(M, plan.block_m)
+    programs = plan.programs if need_dbias else cdiv(M, plan.block_m)
     partial = dy.new_empty((programs, N), dtype=torch.float32) if need_dbias else None
     _bias_dropout_add_bwd_kernel[(programs * plan.groups,)](
         rows, seed, dx if need_dx else None, partial, M, N, plan.groups, programs, rows.stride(0),

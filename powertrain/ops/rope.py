@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.layout import acc_dtype, empty, next_power_of_2
+from powertrain.ops.layout import acc_dtype, cdiv, empty, next_power_of_2
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
@@ -297,14 +297,15 @@ def _launch(
     num_kv_heads = 0 if k is None else k.shape[2]
     pairs = at.cos.shape[1]
     plan = _plan(groups * group_size, head_dim)
-    blocks = triton.cdiv(groups * group_size, plan.block_h)
-    blocks += ((k is not None) + (v is not None)) * triton.cdiv(num_kv_heads, plan.block_h)
+    blocks = cdiv(groups * group_size, plan.block_h)
+    blocks += ((k is not None) + (v is not None)) * cdiv(num_kv_heads, plan.block_h)
     num_seqs = 0 if at.cu_seqlens is None else at.cu_seqlens.shape[0] - 1
     q_strides = q.stride()[:4]
     q_out_strides = q_out.stride()[:4]
-    k_strides, k_out_strides = ((0, 0, 0) if t is None else t.stride()[:3] for t in (k, k_out))
+    k_strides = (0, 0, 0) if k is None else k.stride()[:3]
+    k_out_strides = (0, 0, 0) if k_out is None else k_out.stride()[:3]
     position_strides = (0, 0, 0) if at.position_ids is None else at.position_ids.stride()
-    _rope_kernel[(blocks * triton.cdiv(num_outer * num_inner, plan.block_t),)](
+    _rope_kernel[(blocks * cdiv(num_outer * num_inner, plan.block_t),)](
         q, k, v, q_out, k_out, v_out, at.cos, at.sin, None if at.position_ids is None else at.axes, at.position_ids,
         at.offsets, at.cu_seqlens,
         num_outer, num_inner, groups * group_size, num_kv_heads, group_size, at.cos.shape[0], at.offset, num_seqs,
@@ -321,9 +322,9 @@ def _as_4d(x: Tensor, layout: str) -> Tensor:
     return x[None] if layout == "thd" else x
 
 
-def _unit(x: Tensor | None) -> Tensor | None:
+def _unit(x: Tensor) -> Tensor:
     """With a unit stride along the head dim."""
-    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _rope_outputs(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
@@ -332,11 +333,11 @@ def _rope_outputs(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]
 
 
 def _rope_fwd(q: Tensor, k: Tensor | None, *positions: Any) -> tuple[Tensor, Tensor]:
-    outputs = _rope_outputs(q, k)
+    q_out, k_out = outputs = _rope_outputs(q, k)
     at, inverse = _Positions(*positions[:-1]), positions[-1]
-    q4, q_out4 = (_as_4d(t, at.layout).unsqueeze(2) for t in (_unit(q), outputs[0]))
-    k4, k_out4 = (None if k is None else _as_4d(t, at.layout) for t in (_unit(k), outputs[1]))
-    _launch((q4, k4, None), (q_out4, k_out4, None), at, inverse)
+    q_pair = _as_4d(_unit(q), at.layout).unsqueeze(2), _as_4d(q_out, at.layout).unsqueeze(2)
+    k_pair = (None, None) if k is None else (_as_4d(_unit(k), at.layout), _as_4d(k_out, at.layout))
+    _launch((q_pair[0], k_pair[0], None), (q_pair[1], k_pair[1], None), at, inverse)
     return outputs
 
 
@@ -378,8 +379,9 @@ def _unpack(qkv: Tensor, num_heads: int, num_kv_heads: int, grouped: bool) -> tu
 def _rope_qkv_outputs(
     qkv: Tensor, num_heads: int, num_kv_heads: int, grouped: bool, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = (num_heads, num_kv_heads, num_kv_heads)
-    return tuple(qkv.new_empty((*qkv.shape[:-2], heads, qkv.shape[-1])) for heads in sizes)
+    lead, head_dim = qkv.shape[:-2], qkv.shape[-1]
+    q, k, v = (qkv.new_empty((*lead, heads, head_dim)) for heads in (num_heads, num_kv_heads, num_kv_heads))
+    return q, k, v
 
 
 def _rope_qkv_fwd(
@@ -481,7 +483,7 @@ def rope(
     at = _place("rope", q, table, layout, interleaved, offset, position_ids, cu_seqlens)
     if not use_kernel("rope", q):
         rotated = _rope_torch((q, k), at)
-        return rotated[0] if k is None else rotated
+        return rotated[0] if k is None else (rotated[0], rotated[1])
     q_out, k_out = _rope_op(q, k, *at, False)
     return q_out if k is None else (q_out, k_out)
 
@@ -588,9 +590,10 @@ def _check_positions(
         given = cu_seqlens is not None or isinstance(offset, Tensor) or offset != 0
         checks.require(not given, op, "position_ids", "come without offset and cu_seqlens", "both")
     elif isinstance(offset, Tensor):
-        batch = {"bshd": x.shape[0], "sbhd": x.shape[1 if x.dim() > 1 else 0]}.get(layout)
-        batch = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        checks.require(batch is not None, op, "offset", "be an int for thd without cu_seqlens", "a tensor")
+        if layout == "thd":
+            checks.require(cu_seqlens is not None, op, "offset", "be an int for thd without cu_seqlens", "a tensor")
+        dim = 0 if layout == "bshd" else 1
+        batch = x.shape[dim] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         checks.shape(op, "offset", offset, (batch,), "one per sequence")
     elif cu_seqlens is None:
         seqlen, held = x.shape[0 if layout in ("sbhd", "thd") else 1], table.cos.shape[0]

@@ -25,7 +25,8 @@ class RopeTable(NamedTuple):
     axes: Tensor | None = None  # [rotary_dim / 2] int32: which axis of position_ids turns this pair (M-RoPE)
 
     def to(self, device: torch.device | str) -> "RopeTable":
-        return RopeTable(*(None if t is None else t.to(device) for t in self))
+        axes = None if self.axes is None else self.axes.to(device)
+        return RopeTable(self.cos.to(device), self.sin.to(device), axes)
 
 
 class Scheme(Protocol):

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.layout import acc_dtype, as_rows, next_power_of_2
+from powertrain.ops.layout import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
@@ -290,30 +290,30 @@ def _plan(num_queries: int, N: int) -> _Plan:
     return _Plan(False, block_m, block_n, max(1, min(16, block_m * block_n // 1024)))
 
 
-class _Rows(NamedTuple):
+class _Matrices(NamedTuple):
     """Scores as matrices of queries by keys, and where each finds its mask."""
 
     num_matrices: int
     num_queries: int
     num_heads: int  # matrices that share one step of the mask's batch
     mask: Tensor | None  # uint8
-    mask_strides: tuple[int, int, int]  # batch, head, query
+    mask_strides: tuple[int, ...]  # batch, head, query
 
 
-def _as_matrices(x: Tensor, mask: Tensor | None, causal: bool) -> _Rows:
+def _as_matrices(x: Tensor, mask: Tensor | None, causal: bool) -> _Matrices:
     *lead, sq, _ = (1, 1, *x.shape)
     if mask is None:
         rows = x.shape[:-1].numel()
-        return _Rows(rows // sq if causal and sq else 1, sq if causal else rows, 1, None, (0, 0, 0))
+        return _Matrices(rows // sq if causal and sq else 1, sq if causal else rows, 1, None, (0, 0, 0))
     # [any leading dims, head, query, key]: a view of the mask unless its leading dims broadcast unevenly
     mask = mask.expand(x.shape).view(torch.uint8)
     mask = mask.reshape(-1, lead[-1], sq, x.shape[-1]) if x.dim() > 3 else mask[(None,) * (4 - x.dim())]
-    return _Rows(torch.Size(lead).numel(), sq, lead[-1], mask, mask.stride()[:3])
+    return _Matrices(torch.Size(lead).numel(), sq, lead[-1], mask, mask.stride()[:3])
 
 
 def _launch(
-    looped_kernel: Any, block_kernel: Any, tensors: tuple[Tensor, ...], rows: _Rows, N: int, stride: int, scale: float,
-    **modes: bool,
+    looped_kernel: Any, block_kernel: Any, tensors: tuple[Tensor | None, ...], rows: _Matrices, N: int, stride: int,
+    scale: float, **modes: bool,
 ) -> None:  # fmt: skip
     plan = _plan(rows.num_queries, N)
     sizes = (rows.num_queries, N, rows.num_heads, stride, *rows.mask_strides, scale)
@@ -321,7 +321,7 @@ def _launch(
         grid = (rows.num_matrices * rows.num_queries,)
         looped_kernel[grid](*tensors, *sizes, **modes, BLOCK_N=plan.block_n, num_warps=plan.num_warps)
     else:
-        grid = (rows.num_matrices * triton.cdiv(rows.num_queries, plan.block_m),)
+        grid = (rows.num_matrices * cdiv(rows.num_queries, plan.block_m),)
         blocks = dict(BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps)
         block_kernel[grid](*tensors, *sizes, **modes, **blocks)
 
@@ -401,7 +401,8 @@ def scaled_softmax(
     Returns y like x, contiguous.
     Numerics: float32, rounded once; exact zeros where masked out. A row of nothing but -inf counts as fully masked.
         Its gradient is zero. Deterministic.
-    Memory: saves y, and for "uniform" the mask given. What causal masks out is not read, but for the rest of the last 16 keys.
+    Memory: saves y, and for "uniform" the mask given. What causal masks out is not read, but for the rest of the last
+        16 keys.
     Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
         implemented and say so.
     Source: Megatron-LM's fused softmaxes.
