@@ -78,9 +78,9 @@ def _collect(function: FunctionType, parts: dict[str, str]) -> None:
     parts[name] = _tokens(function)
     names = function.__code__.co_names
     scopes = [function.__globals__]
-    for value in (function.__globals__.get(n) for n in names):
-        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _FOREIGN:
-            scopes.append(vars(value))
+    for named in (function.__globals__.get(n) for n in names):
+        if isinstance(named, ModuleType) and named.__name__.partition(".")[0] not in _FOREIGN:
+            scopes.append(vars(named))
     for scope in scopes:
         for called in names:
             value: Any = scope.get(called)
