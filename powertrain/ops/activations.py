@@ -281,10 +281,13 @@ class _Plan(NamedTuple):
     col_blocks: int
 
 
-def _plan(M: int, N: int, elements: int) -> _Plan:
-    block_n = min(next_power_of_2(N), elements)
-    block_m = max(1, min(elements // block_n, next_power_of_2(M)))
-    warps = max(1, min(8, block_m * block_n // 256))
+def _plan(M: int, N: int, per_thread: int) -> _Plan:
+    """Blocks of 2048 elements. Two 16-byte vectors a thread are the least that keeps enough loads in flight; the one
+    stream of a plain forward wants four: gelu_tanh 16384x14336 bf16 on an H200 took 0.227 ms with 32 elements a
+    thread, 0.235 with 16 and 0.264 with 8 (a copy 0.223)."""
+    block_n = min(next_power_of_2(N), 2048)
+    block_m = max(1, min(2048 // block_n, next_power_of_2(M)))
+    warps = max(1, block_m * block_n // (32 * per_thread))
     return _Plan(block_m, block_n, warps, triton.cdiv(M, block_m), triton.cdiv(N, block_n))
 
 
@@ -315,7 +318,7 @@ def _activation_fwd(
     gate, up = _halves(x, up, order, gated)
     gate_bias, up_bias = _bias_halves(bias, order, gated)
     M, N = gate.shape
-    plan = _plan(M, N, 2048)
+    plan = _plan(M, N, 16 if gated else 32)
     _activation_fwd_kernel[(plan.row_blocks * plan.col_blocks,)](
         gate, up, gate_bias, up_bias, y,
         M, N, gate.stride(0), 0 if up is None else up.stride(0), limit, alpha,
@@ -370,7 +373,7 @@ def _activation_bwd(
     gate, up = _halves(x, up, order, gated)
     gate_bias, up_bias = _bias_halves(bias, order, gated)
     M, N = gate.shape
-    plan = _plan(M, N, 2048)
+    plan = _plan(M, N, 16)
     programs, partial = plan.row_blocks, None
     if need_dbias:
         programs = min(plan.row_blocks, max(1, Target.of(x.device).num_sms * 8 // max(1, plan.col_blocks)))

@@ -163,4 +163,4 @@ def test_peak_memory(device: torch.device) -> None:
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(**tensors).backward()
     gradients = sum(t.grad.numel() * 2 for t in (tensors["x"], tensors["weight"]))
-    assert torch.cuda.max_memory_allocated() - before < gradients + (260 << 20)
+    assert torch.cuda.max_memory_allocated() - before < gradients + (310 << 20)
