@@ -34,6 +34,13 @@ def test_sizes(V: int, dtype: torch.dtype, grad_in_forward: bool, device: torch.
     _check(_tensors(3, V, device, dtype), grad_in_forward=grad_in_forward)
 
 
+@pytest.mark.parametrize("V", [70, 2049])
+def test_long_rows_take_two_kernels(V: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FUSED_ROW_BYTES", 0)
+    options = dict(label_smoothing=0.1, z_loss=1e-2, softcap=2.0)
+    _check(_tensors(3, V, device, torch.bfloat16), grad_in_forward=True, **options)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
