@@ -36,6 +36,7 @@ from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
+from powertrain.runtime.tuning import tunable
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu_squared"]
 Gated = Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu", "relu_squared_glu", "clamped_swiglu"]
@@ -281,7 +282,8 @@ class _Plan(NamedTuple):
     col_blocks: int
 
 
-def _plan(M: int, N: int, per_thread: int) -> _Plan:
+@tunable("NVIDIA H200, 2026-11-21")
+def _plan(M: int, N: int, per_thread: int, target: Target) -> _Plan:
     """Blocks of 2048 elements. Two 16-byte vectors a thread are the least that keeps enough loads in flight; the one
     stream of a plain forward wants four: gelu_tanh 16384x14336 bf16 on an H200 took 0.227 ms with 32 elements a
     thread, 0.235 with 16 and 0.264 with 8 (a copy 0.223)."""
@@ -318,7 +320,7 @@ def _activation_fwd(
     gate, up = _halves(x, up, order, gated)
     gate_bias, up_bias = _bias_halves(bias, order, gated)
     M, N = gate.shape
-    plan = _plan(M, N, 16 if gated else 32)
+    plan = _plan(M, N, 16 if gated else 32, Target.of(x.device))
     _activation_fwd_kernel[(plan.row_blocks * plan.col_blocks,)](
         gate, up, gate_bias, up_bias, y,
         M, N, gate.stride(0), 0 if up is None else up.stride(0), limit, alpha,
@@ -363,9 +365,11 @@ def _activation_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     outputs = _activation_bwd_outputs(dy, x, up, bias, kind, order, gated, limit, alpha, need_dx, need_dup, need_dbias)
     dx, dup, dbias = outputs
+    dgate: Tensor | None
+    dup_half: Tensor | None
     if gated and up is None and need_dx:
-        dgate, dup_half = _split(as_rows(dx), None, order)
-        stride_dm = dgate.stride(0)
+        dgate, dup_half = halves = _split(as_rows(dx), None, order)
+        stride_dm = halves[0].stride(0)
     else:
         dgate, dup_half = (dx if need_dx else None), (dup if up is not None and need_dup else None)
         stride_dm = dy.shape[-1]
@@ -373,7 +377,7 @@ def _activation_bwd(
     gate, up = _halves(x, up, order, gated)
     gate_bias, up_bias = _bias_halves(bias, order, gated)
     M, N = gate.shape
-    plan = _plan(M, N, 16)
+    plan = _plan(M, N, 16, Target.of(dy.device))
     programs, partial = plan.row_blocks, None
     if need_dbias:
         programs = min(plan.row_blocks, max(1, Target.of(x.device).num_sms * 8 // max(1, plan.col_blocks)))

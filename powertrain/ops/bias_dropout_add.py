@@ -29,6 +29,7 @@ from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
+from powertrain.runtime.tuning import tunable
 
 ROUNDS = 7  # of Philox; the kernels' _draw says it again
 GROUP, LANES = 1024, 256  # columns of one counter's four words, and how far apart they are
@@ -188,6 +189,7 @@ class _Plan(NamedTuple):
     programs: int  # that share the rows in backward with a bias
 
 
+@tunable("NVIDIA H200, 2026-11-21")
 def _plan(M: int, N: int, target: Target) -> _Plan:
     groups = cdiv(N, GROUP)
     block_n = min(LANES, next_power_of_2(N))

@@ -391,7 +391,7 @@ class _Plan(NamedTuple):
     pipeline: int = 1  # stages in flight in backward
 
 
-@tunable("NVIDIA H200, 2026-11-21")
+@tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps"))
 def _plan_fwd(M: int, N: int, is_layer: bool, target: Target) -> _Plan:
     # bf16, 16384 rows, ms; a plain copy takes 0.0671 ms at N=4096 and 0.1282 at 8192:
     #   rms    4096: 2 rows 8 warps 0.0697, 1 row 8 warps 0.0696;   8192: 2 rows 8 warps 0.1319, 1 row 8 warps 0.1344
@@ -407,7 +407,7 @@ def _plan_fwd(M: int, N: int, is_layer: bool, target: Target) -> _Plan:
     return _Plan(False, min(16, 4096 // block_n), block_n, 4, M)
 
 
-@tunable("NVIDIA H200, 2026-11-21")
+@tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps", "programs", "pipeline"))
 def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, target: Target) -> _Plan:
     # measured as above; 1 program an SM, strided rows, 3 or 4 loads in flight:
     #   rms    4096: 2 rows 8 warps 3 stages 0.1071 (16 warps 0.1076, 1 row 0.110);   8192: 1 row 8 warps 0.2028

@@ -24,6 +24,8 @@ from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
+from powertrain.runtime.tuning import tunable
 
 Layout = Literal["bshd", "sbhd", "thd"]
 Packing = Literal["concat", "grouped"]
@@ -256,7 +258,8 @@ class _Plan(NamedTuple):
     num_warps: int
 
 
-def _plan(num_heads: int, head_dim: int) -> _Plan:
+@tunable("NVIDIA H200, 2026-11-21", ("block_t", "block_h", "num_warps"))
+def _plan(num_heads: int, head_dim: int, target: Target) -> _Plan:
     # a warp for 1024 elements: q + k of B4 S4096 H32/8 D128 bf16 took 0.0840 ms on an H200, on two warps 0.0868, on
     # four 0.0931; more heads or tokens on as many more warps 0.0843 to 0.0860
     block_d = next_power_of_2(head_dim)
@@ -296,7 +299,7 @@ def _launch(
     num_outer, num_inner, groups, group_size, head_dim = q.shape
     num_kv_heads = 0 if k is None else k.shape[2]
     pairs = at.cos.shape[1]
-    plan = _plan(groups * group_size, head_dim)
+    plan = _plan(groups * group_size, head_dim, Target.of(q.device))
     blocks = cdiv(groups * group_size, plan.block_h)
     blocks += ((k is not None) + (v is not None)) * cdiv(num_kv_heads, plan.block_h)
     num_seqs = 0 if at.cu_seqlens is None else at.cu_seqlens.shape[0] - 1

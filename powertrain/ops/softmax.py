@@ -24,6 +24,8 @@ from powertrain.ops.layout import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
+from powertrain.runtime.tuning import tunable
 
 Causal = Literal["upper_triangular", "aligned"]
 FullyMasked = Literal["zero", "uniform"]
@@ -280,7 +282,8 @@ class _Plan(NamedTuple):
     num_warps: int
 
 
-def _plan(num_queries: int, N: int) -> _Plan:
+@tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps"))
+def _plan(num_queries: int, N: int, target: Target) -> _Plan:
     block_n = next_power_of_2(N)
     if block_n > 32768:
         return _Plan(True, 1, 4096, 8)
@@ -315,7 +318,8 @@ def _launch(
     looped_kernel: Any, block_kernel: Any, tensors: tuple[Tensor | None, ...], rows: _Matrices, N: int, stride: int,
     scale: float, **modes: bool,
 ) -> None:  # fmt: skip
-    plan = _plan(rows.num_queries, N)
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    plan = _plan(rows.num_queries, N, Target.of(device))
     sizes = (rows.num_queries, N, rows.num_heads, stride, *rows.mask_strides, scale)
     if plan.looped:
         grid = (rows.num_matrices * rows.num_queries,)

@@ -20,9 +20,8 @@ from powertrain.runtime.target import Target
 P = TypeVar("P", bound=Callable[..., Any])
 Changes = dict[str, int]
 
-_TRIED_FIELDS = ("num_warps", "block_m", "block_n", "programs", "pipeline")
-# plan function -> where its shipped values were measured
-shipped: dict[str, str] = {}
+# plan function -> where its shipped values were measured, and the fields that may be changed one by one
+shipped: dict[str, tuple[str, tuple[str, ...]]] = {}
 # while tuning: plan function -> changes in force, and every call that was met
 forced: dict[str, Changes] = {}
 met: dict[tuple[str, str], Any] = {}
@@ -35,12 +34,16 @@ def _key(args: tuple[Any, ...]) -> str:
     return ",".join(str(1 << (a - 1).bit_length()) if type(a) is int and a > 0 else str(a) for a in parts)
 
 
-def tunable(measured: str) -> Callable[[P], P]:
-    """Mark a plan function. `measured` says on which GPU and when its values were measured, or that they never were."""
+def tunable(measured: str, fields: tuple[str, ...] = ("num_warps",)) -> Callable[[P], P]:
+    """Mark a plan function, whose last argument is the target.
+
+    `measured` says on which GPU and when its values were measured, or that they never were; `fields` of the plan can
+    be halved or doubled with nothing else depending on them.
+    """
 
     def decorate(plan: P) -> P:
         name = f"{plan.__module__.rpartition('.')[2]}.{plan.__name__}"
-        shipped[name] = measured
+        shipped[name] = measured, fields
 
         @functools.wraps(plan)
         def call(*args: Any) -> Any:
@@ -90,21 +93,16 @@ def save(device: str, plans: dict[str, dict[str, Changes]], about: dict[str, Any
     return path
 
 
-def neighbours(plan: Any) -> list[Changes]:
-    """Plans near this one: a half or twice of one field, and of warps and rows together."""
-    fields = [name for name in _TRIED_FIELDS if isinstance(getattr(plan, name, None), int)]
+def neighbours(plan: Any, fields: tuple[str, ...]) -> list[Changes]:
+    """The plan itself, then plans near it: a half or twice of one field, and of rows and warps together."""
+    limits = {"num_warps": 16, "pipeline": 4}
     changes: list[Changes] = [{}]
-    for name in fields:
-        value = getattr(plan, name)
-        if name == "pipeline":
-            changes += [{name: v} for v in (value - 1, value + 1) if 1 <= v <= 4]
-        elif name != "block_n":  # a block as wide as the row is not a choice
-            changes += [{name: v} for v in (value // 2, value * 2) if v >= 1 and not (name == "num_warps" and v > 16)]
-    if "block_m" in fields and "num_warps" in fields:
-        for f in (0.5, 2):
-            rows, warps = int(plan.block_m * f), int(plan.num_warps * f)
-            if rows >= 1 and 1 <= warps <= 16:
-                changes.append({"block_m": rows, "num_warps": warps})
+    for factor in (0.5, 2):
+        near = {name: int(getattr(plan, name) * factor) for name in fields}
+        near = {name: value for name, value in near.items() if 1 <= value <= limits.get(name, value)}
+        changes += [{name: value} for name, value in near.items()]
+        if {"block_m", "num_warps"} <= near.keys():
+            changes.append({name: near[name] for name in ("block_m", "num_warps")})
     return changes
 
 

@@ -78,7 +78,7 @@ def errors(
     tensors: Tensors,
     *,
     backward: bool = True,
-    seed: int = 0,
+    seed: int = 1234,  # not that of the inputs: gradients that equal them flatter
 ) -> list[Error]:
     """Errors of every output and of every gradient (inputs that require one), in the order of both.
 

@@ -70,7 +70,7 @@ def test_while_tuning_calls_are_met_and_forced(sample) -> None:
 
 
 def test_neighbours_start_with_the_plan_itself() -> None:
-    found = tuning.neighbours(Plan(2, 8))
+    found = tuning.neighbours(Plan(2, 8), ("block_m", "num_warps"))
     assert found[0] == {} and {"block_m": 4, "num_warps": 16} in found and {"num_warps": 4} in found
 
 

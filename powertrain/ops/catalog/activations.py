@@ -49,7 +49,7 @@ def _plain_up_first(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(gate) * up
 
 
-def _case(kind: str, label: str, plain: Callable[..., Any], inputs: Any, **options: Any) -> Case:
+def _case(kind: Any, label: str, plain: Callable[..., Any], inputs: Any, **options: Any) -> Case:
     op, ref = (gated_activation, gated_activation_ref) if "glu" in kind else (activation, activation_ref)
     run, reference = (partial(f, kind=kind, **options) for f in (op, ref))
     return Case(op.__name__, label, run, reference, plain, inputs, (7, 120), (16384, 14336))

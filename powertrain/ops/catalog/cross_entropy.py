@@ -18,7 +18,8 @@ def tokens(T: int, V: int, device: torch.device) -> Tensor:
 
 
 def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor | None]:
-    return {"logits": randn(*shape, dtype=dtype, device=device), "target": tokens(*shape, device)}
+    T, V = shape
+    return {"logits": randn(T, V, dtype=dtype, device=device), "target": tokens(T, V, device)}
 
 
 def plain_loss(
