@@ -551,8 +551,8 @@ def _gated_torch(
         if kind == "clamped_swiglu":
             return gated_activation_ref(x, kind, up=up, bias=bias, order=order, limit=limit, alpha=alpha)
         acc = acc_dtype(x.dtype)
-        gate, up = (half.to(acc) for half in _split(x, up, order))
+        gate, other = (half.to(acc) for half in _split(x, up, order))
         if bias is not None:
             gate_bias, up_bias = _split(bias, None, order)
-            gate, up = gate + gate_bias, up + up_bias
-        return (_act_torch(gate, _GATED[kind]) * up).to(x.dtype)
+            gate, other = gate + gate_bias, other + up_bias
+        return (_act_torch(gate, _GATED[kind]) * other).to(x.dtype)

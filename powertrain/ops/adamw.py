@@ -533,7 +533,7 @@ def _update_torch(
         and len({t.dtype for t in (params[0], grads[0], state["exp_avg"])}) == 1
     ):
         _adamw_functional(
-            list(params), list(grads), *([s[k] for s in states] for k in ("exp_avg", "exp_avg_sq")), [],
+            list(params), list(grads), [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [],
             [s["step"] for s in states], foreach=False, fused=True, grad_scale=grad_scale, found_inf=found_inf,
             amsgrad=False, beta1=beta1, beta2=beta2, **options,
         )  # fmt: skip
