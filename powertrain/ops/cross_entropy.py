@@ -39,8 +39,8 @@ from powertrain.runtime.target import Target
 
 Reduction = Literal["mean", "sum", "none"]
 
-# longer rows are not in the L2 cache any more when their gradient is made: 8192 x 128256 bf16 took 1.48 to 1.56 ms on an
-# H200 with statistics and gradient in one kernel, 1.49 in two; 8192 x 50257 0.55 in one and 0.62 in two
+# longer rows are not in the L2 cache any more when their gradient is made: 8192 x 128256 bf16 took 1.48 to 1.56 ms on
+# an H200 with statistics and gradient in one kernel, 1.49 in two; 8192 x 50257 0.55 in one and 0.62 in two
 FUSED_ROW_BYTES = 128 << 10
 
 
