@@ -19,7 +19,7 @@ REDUCTIONS = ["mean", "sum", "none"]
 
 
 def _tensors(
-    device: torch.device, dtype: torch.dtype = torch.float32, T: int = 48, D: int = 24, V: int = 301
+    device: torch.device, dtype: torch.dtype = torch.float32, T: int = 12, D: int = 24, V: int = 301
 ) -> dict[str, Tensor | None]:
     made = {"x": torch.randn(T, D, device=device), "weight": torch.randn(V, D, device=device) * D**-0.5}
     tensors = {name: t.to(dtype).requires_grad_() for name, t in made.items()}
@@ -42,13 +42,14 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_many_blocks(reduction: str, dtype: torch.dtype, device: torch.device) -> None:
-    _check(_tensors(device, dtype), reduction=reduction)
+    # rows enough that the order of cuBLAS' or MKL's sums does not decide
+    _check(_tensors(device, dtype, T=40), reduction=reduction)
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_options(reduction: str, device: torch.device) -> None:
-    tensors = {**_tensors(device), "bias": torch.randn(301, device=device, requires_grad=True)}
+    tensors = {**_tensors(device, T=40), "bias": torch.randn(301, device=device, requires_grad=True)}
     _check(tensors, reduction=reduction, label_smoothing=0.1, softcap=4.0)
 
 
@@ -121,7 +122,7 @@ def test_autocast_casts(reduction: str, device: torch.device) -> None:
 
 def test_leading_dims_empty_and_none_kept(device: torch.device) -> None:
     x, weight, target = _tensors(device).values()
-    loss = linear_cross_entropy(x.view(6, 8, 24), weight, target.view(6, 8), reduction="none")
+    loss = linear_cross_entropy(x.view(3, 4, 24), weight, target.view(3, 4), reduction="none")
     torch.testing.assert_close(loss.flatten(), linear_cross_entropy(x, weight, target, reduction="none"))
     for T in (0, 4):
         x = torch.randn(T, 24, device=device, requires_grad=True)
