@@ -355,7 +355,7 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     check_loss_arguments(op, target, reduction, label_smoothing, softcap)

@@ -4,15 +4,20 @@ What they use is checked against the arch's limits and against the table beside 
 to change it: `python -m tests.runtime.test_cross_compile` writes it anew.
 """
 
+import importlib
 import json
+import pkgutil
 from pathlib import Path
 
 import pytest
 import torch
 
+import powertrain
+from powertrain import ops
 from powertrain.ops.catalog import cases
 from powertrain.runtime import prebuild
 from powertrain.runtime.compile import Spec
+from powertrain.runtime.launch import Kernel
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
@@ -22,11 +27,36 @@ TABLE = Path(__file__).with_name("resources.json")
 pytestmark = pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
 
 
+META = torch.device("meta")
+
+
+def _beyond_the_catalog(dtype: torch.dtype) -> None:
+    """Kernels that the catalog's sizes do not reach: rows too long for one block, the optimizer, gradients by parts."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
+
+    powertrain.layer_norm(empty(64, 20000), empty(20000), empty(20000), residual=empty(64, 20000))[0].backward(
+        torch.empty(64, 20000, dtype=dtype, device=META)
+    )
+    scores = powertrain.scaled_softmax(empty(4, 64, 40000))
+    scores.backward(torch.empty_like(scores))
+    main_grad = torch.empty(512, 64, device=META)
+    target = torch.empty(128, dtype=torch.int64, device=META)
+    powertrain.linear_cross_entropy(empty(128, 64), empty(512, 64), target, main_grad=main_grad).backward()
+    parameters = [torch.nn.Parameter(empty(3000)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    powertrain.clip_grad_norm_(parameters, 1.0)
+    powertrain.AdamW(parameters).step()
+
+
 def specs_for(arch: int, dtype: torch.dtype = torch.bfloat16) -> list[Spec]:
-    """What one forward and backward of every case at its full size launches on `arch`."""
+    """What one forward and backward of every case at its full size launches on `arch`, and the rest."""
     with record(f"sm_{arch}") as wanted:
         for case in cases():
-            case.step(case.inputs(case.full, dtype, torch.device("meta")))
+            case.step(case.inputs(case.full, dtype, META))
+        _beyond_the_catalog(dtype)
     return wanted.specs
 
 
@@ -37,9 +67,9 @@ def _name(spec: Spec) -> str:
     return f"{spec.kernel.name}[{types}][{constants}][{options}]"
 
 
-def measure(archs: tuple[int, ...]) -> dict[str, dict[str, list[int]]]:
+def measure(archs: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> dict[str, dict[str, list[int]]]:
     """kernel specialization -> arch -> [registers, stack bytes, shared bytes]."""
-    specs = [spec for arch in archs for spec in specs_for(arch)]
+    specs = [spec for arch in archs for spec in specs_for(arch, dtype)]
     names = {spec.key: (_name(spec), f"sm_{spec.arch}") for spec in specs}
     report = prebuild.build(specs)
     assert not report.failures, report.failures
@@ -68,8 +98,22 @@ def _check(found: dict[str, dict[str, list[int]]]) -> None:
     assert not worse, "\n".join(worse)
 
 
+def test_no_kernel_is_left_out() -> None:
+    modules = (importlib.import_module(f"{ops.__name__}.{m.name}") for m in pkgutil.iter_modules(ops.__path__))
+    every = {value.name for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
+    assert {spec.kernel.name for spec in specs_for(90)} == every
+
+
 def test_default_configurations_for_every_arch() -> None:
     _check(measure(ARCHS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_other_dtypes_fit_every_arch(dtype: torch.dtype) -> None:
+    found = measure(ARCHS, dtype)
+    spills = {(name, arch): facts for name, archs in found.items() for arch, facts in archs.items() if facts[1] > 64}
+    assert not spills
 
 
 if __name__ == "__main__":
