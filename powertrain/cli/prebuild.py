@@ -81,7 +81,7 @@ def recorded(what: list[str], target: Target, dtype: Dtype) -> "list[Spec]":
     return wanted.specs
 
 
-def build_with_progress(specs: "list[Spec]", console: Console) -> "Report":
+def build_with_progress(specs: "list[Spec]", console: Console, *, again: bool = False) -> "Report":
     """Build with a bar that says what was compiled last and how many workers there are and why."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -95,5 +95,7 @@ def build_with_progress(specs: "list[Spec]", console: Console) -> "Report":
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("starting", total=len({spec.key for spec in specs}))
         return build(
-            specs, lambda spec, _, source: bar.update(task, advance=1, description=f"{spec.describe()}: {source}")
+            specs,
+            lambda spec, _, source: bar.update(task, advance=1, description=f"{spec.describe()}: {source}"),
+            again=again,
         )

@@ -150,7 +150,7 @@ def _archs(console: Console) -> None:
     names = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
     specs = [spec for name in names for spec in recorded(["rms_norm"], Target.parse(name), Dtype.bf16)]
     before = time.monotonic()
-    report = build_with_progress(specs, console)
+    report = build_with_progress(specs, console, again=True)
     seconds = time.monotonic() - before
     table = Table(
         "arch", "kernels", title="rms_norm, forward and backward, with and without residual", title_justify="left"

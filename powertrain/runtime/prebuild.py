@@ -26,12 +26,15 @@ class Report:
         store.write_pack(path, self.entries, {"triton": VERSION_TEXT, "archs": archs, "entries": len(self.entries)})
 
 
-def build(specs: Iterable[Spec], on_done: OnDone = lambda spec, result, source: None) -> Report:
-    """Compile every specialization once; one that fails does not stop the others. `on_done` follows in this thread."""
+def build(specs: Iterable[Spec], on_done: OnDone = lambda spec, result, source: None, *, again: bool = False) -> Report:
+    """Compile every specialization once; one that fails does not stop the others. `on_done` follows in this thread.
+
+    `again` compiles even what a store or pack has.
+    """
     wanted = {spec.key: spec for spec in specs}
     report = Report()
     with ThreadPoolExecutor(service().limit + 1) as threads:  # one more: it lowers while the others' workers compile
-        running = {threads.submit(entry_for, spec): spec for spec in wanted.values()}
+        running = {threads.submit(entry_for, spec, again=again): spec for spec in wanted.values()}
         for future in as_completed(running):
             spec = running[future]
             try:

@@ -61,10 +61,11 @@ def specs_for(arch: int, dtype: torch.dtype = torch.bfloat16) -> list[Spec]:
 
 
 def _name(spec: Spec) -> str:
-    types = ",".join(t for t in spec.signature.values() if t != "constexpr")
+    types = ",".join(f"{name.removesuffix('_ptr')}:{t}" for name, t in spec.signature.items() if t != "constexpr")
     constants = ",".join(f"{k}={v}" for k, v in spec.constants.items() if v is not None)
     options = ",".join(f"{k}={v}" for k, v in spec.options.items())
-    return f"{spec.kernel.name}[{types}][{constants}][{options}]"
+    aligned = ",".join(name.removesuffix("_ptr") for name in spec.aligned)
+    return f"{spec.kernel.name}[{types}][{constants}][{options}][{aligned}]"
 
 
 def measure(archs: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> dict[str, dict[str, list[int]]]:
@@ -74,6 +75,7 @@ def measure(archs: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> dict
     report = prebuild.build(specs)
     assert not report.failures, report.failures
     found: dict[str, dict[str, list[int]]] = {}
+    assert len(set(names.values())) == len(names), "two specializations share a name"
     for entry in report.entries:
         name, arch = names[entry.key]
         facts = entry.manifest["launch"]
