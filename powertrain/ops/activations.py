@@ -33,7 +33,7 @@ from torch import Tensor
 
 from powertrain.ops.layout import acc_dtype, as_rows, empty, next_power_of_2, wanted
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -425,6 +425,7 @@ _activation_bwd_op = Op(
 )
 
 
+@falls_back("activation")
 def activation(x: Tensor, kind: Activation, bias: Tensor | None = None) -> Tensor:
     """act(x + bias), element by element.
 
@@ -450,6 +451,7 @@ def activation(x: Tensor, kind: Activation, bias: Tensor | None = None) -> Tenso
     return _activation_op(x, None, bias, kind, "gate_first", False, 0.0, 0.0)
 
 
+@falls_back("gated_activation")
 def gated_activation(
     x: Tensor,
     kind: Gated,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from powertrain.ops.layout import acc_dtype, as_rows, cdiv, empty, next_power_of_2, wanted
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -281,6 +281,7 @@ def dropout_seed(device: torch.device | str) -> Tensor:
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
+@falls_back("bias_dropout_add")
 def bias_dropout_add(
     x: Tensor,
     bias: Tensor | None,

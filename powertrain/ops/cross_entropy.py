@@ -33,7 +33,7 @@ from torch import Tensor
 
 from powertrain.ops.layout import acc_dtype, as_rows, empty, next_power_of_2
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 
@@ -641,6 +641,7 @@ _cross_entropy_bwd_op = Op(
 _scale_op = Op("scale_(Tensor(a!) x, Tensor dloss, Tensor? scale) -> ()", _scale_, lambda x, dloss, scale: None)
 
 
+@falls_back("cross_entropy")
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

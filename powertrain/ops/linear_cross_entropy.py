@@ -42,7 +42,7 @@ from powertrain.ops.cross_entropy import (
 )
 from powertrain.ops.layout import as_rows, empty, wanted
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 
 # of logits at a time. 8192 x 4096 x 128256 bf16 on an H200, ms and peak MiB: 160 MiB 43.1, 1223; 256 42.0, 1317; 300
@@ -321,6 +321,7 @@ _accumulate_op = Op(
 )
 
 
+@falls_back("linear_cross_entropy")
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

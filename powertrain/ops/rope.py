@@ -22,7 +22,7 @@ from torch import Tensor
 from powertrain.ops.layout import acc_dtype, cdiv, empty, next_power_of_2
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -446,6 +446,7 @@ _rope_qkv_bwd_op = Op(
 )
 
 
+@falls_back("rope")
 def rope(
     q: Tensor,
     k: Tensor | None = None,
@@ -491,6 +492,7 @@ def rope(
     return q_out if k is None else (q_out, k_out)
 
 
+@falls_back("rope_qkv")
 def rope_qkv(
     qkv: Tensor,
     *,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from powertrain.ops.layout import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -385,6 +385,7 @@ _softmax_bwd_op = Op(
 )
 
 
+@falls_back("scaled_softmax")
 def scaled_softmax(
     x: Tensor,
     *,

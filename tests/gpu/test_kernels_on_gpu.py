@@ -162,3 +162,36 @@ def test_memory_of_a_norm_is_its_results() -> None:
     y = powertrain.rms_norm(x)
     used = torch.cuda.max_memory_allocated() - before
     assert used <= y.numel() * 2 + 4 * 4096 + 4096
+
+
+@pytest.mark.parametrize("broken", ["fwd", "bwd"])
+def test_a_kernel_that_cannot_be_compiled_falls_back_as_a_whole(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it is backward's: the forward then takes plain PyTorch already."""
+    from powertrain.ops import norm
+    from powertrain.runtime import dispatch, settings
+    from powertrain.runtime.errors import CompileTimeout
+
+    entry_for = compile.entry_for
+
+    def refuse(spec: compile.Spec, **options: bool) -> object:
+        if broken in spec.kernel.name:
+            raise CompileTimeout(f"{spec.describe()} did not compile")
+        return entry_for(spec, **options)
+
+    monkeypatch.setattr(compile, "entry_for", refuse)
+    monkeypatch.setattr(dispatch, "_disabled", ())
+    monkeypatch.setenv("POWERTRAIN_ON_COMPILE_FAILURE", "reference")
+    for kernel in (norm._norm_fwd_kernel, norm._norm_bwd_kernel):
+        monkeypatch.setattr(kernel, "_loaded", {})
+        kernel._tables.clear()
+    monkeypatch.setattr(norm._norm_op, "_rehearsed", set())
+    settings.reload()
+    try:
+        x = torch.randn(4, 512, device=CUDA, requires_grad=True)
+        y = powertrain.rms_norm(x)
+        assert y.grad_fn is not None and "powertrain" not in y.grad_fn.name()
+        y.sum().backward()
+        torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (512,), None, 1e-6))
+    finally:
+        monkeypatch.undo()
+        settings.reload()
