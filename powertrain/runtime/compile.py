@@ -237,6 +237,7 @@ _service: Service | None = None
 _entries: dict[str, store.Entry] = {}
 _running: dict[str, threading.Event] = {}
 _lock = threading.Lock()
+_lowering = threading.Lock()
 
 
 def service() -> Service:
@@ -250,8 +251,8 @@ def service() -> Service:
 
 def _after_fork() -> None:
     """A forked child neither uses its parent's workers nor waits for its parent's compiles."""
-    global _service, _lock
-    _service, _lock = None, threading.Lock()
+    global _service, _lock, _lowering
+    _service, _lock, _lowering = None, threading.Lock(), threading.Lock()
     _running.clear()
 
 
@@ -283,12 +284,23 @@ def entry_for(spec: Spec, *, again: bool = False) -> tuple[store.Entry, str]:
             done.set()
 
 
+def _lower(spec: Spec) -> str:
+    # one thread at a time: Triton's code generator keeps state (seen: Triton 3.9 failing at random in two threads)
+    with _lowering:
+        try:
+            return lower(spec.kernel.jit, spec.signature, spec.constants, spec.aligned, spec.options, spec.arch)
+        except Exception as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise CompileError(f"{spec.describe()} is not valid Triton: {cause}") from error
+
+
 def _find_or_compile(spec: Spec, again: bool) -> tuple[store.Entry, str]:
     started = time.perf_counter()
     found = None if again else store.find(spec.key)
     if found is None:
-        ttir = lower(spec.kernel.jit, spec.signature, spec.constants, spec.aligned, spec.options, spec.arch)
-        entry, reply = service().compile(spec, ttir, again=again)
+        entry, reply = service().compile(spec, _lower(spec), again=again)
         found = entry, reply["source"]
     milliseconds = (time.perf_counter() - started) * 1e3
     constants = {name: value for name, value in spec.constants.items() if value is not None}

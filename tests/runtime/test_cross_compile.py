@@ -21,6 +21,7 @@ from powertrain.runtime.launch import Kernel
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
+from powertrain.runtime.triton_compat import VERSION_TEXT
 
 ARCHS = (75, 80, 86, 89, 90, 100, 103, 120)
 TABLE = Path(__file__).with_name("resources.json")
@@ -87,7 +88,12 @@ def measure(archs: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> dict
 
 
 def _check(found: dict[str, dict[str, list[int]]]) -> None:
-    expected = json.loads(TABLE.read_text())
+    table = json.loads(TABLE.read_text())
+    expected = table["specializations"]
+    if VERSION_TEXT != table["triton"]:
+        # another compiler, other numbers: then only that nothing spills much
+        assert not {name: archs for name, archs in found.items() if any(facts[1] > 64 for facts in archs.values())}
+        return
     worse = []
     for name, archs in found.items():
         for arch, (registers, stack, shared) in archs.items():
@@ -121,5 +127,5 @@ def test_other_dtypes_fit_every_arch(dtype: torch.dtype) -> None:
 if __name__ == "__main__":
     rows = measure(ARCHS)
     lines = [f"{json.dumps(name)}: {json.dumps(rows[name], sort_keys=True)}" for name in sorted(rows)]
-    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    TABLE.write_text(f'{{"triton": "{VERSION_TEXT}", "specializations": {{\n' + ",\n".join(lines) + "\n}}\n")
     print(f"{TABLE}: {len(rows)} specializations")

@@ -9,9 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
+import triton.language as tl
 
 from powertrain.runtime import compile, settings, store, tracing, worker
-from powertrain.runtime.errors import CompileTimeout
+from powertrain.runtime.errors import CompileError, CompileTimeout
 from tests.runtime import kernels
 from tests.runtime.kernels import descendants_of, fake_ptxas, run, spec_of, start, wait_until
 
@@ -305,3 +306,14 @@ def test_a_foreign_store_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch
     os.chown(fresh, 12345, 12345)
     assert compile.entry_for(spec_of())[1] == "compiled"
     assert any("belongs to user 12345" in e.text for e in tracing.trace())
+
+
+def test_a_kernel_that_is_not_valid_triton(fresh: Path) -> None:
+    from powertrain.runtime.launch import kernel
+
+    @kernel()
+    def _broken_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+        tl.store(x_ptr, unknown_name)  # noqa: F821
+
+    with pytest.raises(CompileError, match=r"(?s)_broken_kernel for sm_80 is not valid Triton: .*unknown_name"):
+        compile.entry_for(spec_of(_broken_kernel))
