@@ -424,14 +424,7 @@ def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, target: Target) 
 
 
 def _norm_fwd_outputs(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    is_layer: bool,
-    zero_centered: bool,
-    round_first: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, is_layer: bool, *_: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     h = None if residual is None else torch.empty_like(residual, memory_format=torch.contiguous_format)

@@ -239,5 +239,14 @@ def use_kernel(name: str, x: Tensor) -> bool:
     """Whether op `name` on x takes our kernel (CUDA, meta, or the CPU under the interpreter) or plain PyTorch."""
     kind = x.device.type
     if kind == "cuda" or kind == "meta" or (kind == "cpu" and settings().interpret and x.dtype is not torch.float64):
-        return not _is_disabled(name)
+        if not _is_disabled(name):
+            return True
+        kind = "disabled"
+    if not torch.compiler.is_compiling() and (name, kind) not in _plain_noted:
+        _plain_noted.add((name, kind))
+        why = "it is disabled" if kind == "disabled" else f"its tensors are on {kind}"
+        tracing.event("dispatch", f"{name}: plain PyTorch, because {why}", op=name)
     return False
+
+
+_plain_noted: set[tuple[str, str]] = set()
