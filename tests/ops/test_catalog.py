@@ -68,6 +68,22 @@ def test_each_input_frozen_in_turn(case: Case, device: torch.device) -> None:
 
 
 @every_case
+def test_autocast(case: Case, device: torch.device) -> None:
+    """docs/autocast.md: only the op that contains a matrix product casts; the others compute as ever."""
+    tensors = _inputs(case, device)
+    expected = _outputs(case.run(**tensors))
+    with torch.autocast(device.type, torch.bfloat16):
+        actual = _outputs(case.run(**tensors))
+    assert [t.dtype for t in actual] == [t.dtype for t in expected]
+    for a, b in zip(actual, expected, strict=True):
+        if case.op == "linear_cross_entropy":
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+            assert not torch.equal(a, b)
+        elif case.op != "bias_dropout_add":  # which draws another mask every time
+            assert torch.equal(a, b)
+
+
+@every_case
 def test_no_grad_saves_nothing(case: Case, device: torch.device) -> None:
     def refuse(tensor: Tensor) -> None:
         raise AssertionError("a tensor was saved")
