@@ -193,7 +193,7 @@ class Service:
         if "error" in reply:
             raise CompileError(f"{spec.describe()} does not compile: {reply['error']}")
         if reply.get("trouble"):
-            home._give_up(OSError(reply["trouble"]))
+            home.give_up(OSError(reply["trouble"]))
         return store.Entry.from_bytes(spec.key, body), reply
 
     def _ask(self, spec: Spec, request: dict[str, Any], deadline: float, limit: float) -> tuple[dict[str, Any], bytes]:

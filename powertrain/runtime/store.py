@@ -105,7 +105,7 @@ class Store:
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            self._give_up(error)
+            self.give_up(error)
         if self.root.exists() and (reason := distrust(self.root)):
             raise StoreError(f"kernel store refused: {reason}")
         return self
@@ -137,7 +137,7 @@ class Store:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write_whole(path, entry.to_bytes())
         except OSError as error:
-            self._give_up(error)
+            self.give_up(error)
             return False
         return True
 
@@ -163,7 +163,7 @@ class Store:
             path.unlink(missing_ok=True)
         return len(paths)
 
-    def _give_up(self, error: OSError) -> None:
+    def give_up(self, error: OSError) -> None:
         self.trouble = error.strerror or str(error)
         tracing.warn(
             f"kernel store {self.root}: cannot be written ({self.trouble}); kernels compiled now live in memory only. "
