@@ -317,3 +317,18 @@ def test_a_kernel_that_is_not_valid_triton(fresh: Path) -> None:
 
     with pytest.raises(CompileError, match=r"(?s)_broken_kernel for sm_80 is not valid Triton: .*unknown_name"):
         compile.entry_for(spec_of(_broken_kernel))
+
+
+def test_a_kernel_at_which_llvm_ends_the_process(fresh: Path) -> None:
+    """Not an exception: LLVM's fatal errors exit or abort, and would take a training process along."""
+    from powertrain.runtime.launch import kernel
+
+    @kernel()
+    def _fatal_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+        x = tl.load(x_ptr + tl.arange(0, BLOCK))
+        y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=Z,Z", [x], dtype=tl.float32, is_pure=True, pack=1)
+        tl.store(y_ptr + tl.arange(0, BLOCK), y)
+
+    with pytest.raises(CompileError, match=r"(?s)_fatal_kernel for sm_80 died .*constraint 'Z'"):
+        compile.entry_for(spec_of(_fatal_kernel))
+    assert compile.entry_for(spec_of())[1] == "compiled", "the next compile finds a living worker"
