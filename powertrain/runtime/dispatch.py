@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from powertrain.runtime import tracing
+from powertrain.runtime import recording, tracing
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
@@ -96,7 +96,7 @@ class Op:
         qualified = f"powertrain::{self.name}"
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(self.name, _without_none(forward), "CompositeExplicitAutograd")
-        torch.library.register_fake(qualified, _without_none(fake), lib=_library)
+        torch.library.register_fake(qualified, _without_none(self._recorded_or(fake)), lib=_library)
         torch.library.register_vmap(qualified, self._refuse_vmap, lib=_library)
         if backward is not None and setup_context is not None:
             self.function = self._autograd_function(backward, setup_context, num_results)
@@ -118,6 +118,20 @@ class Op:
             return self.function.apply(*args)
         return self.forward(*args)
 
+    def _recorded_or(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """What torch.library calls for meta tensors: under `record()` the forward, whose launches are noted, else `fake`.
+
+        Recorded calls come this way when a mode is active, such as a default device.
+        """
+
+        def call(*args: Any) -> Any:
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            if recording.state.recording is not None and all(type(t) in _PLAIN and t.is_meta for t in tensors):
+                return self.forward(*args)
+            return fake(*args)
+
+        return call
+
     def _rehearse_backward(self, args: tuple[Any, ...]) -> None:
         """Compile what the backward will need now, while the whole op can still take plain PyTorch instead."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
@@ -125,7 +139,6 @@ class Op:
         if key in self._rehearsed or tensors[0].device.type != "cuda":
             return
         from powertrain.runtime.compile import entry_for
-        from powertrain.runtime.recording import record
 
         metas = [
             torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta").requires_grad_(a.requires_grad)
@@ -133,7 +146,7 @@ class Op:
             else a
             for a in args
         ]
-        with record(Target.of(tensors[0].device)) as wanted:
+        with recording.record(Target.of(tensors[0].device)) as wanted:
             outputs = self.function.apply(*metas)
             outputs = [out for out in outputs if out is not None and out.requires_grad]
             torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])

@@ -1,0 +1,80 @@
+"""`powertrain prebuild`, `kernels` and `tour`: from a script to a pack that another process reads."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from powertrain.cli import app
+from powertrain.runtime import compile, settings, store
+
+SCRIPT = """
+import torch, powertrain
+x = torch.empty(4, 512, requires_grad=True)  # on "meta", the default device while recording
+powertrain.rms_norm(x, torch.empty(512, requires_grad=True)).sum().backward()
+"""
+
+
+@pytest.fixture
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("POWERTRAIN_STORE", str(tmp_path / "store"))
+    for forget in (settings.reload, store.user_store.cache_clear, compile._entries.clear):
+        forget()
+    yield tmp_path
+    monkeypatch.undo()
+    for forget in (settings.reload, store.user_store.cache_clear, compile._entries.clear):
+        forget()
+
+
+def _run(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(args), env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_from_a_script_to_a_pack(own_store: Path) -> None:
+    script, pack = own_store / "step.py", own_store / "kernels.ptp"
+    script.write_text(SCRIPT)
+    said = _run("prebuild", str(script), "--arch", "sm_80", "--arch", "RTX 4090", "--out", str(pack))
+    assert "6 kernels for sm_80, RTX 4090" in said.replace("\n", " ") and "POWERTRAIN_PACKS=" in said
+    assert "6 kernels whole, 0 damaged" in _run("kernels", "verify", "--pack", str(pack)).replace("\n", " ")
+
+
+def test_kernels_lists_verifies_and_clears(own_store: Path) -> None:
+    _run("prebuild", "rms_norm", "--arch", "sm_90", "--out", str(own_store / "p.ptp"))
+    assert "_norm_fwd_kernel" in _run("kernels")
+    path = next((own_store / "store").glob("*/*.ptk"))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "1 damaged" in _run("kernels", "verify", code=1).replace("\n", " ")
+    assert "files deleted" in _run("kernels", "clear").replace("\n", " ")
+    assert "0 kernels whole" in _run("kernels").replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (("prebuild", "no_such_op"), "unknown ops"),
+        (("prebuild", "missing.py"), "no such file"),
+        (("prebuild", "rms_norm", "--arch", "Voodoo 2"), "Voodoo 2"),
+        (("kernels", "clear", "--pack", "p.ptp"), "read-only"),
+        (("tour", "elsewhere"), "must be one of hang, archs"),
+    ],
+)
+def test_bad_arguments_are_named(own_store: Path, args: tuple[str, ...], words: str) -> None:
+    assert words in " ".join(_run(*args, code=2).replace("│", " ").split())
+
+
+def test_a_missing_pack_is_said(own_store: Path) -> None:
+    assert "not a pack" in _run("kernels", "--pack", str(own_store / "none.ptp"), code=1)
+
+
+def test_the_tour_compiles_for_eight_archs(own_store: Path) -> None:
+    said = _run("tour", "archs")
+    assert all(f"sm_{arch}" in said for arch in (75, 80, 86, 89, 90, 100, 103, 120)) and "40 compiled" in said
+
+
+@pytest.mark.slow
+def test_the_tour_shows_the_hang_and_its_end(own_store: Path) -> None:
+    said = _run("tour", "hang")
+    assert "still waiting for the dead process's lock file" in " ".join(said.replace("│", " ").split())
+    assert "_norm_bwd_kernel for sm_90: compiled" in said
