@@ -119,7 +119,7 @@ class Op:
         return self.forward(*args)
 
     def _recorded_or(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch.library calls for meta tensors: under `record()` the forward, whose launches are noted, else `fake`.
+        """What torch.library calls for meta tensors: the forward under `record()`, to note launches, else `fake`.
 
         Recorded calls come this way when a mode is active, such as a default device.
         """
