@@ -28,7 +28,7 @@ from powertrain.runtime import store, tracing, worker
 from powertrain.runtime.errors import CompileError, CompileTimeout
 from powertrain.runtime.jobs import jobs
 from powertrain.runtime.settings import settings
-from powertrain.runtime.triton_compat import VERSION_TEXT, lower, ptxas_version, source_hash
+from powertrain.runtime.triton_compat import VERSION_TEXT, lower, ptxas_version
 
 PER_JOB_BYTES = 768 << 20  # a worker without torch peaks at 150 to 230 MiB, ptxas at 43 to 363 MiB
 _SPEAK_AFTER = 2.0
@@ -272,7 +272,8 @@ def entry_for(spec: Spec, *, again: bool = False) -> tuple[store.Entry, str]:
             waiting = _running.setdefault(spec.key, threading.Event())
         if mine:
             break
-        waiting.wait()
+        while not waiting.wait(_SPEAK_AFTER):  # its owner has the deadline
+            tracing.progress(f"waiting for another thread to compile {spec.describe()}")
     try:
         entry, source = _find_or_compile(spec, again)
         _entries[spec.key] = entry
@@ -317,6 +318,3 @@ def _find_or_compile(spec: Spec, again: bool) -> tuple[store.Entry, str]:
         key=spec.key,
     )
     return found
-
-
-__all__ = ["Service", "Spec", "entry_for", "service", "source_hash"]

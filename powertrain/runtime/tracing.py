@@ -5,7 +5,7 @@
 
 import sys
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from powertrain.runtime.settings import settings
@@ -65,7 +65,3 @@ def warn(text: str) -> None:
 def progress(text: str) -> None:
     """A line about a wait that goes on; always shown."""
     _print(text)
-
-
-def as_dicts() -> list[dict[str, Any]]:
-    return [asdict(e) for e in trace()]
