@@ -25,13 +25,13 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.layout import acc_dtype, as_rows, cdiv, empty, next_power_of_2, wanted
+from powertrain.ops.philox import dropout_seed, halves, philox, threshold
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
-ROUNDS = 7  # of Philox; the kernels' _draw says it again
 GROUP, LANES = 1024, 256  # columns of one counter's four words, and how far apart they are
 
 
@@ -53,24 +53,8 @@ def dropout_keep(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) ->
     M, groups = torch.Size(shape[:-1]).numel(), -(-N // GROUP)
     lanes, words = min(N, LANES), max(1, min(4, -(-N // LANES)))
     call = torch.arange(M * groups, device=seed.device)[:, None] * LANES + torch.arange(lanes, device=seed.device)
-    drawn = torch.stack(_philox(seed, call)[:words], 1)  # [M * groups, words, lanes]
-    return (drawn.view(M, groups * words * lanes)[:, :N] >> 1 >= _threshold(p)).view(shape)
-
-
-def _philox(seed: Tensor, counter: Tensor, rounds: int = ROUNDS) -> list[Tensor]:
-    """Philox 4x32 of key seed[0] and counter (counter, seed[1]): four words in [0, 2^32), as int64."""
-    low = 0xFFFFFFFF
-    k0, k1, c2, c3 = (word for half in seed for word in (half & low, half >> 32 & low))
-    c0, c1 = counter & low, counter >> 32 & low
-    for _ in range(rounds):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # int64 wraps: the 64 bits are right
-        c0, c1, c2, c3 = (b >> 32 & low) ^ c1 ^ k0, b & low, (a >> 32 & low) ^ c3 ^ k1, a & low
-        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
-    return [c0, c1, c2, c3]
-
-
-def _threshold(p: float) -> int:
-    return min(round(p * 2**31), 2**31 - 1)
+    drawn = torch.stack(philox(seed[0], (*halves(call), *halves(seed[1])))[:words], 1)  # [M * groups, words, lanes]
+    return (drawn.view(M, groups * words * lanes)[:, :N] >> 1 >= threshold(p)).view(shape)
 
 
 @kernel(aligned=("N",))
@@ -209,7 +193,7 @@ def _bda_fwd(x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tens
     plan = _plan(M, N, Target.of(x.device))
     _bias_dropout_add_fwd_kernel[(cdiv(M, plan.block_m) * plan.groups,)](
         rows, bias, residual, seed, y, M, N, plan.groups, rows.stride(0), 0 if residual is None else residual.stride(0),
-        _threshold(p), 1 / (1 - p),
+        threshold(p), 1 / (1 - p),
         WORDS=plan.words, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
     )  # fmt: skip
     return y
@@ -233,7 +217,7 @@ def _bda_bwd(
     partial = dy.new_empty((programs, N), dtype=torch.float32) if need_dbias else None
     _bias_dropout_add_bwd_kernel[(programs * plan.groups,)](
         rows, seed, dx if need_dx else None, partial, M, N, plan.groups, programs, rows.stride(0),
-        _threshold(p), 1 / (1 - p),
+        threshold(p), 1 / (1 - p),
         WORDS=plan.words, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
     )  # fmt: skip
     if partial is not None:
@@ -274,11 +258,6 @@ _bda_bwd_op = Op(
     _bda_bwd,
     _bda_bwd_outputs,
 )
-
-
-def dropout_seed(device: torch.device | str) -> Tensor:
-    """A seed for dropout, [2] int64, drawn from torch's generator of this device, without host synchronisation."""
-    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
 @falls_back("bias_dropout_add")

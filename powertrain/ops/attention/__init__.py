@@ -1,0 +1,6 @@
+"""Attention: one op for every mask, layout and head dim, and the backends that compute it."""
+
+from powertrain.ops.attention.api import attention, varlen_attention
+from powertrain.ops.attention.masks import MaskSpec, MaskTensors
+
+__all__ = ["MaskSpec", "MaskTensors", "attention", "varlen_attention"]

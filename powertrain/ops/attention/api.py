@@ -1,0 +1,343 @@
+"""The public attention functions: they check arguments, lower every mask to a MaskSpec and hand over to a backend."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention import select
+from powertrain.ops.attention.masks import BiasKind, MaskSpec, MaskTensors
+from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionProblem, Layout, Lengths, Varlen
+from powertrain.ops.philox import dropout_seed as draw_seed
+from powertrain.runtime import checks
+from powertrain.runtime.target import Target
+
+MAX_HEAD_DIM = 512
+Alignment = Literal["top_left", "bottom_right"]
+_DENSE = tuple(name for name in LAYOUTS if name != "thd")
+
+
+class Sizes(NamedTuple):
+    """What the shapes of query, key and value say; of thd, queries and keys are tokens."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+
+
+_DIMS: dict[Layout, tuple[int, int, int]] = {  # where batch, sequence and heads are
+    "bshd": (0, 1, 2),
+    "bhsd": (0, 2, 1),
+    "sbhd": (1, 0, 2),
+}
+
+
+def check_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Sizes:
+    """Check query, key and value against each other and their layout."""
+    dims = {"thd": 3, "bmghk": 5}.get(layout, 4)
+    checks.floating(op, query=query, key=key, value=value)
+    checks.same_device(op, "query", query, key=key, value=value)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != dims:
+            checks.fail(op, name, f"have {dims} dims ({layout})", list(x.shape))
+        if x.dtype is not query.dtype:
+            checks.fail(op, name, f"have query's dtype {checks.name(query.dtype)}", checks.name(x.dtype))
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            checks.fail(op, name, f"have a head dim of 1 to {MAX_HEAD_DIM}", x.shape[-1])
+        if x.stride(-1) != 1 and x.numel() and x.shape[-1] > 1:
+            checks.fail(op, name, "have a last dim of stride 1 (use .contiguous())", f"stride {x.stride(-1)}")
+    checks.shape(op, "key", key, (*key.shape[:-1], query.shape[-1]), "head dim of query")
+    checks.shape(op, "value", value, (*key.shape[:-1], value.shape[-1]), "as key, but for the head dim")
+    if layout == "bmghk":
+        checks.shape(op, "key", key, (query.shape[0], key.shape[1], *query.shape[2:]), "as query")
+        heads = query.shape[2] * query.shape[3]
+        return Sizes(query.shape[0], heads, heads, query.shape[1], key.shape[1])
+    if layout == "thd":
+        batch, sequence, head = 1, 0, 1
+    else:
+        b, sequence, head = _DIMS[layout]
+        batch = query.shape[b]
+        checks.require(key.shape[b] == batch, op, "key", f"have query's batch of {batch}", key.shape[b])
+    heads, kv_heads = query.shape[head], key.shape[head]
+    if kv_heads == 0 or heads % kv_heads:
+        checks.fail(op, "query", f"have a multiple of key's {kv_heads} heads", heads)
+    return Sizes(batch, heads, kv_heads, query.shape[sequence], key.shape[sequence])
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_bias: Tensor | None = None,
+    is_causal: bool = False,
+    causal_align: Alignment = "bottom_right",
+    window_size: tuple[int, int] = (-1, -1),
+    chunk_size: int = 0,
+    prefix_lengths: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    layout: Layout = "bshd",
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> Any:
+    """TODO"""
+    op = "attention"
+    checks.one_of(op, "layout", layout, _DENSE)
+    query, key, value = _autocast(query, key, value)
+    sizes = check_qkv(op, query, key, value, layout)
+    for name, lengths in (("query_lengths", query_lengths), ("key_lengths", key_lengths)):
+        checks.shape(op, name, lengths, (sizes.batch,), "batch")
+    mask, tensors = lower_mask(
+        op, sizes, attn_bias=attn_bias, is_causal=is_causal, causal_align=causal_align, window_size=window_size,
+        chunk_size=chunk_size, prefix_lengths=prefix_lengths, document_ids=document_ids, alibi_slopes=alibi_slopes,
+        softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    varlen = Varlen(None, None, _int32(query_lengths), _int32(key_lengths), sizes.queries, sizes.keys)
+    call = _call(
+        op, query, key, value, layout, mask, tensors, varlen, scale, dropout_p, dropout_seed, return_lse, deterministic
+    )
+    return _run(call, sizes, dropout_seed is not None, backend)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_k_padded: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    is_causal: bool = False,
+    causal_align: Alignment = "bottom_right",
+    window_size: tuple[int, int] = (-1, -1),
+    chunk_size: int = 0,
+    prefix_lengths: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> Any:
+    """TODO"""
+    op = "varlen_attention"
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        checks.require(tensor.dim() == 1 and tensor.shape[0] > 0, op, name, "be [batch + 1]", list(tensor.shape))
+    query_starts, query_used = _starts(op, "q", cu_seqlens_q, cu_seqlens_q_padded, seqused_q)
+    key_starts, key_used = _starts(op, "k", cu_seqlens_k, cu_seqlens_k_padded, seqused_k)
+    checks.shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "as cu_seqlens_q")
+    varlen = Varlen(query_starts, key_starts, query_used, key_used, max_seqlen_q or 0, max_seqlen_k or 0)
+    query, key, value = _autocast(query, key, value)
+    sizes = check_qkv(op, query, key, value, "thd")._replace(batch=cu_seqlens_q.shape[0] - 1)
+    mask, tensors = lower_mask(
+        op, sizes, is_causal=is_causal, causal_align=causal_align, window_size=window_size, chunk_size=chunk_size,
+        prefix_lengths=prefix_lengths, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    call = _call(
+        op, query, key, value, "thd", mask, tensors, varlen, scale, dropout_p, dropout_seed, return_lse, deterministic
+    )
+    return _run(call, sizes, dropout_seed is not None, backend)
+
+
+def _starts(
+    op: str, side: str, cu_seqlens: Tensor, padded: Tensor | None, used: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(where sequences begin, their lengths if they end before the next begins)."""
+    checks.shape(op, f"cu_seqlens_{side}_padded", padded, cu_seqlens.shape, f"as cu_seqlens_{side}")
+    checks.shape(op, f"seqused_{side}", used, (cu_seqlens.shape[0] - 1,), "batch")
+    if padded is not None and used is None:
+        used = cu_seqlens.diff()
+    starts = cu_seqlens if padded is None else padded
+    return starts.to(torch.int32), None if used is None else used.to(torch.int32)
+
+
+def lower_mask(
+    op: str,
+    sizes: Sizes,
+    *,
+    attn_bias: Tensor | None = None,
+    is_causal: bool = False,
+    causal_align: Alignment = "bottom_right",
+    window_size: tuple[int, int] = (-1, -1),
+    chunk_size: int = 0,
+    prefix_lengths: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[MaskSpec, MaskTensors]:
+    """Mask arguments to (MaskSpec, MaskTensors), checked."""
+    batch, heads, _, queries, keys = sizes
+    checks.one_of(op, "causal_align", causal_align, ("top_left", "bottom_right"))
+    left, right = window_size
+    if is_causal:
+        right = 0
+    checks.require(chunk_size >= 0, op, "chunk_size", "be at least 0", chunk_size)
+    checks.require(softcap >= 0, op, "softcap", "be at least 0", softcap)
+    bias_kind: BiasKind = "none"
+    if attn_bias is not None:
+        bias_kind = "bool" if attn_bias.dtype is torch.bool else "float"
+        checks.require(2 <= attn_bias.dim() <= 4, op, "attn_bias", "have 2 to 4 dims", list(attn_bias.shape))
+        attn_bias = attn_bias[(None,) * (4 - attn_bias.dim())]
+        fits = all(n in (1, full) for n, full in zip(attn_bias.shape[:3], (batch, heads, queries), strict=True))
+        if not fits or attn_bias.shape[3] not in (1, keys):
+            checks.fail(op, "attn_bias", f"broadcast to [{batch}, {heads}, {queries}, {keys}]", list(attn_bias.shape))
+        if attn_bias.shape[3] != keys:
+            attn_bias = attn_bias.expand(*attn_bias.shape[:3], keys)
+        if bias_kind == "float":
+            checks.floating(op, attn_bias=attn_bias)
+    if prefix_lengths is not None:
+        checks.shape(op, "prefix_lengths", prefix_lengths, (batch,), "batch")
+        prefix_lengths = prefix_lengths.to(torch.int32)
+    query_documents = key_documents = None
+    if document_ids is not None:
+        query_documents, key_documents = document_ids if isinstance(document_ids, tuple) else (document_ids,) * 2
+        checks.shape(op, "document_ids", query_documents, (batch, queries), "batch, queries")
+        checks.shape(op, "document_ids", key_documents, (batch, keys), "batch, keys")
+        query_documents, key_documents = query_documents.to(torch.int32), key_documents.to(torch.int32)
+    if alibi_slopes is not None:
+        expected = (heads,) if alibi_slopes.dim() == 1 else (batch, heads)
+        checks.shape(op, "alibi_slopes", alibi_slopes, expected, "heads, or batch and heads")
+        checks.require(
+            not alibi_slopes.requires_grad,
+            op,
+            "alibi_slopes",
+            "not require a gradient",
+            "one that does",
+        )
+        alibi_slopes = alibi_slopes.float()
+    checks.shape(op, "sinks", sinks, (heads,), "heads")
+    spec = MaskSpec(
+        left=max(left, -1),
+        right=max(right, -1),
+        bottom_right=causal_align == "bottom_right",
+        chunk=chunk_size,
+        prefix=prefix_lengths is not None,
+        documents=document_ids is not None,
+        bias=bias_kind,
+        bias_grad=attn_bias is not None and attn_bias.requires_grad and torch.is_grad_enabled(),
+        alibi=alibi_slopes is not None,
+        softcap=float(softcap),
+        sinks=sinks is not None,
+    )
+    return spec, MaskTensors(prefix_lengths, query_documents, key_documents, attn_bias, alibi_slopes, sinks)
+
+
+def _call(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    mask: MaskSpec,
+    tensors: MaskTensors,
+    varlen: Varlen,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    return_lse: bool,
+    deterministic: bool | None,
+) -> AttentionCall:
+    checks.require(0 <= dropout_p < 1, op, "dropout_p", "be in [0, 1)", dropout_p)
+    if seed is not None:
+        checks.shape(op, "dropout_seed", seed, (2,), "seed and operation")
+        checks.require(seed.dtype is torch.int64, op, "dropout_seed", "be int64", checks.name(seed.dtype))
+    checks.same_device(
+        op, "query", query, **tensors._asdict(), dropout_seed=seed, query_starts=varlen.query_starts,
+        key_starts=varlen.key_starts, query_lengths=varlen.query_used, key_lengths=varlen.key_used,
+    )  # fmt: skip
+    return AttentionCall(
+        query, key, value, layout, mask, tensors, varlen,
+        float(query.shape[-1] ** -0.5 if scale is None else scale), float(dropout_p),
+        seed if dropout_p > 0 else None, return_lse,
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+    )  # fmt: skip
+
+
+def _run(call: AttentionCall, sizes: Sizes, seeded: bool, backend: str | Sequence[str] | None) -> Any:
+    """Choose a backend by the facts of the call, and run it."""
+    query, key, value, varlen = call.query, call.key, call.value, call.varlen
+    needs_grad = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (query, key, value, call.tensors.bias, call.tensors.sinks)
+    )
+    equal = varlen.query_starts is varlen.key_starts if call.layout == "thd" else None
+    facts = (
+        query.dtype, query.shape[-1], value.shape[-1], query.device, call.mask, call.layout, sizes.heads,
+        sizes.kv_heads, Lengths.of(sizes.queries, sizes.keys, equal=equal, batch=sizes.batch),
+        varlen.query_used is not None or varlen.key_used is not None, call.dropout_p > 0, seeded, needs_grad,
+        call.return_lse, call.deterministic, _aligned(query, key, value),
+    )  # fmt: skip
+    chosen = select.choose(facts, lambda: problem_of(*facts), backend)
+    if call.dropout_p > 0 and call.dropout_seed is None and chosen.draws_keep:
+        call = replace(call, dropout_seed=draw_seed(query.device))
+    out, lse = chosen.run(call)
+    return (out, lse) if call.return_lse else out
+
+
+def problem_of(
+    dtype: torch.dtype,
+    head_dim_qk: int,
+    head_dim_v: int,
+    device: torch.device,
+    mask: MaskSpec,
+    layout: Layout,
+    num_heads: int,
+    num_kv_heads: int,
+    lengths: Lengths,
+    has_key_lengths: bool,
+    dropout: bool,
+    dropout_seeded: bool,
+    needs_grad: bool,
+    needs_lse: bool,
+    deterministic: bool,
+    aligned: bool,
+) -> AttentionProblem:
+    """The problem of a call's facts, on the device of its tensors."""
+    return AttentionProblem(
+        dtype, head_dim_qk, head_dim_v, None if device.type == "cpu" else Target.of(device), mask, layout, num_heads,
+        num_kv_heads, lengths, has_key_lengths, dropout, dropout_seeded, needs_grad, needs_lse,
+        needs_lse and needs_grad, deterministic, aligned, torch.compiler.is_compiling(),
+    )  # fmt: skip
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kind = query.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or query.dtype is torch.float64:
+        return query, key, value
+    dtype = torch.get_autocast_dtype(kind)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Base addresses and strides are multiples of 16 bytes."""
+    for x in tensors:
+        elements = 16 // x.element_size()
+        if (not x.is_meta and x.data_ptr() % 16) or any(stride % elements for stride in x.stride()[:-1]):
+            return False
+    return True
+
+
+def _int32(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(torch.int32)

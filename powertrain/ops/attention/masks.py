@@ -1,0 +1,140 @@
+"""MaskSpec: what every name for an attention mask means, as facts; MaskTensors: the tensors it needs.
+
+Query i of a sequence has the position p = i, or p = i + keys - queries if the mask is aligned bottom right. It sees
+key j when all of these hold:
+
+    p - left <= j <= p + right      (a negative bound: no bound; right = 0 is causal)
+    p // chunk == j // chunk        (chunk > 0)
+    or, whatever those two say, j < prefix[batch]
+    the documents of i and j are equal and not negative
+    bias[..., i, j], if it is boolean
+
+and its score is
+
+    s = scale * q.k;   s = softcap * tanh(s / softcap);   s -= slope[head] * |p - j|;   s += bias[..., i, j]
+
+A sink is one more score per head in the softmax's denominator, with no value. A row that sees nothing gives 0, its LSE
+is -inf (the sink's score with a sink) and its gradients are 0.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+BiasKind = Literal["none", "bool", "float"]
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """The facts of a mask: hashable, without tensors and without lengths."""
+
+    left: int = -1  # keys before its own position that a query sees; -1: all
+    right: int = -1  # keys after it; -1: all, 0: causal
+    bottom_right: bool = False  # the last query stands at the last key, else the first at the first
+    chunk: int = 0  # positions of one chunk see each other; 0: no chunks
+    prefix: bool = False  # keys below a length per batch are seen by all
+    documents: bool = False  # ids per position, equal to see each other
+    bias: BiasKind = "none"
+    bias_grad: bool = False
+    alibi: bool = False
+    softcap: float = 0.0  # 0: none
+    sinks: bool = False
+
+    @property
+    def is_positional(self) -> bool:
+        """Positions matter, so alignment does when queries and keys differ in number."""
+        return self.left >= 0 or self.right >= 0 or self.chunk > 0 or self.alibi
+
+    @property
+    def is_causal(self) -> bool:
+        return self.right == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Full or causal attention and nothing else."""
+        return self.right in (-1, 0) and self == MaskSpec(right=self.right, bottom_right=self.bottom_right)
+
+    @property
+    def has_window(self) -> bool:
+        return self.left >= 0 or self.right > 0
+
+    def materialize(
+        self,
+        num_queries: int,
+        num_keys: int,
+        tensors: "MaskTensors | None" = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(visible, added) for one sequence length: bool [b|1, h|1, queries, keys], and what is added to the capped
+        scores, in `dtype` and broadcastable to the same, or None. O(queries * keys) memory: for tests and reference."""
+        tensors = tensors or MaskTensors()
+        given = next((t for t in tensors if t is not None), None)
+        device = given.device if device is None and given is not None else device
+        i = torch.arange(num_queries, device=device)[:, None]
+        j = torch.arange(num_keys, device=device)[None, :]
+        p = i + (num_keys - num_queries if self.bottom_right else 0)
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+        if self.left >= 0:
+            visible = visible & (j >= p - self.left)
+        if self.right >= 0:
+            visible = visible & (j <= p + self.right)
+        if self.chunk:
+            visible = visible & (p.div(self.chunk, rounding_mode="floor") == j // self.chunk)
+        visible = visible[None, None]
+        if tensors.prefix is not None:
+            visible = visible | (j < tensors.prefix[:, None, None, None])
+        if tensors.query_documents is not None and tensors.key_documents is not None:
+            ids, others = tensors.query_documents[:, None, :, None], tensors.key_documents[:, None, None, :]
+            visible = visible & (ids == others) & (ids >= 0)
+        added = None
+        if tensors.alibi_slopes is not None:
+            slopes = tensors.alibi_slopes.to(dtype)
+            slopes = slopes.view(1, -1, 1, 1) if slopes.dim() == 1 else slopes[:, :, None, None]
+            added = -slopes * (p - j).abs()
+        if tensors.bias is not None:
+            if tensors.bias.dtype is torch.bool:
+                visible = visible & tensors.bias
+            else:
+                added = tensors.bias.to(dtype) if added is None else added + tensors.bias
+        return visible, added
+
+
+class MaskTensors(NamedTuple):
+    """The tensors of a mask, on the device of the queries."""
+
+    prefix: Tensor | None = None  # [b] int32
+    query_documents: Tensor | None = None  # [b, queries] int32
+    key_documents: Tensor | None = None  # [b, keys] int32
+    bias: Tensor | None = None  # [b|1, h|1, queries|1, keys] bool (True: sees) or floating point
+    alibi_slopes: Tensor | None = None  # [h] or [b, h] float32
+    sinks: Tensor | None = None  # [h] floating point
+
+    def of_batch(self, n: int) -> "MaskTensors":
+        """Those of batch entry n alone, batch dims kept."""
+
+        def one(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.shape[0] == 1 else x[n : n + 1]
+
+        slopes = self.alibi_slopes
+        return self._replace(
+            prefix=one(self.prefix),
+            query_documents=one(self.query_documents),
+            key_documents=one(self.key_documents),
+            bias=one(self.bias),
+            alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else one(slopes),
+        )
+
+    def cut(self, num_queries: int, num_keys: int) -> "MaskTensors":
+        """Those of the first so many queries and keys."""
+        bias = self.bias
+        if bias is not None:
+            bias = bias[..., : num_queries if bias.shape[2] > 1 else 1, :num_keys]
+        return self._replace(
+            query_documents=None if self.query_documents is None else self.query_documents[:, :num_queries],
+            key_documents=None if self.key_documents is None else self.key_documents[:, :num_keys],
+            bias=bias,
+        )

@@ -1,0 +1,121 @@
+"""AttentionProblem: the facts that decide which backend runs; AttentionCall: one call with its tensors."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention.masks import MaskSpec, MaskTensors
+from powertrain.runtime.target import Target
+
+Layout = Literal["bshd", "bhsd", "sbhd", "thd", "bmghk"]
+LAYOUTS: tuple[Layout, ...] = ("bshd", "bhsd", "sbhd", "thd", "bmghk")
+SizeClass = Literal["decode", "short", "long"]
+
+
+class Reason(NamedTuple):
+    """One unmet need of a backend: what it is, and what would change it."""
+
+    text: str  # "cuDNN takes head_dim_qk up to 128 on sm_80, got 192"
+    fix: str  # "use triton or flash-attn, a head dim of 128, or sm_90"
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self.fix}"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What backends need to know of the sequence lengths, never the lengths themselves."""
+
+    size: SizeClass = "long"  # queries: up to 16, up to 1024, more
+    equal: bool = True  # as many queries as keys (thd: the same cu_seqlens)
+    queries_mod_128_is_64: bool = False
+    keys_multiple_of_8: bool = True
+    empty: bool = False  # no queries, no keys or no batch
+
+    @staticmethod
+    def of(queries: int, keys: int, *, equal: bool | None = None, batch: int = 1) -> "Lengths":
+        return Lengths(
+            "decode" if queries <= 16 else "short" if queries <= 1024 else "long",
+            queries == keys if equal is None else equal,
+            queries % 128 == 64,
+            keys % 8 == 0,
+            not (queries and keys and batch),
+        )
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """Facts of an attention, without tensors: what a policy may depend on. Equal problems get equal answers."""
+
+    dtype: torch.dtype
+    head_dim_qk: int
+    head_dim_v: int
+    target: Target | None  # None: the CPU
+    mask: MaskSpec = field(default_factory=MaskSpec)
+    layout: Layout = "bshd"
+    num_heads: int = 16
+    num_kv_heads: int = 16
+    lengths: Lengths = field(default_factory=Lengths)
+    has_key_lengths: bool = False  # sequences end before their storage does (padded cu_seqlens, lengths per batch)
+    dropout: bool = False
+    dropout_seeded: bool = False  # the caller gave the seed: only our Philox will do
+    needs_grad: bool = True
+    needs_lse: bool = False
+    needs_lse_grad: bool = False
+    deterministic: bool = False
+    aligned: bool = True  # base addresses and strides are multiples of 16 bytes
+    compiling: bool = False  # torch.compile is tracing
+
+    @property
+    def arch(self) -> int:
+        """90 for sm_90; 0 for the CPU."""
+        return 0 if self.target is None else self.target.arch
+
+    @property
+    def where(self) -> str:
+        """ "sm_90" or "cpu", to begin a reason with."""
+        return "cpu" if self.target is None else f"sm_{self.target.arch}"
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.num_heads != self.num_kv_heads
+
+
+class Varlen(NamedTuple):
+    """Where the sequences of a thd layout lie, or how long those of a batch are. int32 on the device of the queries.
+
+    Dense layouts have no starts. `used` lengths are given where a sequence ends before its storage does.
+    """
+
+    query_starts: Tensor | None = None  # [batch + 1]: sequence n begins at row query_starts[n]
+    key_starts: Tensor | None = None
+    query_used: Tensor | None = None  # [batch]
+    key_used: Tensor | None = None
+    max_queries: int = 0  # an upper bound, known to the host
+    max_keys: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One checked call. Tensors stand as the caller gave them; `layout` says what their dims are.
+
+    query  bshd [b, sq, h, dqk], bhsd [b, h, sq, dqk], sbhd [sq, b, h, dqk], thd [tq, h, dqk], bmghk [b, sq, g, h, dqk]
+    key    the same with sk and kv heads (h a multiple of them); bmghk: query's g and h, stride 0 where expanded
+    value  as key with dv. The output has the query's layout, with dv; LSE is float32, natural logarithm, [b, h, sq], in
+           thd [h, tq], in bmghk [b, g, h, sq]
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    layout: Layout
+    mask: MaskSpec
+    tensors: MaskTensors
+    varlen: Varlen
+    scale: float
+    dropout_p: float
+    dropout_seed: Tensor | None  # [2] int64 on the device; backends of ours draw keep from it, None: nothing is dropped
+    return_lse: bool
+    deterministic: bool

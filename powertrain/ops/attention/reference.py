@@ -1,0 +1,157 @@
+"""Attention in plain PyTorch with the whole score matrix: the specification, and the backend that takes everything.
+
+    s = mask(scale * q k^T)          [b, h, queries, keys], masks.py says how
+    p = exp(s - lse)                 lse = log(sum_j exp(s) + exp(sink)), natural logarithm
+    o = dropout(p) v
+
+O(queries * keys) memory per sequence.
+"""
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention.masks import MaskSpec, MaskTensors
+from powertrain.ops.attention.problem import AttentionCall, Layout
+from powertrain.ops.layout import acc_dtype
+from powertrain.ops.philox import halves, philox, threshold
+
+_TO_BSHD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
+
+
+def to_bshd(x: Tensor, layout: Layout) -> Tensor:
+    """A view of a dense tensor as [b, s, h, d]; 5-D tensors have their groups and heads merged (a copy if expanded)."""
+    return x.flatten(2, 3) if layout == "bmghk" else x.permute(_TO_BSHD[layout])
+
+
+def from_bshd(x: Tensor, layout: Layout, like: Tensor) -> Tensor:
+    """The other way, for a tensor with the query's dims."""
+    if layout == "bmghk":
+        return x.unflatten(2, like.shape[2:4])
+    return x.permute(_TO_BSHD[layout])  # each of the three permutations is its own inverse
+
+
+def attention_keep(
+    seed: Tensor, batch: Tensor, num_heads: int, rows: Tensor, cols: Tensor, p: float
+) -> Tensor:  # [batch, heads, rows, cols]
+    """What dropout keeps, bool. Word col % 4 of the counter (col // 4, row, batch * heads + head, low word of seed[1])
+    under the key seed[0]; rows and columns count within their sequence, so tiles, packing and backend do not matter."""
+    head = torch.arange(num_heads, device=seed.device)
+    stream = (batch[:, None] * num_heads + head)[:, :, None, None]
+    counter = (cols[None, None, None, :] // 4, rows[None, None, :, None], stream, halves(seed[1])[0])
+    words = torch.stack(torch.broadcast_tensors(*philox(seed[0], counter)))
+    drawn = words.gather(0, (cols % 4).expand(words.shape[1:])[None])[0]
+    return drawn >> 1 >= threshold(p)
+
+
+def attention_ref(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: MaskSpec | None = None,
+    tensors: MaskTensors | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    upcast: bool = True,
+    batch: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The specification: q [b, sq, h, dqk], k [b, sk, kv heads, dqk], v [b, sk, kv heads, dv] to (o, lse [b, h, sq]).
+
+    `upcast=False` computes in the tensors' own dtype, as one would write it: the judge's "plain". `batch` numbers the
+    sequences for dropout.
+    """
+    mask, tensors = mask or MaskSpec(), tensors or MaskTensors()
+    dtype = acc_dtype(query.dtype) if upcast else query.dtype
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (query, key, value))
+    if k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    visible, added = mask.materialize(q.shape[2], k.shape[2], tensors, device=q.device, dtype=acc_dtype(dtype))
+    s = (q @ k.mT) * scale
+    if mask.softcap:
+        s = mask.softcap * torch.tanh(s / mask.softcap)
+    if added is not None:
+        s = s + added.to(dtype)
+    s = s.masked_fill(~visible, -torch.inf)
+    sink = None
+    if tensors.sinks is not None:
+        sink = tensors.sinks.to(dtype)[None, :, None, None].expand(*s.shape[:-1], 1)
+    lse = torch.logsumexp((s if sink is None else torch.cat([s, sink], -1)).to(acc_dtype(dtype)), -1, keepdim=True)
+    seen = (s > -torch.inf).any(-1, keepdim=True)
+    # a row that sees nothing: its scores become finite first, so that no gradient is NaN
+    p = torch.exp(s.masked_fill(~seen, 0.0) - lse.masked_fill(~seen, 0.0).to(dtype)).masked_fill(~seen, 0.0)
+    if dropout_p > 0:
+        assert dropout_seed is not None
+        rows, cols = (torch.arange(n, device=q.device) for n in s.shape[-2:])
+        batch = torch.arange(q.shape[0], device=q.device) if batch is None else batch
+        keep = attention_keep(dropout_seed, batch, q.shape[1], rows, cols, dropout_p)
+        p = torch.where(keep, p / (1 - dropout_p), 0.0)
+    out = p @ v
+    return out.transpose(1, 2).to(query.dtype), lse.squeeze(-1)
+
+
+def sequences(call: AttentionCall) -> list[tuple[Tensor, Tensor, Tensor, MaskTensors, int]]:
+    """The sequences of a call as (q [n, sq, h, d], k, v, their mask tensors, the first one's number): one entry for a
+    dense batch, one per sequence where lengths differ. Reads the lengths on the host."""
+    varlen, tensors = call.varlen, call.tensors
+    if call.layout != "thd":
+        q, k, v = (to_bshd(x, call.layout) for x in (call.query, call.key, call.value))
+        if varlen.query_used is None and varlen.key_used is None:
+            return [(q, k, v, tensors, 0)]
+        queries = [q.shape[1]] * q.shape[0] if varlen.query_used is None else varlen.query_used.tolist()
+        keys = [k.shape[1]] * q.shape[0] if varlen.key_used is None else varlen.key_used.tolist()
+        return [
+            (q[n : n + 1, :sq], k[n : n + 1, :sk], v[n : n + 1, :sk], tensors.of_batch(n).cut(sq, sk), n)
+            for n, (sq, sk) in enumerate(zip(queries, keys, strict=True))
+        ]
+    assert varlen.query_starts is not None and varlen.key_starts is not None
+    spans = []
+    for starts, used in ((varlen.query_starts, varlen.query_used), (varlen.key_starts, varlen.key_used)):
+        first = starts.tolist()
+        lengths = starts.diff().tolist() if used is None else used.tolist()
+        spans.append([slice(a, a + n) for a, n in zip(first, lengths, strict=False)])
+    return [
+        (call.query[None, rows], call.key[None, cols], call.value[None, cols], tensors.of_batch(n), n)
+        for n, (rows, cols) in enumerate(zip(*spans, strict=True))
+    ]
+
+
+def assemble(call: AttentionCall, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The results of `sequences(call)`, each (o [n, sq, h, dv], lse [n, h, sq]), in the call's layout; zeros, and
+    an LSE of -inf, where no sequence lies."""
+    if call.layout != "thd":
+        q = to_bshd(call.query, call.layout)
+        pads = [q.shape[1] - o.shape[1] for o, _ in parts]
+        out = torch.cat([torch.nn.functional.pad(o, (0, 0, 0, 0, 0, n)) for (o, _), n in zip(parts, pads, strict=True)])
+        lse = torch.cat(
+            [torch.nn.functional.pad(t, (0, n), value=-torch.inf) for (_, t), n in zip(parts, pads, strict=True)]
+        )
+        if call.layout == "bmghk":
+            lse = lse.unflatten(1, call.query.shape[2:4])
+        return from_bshd(out, call.layout, call.query), lse
+    assert call.varlen.query_starts is not None
+    tokens, heads, dv = call.query.shape[0], call.query.shape[1], call.value.shape[-1]
+    outs, lses, end = [], [], 0
+    for start, (o, lse) in zip(call.varlen.query_starts.tolist(), parts, strict=False):
+        outs += [o.new_zeros(start - end, heads, dv), o[0]]
+        lses += [lse.new_full((heads, start - end), -torch.inf), lse[0]]
+        end = start + o.shape[1]
+    q = call.query
+    outs.append(q.new_zeros(tokens - end, heads, dv))
+    lses.append(torch.full((heads, tokens - end), -torch.inf, dtype=acc_dtype(q.dtype), device=q.device))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def run_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(o, lse) of a call by `attention_ref`, sequence by sequence; differentiated by PyTorch."""
+    parts = []
+    for q, k, v, tensors, first in sequences(call):
+        batch = torch.arange(first, first + q.shape[0], device=q.device)
+        parts.append(
+            attention_ref(
+                q, k, v, mask=call.mask, tensors=tensors, scale=call.scale, dropout_p=call.dropout_p,
+                dropout_seed=call.dropout_seed, batch=batch,
+            )
+        )  # fmt: skip
+    return assemble(call, parts)
