@@ -1,0 +1,393 @@
+"""What the forward and backward kernels share: head dims in pieces, sequences, spans of visible keys, masks, scores.
+
+A tensor of rows is a *source*: TMA descriptors, one per piece of the head dim, or its pointer. A tile is a tuple of pieces
+[rows, piece]. Scores are kept in base 2: s * log2(e).
+"""
+
+# ruff: noqa: N803, N806
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+def pieces(head_dim: int) -> tuple[int, ...]:
+    """The powers of two, 16 or more, that a head dim is computed in, largest first: 192 is (128, 64)."""
+    rounded = -(-head_dim // 16) * 16
+    return tuple(1 << bit for bit in range(rounded.bit_length(), 3, -1) if rounded >> bit & 1)
+
+
+@triton.jit
+def piece_start(PIECES: tl.constexpr, i: tl.constexpr):
+    start: tl.constexpr = 0
+    for j in tl.static_range(i):
+        start += PIECES[j]
+    return start
+
+
+@triton.jit
+def source(base_ptr, length, stride, D: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """A source of `length` rows of D elements, of which tiles of BLOCK rows are read; zeros behind its end."""
+    if TMA:
+        found = ()
+        for i in tl.static_range(len(PIECES)):
+            found += (_descriptor(base_ptr, length, stride, D, PIECES[i], BLOCK),)
+    else:
+        found = (base_ptr,)
+    return found
+
+
+@triton.jit
+def _descriptor(base_ptr, length, stride, D: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    return tl.make_tensor_descriptor(base_ptr, [tl.maximum(length, 1), D], [stride, 1], [BLOCK, PIECE])
+
+
+@triton.jit
+def load_tile(
+    src,
+    start,
+    length,
+    stride,
+    D: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TMA: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    FLOAT32: tl.constexpr,
+):
+    """Rows start to start + BLOCK of a source. Without BOUNDED all of them must exist."""
+    tile = ()
+    for i in tl.static_range(len(PIECES)):
+        if TMA:
+            piece = src[i].load([start, piece_start(PIECES, i)])
+        else:
+            piece = _load_piece(src[0], start, length, stride, D, piece_start(PIECES, i), PIECES[i], BLOCK, BOUNDED)
+        if FLOAT32:
+            piece = piece.to(tl.float32)
+        tile += (piece,)
+    return tile
+
+
+@triton.jit
+def _load_piece(
+    base_ptr,
+    start,
+    length,
+    stride,
+    D: tl.constexpr,
+    FIRST: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    rows = tl.arange(0, BLOCK)[:, None]
+    cols = FIRST + tl.arange(0, PIECE)[None, :]
+    ptrs = base_ptr + start * stride.to(tl.int64) + rows * stride + cols
+    if BOUNDED:
+        if FIRST + PIECE > D:
+            piece = tl.load(ptrs, mask=(rows < length - start) & (cols < D), other=0.0)
+        else:
+            piece = tl.load(ptrs, mask=rows < length - start, other=0.0)
+    elif FIRST + PIECE > D:
+        piece = tl.load(ptrs, mask=cols < D, other=0.0)
+    else:
+        piece = tl.load(ptrs)
+    return piece
+
+
+@triton.jit
+def store_tile(base_ptr, tile, start, length, room, stride, D: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    """Store rows below `length`, and zeros in those from there to `room`."""
+    for i in tl.static_range(len(PIECES)):
+        _store_piece(base_ptr, tile[i], start, length, room, stride, D, piece_start(PIECES, i), PIECES[i], BLOCK)
+
+
+@triton.jit
+def _store_piece(
+    base_ptr,
+    piece,
+    start,
+    length,
+    room,
+    stride,
+    D: tl.constexpr,
+    FIRST: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.arange(0, BLOCK)[:, None]
+    cols = FIRST + tl.arange(0, PIECE)[None, :]
+    piece = tl.where(rows < length - start, piece, 0.0).to(base_ptr.dtype.element_ty)
+    ptrs = base_ptr + start * stride.to(tl.int64) + rows * stride + cols
+    if FIRST + PIECE > D:
+        tl.store(ptrs, piece, mask=(rows < room - start) & (cols < D))
+    else:
+        tl.store(ptrs, piece, mask=rows < room - start)
+
+
+@triton.jit
+def zeros_tile(BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    tile = ()
+    for i in tl.static_range(len(PIECES)):
+        tile += (_zeros(BLOCK, PIECES[i]),)
+    return tile
+
+
+@triton.jit
+def _zeros(BLOCK: tl.constexpr, PIECE: tl.constexpr):
+    return tl.zeros([BLOCK, PIECE], tl.float32)
+
+
+@triton.jit
+def dot_rows(a, b, PRECISION: tl.constexpr):
+    """a b^T over the pieces of the head dim: [rows of a, rows of b]."""
+    product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    for i in tl.static_range(1, len(a)):
+        product = tl.dot(a[i], tl.trans(b[i]), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def add_product(tile, weights, b, PRECISION: tl.constexpr):
+    """tile + weights b, piece by piece."""
+    total = ()
+    for i in tl.static_range(len(tile)):
+        total += (tl.dot(weights.to(b[i].dtype), b[i], tile[i], input_precision=PRECISION),)
+    return total
+
+
+@triton.jit
+def scale_tile(tile, factor):
+    scaled = ()
+    for i in tl.static_range(len(tile)):
+        scaled += (tile[i] * factor,)
+    return scaled
+
+
+@triton.jit
+def find_sequence(starts_ptr, batch, slot, BLOCK: tl.constexpr):
+    """(sequence, block in it) of a slot. Sequence n has the slots from starts[n] // BLOCK + n on: enough for its blocks.
+    Number `batch` stands for the rows behind the last sequence."""
+    low = slot * 0
+    high = low + batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_before = tl.load(starts_ptr + middle) // BLOCK + middle <= slot
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle - 1)
+    return low, slot - tl.load(starts_ptr + low) // BLOCK - low
+
+
+@triton.jit
+def span_of(starts_ptr, used_ptr, b, batch, size):
+    """(first row, length, rows of storage) of sequence b; `size` rows in all."""
+    start = b * 0
+    room = start + size
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + b)
+        room = tl.load(starts_ptr + b + 1, mask=b < batch, other=size) - start
+    length = room
+    if used_ptr is not None:
+        length = tl.minimum(room, tl.load(used_ptr + b, mask=b < batch, other=0))
+    elif starts_ptr is not None:
+        length = tl.where(b < batch, room, 0)
+    return start, length, room
+
+
+# Positions are limited by `limits` = (left, right, chunk, prefix), of which HAS, a constexpr tuple of four, says which hold.
+
+
+@triton.jit
+def _first_seen(p, limits, HAS: tl.constexpr):
+    """The first key that position p sees, prefix aside."""
+    first = p * 0
+    if HAS[0]:
+        first = tl.maximum(first, p - limits[0])
+    if HAS[2]:
+        first = tl.maximum(first, p // limits[2] * limits[2])
+    return first
+
+
+@triton.jit
+def _end_seen(p, keys, limits, HAS: tl.constexpr):
+    """The end of the keys that position p sees, prefix aside."""
+    end = p * 0 + keys
+    if HAS[1]:
+        end = tl.minimum(end, p + limits[1] + 1)
+    if HAS[2]:
+        end = tl.minimum(end, tl.where(p < 0, 0, (p // limits[2] + 1) * limits[2]))
+    return tl.maximum(end, 0)
+
+
+@triton.jit
+def key_span(p_first, p_last, keys, limits, HAS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys that positions p_first to p_last may see, in blocks: (begin, begin of what all see, its end, end).
+
+    What a position sees is an interval whose ends do not fall as the position rises, so four numbers say it."""
+    begin = _first_seen(p_first, limits, HAS)
+    full_begin = _first_seen(p_last, limits, HAS)
+    full_end = _end_seen(p_first, keys, limits, HAS)
+    end = _end_seen(p_last, keys, limits, HAS)
+    if HAS[3]:
+        prefix = tl.minimum(limits[3], keys)
+        begin = tl.where(prefix > 0, 0, begin)
+        full_end = tl.maximum(full_end, prefix)
+        end = tl.maximum(end, prefix)
+    begin = begin // BLOCK_N * BLOCK_N
+    full_begin = tl.minimum(tl.cdiv(full_begin, BLOCK_N) * BLOCK_N, tl.cdiv(end, BLOCK_N) * BLOCK_N)
+    full_begin = tl.maximum(full_begin, begin)
+    full_end = tl.maximum(full_end // BLOCK_N * BLOCK_N, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def query_span(j_first, j_last, queries, offset, limits, HAS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Queries that may see keys j_first to j_last: (begin, in blocks, end). Query i has the position i + offset."""
+    begin = j_first * 0
+    end = begin + queries
+    if HAS[1]:
+        begin = tl.maximum(begin, j_first - limits[1] - offset)
+    if HAS[0]:
+        end = tl.minimum(end, j_last + limits[0] + 1 - offset)
+    if HAS[2]:
+        begin = tl.maximum(begin, j_first // limits[2] * limits[2] - offset)
+        end = tl.minimum(end, (j_last // limits[2] + 1) * limits[2] - offset)
+    if HAS[3]:
+        begin = tl.where(j_first < limits[3], 0, begin)
+        end = tl.where(j_first < limits[3], queries, end)
+    return begin // BLOCK_M * BLOCK_M, end
+
+
+@triton.jit
+def is_visible(p, j, keys, limits, HAS: tl.constexpr):
+    """Whether position p sees key j; p and j broadcast against each other, either way round."""
+    seen = (j < keys) & (p == p)
+    if HAS[0]:
+        seen = seen & (j >= p - limits[0])
+    if HAS[1]:
+        seen = seen & (j <= p + limits[1])
+    if HAS[2]:
+        seen = seen & (p >= 0) & (p // limits[2] == j // limits[2])
+    if HAS[3]:
+        seen = seen | ((j < limits[3]) & (j < keys))
+    return seen
+
+
+@triton.jit
+def capped(product, factor, SOFTCAP: tl.constexpr, FAST: tl.constexpr):
+    """(scores in base 2 and, with a softcap, tanh) of q k^T. `factor`: scale * log2(e), with a softcap (scale / softcap,
+    softcap * log2(e))."""
+    if SOFTCAP:
+        t = tanh(product * factor[0], FAST)
+        s = t * factor[1]
+    else:
+        t = product
+        s = product * factor[0]
+    return s, t
+
+
+@triton.jit
+def factors(scale, softcap, SOFTCAP: tl.constexpr):
+    if SOFTCAP:
+        found = (scale / softcap, softcap * LOG2E)
+    else:
+        found = (scale * LOG2E, softcap)
+    return found
+
+
+@triton.jit
+def prefix_of(prefix_ptr, b, batch):
+    prefix = b * 0
+    if prefix_ptr is not None:
+        prefix = tl.load(prefix_ptr + b, mask=b < batch, other=0)
+    return prefix
+
+
+@triton.jit
+def bias_of(bias_ptr, slopes_ptr, b64, head, stride_b, stride_h, stride_q, stride_k, slopes_stride_b, batch):
+    """(bias of a head or None, its strides, ALiBi's slope in base 2) for `add_bias`."""
+    slope = 0.0
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + b64 * slopes_stride_b + head, mask=b64 < batch, other=0.0) * LOG2E
+    base = bias_ptr
+    if bias_ptr is not None:
+        base = bias_ptr + b64 * stride_b + to_int64(head) * stride_h
+    return base, stride_q, stride_k, slope
+
+
+@triton.jit
+def add_bias(s, i, j, p, queries, keys, bias, ALIBI: tl.constexpr):
+    """(s with ALiBi and a floating bias, what a boolean bias lets see) of queries i and keys j."""
+    seen = (i == i) & (j == j)
+    if ALIBI:
+        s -= bias[3] * tl.abs(p - j).to(tl.float32)
+    if bias[0] is not None:
+        ptrs = bias[0] + to_int64(i) * bias[1] + j * bias[2]
+        value = tl.load(ptrs, mask=(i < queries) & (j < keys), other=0.0)
+        if value.dtype == tl.uint8:
+            seen = value != 0
+        else:
+            s += value.to(tl.float32) * LOG2E
+    return s, seen
+
+
+@triton.jit
+def documents_of(row_ptr, other_ptr, range_ptr, b64, rows, length, size, other_size):
+    """((documents of rows, all documents of the other side or None, which is behind the pointer), begin and end of what
+    they match there)."""
+    if row_ptr is not None:
+        low_ptr = range_ptr + (b64 * size + rows) * 2
+        own = tl.load(row_ptr + b64 * size + rows, mask=rows < length, other=-1)
+        low = tl.min(tl.min(tl.load(low_ptr, mask=rows < length, other=2147483647), 0), 0)
+        high = tl.max(tl.max(tl.load(low_ptr + 1, mask=rows < length, other=0), 0), 0)
+        found = (own, other_ptr + b64 * other_size)
+    else:
+        low = 0
+        high = 0
+        found = (rows, None)
+    return found, low, high
+
+
+@triton.jit
+def same_document(documents, others, length):
+    """Whether rows and the other side's positions `others` are in one document."""
+    if documents[1] is not None:
+        same = documents[0] == tl.load(documents[1] + others, mask=others < length, other=-1)
+        same = same & (documents[0] >= 0)
+    else:
+        same = others == others
+    return same
+
+
+@triton.jit
+def to_int64(x):
+    return x.to(tl.int64)
+
+
+@triton.jit
+def tanh(x, FAST: tl.constexpr):
+    """tanh; FAST is the hardware's, good to 2^-11, enough beside operands of 16 bits."""
+    if FAST:
+        y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+        y = (1.0 - e) / (1.0 + e)
+        y = tl.where(x < 0, -y, y)
+    return y
+
+
+@triton.jit
+def keep_tile(dropout, i, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What dropout = (seed, stream, threshold) keeps of rows i [BLOCK_M, 1] and columns col to col + BLOCK_N, col being a
+    multiple of 4: as `attention_keep` in reference.py."""
+    flat = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.uint32)
+    counter = flat + (col // 4 + tl.arange(0, BLOCK_N // 4))[None, :].to(tl.uint32)
+    operation = flat + tl.load(dropout[0] + 1).to(tl.uint32)
+    words = tl.philox(
+        tl.load(dropout[0]), counter, flat + i.to(tl.uint32), flat + dropout[1].to(tl.uint32), operation, 7
+    )
+    even, odd = tl.join(words[0], words[2]), tl.join(words[1], words[3])
+    drawn = tl.reshape(tl.join(even, odd), [BLOCK_M, BLOCK_N])
+    return (drawn >> 1).to(tl.int32) >= dropout[2]
