@@ -79,6 +79,12 @@ VARIABLES = {
         "raise",
         "raise, or reference: send the op to plain PyTorch with a warning",
     ),
+    "attention": Variable(
+        "POWERTRAIN_ATTENTION",
+        _names,
+        (),
+        "comma-separated attention backends to try first, -name for one never to take: triton,cudnn,-flash",
+    ),
     "jobs": Variable("POWERTRAIN_JOBS", _count, None, "parallel compiles (default: what memory and cores allow)"),
 }
 
@@ -94,6 +100,7 @@ class Settings:
     compile_timeout: float
     lock_timeout: float
     on_compile_failure: Literal["raise", "reference"]
+    attention: tuple[str, ...]
     jobs: int | None
 
 

@@ -2,5 +2,6 @@
 
 from powertrain.ops.attention.api import attention, varlen_attention
 from powertrain.ops.attention.masks import MaskSpec, MaskTensors
+from powertrain.ops.attention.select import NoBackendError, attention_backend
 
-__all__ = ["MaskSpec", "MaskTensors", "attention", "varlen_attention"]
+__all__ = ["MaskSpec", "MaskTensors", "NoBackendError", "attention", "attention_backend", "varlen_attention"]

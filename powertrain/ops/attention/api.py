@@ -278,22 +278,32 @@ def _call(
 
 def _run(call: AttentionCall, sizes: Sizes, seeded: bool, backend: str | Sequence[str] | None) -> Any:
     """Choose a backend by the facts of the call, and run it."""
-    query, key, value, varlen = call.query, call.key, call.value, call.varlen
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (query, key, value, call.tensors.bias, call.tensors.sinks)
-    )
-    equal = varlen.query_starts is varlen.key_starts if call.layout == "thd" else None
-    facts = (
-        query.dtype, query.shape[-1], value.shape[-1], query.device, call.mask, call.layout, sizes.heads,
-        sizes.kv_heads, Lengths.of(sizes.queries, sizes.keys, equal=equal, batch=sizes.batch),
-        varlen.query_used is not None or varlen.key_used is not None, call.dropout_p > 0, seeded, needs_grad,
-        call.return_lse, call.deterministic, _aligned(query, key, value),
-    )  # fmt: skip
+    facts = _facts(call, sizes, seeded)
     chosen = select.choose(facts, lambda: problem_of(*facts), backend)
     if call.dropout_p > 0 and call.dropout_seed is None and chosen.draws_keep:
-        call = replace(call, dropout_seed=draw_seed(query.device))
+        call = replace(call, dropout_seed=draw_seed(call.query.device))
     out, lse = chosen.run(call)
     return (out, lse) if call.return_lse else out
+
+
+def _facts(call: AttentionCall, sizes: Sizes, seeded: bool) -> tuple[Any, ...]:
+    """The arguments of `problem_of`: cheap to make, to hash and to compare, for they are looked up at every call."""
+    query, key, value, varlen, tensors = call.query, call.key, call.value, call.varlen, call.tensors
+    needs_grad = torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (tensors.bias is not None and tensors.bias.requires_grad)
+        or (tensors.sinks is not None and tensors.sinks.requires_grad)
+    )
+    equal = varlen.query_starts is varlen.key_starts if call.layout == "thd" else None
+    elements = max(query.numel(), key.numel(), value.numel())
+    return (
+        query.dtype, query.shape[-1], value.shape[-1], query.device, call.mask, call.layout, sizes.heads,
+        sizes.kv_heads, Lengths.facts(sizes.queries, sizes.keys, equal, sizes.batch, elements),
+        varlen.query_used is not None or varlen.key_used is not None, call.dropout_p, seeded, needs_grad,
+        call.return_lse, call.deterministic, _aligned(query, key, value), torch.compiler.is_compiling(),
+    )  # fmt: skip
 
 
 def problem_of(
@@ -305,21 +315,38 @@ def problem_of(
     layout: Layout,
     num_heads: int,
     num_kv_heads: int,
-    lengths: Lengths,
+    lengths: tuple[Any, ...],
     has_key_lengths: bool,
-    dropout: bool,
+    dropout_p: float,
     dropout_seeded: bool,
     needs_grad: bool,
     needs_lse: bool,
     deterministic: bool,
     aligned: bool,
+    compiling: bool,
 ) -> AttentionProblem:
     """The problem of a call's facts, on the device of its tensors."""
     return AttentionProblem(
-        dtype, head_dim_qk, head_dim_v, None if device.type == "cpu" else Target.of(device), mask, layout, num_heads,
-        num_kv_heads, lengths, has_key_lengths, dropout, dropout_seeded, needs_grad, needs_lse,
-        needs_lse and needs_grad, deterministic, aligned, torch.compiler.is_compiling(),
-    )  # fmt: skip
+        dtype,
+        head_dim_qk,
+        head_dim_v,
+        None if device.type == "cpu" else Target.of(device),
+        mask,
+        layout,
+        num_heads,
+        num_kv_heads,
+        Lengths(*lengths),
+        has_key_lengths,
+        dropout=dropout_p > 0,
+        dropout_in_sixteenths=(dropout_p * 16).is_integer(),
+        dropout_seeded=dropout_seeded,
+        needs_grad=needs_grad,
+        needs_lse=needs_lse,
+        needs_lse_grad=needs_lse and needs_grad,
+        deterministic=deterministic,
+        aligned=aligned,
+        compiling=compiling,
+    )
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -333,8 +360,14 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 def _aligned(*tensors: Tensor) -> bool:
     """Base addresses and strides are multiples of 16 bytes."""
     for x in tensors:
+        if torch.compiler.is_compiling():
+            address = x.storage_offset() * x.element_size()  # allocations themselves are aligned
+        else:
+            address = x.data_ptr()
+        if address % 16:
+            return False
         elements = 16 // x.element_size()
-        if (not x.is_meta and x.data_ptr() % 16) or any(stride % elements for stride in x.stride()[:-1]):
+        if any(stride % elements for stride in x.stride()[:-1]):
             return False
     return True
 

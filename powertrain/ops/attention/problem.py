@@ -33,16 +33,28 @@ class Lengths:
     queries_mod_128_is_64: bool = False
     keys_multiple_of_8: bool = True
     empty: bool = False  # no queries, no keys or no batch
+    single_key: bool = False
+    large: bool = False  # more than 65535 sequences, or a tensor of 2^31 elements or more
 
     @staticmethod
-    def of(queries: int, keys: int, *, equal: bool | None = None, batch: int = 1) -> "Lengths":
-        return Lengths(
+    def facts(queries: int, keys: int, equal: bool | None, batch: int, elements: int) -> "_LengthFacts":
+        """The fields as a tuple, which costs less to make and to look up."""
+        return (
             "decode" if queries <= 16 else "short" if queries <= 1024 else "long",
             queries == keys if equal is None else equal,
             queries % 128 == 64,
             keys % 8 == 0,
             not (queries and keys and batch),
+            keys == 1,
+            batch > 65535 or elements >= 2**31,
         )
+
+    @staticmethod
+    def of(queries: int, keys: int, *, equal: bool | None = None, batch: int = 1, elements: int = 0) -> "Lengths":
+        return Lengths(*Lengths.facts(queries, keys, equal, batch, elements))
+
+
+_LengthFacts = tuple[SizeClass, bool, bool, bool, bool, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,7 @@ class AttentionProblem:
     lengths: Lengths = field(default_factory=Lengths)
     has_key_lengths: bool = False  # sequences end before their storage does (padded cu_seqlens, lengths per batch)
     dropout: bool = False
+    dropout_in_sixteenths: bool = False  # dropout_p is a multiple of 1/16
     dropout_seeded: bool = False  # the caller gave the seed: only our Philox will do
     needs_grad: bool = True
     needs_lse: bool = False

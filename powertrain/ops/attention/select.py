@@ -1,12 +1,29 @@
-"""Which backend serves a problem, in an order measured per arch, and why the others do not."""
+"""Which backend serves a problem, in an order measured per arch and size class, and why the others do not.
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+Three places say what may run, the nearer one first: `backend=` of a call, `with attention_backend(...)`, and the
+environment variable POWERTRAIN_ATTENTION. "-name" forbids. Names in `backend=` are an exact list: only these are tried,
+in that order (a list of "-name" alone forbids and leaves the rest). Names given to the context or the environment are
+preferred: tried first, in that order, before all others. A nearer place may allow again what a farther one forbade.
+"""
 
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
 from torch import Tensor
 
+from powertrain.ops.attention import flash_attn, sdpa
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
 from powertrain.ops.attention.reference import run_reference
+from powertrain.runtime import dispatch, tracing
+from powertrain.runtime.errors import PowertrainError
+from powertrain.runtime.settings import Settings, settings
+from powertrain.runtime.target import pretended
 
 
 class Backend(Protocol):
@@ -22,23 +39,288 @@ class Backend(Protocol):
         """(out, lse), differentiable; lse may be None unless the call wants it."""
 
 
+class _Lazy:
+    """A backend of ours whose module has `why_not(problem)` and `run(call)`, imported when it is first asked."""
+
+    draws_keep = True
+
+    def __init__(self, name: str, module: str) -> None:
+        self.name, self._module = name, module
+
+    def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
+        if self.name == "triton" and problem.target is None and not settings().interpret:
+            yield Reason("our kernels run on GPUs", "use chunked or cpu, or move the tensors to a GPU")
+            return  # no need to import Triton for that
+        if importlib.util.find_spec(self._module) is None:  # until the file is there
+            yield Reason(f"{self.name} is not in this version", "use another backend")
+            return
+        yield from importlib.import_module(self._module).why_not(problem)
+
+    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        result: tuple[Tensor, Tensor | None] = importlib.import_module(self._module).run(call)
+        return result
+
+
 class Reference:
+    """The specification itself: takes everything, with the whole score matrix in memory."""
+
     name = "reference"
     draws_keep = True
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
-        return iter(())
+        if problem.compiling and (problem.layout == "thd" or problem.has_key_lengths):
+            yield Reason("the reference reads sequence lengths on the host", "use triton, or call it outside")
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         return run_reference(call)
 
 
+_ALL: tuple[Backend, ...] = (
+    _Lazy("triton", "powertrain.ops.attention.triton_flash"),
+    sdpa.Cudnn(),
+    sdpa.Flash(),
+    sdpa.Efficient(),
+    flash_attn.FlashAttention4(),
+    flash_attn.FlashAttention3(),
+    flash_attn.FlashAttention2(),
+    sdpa.Cpu(),
+    _Lazy("chunked", "powertrain.ops.attention.chunked"),
+    Reference(),
+)
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _ALL}
+
+
+class Order(NamedTuple):
+    """In which order backends are tried, for some problems, and how that is known."""
+
+    names: tuple[str, ...]
+    known: str
+    archs: tuple[int, int] = (0, 999)  # first and last
+    applies: Callable[[AttentionProblem], bool] = lambda problem: True
+
+
+_REST = ("chunked", "reference")
+_PUBLISHED = "not measured: the kernels' published numbers and the choices of PyTorch and TransformerEngine"
+
+# the first that applies; backends that a row does not name cannot run there, and follow so that they are explained
+ORDERS = (
+    Order(("triton", "cpu", *_REST), "triton runs on the CPU only when asked to be interpreted", (0, 0)),
+    Order(
+        ("efficient", "triton", *_REST),
+        "Triton's tl.dot reaches no tensor core on sm_75 (a 64x64x32 float16 product compiles to 1024 FMAs)",
+        (75, 79),
+    ),
+    Order(
+        ("efficient", "triton", *_REST),
+        "float32: the others take 16 bits only",
+        applies=lambda problem: problem.dtype is torch.float32,
+    ),
+    Order(
+        ("flash-attn-4", "flash-attn-3", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        "2026-11-21, one H200, torch 2.11",
+        (90, 99),
+    ),
+    Order(("flash-attn-2", "flash", "triton", "cudnn", "efficient", *_REST), _PUBLISHED, (80, 89)),
+    Order(("flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST), _PUBLISHED, (100, 119)),
+    Order(("flash-attn-2", "flash", "triton", "flash-attn-4", "cudnn", "efficient", *_REST), _PUBLISHED),
+)
+
+
+def order_of(problem: AttentionProblem) -> Order:
+    """The order for a problem, all backends in it."""
+    for order in ORDERS:
+        if order.archs[0] <= problem.arch <= order.archs[1] and order.applies(problem):
+            rest = tuple(name for name in BACKENDS if name not in order.names)
+            return order._replace(names=order.names + rest)
+    raise AssertionError(f"no order for sm_{problem.arch}")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What somebody said about backends: which first, which never, and whether only the first ones."""
+
+    first: tuple[str, ...] = ()
+    forbidden: frozenset[str] = frozenset()
+    only: bool = False
+
+    @staticmethod
+    def parse(names: Iterable[str], who: str, *, only: bool = False) -> "Wish":
+        """Names, "-name" to forbid. Raises ValueError for one that is not known."""
+        first, forbidden = [], set()
+        for name in names:
+            plain = name.removeprefix("-")
+            if plain not in BACKENDS:
+                raise ValueError(f"{who}: backend must be one of {', '.join(BACKENDS)} (or -name), got {name!r}")
+            if name.startswith("-"):
+                forbidden.add(plain)
+            elif plain not in first:
+                first.append(plain)
+        return Wish(tuple(n for n in first if n not in forbidden), frozenset(forbidden), only and bool(first))
+
+    def within(self, outer: "Wish") -> "Wish":
+        """This wish where `outer` holds around it."""
+        if self.only:
+            return self
+        first = self.first + tuple(n for n in outer.first if n not in self.first and n not in self.forbidden)
+        return Wish(first, self.forbidden | (outer.forbidden - set(self.first)), outer.only)
+
+    def order(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Names in the order they are tried in."""
+        rest = () if self.only else tuple(n for n in names if n not in self.first)
+        return tuple(n for n in self.first + rest if n not in self.forbidden)
+
+
+_NO_WISH = Wish()
+_wish: ContextVar[Wish] = ContextVar("attention_backend")
+
+
+class attention_backend:
+    """`with attention_backend("triton", "-flash"):` prefers and forbids backends within, in this thread or task.
+
+    Names are tried first, in that order; "-name" is never taken; all others follow. The choice is made in forward, and
+    backward follows it wherever it runs.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._own = Wish.parse(names, "attention_backend")
+        self._tokens: list[Token[Wish]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(_wish.set(self._own.within(_wish.get(_NO_WISH))))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _wish.reset(self._tokens.pop())
+
+
+def wish_of(backend: str | Sequence[str] | None) -> Wish:
+    """What the call, the context and the environment say together."""
+    around = _wish.get(_NO_WISH).within(Wish.parse(settings().attention, "POWERTRAIN_ATTENTION"))
+    if backend is None:
+        return around
+    names = (backend,) if isinstance(backend, str) else tuple(backend)
+    return Wish.parse(names, "attention", only=True).within(around)
+
+
+def nvte_forbids(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What TransformerEngine's switches forbid, as names for `attention_backend`: ("-flash", ...).
+
+    NVTE_FLASH_ATTN=0 every flash attention (NVTE_FLASH_ATTN_V2, _V3 and _V4 one each), NVTE_FUSED_ATTN=0 cuDNN,
+    NVTE_UNFUSED_ATTN=0 the reference.
+    """
+    switches = {
+        "NVTE_FLASH_ATTN": ("flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"),
+        "NVTE_FLASH_ATTN_V2": ("flash", "flash-attn-2"),
+        "NVTE_FLASH_ATTN_V3": ("flash-attn-3",),
+        "NVTE_FLASH_ATTN_V4": ("flash-attn-4",),
+        "NVTE_FUSED_ATTN": ("cudnn",),
+        "NVTE_UNFUSED_ATTN": ("reference",),
+    }
+    forbidden = [name for switch, names in switches.items() if environment.get(switch) == "0" for name in names]
+    return tuple(f"-{name}" for name in dict.fromkeys(forbidden))
+
+
+class Verdict(NamedTuple):
+    """What a selection says of one backend."""
+
+    name: str
+    verdict: str  # "chosen", "would do", "forbidden" (it would do otherwise) or "no"
+    reasons: tuple[Reason, ...]
+
+
+def verdicts(problem: AttentionProblem, wish: Wish) -> list[Verdict]:
+    """Every backend, those that may be tried first, in order."""
+    known = order_of(problem).names
+    tried = wish.order(known)
+    found, chosen = [], False
+    for name in (*tried, *(n for n in known if n not in tried)):
+        reasons = tuple(BACKENDS[name].why_not(problem))
+        verdict = "no" if reasons else "would do" if name in tried else "forbidden"
+        if verdict == "would do" and not chosen:
+            verdict, chosen = "chosen", True
+        found.append(Verdict(name, verdict, reasons))
+    return found
+
+
+class NoBackendError(PowertrainError):
+    """No backend that may run takes the problem. The message has the whole table and the smallest change."""
+
+    def __init__(self, problem: AttentionProblem, found: list[Verdict]) -> None:
+        self.problem, self.verdicts = problem, found
+        lines = [f"attention: no backend that is allowed takes this problem: {describe(problem)}"]
+        for name, verdict, reasons in found:
+            if verdict == "forbidden":
+                lines.append(
+                    f"  {name:13} would do, but backend=, attention_backend or POWERTRAIN_ATTENTION forbids it"
+                )
+            lines += [f"  {name if first else '':13} {reason}" for first, reason in _firsts(reasons)]
+        super().__init__("\n".join([*lines, f"smallest change: {smallest_change(found)}"]))
+
+
+def _firsts(reasons: tuple[Reason, ...]) -> Iterator[tuple[bool, Reason]]:
+    return ((n == 0, reason) for n, reason in enumerate(reasons))
+
+
+def smallest_change(found: list[Verdict]) -> str:
+    """The one step that gives a problem a backend."""
+    able = [v.name for v in found if v.verdict == "forbidden"]
+    if able:
+        return f'allow "{able[0]}"'
+    nearest = min(found, key=lambda v: len(v.reasons))
+    return f"for {nearest.name}: {'; '.join(reason.fix for reason in nearest.reasons)}"
+
+
+def describe(p: AttentionProblem) -> str:
+    """A problem in a line: its facts that are not the usual ones."""
+    dims = str(p.head_dim_qk) if p.head_dim_qk == p.head_dim_v else f"{p.head_dim_qk}/{p.head_dim_v}"
+    heads = str(p.num_heads) if not p.is_grouped else f"{p.num_heads}/{p.num_kv_heads}"
+    m = p.mask
+    mask = [] if not m.is_causal else ["causal, " + ("bottom right" if m.bottom_right else "top left")]
+    mask += [f"window ({m.left}, {m.right})"] if m.has_window else []
+    mask += [f"chunk {m.chunk}"] if m.chunk else []
+    mask += [f"softcap {m.softcap:g}"] if m.softcap else []
+    mask += [f"{m.bias} bias{' with gradient' if m.bias_grad else ''}"] if m.bias != "none" else []
+    mask += [word for word in ("prefix", "documents", "alibi", "sinks") if getattr(m, word)]
+    facts = {
+        "padded": p.has_key_lengths,
+        "dropout": p.dropout,
+        "LSE": p.needs_lse,
+        "deterministic": p.deterministic,
+        "misaligned": not p.aligned,
+        "empty": p.lengths.empty,
+        "torch.compile": p.compiling,
+    }
+    words = [p.where, str(p.dtype).removeprefix("torch."), p.layout, f"heads {heads}", f"head dim {dims}", *mask]
+    words += ["forward and backward" if p.needs_grad else "forward", p.lengths.size]
+    return ", ".join(words + [word for word, holds in facts.items() if holds])
+
+
 _decisions: dict[Any, Backend] = {}
+_seen: Settings | None = None  # what the decisions were made under
 
 
-def choose(key: Any, problem: Callable[[], AttentionProblem], backend: str | Sequence[str] | None) -> Backend:
-    """The backend for a problem, cached under `key`, which holds all that the problem's facts depend on."""
+def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | Sequence[str] | None = None) -> Backend:
+    """The backend for a problem, remembered under its facts (which name the device) and all that steers the choice.
+
+    Raises NoBackendError with the whole table, and ValueError for a backend of no known name.
+    """
+    global _seen
+    now = settings()
+    if now is not _seen:
+        _decisions.clear()
+        _seen = now
+    named = backend if backend is None or type(backend) is str else tuple(backend)
+    key = (facts, named, _wish.get(_NO_WISH), dispatch._disabled, pretended.recorded, pretended.emulated)
     found = _decisions.get(key)
     if found is None:
-        found = _decisions[key] = Reference()
+        found = _decisions[key] = _decide(problem(), wish_of(backend))
     return found
+
+
+def _decide(problem: AttentionProblem, wish: Wish) -> Backend:
+    for name in wish.order(order_of(problem).names):
+        if next(iter(BACKENDS[name].why_not(problem)), None) is None:
+            tracing.event("attention", f"attention by {name}: {describe(problem)}", backend=name, problem=problem)
+            return BACKENDS[name]
+    raise NoBackendError(problem, verdicts(problem, wish))

@@ -1,0 +1,108 @@
+"""What attention software this process has: a fact that backends depend on beside the problem."""
+
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+# distribution -> the module that a call imports
+PACKAGES = {
+    "flash-attn": "flash_attn",
+    "flash-attn-3": "flash_attn_interface",
+    "flash-attn-4": "flash_attn.cute",
+}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """Versions of what computes attention, and the archs of the GPUs that share this process."""
+
+    torch: tuple[int, int]
+    cuda: bool  # PyTorch was built with CUDA
+    cudnn: int  # 91900 for 9.19.0; 0: none
+    packages: tuple[tuple[str, str], ...] = ()  # (distribution, version)
+    archs: tuple[int, ...] = ()  # of this process's GPUs, each once
+
+    def version(self, package: str) -> str | None:
+        return dict(self.packages).get(package)
+
+    def __str__(self) -> str:
+        parts = [f"torch {self.torch[0]}.{self.torch[1]}"]
+        parts += [f"cuDNN {cudnn_name(self.cudnn)}"] if self.cudnn else []
+        return ", ".join([*parts, *(f"{name} {version}" for name, version in self.packages)])
+
+
+def cudnn_name(version: int) -> str:
+    """ "9.19.0" for 91900."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def cudnn_number(name: str) -> int:
+    """91900 for "9.19" or "9.19.0"."""
+    parts = [int(part) for part in name.split(".")]
+    major, minor, patch = (*parts, 0, 0, 0)[:3]
+    return major * 10000 + minor * 100 + patch
+
+
+# what a machine with a GPU is taken to have where this one has no CUDA: torch 2.11's wheels bring this cuDNN
+USUAL_CUDNN = 91900
+
+_assumed: ContextVar[Installed | None] = ContextVar("assumed", default=None)
+
+
+def installed() -> Installed:
+    """What there is, or what is assumed to be."""
+    return _assumed.get() or _here()
+
+
+@contextmanager
+def assume(what: Installed) -> Iterator[None]:
+    """Within, backends answer as they would with this software: for explanations and tests."""
+    token = _assumed.set(what)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+@functools.cache
+def _here() -> Installed:
+    version = torch.__version__.split(".")
+    cuda = torch.version.cuda is not None
+    return Installed(
+        (int(version[0]), int(version[1])),
+        cuda,
+        (torch.backends.cudnn.version() or 0) if cuda else 0,
+        tuple((name, found) for name, module in PACKAGES.items() if (found := _found(name, module))),
+        tuple(sorted({_arch(n) for n in range(torch.cuda.device_count())})),
+    )
+
+
+def _arch(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return major * 10 + minor
+
+
+def _found(distribution: str, module: str) -> str | None:
+    """The version of a package that can be imported, without importing more of it than its parents."""
+    try:
+        if importlib.util.find_spec(module) is None:
+            return None
+    except (ImportError, ValueError, OSError):
+        return None
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def with_cuda(what: Installed) -> Installed:
+    """The same with a CUDA build of this PyTorch and its usual cuDNN, where there is none."""
+    if what.cuda:
+        return what
+    return Installed(what.torch, True, USUAL_CUDNN, what.packages, what.archs)
