@@ -1,7 +1,8 @@
 """The public attention functions: they check arguments, lower every mask to a MaskSpec and hand over to a backend."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import index
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from powertrain.runtime.target import Target
 
 MAX_HEAD_DIM = 512
 Alignment = Literal["top_left", "bottom_right"]
+_MASK_FIELDS = tuple(field.name for field in fields(MaskSpec))
 _DENSE = tuple(name for name in LAYOUTS if name != "thd")
 
 
@@ -279,7 +281,11 @@ def _call(
 def _run(call: AttentionCall, sizes: Sizes, seeded: bool, backend: str | Sequence[str] | None) -> Any:
     """Choose a backend by the facts of the call, and run it."""
     facts = _facts(call, sizes, seeded)
-    chosen = select.choose(facts, lambda: problem_of(*facts), backend)
+    if torch.compiler.is_compiling():
+        plain = (*facts[:4], *(getattr(call.mask, name) for name in _MASK_FIELDS), *facts[5:-1], *facts[-1])
+        chosen = select.BACKENDS[select.name_traced(problem_of, backend, *(_constant(fact) for fact in plain))]
+    else:
+        chosen = select.choose(facts, lambda: problem_of(*facts), backend)
     if call.dropout_p > 0 and call.dropout_seed is None and chosen.draws_keep:
         call = replace(call, dropout_seed=draw_seed(call.query.device))
     out, lse = chosen.run(call)
@@ -297,13 +303,24 @@ def _facts(call: AttentionCall, sizes: Sizes, seeded: bool) -> tuple[Any, ...]:
         or (tensors.sinks is not None and tensors.sinks.requires_grad)
     )
     equal = varlen.query_starts is varlen.key_starts if call.layout == "thd" else None
-    elements = max(query.numel(), key.numel(), value.numel())
+    compiling = torch.compiler.is_compiling()
+    elements = query.numel() + key.numel() + value.numel()
+    batch, heads, kv_heads, queries, keys = sizes
     return (
-        query.dtype, query.shape[-1], value.shape[-1], query.device, call.mask, call.layout, sizes.heads,
-        sizes.kv_heads, Lengths.facts(sizes.queries, sizes.keys, equal, sizes.batch, elements),
+        query.dtype, query.shape[-1], value.shape[-1], query.device, call.mask, call.layout, heads, kv_heads,
         varlen.query_used is not None or varlen.key_used is not None, call.dropout_p, seeded, needs_grad,
-        call.return_lse, call.deterministic, _aligned(query, key, value), torch.compiler.is_compiling(),
+        call.return_lse, call.deterministic, _aligned(query, key, value, compiling), compiling,
+        Lengths.facts(queries, keys, equal, batch, elements),
     )  # fmt: skip
+
+
+def _constant(fact: Any) -> Any:
+    """A fact as a constant, where Dynamo traces sizes as symbols."""
+    if isinstance(fact, bool):
+        return True if fact else False
+    if isinstance(fact, float):
+        return float(f"{fact}")
+    return index(fact) if isinstance(fact, int) else fact
 
 
 def problem_of(
@@ -315,7 +332,6 @@ def problem_of(
     layout: Layout,
     num_heads: int,
     num_kv_heads: int,
-    lengths: tuple[Any, ...],
     has_key_lengths: bool,
     dropout_p: float,
     dropout_seeded: bool,
@@ -324,6 +340,7 @@ def problem_of(
     deterministic: bool,
     aligned: bool,
     compiling: bool,
+    lengths: tuple[Any, ...],
 ) -> AttentionProblem:
     """The problem of a call's facts, on the device of its tensors."""
     return AttentionProblem(
@@ -357,19 +374,19 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _aligned(*tensors: Tensor) -> bool:
-    """Base addresses and strides are multiples of 16 bytes."""
-    for x in tensors:
-        if torch.compiler.is_compiling():
-            address = x.storage_offset() * x.element_size()  # allocations themselves are aligned
-        else:
-            address = x.data_ptr()
-        if address % 16:
-            return False
-        elements = 16 // x.element_size()
-        if any(stride % elements for stride in x.stride()[:-1]):
-            return False
-    return True
+def _aligned(query: Tensor, key: Tensor, value: Tensor, compiling: bool) -> bool:
+    """Base addresses and strides are multiples of 16 bytes (traced tensors have no address yet: taken to be)."""
+    size = query.element_size()
+    if compiling:  # sizes may be symbols, which know no `|`
+        return all(stride * size % 16 == 0 for x in (query, key, value) for stride in x.stride()[:-1])
+    if query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
+        bits = query.shape[-1] | value.shape[-1]  # every stride is a multiple of one of them
+    else:
+        bits = 0
+        for x in (query, key, value):
+            for stride in x.stride()[:-1]:
+                bits |= stride
+    return (bits * size | query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
 
 
 def _int32(x: Tensor | None) -> Tensor | None:

@@ -34,7 +34,7 @@ class Lengths:
     keys_multiple_of_8: bool = True
     empty: bool = False  # no queries, no keys or no batch
     single_key: bool = False
-    large: bool = False  # more than 65535 sequences, or a tensor of 2^31 elements or more
+    large: bool = False  # more than 65535 sequences, or 2^31 elements or more in query, key and value
 
     @staticmethod
     def facts(queries: int, keys: int, equal: bool | None, batch: int, elements: int) -> "_LengthFacts":

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import flash_attn, sdpa
-from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
+from powertrain.ops.attention.masks import MaskSpec
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Lengths, Reason
 from powertrain.ops.attention.reference import run_reference
 from powertrain.runtime import dispatch, tracing
 from powertrain.runtime.errors import PowertrainError
@@ -316,6 +317,21 @@ def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | S
     if found is None:
         found = _decisions[key] = _decide(problem(), wish_of(backend))
     return found
+
+
+def name_traced(problem: Callable[..., AttentionProblem], backend: Any, *facts: Any) -> str:
+    """The name of the backend when torch.compile traces: decided then, and kept for as long as the trace is.
+
+    Facts are those of `choose`, with the fields of mask and lengths in their place: Dynamo takes plain constants only.
+    """
+    at, after = 4, 4 + len(fields(MaskSpec))
+    lengths = facts[-len(fields(Lengths)) :]
+    full = (*facts[:at], MaskSpec(*facts[at:after]), *facts[after : -len(lengths)], lengths)
+    return choose(full, lambda: problem(*full), backend).name
+
+
+# what torch.compiler.assume_constant_result sets, which would import all of torch._dynamo
+name_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _decide(problem: AttentionProblem, wish: Wish) -> Backend:
