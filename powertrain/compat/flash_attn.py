@@ -1,0 +1,272 @@
+"""flash-attn 2's functions on our attention, and the padding helpers of its bert_padding module.
+
+    from powertrain.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+Wider than there: float32 too, every GPU and the CPU, head dims to 512 with a value dim of its own, pages of any size,
+dropout together with softcap. Differs: the LSE of a query that sees no key is -inf (there +inf); dropout draws from our
+Philox, so the same seed keeps other elements; S_dmask is never written, so its place in the results holds None and
+asking for it together with dropout raises.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from powertrain.compat.layout import gather_pages, unit_stride, unsupported
+from powertrain.ops.attention import attention, decode_attention, varlen_attention
+from powertrain.ops.rope_table import RopeTable
+from powertrain.runtime import checks
+
+Window = tuple[int, int]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention with flash-attn's arguments.
+
+    Shapes: q [b, sq, h, d], k [b, sk, hk, d], v [b, sk, hk, dv], h a multiple of hk; alibi_slopes [h] or [b, h].
+    Masks are aligned bottom right: query i sees key j if i + sk - sq - left <= j <= i + sk - sq + right.
+    Returns out [b, sq, h, dv]; with return_attn_probs (out, lse [b, h, sq] float32, None).
+    """
+    _no_mask_of_dropout("flash_attn_func", return_attn_probs, dropout_p)
+    result = attention(
+        *unit_stride(q, k, v), dropout_p=dropout_p, scale=softmax_scale, is_causal=causal, window_size=window_size,
+        softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic or None, return_lse=return_attn_probs,
+    )  # fmt: skip
+    return (*result, None) if return_attn_probs else result
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of k and v in one tensor, kv [b, sk, 2, hk, d]."""
+    k, v = _parts("flash_attn_kvpacked_func", "kv", kv, 2, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of q, k and v in one tensor, qkv [b, s, 3, h, d]."""
+    q, k, v = _parts("flash_attn_qkvpacked_func", "qkv", qkv, 3, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attention over packed sequences, sequence n in rows cu_seqlens[n] to cu_seqlens[n + 1].
+
+    Shapes: q [total_q, h, d], k [total_k, hk, d], v [total_k, hk, dv]; with block_table [b, pages] k and v are pages
+    [num_pages, page_size, hk, d] of any size (their first max_seqlen_k positions are copied together, O(b *
+    max_seqlen_k) memory), and cu_seqlens_k says how long each sequence is.
+    Returns out [total_q, h, dv]; with return_attn_probs (out, lse [h, total_q] float32, None).
+    """
+    _no_mask_of_dropout("flash_attn_varlen_func", return_attn_probs, dropout_p)
+    used: dict[str, Any] = {}
+    if block_table is not None:
+        checks.require(k.dim() == 4, "flash_attn_varlen_func", "k", "be [pages, page_size, heads, d]", list(k.shape))
+        room = min(max_seqlen_k, block_table.shape[1] * k.shape[1])
+        k, v = (gather_pages(x, block_table, room).flatten(0, 1) for x in (k, v))
+        starts = torch.arange(block_table.shape[0] + 1, device=k.device, dtype=torch.int32) * room
+        used = {"cu_seqlens_k_padded": starts}
+    result = varlen_attention(
+        *unit_stride(q, k, v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **used, dropout_p=dropout_p,
+        scale=softmax_scale, is_causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+        deterministic=deterministic or None, return_lse=return_attn_probs,
+    )  # fmt: skip
+    return (*result, None) if return_attn_probs else result
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` of k and v in one tensor, kv [total_k, 2, hk, d]."""
+    k, v = _parts("flash_attn_varlen_kvpacked_func", "kv", kv, 2, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` of q, k and v in one tensor, qkv [total, 3, h, d]."""
+    q, k, v = _parts("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention of new queries over a KV cache, which takes k and v in place first. No backward.
+
+    Shapes: q [b, sq, h, d]; k_cache [b_cache, s_cache, hk, d], or pages [num_pages, page_size, hk, d] of any size with
+    block_table [b, pages]; k, v [b, s_new, hk, d] are written from position cache_seqlens on. cache_seqlens is an int
+    or [b] (None: the whole cache).
+    Returns out [b, sq, h, dv]; with return_softmax_lse (out, lse [b, h, sq] float32).
+    """
+    op = "flash_attn_with_kvcache"
+    checks.require((k is None) == (v is None), op, "v", "be given with k, and only then", "one of the two")
+    checks.require(
+        (rotary_cos is None) == (rotary_sin is None), op, "rotary_sin", "be given with rotary_cos", "one of the two"
+    )
+    rotary = None if rotary_cos is None or rotary_sin is None else RopeTable(rotary_cos.float(), rotary_sin.float())
+    if cache_seqlens is None:
+        room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        cache_seqlens = room - (0 if k is None else k.shape[1])
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    return decode_attention(
+        q, k_cache, v_cache, cache_seqlens, key_new=k, value_new=v, page_table=block_table, is_causal=causal,
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, scale=softmax_scale,
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, return_lse=return_softmax_lse,
+        num_splits=num_splits or None, rotary=rotary, rotary_interleaved=rotary_interleaved,
+    )  # fmt: skip
+
+
+def _no_mask_of_dropout(op: str, return_attn_probs: bool, dropout_p: float) -> None:
+    if return_attn_probs and dropout_p > 0:
+        unsupported(
+            op, "return_attn_probs with dropout_p", dropout_p,
+            "powertrain.ops.attention.attention(return_lse=True, dropout_seed=...), of which attention_keep says what "
+            "was kept",
+        )  # fmt: skip
+
+
+def _parts(op: str, argument: str, x: Tensor, parts: int, dims: int) -> tuple[Tensor, ...]:
+    """Views of what is packed in the third dim from last."""
+    ok = x.dim() == dims and x.shape[-3] == parts
+    checks.require(ok, op, argument, f"have {dims} dims, the third from last of size {parts}", list(x.shape))
+    return x.unbind(-3)
+
+
+def unpad_input(
+    hidden_states: Tensor,  # [b, s, ...]
+    attention_mask: Tensor,  # [b, s], nonzero: a token
+    unused_mask: Tensor | None = None,  # [b, s], nonzero: kept in place, but not counted as used
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The tokens of a padded batch in one row.
+
+    Returns (tokens [total, ...], their indices in [b * s], cu_seqlens [b + 1] int32, max_seqlen, used lengths [b]
+    int32), as flash-attn 2.6.2 and later; before, there were only the first four. Reads max_seqlen on the host.
+    """
+    used = attention_mask.sum(-1, dtype=torch.int32)
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = kept.sum(-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    cu_seqlens = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max()) if lengths.numel() else 0
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The other way: tokens [total, ...] at their indices in [batch, seqlen, ...], zeros elsewhere."""
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return rows.unflatten(0, (batch, seqlen))
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """The rows of `input` at the given indices."""
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """Zeros [first_axis_dim, ...] with `values` in the rows at the given, distinct indices."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)

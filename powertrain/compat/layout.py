@@ -1,0 +1,35 @@
+"""Tensors as other libraries hand them in, made what our attention takes."""
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+
+def unsupported(op: str, argument: str, got: object, nearest: str) -> NoReturn:
+    """Raise `NotImplementedError: op: argument = got is not supported; nearest: ...`."""
+    raise NotImplementedError(f"{op}: {argument} = {got!r} is not supported; nearest: {nearest}")
+
+
+def unit_stride(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each tensor with a last dim of stride 1: itself where it has one, else a copy."""
+    return _unit_stride(q), _unit_stride(k), _unit_stride(v)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def gather_pages(
+    cache: Tensor,  # [pages, page_size, ...]
+    page_table: Tensor,  # [batch, pages per sequence]
+    length: int,
+) -> Tensor:  # [batch, length, ...]
+    """The first `length` positions of every sequence of a paged cache, copied together; differentiable.
+
+    What a sequence does not own (page numbers outside the cache) is read from the nearest page: mask it out by length.
+    """
+    page_size = cache.shape[1]
+    position = torch.arange(length, device=cache.device)
+    pages = page_table.long()[:, position // page_size].clamp(0, max(cache.shape[0] - 1, 0))
+    return cache.flatten(0, 1)[pages * page_size + position % page_size]

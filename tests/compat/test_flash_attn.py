@@ -1,0 +1,227 @@
+"""flash-attn's functions against plain PyTorch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.compat import flash_attn as fa
+from tests.compat.plain import attend, band, same, tensors
+
+CU_Q, CU_K = torch.tensor([0, 3, 3, 8]), torch.tensor([0, 4, 6, 9])  # a sequence without queries, one with fewer keys
+
+
+def _alibi(slopes: Tensor, queries: int, keys: int) -> Tensor:
+    position = torch.arange(queries, dtype=torch.float64)[:, None] + keys - queries
+    slopes = slopes.double()[:, None, None] if slopes.dim() == 1 else slopes.double()[:, :, None, None]
+    return -slopes * (position - torch.arange(keys, dtype=torch.float64)).abs()
+
+
+def _expected(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """What flash-attn documents for these options."""
+    left, right = options.get("window_size", (-1, -1))
+    sq, sk = q.shape[1], k.shape[1]
+    bias: Tensor = torch.zeros(sq, sk, dtype=q.dtype).masked_fill(
+        ~band(sq, sk, causal=options.get("causal", False), left=left, right=right), -torch.inf
+    )
+    if options.get("alibi_slopes") is not None:
+        bias = bias + _alibi(options["alibi_slopes"], sq, sk)
+    return attend(q, k, v, bias, options.get("softmax_scale"), options.get("softcap", 0.0))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True, "softmax_scale": 0.4},
+    {"window_size": (2, 1)},
+    {"causal": True, "window_size": (3, -1), "softcap": 1.5},
+    {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.3]), "causal": True},
+    {"alibi_slopes": torch.rand(2, 4)},
+    {"deterministic": True},
+]
+
+
+# fewer queries than keys, and more: rows of nothing but masked keys
+@pytest.mark.parametrize("sizes", [(5, 7), (7, 4)], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
+def test_func(options: dict[str, Any], sizes: tuple[int, int]) -> None:
+    inputs = tensors((2, sizes[0], 4, 8), (2, sizes[1], 2, 8), (2, sizes[1], 2, 6))
+    same(lambda *x: fa.flash_attn_func(*x, **options), lambda *x: _expected(*x, **options)[0], inputs)
+    out, lse, s_dmask = fa.flash_attn_func(*inputs, **options, return_attn_probs=True)
+    expected = _expected(*inputs, **options)
+    torch.testing.assert_close((out, lse.double()), expected, rtol=1e-6, atol=1e-6)
+    assert s_dmask is None and lse.shape == (2, 4, sizes[0])
+
+
+def _varlen_expected(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    parts = []
+    for n in range(3):
+        one = {**options}
+        if options.get("alibi_slopes") is not None and options["alibi_slopes"].dim() == 2:
+            one["alibi_slopes"] = options["alibi_slopes"][n]
+        rows, cols = slice(*CU_Q[n : n + 2].tolist()), slice(*CU_K[n : n + 2].tolist())
+        parts.append(_expected(q[None, rows], k[None, cols], v[None, cols], **one))
+    return torch.cat([o[0] for o, _ in parts]), torch.cat([lse[0] for _, lse in parts], -1)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
+def test_varlen_func(options: dict[str, Any]) -> None:
+    if "alibi_slopes" in options and options["alibi_slopes"].dim() == 2:
+        options = {"alibi_slopes": torch.rand(3, 4)}
+    inputs = tensors((8, 4, 8), (9, 2, 8), (9, 2, 6))
+    lengths = (CU_Q.int(), CU_K.int(), 5, 4)
+    same(
+        lambda *x: fa.flash_attn_varlen_func(*x, *lengths, **options),
+        lambda *x: _varlen_expected(*x, **options)[0],
+        inputs,
+    )
+    out, lse, _ = fa.flash_attn_varlen_func(*inputs, *lengths, **options, return_attn_probs=True)
+    torch.testing.assert_close((out, lse.double()), _varlen_expected(*inputs, **options), rtol=1e-6, atol=1e-6)
+
+
+def test_packed_forms() -> None:
+    (qkv,) = tensors((2, 5, 3, 2, 8))
+    same(
+        lambda x: fa.flash_attn_qkvpacked_func(x, causal=True),
+        lambda x: _expected(*x.unbind(2), causal=True)[0],
+        [qkv],
+    )
+    q, kv = tensors((2, 5, 4, 8), (2, 7, 2, 2, 8))
+    same(
+        lambda q, kv: fa.flash_attn_kvpacked_func(q, kv, window_size=(1, 2)),
+        lambda q, kv: _expected(q, *kv.unbind(2), window_size=(1, 2))[0],
+        [q, kv],
+    )
+    q, kv = tensors((8, 4, 8), (9, 2, 2, 8))
+    same(
+        lambda q, kv: fa.flash_attn_varlen_kvpacked_func(q, kv, CU_Q.int(), CU_K.int(), 5, 4, causal=True),
+        lambda q, kv: _varlen_expected(q, *kv.unbind(1), causal=True)[0],
+        [q, kv],
+    )
+    (qkv,) = tensors((8, 3, 2, 8))
+    cu = torch.tensor([0, 3, 8]).int()
+    same(
+        lambda x: fa.flash_attn_varlen_qkvpacked_func(x, cu, 5, softcap=2.0),
+        lambda x: torch.cat(
+            [_expected(*x[None, rows].unbind(2), softcap=2.0)[0][0] for rows in (slice(0, 3), slice(3, 8))]
+        ),
+        [qkv],
+    )
+
+
+def test_dropout_keeps_the_mean() -> None:
+    q, k = tensors((1, 64, 2, 8), (1, 256, 2, 8))
+    out = fa.flash_attn_func(q, k, torch.ones(1, 256, 2, 1, dtype=torch.float64), dropout_p=0.25)
+    assert abs(out.mean().item() - 1) < 0.05 and out.std() > 0.01
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_varlen_over_pages(page_size: int) -> None:
+    lengths, pages = [4, 2, 3], 12
+    table = torch.randperm(pages).reshape(3, 4).int()
+    table[1, 2:] = -1  # pages that nobody owns
+    k, v = tensors((pages, page_size, 2, 8), (pages, page_size, 2, 8))
+
+    def rows(cache: Tensor) -> Tensor:
+        parts = [cache[table[n].clamp(min=0).long()].flatten(0, 1)[: min(lengths[n], 4)] for n in range(3)]
+        return torch.cat(parts)
+
+    (q,) = tensors((8, 4, 8))
+    same(
+        lambda q, k, v: fa.flash_attn_varlen_func(
+            q, k, v, CU_Q.int(), CU_K.int(), 5, 4, causal=True, block_table=table
+        ),
+        lambda q, k, v: _varlen_expected(q, rows(k), rows(v), causal=True)[0],
+        [q, k, v],
+    )
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, first: int, step: int, interleaved: bool) -> Tensor:
+    """x [s, h, d] turned by the angles of positions first, first + step, ..."""
+    at = first + step * torch.arange(x.shape[0])
+    c, s = cos[at][:, None], sin[at][:, None]
+    r = cos.shape[1] * 2
+    pairs = x[..., :r].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    turned = torch.stack([a * c - b * s, a * s + b * c], -1 if interleaved else -2).flatten(-2)
+    return torch.cat([turned, x[..., r:]], -1)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("rotary", [None, True, False], ids=["unturned", "interleaved", "halves"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_with_kvcache(causal: bool, rotary: bool | None, paged: bool) -> None:
+    torch.manual_seed(1)
+    lengths, index = torch.tensor([5, 2]).int(), torch.tensor([2, 0]).int()
+    q, k, v = tensors((2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8), grad=False)
+    cache_k, cache_v = tensors((3, 12, 2, 8), (3, 12, 2, 8), grad=False)
+    angle = torch.rand(16, 3, dtype=torch.float32).double()
+    cos, sin = angle.cos().float().double(), angle.sin().float().double()
+    outs, lses, expected_k = [], [], cache_k.clone()
+    for n in range(2):
+        row, length = int(index[n]), int(lengths[n])
+        one_q, one_k = q[n], k[n]
+        if rotary is not None:
+            one_q = _rotated(one_q, cos, sin, length, int(causal), rotary)
+            one_k = _rotated(one_k, cos, sin, length, 1, rotary)
+        expected_k[row, length : length + 3] = one_k
+        full_v = torch.cat([cache_v[row, :length], v[n]])[None]
+        out, lse = _expected(one_q[None], expected_k[row, None, : length + 3], full_v, causal=causal, softcap=2.0)
+        outs.append(out)
+        lses.append(lse)
+    options: dict[str, Any] = {"cache_batch_idx": index}
+    given_k, given_v = cache_k, cache_v
+    if paged:
+        table = torch.stack([torch.arange(3) + 3 * int(row) for row in index]).int()
+        options = {"block_table": table}
+        given_k, given_v = (x.unflatten(1, (3, 4)).flatten(0, 1) for x in (cache_k, cache_v))
+    if rotary is not None:
+        options |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary}
+    out, lse = fa.flash_attn_with_kvcache(
+        q, given_k, given_v, k, v, cache_seqlens=lengths, causal=causal, softcap=2.0, return_softmax_lse=True, **options
+    )
+    torch.testing.assert_close(out, torch.cat(outs), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), torch.cat(lses), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(given_k.reshape(expected_k.shape), expected_k, rtol=1e-6, atol=1e-6)
+
+
+def test_kvcache_lengths() -> None:
+    q, k, v = tensors((2, 1, 2, 8), (2, 6, 2, 8), (2, 6, 2, 8), grad=False)
+    whole = _expected(q, k, v)[0]
+    torch.testing.assert_close(fa.flash_attn_with_kvcache(q, k, v), whole)
+    torch.testing.assert_close(
+        fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=4), _expected(q, k[:, :4], v[:, :4])[0]
+    )
+    left = torch.tensor([1, 0]).int()
+    out = fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=5, cache_leftpad=left, num_splits=2, window_size=(2, 0))
+    assert torch.allclose(out[:1], _expected(q[:1], k[:1, 1:5], v[:1, 1:5], window_size=(2, 0))[0])
+
+
+def test_padding() -> None:
+    (x,) = tensors((3, 5, 2, 4))
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]])
+    tokens, indices, cu_seqlens, longest, used = fa.unpad_input(x, mask)
+    assert tokens.shape == (7, 2, 4) and cu_seqlens.tolist() == [0, 3, 3, 7] and longest == 4
+    assert used.tolist() == [3, 0, 4] and cu_seqlens.dtype is used.dtype is torch.int32
+    back = fa.pad_input(tokens, indices, 3, 5)
+    assert torch.equal(back, x * mask[..., None, None])
+    (grad,) = torch.autograd.grad(back.sum(), x)
+    assert torch.equal(grad, mask[..., None, None].expand_as(x).double())
+    unused = torch.tensor([[0, 0, 0, 1, 0], [0] * 5, [1, 0, 0, 0, 0]])
+    *_, cu_seqlens, longest, used = fa.unpad_input(x, mask, unused)
+    assert cu_seqlens.tolist() == [0, 4, 4, 9] and longest == 5 and used.tolist() == [3, 0, 4]
+    assert torch.equal(fa.index_first_axis(x.flatten(0, 1), indices), tokens)
+
+
+def test_errors() -> None:
+    q, k, v = tensors((2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8), grad=False)
+    with pytest.raises(NotImplementedError, match=r"return_attn_probs with dropout_p = 0.1 .*nearest: .*dropout_seed"):
+        fa.flash_attn_func(q, k, v, dropout_p=0.1, return_attn_probs=True)
+    with pytest.raises(ValueError, match="qkv must have 5 dims, the third from last of size 3, got"):
+        fa.flash_attn_qkvpacked_func(q)
+    with pytest.raises(ValueError, match="v must be given with k"):
+        fa.flash_attn_with_kvcache(q, k, v, k=k)
+    with pytest.raises(ValueError, match="rotary_sin must be given with rotary_cos"):
+        fa.flash_attn_with_kvcache(q, k, v, rotary_cos=torch.ones(9, 2))
+    with pytest.raises(ValueError, match="key_new must be given with rotary"):
+        fa.flash_attn_with_kvcache(q, k, v, rotary_cos=torch.ones(9, 2), rotary_sin=torch.ones(9, 2))
