@@ -18,6 +18,8 @@ _PUBLIC = {
     "swiglu": "powertrain.ops.activations",
     "geglu": "powertrain.ops.activations",
     "gelu": "powertrain.ops.activations",
+    "decode_attention": "powertrain.ops.attention.decode",
+    "merge_attentions": "powertrain.ops.attention.merge",
     "bias_dropout_add": "powertrain.ops.bias_dropout_add",
     "cross_entropy": "powertrain.ops.cross_entropy",
     "linear_cross_entropy": "powertrain.ops.linear_cross_entropy",

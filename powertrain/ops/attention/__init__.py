@@ -1,7 +1,18 @@
 """Attention: one op for every mask, layout and head dim, and the backends that compute it."""
 
 from powertrain.ops.attention.api import attention, varlen_attention
+from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.attention.masks import MaskSpec, MaskTensors
+from powertrain.ops.attention.merge import merge_attentions
 from powertrain.ops.attention.select import NoBackendError, attention_backend
 
-__all__ = ["MaskSpec", "MaskTensors", "NoBackendError", "attention", "attention_backend", "varlen_attention"]
+__all__ = [
+    "MaskSpec",
+    "MaskTensors",
+    "NoBackendError",
+    "attention",
+    "attention_backend",
+    "decode_attention",
+    "merge_attentions",
+    "varlen_attention",
+]

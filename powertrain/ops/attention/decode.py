@@ -1,0 +1,787 @@
+"""Attention of a few new queries over a KV cache, dense or in pages, and the append of new keys and values before it.
+
+    s = scale * q k^T,  masked;   o = softmax(s) v;   lse = log sum exp(s)     one sequence of a batch, its cache so far
+
+Decoding reads every key and value once and computes little, so it runs at the speed of memory. One program serves one
+kv head of one sequence and one part (split) of its keys: the queries of all heads that share the kv head, times the
+new tokens, are the rows of one tile. Splits exist only to fill the GPU; they leave float32 partial results, which a
+second kernel combines. How many there are follows from shapes (cache size, batch, heads, SMs), never from lengths: the
+host does not know those, and CUDA graphs hold for all of them. A program cuts the length it finds into equal parts.
+
+Pages are found by page_table[batch, token // page_size]: one page id per block of keys where whole blocks lie in a
+page, else one per key. Head dims are split into power-of-two pieces (192 = 128 + 64), never padded to the next one.
+
+B sequences of n keys, K kv heads, head dims d and e: 2 * B * n * K * (d + e) bytes in 16 bits (d alone where the values
+are the keys' first e channels), and splits * B * H * e * 8 bytes of partial results.
+
+Sources: flash-decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding); paged KV cache: Kwon et al.,
+arXiv:2309.06180; semantics of appending, rotary positions and leftpad: flash_attn_with_kvcache of flash-attn 2.8.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.attention.masks import MaskSpec, MaskTensors
+from powertrain.ops.attention.reference import attention_ref
+from powertrain.ops.attention.triton_tiles import (
+    LN2,
+    LOG2E,
+    dot_rows,
+    piece_start,
+    pieces,
+    scale_tile,
+    zeros_tile,
+)
+from powertrain.ops.layout import acc_dtype, cdiv, next_power_of_2
+from powertrain.ops.rope import rope
+from powertrain.ops.rope_table import RopeTable
+from powertrain.runtime import checks
+from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
+from powertrain.runtime.tuning import tunable
+
+MAX_HEAD_DIM_QK, MAX_HEAD_DIM_V = 576, 512
+
+
+@triton.jit
+def _slot(page_table_ptr, batch_idx_ptr, batch, position, page_row, PAGE_SIZE: tl.constexpr, mask=None):
+    """(entry of the cache's first dim, row in it) of a sequence's positions."""
+    if PAGE_SIZE > 0:
+        page = tl.load(page_table_ptr + batch * page_row + position // PAGE_SIZE, mask=mask)
+        return page.to(tl.int64), (position % PAGE_SIZE).to(tl.int64)
+    else:
+        entry = batch
+        if batch_idx_ptr is not None:
+            entry = tl.load(batch_idx_ptr + batch).to(tl.int64)
+        return entry, position.to(tl.int64)
+
+
+@kernel()
+def _append_kernel(
+    key_new_ptr,
+    value_new_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    seqlens_ptr,
+    page_table_ptr,
+    batch_idx_ptr,
+    num_new,
+    kv_heads,
+    capacity,
+    page_row,
+    stride_knb,
+    stride_kns,
+    stride_knh,
+    stride_vnb,
+    stride_vns,
+    stride_vnh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    HEAD_DIM_QK: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Some heads of one new token a program. A token beyond the cache's capacity is dropped."""
+    batch = tl.program_id(0).to(tl.int64) // num_new
+    token = tl.program_id(0).to(tl.int64) % num_new
+    heads = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    position = tl.load(seqlens_ptr + batch) + token
+    fits = (position >= 0) & (position < capacity)
+    position = tl.where(fits, position, 0)
+    entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, position, page_row, PAGE_SIZE)
+    mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_QK)
+    k = tl.load(key_new_ptr + batch * stride_knb + token * stride_kns + heads * stride_knh + dims, mask=mask)
+    tl.store(key_cache_ptr + entry * stride_kb + row * stride_ks + heads * stride_kh + dims, k, mask=mask)
+    if value_new_ptr is not None:
+        mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_V)
+        v = tl.load(value_new_ptr + batch * stride_vnb + token * stride_vns + heads * stride_vnh + dims, mask=mask)
+        tl.store(value_cache_ptr + entry * stride_vb + row * stride_vs + heads * stride_vh + dims, v, mask=mask)
+
+
+@triton.jit
+def _load_rows(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, UPCAST: tl.constexpr):
+    """The tile of rows given by their offsets, a piece [rows, PIECES[i]] each; 0 where masked."""
+    tile = ()
+    for i in tl.static_range(len(PIECES)):
+        tile += (_load_piece(x_ptr, rows, mask, HEAD_DIM, piece_start(PIECES, i), PIECES[i], UPCAST),)  # type: ignore[assignment]
+    return tile
+
+
+@triton.jit
+def _load_piece(
+    x_ptr, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, PIECE: tl.constexpr, UPCAST: tl.constexpr
+):
+    dims = START + tl.arange(0, PIECE)[None, :]
+    if HEAD_DIM % 16 == 0:
+        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None], other=0.0)
+    else:
+        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None] & (dims < HEAD_DIM), other=0.0)
+    if UPCAST:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _update(acc, alpha, p, v, PRECISION: tl.constexpr):
+    """acc * alpha + p v, piece by piece; v may have more pieces than are wanted."""
+    tile = ()
+    for i in tl.static_range(len(acc)):
+        tile += (tl.dot(p.to(v[i].dtype), v[i], acc[i] * alpha[:, None], input_precision=PRECISION),)  # type: ignore[assignment]
+    return tile
+
+
+@triton.jit
+def _store_rows(x_ptr, tile, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr):
+    for i in tl.static_range(len(PIECES)):
+        _store_piece(x_ptr, tile[i], rows, mask, HEAD_DIM, piece_start(PIECES, i), PIECES[i])
+
+
+@triton.jit
+def _store_piece(x_ptr, piece, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, PIECE: tl.constexpr):
+    dims = START + tl.arange(0, PIECE)[None, :]
+    tl.store(x_ptr + rows[:, None] + dims, piece.to(x_ptr.dtype.element_ty), mask=mask[:, None] & (dims < HEAD_DIM))
+
+
+@kernel()
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    seqlens_ptr,
+    page_table_ptr,
+    batch_idx_ptr,
+    leftpad_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    batches,
+    num_queries,
+    kv_heads,
+    ratio,
+    num_new,
+    capacity,
+    num_splits,
+    left,
+    right,
+    page_row,
+    slopes_row,
+    scale,
+    softcap,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    HEAD_DIM_QK: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PIECES_QK: tl.constexpr,
+    PIECES_V: tl.constexpr,
+    SHARES_KEYS: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile of queries, one kv head, one sequence, one split. Scores are in units of log 2, strides of UNIT."""
+    split = tl.program_id(1)
+    tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
+    batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
+
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = rows < num_queries * ratio
+    query = rows // ratio
+    head = kv_head * ratio + rows % ratio
+    length = tl.minimum(tl.load(seqlens_ptr + batch).to(tl.int32) + num_new, capacity)
+    position = query + (length - num_queries)
+
+    # keys that any row of this tile sees: [first, last)
+    first, last = tl.zeros([], tl.int32), length
+    if leftpad_ptr is not None:
+        first = tl.load(leftpad_ptr + batch).to(tl.int32)
+    if HAS_LEFT:
+        first = tl.maximum(first, tile * BLOCK_M // ratio + (length - num_queries) - left)
+    if HAS_RIGHT:
+        last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // ratio, num_queries - 1)
+        last = tl.minimum(last, last_query + (length - num_queries) + right + 1)
+    first = tl.maximum(first, 0)
+    last = tl.maximum(last, first)
+    blocks = tl.cdiv(last, BLOCK_N) - first // BLOCK_N
+    share = tl.cdiv(blocks, num_splits)
+    begin = first // BLOCK_N + split * share
+    end = tl.minimum(begin + share, first // BLOCK_N + blocks)
+
+    q_rows = (batch * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh) * UNIT
+    q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, UPCAST)
+    acc = zeros_tile(BLOCK_M, PIECES_V)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + batch * slopes_row + head, mask=row_mask, other=0.0) * LOG2E
+
+    for block in range(begin, end):
+        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (cols >= first) & (cols < last)
+        if PAGE_SIZE % BLOCK_N == 0:
+            # the whole block lies in one page, or nothing is paged
+            start = block * BLOCK_N + tl.zeros([], tl.int32)
+            entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, start, page_row, PAGE_SIZE)
+            row = row + tl.arange(0, BLOCK_N)
+        else:
+            entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, cols, page_row, PAGE_SIZE, inside)
+        k_rows = (entry * stride_kb + kv_head * stride_kh + row * stride_ks) * UNIT
+        v_rows = (entry * stride_vb + kv_head * stride_vh + row * stride_vs) * UNIT
+
+        k = _load_rows(k_ptr, k_rows, inside, HEAD_DIM_QK, PIECES_QK, UPCAST)
+        s = dot_rows(q, k, PRECISION)
+        if HAS_SOFTCAP:
+            # tanh(x) = 1 - 2 / (1 + exp(2 x))
+            s = s * (scale / softcap)
+            s = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E))))
+        else:
+            s = s * (scale * LOG2E)
+        if slopes_ptr is not None:
+            s -= slope[:, None] * tl.abs(position[:, None] - cols[None, :]).to(tl.float32)
+        visible = inside[None, :]
+        if HAS_LEFT:
+            visible = visible & (cols[None, :] >= position[:, None] - left)
+        if HAS_RIGHT:
+            visible = visible & (cols[None, :] <= position[:, None] + right)
+        s = tl.where(visible, s, float("-inf"))
+
+        new_top = tl.maximum(top, tl.max(s, axis=1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(s - safe[:, None])
+        alpha = tl.exp2(top - safe)
+        total = total * alpha + tl.sum(p, axis=1)
+        top = new_top
+        if SHARES_KEYS:
+            v = k
+        else:
+            v = _load_rows(v_ptr, v_rows, inside, HEAD_DIM_V, PIECES_V, UPCAST)
+        acc = _update(acc, alpha, p, v, PRECISION)
+
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
+        new_top = tl.maximum(top, sink)
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        alpha = tl.exp2(top - safe)
+        total = total * alpha + tl.exp2(sink - safe)
+        top = new_top
+    else:
+        alpha = tl.full([BLOCK_M], 1.0, tl.float32)
+    seen = total > 0.0
+    factor = tl.where(seen, alpha / tl.where(seen, total, 1.0), 0.0)
+    heads = kv_heads * ratio
+    if lse_ptr is not None:
+        lse = tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
+        tl.store(lse_ptr + ((split * batches + batch) * heads + head) * num_queries + query, lse, mask=row_mask)
+    # a split without keys leaves nothing: the combination does not read it
+    out_mask = row_mask & ((begin < end) | (num_splits == 1))
+    out_rows = (((split * batches + batch) * num_queries + query) * heads + head) * HEAD_DIM_V
+    _store_rows(out_ptr, scale_tile(acc, factor[:, None]), out_rows, out_mask, HEAD_DIM_V, PIECES_V)
+
+
+@kernel()
+def _combine_kernel(
+    partial_ptr,
+    partial_lse_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    rows,
+    num_queries,
+    heads,
+    num_splits,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One row (batch, query, head) and some channels: the splits' results, weighted by exp(lse - max)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = row % heads
+    query = row // heads % num_queries
+    lse_row = (row // heads // num_queries * heads + head) * num_queries + query
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    lanes = tl.arange(0, BLOCK_S)
+    top = float("-inf")
+    sink = float("-inf")
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        top = sink
+    for start in range(0, num_splits, BLOCK_S):
+        splits = (start + lanes).to(tl.int64)
+        lse = tl.load(partial_lse_ptr + splits * rows + lse_row, mask=splits < num_splits, other=float("-inf"))
+        top = tl.maximum(top, tl.max(lse, axis=0))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.exp(sink - safe)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, num_splits, BLOCK_S):
+        splits = (start + lanes).to(tl.int64)
+        lse = tl.load(partial_lse_ptr + splits * rows + lse_row, mask=splits < num_splits, other=float("-inf"))
+        weight = tl.exp(lse - safe)
+        total += tl.sum(weight, axis=0)
+        offsets = (splits * rows + row)[:, None] * HEAD_DIM_V + dims[None, :]
+        mask = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM_V)[None, :]
+        acc += tl.sum(weight[:, None] * tl.load(partial_ptr + offsets, mask=mask, other=0.0), axis=0)
+    acc = acc / tl.where(total > 0.0, total, 1.0)
+    tl.store(out_ptr + row * HEAD_DIM_V + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + lse_row, tl.where(total > 0.0, safe + tl.log(total), float("-inf")))
+
+
+class _Plan(NamedTuple):
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_sm: int  # programs that run on one SM at a time
+
+
+@tunable("NVIDIA H200, 2026-11-21")
+def _plan(rows: int, key_bytes: int, value_width: int, itemsize: int, target: Target) -> _Plan:
+    """`key_bytes`: of one key and its value, padded to pieces; `value_width`: of the value, likewise."""
+    rows = next_power_of_2(rows)
+    if not target.has_tensor_core_dot:
+        # float32 products on the CUDA cores: every row counts
+        narrow = key_bytes <= 256 * itemsize
+        return _Plan(min(16 if narrow else 4, rows), 32 if narrow else 16, 4, 1, 2)
+    block_m = max(16, min(64 if value_width <= 256 else 32, rows))
+    block_n = 128
+    while block_n > 16 and block_n * key_bytes > 64 << 10:
+        block_n //= 2
+    room = target.shared_per_block - (block_m * key_bytes + 4096)
+    stages = max(1, min(3, room // (block_n * key_bytes) + 1))
+    return _Plan(block_m, block_n, 8 if block_m * value_width * itemsize >= 1 << 15 else 4, stages, 1)
+
+
+def _choose_splits(programs: int, blocks: int, target: Target, per_sm: int) -> int:
+    """The fewest splits whose waves of programs fill the GPU nearly as well as any number would."""
+    slots = target.num_sms * per_sm
+    most = max(1, min(blocks // 2, 128)) if programs else 1
+
+    def filled(splits: int) -> float:
+        return programs * splits / (max(1, cdiv(programs * splits, slots)) * slots)
+
+    best = max(map(filled, range(1, most + 1)))
+    return next(splits for splits in range(1, most + 1) if filled(splits) >= 0.9 * best)
+
+
+def _decode_outputs(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor | None, head_dim_v: int, *_: Any
+) -> tuple[Tensor, Tensor]:
+    b, sq, h = query.shape[:3]
+    return query.new_empty(b, sq, h, head_dim_v), query.new_empty((b, h, sq), dtype=torch.float32)
+
+
+def _decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    head_dim_v: int,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    num_new: int,
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+    num_splits: int,
+    allow_tf32: bool,
+) -> tuple[Tensor, Tensor]:
+    out, lse = _decode_outputs(query, key_cache, value_cache, head_dim_v)
+    b, sq, h, dqk = query.shape
+    kv_heads, page_size = key_cache.shape[2], key_cache.shape[1]
+    capacity = page_size if page_table is None else page_size * page_table.shape[1]
+    target = Target.of(query.device)
+    wide, narrow = pieces(dqk), pieces(head_dim_v)
+    shares = value_cache is None and narrow == wide[: len(narrow)]
+    value = key_cache if value_cache is None else value_cache
+    ratio = h // kv_heads if kv_heads else 1
+    item = query.element_size()
+    plan = _plan(sq * ratio, (sum(wide) + (0 if shares else sum(narrow))) * item, sum(narrow), item, target)
+    tiles = cdiv(sq * ratio, plan.block_m)
+    if num_splits == 0:
+        # a window of keys is all that is ever read
+        seen = min(capacity, left + sq + max(right, 0) + 1) if left >= 0 and right >= 0 else capacity
+        num_splits = _choose_splits(b * kv_heads * tiles, cdiv(seen, plan.block_n), target, plan.per_sm)
+    strides = [t.stride(dim) for t in (query, key_cache, value) for dim in range(3)]
+    unit = 8 if all(s % 8 == 0 for s in strides) else 1
+    partial, partial_lse = out, lse
+    if num_splits > 1:
+        partial = query.new_empty((num_splits, *out.shape), dtype=torch.float32)
+        partial_lse = query.new_empty((num_splits, *lse.shape), dtype=torch.float32)
+    _decode_kernel[(b * kv_heads * tiles, num_splits)](
+        query, key_cache, value, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes,
+        sinks if num_splits == 1 else None, partial, partial_lse, b, sq, kv_heads, ratio, num_new, capacity, num_splits,
+        left, right, 0 if page_table is None else page_table.stride(0),
+        h if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0, scale, softcap,
+        *(s // unit for s in strides),
+        HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
+        HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_SOFTCAP=softcap > 0,
+        PAGE_SIZE=0 if page_table is None else page_size,
+        UPCAST=not target.has_tensor_core_dot, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps, num_stages=plan.num_stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        block_d = min(128, next_power_of_2(head_dim_v))
+        _combine_kernel[(b * sq * h, cdiv(head_dim_v, block_d))](
+            partial, partial_lse, sinks, out, lse, b * sq * h, sq, h, num_splits,
+            HEAD_DIM_V=head_dim_v, BLOCK_S=min(32, next_power_of_2(num_splits)), BLOCK_D=block_d, num_warps=2,
+        )  # fmt: skip
+    return out, lse
+
+
+def _append(
+    key_new: Tensor,
+    value_new: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> None:
+    b, num_new, kv_heads, dqk = key_new.shape
+    page_size = key_cache.shape[1]
+    value_new, value_cache = (value_new, value_cache) if value_new is not None else (None, None)
+    strides = [
+        s for t in (key_new, value_new, key_cache, value_cache) for s in ((0,) * 3 if t is None else t.stride()[:3])
+    ]
+    dv = 0 if value_new is None else value_new.shape[-1]
+    block_d = next_power_of_2(max(dqk, dv))
+    block_h = max(1, min(next_power_of_2(kv_heads), 2048 // block_d))
+    _append_kernel[(b * num_new, cdiv(kv_heads, block_h))](
+        key_new, value_new, key_cache, value_cache, cache_seqlens, page_table, cache_batch_idx,
+        num_new, kv_heads, page_size if page_table is None else page_size * page_table.shape[1],
+        0 if page_table is None else page_table.stride(0), *strides,
+        HEAD_DIM_QK=dqk, HEAD_DIM_V=dv, PAGE_SIZE=0 if page_table is None else page_size,
+        BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
+
+
+_decode_op = Op(
+    "decode_attention(Tensor query, Tensor key_cache, Tensor? value_cache, int head_dim_v, Tensor cache_seqlens, "
+    "Tensor? page_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? alibi_slopes, Tensor? sinks, "
+    "SymInt num_new, SymInt left, SymInt right, float softcap, float scale, int num_splits, bool allow_tf32) "
+    "-> (Tensor, Tensor)",
+    _decode,
+    _decode_outputs,
+)
+_append_op = Op(
+    "cache_append(Tensor key_new, Tensor? value_new, Tensor(a!) key_cache, Tensor(b!)? value_cache, "
+    "Tensor cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx) -> ()",
+    _append,
+    lambda *_: None,
+)
+
+Layout = Literal["bshd", "bhsd"]
+_OP = "decode_attention"
+
+
+def decode_attention_ref(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    cache_seqlens: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    is_causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    head_dim_v: int | None = None,
+    upcast: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The specification of `decode_attention` on a cache that holds everything, layout "bshd", in plain PyTorch: each
+    sequence's keys gathered, then `attention_ref`. Reads the lengths on the host. Returns (out, lse)."""
+    value_cache = key_cache[..., :head_dim_v] if value_cache is None else value_cache
+    left, right = window_size
+    mask = MaskSpec(
+        max(left, -1), 0 if is_causal else max(right, -1), True, alibi=alibi_slopes is not None, softcap=softcap,
+        sinks=sinks is not None,
+    )  # fmt: skip
+    tensors = MaskTensors(alibi_slopes=alibi_slopes, sinks=sinks)
+    outs, lses = [], []
+    for n, length in enumerate(cache_seqlens.tolist()):
+        first = 0 if cache_leftpad is None else int(cache_leftpad[n])
+        k, v = (_rows(x, n, page_table, cache_batch_idx)[None, first:length] for x in (key_cache, value_cache))
+        out, lse = attention_ref(
+            query[n : n + 1], k, v, mask=mask, tensors=tensors.of_batch(n), scale=scale, upcast=upcast
+        )
+        outs.append(out)
+        lses.append(lse)
+    if not outs:
+        b, sq, h, _ = query.shape
+        empty = query.new_empty((b, h, sq), dtype=acc_dtype(query.dtype))
+        return query.new_empty(b, sq, h, value_cache.shape[-1]), empty
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _rows(cache: Tensor, n: int, page_table: Tensor | None, cache_batch_idx: Tensor | None) -> Tensor:
+    """All rows a sequence may have, [capacity, kv heads, d]. Page ids beyond its length may be anything."""
+    if page_table is None:
+        return cache[n if cache_batch_idx is None else int(cache_batch_idx[n])]
+    return cache[page_table[n].long().clamp(0, max(0, cache.shape[0] - 1))].flatten(0, 1)
+
+
+def _append_ref(
+    key_new: Tensor,
+    value_new: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> None:
+    page_size = key_cache.shape[1]
+    capacity = page_size * (1 if page_table is None else page_table.shape[1])
+    batch = torch.arange(key_new.shape[0], device=key_new.device)[:, None]
+    position = cache_seqlens.long()[:, None] + torch.arange(key_new.shape[1], device=key_new.device)
+    batch, fits = batch.expand_as(position), position < capacity
+    batch, position = batch[fits], position[fits]
+    if page_table is None:
+        entry = batch if cache_batch_idx is None else cache_batch_idx.long()[batch]
+    else:
+        entry, position = page_table[batch, position // page_size].long(), position % page_size
+    key_cache[entry, position] = key_new[fits]
+    if value_new is not None and value_cache is not None:
+        value_cache[entry, position] = value_new[fits]
+
+
+@falls_back(_OP)
+def decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    cache_seqlens: Tensor,
+    *,
+    key_new: Tensor | None = None,
+    value_new: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    rotary: RopeTable | None = None,
+    rotary_interleaved: bool = False,
+    is_causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    head_dim_v: int | None = None,
+    layout: Layout = "bshd",
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    backend: Literal["triton", "reference"] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a few new queries over a KV cache, after new keys and values were appended to it in place.
+
+    Shapes: B batch, S new queries, N new keys, H query heads (a multiple of the K kv heads), D and E head dims.
+        query          [B, S, H, D]  float32, float16 or bfloat16 (float64 on the CPU); D up to 576
+        key_cache      [C, L, K, D]  C >= B entries of up to L rows; with a page table [pages, page size >= 1, K, D]
+        value_cache    [C, L, K, E]  E up to 512; None: the first head_dim_v channels of the keys (MLA), read once
+        cache_seqlens  [B] int32     rows of each sequence before the append, on the same device, never read by the host
+        key_new, value_new   [B, N, K, D], [B, N, K, E], written behind them; what the cache has no room for is dropped
+        page_table     [B, max pages] int32: page p of a sequence is its rows [p * page size, (p + 1) * page size)
+        cache_batch_idx  [B] int32   the entry of the cache that serves each sequence (not with pages)
+        cache_leftpad    [B] int32   a sequence's first row; its length still counts from row 0
+        rotary         table from `rope_table`; key_new and query are turned before use, the first of each by the
+                       position cache_seqlens, the next by the following ones (without causal and window: all queries
+                       by the first's). Not with a table of axes (M-RoPE): turn those with `rope` before
+        is_causal      the last query stands at the last key (bottom right)
+        window_size    (left, right) keys seen before and after a query's own position; -1: all
+        softcap, alibi_slopes [H] or [B, H], sinks [H]: as in `attention`; scale: default D^-0.5
+        layout         "bshd" as above, or "bhsd": query and out [B, H, S, D], caches [C, K, L, D], new [B, K, N, D]
+        num_splits     parts that a sequence's keys are cut into; None: as many as fill the GPU
+        backend        "triton", "reference" (plain PyTorch, reads lengths on the host) or None: triton but on a CPU
+    All strides are allowed but for the last dim's, which is 1.
+    Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 [B, H, S], in nats.
+        A query that sees no key gives 0 and -inf (the sink's score with a sink).
+    Numerics: products and sums in float32; probabilities are rounded to the cache's dtype. float32 products follow
+        torch.backends.cuda.matmul.allow_tf32. What lies beyond a sequence's length is never read. Deterministic; the
+        number of splits, and so rounding, follows from shapes alone.
+    Memory: out, and splits * B * S * H * (E + 1) * 4 bytes where keys are split.
+    Raises ValueError naming the argument, what it must be and what it was; NotImplementedError where a gradient is
+        wanted: this is for inference.
+    Source: flash-decoding (Dao et al. 2023); semantics of flash_attn_with_kvcache.
+    """
+    checks.one_of(_OP, "layout", layout, ("bshd", "bhsd"))
+    checks.one_of(_OP, "backend", backend, (None, "triton", "reference"))
+    dense = (query, key_cache, value_cache, key_new, value_new)
+    for name, x in zip(("query", "key_cache", "value_cache", "key_new", "value_new"), dense, strict=True):
+        checks.require(x is None or x.dim() == 4, _OP, name, f"have 4 dims ({layout})", x if x is None else [*x.shape])
+    if layout == "bhsd":
+        query, key_cache = query.transpose(1, 2), key_cache.transpose(1, 2)
+        value_cache, key_new, value_new = (x if x is None else x.transpose(1, 2) for x in dense[2:])
+    dv = _check_cache(query, key_cache, value_cache, head_dim_v)
+    _check_new(key_cache, value_cache, key_new, value_new)
+    _check_vectors(query, key_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks)
+    checks.require(softcap >= 0, _OP, "softcap", "be at least 0", softcap)
+    checks.require(num_splits is None or num_splits >= 1, _OP, "num_splits", "be at least 1 or None", num_splits)
+    wants = (query, key_cache, value_cache, key_new, value_new, sinks, alibi_slopes)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wants):
+        raise NotImplementedError(
+            f"{_OP} has no gradients: call it under torch.no_grad(), or use powertrain.attention for training"
+        )
+    runs_kernel = backend != "reference" and use_kernel(_OP, query)
+    checks.require(runs_kernel or backend != "triton", _OP, "query", "be on a GPU for backend 'triton'", query.device)
+
+    left, right = max(window_size[0], -1), 0 if is_causal else max(window_size[1], -1)
+    if rotary is not None:
+        query, key_new = _rotate(query, key_new, rotary, rotary_interleaved, cache_seqlens, left >= 0 or right >= 0)
+    if key_new is not None:
+        append = _append_op if runs_kernel else _append_ref
+        append(key_new, value_new, key_cache, value_cache, cache_seqlens, page_table, cache_batch_idx)
+    num_new = 0 if key_new is None else key_new.shape[1]
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    if runs_kernel:
+        slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+        # a lone query at the end has no key behind it
+        right = -1 if right >= 0 and query.shape[1] == 1 else right
+        out, lse = _decode_op(
+            query, key_cache, value_cache, dv, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, slopes,
+            None if sinks is None else sinks.contiguous(), num_new, left, right, float(softcap), scale,
+            num_splits or 0, torch.backends.cuda.matmul.allow_tf32,
+        )  # fmt: skip
+    else:
+        capacity = key_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+        with without_autocast(query.device):
+            out, lse = decode_attention_ref(
+                query, key_cache, value_cache, (cache_seqlens + num_new).clamp(max=capacity), page_table=page_table,
+                cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, is_causal=is_causal,
+                window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, scale=scale,
+                head_dim_v=dv,
+            )  # fmt: skip
+    out = out.transpose(1, 2) if layout == "bhsd" else out
+    return (out, lse) if return_lse else out
+
+
+def _rotate(
+    query: Tensor, key_new: Tensor | None, table: RopeTable, interleaved: bool, offset: Tensor, positional: bool
+) -> tuple[Tensor, Tensor]:
+    if key_new is None:
+        checks.fail(_OP, "key_new", "be given with rotary (a cache holds keys that are turned already)", None)
+    checks.require(table.axes is None, _OP, "rotary", "have no axes (turn query and key_new with rope before)", "axes")
+    if positional and query.shape[1] == key_new.shape[1]:
+        return rope(query, key_new, table=table, interleaved=interleaved, offset=offset)  # type: ignore[return-value]
+    # not positional: every query stands where the first does, so its tokens are turned as if they were heads
+    tokens = query if positional else query.flatten(1, 2)[:, None]
+    turned, key = (rope(x, table=table, interleaved=interleaved, offset=offset) for x in (tokens, key_new))
+    return turned.view(query.shape), key  # type: ignore[union-attr, return-value]
+
+
+def _check_cache(query: Tensor, key_cache: Tensor, value_cache: Tensor | None, head_dim_v: int | None) -> int:
+    """Check query and caches, [B, S, H, D] all; the value's head dim."""
+    checks.floating(_OP, query=query, key_cache=key_cache, value_cache=value_cache)
+    checks.same_device(_OP, "query", query, key_cache=key_cache, value_cache=value_cache)
+    for name, x in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
+        if x is None:
+            continue
+        checks.require(x.dtype is query.dtype, _OP, name, f"have query's dtype {checks.name(query.dtype)}", x.dtype)
+        if x.stride(-1) != 1 and x.numel() and x.shape[-1] > 1:
+            checks.fail(_OP, name, "have a last dim of stride 1 (use .contiguous())", f"stride {x.stride(-1)}")
+    head_dim, heads, kv_heads = query.shape[3], query.shape[2], key_cache.shape[2]
+    checks.require(1 <= head_dim <= MAX_HEAD_DIM_QK, _OP, "query", "have a head dim of 1 to 576", head_dim)
+    checks.require(
+        key_cache.shape[3] == head_dim, _OP, "key_cache", f"have query's head dim {head_dim}", key_cache.shape[3]
+    )
+    if kv_heads == 0 or heads % kv_heads:
+        checks.fail(_OP, "query", f"have a multiple of key_cache's {kv_heads} heads", heads)
+    if value_cache is None:
+        if head_dim_v is None or not 1 <= head_dim_v <= min(head_dim, MAX_HEAD_DIM_V):
+            must = f"be given without a value_cache, 1 to {min(head_dim, MAX_HEAD_DIM_V)}"
+            checks.fail(_OP, "head_dim_v", must, head_dim_v)
+        return head_dim_v
+    dv = value_cache.shape[3]
+    checks.require(head_dim_v in (None, dv), _OP, "head_dim_v", f"be value_cache's {dv} or None", head_dim_v)
+    checks.require(1 <= dv <= MAX_HEAD_DIM_V, _OP, "value_cache", "have a head dim of 1 to 512", dv)
+    checks.shape(_OP, "value_cache", value_cache, (*key_cache.shape[:3], dv), "as key_cache, but for the head dim")
+    return dv
+
+
+def _check_new(key_cache: Tensor, value_cache: Tensor | None, key_new: Tensor | None, value_new: Tensor | None) -> None:
+    if key_new is None:
+        checks.require(value_new is None, _OP, "value_new", "be None without key_new", "a tensor")
+        return
+    checks.require(
+        (value_new is None) == (value_cache is None), _OP, "value_new", "be given as value_cache is", value_new
+    )
+    for name, new, cache in (("key_new", key_new, key_cache), ("value_new", value_new, value_cache)):
+        if new is None or cache is None:
+            continue
+        checks.same_device(_OP, "key_cache", key_cache, **{name: new})
+        checks.require(
+            new.dtype is cache.dtype, _OP, name, f"have the cache's dtype {checks.name(cache.dtype)}", new.dtype
+        )
+        checks.shape(_OP, name, new, (*key_new.shape[:2], *cache.shape[2:]), "batch, new tokens, kv heads, head dim")
+        if new.stride(-1) != 1 and new.numel() and new.shape[-1] > 1:
+            checks.fail(_OP, name, "have a last dim of stride 1 (use .contiguous())", f"stride {new.stride(-1)}")
+
+
+def _check_vectors(
+    query: Tensor,
+    key_cache: Tensor,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    batch, heads = query.shape[0], query.shape[2]
+    vectors = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    checks.same_device(_OP, "query", query, **vectors, page_table=page_table, alibi_slopes=alibi_slopes, sinks=sinks)
+    for name, x in {**vectors, "page_table": page_table}.items():
+        if x is None:
+            continue
+        checks.one_of(_OP, f"{name}.dtype", x.dtype, (torch.int32, torch.int64))
+        if name != "page_table":
+            checks.shape(_OP, name, x, (batch,), "batch")
+            checks.require(x.numel() < 2 or x.stride(0) == 1, _OP, name, "be contiguous", "strided")
+    if page_table is not None:
+        fits = page_table.dim() == 2 and page_table.shape[0] == batch
+        checks.require(fits, _OP, "page_table", f"have shape [{batch}, max pages]", list(page_table.shape))
+        unit = page_table.stride(1) == 1 or page_table.shape[1] < 2
+        checks.require(unit, _OP, "page_table", "have a last dim of stride 1", "another")
+        checks.require(cache_batch_idx is None, _OP, "cache_batch_idx", "be None with a page_table", "a tensor")
+        checks.require(key_cache.shape[1] >= 1, _OP, "key_cache", "have pages of at least 1 row", 0)
+    elif cache_batch_idx is None:
+        checks.require(
+            key_cache.shape[0] >= batch, _OP, "key_cache", f"have {batch} entries (batch)", key_cache.shape[0]
+        )
+    if alibi_slopes is not None:
+        expected = (heads,) if alibi_slopes.dim() == 1 else (batch, heads)
+        checks.shape(_OP, "alibi_slopes", alibi_slopes, expected, "heads, or batch and heads")
+    checks.shape(_OP, "sinks", sinks, (heads,), "heads")

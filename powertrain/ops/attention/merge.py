@@ -1,0 +1,346 @@
+"""Merging partial attention results over disjoint sets of keys, forward and backward.
+
+    lse = log sum_n exp(lse_n)        w_n = exp(lse_n - lse)        o = sum_n w_n o_n
+
+    do_n = w_n do;        dlse_n = w_n (dlse + do . (o_n - o))
+
+Everything is computed in float32; a part of several is folded into a float32 result, which is rounded once at the end.
+A row whose parts saw no key (lse -inf in all) gives 0, -inf and zero gradients; one of a part that saw none is not read
+into the sum, whatever it holds. R rows of D channels of e bytes: a pair moves 3*R*D*e bytes forward, 5*R*D*e backward.
+
+Uses: keys split over GPUs (ring, context parallel), a prefix that all requests share, chunks of a long cache.
+
+Source: Milakov and Gimelshein, arXiv:1805.02867 (online softmax); section 2.2 of merging states in FlashInfer's docs.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.layout import acc_dtype, cdiv, next_power_of_2
+from powertrain.runtime import checks
+from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
+from powertrain.runtime.tuning import tunable
+
+Layout = Literal["bshd", "bhsd", "sbhd", "thd"]
+_LAYOUTS: tuple[Layout, ...] = ("bshd", "bhsd", "sbhd", "thd")
+_TO_BHSD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "sbhd": (1, 2, 0, 3)}
+_FROM_BHSD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "sbhd": (2, 0, 1, 3)}
+
+
+def _to_bhsd(x: Tensor, layout: Layout) -> Tensor:
+    return x.transpose(0, 1)[None] if layout == "thd" else x.permute(_TO_BHSD[layout])
+
+
+def _from_bhsd(x: Tensor, layout: Layout) -> Tensor:
+    return x[0].transpose(0, 1) if layout == "thd" else x.permute(_FROM_BHSD[layout])
+
+
+def merge_attentions_ref(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: Layout = "bshd", upcast: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The specification of `merge_attentions`, in plain PyTorch."""
+    acc = acc_dtype(outs[0].dtype) if upcast else outs[0].dtype
+    stacked = torch.stack([lse.to(acc) for lse in lses])
+    top = stacked.detach().amax(0)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = torch.exp(stacked - top)
+    total = weights.sum(0)
+    seen = total > 0
+    weights = weights / total.masked_fill(~seen, 1.0)
+    out = sum(
+        w[..., None] * _to_bhsd(o, layout).to(acc).masked_fill((w == 0)[..., None], 0.0)
+        for w, o in zip(weights if layout != "thd" else weights[:, None], outs, strict=True)
+    )
+    lse = torch.where(seen, top + torch.log(total.masked_fill(~seen, 1.0)), -torch.inf)
+    return _from_bhsd(out, layout).to(outs[0].dtype), lse.to(lses[0].dtype)
+
+
+@triton.jit
+def _offsets(rows, heads, tokens, stride_b, stride_h, stride_s):
+    """Of row (batch, head, token), counted in this order."""
+    token = rows % tokens
+    head = rows // tokens % heads
+    return rows // tokens // heads * stride_b + head * stride_h + token * stride_s
+
+
+@triton.jit
+def _weights(a_ptr, b_ptr, a_rows, b_rows, mask):
+    """(exp(lse_a - lse), exp(lse_b - lse), lse); zeros and -inf where both are -inf."""
+    a = tl.load(a_ptr + a_rows, mask=mask, other=float("-inf")).to(tl.float32)
+    b = tl.load(b_ptr + b_rows, mask=mask, other=float("-inf")).to(tl.float32)
+    top = tl.maximum(a, b)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    wa = tl.exp(a - safe)
+    wb = tl.exp(b - safe)
+    total = wa + wb
+    seen = total > 0.0
+    total = tl.where(seen, total, 1.0)
+    return wa / total, wb / total, tl.where(seen, safe + tl.log(total), float("-inf"))
+
+
+@kernel()
+def _merge_fwd_kernel(
+    oa_ptr,
+    ob_ptr,
+    la_ptr,
+    lb_ptr,
+    out_ptr,
+    lse_ptr,
+    num_rows,
+    heads,
+    tokens,
+    head_dim,
+    stride_oab,
+    stride_oah,
+    stride_oas,
+    stride_obb,
+    stride_obh,
+    stride_obs,
+    stride_lab,
+    stride_lah,
+    stride_las,
+    stride_lbb,
+    stride_lbh,
+    stride_lbs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    mask = rows < num_rows
+    wa, wb, lse = _weights(
+        la_ptr, lb_ptr, _offsets(rows, heads, tokens, stride_lab, stride_lah, stride_las),
+        _offsets(rows, heads, tokens, stride_lbb, stride_lbh, stride_lbs), mask,
+    )  # fmt: skip
+    tl.store(lse_ptr + rows, lse, mask=mask)
+    inside = mask[:, None] & (dims < head_dim)
+    a_rows = _offsets(rows, heads, tokens, stride_oab, stride_oah, stride_oas)[:, None]
+    b_rows = _offsets(rows, heads, tokens, stride_obb, stride_obh, stride_obs)[:, None]
+    a = tl.load(oa_ptr + a_rows + dims, mask=inside & (wa > 0.0)[:, None], other=0.0).to(tl.float32)
+    b = tl.load(ob_ptr + b_rows + dims, mask=inside & (wb > 0.0)[:, None], other=0.0).to(tl.float32)
+    out = wa[:, None] * a + wb[:, None] * b
+    tl.store(out_ptr + rows[:, None] * head_dim + dims, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel()
+def _merge_bwd_kernel(
+    do_ptr,
+    dlse_ptr,
+    oa_ptr,
+    ob_ptr,
+    la_ptr,
+    lb_ptr,
+    doa_ptr,
+    dob_ptr,
+    dla_ptr,
+    dlb_ptr,
+    num_rows,
+    heads,
+    tokens,
+    head_dim,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_dlb,
+    stride_dlh,
+    stride_dls,
+    stride_oab,
+    stride_oah,
+    stride_oas,
+    stride_obb,
+    stride_obh,
+    stride_obs,
+    stride_lab,
+    stride_lah,
+    stride_las,
+    stride_lbb,
+    stride_lbh,
+    stride_lbs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    mask = rows < num_rows
+    wa, wb, _ = _weights(
+        la_ptr, lb_ptr, _offsets(rows, heads, tokens, stride_lab, stride_lah, stride_las),
+        _offsets(rows, heads, tokens, stride_lbb, stride_lbh, stride_lbs), mask,
+    )  # fmt: skip
+    inside = mask[:, None] & (dims < head_dim)
+    a_rows = _offsets(rows, heads, tokens, stride_oab, stride_oah, stride_oas)[:, None]
+    b_rows = _offsets(rows, heads, tokens, stride_obb, stride_obh, stride_obs)[:, None]
+    a = tl.load(oa_ptr + a_rows + dims, mask=inside & (wa > 0.0)[:, None], other=0.0).to(tl.float32)
+    b = tl.load(ob_ptr + b_rows + dims, mask=inside & (wb > 0.0)[:, None], other=0.0).to(tl.float32)
+    do = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if do_ptr is not None:
+        do_rows = _offsets(rows, heads, tokens, stride_dob, stride_doh, stride_dos)[:, None]
+        do = tl.load(do_ptr + do_rows + dims, mask=inside, other=0.0).to(tl.float32)
+    dlse = tl.zeros([BLOCK_M], tl.float32)
+    if dlse_ptr is not None:
+        dlse_rows = _offsets(rows, heads, tokens, stride_dlb, stride_dlh, stride_dls)
+        dlse = tl.load(dlse_ptr + dlse_rows, mask=mask, other=0.0).to(tl.float32)
+    # o_a - o = w_b (o_a - o_b), and the other way round
+    difference = tl.sum(do * (a - b), axis=1)
+    if doa_ptr is not None:
+        tl.store(
+            doa_ptr + rows[:, None] * head_dim + dims, (wa[:, None] * do).to(doa_ptr.dtype.element_ty), mask=inside
+        )
+    if dob_ptr is not None:
+        tl.store(
+            dob_ptr + rows[:, None] * head_dim + dims, (wb[:, None] * do).to(dob_ptr.dtype.element_ty), mask=inside
+        )
+    if dla_ptr is not None:
+        tl.store(dla_ptr + rows, (wa * (dlse + wb * difference)).to(dla_ptr.dtype.element_ty), mask=mask)
+    if dlb_ptr is not None:
+        tl.store(dlb_ptr + rows, (wb * (dlse - wa * difference)).to(dlb_ptr.dtype.element_ty), mask=mask)
+
+
+class _Plan(NamedTuple):
+    block_m: int
+    num_warps: int
+
+
+@tunable("not measured", ("block_m", "num_warps"))
+def _plan(head_dim: int, target: Target) -> _Plan:
+    return _Plan(max(1, min(32, 2048 // next_power_of_2(head_dim))), 4)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x, copied if its last dim is not contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _merge_fwd_outputs(oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return oa.new_empty(oa.shape, dtype=dtype), la.new_empty(la.shape, dtype=torch.float32)
+
+
+def _merge_fwd(oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    out, lse = _merge_fwd_outputs(oa, ob, la, lb, dtype)
+    oa, ob = _unit(oa), _unit(ob)
+    b, h, s, d = oa.shape
+    plan = _plan(d, Target.of(oa.device))
+    _merge_fwd_kernel[(cdiv(b * h * s, plan.block_m),)](
+        oa, ob, la, lb, out, lse, b * h * s, h, s, d,
+        *oa.stride()[:3], *ob.stride()[:3], *la.stride(), *lb.stride(),
+        BLOCK_M=plan.block_m, BLOCK_D=next_power_of_2(d), num_warps=plan.num_warps,
+    )  # fmt: skip
+    return out, lse
+
+
+def _merge_bwd_outputs(
+    do: Tensor | None, dlse: Tensor | None, oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, need: list[bool]
+) -> tuple[Tensor | None, ...]:
+    return tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) if needed else None
+        for x, needed in zip((oa, ob, la, lb), need, strict=True)
+    )
+
+
+def _merge_bwd(
+    do: Tensor | None, dlse: Tensor | None, oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, need: list[bool]
+) -> tuple[Tensor | None, ...]:
+    grads = _merge_bwd_outputs(do, dlse, oa, ob, la, lb, need)
+    oa, ob, do = _unit(oa), _unit(ob), None if do is None else _unit(do)
+    b, h, s, d = oa.shape
+    plan = _plan(d, Target.of(oa.device))
+    none = (0, 0, 0)
+    _merge_bwd_kernel[(cdiv(b * h * s, plan.block_m),)](
+        do, dlse, oa, ob, la, lb, *grads, b * h * s, h, s, d,
+        *(none if do is None else do.stride()[:3]), *(none if dlse is None else dlse.stride()),
+        *oa.stride()[:3], *ob.stride()[:3], *la.stride(), *lb.stride(),
+        BLOCK_M=plan.block_m, BLOCK_D=next_power_of_2(d), num_warps=plan.num_warps,
+    )  # fmt: skip
+    return grads
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if do is None and dlse is None:
+        return (None,) * 5
+    need = [needed and (do is not None or n >= 2) for n, needed in enumerate(ctx.needs_input_grad[:4])]
+    grads = _merge_bwd_op(do, dlse, *ctx.saved_tensors, need)
+    return (*(grad if needed else None for grad, needed in zip(grads, need, strict=True)), None)
+
+
+# out and lse of two parts, both [b, h, s, ...] in any strides; `dtype` is the result's
+_merge_op = Op(
+    "merge_fwd(Tensor oa, Tensor ob, Tensor la, Tensor lb, ScalarType dtype) -> (Tensor, Tensor)",
+    _merge_fwd,
+    _merge_fwd_outputs,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+_merge_bwd_op = Op(
+    "merge_bwd(Tensor? do, Tensor? dlse, Tensor oa, Tensor ob, Tensor la, Tensor lb, bool[] need) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _merge_bwd,
+    _merge_bwd_outputs,
+)
+
+
+@falls_back("merge_attentions")
+def merge_attentions(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: Layout = "bshd"
+) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from results over disjoint parts of them.
+
+    Shapes: B batch, S queries, H heads, D head dim of the values, T tokens of all sequences.
+        outs    one or more [B, S, H, D] "bshd", [B, H, S, D] "bhsd", [S, B, H, D] "sbhd" or [T, H, D] "thd"; float32,
+                float16 or bfloat16 (float64 on the CPU), all of one dtype; any strides; a part may be expanded
+        lses    as many log-sum-exps in nats, float32 [B, H, S], for "thd" [H, T], as `attention` returns them
+    Returns (out, lse), out in the dtype of outs, lse float32; rows that no part saw give 0 and -inf.
+    Numerics: float32, rounded once however many parts. Differentiable in outs and lses. Deterministic.
+    Memory: n parts take n - 1 launches and, from 3 on, a float32 result between them; outs and lses are saved.
+    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+        implemented and say so.
+    Source: online softmax, Milakov and Gimelshein, arXiv:1805.02867.
+
+    A prefix that all requests share is attended to once, as one long batch entry, and merged with each one's own keys:
+
+        shared = attention(q.flatten(0, 1)[None], k_prefix[None], v_prefix[None], return_lse=True)     # [1, B * S, ...]
+        out, lse = shared[0].view_as(q), shared[1].unflatten(2, q.shape[:2])[0].transpose(0, 1)
+        own = decode_attention(q, k_cache, v_cache, cache_seqlens, return_lse=True)
+        o, _ = merge_attentions([out, own[0]], [lse, own[1]])
+    """
+    op = "merge_attentions"
+    checks.one_of(op, "layout", layout, _LAYOUTS)
+    outs, lses = list(outs), list(lses)
+    checks.require(len(outs) > 0, op, "outs", "have at least one part", 0)
+    checks.require(len(lses) == len(outs), op, "lses", f"be as many as outs, {len(outs)}", len(lses))
+    first = outs[0]
+    dims = 3 if layout == "thd" else 4
+    for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        checks.floating(op, **{f"outs[{n}]": out, f"lses[{n}]": lse})
+        checks.same_device(op, "outs[0]", first, **{f"outs[{n}]": out, f"lses[{n}]": lse})
+        checks.require(out.dim() == dims, op, f"outs[{n}]", f"have {dims} dims ({layout})", list(out.shape))
+        checks.shape(op, f"outs[{n}]", out, first.shape, "that of outs[0]")
+        if out.dtype is not first.dtype:
+            checks.fail(
+                op, f"outs[{n}]", f"have the dtype of outs[0], {checks.name(first.dtype)}", checks.name(out.dtype)
+            )
+        rows = _to_bhsd(out, layout).shape[:3]
+        checks.shape(op, f"lses[{n}]", lse, rows[1:] if layout == "thd" else rows, "batch, heads, queries")
+    if len(outs) == 1:
+        return first, lses[0]
+    if not use_kernel(op, first):
+        with without_autocast(first.device):
+            return merge_attentions_ref(outs, lses, layout=layout)
+    out, lse = _to_bhsd(first, layout), lses[0] if layout != "thd" else lses[0][None]
+    for n, (other, its_lse) in enumerate(zip(outs[1:], lses[1:], strict=True)):
+        last = n == len(outs) - 2
+        out, lse = _merge_op(
+            out, _to_bhsd(other, layout), lse, its_lse if layout != "thd" else its_lse[None],
+            first.dtype if last else torch.float32,
+        )  # fmt: skip
+    return _from_bhsd(out, layout), lse[0] if layout == "thd" else lse
