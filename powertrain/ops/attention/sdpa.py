@@ -33,6 +33,16 @@ def _needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
+def _added(call: AttentionCall, query: Tensor) -> Tensor | None:
+    """The call's dense mask as what is added to the scores, in the query's dtype."""
+    bias = call.tensors.bias
+    if bias is None:
+        return None
+    if bias.dtype is torch.bool:
+        return torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -torch.inf)
+    return bias.to(query.dtype)
+
+
 def _no_cuda(problem: AttentionProblem) -> Iterator[Reason]:
     if problem.target is not None and not installed().cuda:
         yield Reason("this PyTorch is built without CUDA", "install a CUDA build of PyTorch")
@@ -91,14 +101,35 @@ CUDNN_BAD = (
         lambda p, here: _cudnn_heads_wide(p, here) and p.arch not in (90, 100, 103),
     ),
     KnownBad(
-        "cuDNN from 9.11 gives wrong gradients on sm_90 for head dims above 128 but 192/128 and 256/256",
-        "use triton or flash, or one of those head dims",
+        "cuDNN from 9.11 gives wrong gradients on sm_90 for unequal head dims from 128 on, but for 192/128",
+        "use triton, 192/128, or one head dim",
         _TE_RULES,
         lambda p, here: (
             p.needs_grad
+            and p.arch == 90
+            and here.cudnn >= 91100
+            and min(p.head_dim_qk, p.head_dim_v) >= 128
+            and p.head_dim_qk != p.head_dim_v
+            and (p.head_dim_qk, p.head_dim_v) != (192, 128)
+        ),
+    ),
+    # up to 9.19 on sm_90, gradients for 160, 192, 224 and 256 were right (H200, torch 2.11)
+    KnownBad(
+        "cuDNN has a backward for head dims up to 128, 192/128 and 256/256 only, on sm_10x and from 9.22.1 on",
+        "use triton or flash, or one of those head dims",
+        _SDP_UTILS,
+        lambda p, here: (
+            p.needs_grad
             and _cudnn_heads_wide(p, here)
+            and (p.arch != 90 or here.cudnn > 92200)
             and (p.head_dim_qk, p.head_dim_v) not in ((192, 128), (256, 256))
         ),
+    ),
+    KnownBad(
+        "cuDNN takes dense masks over a multiple of 8 keys",
+        "use triton, or pad keys and mask",
+        "not tried",
+        lambda p, here: p.mask.bias != "none" and not p.lengths.keys_multiple_of_8,
     ),
 )
 
@@ -106,7 +137,7 @@ CUDNN_BAD = (
 class Cudnn:
     name = "cudnn"
     draws_keep = False
-    limits = Limits("cuDNN", head_dims_differ=True, bottom_right=False, top_left=True, dropout=True)
+    limits = Limits("cuDNN", head_dims_differ=True, bottom_right=False, top_left=True, bias=True, dropout=True)
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
         yield from _no_cuda(problem)
@@ -120,8 +151,8 @@ class Cudnn:
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         q, k, v = (to_bhsd(x, call.layout) for x in (call.query, call.key, call.value))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, call.return_lse or _needs_grad(q, k, v), call.dropout_p, call.mask.is_causal, False,
-            scale=call.scale,
+            q, k, v, _added(call, q), call.return_lse or _needs_grad(q, k, v), call.dropout_p, call.mask.is_causal,
+            False, scale=call.scale,
         )  # fmt: skip
         return from_bhsd(out, call.layout), lse.reshape(q.shape[:3]) if call.return_lse else None
 
@@ -237,12 +268,7 @@ class Cpu:
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         q, k, v = (to_bhsd(x, call.layout) for x in (call.query, call.key, call.value))
-        bias = call.tensors.bias
-        if bias is not None and bias.dtype is torch.bool:
-            bias = torch.zeros_like(bias, dtype=q.dtype).masked_fill(~bias, -torch.inf)
-        elif bias is not None:
-            bias = bias.to(q.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, call.mask.is_causal, attn_mask=bias, scale=call.scale
+            q, k, v, 0.0, call.mask.is_causal, attn_mask=_added(call, q), scale=call.scale
         )
         return from_bhsd(out, call.layout), lse
