@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "runtime/triton_compat.py": "Triton takes its interpreter switch from the environment alone",
     "runtime/compile.py": "hands its workers an environment",
     "runtime/worker.py": "gives its compiler a private folder",
+    "compat/transformer_engine.py": "reads TransformerEngine's own switches, at every call",
     "cli/tour.py": "hands the processes it starts an environment",
 }
 
