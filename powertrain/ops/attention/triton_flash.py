@@ -15,6 +15,12 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
+from powertrain.ops.attention.triton_backward import (
+    _attention_dbias_kernel,
+    _attention_delta_kernel,
+    _attention_dkdv_kernel,
+    _attention_dq_kernel,
+)
 from powertrain.ops.attention.triton_forward import _attention_fwd_kernel
 from powertrain.ops.attention.triton_tiles import pieces
 from powertrain.ops.layout import cdiv, empty, next_power_of_2, wanted
@@ -93,6 +99,7 @@ class _Plan(NamedTuple):
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
+    separate: bool = False  # dk and dv in two launches
 
 
 def _fits(candidates: tuple[_Plan, ...], resident: int, streamed: int, target: Target) -> _Plan:
@@ -114,8 +121,14 @@ _FORWARD = (
 )
 
 
+def _fma_plan(d: int) -> _Plan:
+    return _Plan(32, 32, 8, 1) if d <= 128 else _Plan(32, 16, 8, 1)
+
+
 @tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
-def _plan_fwd(element: int, d_qk: int, d_v: int, featured: bool, target: Target) -> _Plan:
+def _plan_fwd(element: int, d_qk: int, d_v: int, featured: bool, fma: bool, target: Target) -> _Plan:
+    if fma:
+        return _fma_plan(max(d_qk, d_v))
     if target.has_wgmma and element == 2:
         largest = max(d_qk, d_v)
         if largest <= 64:
@@ -126,9 +139,75 @@ def _plan_fwd(element: int, d_qk: int, d_v: int, featured: bool, target: Target)
             return _Plan(128, 64, 8, 3)
         if largest <= 256:
             return _Plan(128, 64, 8, 2)
-    wide = d_v > 256
-    candidates = tuple(p for p in _FORWARD if p.block_m * d_v <= (128 * 256 if target.has_tensor_core_dot else 64 * 128))
+    candidates = tuple(p for p in _FORWARD if p.block_m * d_v <= 128 * 256)
     return _fits(candidates, d_qk * element, (d_qk + d_v) * element, target)
+
+
+@tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
+def _plan_dkdv(element: int, d_qk: int, d_v: int, fma: bool, target: Target) -> _Plan:
+    largest = max(d_qk, d_v)
+    if fma:
+        return _Plan(32, 32, 8, 1) if largest <= 64 else _Plan(16, 16, 8, 1)
+    if target.has_wgmma and element == 2:
+        if largest <= 64:
+            return _Plan(64, 64, 4, 3)
+        if largest <= 128:
+            return _Plan(64, 64, 4, 2)
+        if largest <= 192:
+            return _Plan(32, 128, 8, 3)
+        if largest <= 256:
+            return _Plan(64, 64, 8, 2, None, True)
+    candidates = tuple(
+        _Plan(m, n, warps, stages, None, largest > 256)
+        for m, n, warps, stages in (
+            (64, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1),
+        )
+        if n * largest <= 64 * 128
+    )  # fmt: skip
+    return _fits_dkdv(candidates, (d_qk + d_v) * element, target)
+
+
+def _fits_dkdv(candidates: tuple[_Plan, ...], row: int, target: Target) -> _Plan:
+    for plan in candidates:
+        tiles = (plan.block_n + plan.num_stages * plan.block_m) * row + 4 * plan.block_m * plan.block_n
+        if tiles <= target.shared_per_block - 2048:
+            return plan
+    return candidates[-1]
+
+
+@tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
+def _plan_dq(element: int, d_qk: int, d_v: int, fma: bool, target: Target) -> _Plan:
+    largest = max(d_qk, d_v)
+    if fma:
+        return _Plan(32, 32, 8, 1) if largest <= 64 else _Plan(16, 16, 8, 1)
+    if target.has_wgmma and element == 2:
+        if largest <= 64:
+            return _Plan(64, 64, 4, 2)
+        if largest <= 128:
+            return _Plan(128, 64, 8, 3)
+        if largest <= 192:
+            return _Plan(128, 64, 8, 2)
+        if largest <= 256:
+            return _Plan(64, 64, 4, 2)
+    candidates = tuple(p for p in _FORWARD if p.block_m * d_qk <= 64 * 256)
+    return _fits(candidates, (d_qk + d_v) * element, (d_qk + d_v) * element, target)
+
+
+@tunable("never measured", ("num_warps",))
+def _plan_dbias(element: int, d_qk: int, d_v: int, fma: bool, target: Target) -> _Plan:
+    if fma:
+        return _Plan(32, 32, 8, 1)
+    if max(d_qk, d_v) * element <= 256:
+        return _Plan(64, 64, 4, 1)
+    return _Plan(32, 32, 4, 1)
+
+
+FMA_PIECE = 32  # without tensor cores a dot holds all of its inner dim in registers
+
+
+def _uses_fma(dtype: torch.dtype, target: Target) -> bool:
+    """Products without tensor cores: float32 at full precision, and everything where Triton cannot reach them."""
+    return not target.has_tensor_core_dot or _precision(dtype, target) == "ieee" and dtype is torch.float32
 
 
 def _precision(dtype: torch.dtype, target: Target) -> str:
@@ -146,6 +225,9 @@ def _uses_tma(target: Target, *operands: _Operand) -> bool:
         if (not x.is_meta and x.data_ptr() % 16) or any(stride % elements for stride in strides):
             return False
     return not settings().interpret
+
+
+_TENSORS = 11  # the first so many arguments
 
 
 class _Args(NamedTuple):
@@ -217,6 +299,7 @@ def _mask_arguments(args: _Args, shape: _Shape) -> dict[str, Any]:
         scale=args.scale, softcap=args.softcap, left=args.left, right=args.right, chunk=args.chunk,
         threshold=threshold(args.dropout_p), keep_scale=1 / (1 - args.dropout_p),
         HAS=(args.left >= 0, args.right >= 0, args.chunk > 0, args.prefix is not None),
+        ADDS=(args.slopes is not None, bias is not None, args.query_documents is not None, args.seed is not None),
         BOTTOM_RIGHT=args.bottom_right,
     )  # fmt: skip
 
@@ -232,10 +315,11 @@ def _strides(**operands: _Operand) -> dict[str, Any]:
 
 def _compute(query: Tensor, value: Tensor, args: _Args, target: Target) -> dict[str, Any]:
     d = (query.shape[-1], value.shape[-1])
+    largest = FMA_PIECE if _uses_fma(query.dtype, target) else 512
     return dict(
         CAP=(args.softcap > 0, query.dtype is not torch.float32 and not settings().interpret),
-        D=d, PIECES=(pieces(d[0]), pieces(d[1])),
-        FLOAT32=query.dtype is not torch.float32 and not target.has_tensor_core_dot,
+        D=d, P_QK=pieces(d[0], largest), P_V=pieces(d[1], largest),
+        FMA=_uses_fma(query.dtype, target),
         PRECISION=_precision(query.dtype, target),
     )  # fmt: skip
 
@@ -267,14 +351,15 @@ def _attention_fwd(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     k, v = _operand(key, args.layout, heads, True), _operand(value, args.layout, heads, True)
     d_qk, d_v = query.shape[-1], value.shape[-1]
     featured = args.softcap > 0 or args.bias is not None or args.slopes is not None or args.seed is not None
-    plan = _plan_fwd(query.element_size(), sum(pieces(d_qk)), sum(pieces(d_v)), featured, target)
+    compute = _compute(query, value, args, target)
+    plan = _plan_fwd(query.element_size(), sum(pieces(d_qk)), sum(pieces(d_v)), featured, compute["FMA"], target)
     blocks = _slots(shape, shape.queries, args.query_starts, plan.block_m)
     num_heads = heads.kv * heads.repeats * (shape.batch if args.query_starts is None else 1)
     ranges = None
     if args.query_documents is not None and args.key_documents is not None:
         ranges = _document_ranges(args.query_documents, args.key_documents)
     _attention_fwd_kernel[(blocks * num_heads,)](
-        **_strides(q=q, k=k, v=v, o=o), **_mask_arguments(args, shape), **_compute(query, value, args, target),
+        **_strides(q=q, k=k, v=v, o=o), **_mask_arguments(args, shape), **compute,
         lse_ptr=lse, sinks_ptr=args.sinks, qdoc_ptr=args.query_documents, kdoc_ptr=args.key_documents,
         qrange_ptr=ranges, kv_heads=heads.kv, repeats=heads.repeats, head_of_kv=heads.of_kv,
         head_of_repeat=heads.of_repeat, blocks=blocks,
@@ -285,10 +370,226 @@ def _attention_fwd(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     return out, lse
 
 
+def _bwd_outputs(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    need: list[bool],
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    args = _Args(*rest)
+    heads = _heads(query, key, value, args.layout)
+    like = [torch.empty_like(query) if need[0] else empty(query)]
+    for x, wants in ((key, need[1]), (value, need[2])):
+        like.append(_shared_empty(x, args.layout, heads) if wants else empty(query))
+    dbias = empty(query)
+    if need[3] and args.bias is not None:
+        dbias = torch.empty_like(args.bias, memory_format=torch.contiguous_format)
+    return like[0], like[1], like[2], dbias
+
+
+def _expanded_dim(x: Tensor, layout: Layout, heads: _Heads) -> int | None:
+    """The dim along which the caller expanded keys and values, of which we compute one."""
+    if not heads.shared:
+        return None
+    if layout == "bmghk":
+        return 2 if heads.of_kv == 1 else 3
+    dim = _HEAD_DIM[layout]
+    return dim if x.shape[dim] != heads.kv else None
+
+
+def _shared_empty(x: Tensor, layout: Layout, heads: _Heads) -> Tensor:
+    dim = _expanded_dim(x, layout, heads)
+    return torch.empty_like(x if dim is None else x.narrow(dim, 0, 1))
+
+
+def _attention_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    need: list[bool],
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    args = _Args(*rest)
+    dq, dk, dv, dbias = _bwd_outputs(dout, dlse, query, key, value, out, lse, need, *rest)
+    dout = dout if dout.stride(-1) == 1 and 0 not in dout.stride() else dout.contiguous()
+    target = Target.of(query.device)
+    heads, shape = _heads(query, key, value, args.layout), _shape(query, key, args.layout, args.query_starts)
+    q, do = _operand(query, args.layout, heads), _operand(dout, args.layout, heads)
+    k, v = _operand(key, args.layout, heads, True), _operand(value, args.layout, heads, True)
+    delta = torch.empty_like(lse)
+    _launch_delta(_operand(out, args.layout, heads), do, dlse, delta, args, shape, heads, value.shape[-1])
+    common = dict(
+        **_strides(q=q, k=k, v=v, do=do), **_mask_arguments(args, shape), **_compute(query, value, args, target),
+        lse_ptr=lse, delta_ptr=delta, qdoc_ptr=args.query_documents, kdoc_ptr=args.key_documents,
+        repeats=heads.repeats, head_of_kv=heads.of_kv, head_of_repeat=heads.of_repeat,
+    )  # fmt: skip
+    use_tma = _uses_tma(target, q, k, v, do)
+    if need[1] or need[2]:
+        _launch_dkdv(common, dk if need[1] else None, dv if need[2] else None, key, value, args, shape, heads, use_tma)
+    if need[0]:
+        _launch_dq(common, dq, key, value, args, shape, heads, use_tma)
+    if need[3]:
+        _launch_dbias(common, dbias, query, value, args, shape, heads)
+    return dq, dk, dv, dbias
+
+
+def _launch_delta(
+    o: _Operand, do: _Operand, dlse: Tensor | None, delta: Tensor, args: _Args, shape: _Shape, heads: _Heads, d_v: int
+) -> None:
+    batch = 1 if args.query_starts is not None else shape.batch
+    block = 64 if d_v <= 128 else 16
+    _attention_delta_kernel[(cdiv(shape.queries, block) * batch * heads.kv * heads.repeats,)](
+        **_strides(o=o, do=do), dlse_ptr=None if dlse is None else dlse.contiguous(), delta_ptr=delta, batch=batch,
+        queries=shape.queries, kv_heads=heads.kv, repeats=heads.repeats, head_of_kv=heads.of_kv,
+        head_of_repeat=heads.of_repeat, D=d_v, P_V=pieces(d_v), BLOCK_M=block,
+    )  # fmt: skip
+
+
+def _launch_dkdv(
+    common: dict[str, Any], dk: Tensor | None, dv: Tensor | None, key: Tensor, value: Tensor, args: _Args,
+    shape: _Shape, heads: _Heads, use_tma: bool,
+) -> None:  # fmt: skip
+    target, d_qk, d_v = Target.of(key.device), key.shape[-1], value.shape[-1]
+    loops = heads.repeats if heads.shared else 1
+    programs = heads.kv * (heads.repeats // loops) * (shape.batch if args.key_starts is None else 1)
+    plan = _plan_dkdv(key.element_size(), sum(pieces(d_qk)), sum(pieces(d_v)), common["FMA"], target)
+    blocks = _slots(shape, shape.keys, args.key_starts, plan.block_n)
+    ranges = None
+    if args.query_documents is not None and args.key_documents is not None:
+        ranges = _document_ranges(args.key_documents, args.query_documents)
+    # gradients of narrowed keys and values have their strides
+    grads = {"dk": dk, "dv": dv}
+    strides = {f"stride_{name}{dim}": 0 for name in grads for dim in "bshr"} | {f"{name}_ptr": None for name in grads}
+    for name, grad in grads.items():
+        if grad is not None:
+            strides |= _strides(**{name: _operand(grad, args.layout, heads, True)})
+    both = plan.separate and dk is not None and dv is not None
+    for chosen in ({"dk_ptr": None}, {"dv_ptr": None}) if both else ({},):
+        _attention_dkdv_kernel[(blocks * programs,)](
+            **(common | strides | chosen), krange_ptr=ranges, kv_heads=heads.kv, loops=loops, blocks=blocks,
+            group=_group(shape.queries * (d_qk + d_v) * key.element_size(), 1, target),
+            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=use_tma, num_warps=plan.num_warps,
+            num_stages=plan.num_stages, maxnreg=plan.maxnreg,
+        )  # fmt: skip
+
+
+def _launch_dq(
+    common: dict[str, Any], dq: Tensor, key: Tensor, value: Tensor, args: _Args, shape: _Shape, heads: _Heads,
+    use_tma: bool,
+) -> None:  # fmt: skip
+    target, d_qk, d_v = Target.of(key.device), key.shape[-1], value.shape[-1]
+    plan = _plan_dq(key.element_size(), sum(pieces(d_qk)), sum(pieces(d_v)), common["FMA"], target)
+    blocks = _slots(shape, shape.queries, args.query_starts, plan.block_m)
+    num_heads = heads.kv * heads.repeats * (shape.batch if args.query_starts is None else 1)
+    ranges = None
+    if args.query_documents is not None and args.key_documents is not None:
+        ranges = _document_ranges(args.query_documents, args.key_documents)
+    _attention_dq_kernel[(blocks * num_heads,)](
+        **common, **_strides(dq=_operand(dq, args.layout, heads)), qrange_ptr=ranges, kv_heads=heads.kv, blocks=blocks,
+        group=_group(shape.keys * (d_qk + d_v) * key.element_size(), heads.repeats, target),
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=use_tma, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        maxnreg=plan.maxnreg,
+    )  # fmt: skip
+
+
+def _launch_dbias(
+    common: dict[str, Any], dbias: Tensor, query: Tensor, value: Tensor, args: _Args, shape: _Shape, heads: _Heads
+) -> None:
+    bias_batch, bias_heads, bias_rows, _ = dbias.shape
+    plan = _plan_dbias(query.element_size(), query.shape[-1], value.shape[-1], common["FMA"], Target.of(query.device))
+    q_blocks, k_blocks = cdiv(shape.queries, plan.block_m), cdiv(shape.keys, plan.block_n)
+    tiles = k_blocks * bias_batch * bias_heads * (1 if bias_rows == 1 else q_blocks)
+    unused = ("q_starts_ptr", "k_starts_ptr")
+    _attention_dbias_kernel[(tiles,)](
+        **{name: value for name, value in common.items() if name not in unused}, dbias_ptr=dbias,
+        heads=heads.kv * heads.repeats, bias_batch=bias_batch, bias_heads=bias_heads, bias_rows=bias_rows,
+        q_blocks=q_blocks, k_blocks=k_blocks, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )  # fmt: skip
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    args = _Args(*inputs[3:])
+    ctx.save_for_backward(*inputs[:3], *output, *args[:_TENSORS])
+    ctx.options = args[_TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, out, lse, *tensors = ctx.saved_tensors
+    args = _Args(*tensors, *ctx.options)
+    need = ctx.needs_input_grad
+    results: list[Tensor | None] = [None] * len(need)
+    if dout is not None or dlse is not None:
+        grads = backward(dout, dlse, query, key, value, out, lse, args, (*need[:4], need[5]))
+        for index, grad in zip((0, 1, 2, 3, 5), grads, strict=True):
+            results[index] = grad
+    return tuple(results)
+
+
+def backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    args: _Args,
+    need: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value, bias and sinks, those that are needed. `out` and `lse` may be those of a larger
+    attention of which these keys are a part."""
+    dout = torch.zeros_like(out) if dout is None else dout
+    q_k_v_bias = _attention_bwd_op(dout, dlse, query, key, value, out, lse, list(need[:4]), *args)
+    heads = _heads(query, key, value, args.layout)
+    grads: list[Tensor | None] = []
+    for x, grad, needed in zip((query, key, value, args.bias), q_k_v_bias, need[:4], strict=True):
+        grad = wanted(grad, needed)
+        dim = _expanded_dim(x, args.layout, heads) if grad is not None and (x is key or x is value) else None
+        if grad is not None and dim is not None and x is not None:
+            # an equal share to each copy: expand's own backward adds them up again
+            grad = (grad / x.shape[dim]).expand(x.shape)
+        grads.append(grad)
+    dsinks = None
+    if need[4] and args.sinks is not None:
+        delta = (dout.float() * out).sum(-1)
+        delta = _as_lse(delta, args.layout) - (0 if dlse is None else dlse)
+        dim = {"thd": 0, "bmghk": (1, 2)}.get(args.layout, 1)
+        sinks = args.sinks.float()
+        shape = (-1, 1) if args.layout == "thd" else (1, *query.shape[2:4], 1) if args.layout == "bmghk" else (1, -1, 1)
+        weight = torch.exp(sinks.view(shape) - lse).nan_to_num(0.0, 0.0, 0.0)
+        keep = {0} if args.layout == "thd" else {1, 2} if args.layout == "bmghk" else {1}
+        dsinks = -(weight * delta).sum([d for d in range(lse.dim()) if d not in keep]).view(-1).to(args.sinks.dtype)
+    return (*grads, dsinks)
+
+
+def _as_lse(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor with the output's dims but the last, with the dims in LSE's order."""
+    return x.permute({"bshd": (0, 2, 1), "bhsd": (0, 1, 2), "sbhd": (1, 2, 0), "thd": (1, 0), "bmghk": (0, 2, 3, 1)}[layout])
+
+
 _attention_op = Op(
     f"attention(Tensor query, Tensor key, Tensor value, {_ARGS_SCHEMA}) -> (Tensor, Tensor)",
     _attention_fwd,
     _fwd_outputs,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+_attention_bwd_op = Op(
+    "attention_bwd(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"bool[] need, {_ARGS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _attention_bwd,
+    _bwd_outputs,
 )
 
 

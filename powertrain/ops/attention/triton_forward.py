@@ -25,6 +25,7 @@ from powertrain.ops.attention.triton_tiles import (
     capped,
     documents_of,
     dot_rows,
+    dot_rows_fma,
     factors,
     find_sequence,
     is_visible,
@@ -56,21 +57,27 @@ def place(pid, blocks, heads, group):
 @triton.jit
 def _attend(
     state, begin, end, q, k_src, v_src, rows, limits, factor, bias, documents, dropout, strides,
-    HAS: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr,
-    BLOCK: tl.constexpr, TMA: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    HAS: tl.constexpr, ADDS: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr, P_QK: tl.constexpr, P_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys begin to end, in blocks, into the state (acc, m, l) of a block of queries."""
     acc, m, l = state  # noqa: E741
     i, p, queries, keys = rows
-    for start in range(begin, end, BLOCK[1]):
-        k = load_tile(k_src, start, keys, strides[0], D[0], PIECES[0], BLOCK[1], TMA, MASKED, FLOAT32)
-        s, _ = capped(dot_rows(q, k, PRECISION), factor, CAP[0], CAP[1])
-        j = start + tl.arange(0, BLOCK[1])[None, :]
-        s, seen = add_bias(s, i, j, p, queries, keys, bias, ALIBI)
-        if MASKED or bias[0] is not None:
+    for start in range(begin, end, BLOCK_N):
+        if FMA:
+            product = dot_rows_fma(
+                q[0], q[1], queries, q[2], k_src, start, keys, strides[0], D[0], P_QK, BLOCK_M, BLOCK_N
+            )
+        else:
+            k = load_tile(k_src, start, keys, strides[0], D[0], P_QK, BLOCK_N, TMA, MASKED)
+            product = dot_rows(q, k, PRECISION)
+        s, _ = capped(product, factor, CAP[0], CAP[1])
+        j = start + tl.arange(0, BLOCK_N)[None, :]
+        s, seen = add_bias(s, i, j, p, queries, keys, bias, ADDS)
+        if MASKED or ADDS[1]:
             if MASKED:
                 seen = seen & is_visible(p, j, keys, limits, HAS)
-            seen = seen & same_document(documents, j, keys)
+            seen = seen & same_document(documents, j, keys, ADDS)
             s = tl.where(seen, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far: 2^-inf is 0, not NaN
@@ -82,10 +89,10 @@ def _attend(
         m = m_new
         l = l * alpha + tl.sum(weights, 1)  # noqa: E741
         acc = scale_tile(acc, alpha[:, None])
-        if dropout[0] is not None:
-            weights = tl.where(keep_tile(dropout, i, start, BLOCK[0], BLOCK[1]), weights, 0.0)
-        v = load_tile(v_src, start, keys, strides[1], D[1], PIECES[1], BLOCK[1], TMA, MASKED, FLOAT32)
-        acc = add_product(acc, weights, v, PRECISION)
+        if ADDS[3]:
+            weights = tl.where(keep_tile(dropout, i, start, BLOCK_M, BLOCK_N), weights, 0.0)
+        v = load_tile(v_src, start, keys, strides[1], D[1], P_V, BLOCK_N, TMA, MASKED)
+        acc = add_product(acc, weights, v, PRECISION, FMA)
     return acc, m, l
 
 
@@ -98,8 +105,8 @@ def _attention_fwd_kernel(
     stride_vb, stride_vs, stride_vh, stride_vr, stride_ob, stride_os, stride_oh, stride_or,
     head_of_kv, head_of_repeat, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, slopes_stride_b,
     scale, softcap, left, right, chunk, threshold, keep_scale,
-    HAS: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    HAS: tl.constexpr, ADDS: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr, P_QK: tl.constexpr, P_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     heads = kv_heads * repeats
     if q_starts_ptr is not None:
@@ -141,40 +148,46 @@ def _attention_fwd_kernel(
         full_begin, full_end = begin, begin  # every block is masked
     end = tl.where(first < q_len, end, full_end)  # behind the sequence: zeros
 
-    bias = bias_of(bias_ptr, slopes_ptr, b64, head, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, slopes_stride_b, batch)
+    bias_strides = (bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
+    bias = bias_of(bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch)
     factor = factors(scale, softcap, CAP[0])
-    dropout = (seed_ptr, b * heads + head, threshold)
+    dropout = (i, b, threshold)
+    if ADDS[3]:
+        dropout = (seed_ptr, b * heads + head, threshold)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
     if sinks_ptr is not None:
         m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         l += 1.0  # noqa: E741
-    state = (zeros_tile(BLOCK_M, PIECES[1]), m, l)
-    q_src = source(q_base, q_len, stride_qs, D[0], PIECES[0], BLOCK_M, TMA)
-    k_src = source(k_base, k_len, stride_ks, D[0], PIECES[0], BLOCK_N, TMA)
-    v_src = source(v_base, k_len, stride_vs, D[1], PIECES[1], BLOCK_N, TMA)
-    q = load_tile(q_src, first, q_len, stride_qs, D[0], PIECES[0], BLOCK_M, TMA, True, FLOAT32)
+    state = (zeros_tile(BLOCK_M, P_V), m, l)
+    q_src = source(q_base, q_len, stride_qs, D[0], P_QK, BLOCK_M, TMA)
+    k_src = source(k_base, k_len, stride_ks, D[0], P_QK, BLOCK_N, TMA)
+    v_src = source(v_base, k_len, stride_vs, D[1], P_V, BLOCK_N, TMA)
+    if FMA:
+        q = (q_src, first, stride_qs)
+    else:
+        q = load_tile(q_src, first, q_len, stride_qs, D[0], P_QK, BLOCK_M, TMA, True)
     rows = (i[:, None], p, q_len, k_len)
     strides = (stride_ks, stride_vs)
     if HAS[0] or HAS[2]:
         state = _attend(
             state, begin, full_begin, q, k_src, v_src, rows, limits, factor, bias, documents, dropout, strides,
-            HAS, CAP, slopes_ptr is not None, D, PIECES, (BLOCK_M, BLOCK_N), TMA, FLOAT32, PRECISION, True,
+            HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, True,
         )  # fmt: skip
     if qdoc_ptr is None:
         state = _attend(
             state, full_begin, full_end, q, k_src, v_src, rows, limits, factor, bias, documents, dropout, strides,
-            HAS, CAP, slopes_ptr is not None, D, PIECES, (BLOCK_M, BLOCK_N), TMA, FLOAT32, PRECISION, False,
+            HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, False,
         )  # fmt: skip
     acc, m, l = _attend(  # noqa: E741
         state, full_end, end, q, k_src, v_src, rows, limits, factor, bias, documents, dropout, strides,
-        HAS, CAP, slopes_ptr is not None, D, PIECES, (BLOCK_M, BLOCK_N), TMA, FLOAT32, PRECISION, True,
+        HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, True,
     )  # fmt: skip
 
     lse = tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("-inf"))
     inverse = tl.where(l > 0, keep_scale / tl.where(l > 0, l, 1.0), 0.0)
-    store_tile(o_base, scale_tile(acc, inverse[:, None]), first, q_len, q_room, stride_os, D[1], PIECES[1], BLOCK_M)
+    store_tile(o_base, scale_tile(acc, inverse[:, None]), first, q_len, q_room, stride_os, D[1], P_V, BLOCK_M)
     lse_base = lse_ptr + (b64 * heads + head) * queries
     if q_starts_ptr is not None:
         lse_base = lse_ptr + to_int64(head) * queries + q64

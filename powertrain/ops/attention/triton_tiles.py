@@ -13,10 +13,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-def pieces(head_dim: int) -> tuple[int, ...]:
+def pieces(head_dim: int, largest: int = 512) -> tuple[int, ...]:
     """The powers of two, 16 or more, that a head dim is computed in, largest first: 192 is (128, 64)."""
     rounded = -(-head_dim // 16) * 16
-    return tuple(1 << bit for bit in range(rounded.bit_length(), 3, -1) if rounded >> bit & 1)
+    whole, rest = divmod(rounded, largest)
+    return (largest,) * whole + tuple(1 << bit for bit in range(rest.bit_length(), 3, -1) if rest >> bit & 1)
 
 
 @triton.jit
@@ -55,7 +56,6 @@ def load_tile(
     BLOCK: tl.constexpr,
     TMA: tl.constexpr,
     BOUNDED: tl.constexpr,
-    FLOAT32: tl.constexpr,
 ):
     """Rows start to start + BLOCK of a source. Without BOUNDED all of them must exist."""
     tile = ()
@@ -63,9 +63,9 @@ def load_tile(
         if TMA:
             piece = src[i].load([start, piece_start(PIECES, i)])
         else:
-            piece = _load_piece(src[0], start, length, stride, D, piece_start(PIECES, i), PIECES[i], BLOCK, BOUNDED)
-        if FLOAT32:
-            piece = piece.to(tl.float32)
+            piece = _load_piece(
+                src[0], start, length, stride, D, piece_start(PIECES, i), PIECES[i], BLOCK, BOUNDED, False
+            )
         tile += (piece,)
     return tile
 
@@ -81,20 +81,40 @@ def _load_piece(
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
     BOUNDED: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     rows = tl.arange(0, BLOCK)[:, None]
     cols = FIRST + tl.arange(0, PIECE)[None, :]
     ptrs = base_ptr + start * stride.to(tl.int64) + rows * stride + cols
     if BOUNDED:
         if FIRST + PIECE > D:
-            piece = tl.load(ptrs, mask=(rows < length - start) & (cols < D), other=0.0)
+            piece = tl.load(ptrs, mask=(rows < length - start) & (cols < D), other=0.0, volatile=AGAIN)
         else:
-            piece = tl.load(ptrs, mask=rows < length - start, other=0.0)
+            piece = tl.load(ptrs, mask=rows < length - start, other=0.0, volatile=AGAIN)
     elif FIRST + PIECE > D:
-        piece = tl.load(ptrs, mask=cols < D, other=0.0)
+        piece = tl.load(ptrs, mask=cols < D, other=0.0, volatile=AGAIN)
     else:
-        piece = tl.load(ptrs)
+        piece = tl.load(ptrs, volatile=AGAIN)
     return piece
+
+
+@triton.jit
+def dot_rows_fma(
+    a_src, a_start, a_length, a_stride, b_src, b_start, b_length, b_stride,
+    D: tl.constexpr, PIECES: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """a b^T in float32 without tensor cores, both loaded here piece by piece: such a dot holds the whole inner dim of its
+    operands in registers, so a tile that stays would fill them all (volatile: not to be kept from block to block)."""
+    product = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
+    for i in tl.static_range(len(PIECES)):
+        a = _load_piece(
+            a_src[0], a_start, a_length, a_stride, D, piece_start(PIECES, i), PIECES[i], BLOCK_A, True, True
+        )
+        b = _load_piece(
+            b_src[0], b_start, b_length, b_stride, D, piece_start(PIECES, i), PIECES[i], BLOCK_B, True, True
+        )
+        product = tl.dot(a.to(tl.float32), tl.trans(b.to(tl.float32)), product, input_precision="ieee")
+    return product
 
 
 @triton.jit
@@ -150,11 +170,14 @@ def dot_rows(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def add_product(tile, weights, b, PRECISION: tl.constexpr):
+def add_product(tile, weights, b, PRECISION: tl.constexpr, FMA: tl.constexpr):
     """tile + weights b, piece by piece."""
     total = ()
     for i in tl.static_range(len(tile)):
-        total += (tl.dot(weights.to(b[i].dtype), b[i], tile[i], input_precision=PRECISION),)
+        if FMA:
+            total += (tl.dot(weights, b[i].to(tl.float32), tile[i], input_precision="ieee"),)
+        else:
+            total += (tl.dot(weights.to(b[i].dtype), b[i], tile[i], input_precision=PRECISION),)
     return total
 
 
@@ -305,25 +328,29 @@ def prefix_of(prefix_ptr, b, batch):
     return prefix
 
 
+# What is done to scores besides positions, as a constexpr tuple ADDS: (ALiBi, bias, documents, dropout). What is absent
+# has a number in its pointer's place, since device functions cannot return None.
+
+
 @triton.jit
-def bias_of(bias_ptr, slopes_ptr, b64, head, stride_b, stride_h, stride_q, stride_k, slopes_stride_b, batch):
-    """(bias of a head or None, its strides, ALiBi's slope in base 2) for `add_bias`."""
+def bias_of(bias_ptr, slopes_ptr, b64, head, strides, slopes_stride_b, batch):
+    """(bias of a head, its strides by query and key, ALiBi's slope in base 2) for `add_bias`."""
     slope = 0.0
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b64 * slopes_stride_b + head, mask=b64 < batch, other=0.0) * LOG2E
-    base = bias_ptr
+    base = b64
     if bias_ptr is not None:
-        base = bias_ptr + b64 * stride_b + to_int64(head) * stride_h
-    return base, stride_q, stride_k, slope
+        base = bias_ptr + b64 * strides[0] + to_int64(head) * strides[1]
+    return base, strides[2], strides[3], slope
 
 
 @triton.jit
-def add_bias(s, i, j, p, queries, keys, bias, ALIBI: tl.constexpr):
+def add_bias(s, i, j, p, queries, keys, bias, ADDS: tl.constexpr):
     """(s with ALiBi and a floating bias, what a boolean bias lets see) of queries i and keys j."""
     seen = (i == i) & (j == j)
-    if ALIBI:
+    if ADDS[0]:
         s -= bias[3] * tl.abs(p - j).to(tl.float32)
-    if bias[0] is not None:
+    if ADDS[1]:
         ptrs = bias[0] + to_int64(i) * bias[1] + j * bias[2]
         value = tl.load(ptrs, mask=(i < queries) & (j < keys), other=0.0)
         if value.dtype == tl.uint8:
@@ -335,25 +362,25 @@ def add_bias(s, i, j, p, queries, keys, bias, ALIBI: tl.constexpr):
 
 @triton.jit
 def documents_of(row_ptr, other_ptr, range_ptr, b64, rows, length, size, other_size):
-    """((documents of rows, all documents of the other side or None, which is behind the pointer), begin and end of what
-    they match there)."""
+    """((documents of rows, those of the other side), begin and end of what they match there)."""
+    low = length
+    high = length
     if row_ptr is not None:
-        low_ptr = range_ptr + (b64 * size + rows) * 2
         own = tl.load(row_ptr + b64 * size + rows, mask=rows < length, other=-1)
-        low = tl.min(tl.min(tl.load(low_ptr, mask=rows < length, other=2147483647), 0), 0)
-        high = tl.max(tl.max(tl.load(low_ptr + 1, mask=rows < length, other=0), 0), 0)
         found = (own, other_ptr + b64 * other_size)
     else:
-        low = 0
-        high = 0
-        found = (rows, None)
+        found = (rows, length)
+    if range_ptr is not None:
+        low_ptr = range_ptr + (b64 * size + rows) * 2
+        low = tl.min(tl.min(tl.load(low_ptr, mask=rows < length, other=2147483647), 0), 0)
+        high = tl.max(tl.max(tl.load(low_ptr + 1, mask=rows < length, other=0), 0), 0)
     return found, low, high
 
 
 @triton.jit
-def same_document(documents, others, length):
+def same_document(documents, others, length, ADDS: tl.constexpr):
     """Whether rows and the other side's positions `others` are in one document."""
-    if documents[1] is not None:
+    if ADDS[2]:
         same = documents[0] == tl.load(documents[1] + others, mask=others < length, other=-1)
         same = same & (documents[0] >= 0)
     else:
