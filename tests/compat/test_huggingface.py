@@ -1,0 +1,220 @@
+"""transformers' models with attn_implementation="powertrain" against "eager": values, gradients, generation."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.compat import huggingface
+from tests.compat.plain import attend, band, same, tensors
+
+transformers = pytest.importorskip("transformers")
+from transformers import masking_utils  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 60,
+    "bos_token_id": 1,
+}  # fmt: skip
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, sliding_window=4, attn_logit_softcapping=2.0, query_pre_attn_scalar=8
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **SIZES, sliding_window=4, num_local_experts=2, num_experts_per_tok=1, attention_dropout=0.0
+    ),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=3),
+}
+PADDING = {
+    "whole": None,
+    "right": torch.tensor([[1] * 9, [1] * 6 + [0] * 3]),
+    "left": torch.tensor([[0] * 4 + [1] * 5, [1] * 9]),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    huggingface.register()
+
+
+def _models(name: str) -> tuple[Any, Any]:
+    """The same model twice: eager, and ours."""
+    torch.manual_seed(0)
+    models = []
+    for implementation in ("eager", "powertrain"):
+        config = CONFIGS[name]()
+        config._attn_implementation = implementation
+        models.append(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    with torch.no_grad():
+        for parameter in models[0].parameters():
+            if parameter.dim() > 1 or "sinks" in name:
+                parameter.normal_(0, 0.3)
+        for one, other in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True):
+            if "sinks" in one[0]:
+                one[1].normal_()
+            other[1].copy_(one[1])
+    assert models[1].config._attn_implementation == "powertrain"
+    return models[0], models[1]
+
+
+def _run(model: Any, ids: Tensor, **options: Any) -> tuple[Tensor, list[Tensor]]:
+    logits = model(ids, **options).logits
+    mask = options.get("attention_mask")
+    mask = torch.ones_like(ids) if mask is None else mask
+    loss = (logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0] * mask).sum()
+    named = [p for n, p in model.named_parameters() if "q_proj" in n or "k_proj" in n or "v_proj" in n or "sinks" in n]
+    return logits[mask.bool()], list(torch.autograd.grad(loss, [p for p in named if p.requires_grad]))
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_forward_and_backward(name: str, padding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, ours = _models(name)
+    options = {} if PADDING[padding] is None else {"attention_mask": PADDING[padding]}
+    biases = []
+    inner = huggingface.attention
+    monkeypatch.setattr(huggingface, "attention", lambda *a, **k: biases.append(k["attn_bias"]) or inner(*a, **k))
+    ids = torch.randint(1, 60, (2, 9))
+    expected, grads = _run(eager, ids, **options)
+    out, our_grads = _run(ours, ids, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    for one, other in zip(our_grads, grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
+    assert biases == [None, None], "every mask here has arguments that say the same"
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generate(name: str, cache: str) -> None:
+    eager, ours = _models(name)
+    ids = torch.randint(1, 60, (2, 7))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
+    options |= {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    expected, found = (model.generate(ids, **options) for model in (eager, ours))
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_packed_batches(name: str) -> None:
+    eager, ours = _models(name)
+    ids = torch.randint(1, 60, (1, 9))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    expected = torch.cat([eager(ids[:, :5]).logits, eager(ids[:, 5:]).logits], 1)
+    ends = torch.tensor([0, 5, 9]).int()
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
+    for options in ({}, lengths):
+        out = ours(ids, position_ids=positions, use_cache=False, **options).logits
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def _layer(**options: Any) -> Any:
+    module = SimpleNamespace(is_causal=True)
+    return lambda q, k, v, mask=None, **more: huggingface.attention_forward(module, q, k, v, mask, **options, **more)[0]
+
+
+def _bhsd(*inputs: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in inputs]
+
+
+def test_lengths_without_a_mask() -> None:
+    ends = torch.tensor([0, 4, 7]).int()
+    inputs = tensors((1, 4, 7, 8), (1, 2, 7, 8), (1, 2, 7, 6))
+    for window in (None, 2):
+        seen = band(7, 7, causal=True, left=-1 if window is None else window - 1)
+        seen[4:, :4] = False
+        expected = lambda q, k, v, s=seen: attend(*_bhsd(q, k, v), s)[0]  # noqa: E731
+        same(lambda *x, w=window: _layer(cu_seq_lens_q=ends, sliding_window=w)(*x), expected, inputs)
+    mask = torch.rand(1, 1, 7, 7) < 0.7
+    mask[..., range(7), range(7)] = True
+    seen = band(7, 7, causal=False)
+    seen[4:, :4], seen[:4, 4:] = False, False
+    same(
+        lambda *x: _layer(cu_seq_lens_q=ends)(*x, mask),
+        lambda *x: attend(*_bhsd(*x), mask & seen)[0],
+        inputs,
+    )
+    with pytest.raises(ValueError, match="query must have a batch of 1 with cu_seq_lens_q, got 2"):
+        _layer(cu_seq_lens_q=ends)(*tensors((2, 4, 7, 8), (2, 2, 7, 8), (2, 2, 7, 6)))
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+def test_position_bias(kind: str) -> None:
+    mask: Any = {"none": None, "bool": torch.rand(2, 1, 5, 5) < 0.7, "float": torch.randn(2, 1, 5, 5).double()}[kind]
+    hidden = {"none": band(5, 5, causal=True), "bool": mask, "float": None}[kind]
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        bias = bias + mask if kind == "float" else bias.masked_fill(~hidden, -torch.inf)
+        return attend(*_bhsd(q, k, v), bias, 1.0)[0]
+
+    same(
+        lambda q, k, v, b: _layer(position_bias=b, scaling=1.0)(q, k, v, mask),
+        plain,
+        tensors((2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8), (1, 4, 5, 5)),
+    )
+
+
+def test_layers_without_a_mask() -> None:
+    one, keys = tensors((2, 4, 1, 8), (2, 4, 6, 8))
+    same(_layer(), lambda *x: attend(*_bhsd(*x))[0], [one, keys, keys])
+    same(_layer(sliding_window=3), lambda *x: attend(*_bhsd(*x), band(1, 6, left=2))[0], [one, keys, keys])
+    same(_layer(is_causal=False), lambda *x: attend(*_bhsd(*x))[0], [keys, keys, keys])
+    both = band(6, 6, left=2, right=2)
+    same(_layer(is_causal=False, sliding_window=3), lambda *x: attend(*_bhsd(*x), both)[0], [keys, keys, keys])
+
+
+@pytest.mark.parametrize("offsets", [(0, 0, 9), (5, 0, 9), (5, 2, 7), (0, 0, 12)], ids=str)
+@pytest.mark.parametrize("window", [None, 3], ids=["full", "window"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_marks_say_what_the_mask_says(offsets: tuple[int, int, int], window: int | None, padded: bool) -> None:
+    q_offset, kv_offset, keys = offsets
+    queries = 9 - q_offset
+    tokens = torch.ones(2, 9, dtype=torch.bool)
+    if padded:
+        tokens[0, :3] = False
+    function = masking_utils.causal_mask_function
+    function = function if window is None else masking_utils.sliding_window_causal_mask_function(window)
+    mask = huggingface.attention_mask(2, queries, keys, q_offset, kv_offset, function, tokens, local_size=window)
+    inputs = tensors((2, 4, queries, 8), (2, 4, keys, 8), (2, 4, keys, 8))
+    if mask is None:
+        assert window is None and not padded
+        return
+    assert hasattr(mask, huggingface._MARK)
+    same(lambda *x: _layer()(*x, mask), lambda *x: _layer()(*x, mask.clone()), inputs)
+
+
+def test_other_masks_are_not_marked() -> None:
+    chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long))
+    tokens = torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6]).bool()
+    makers: list[dict[str, Any]] = [
+        {"mask_function": chunks, "local_size": 3},
+        {"mask_function": masking_utils.bidirectional_mask_function, "attention_mask": tokens},
+        {"mask_function": masking_utils.sliding_window_bidirectional_mask_function(3), "local_size": 3},
+        {"allow_is_causal_skip": False},
+        {"q_offset": 2},
+    ]
+    for options in makers:
+        mask = huggingface.attention_mask(2, 6, 6, **options)
+        assert mask is not None and not hasattr(mask, huggingface._MARK), options
+
+
+def test_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size, cache_position: None)
+    with pytest.raises(ImportError, match=r"transformers 5\.\S+ is too old .* pip install"):
+        huggingface.register()
+
+
+def test_errors() -> None:
+    x = tensors((2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8))
+    for options, message in [
+        ({"output_attentions": True}, "output_attentions = True is not supported; nearest: attn_implementation="),
+        ({"cache": object()}, "cache = 'object' is not supported"),
+        ({"head_mask": torch.ones(4)}, r"head_mask = \[4\] is not supported; nearest: scaling"),
+    ]:
+        with pytest.raises(NotImplementedError, match=message):
+            _layer()(*x, **options)
