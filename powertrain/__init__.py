@@ -18,6 +18,8 @@ _PUBLIC = {
     "swiglu": "powertrain.ops.activations",
     "geglu": "powertrain.ops.activations",
     "gelu": "powertrain.ops.activations",
+    "attention_backend": "powertrain.ops.attention.select",
+    "explain_attention": "powertrain.ops.attention.explain",
     "decode_attention": "powertrain.ops.attention.decode",
     "merge_attentions": "powertrain.ops.attention.merge",
     "bias_dropout_add": "powertrain.ops.bias_dropout_add",

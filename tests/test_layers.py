@@ -22,6 +22,7 @@ ENVIRONMENT = {
     "runtime/compile.py": "hands its workers an environment",
     "runtime/worker.py": "gives its compiler a private folder",
     "compat/transformer_engine.py": "reads TransformerEngine's own switches, at every call",
+    "cli/explain.py": "honours other libraries' switches where it speaks for them",
     "cli/tour.py": "hands the processes it starts an environment",
 }
 

@@ -5,12 +5,12 @@ Importing this package must stay cheap (no torch, no triton): commands import wh
 
 import typer
 
-from powertrain.cli import demo, facts, kernels, prebuild, tour, tune
+from powertrain.cli import demo, doctor, explain, facts, kernels, prebuild, tour, tune
 
 _COMMANDS = {
     "Start here": (demo.demo, tour.tour),
     "Kernels": (prebuild.prebuild, kernels.kernels, tune.tune),
-    "This machine": (facts.target, facts.env),
+    "This machine": (facts.target, facts.env, doctor.doctor, explain.explain),
 }
 
 app = typer.Typer(
@@ -35,6 +35,8 @@ def main() -> None:
     powertrain tune rms_norm          measure this GPU's tiles (only when asked)
     powertrain target "RTX 3090 Ti"   what is known of a GPU that need not be here
     powertrain env                    environment variables and their values
+    powertrain doctor --kernels       a tile of every attention backend, on every GPU here
+    powertrain explain attention      which attention backend a GPU would get, and why not the others
 
     `powertrain COMMAND --help` says more about each.
     """

@@ -2,6 +2,7 @@
 
 from powertrain.ops.attention.api import attention, varlen_attention
 from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.attention.explain import explain_attention
 from powertrain.ops.attention.masks import MaskSpec, MaskTensors
 from powertrain.ops.attention.merge import merge_attentions
 from powertrain.ops.attention.select import NoBackendError, attention_backend
@@ -13,6 +14,7 @@ __all__ = [
     "attention",
     "attention_backend",
     "decode_attention",
+    "explain_attention",
     "merge_attentions",
     "varlen_attention",
 ]

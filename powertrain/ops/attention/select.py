@@ -9,8 +9,9 @@ preferred: tried first, in that order, before all others. A nearer place may all
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -101,7 +102,8 @@ class Order(NamedTuple):
 
 
 _REST = ("chunked", "reference")
-_PUBLISHED = "not measured: the kernels' published numbers and the choices of PyTorch and TransformerEngine"
+# A100: cuDNN at 0.82 of flash-2's speed, A10G 0.93, L40S 1.00, RTX PRO 6000 0.88: huggingface/transformers#48163
+_PUBLISHED = "not measured here: published numbers (cuDNN against flash-2: huggingface/transformers#48163)"
 
 # the first that applies; backends that a row does not name cannot run there, and follow so that they are explained
 ORDERS = (
@@ -143,6 +145,7 @@ class Wish:
     first: tuple[str, ...] = ()
     forbidden: frozenset[str] = frozenset()
     only: bool = False
+    asking: bool = False  # `choose` is to say what it was asked, by raising Asked
 
     @staticmethod
     def parse(names: Iterable[str], who: str, *, only: bool = False) -> "Wish":
@@ -202,6 +205,24 @@ def wish_of(backend: str | Sequence[str] | None) -> Wish:
         return around
     names = (backend,) if isinstance(backend, str) else tuple(backend)
     return Wish.parse(names, "attention", only=True).within(around)
+
+
+class Asked(Exception):
+    """What a call wanted to know, instead of an answer: see `asking`."""
+
+    def __init__(self, problem: AttentionProblem, wish: Wish) -> None:
+        super().__init__("a question, not an error")
+        self.problem, self.wish = problem, wish
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Within, a call of attention stops where a backend would be chosen, and raises Asked."""
+    token = _wish.set(replace(_wish.get(_NO_WISH), asking=True))
+    try:
+        yield
+    finally:
+        _wish.reset(token)
 
 
 def nvte_forbids(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -315,7 +336,10 @@ def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | S
     key = (facts, named, _wish.get(_NO_WISH), dispatch._disabled, pretended.recorded, pretended.emulated)
     found = _decisions.get(key)
     if found is None:
-        found = _decisions[key] = _decide(problem(), wish_of(backend))
+        wish = wish_of(backend)
+        if _wish.get(_NO_WISH).asking:
+            raise Asked(problem(), wish)
+        found = _decisions[key] = _decide(problem(), wish)
     return found
 
 

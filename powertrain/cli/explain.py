@@ -1,0 +1,192 @@
+"""`powertrain explain attention`: which backend serves an attention on any GPU, and why the others do not."""
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from powertrain.ops.attention.explain import Column, Explanation
+
+_MASKS = {  # TransformerEngine's names: causal, aligned bottom right, padded
+    "no_mask": (False, False, False),
+    "padding": (False, False, True),
+    "causal": (True, False, False),
+    "padding_causal": (True, False, True),
+    "causal_bottom_right": (True, True, False),
+    "padding_causal_bottom_right": (True, True, True),
+    "arbitrary": (False, False, False),
+}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def explain(
+    topic: Annotated[str, typer.Argument(help="what to explain: attention")],
+    arch: Annotated[list[str] | None, typer.Option(help="a GPU or arch, or cpu; default: what is here")] = None,
+    head_dim: Annotated[int, typer.Option(help="of query, key and value")] = 128,
+    head_dim_qk: Annotated[int | None, typer.Option(help="of query and key")] = None,
+    head_dim_v: Annotated[int | None, typer.Option(help="of value")] = None,
+    heads: Annotated[int, typer.Option(help="query heads")] = 16,
+    kv_heads: Annotated[int | None, typer.Option(help="key heads; default: as many")] = None,
+    batch: Annotated[int, typer.Option(help="sequences")] = 2,
+    seqlen: Annotated[int, typer.Option(help="queries of one sequence")] = 4096,
+    seqlen_k: Annotated[int | None, typer.Option(help="keys of one sequence; default: as many")] = None,
+    layout: Annotated[str, typer.Option(help="bshd, bhsd, sbhd, thd or bmghk")] = "bshd",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
+    mask: Annotated[str, typer.Option(help=f"{', '.join(_MASKS)}")] = "causal",
+    window: Annotated[str | None, typer.Option(help="left,right; -1: unbounded")] = None,
+    bias: Annotated[str | None, typer.Option(help="a dense mask: bool or float")] = None,
+    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes")] = False,
+    sinks: Annotated[bool, typer.Option("--sinks", help="learnable sinks")] = False,
+    softcap: Annotated[float, typer.Option(help="0: none")] = 0.0,
+    dropout: Annotated[float, typer.Option(help="dropout_p")] = 0.0,
+    lse: Annotated[bool, typer.Option("--lse", help="the LSE is returned")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="backward must be")] = False,
+    inference: Annotated[bool, typer.Option("--inference", help="no gradients")] = False,
+    backend: Annotated[list[str] | None, typer.Option(help="as backend=: a name, or -name to forbid")] = None,
+    like: Annotated[
+        str | None, typer.Option("--as", help="what transformer-engine, xformers or flash-attn would choose")
+    ] = None,
+    version: Annotated[str | None, typer.Option(help="of that library")] = None,
+    torch_version: Annotated[str | None, typer.Option("--torch", help="PyTorch's version to answer for")] = None,
+    cudnn: Annotated[str | None, typer.Option(help="cuDNN's version to answer for")] = None,
+    flash_attn: Annotated[str | None, typer.Option(help="flash-attn's version to answer for, or none")] = None,
+    switch: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE of the library's environment variables")
+    ] = None,
+) -> None:
+    """Which backend serves an attention, on GPUs that need not be here, and what each of the others would need.
+
+    \b
+    powertrain explain attention --arch A100 --arch H100 --head-dim-qk 192 --head-dim-v 128 --layout thd
+    powertrain explain attention --arch A100 --head-dim-qk 192 --head-dim-v 128 --layout thd --mask padding_causal \\
+        --as transformer-engine --version 2.3 --cudnn 9.8 --set NVTE_FLASH_ATTN=0 --set NVTE_UNFUSED_ATTN=0
+
+    The exit code is 1 where nothing serves it.
+    """
+    if topic != "attention":
+        raise typer.BadParameter(f"must be attention, got {topic!r}")
+    if mask not in _MASKS:
+        raise typer.BadParameter(f"mask must be one of {', '.join(_MASKS)}, got {mask!r}")
+    if dtype not in _DTYPES:
+        raise typer.BadParameter(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    import torch
+
+    from powertrain.ops.attention.explain import explain_attention
+
+    is_causal, bottom_right, padded = _MASKS[mask]
+    arguments: dict[str, Any] = {
+        "is_causal": is_causal,
+        "causal_align": "bottom_right" if bottom_right else "top_left",
+        "softcap": softcap,
+        "dropout_p": dropout,
+        "return_lse": lse,
+        "deterministic": deterministic,
+        "backend": _backend(backend),
+    }
+    if window is not None:
+        left, _, right = window.partition(",")
+        arguments["window_size"] = (int(left), int(right or -1))
+    flags = {"alibi_slopes": alibi, "sinks": sinks, "key_lengths": padded and layout != "thd"}
+    arguments |= {name: True for name, given in flags.items() if given}
+    if bias or mask == "arbitrary":
+        arguments["attn_bias"] = bias or "bool"
+    try:
+        explanation = explain_attention(
+            arch=arch or _here(), dtype=getattr(torch, _DTYPES[dtype]), layout=layout,  # type: ignore[arg-type]
+            head_dim_qk=head_dim_qk or head_dim, head_dim_v=head_dim_v or head_dim, num_heads=heads,
+            num_kv_heads=kv_heads, batch=batch, queries=seqlen, keys=seqlen_k, needs_grad=not inference,
+            software=_software(torch_version, cudnn, flash_attn), **arguments,
+        )  # fmt: skip
+        if like is not None:
+            versions = (version, torch_version, cudnn, flash_attn)
+            explanation = _as(like, explanation, seqlen, seqlen_k or seqlen, versions, switch or [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(str(explanation), markup=False)
+    if None in explanation.by_gpu.values():
+        raise typer.Exit(1)
+
+
+def _backend(names: list[str] | None) -> str | list[str] | None:
+    return names or None
+
+
+def _here() -> list[str]:
+    """The GPUs of this machine, each kind once, or the CPU."""
+    import torch
+
+    names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    return list(dict.fromkeys(names)) or ["cpu"]
+
+
+def _software(torch_version: str | None, cudnn: str | None, flash_attn: str | None) -> Any:
+    """The versions to answer for, where some were given."""
+    if torch_version is None and cudnn is None and flash_attn is None:
+        return None
+    from dataclasses import replace
+
+    from powertrain.ops.attention.installed import cudnn_number, installed, with_cuda
+
+    given = with_cuda(installed())
+    if torch_version is not None:
+        major, minor = torch_version.split(".")[:2]
+        given = replace(given, torch=(int(major), int(minor)))
+    if cudnn is not None:
+        given = replace(given, cudnn=cudnn_number(cudnn))
+    if flash_attn is not None:
+        packages = () if flash_attn == "none" else ((_package(flash_attn), flash_attn),)
+        given = replace(given, packages=packages)
+    return given
+
+
+def _package(version: str) -> str:
+    return "flash-attn" if version.startswith("2") else f"flash-attn-{version[0]}"
+
+
+def _as(
+    library: str,
+    ours: "Explanation",
+    queries: int,
+    keys: int,
+    versions: tuple[str | None, ...],
+    switches: list[str],
+) -> "Explanation":
+    """The same table of another library."""
+    from powertrain.ops.attention.explain import Explanation
+    from powertrain.ops.attention.peers import LIBRARIES, versions_of
+
+    if library not in LIBRARIES:
+        raise ValueError(f"--as must be one of {', '.join(LIBRARIES)}, got {library!r}")
+    known = LIBRARIES[library]
+    given = dict(text.split("=", 1) for text in switches if "=" in text)
+    wrong = [text for text in switches if "=" not in text]
+    wrong += [name for name in given if name not in known.switches]
+    if wrong:
+        raise ValueError(f"--set takes NAME=VALUE of {', '.join(known.switches) or 'nothing'}, got {', '.join(wrong)}")
+    environment = {name: os.environ[name] for name in known.switches if name in os.environ} | given
+    about = versions_of(library, *versions)
+    return Explanation(tuple(_peer_column(c, library, queries, keys, about, environment) for c in ours.columns))
+
+
+def _peer_column(
+    column: "Column", library: str, queries: int, keys: int, versions: Any, environment: dict[str, str]
+) -> "Column":
+    from powertrain.ops.attention.explain import Column
+    from powertrain.ops.attention.peers import LIBRARIES, PeerCase, changes_that_help, peer_verdicts
+
+    known = LIBRARIES[library]
+    case = PeerCase(column.problem, queries, keys, versions, environment)
+    found = peer_verdicts(library, case)
+    notes = [f"as {known.name} {versions}", f"rules: {known.source}"]
+    if versions.library not in (v.library for v in known.versions):
+        read = " and ".join(".".join(map(str, v.library)) for v in known.versions)
+        notes.append(f"rules were read for {read}; what changed in between is dated roughly")
+    notes += [f"{name}={value}" for name, value in environment.items()]
+    if all(v.verdict == "no" for v in found):
+        notes.append("nothing is left; what would help:")
+        notes += [f"  {change.what}: {change.backend}" for change in changes_that_help(library, case)]
+        notes.append(f"  Powertrain: {column.chosen}")
+    return Column(column.name, column.problem, found, tuple(notes))

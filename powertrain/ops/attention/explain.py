@@ -1,0 +1,197 @@
+"""Why a backend is chosen, and why the others are not: for the GPUs here or for any other, before or after the fact."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention import api, select
+from powertrain.ops.attention.installed import Installed, assume, installed, with_cuda
+from powertrain.ops.attention.problem import LAYOUTS, AttentionProblem, Layout
+from powertrain.ops.attention.select import Verdict
+from powertrain.runtime import checks
+from powertrain.runtime.target import Target
+
+
+@dataclass(frozen=True)
+class Column:
+    """One GPU (or the CPU): its problem, and every backend's verdict."""
+
+    name: str
+    problem: AttentionProblem
+    verdicts: tuple[Verdict, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> str | None:
+        return next((v.name for v in self.verdicts if v.verdict == "chosen"), None)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A row per backend, a column per GPU; `str()` is the table with the reasons under it."""
+
+    columns: tuple[Column, ...]
+
+    @property
+    def chosen(self) -> str | None:
+        """The chosen backend's name, on the first GPU; None: there is none."""
+        return self.columns[0].chosen
+
+    @property
+    def by_gpu(self) -> dict[str, str | None]:
+        return {column.name: column.chosen for column in self.columns}
+
+    def __str__(self) -> str:
+        rows = list(dict.fromkeys(v.name for column in self.columns for v in column.verdicts))
+        width = max(len(row) for row in rows) + 2
+        lines = [line for column in self.columns for line in _heading(column)]
+        lines += ["", " " * width + "  ".join(f"{column.name:12}" for column in self.columns)]
+        for row in rows:
+            cells = [next((v.verdict for v in c.verdicts if v.name == row), "") for c in self.columns]
+            lines.append(f"{row:{width}}" + "  ".join(f"{cell:12}" for cell in cells))
+        lines += ["", *_why_not(self.columns, rows)]
+        return "\n".join(line.rstrip() for line in lines).rstrip()
+
+
+def _heading(column: Column) -> list[str]:
+    return [f"{column.name}: {select.describe(column.problem)}", *(f"  {note}" for note in column.notes)]
+
+
+def _why_not(columns: tuple[Column, ...], rows: list[str]) -> list[str]:
+    """Every reason with its fix, each once, with the GPUs that it holds on."""
+    lines = []
+    for row in rows:
+        where: dict[str, list[str]] = {}
+        for column in columns:
+            for verdict in column.verdicts:
+                if verdict.name == row:
+                    for reason in verdict.reasons:
+                        where.setdefault(str(reason), []).append(column.name)
+        if where:
+            lines.append(f"why not {row}:")
+            for text, names in where.items():
+                lines.append(f"  {text}" if len(columns) == 1 else f"  [{', '.join(names)}] {text}")
+    return lines
+
+
+def explain_attention(
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    *,
+    arch: str | Sequence[str] = (),
+    dtype: torch.dtype = torch.bfloat16,
+    layout: Layout = "bshd",
+    head_dim_qk: int = 128,
+    head_dim_v: int | None = None,
+    num_heads: int = 16,
+    num_kv_heads: int | None = None,
+    batch: int = 2,
+    queries: int = 4096,
+    keys: int | None = None,
+    needs_grad: bool = True,
+    software: Installed | None = None,
+    **arguments: Any,
+) -> Explanation:
+    """Which backend serves an attention, and why the others do not. Needs no GPU and computes nothing.
+
+    query, key, value  tensors of a call; or none of them, and facts instead: dtype to needs_grad
+    arch               GPUs to answer for, "A100" or "sm_80"; "cpu"; none: the tensors' device, else the CPU
+    software           versions to answer for; none: those here (with a usual cuDNN where PyTorch has no CUDA)
+    arguments          those of `attention`, or of `varlen_attention` for layout thd; in place of a tensor (attn_bias,
+                       alibi_slopes, sinks, key_lengths ...) True will do, or "bool" and "float" for attn_bias
+    Raises ValueError as the call itself would.
+    """
+    if query is None or key is None or value is None:
+        query, key, value, arguments = _stand_ins(
+            dtype, layout, head_dim_qk, head_dim_v or head_dim_qk, num_heads, num_kv_heads or num_heads, batch,
+            queries, keys or queries, needs_grad, arguments,
+        )  # fmt: skip
+        names = ["cpu"]
+    else:
+        names = [str(query.device)]
+    names = [arch] if isinstance(arch, str) else list(arch) or names
+    columns = []
+    for name in names:
+        given = software or (installed() if name == "cpu" else with_cuda(installed()))
+        with ExitStack() as stack:
+            stack.enter_context(assume(replace(given, archs=()) if arch else given))
+            problem, wish = ask(query, key, value, layout, arguments)
+            if name == "cpu" or arch:
+                problem = replace(problem, target=None if name == "cpu" else Target.parse(name))
+            columns.append(_column(name, problem, wish, given))
+    return Explanation(tuple(columns))
+
+
+def ask(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, arguments: dict[str, Any]
+) -> tuple[AttentionProblem, select.Wish]:
+    """The problem that a call poses, found by calling and stopping where a backend would be chosen."""
+    with select.asking():
+        try:
+            if layout == "thd" or "cu_seqlens_q" in arguments:
+                api.varlen_attention(query, key, value, **arguments)
+            else:
+                api.attention(query, key, value, layout=layout, **arguments)
+        except select.Asked as asked:
+            return asked.problem, asked.wish
+    raise AssertionError("attention chose no backend")
+
+
+def _column(name: str, problem: AttentionProblem, wish: select.Wish, given: Installed) -> Column:
+    found = tuple(select.verdicts(problem, wish))
+    notes = [f"order: {select.order_of(problem).known}"]
+    if problem.target is not None:
+        notes.append(f"with {given}")
+    chosen = next((v.name for v in found if v.verdict == "chosen"), None)
+    if chosen is None:
+        notes.append(f"nothing is left; smallest change: {select.smallest_change(list(found))}")
+    elif note := getattr(select.BACKENDS[chosen], "note", None):
+        notes.append(f"{chosen}: {note}")
+    return Column(name, problem, found, tuple(notes))
+
+
+_SHAPES = {
+    "prefix_lengths": "b", "query_lengths": "b", "key_lengths": "b", "seqused_q": "b", "seqused_k": "b",
+    "alibi_slopes": "h", "sinks": "h", "document_ids": "bq", "attn_bias": "11qk", "cu_seqlens_q_padded": "c",
+    "cu_seqlens_k_padded": "c", "dropout_seed": "2",
+}  # fmt: skip
+
+
+def _stand_ins(
+    dtype: torch.dtype, layout: Layout, head_dim_qk: int, head_dim_v: int, heads: int, kv_heads: int, batch: int,
+    queries: int, keys: int, needs_grad: bool, arguments: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:  # fmt: skip
+    """Tensors without memory (`meta`) for a call of these facts, and its arguments with those that were True filled."""
+    checks.one_of("explain_attention", "layout", layout, LAYOUTS)
+    order = {"bhsd": "bhs", "sbhd": "sbh", "thd": "th", "bmghk": "bsgh"}.get(layout, "bsh")
+
+    def tensor(length: int, heads: int, dim: int) -> Tensor:
+        sizes = {"b": batch, "h": heads, "s": length, "t": batch * length, "g": 1}
+        shape = [*(sizes[letter] for letter in order), dim]
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_grad)
+
+    kv_heads = heads if layout == "bmghk" else kv_heads
+    sizes = {"b": batch, "h": heads, "q": queries, "k": keys, "1": 1, "2": 2, "c": batch + 1}
+    filled = dict(arguments)
+    for name, given in arguments.items():
+        if name in _SHAPES and (given is True or isinstance(given, str)):
+            kind = {"attn_bias": torch.bool if given == "bool" else dtype, "alibi_slopes": torch.float32}.get(
+                name, torch.float32 if name == "sinks" else torch.int64 if name == "dropout_seed" else torch.int32
+            )
+            filled[name] = torch.empty([sizes[letter] for letter in _SHAPES[name]], dtype=kind, device="meta")
+    if layout == "thd":
+        starts = torch.empty(batch + 1, dtype=torch.int32, device="meta")
+        filled.setdefault("cu_seqlens_q", starts)
+        if keys != queries:
+            filled.setdefault("cu_seqlens_k", torch.empty_like(starts))
+        filled.setdefault("max_seqlen_q", queries)
+        filled.setdefault("max_seqlen_k", keys)
+    return (
+        tensor(queries, heads, head_dim_qk), tensor(keys, kv_heads, head_dim_qk), tensor(keys, kv_heads, head_dim_v),
+        filled,
+    )  # fmt: skip
