@@ -196,7 +196,7 @@ def test_other_masks_are_not_marked() -> None:
         {"mask_function": masking_utils.bidirectional_mask_function, "attention_mask": tokens},
         {"mask_function": masking_utils.sliding_window_bidirectional_mask_function(3), "local_size": 3},
         {"allow_is_causal_skip": False},
-        {"q_offset": 2},
+        {"q_offset": 2, "attention_mask": tokens},
     ]
     for options in makers:
         mask = huggingface.attention_mask(2, 6, 6, **options)
