@@ -4,7 +4,9 @@ Their limits: the interfaces of flash-attn 2.8, FlashAttention-3 (hopper/) and f
 """
 
 import importlib
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from powertrain.ops.attention.installed import installed
 from powertrain.ops.attention.limits import KnownBad, Limits, known_bad
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
 from powertrain.ops.attention.sdpa import FLASH_BAD, from_bhsd, to_bhsd
+from powertrain.runtime import tracing
+from powertrain.runtime.errors import CompileError, CompileTimeout, WarmUpFirst
+from powertrain.runtime.settings import settings
 
 
 def _not_installed(package: str, install: str) -> Iterator[Reason]:
@@ -88,17 +93,32 @@ FLASH4_BAD = (
         "flash_attn/cute/interface.py, _get_device_arch",
         lambda p, here: len(set(here.archs)) > 1,
     ),
+    KnownBad(
+        "flash-attn-4 has no backward below sm_90",
+        "use triton or flash, or torch.no_grad()",
+        "flash_attn/cute/interface.py, _flash_attn_bwd",
+        lambda p, here: p.needs_grad and 0 < p.arch < 90,
+    ),
+    KnownBad(
+        "flash-attn-4 takes head dims up to 128, 192/128 and 256/256 on sm_10x, and up to 128 elsewhere but on sm_90",
+        "use triton, or one of those head dims",
+        "flash_attn/cute/interface.py, _validate_head_dims",
+        lambda p, here: (
+            max(p.head_dim_qk, p.head_dim_v) > 128
+            and p.arch != 90
+            and not (p.arch in (100, 103) and (p.head_dim_qk, p.head_dim_v) in ((192, 128), (256, 256)))
+        ),
+    ),
 )
 
 
 class FlashAttention4:
-    """Compiles at first use: a call of a kind not seen before is waited for under our deadline, with a line."""
+    """Compiles at first use: what a call of a new kind needs is compiled first, under our deadline and with a line."""
 
     name = "flash-attn-4"
+    note = "compiles at first use; a call of a new kind waits for that, at most POWERTRAIN_COMPILE_TIMEOUT"
     draws_keep = False
-    limits = Limits(
-        "flash-attn-4", archs=(80, 120), head_dims_differ=True, window=True, sinks=True, compiles=False
-    )  # fmt: skip
+    limits = Limits("flash-attn-4", head_dims_differ=True, window=True, compiles=False)
 
     def __init__(self) -> None:
         self._warm: set[Any] = set()
@@ -109,4 +129,69 @@ class FlashAttention4:
         yield from known_bad(FLASH4_BAD, problem)
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        raise NotImplementedError
+        q, k, v = _bshd(call)
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        kind = (
+            q.device, q.dtype, q.shape[2:], k.shape[2], v.shape[3], call.mask.left >= 0, call.mask.right, needs_grad,
+            q.shape[1] > 128,
+        )  # fmt: skip
+        if kind not in self._warm:
+            self._compile(call, q, k, v, needs_grad)
+            self._warm.add(kind)
+        out, lse = self._forward(call, q, k, v)
+        return _result(call, out, lse)
+
+    @staticmethod
+    def _forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        mask = call.mask
+        causal = mask.is_causal and mask.left < 0
+        left, right = (None if n < 0 else n for n in (mask.left, mask.right))
+        out, lse = importlib.import_module("flash_attn.cute").flash_attn_func(
+            q, k, v, softmax_scale=call.scale, causal=causal, window_size=(None, None) if causal else (left, right),
+            return_lse=call.return_lse,
+        )  # fmt: skip
+        return out, lse
+
+    def _compile(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, needs_grad: bool) -> None:
+        """Run the call once, and its backward if it will have one, on a thread that may be given up."""
+        if torch.cuda.is_current_stream_capturing():
+            raise WarmUpFirst(f"{self.name} would have to compile inside graph capture: run the call once before")
+        stream, failed = torch.cuda.current_stream(q.device), []
+        tensors = [x.detach().requires_grad_(needs_grad) for x in (q, k, v)]
+
+        def work() -> None:
+            try:
+                with torch.cuda.device(q.device), torch.cuda.stream(stream), torch.set_grad_enabled(needs_grad):
+                    out, _ = self._forward(call, *tensors)
+                    if needs_grad:
+                        torch.autograd.grad(out, tensors, torch.zeros_like(out))
+            except Exception as error:  # raised again by the caller's thread
+                failed.append(error)
+
+        wait_for(work, f"{self.name} compiles for {tuple(q.shape)} {q.dtype}")
+        if failed:
+            way = 'attention_backend("-flash-attn-4") takes another backend'
+            raise CompileError(f"{self.name} could not be compiled or run; {way}") from failed[0]
+
+
+_PATIENCE = 2.0  # seconds before a line says what is waited for
+
+
+def wait_for(work: Callable[[], None], what: str) -> None:
+    """Run `work` on a thread of its own, with a line when it takes long. Raises CompileTimeout at our deadline; the
+    thread, which nothing can end, is left behind."""
+    deadline = settings().compile_timeout
+    thread = threading.Thread(target=work, daemon=True)
+    start = time.monotonic()
+    thread.start()
+    thread.join(min(_PATIENCE, deadline))
+    if thread.is_alive():
+        tracing.progress(f"{what} ... at most {deadline:g} s")
+        thread.join(max(0.0, deadline - (time.monotonic() - start)))
+    if thread.is_alive():
+        raise CompileTimeout(
+            f"{what}: not done after {deadline:g} s; set POWERTRAIN_COMPILE_TIMEOUT, or forbid it: "
+            "POWERTRAIN_ATTENTION=-flash-attn-4"
+        )
+    seconds = time.monotonic() - start
+    tracing.event("attention", f"{what}: {seconds:.1f} s", milliseconds=seconds * 1e3)

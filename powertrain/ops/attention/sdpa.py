@@ -171,29 +171,59 @@ FLASH_BAD = (
 )
 
 
+def packed_why_not(name: str, problem: AttentionProblem) -> Iterator[Reason]:
+    """What kernels of others want of packed sequences, once their tails are seen to (tail.py)."""
+    if problem.layout == "thd":
+        if not problem.lengths.equal:
+            text = f"{name} takes packed sequences with as many queries as keys only"
+            yield Reason(text, "use triton, or one cu_seqlens for both")
+        if problem.compiling:
+            yield Reason(f"{name} is not traced by torch.compile for thd", "use triton, or call it outside")
+
+
 class Flash:
     """Flash-2 as PyTorch brings it."""
 
     name = "flash"
     draws_keep = False
-    limits = Limits("flash-2", window=True, dropout=True)
+    limits = Limits("flash-2", layouts=("bshd", "bhsd", "sbhd", "thd"), window=True, dropout=True)
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
         yield from _no_cuda(problem)
         yield from self.limits.why_not(problem)
+        yield from packed_why_not("flash-2", problem)
         yield from known_bad(FLASH_BAD, problem)
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        if call.layout == "thd":
+            return self._run_packed(call)
         q, k, v = (to_bhsd(x, call.layout).transpose(1, 2) for x in (call.query, call.key, call.value))
+        out, lse = self._forward(call, q, k, v, None, q.shape[1], k.shape[1])
+        out = from_bhsd(out.transpose(1, 2), call.layout)
+        # flash-2 writes +inf where a row sees nothing
+        return out, lse.masked_fill(lse == torch.inf, -torch.inf) if call.return_lse else None
+
+    def _run_packed(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        from powertrain.ops.attention import tail  # imports Triton
+
+        starts, varlen = call.varlen.query_starts, call.varlen
+        assert starts is not None
+        q, k, v = tail.zero_gradient_tails(call.query, call.key, call.value, starts, starts)
+        longest = varlen.max_queries or q.shape[0]
+        out, lse = self._forward(call, q, k, v, starts, longest, longest)
+        return tail.zero_tail(out, starts), tail.empty_tail(lse, starts) if call.return_lse else None
+
+    @staticmethod
+    def _forward(
+        call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, max_queries: int, max_keys: int
+    ) -> tuple[Tensor, Tensor]:
         mask = call.mask
         causal = mask.is_causal and mask.left < 0
         window = {} if not mask.has_window else {"window_size_left": mask.left, "window_size_right": mask.right}
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], call.dropout_p, causal, False, scale=call.scale, **window
+            q, k, v, starts, starts, max_queries, max_keys, call.dropout_p, causal, False, scale=call.scale, **window
         )
-        out = from_bhsd(out.transpose(1, 2), call.layout)
-        # flash-2 writes +inf where a row sees nothing
-        return out, lse.masked_fill(lse == torch.inf, -torch.inf) if call.return_lse else None
+        return out, lse
 
 
 class Efficient:
