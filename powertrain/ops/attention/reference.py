@@ -143,7 +143,7 @@ def assemble(call: AttentionCall, parts: list[tuple[Tensor, Tensor]]) -> tuple[T
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-def run_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
+def run_reference(call: AttentionCall, upcast: bool = True) -> tuple[Tensor, Tensor]:
     """(o, lse) of a call by `attention_ref`, sequence by sequence; differentiated by PyTorch."""
     parts = []
     for q, k, v, tensors, first in sequences(call):
@@ -151,7 +151,7 @@ def run_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
         parts.append(
             attention_ref(
                 q, k, v, mask=call.mask, tensors=tensors, scale=call.scale, dropout_p=call.dropout_p,
-                dropout_seed=call.dropout_seed, batch=batch,
+                dropout_seed=call.dropout_seed, batch=batch, upcast=upcast,
             )
         )  # fmt: skip
     return assemble(call, parts)

@@ -114,7 +114,8 @@ _FORWARD = (
     _Plan(128, 64, 8, 2),
     _Plan(64, 64, 4, 2),
     _Plan(64, 32, 4, 2),
-    _Plan(64, 32, 4, 1),
+    _Plan(64, 32, 8, 2),
+    _Plan(64, 32, 8, 1),
     _Plan(32, 32, 4, 1),
     _Plan(16, 32, 4, 1),
     _Plan(16, 16, 4, 1),
@@ -139,7 +140,7 @@ def _plan_fwd(element: int, d_qk: int, d_v: int, featured: bool, fma: bool, targ
             return _Plan(128, 64, 8, 3)
         if largest <= 256:
             return _Plan(128, 64, 8, 2)
-    candidates = tuple(p for p in _FORWARD if p.block_m * d_v <= 128 * 256)
+    candidates = tuple(p for p in _FORWARD if p.block_m * d_v <= p.num_warps * 16 * 256)
     return _fits(candidates, d_qk * element, (d_qk + d_v) * element, target)
 
 
@@ -189,7 +190,7 @@ def _plan_dq(element: int, d_qk: int, d_v: int, fma: bool, target: Target) -> _P
             return _Plan(128, 64, 8, 2)
         if largest <= 256:
             return _Plan(64, 64, 4, 2)
-    candidates = tuple(p for p in _FORWARD if p.block_m * d_qk <= 64 * 256)
+    candidates = tuple(p for p in _FORWARD if p.block_m * d_qk <= p.num_warps * 8 * 256)
     return _fits(candidates, (d_qk + d_v) * element, (d_qk + d_v) * element, target)
 
 
@@ -216,9 +217,9 @@ def _precision(dtype: torch.dtype, target: Target) -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _uses_tma(target: Target, *operands: _Operand) -> bool:
+def _uses_tma(fma: bool, target: Target, *operands: _Operand) -> bool:
     """Descriptors want 16-byte addresses and strides."""
-    if not target.has_tma:
+    if fma or not target.has_tma:
         return False
     for x, *strides in operands:
         elements = 16 // x.element_size()
@@ -364,7 +365,7 @@ def _attention_fwd(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
         qrange_ptr=ranges, kv_heads=heads.kv, repeats=heads.repeats, head_of_kv=heads.of_kv,
         head_of_repeat=heads.of_repeat, blocks=blocks,
         group=_group(shape.keys * (d_qk + d_v) * key.element_size(), heads.repeats, target),
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=_uses_tma(target, q, k, v), num_warps=plan.num_warps,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=_uses_tma(compute["FMA"], target, q, k, v), num_warps=plan.num_warps,
         num_stages=plan.num_stages, maxnreg=plan.maxnreg,
     )  # fmt: skip
     return out, lse
@@ -432,7 +433,7 @@ def _attention_bwd(
         lse_ptr=lse, delta_ptr=delta, qdoc_ptr=args.query_documents, kdoc_ptr=args.key_documents,
         repeats=heads.repeats, head_of_kv=heads.of_kv, head_of_repeat=heads.of_repeat,
     )  # fmt: skip
-    use_tma = _uses_tma(target, q, k, v, do)
+    use_tma = _uses_tma(common["FMA"], target, q, k, v, do)
     if need[1] or need[2]:
         _launch_dkdv(common, dk if need[1] else None, dv if need[2] else None, key, value, args, shape, heads, use_tma)
     if need[0]:
