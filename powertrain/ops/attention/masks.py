@@ -66,18 +66,20 @@ class MaskSpec:
         num_keys: int,
         tensors: "MaskTensors | None" = None,
         *,
+        rows: tuple[int, int] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor | None]:
         """(visible, added) for one sequence length: bool [b|1, h|1, queries, keys], and what is added to the capped
-        scores, in `dtype` and broadcastable to the same, or None. O(queries * keys) memory: for tests and reference."""
+        scores, in `dtype` and broadcastable to the same, or None. `rows`: of these queries only. O(queries * keys) memory."""
         tensors = tensors or MaskTensors()
         given = next((t for t in tensors if t is not None), None)
         device = given.device if device is None and given is not None else device
-        i = torch.arange(num_queries, device=device)[:, None]
+        rows = (0, num_queries) if rows is None else rows
+        i = torch.arange(*rows, device=device)[:, None]
         j = torch.arange(num_keys, device=device)[None, :]
         p = i + (num_keys - num_queries if self.bottom_right else 0)
-        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+        visible = torch.ones(i.shape[0], num_keys, dtype=torch.bool, device=device)
         if self.left >= 0:
             visible = visible & (j >= p - self.left)
         if self.right >= 0:
@@ -88,7 +90,7 @@ class MaskSpec:
         if tensors.prefix is not None:
             visible = visible | (j < tensors.prefix[:, None, None, None])
         if tensors.query_documents is not None and tensors.key_documents is not None:
-            ids, others = tensors.query_documents[:, None, :, None], tensors.key_documents[:, None, None, :]
+            ids, others = tensors.query_documents[:, None, slice(*rows), None], tensors.key_documents[:, None, None, :]
             visible = visible & (ids == others) & (ids >= 0)
         added = None
         if tensors.alibi_slopes is not None:
@@ -96,10 +98,11 @@ class MaskSpec:
             slopes = slopes.view(1, -1, 1, 1) if slopes.dim() == 1 else slopes[:, :, None, None]
             added = -slopes * (p - j).abs()
         if tensors.bias is not None:
-            if tensors.bias.dtype is torch.bool:
-                visible = visible & tensors.bias
+            bias = tensors.bias[:, :, slice(*rows)] if tensors.bias.shape[2] > 1 else tensors.bias
+            if bias.dtype is torch.bool:
+                visible = visible & bias
             else:
-                added = tensors.bias.to(dtype) if added is None else added + tensors.bias
+                added = bias.to(dtype) if added is None else added + bias
         return visible, added
 
 

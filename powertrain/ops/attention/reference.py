@@ -55,11 +55,13 @@ def attention_ref(
     dropout_seed: Tensor | None = None,
     upcast: bool = True,
     batch: Tensor | None = None,
+    rows: tuple[int, int] | None = None,
+    num_queries: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The specification: q [b, sq, h, dqk], k [b, sk, kv heads, dqk], v [b, sk, kv heads, dv] to (o, lse [b, h, sq]).
 
     `upcast=False` computes in the tensors' own dtype, as one would write it: the judge's "plain". `batch` numbers the
-    sequences for dropout.
+    sequences for dropout. `rows`: the queries are these of `num_queries`, whose mask tensors are given whole.
     """
     mask, tensors = mask or MaskSpec(), tensors or MaskTensors()
     dtype = acc_dtype(query.dtype) if upcast else query.dtype
@@ -67,7 +69,11 @@ def attention_ref(
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (query, key, value))
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    visible, added = mask.materialize(q.shape[2], k.shape[2], tensors, device=q.device, dtype=acc_dtype(dtype))
+    num_queries = q.shape[2] if num_queries is None else num_queries
+    rows = (0, q.shape[2]) if rows is None else rows
+    visible, added = mask.materialize(
+        num_queries, k.shape[2], tensors, rows=rows, device=q.device, dtype=acc_dtype(dtype)
+    )
     s = (q @ k.mT) * scale
     if mask.softcap:
         s = mask.softcap * torch.tanh(s / mask.softcap)
@@ -83,9 +89,9 @@ def attention_ref(
     p = torch.exp(s.masked_fill(~seen, 0.0) - lse.masked_fill(~seen, 0.0).to(dtype)).masked_fill(~seen, 0.0)
     if dropout_p > 0:
         assert dropout_seed is not None
-        rows, cols = (torch.arange(n, device=q.device) for n in s.shape[-2:])
+        i, j = torch.arange(*rows, device=q.device), torch.arange(s.shape[-1], device=q.device)
         batch = torch.arange(q.shape[0], device=q.device) if batch is None else batch
-        keep = attention_keep(dropout_seed, batch, q.shape[1], rows, cols, dropout_p)
+        keep = attention_keep(dropout_seed, batch, q.shape[1], i, j, dropout_p)
         p = torch.where(keep, p / (1 - dropout_p), 0.0)
     out = p @ v
     return out.transpose(1, 2).to(query.dtype), lse.squeeze(-1)

@@ -228,7 +228,9 @@ def _add(
         )
 
 
-def errors(config: Config, seed: int, device: torch.device, dtype: torch.dtype, largest: int) -> list[numerics.Error]:
+def errors(
+    config: Config, seed: int, device: torch.device, dtype: torch.dtype, largest: int, backend: str = "triton"
+) -> list[numerics.Error]:
     """The judge's verdicts on one problem: outputs, LSE and every gradient."""
     call, tensors, options = make(config, seed, device, dtype, largest)
 
@@ -239,7 +241,7 @@ def errors(config: Config, seed: int, device: torch.device, dtype: torch.dtype, 
 
         return run
 
-    found = numerics.errors(through("triton"), through("plain"), through("reference"), tensors)
+    found = numerics.errors(through(backend), through("plain"), through("reference"), tensors)
     return [replace(error, allowed=error.allowed + _cancellation(error.name, tensors)) for error in found]
 
 

@@ -1,0 +1,114 @@
+"""Attention in plain PyTorch by chunks of queries: O(sequence) memory, any device, any mask, forward and backward.
+
+Forward computes `attention_ref` of some queries at a time against all keys, and backward computes each chunk again and
+differentiates it. Gradients are summed in the accumulation dtype. Saved: inputs only. Memory beyond inputs and results:
+about 6 * CHUNK_BYTES of scores, and the gradients in float32.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention.masks import MaskSpec, MaskTensors
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
+from powertrain.ops.attention.reference import assemble, attention_ref, sequences
+from powertrain.ops.layout import acc_dtype
+
+CHUNK_BYTES = 32 << 20  # of float32 scores
+
+
+def why_not(problem: AttentionProblem) -> Iterator[Reason]:
+    """Every need that the problem does not meet."""
+    if problem.compiling:
+        yield Reason("chunked reads lengths on the host, which torch.compile cannot trace", "use triton on a GPU or cpu")
+
+
+def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable."""
+    parts = []
+    for q, k, v, tensors, first in sequences(call):
+        options = (call.mask, call.scale, call.dropout_p, call.dropout_seed, first)
+        parts.append(_Chunked.apply(q, k, v, tensors.bias, tensors.sinks, tensors, *options))
+    return assemble(call, parts)
+
+
+def _chunks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:
+    rows = max(1, CHUNK_BYTES // (4 * max(1, q.shape[0] * q.shape[2] * k.shape[1])))
+    return ((first, min(first + rows, q.shape[1])) for first in range(0, q.shape[1], rows))
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        tensors: MaskTensors,
+        *options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v, *tensors, options[3])
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        out = q.new_empty((*q.shape[:3], v.shape[-1]))
+        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=acc_dtype(q.dtype), device=q.device)
+        for rows in _chunks(q, k):
+            out[:, slice(*rows)], lse[:, :, slice(*rows)] = _chunk(q, k, v, tensors, rows, *options)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, *rest, seed = ctx.saved_tensors
+        tensors = MaskTensors(*rest)
+        mask, scale, dropout_p, _, first = ctx.options
+        need = ctx.needs_input_grad[:5]
+        dtype = acc_dtype(q.dtype)
+        leaves = [
+            None if x is None else x.detach().to(dtype).requires_grad_(needed)
+            for x, needed in zip((q, k, v, tensors.bias, tensors.sinks), need, strict=True)
+        ]
+        if tensors.bias is not None and tensors.bias.dtype is torch.bool:
+            leaves[3] = tensors.bias
+        wanted = [n for n in range(5) if need[n]]
+        totals = {n: torch.zeros_like(leaves[n]) for n in wanted}
+        for rows in _chunks(q, k):
+            with torch.enable_grad():
+                again = tensors._replace(bias=leaves[3], sinks=leaves[4])
+                out, lse = _chunk(*leaves[:3], again, rows, mask, scale, dropout_p, seed, first)
+            pairs = [(out, dout, (slice(None), slice(*rows))), (lse, dlse, (slice(None), slice(None), slice(*rows)))]
+            pairs = [(result, grad[at].to(result.dtype)) for result, grad, at in pairs if grad is not None]
+            grads = torch.autograd.grad(
+                [result for result, _ in pairs], [leaves[n] for n in wanted], [grad for _, grad in pairs],
+                allow_unused=True,
+            )  # fmt: skip
+            for n, grad in zip(wanted, grads, strict=True):
+                if grad is not None:
+                    totals[n] += grad
+        inputs = (q, k, v, tensors.bias, tensors.sinks)
+        results = [totals[n].to(inputs[n].dtype) if n in totals else None for n in range(5)]
+        return (*results, None, *(None for _ in ctx.options))
+
+
+def _chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: MaskTensors,
+    rows: tuple[int, int],
+    mask: MaskSpec,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """Queries rows[0] to rows[1] against all keys."""
+    batch = torch.arange(first, first + q.shape[0], device=q.device)
+    return attention_ref(
+        q[:, slice(*rows)], k, v, mask=mask, tensors=tensors, scale=scale, dropout_p=dropout_p, dropout_seed=seed,
+        batch=batch, rows=rows, num_queries=q.shape[1],
+    )  # fmt: skip
