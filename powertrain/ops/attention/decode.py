@@ -30,7 +30,6 @@ from powertrain.ops.attention.reference import attention_ref
 from powertrain.ops.attention.triton_tiles import (
     LN2,
     LOG2E,
-    dot_rows,
     piece_start,
     pieces,
     scale_tile,
@@ -49,10 +48,10 @@ MAX_HEAD_DIM_QK, MAX_HEAD_DIM_V = 576, 512
 
 
 @triton.jit
-def _slot(page_table_ptr, batch_idx_ptr, batch, position, page_row, PAGE_SIZE: tl.constexpr, mask=None):
+def _slot(page_table_ptr, batch_idx_ptr, batch, position, mask, page_row, PAGE_SIZE: tl.constexpr):
     """(entry of the cache's first dim, row in it) of a sequence's positions."""
     if PAGE_SIZE > 0:
-        page = tl.load(page_table_ptr + batch * page_row + position // PAGE_SIZE, mask=mask)
+        page = tl.load(page_table_ptr + batch * page_row + position // PAGE_SIZE, mask=mask, other=0)
         return page.to(tl.int64), (position % PAGE_SIZE).to(tl.int64)
     else:
         entry = batch
@@ -100,7 +99,7 @@ def _append_kernel(
     position = tl.load(seqlens_ptr + batch) + token
     fits = (position >= 0) & (position < capacity)
     position = tl.where(fits, position, 0)
-    entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, position, page_row, PAGE_SIZE)
+    entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, position, fits, page_row, PAGE_SIZE)
     mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_QK)
     k = tl.load(key_new_ptr + batch * stride_knb + token * stride_kns + heads * stride_knh + dims, mask=mask)
     tl.store(key_cache_ptr + entry * stride_kb + row * stride_ks + heads * stride_kh + dims, k, mask=mask)
@@ -111,35 +110,63 @@ def _append_kernel(
 
 
 @triton.jit
-def _load_rows(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, UPCAST: tl.constexpr):
+def _load_rows(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, FMA: tl.constexpr):
     """The tile of rows given by their offsets, a piece [rows, PIECES[i]] each; 0 where masked."""
     tile = ()
     for i in tl.static_range(len(PIECES)):
-        tile += (_load_piece(x_ptr, rows, mask, HEAD_DIM, piece_start(PIECES, i), PIECES[i], UPCAST),)  # type: ignore[assignment]
+        tile += (_load_piece(x_ptr, rows, mask, HEAD_DIM, piece_start(PIECES, i), PIECES[i], FMA),)  # type: ignore[assignment]
     return tile
 
 
 @triton.jit
-def _load_piece(
-    x_ptr, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, PIECE: tl.constexpr, UPCAST: tl.constexpr
-):
+def _load_piece(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, PIECE: tl.constexpr, FMA: tl.constexpr):
     dims = START + tl.arange(0, PIECE)[None, :]
     if HEAD_DIM % 16 == 0:
         x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None], other=0.0)
     else:
         x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None] & (dims < HEAD_DIM), other=0.0)
-    if UPCAST:
+    if FMA:
         x = x.to(tl.float32)
     return x
 
 
+# In float32 each piece, and each block of keys, is summed for itself first: one long chain of additions would err more
+# than PyTorch does. It is an fma that adds them, since Triton folds a plain sum back into the dot.
 @triton.jit
-def _update(acc, alpha, p, v, PRECISION: tl.constexpr):
+def _products(q, k, FMA: tl.constexpr, PRECISION: tl.constexpr):
+    """q k^T over the pieces of the head dim."""
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)
+    for i in tl.static_range(1, len(q)):
+        if FMA:
+            s = tl.fma(tl.dot(q[i], tl.trans(k[i]), input_precision=PRECISION), 1.0, s)
+        else:
+            s = tl.dot(q[i], tl.trans(k[i]), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def _update(acc, alpha, p, v, FMA: tl.constexpr, PRECISION: tl.constexpr):
     """acc * alpha + p v, piece by piece; v may have more pieces than are wanted."""
     tile = ()
     for i in tl.static_range(len(acc)):
-        tile += (tl.dot(p.to(v[i].dtype), v[i], acc[i] * alpha[:, None], input_precision=PRECISION),)  # type: ignore[assignment]
+        if FMA:
+            product = tl.dot(p, v[i], input_precision=PRECISION)
+            tile += (tl.fma(acc[i], tl.broadcast_to(alpha[:, None], acc[i].shape), product),)  # type: ignore[assignment]
+        else:
+            scaled = acc[i] * alpha[:, None]
+            tile += (tl.dot(p.to(v[i].dtype), v[i], scaled, input_precision=PRECISION),)  # type: ignore[assignment]
     return tile
+
+
+@triton.jit
+def _tanh(x):
+    """Accurate near 0 too, where 1 - e has lost its digits."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    y = (1.0 - e) / (1.0 + e)
+    y = tl.where(x < 0, -y, y)
+    z = x * x
+    near = x * (1.0 + z * (-1.0 / 3.0 + z * (2.0 / 15.0 + z * (-17.0 / 315.0 + z * (62.0 / 2835.0)))))
+    return tl.where(z < 0.09, near, y)
 
 
 @triton.jit
@@ -198,7 +225,7 @@ def _decode_kernel(
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    FMA: tl.constexpr,
     PRECISION: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -235,7 +262,7 @@ def _decode_kernel(
     end = tl.minimum(begin + share, first // BLOCK_N + blocks)
 
     q_rows = (batch * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh) * UNIT
-    q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, UPCAST)
+    q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, FMA)
     acc = zeros_tile(BLOCK_M, PIECES_V)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -249,19 +276,17 @@ def _decode_kernel(
         if PAGE_SIZE % BLOCK_N == 0:
             # the whole block lies in one page, or nothing is paged
             start = block * BLOCK_N + tl.zeros([], tl.int32)
-            entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, start, page_row, PAGE_SIZE)
+            entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, start, start < last, page_row, PAGE_SIZE)
             row = row + tl.arange(0, BLOCK_N)
         else:
-            entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, cols, page_row, PAGE_SIZE, inside)
+            entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
         k_rows = (entry * stride_kb + kv_head * stride_kh + row * stride_ks) * UNIT
         v_rows = (entry * stride_vb + kv_head * stride_vh + row * stride_vs) * UNIT
 
-        k = _load_rows(k_ptr, k_rows, inside, HEAD_DIM_QK, PIECES_QK, UPCAST)
-        s = dot_rows(q, k, PRECISION)
+        k = _load_rows(k_ptr, k_rows, inside, HEAD_DIM_QK, PIECES_QK, FMA)
+        s = _products(q, k, FMA, PRECISION)
         if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (1 + exp(2 x))
-            s = s * (scale / softcap)
-            s = (softcap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E))))
+            s = (softcap * LOG2E) * _tanh(s * (scale / softcap))
         else:
             s = s * (scale * LOG2E)
         if slopes_ptr is not None:
@@ -282,8 +307,8 @@ def _decode_kernel(
         if SHARES_KEYS:
             v = k
         else:
-            v = _load_rows(v_ptr, v_rows, inside, HEAD_DIM_V, PIECES_V, UPCAST)
-        acc = _update(acc, alpha, p, v, PRECISION)
+            v = _load_rows(v_ptr, v_rows, inside, HEAD_DIM_V, PIECES_V, FMA)
+        acc = _update(acc, alpha, p, v, FMA, PRECISION)
 
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
@@ -363,32 +388,70 @@ class _Plan(NamedTuple):
 
 
 @tunable("NVIDIA H200, 2026-11-21")
-def _plan(rows: int, key_bytes: int, value_width: int, itemsize: int, target: Target) -> _Plan:
-    """`key_bytes`: of one key and its value, padded to pieces; `value_width`: of the value, likewise."""
+def _plan(
+    rows: int,
+    width_qk: int,
+    width_v: int,
+    shares: bool,
+    itemsize: int,
+    page_size: int,
+    aligned: bool,
+    fma: bool,
+    target: Target,
+) -> _Plan:
+    """`rows` of queries a kv head has, widths of the head dims in pieces; `aligned`: 16-byte loads."""
+    # bf16 D128 32/8 heads, batch 64, 8192 keys, ms (a copy of the same bytes takes 0.505):
+    #   dense            128 keys 4 warps 3 stages 0.471; 64 keys 0.474 to 0.549; 8 warps the same
+    #   pages of 64 on   64 keys 4 warps 3 stages 0.479; 128 keys 0.486
+    #   pages of 1, 16   32 keys 4 warps 6 stages 0.487, 0.490; 64 keys 3 stages 0.640
+    #   8 or 16 queries  64 keys 4 warps 3 stages 0.473, 0.480; 128 keys 0.500, 0.508; 8 warps 0.53 to 0.66
+    #   D64              256 keys 3 stages 0.244, 128 keys 0.278;   D256  64 keys 3 stages 0.929
+    #   MLA, 128 heads   64 x 64 8 warps 2 stages 0.565, 64 x 32 3 stages 0.658, 32 x 32 0.80
+    key_bytes = (width_qk + (0 if shares else width_v)) * itemsize
     rows = next_power_of_2(rows)
-    if not target.has_tensor_core_dot:
+    if fma:
         # float32 products on the CUDA cores: every row counts
         narrow = key_bytes <= 256 * itemsize
-        return _Plan(min(16 if narrow else 4, rows), 32 if narrow else 16, 4, 1, 2)
-    block_m = max(16, min(64 if value_width <= 256 else 32, rows))
-    block_n = 128
-    while block_n > 16 and block_n * key_bytes > 64 << 10:
+        block_m, block_n = min(16 if narrow else 4, rows), 32 if narrow else 16
+        room = target.shared_per_block // 2 // (block_n * key_bytes)
+        return _Plan(block_m, block_n, 4, max(1, min(3, room)) if target.has_async_copy else 1, 2)
+    most = 64
+    if not aligned or (width_v > 256 and not (shares and target.has_wgmma)):
+        most = 32
+    block_m = max(16, min(most, rows))
+    stage_bytes, stages = 64 << 10 if block_m == 16 else 32 << 10, 3
+    if width_v > 256 and block_m == 64:
+        stage_bytes, stages = 128 << 10, 2
+    if page_size % 32:
+        stage_bytes, stages = min(stage_bytes, 16 << 10), 6
+    elif page_size:
+        stages = 3
+        stage_bytes = min(stage_bytes, 32 << 10)
+    block_n = max(16, min(256 if key_bytes >= 256 else 128, 1 << (stage_bytes // key_bytes).bit_length() - 1))
+    if page_size and page_size % 32 == 0:
+        block_n = min(block_n, page_size & -page_size)
+
+    def fits() -> bool:
+        # wgmma reads a tile while the next one arrives: one more in shared memory
+        tiles = stages - (0 if block_m == 64 and target.has_wgmma else 1)
+        return block_m * width_qk * itemsize + tiles * block_n * key_bytes + 4096 <= target.shared_per_block
+
+    while not fits() and stages > 2:
+        stages -= 1
+    while not fits() and block_n > 16:
         block_n //= 2
-    room = target.shared_per_block - (block_m * key_bytes + 4096)
-    stages = max(1, min(3, room // (block_n * key_bytes) + 1))
-    return _Plan(block_m, block_n, 8 if block_m * value_width * itemsize >= 1 << 15 else 4, stages, 1)
+    per_sm = 3 if page_size and block_m == 16 else 1 if (stages - 1) * block_n * key_bytes > 64 << 10 else 2
+    return _Plan(block_m, block_n, 8 if block_m * width_v * itemsize >= 1 << 15 else 4, stages, per_sm)
 
 
-def _choose_splits(programs: int, blocks: int, target: Target, per_sm: int) -> int:
-    """The fewest splits whose waves of programs fill the GPU nearly as well as any number would."""
+def _choose_splits(programs: int, keys: int, per_sm: int, target: Target) -> int:
+    """The fewest splits, of 256 keys or more, that fill the last wave of programs nearly as well as any would."""
     slots = target.num_sms * per_sm
-    most = max(1, min(blocks // 2, 128)) if programs else 1
-
-    def filled(splits: int) -> float:
-        return programs * splits / (max(1, cdiv(programs * splits, slots)) * slots)
-
-    best = max(map(filled, range(1, most + 1)))
-    return next(splits for splits in range(1, most + 1) if filled(splits) >= 0.9 * best)
+    if programs == 0 or (per_sm > 1 and programs >= slots):
+        return 1  # programs that share an SM hide the last wave
+    choices = range(1, max(1, min(cdiv(keys, 256), cdiv(2 * slots, programs), 128)) + 1)
+    filled = [programs * splits / (cdiv(programs * splits, slots) * slots) for splits in choices]
+    return next(splits for splits, share in zip(choices, filled, strict=True) if share >= 0.95 * max(filled))
 
 
 def _decode_outputs(
@@ -422,19 +485,20 @@ def _decode(
     kv_heads, page_size = key_cache.shape[2], key_cache.shape[1]
     capacity = page_size if page_table is None else page_size * page_table.shape[1]
     target = Target.of(query.device)
-    wide, narrow = pieces(dqk), pieces(head_dim_v)
+    fma = not target.has_tensor_core_dot or (query.dtype is torch.float32 and not allow_tf32)
+    wide, narrow = (pieces(d, 64 if fma else 512) for d in (dqk, head_dim_v))
     shares = value_cache is None and narrow == wide[: len(narrow)]
     value = key_cache if value_cache is None else value_cache
     ratio = h // kv_heads if kv_heads else 1
-    item = query.element_size()
-    plan = _plan(sq * ratio, (sum(wide) + (0 if shares else sum(narrow))) * item, sum(narrow), item, target)
+    paged = 0 if page_table is None else page_size
+    strides = [t.stride(dim) for t in (query, key_cache, value) for dim in range(3)]
+    unit = 8 if all(s % 8 == 0 for s in strides) else 1
+    plan = _plan(sq * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, unit == 8, fma, target)
     tiles = cdiv(sq * ratio, plan.block_m)
     if num_splits == 0:
         # a window of keys is all that is ever read
         seen = min(capacity, left + sq + max(right, 0) + 1) if left >= 0 and right >= 0 else capacity
-        num_splits = _choose_splits(b * kv_heads * tiles, cdiv(seen, plan.block_n), target, plan.per_sm)
-    strides = [t.stride(dim) for t in (query, key_cache, value) for dim in range(3)]
-    unit = 8 if all(s % 8 == 0 for s in strides) else 1
+        num_splits = _choose_splits(b * kv_heads * tiles, seen, plan.per_sm, target)
     partial, partial_lse = out, lse
     if num_splits > 1:
         partial = query.new_empty((num_splits, *out.shape), dtype=torch.float32)
@@ -447,8 +511,7 @@ def _decode(
         *(s // unit for s in strides),
         HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_SOFTCAP=softcap > 0,
-        PAGE_SIZE=0 if page_table is None else page_size,
-        UPCAST=not target.has_tensor_core_dot, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
+        PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
     if num_splits > 1:
