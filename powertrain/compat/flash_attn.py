@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from powertrain.compat.layout import gather_pages, unit_stride, unsupported
+from powertrain.compat.layout import gather_pages, known, unit_stride, unsupported
 from powertrain.ops.attention import attention, decode_attention, varlen_attention
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
@@ -94,8 +94,8 @@ def flash_attn_varlen_func(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -108,6 +108,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention over packed sequences, sequence n in rows cu_seqlens[n] to cu_seqlens[n + 1].
 
+    max_seqlen_q and max_seqlen_k are upper bounds; a tensor is not read, so nothing waits for the GPU (but for pages).
+
     Shapes: q [total_q, h, d], k [total_k, hk, d], v [total_k, hk, dv]; with block_table [b, pages] k and v are pages
     [num_pages, page_size, hk, d] of any size (their first max_seqlen_k positions are copied together, O(b *
     max_seqlen_k) memory), and cu_seqlens_k says how long each sequence is.
@@ -117,14 +119,14 @@ def flash_attn_varlen_func(
     used: dict[str, Any] = {}
     if block_table is not None:
         checks.require(k.dim() == 4, "flash_attn_varlen_func", "k", "be [pages, page_size, heads, d]", list(k.shape))
-        room = min(max_seqlen_k, block_table.shape[1] * k.shape[1])
+        room = min(int(max_seqlen_k), block_table.shape[1] * k.shape[1])
         k, v = (gather_pages(x, block_table, room).flatten(0, 1) for x in (k, v))
         starts = torch.arange(block_table.shape[0] + 1, device=k.device, dtype=torch.int32) * room
         used = {"cu_seqlens_k_padded": starts}
     result = varlen_attention(
-        *unit_stride(q, k, v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **used, dropout_p=dropout_p,
-        scale=softmax_scale, is_causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-        deterministic=deterministic or None, return_lse=return_attn_probs,
+        *unit_stride(q, k, v), cu_seqlens_q, cu_seqlens_k, known(max_seqlen_q), known(max_seqlen_k), **used,
+        dropout_p=dropout_p, scale=softmax_scale, is_causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic or None, return_lse=return_attn_probs,
     )  # fmt: skip
     return (*result, None) if return_attn_probs else result
 
@@ -134,8 +136,8 @@ def flash_attn_varlen_kvpacked_func(
     kv: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -156,7 +158,7 @@ def flash_attn_varlen_kvpacked_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
-    max_seqlen: int,
+    max_seqlen: int | Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,

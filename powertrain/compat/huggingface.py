@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powertrain.compat.layout import unit_stride, unsupported
+from powertrain.compat.layout import known, unit_stride, unsupported
 from powertrain.ops.attention import attention, varlen_attention
 from powertrain.runtime import checks
 
@@ -50,8 +50,8 @@ def attention_forward(
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | None = None,
-    max_length_k: int | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
     output_attentions: bool = False,
     cache: Any = None,
     head_mask: Tensor | None = None,
@@ -79,7 +79,7 @@ def attention_forward(
     query, key, value = unit_stride(query, key, value)
     if cu_seq_lens_q is not None and bias is None and marked is None:
         lengths = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
-        return _packed(query, key, value, lengths, max_length_q, max_length_k, options), None
+        return _packed(query, key, value, lengths, known(max_length_q), known(max_length_k), options), None
     if cu_seq_lens_q is not None:
         sizes = ((cu_seq_lens_q, queries), (cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, key.shape[2]))
         options["document_ids"] = tuple(_documents(ends, size) for ends, size in sizes)

@@ -20,6 +20,11 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
+def known(length: int | Tensor | None) -> int | None:
+    """An upper bound of lengths, if the host knows it: reading a tensor would wait for the GPU."""
+    return None if isinstance(length, Tensor) else length
+
+
 def gather_pages(
     cache: Tensor,  # [pages, page_size, ...]
     page_table: Tensor,  # [batch, pages per sequence]

@@ -139,6 +139,14 @@ def test_groups_dense(sizes: tuple[int, int]) -> None:
     )
 
 
+def test_one_head_expanded() -> None:
+    same(
+        lambda q, k, v: memory_efficient_attention(q, k.expand(2, 7, 3, 8), v.expand(2, 7, 3, 6), DENSE["local"]),
+        lambda q, k, v: _by_matrix(DENSE["local"])(q, k.expand(2, 7, 3, 8), v.expand(2, 7, 3, 6)),
+        tensors((2, 5, 3, 8), (2, 7, 1, 8), (2, 7, 1, 6)),
+    )
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 3, 5, 7), (2, 1, 1, 7), (1, 1, 5, 7)], ids=str)
 def test_tensor_bias(shape: tuple[int, ...]) -> None:
     inputs = tensors((2, 5, 3, 8), (2, 7, 3, 8), (2, 7, 3, 8), shape)
@@ -309,7 +317,8 @@ def test_lengths_in_place() -> None:
     assert torch.equal(memory_efficient_attention(q, k, v, bias), memory_efficient_attention(q, k, v, expected))
     blocks = ab.BlockDiagonalMask.from_seqlens([4, 4, 4])
     blocks.q_seqinfo.from_seqlens_inplace([2, 3, 4])
-    assert blocks.q_seqinfo.seqstart.tolist() == [0, 2, 5, 9] and blocks.q_seqinfo.max_seqlen == 4
+    assert blocks.q_seqinfo.seqstart.tolist() == [0, 2, 5, 9]
+    assert (blocks.q_seqinfo.min_seqlen, blocks.q_seqinfo.max_seqlen) == (2, 4)
     with pytest.raises(ValueError, match="seqlens must be 3 lengths of at most 4, got"):
         blocks.q_seqinfo.from_seqlens_inplace([2, 3, 5])
 

@@ -215,6 +215,8 @@ def _attend(
     q, k, v = unit_stride(query, key, value)
     if dims == 3:
         q, k, v = (x.unsqueeze(2) for x in (q, k, v))
+    if dims == 4 and k.shape[2] == v.shape[2] > 1 and k.stride(2) == v.stride(2) == 0:
+        k, v = k[:, :, :1], v[:, :, :1]  # one head, expanded: it is read once
     options = _Options(p, scale, backends, return_lse)
     if isinstance(bias, _BlockBias):
         out, lse = _in_blocks(q, k, v, bias, options)

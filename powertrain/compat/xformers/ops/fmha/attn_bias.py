@@ -169,6 +169,7 @@ class _SeqLenInfo:
         lengths = list(seqlens)
         _fits("seqlens", lengths, len(self.seqstart_py) - 1, self.max_seqlen)
         self.seqstart_py[:] = _starts(lengths)
+        self.min_seqlen = min(lengths, default=-1)
         self.seqstart.copy_(torch.tensor(self.seqstart_py, dtype=torch.int32))
 
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
