@@ -13,6 +13,8 @@ from powertrain.compat import transformer_engine as te
 from powertrain.compat.transformer_engine import DotProductAttention
 from tests.compat.plain import attend, band, same, tensors
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
 Q, KV = [3, 0, 5], [4, 2, 3]  # lengths of three sequences
 

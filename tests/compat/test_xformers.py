@@ -15,6 +15,8 @@ from powertrain.compat.xformers.ops import fmha, memory_efficient_attention
 from powertrain.compat.xformers.ops.fmha import attn_bias as ab
 from tests.compat.plain import attend, band, same, tensors
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 TABLE = torch.tensor([[4, 0, 7], [1, 5, 2], [6, 3, 8]]).int()
 Q, K = [3, 1, 4], [5, 2, 4]
 EQUAL = [2, 2, 2]
