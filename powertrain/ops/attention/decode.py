@@ -399,49 +399,52 @@ def _plan(
     fma: bool,
     target: Target,
 ) -> _Plan:
-    """`rows` of queries a kv head has, widths of the head dims in pieces; `aligned`: 16-byte loads."""
-    # bf16 D128 32/8 heads, batch 64, 8192 keys, ms (a copy of the same bytes takes 0.505):
+    """`rows` of queries a kv head has; widths: of the head dims in pieces; `aligned`: 16-byte loads."""
+    # batch 64, 32/8 heads, 8192 keys, bf16, D128 unless said, ms; copying as many bytes takes 0.505 (D64 half, ...):
     #   dense            128 keys 4 warps 3 stages 0.471; 64 keys 0.474 to 0.549; 8 warps the same
-    #   pages of 64 on   64 keys 4 warps 3 stages 0.479; 128 keys 0.486
+    #     D64, D256      256 keys 3 stages 0.244 (128 keys 0.278);  64 keys 3 stages 0.929 of 1.010
+    #   pages of 64 on   64 keys 4 warps 3 stages 0.479; 128 keys 0.486;   D64 64 keys 6 stages 0.242 (3: 0.262)
     #   pages of 1, 16   32 keys 4 warps 6 stages 0.487, 0.490; 64 keys 3 stages 0.640
     #   8 or 16 queries  64 keys 4 warps 3 stages 0.473, 0.480; 128 keys 0.500, 0.508; 8 warps 0.53 to 0.66
-    #   D64              256 keys 3 stages 0.244, 128 keys 0.278;   D256  64 keys 3 stages 0.929
-    #   MLA, 128 heads   64 x 64 8 warps 2 stages 0.565, 64 x 32 3 stages 0.658, 32 x 32 0.80
+    #     pages of 16, 1   64 keys 6 stages 0.527, 0.506; 32 keys 0.640, 0.530
+    #   MLA, 128 heads   64 x 64 8 warps 2 stages 0.565, 64 x 32 3 stages 0.658, 32 x 32 0.80 (2 * 73 GFLOP)
+    #     16 heads         64 keys 4 warps 3 stages, 2 splits 0.160 of 0.142; 32 keys 0.170
+    #   float32, 4096 keys   4 rows 64 keys 3 stages 0.93 of 0.505; 16 rows 32 keys 1.65
     key_bytes = (width_qk + (0 if shares else width_v)) * itemsize
     rows = next_power_of_2(rows)
     if fma:
         # float32 products on the CUDA cores: every row counts
         narrow = key_bytes <= 256 * itemsize
-        block_m, block_n = min(16 if narrow else 4, rows), 32 if narrow else 16
-        room = target.shared_per_block // 2 // (block_n * key_bytes)
-        return _Plan(block_m, block_n, 4, max(1, min(3, room)) if target.has_async_copy else 1, 2)
-    most = 64
-    if not aligned or (width_v > 256 and not (shares and target.has_wgmma)):
-        most = 32
+        block_m = min(16 if narrow else 4, rows)
+        block_n = 16 if not narrow else 64 if block_m <= 4 and target.shared_per_block > 128 << 10 else 32
+        stages = max(1, min(3, 1 + (target.shared_per_block - (16 << 10)) // (block_n * key_bytes)))
+        return _Plan(block_m, block_n, 4, stages if target.has_async_copy else 1, 2)
+
+    is_wide = width_v > 256
+    # 64 rows take wgmma on Hopper, which errs there where values come in by single elements (Triton 3.6, dv of 7 or 16)
+    most = 64 if aligned and not (is_wide and not (shares and target.has_wgmma)) else 32
     block_m = max(16, min(most, rows))
-    stage_bytes, stages = 64 << 10 if block_m == 16 else 32 << 10, 3
-    if width_v > 256 and block_m == 64:
-        stage_bytes, stages = 128 << 10, 2
-    if page_size % 32:
-        stage_bytes, stages = min(stage_bytes, 16 << 10), 6
-    elif page_size:
-        stages = 3
-        stage_bytes = min(stage_bytes, 32 << 10)
-    block_n = max(16, min(256 if key_bytes >= 256 else 128, 1 << (stage_bytes // key_bytes).bit_length() - 1))
-    if page_size and page_size % 32 == 0:
-        block_n = min(block_n, page_size & -page_size)
+    in_pages = page_size > 0 and page_size % 64 == 0  # blocks of keys lie in a page each
+    if page_size == 0 or is_wide:
+        block_n = max(16, min(256 if key_bytes >= 256 else 128, 1 << ((72 << 10) // key_bytes).bit_length() - 1))
+        block_n = block_n if block_m == 16 or is_wide else min(block_n, 64)
+        stages = 3 if block_m == 16 or page_size % 64 or not is_wide else 2
+    else:
+        block_n = 64 if in_pages or key_bytes < 512 or block_m > 16 else 32
+        stages = 3 if in_pages and block_n * key_bytes >= 32 << 10 else 6
 
-    def fits() -> bool:
-        # wgmma reads a tile while the next one arrives: one more in shared memory
-        tiles = stages - (0 if block_m == 64 and target.has_wgmma else 1)
-        return block_m * width_qk * itemsize + tiles * block_n * key_bytes + 4096 <= target.shared_per_block
+    def shared() -> int:
+        # a page id's load takes a stage; wgmma reads a tile while the next one arrives
+        tiles = max(1, stages - 1 - (page_size > 0) + (block_m == 64 and target.has_wgmma))
+        return block_m * width_qk * itemsize + tiles * block_n * key_bytes + 4096
 
-    while not fits() and stages > 2:
+    while shared() > target.shared_per_block and stages > 2:
         stages -= 1
-    while not fits() and block_n > 16:
+    while shared() > target.shared_per_block and block_n > 16:
         block_n //= 2
-    per_sm = 3 if page_size and block_m == 16 else 1 if (stages - 1) * block_n * key_bytes > 64 << 10 else 2
-    return _Plan(block_m, block_n, 8 if block_m * width_v * itemsize >= 1 << 15 else 4, stages, per_sm)
+    num_warps = 8 if block_m * width_v * itemsize >= 1 << 15 else 4
+    per_sm = max(1, min(3 if page_size else 2, target.shared_per_sm // shared()))
+    return _Plan(block_m, block_n, num_warps, stages, per_sm)
 
 
 def _choose_splits(programs: int, keys: int, per_sm: int, target: Target) -> int:

@@ -1,5 +1,6 @@
 """decode_attention against its specification: caches dense and paged, appends, masks, splits; promises and errors."""
 
+import itertools
 import random
 from typing import Any
 
@@ -7,13 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from powertrain.ops.attention import decode
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from powertrain.ops.attention.merge import merge_attentions
+from powertrain.ops.attention.triton_tiles import pieces
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import rope_table
+from powertrain.runtime.launch import Kernel
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
+from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
+from tests.ops.attention.decode_launches import launch_decode_kernels
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 IDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -416,3 +422,32 @@ def test_random_problems(first: int, device: torch.device) -> None:
             _check(problem, num_splits=draw.choice([None, None, 1, 3]), **options)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+def test_every_kernel_is_recorded() -> None:
+    with record("sm_90") as wanted:
+        launch_decode_kernels(torch.bfloat16)
+    every = {value.name for value in vars(decode).values() if isinstance(value, Kernel)}
+    assert {spec.kernel.name for spec in wanted.specs} >= every
+
+
+# every card's arch, and shapes far from those that were measured
+@pytest.mark.parametrize("card", ["T4", "A100", "RTX 3090", "L4", "H200", "B200", "RTX 5090"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_plans_fit(itemsize: int, card: str) -> None:
+    """Keys and values in flight fit into shared memory, blocks of keys are powers of two, splits fill no more than two
+    waves."""
+    target = Target.parse(card)
+    fma = itemsize == 4 or not target.has_tensor_core_dot
+    for dqk, dv in [(1, 1), (64, 64), (111, 7), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512)]:
+        for rows, page_size, aligned in itertools.product([1, 4, 16, 100], [0, 1, 16, 48, 64, 256], [True, False]):
+            shares = dqk == 576
+            wide, narrow = (sum(pieces(d, 64 if fma else 512)) for d in (dqk, dv))
+            plan = decode._plan(rows, wide, narrow, shares, itemsize, page_size, aligned, fma, target)
+            one_stage = plan.block_n * (wide + (0 if shares else narrow)) * itemsize
+            assert plan.block_n & (plan.block_n - 1) == 0 and plan.block_n >= 16
+            assert plan.num_stages == 1 or max(1, plan.num_stages - 2) * one_stage <= target.shared_per_block
+            for programs, keys in [(1, 1), (8, 131072), (512, 8192), (10**6, 300)]:
+                splits = decode._choose_splits(programs, keys, plan.per_sm, target)
+                assert 1 <= splits <= 128 and (splits - 1) * programs <= 2 * target.num_sms * plan.per_sm

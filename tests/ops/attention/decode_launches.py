@@ -1,0 +1,46 @@
+"""Every kernel of decode_attention and merge_attentions, launched on meta tensors for `record()` to see."""
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.attention.merge import merge_attentions
+
+META = torch.device("meta")
+
+
+def _decode(dtype: torch.dtype, batch: int, heads: int, kv_heads: int, dqk: int, dv: int, page_size: int = 0) -> None:
+    """One new token appended to a cache of 8192, and attended to. A value of 512 in a key of 576 shares it."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    rows = (batch * 8192 // page_size, page_size) if page_size else (batch, 8192)
+    table = torch.empty(batch, 8192 // page_size, dtype=torch.int32, device=META) if page_size else None
+    shares = dqk == 576
+    decode_attention(
+        empty(batch, 1, heads, dqk),
+        empty(*rows, kv_heads, dqk),
+        None if shares else empty(*rows, kv_heads, dv),
+        torch.empty(batch, dtype=torch.int32, device=META),
+        key_new=empty(batch, 1, kv_heads, dqk),
+        value_new=None if shares else empty(batch, 1, kv_heads, dv),
+        page_table=table,
+        head_dim_v=dv,
+    )
+
+
+def launch_decode_kernels(dtype: torch.dtype) -> None:
+    """Dense (one split, and many with their combination), in pages of two sizes, and MLA."""
+    _decode(dtype, 64, 32, 8, 128, 128)
+    _decode(dtype, 1, 32, 8, 128, 128)
+    _decode(dtype, 64, 32, 8, 128, 128, page_size=16)
+    _decode(dtype, 64, 32, 8, 128, 128, page_size=64)
+    _decode(dtype, 64, 16, 1, 576, 512)
+
+
+def launch_merge_kernels(dtype: torch.dtype) -> None:
+    outs = [torch.empty(2, 64, 8, 128, dtype=dtype, device=META, requires_grad=True) for _ in range(2)]
+    lses = [torch.empty(2, 8, 64, device=META, requires_grad=True) for _ in range(2)]
+    results = merge_attentions(outs, lses)
+    torch.autograd.backward(results, [torch.empty_like(result) for result in results])
