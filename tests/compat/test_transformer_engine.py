@@ -11,6 +11,8 @@ from torch import Tensor
 
 from powertrain.compat import transformer_engine as te
 from powertrain.compat.transformer_engine import DotProductAttention
+from powertrain.runtime.recording import record
+from powertrain.runtime.settings import settings
 from tests.compat.plain import attend, band, same, tensors
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -111,6 +113,25 @@ def test_deepseek_v3_training() -> None:
         lambda *x: torch.cat([one(slice(0, 29), *x), one(slice(29, 40), *x)]),
         inputs,
     )
+
+
+@pytest.mark.skipif(settings().interpret, reason="the interpreter runs kernels, it records none")
+def test_deepseek_v3_on_an_a100_with_two_switches_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call for which TransformerEngine says that no backend is available has kernels, forward and backward."""
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    module = DotProductAttention(64, (192, 128), qkv_format="thd", attn_mask_type="padding_causal")
+    q, k, v = (torch.empty(1000, 64, d, device="meta", dtype=torch.bfloat16) for d in (192, 192, 128))
+    cu = torch.empty(3, device="meta", dtype=torch.int32)
+    with record("sm_80") as wanted:
+        out = module(
+            q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), cu_seqlens_q=cu, cu_seqlens_kv=cu,
+            max_seqlen_q=588, max_seqlen_kv=588,
+        )  # fmt: skip
+        forward = len(wanted)
+        grads = torch.autograd.grad(out, [q, k, v], torch.empty_like(out))
+    assert out.shape == (1000, 64 * 128) and [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    assert 0 < forward < len(wanted)
 
 
 @pytest.mark.parametrize("mask_type", [m for m in MASKS if "padding" in m])
