@@ -89,16 +89,13 @@ def _arch(index: int) -> int:
 
 
 def _found(distribution: str, module: str) -> str | None:
-    """The version of a package that can be imported, without importing more of it than its parents."""
+    """The version of a distribution whose module can be found. flash-attn's and flash-attn-4's share a folder, so a
+    module alone tells nothing."""
     try:
-        if importlib.util.find_spec(module) is None:
-            return None
-    except (ImportError, ValueError, OSError):
+        version = importlib.metadata.version(distribution)
+        return version if importlib.util.find_spec(module) is not None else None
+    except (importlib.metadata.PackageNotFoundError, ImportError, ValueError, OSError):
         return None
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def with_cuda(what: Installed) -> Installed:

@@ -209,7 +209,7 @@ TE_RULES = (
 )  # fmt: skip
 
 
-_X3, _X2, _XC = "flash3 (fa3F, fa3B)", "flash2 (fa2F, fa2B)", "cutlass (cutlassF-pt, cutlassB-pt)"
+_X3, _X2, _XC = "flash3 (fa3F + fa3B)", "flash2 (fa2F + fa2B)", "cutlass (cutlassF-pt + cutlassB-pt)"
 _ALL_X = f"{_X3},{_X2},{_XC}"
 
 XFORMERS_RULES = (

@@ -11,7 +11,7 @@ from powertrain.runtime.target import Target
 
 Layout = Literal["bshd", "bhsd", "sbhd", "thd", "bmghk"]
 LAYOUTS: tuple[Layout, ...] = ("bshd", "bhsd", "sbhd", "thd", "bmghk")
-SizeClass = Literal["decode", "short", "long"]
+SizeClass = Literal["decode", "short", "medium", "long"]
 
 
 class Reason(NamedTuple):
@@ -28,7 +28,7 @@ class Reason(NamedTuple):
 class Lengths:
     """What backends need to know of the sequence lengths, never the lengths themselves."""
 
-    size: SizeClass = "long"  # queries: up to 16, up to 1024, more
+    size: SizeClass = "long"  # queries: up to 16, 1024, 4096, more
     equal: bool = True  # as many queries as keys (thd: the same cu_seqlens)
     queries_mod_128_is_64: bool = False
     keys_multiple_of_8: bool = True
@@ -40,7 +40,7 @@ class Lengths:
     def facts(queries: int, keys: int, equal: bool | None, batch: int, elements: int) -> "_LengthFacts":
         """The fields as a tuple, which costs less to make and to look up."""
         return (
-            "decode" if queries <= 16 else "short" if queries <= 1024 else "long",
+            "decode" if queries <= 16 else "short" if queries <= 1024 else "medium" if queries <= 4096 else "long",
             queries == keys if equal is None else equal,
             queries % 128 == 64,
             keys % 8 == 0,

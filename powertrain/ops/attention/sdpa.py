@@ -233,7 +233,7 @@ class Efficient:
     draws_keep = False
     limits = Limits(
         "efficient attention", (torch.float16, torch.bfloat16, torch.float32), archs=(75, 120), head_dim=512,
-        head_dims_differ=True, top_left=True, dropout=True,
+        head_dims_differ=True, bottom_right=False, top_left=True, dropout=True,
     )  # fmt: skip
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
@@ -257,7 +257,7 @@ class Efficient:
     @staticmethod
     def _one(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out [b, s, h, d], lse [b, h, s]) with as many key heads as query heads."""
-        causal = 0 if not call.mask.is_causal else 2 if call.mask.bottom_right else 1
+        causal = int(call.mask.is_causal)  # 1: top left; bottom right is garbage with more queries than keys
         wants_lse = call.return_lse or _needs_grad(q, k, v)
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
             q, k, v, None, None, None, None, None, call.dropout_p, causal, wants_lse, scale=call.scale

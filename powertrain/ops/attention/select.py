@@ -7,7 +7,6 @@ preferred: tried first, in that order, before all others. A nearer place may all
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -50,12 +49,12 @@ class _Lazy:
         self.name, self._module = name, module
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
-        if self.name == "triton" and problem.target is None and not settings().interpret:
-            yield Reason("our kernels run on GPUs", "use chunked or cpu, or move the tensors to a GPU")
-            return  # no need to import Triton for that
-        if importlib.util.find_spec(self._module) is None:  # until the file is there
-            yield Reason(f"{self.name} is not in this version", "use another backend")
-            return
+        if self.name == "triton":
+            if dispatch._is_disabled("attention"):
+                yield Reason('switched off by powertrain.disable("attention") or POWERTRAIN_DISABLE', "leave that out")
+            if problem.target is None and not settings().interpret:
+                yield Reason("our kernels run on GPUs", "use chunked or cpu, or move the tensors to a GPU")
+                return  # no need to import Triton for that
         yield from importlib.import_module(self._module).why_not(problem)
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
@@ -102,6 +101,7 @@ class Order(NamedTuple):
 
 
 _REST = ("chunked", "reference")
+_H200 = "measured 2026-11-21 on one H200 (torch 2.11, cuDNN 9.19, flash-attn-4 4.0.0b36)"
 # A100: cuDNN at 0.82 of flash-2's speed, A10G 0.93, L40S 1.00, RTX PRO 6000 0.88: huggingface/transformers#48163
 _PUBLISHED = "not measured here: published numbers (cuDNN against flash-2: huggingface/transformers#48163)"
 
@@ -118,9 +118,33 @@ ORDERS = (
         "float32: the others take 16 bits only",
         applies=lambda problem: problem.dtype is torch.float32,
     ),
+    # ms, forward + backward, causal: B8 q1 S8192 cudnn .07 flash .07 flash-attn-4 .14;
+    # B16 S512 H16 D128 cudnn .06 + .23, flash-attn-4 .09 + .29, flash .10 + .30
+    Order(
+        ("cudnn", "flash-attn-3", "flash", "flash-attn-4", "triton", "flash-attn-2", "efficient", *_REST),
+        _H200,
+        (90, 99),
+        lambda p: p.lengths.size in ("decode", "short"),
+    ),
+    # B2 S8192 H8 D256: cudnn .86 + 3.46, flash-attn-4 .75 + 4.04
+    Order(
+        ("flash-attn-3", "cudnn", "triton", "flash-attn-4", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200,
+        (90, 99),
+        lambda p: p.needs_grad and p.head_dim_v > 128,
+    ),
+    # B8 S2048 forward alone: H16 D128 cudnn .272 flash-attn-4 .287, H32 D64 .354 .390
+    Order(
+        ("cudnn", "flash-attn-3", "flash-attn-4", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200,
+        (90, 99),
+        lambda p: not p.needs_grad and p.lengths.size == "medium" and p.head_dim_v <= 128,
+    ),
+    # B2 S8192 H16: D128 flash-attn-4 .84 + 2.46, cudnn .89 + 2.78, flash 1.72 + 4.88; D192/128 flash-attn-4 .94 + 3.76,
+    # cudnn 1.11 + 3.88; H32 D64 flash-attn-4 1.05 + 2.78, cudnn 1.20 + 3.48; B8 S2048 H16 D128 .29 + .96, .27 + 1.06
     Order(
         ("flash-attn-4", "flash-attn-3", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        "2026-11-21, one H200, torch 2.11",
+        _H200,
         (90, 99),
     ),
     Order(("flash-attn-2", "flash", "triton", "cudnn", "efficient", *_REST), _PUBLISHED, (80, 89)),

@@ -1,0 +1,159 @@
+"""`powertrain explain attention` and `powertrain doctor --kernels`."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from powertrain.cli import app
+from powertrain.ops.attention import explain_attention
+
+DEEPSEEK = (
+    "--head-dim-qk", "192", "--head-dim-v", "128", "--layout", "thd", "--mask", "padding_causal", "--dtype", "bf16",
+    "--heads", "64", "--seqlen", "588",
+)  # fmt: skip
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_explain_has_a_column_per_gpu_and_needs_none() -> None:
+    code, output = _run("explain", "attention", "--arch", "A100", "--arch", "H100", "--arch", "RTX 2080", *DEEPSEEK)
+    assert code == 0
+    (row,) = [line for line in output.splitlines() if line.startswith("triton ")]
+    assert row.split() == ["triton", "chosen", "chosen", "chosen"]
+    assert "why not cudnn:" in output and "sm_80" in output and "head dim 192/128" in output
+    assert "heads 64" in output and "thd" in output
+
+
+def test_explain_on_the_cpu() -> None:
+    code, output = _run("explain", "attention", "--arch", "cpu", "--dtype", "fp32", "--mask", "no_mask")
+    assert code == 0 and "cpu: cpu, float32" in output
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (("--window", "128,0"), "window (128, 0)"),
+        (("--alibi", "--sinks", "--softcap", "30"), "softcap 30"),
+        (("--bias", "float"), "float bias"),
+        (("--mask", "arbitrary"), "bool bias"),
+        (("--mask", "padding"), "padded"),
+        (("--mask", "causal_bottom_right"), "causal, bottom right"),
+        (("--kv-heads", "4"), "heads 16/4"),
+        (("--inference", "--lse"), "forward, medium, LSE"),
+        (("--deterministic",), "deterministic"),
+        (("--layout", "bmghk"), "bmghk"),
+        (("--seqlen", "1", "--seqlen-k", "8192", "--inference"), "decode"),
+        (("--dropout", "0.1"), "dropout"),
+        (("--torch", "2.12", "--cudnn", "9.22"), "torch 2.12, cuDNN 9.22.0"),
+        (("--flash-attn", "4.0.0b36"), "flash-attn-4 4.0.0b36"),
+    ],
+)
+def test_options(options: tuple[str, ...], words: str) -> None:
+    code, output = _run("explain", "attention", "--arch", "H100", *options)
+    assert code == 0 and words in output
+
+
+def test_forbidding() -> None:
+    code, output = _run("explain", "attention", "--arch", "H100", "--backend=-cudnn")
+    assert code == 0 and "cudnn         forbidden" in output
+    code, output = _run("explain", "attention", "--arch", "A100", "--backend", "cudnn", "--head-dim", "256")
+    assert code == 1 and "smallest change: allow" in output
+
+
+def test_as_transformer_engine() -> None:
+    """DeepSeek-V3 on an A100 with TransformerEngine 2.3: nothing, and what would help (TransformerEngine#1821)."""
+    code, output = _run(
+        "explain", "attention", "--arch", "A100", *DEEPSEEK, "--as", "transformer-engine", "--version", "2.3",
+        "--torch", "2.6", "--cudnn", "9.8", "--set", "NVTE_FLASH_ATTN=0", "--set", "NVTE_UNFUSED_ATTN=0",
+    )  # fmt: skip
+    assert code == 1
+    for words in (
+        "as TransformerEngine 2.3 with torch 2.6, cuDNN 9.8.0, flash-attn 2.7.4",
+        "NVTE_FLASH_ATTN=0",
+        "nothing is left; what would help:",
+        "unset NVTE_FLASH_ATTN and TransformerEngine 2.20: FlashAttention 2",
+        "Powertrain: triton",
+        "why not FusedAttention:",
+    ):
+        assert words in output
+
+
+def test_as_honours_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    code, output = _run("explain", "attention", "--arch", "H100", "--as", "transformer-engine")
+    assert code == 0 and "NVTE_FUSED_ATTN=0: unset NVTE_FUSED_ATTN" in output
+    (row,) = [line for line in output.splitlines() if line.startswith("FlashAttention 2 ")]
+    assert row.endswith("chosen")
+
+
+def test_as_a_version_in_between_says_so() -> None:
+    _, output = _run("explain", "attention", "--arch", "H100", "--as", "transformer-engine", "--version", "2.9")
+    assert "rules were read for 2.20 and 2.3" in output
+
+
+@pytest.mark.parametrize("library", ["xformers", "flash-attn"])
+def test_as_others(library: str) -> None:
+    code, output = _run("explain", "attention", "--arch", "A100", "--arch", "H100", "--as", library)
+    assert code == 0 and "chosen" in output
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("explain", "softmax"), "must be attention"),
+        (("explain", "attention", "--mask", "diagonal"), "mask must be one of no_mask"),
+        (("explain", "attention", "--dtype", "fp8"), "dtype must be one of bf16"),
+        (("explain", "attention", "--arch", "RTX 3090 Super"), "RTX 3090"),
+        (("explain", "attention", "--layout", "hsd"), "layout must be one of"),
+        (("explain", "attention", "--as", "apex"), "--as must be one of"),
+        (("explain", "attention", "--as", "xformers", "--set", "A=1"), "--set takes"),
+        (("explain", "attention", "--kv-heads", "3"), "multiple"),
+        (("explain", "attention", "--backend", "tritn"), "got 'tritn'"),
+        (("doctor",), "--kernels"),
+    ],
+)
+def test_mistakes_are_named(arguments: tuple[str, ...], words: str) -> None:
+    code, output = _run(*arguments)
+    assert code == 2 and words in " ".join(output.replace("│", " ").split())
+
+
+def test_explanation_of_a_call() -> None:
+    q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
+    explanation = explain_attention(q, k, v, is_causal=True)
+    assert explanation.chosen == "cpu" and explanation.by_gpu == {"cpu": "cpu"}
+    assert "cpu: cpu, float32, bshd, heads 4, head dim 16, causal" in str(explanation)
+    on_gpus = explain_attention(q, k, v, arch=["A100", "sm_75"])
+    assert on_gpus.by_gpu == {"A100": "efficient", "sm_75": "efficient"}
+    with pytest.raises(ValueError, match="causal_align must be one of"):
+        explain_attention(q, k, v, causal_align="centre")
+
+
+def test_explanation_of_facts() -> None:
+    arguments = {"alibi_slopes": True, "sinks": True, "attn_bias": "float", "key_lengths": True}
+    explanation = explain_attention(arch="H100", is_causal=True, **arguments)
+    assert explanation.chosen == "triton"
+    packed = explain_attention(arch="A100", layout="thd", is_causal=True, seqused_k=True)
+    assert packed.columns[0].problem.has_key_lengths and packed.chosen == "triton"
+
+
+def test_doctor() -> None:
+    code, output = _run("doctor", "--kernels")
+    assert code == 0
+    verdicts = [line for line in output.splitlines() if "PASS" in line]
+    assert any("reference" in line for line in verdicts) and any("│ cpu " in line for line in verdicts)
+    assert "flash-attn-4 is not installed" in output or torch.cuda.is_available()
+
+
+def test_doctor_fails_when_a_backend_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from powertrain.ops.attention.select import BACKENDS
+
+    def run(call: object) -> None:
+        raise RuntimeError("no kernel today")
+
+    monkeypatch.setattr(BACKENDS["reference"], "run", run)
+    code, output = _run("doctor", "--kernels")
+    assert code == 1 and "no kernel today" in output
