@@ -101,7 +101,7 @@ def explain(
         )  # fmt: skip
         if like is not None:
             versions = (version, torch_version, cudnn, flash_attn)
-            explanation = _as(like, explanation, seqlen, seqlen_k or seqlen, versions, switch or [])
+            explanation = explained_as(like, explanation, seqlen, seqlen_k or seqlen, versions, switch or [])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console(soft_wrap=True, highlight=False)
@@ -146,7 +146,7 @@ def _package(version: str) -> str:
     return "flash-attn" if version.startswith("2") else f"flash-attn-{version[0]}"
 
 
-def _as(
+def explained_as(
     library: str,
     ours: "Explanation",
     queries: int,

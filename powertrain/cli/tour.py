@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 STUCK_SECONDS = 8  # how long we watch torch's loader do nothing
 
@@ -41,15 +42,24 @@ for spec in wanted.specs:
 
 
 def tour(
-    screen: Annotated[str | None, typer.Argument(help="one screen only: hang or archs", show_default=False)] = None,
+    screen: Annotated[
+        str | None, typer.Argument(help="one screen only: hang, archs, attention or mixed", show_default=False)
+    ] = None,
 ) -> None:
     """Show, on this machine and its CPU, what the field's pains look like before and after.
 
     \b
-    hang    a fused-kernel build killed half-way: the next run of torch's loader waits for ever, ours finishes
-    archs   kernels for eight GPU generations compiled here, with no GPU
+    hang       a fused-kernel build killed half-way: the next run of torch's loader waits for ever, ours finishes
+    archs      kernels for eight GPU generations compiled here, with no GPU
+    attention  "No dot product attention backend is available": DeepSeek-V3's attention on an A100
+    mixed      an RTX 2080 and an RTX 3090 in one process
     """
-    screens: dict[str, Callable[[Console], None]] = {"hang": _hang, "archs": _archs}
+    screens: dict[str, Callable[[Console], None]] = {
+        "hang": _hang,
+        "archs": _archs,
+        "attention": _attention,
+        "mixed": _mixed,
+    }
     if screen is not None and screen not in screens:
         raise typer.BadParameter(f"must be one of {', '.join(screens)}, got {screen!r}")
     console = Console()
@@ -171,3 +181,95 @@ def _archs(console: Console) -> None:
     console.print(table)
     made = ", ".join(f"{count} {source}" for source, count in sorted(report.sources.items()))
     console.print(f"{len(report.entries)} kernels in {seconds:.1f} s ({made}); no GPU, no nvcc, no gcc.")
+
+
+def _attention(console: Console) -> None:
+    from powertrain.cli.explain import explained_as
+    from powertrain.ops.attention import explain_attention
+
+    console.rule('[bold]"No dot product attention backend is available for the provided inputs"')
+    console.print(
+        "Training DeepSeek-V3 on A100s: packed sequences (thd), 64 heads, head dim 192 for query and key and 128 for "
+        "value, bfloat16, with NVTE_FLASH_ATTN=0 and NVTE_UNFUSED_ATTN=0 (TransformerEngine#1821).\n"
+    )
+    arguments = {
+        "layout": "thd", "head_dim_qk": 192, "head_dim_v": 128, "num_heads": 64, "queries": 588, "is_causal": True,
+        "causal_align": "top_left",
+    }  # fmt: skip
+    ours = explain_attention(arch="A100", **arguments)  # type: ignore[arg-type]
+    switches = ["NVTE_FLASH_ATTN=0", "NVTE_UNFUSED_ATTN=0"]
+    theirs = explained_as("transformer-engine", ours, 588, 588, ("2.3", "2.6", "9.8", None), switches)
+    console.print(Panel(_plain(theirs), title="before: what TransformerEngine 2.3 finds", border_style="red"))
+    lines = [*ours.columns[0].notes, "", "compiled here, for an A100 that need not be:"]
+    lines += _compiled(console, "A100", 1176, 64, (192, 128), thd=True)
+    title = f"after: powertrain.varlen_attention is served by {ours.chosen}"
+    console.print(Panel(_plain("\n".join(lines)), title=title, border_style="green"))
+    console.print("powertrain explain attention --help  answers the same for any problem and GPU.")
+
+
+def _mixed(console: Console) -> None:
+    import torch
+
+    from powertrain.ops.attention import explain_attention
+
+    console.rule("[bold]An RTX 2080 and an RTX 3090 in one machine")
+    console.print(
+        "A build of xFormers made on the 2080 holds sm_75 code only. On the 3090 its host picks the kernel for sm_80, "
+        "whose body was compiled away: it prints a line on the device and returns, no exception is raised, and the "
+        "result is what was in memory (xformers#1045).\n"
+    )
+    console.print(
+        Panel(
+            "FATAL: kernel fmha_cutlassF_f16_aligned_64x128_rf_sm80 is for sm80-sm100, but was built for sm75",
+            title="before: all that is said on the 3090",
+            border_style="red",
+        )
+    )
+    cards = ("RTX 2080", "RTX 3090")
+    five = explain_attention(arch=cards, layout="bmghk", num_heads=8, dtype=torch.float16, head_dim_qk=64)
+    four = explain_attention(arch=cards, num_heads=8, dtype=torch.float16, head_dim_qk=64)
+    lines = []
+    for card in cards:
+        lines.append(f"{card}: 5-D query [batch, M, groups, heads, K]: {five.by_gpu[card]}; 4-D: {four.by_gpu[card]}")
+        lines += _compiled(console, card, 256, 8, (64, 64), thd=False)
+    lines.append("chosen, planned and compiled by the device of the tensors of each call; nothing is global")
+    console.print(Panel(_plain("\n".join(lines)), title="after: Powertrain, both cards", border_style="green"))
+
+
+def _plain(text: object) -> Text:
+    return Text(str(text))
+
+
+def _compiled(
+    console: Console, card: str, length: int, heads: int, head_dims: tuple[int, int], *, thd: bool
+) -> list[str]:
+    """Compile what attention, forward and backward, would launch on a card; a line for each kernel."""
+    import torch
+
+    from powertrain.cli.prebuild import build_with_progress
+    from powertrain.ops.attention import attention, varlen_attention
+    from powertrain.runtime.recording import record
+    from powertrain.runtime.target import Target
+
+    dtype = torch.float16 if Target.parse(card).arch < 80 else torch.bfloat16
+    shape = (length, heads) if thd else (1, length, 1, heads)  # packed, or 5-D
+    q, k, v = (
+        torch.empty(*shape, d, dtype=dtype, device="meta", requires_grad=True)
+        for d in (head_dims[0], head_dims[0], head_dims[1])
+    )
+    with record(Target.parse(card)) as wanted:
+        if thd:
+            starts = torch.empty(3, dtype=torch.int32, device="meta")
+            out = varlen_attention(q, k, v, starts, max_seqlen_q=length // 2, is_causal=True, backend="triton")
+        else:
+            out = attention(q, k, v, layout="bmghk", backend="triton")
+        torch.autograd.backward(out, torch.empty_like(out))
+    report = build_with_progress(wanted.specs, console)
+    lines = [f"  {name}: {str(failure).splitlines()[0]}" for name, failure in report.failures.items()]
+    for entry in report.entries:
+        launch = entry.manifest["launch"]
+        lines.append(
+            f"  {entry.manifest['kernel']} for sm_{entry.manifest['arch']}: {launch['registers']} registers, "
+            f"{launch['shared']} bytes of shared memory"
+        )
+    return lines
