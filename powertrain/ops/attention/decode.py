@@ -18,6 +18,7 @@ Sources: flash-decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding); page
 arXiv:2309.06180; semantics of appending, rotary positions and leftpad: flash_attn_with_kvcache of flash-attn 2.8.
 """
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -447,6 +448,7 @@ def _plan(
     return _Plan(block_m, block_n, num_warps, stages, per_sm)
 
 
+@functools.lru_cache(maxsize=1024)
 def _choose_splits(programs: int, keys: int, per_sm: int, target: Target) -> int:
     """The fewest splits, of 256 keys or more, that fill the last wave of programs nearly as well as any would."""
     slots = target.num_sms * per_sm

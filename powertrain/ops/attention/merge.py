@@ -63,11 +63,23 @@ def merge_attentions_ref(
 
 
 @triton.jit
-def _offsets(rows, heads, tokens, stride_b, stride_h, stride_s):
-    """Of row (batch, head, token), counted in this order."""
-    token = rows % tokens
-    head = rows // tokens % heads
-    return rows // tokens // heads * stride_b + head * stride_h + token * stride_s
+def _place(heads, tokens, BLOCK_M: tl.constexpr):
+    """(batch, head, tokens) of this program, int64."""
+    blocks = tl.cdiv(tokens, BLOCK_M)
+    row = tl.program_id(0) // blocks
+    rows = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return (row // heads).to(tl.int64), (row % heads).to(tl.int64), rows.to(tl.int64)
+
+
+@triton.jit
+def _load(x_ptr, rows, mask, dims, head_dim):
+    x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None] & (dims < head_dim), other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store(x_ptr, x, rows, mask, dims, head_dim):
+    tl.store(x_ptr + rows[:, None] + dims, x.to(x_ptr.dtype.element_ty), mask=mask[:, None] & (dims < head_dim))
 
 
 @triton.jit
@@ -85,7 +97,7 @@ def _weights(a_ptr, b_ptr, a_rows, b_rows, mask):
     return wa / total, wb / total, tl.where(seen, safe + tl.log(total), float("-inf"))
 
 
-@kernel()
+@kernel(aligned=("head_dim",))
 def _merge_fwd_kernel(
     oa_ptr,
     ob_ptr,
@@ -93,7 +105,6 @@ def _merge_fwd_kernel(
     lb_ptr,
     out_ptr,
     lse_ptr,
-    num_rows,
     heads,
     tokens,
     head_dim,
@@ -103,33 +114,32 @@ def _merge_fwd_kernel(
     stride_obb,
     stride_obh,
     stride_obs,
-    stride_lab,
-    stride_lah,
-    stride_las,
-    stride_lbb,
-    stride_lbh,
-    stride_lbs,
+    lab,
+    lah,
+    las,
+    lbb,
+    lbh,
+    lbs,
+    stride_outb,
+    stride_outh,
+    stride_outs,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Some tokens of one head a program. lab ... lbs are the strides of la and lb."""
+    b, h, rows = _place(heads, tokens, BLOCK_M)
+    mask = rows < tokens
+    wa, wb, lse = _weights(la_ptr, lb_ptr, b * lab + h * lah + rows * las, b * lbb + h * lbh + rows * lbs, mask)
+    tl.store(lse_ptr + (b * heads + h) * tokens + rows, lse, mask=mask)
     dims = tl.arange(0, BLOCK_D)[None, :]
-    mask = rows < num_rows
-    wa, wb, lse = _weights(
-        la_ptr, lb_ptr, _offsets(rows, heads, tokens, stride_lab, stride_lah, stride_las),
-        _offsets(rows, heads, tokens, stride_lbb, stride_lbh, stride_lbs), mask,
-    )  # fmt: skip
-    tl.store(lse_ptr + rows, lse, mask=mask)
-    inside = mask[:, None] & (dims < head_dim)
-    a_rows = _offsets(rows, heads, tokens, stride_oab, stride_oah, stride_oas)[:, None]
-    b_rows = _offsets(rows, heads, tokens, stride_obb, stride_obh, stride_obs)[:, None]
-    a = tl.load(oa_ptr + a_rows + dims, mask=inside & (wa > 0.0)[:, None], other=0.0).to(tl.float32)
-    b = tl.load(ob_ptr + b_rows + dims, mask=inside & (wb > 0.0)[:, None], other=0.0).to(tl.float32)
-    out = wa[:, None] * a + wb[:, None] * b
-    tl.store(out_ptr + rows[:, None] * head_dim + dims, out.to(out_ptr.dtype.element_ty), mask=inside)
+    a_rows = b * stride_oab + h * stride_oah + rows * stride_oas
+    b_rows = b * stride_obb + h * stride_obh + rows * stride_obs
+    out = wa[:, None] * _load(oa_ptr, a_rows, mask & (wa > 0.0), dims, head_dim)
+    out += wb[:, None] * _load(ob_ptr, b_rows, mask & (wb > 0.0), dims, head_dim)
+    _store(out_ptr, out, b * stride_outb + h * stride_outh + rows * stride_outs, mask, dims, head_dim)
 
 
-@kernel()
+@kernel(aligned=("head_dim",))
 def _merge_bwd_kernel(
     do_ptr,
     dlse_ptr,
@@ -141,65 +151,64 @@ def _merge_bwd_kernel(
     dob_ptr,
     dla_ptr,
     dlb_ptr,
-    num_rows,
     heads,
     tokens,
     head_dim,
     stride_dob,
     stride_doh,
     stride_dos,
-    stride_dlb,
-    stride_dlh,
-    stride_dls,
+    dlb,
+    dlh,
+    dls,
     stride_oab,
     stride_oah,
     stride_oas,
     stride_obb,
     stride_obh,
     stride_obs,
-    stride_lab,
-    stride_lah,
-    stride_las,
-    stride_lbb,
-    stride_lbh,
-    stride_lbs,
+    lab,
+    lah,
+    las,
+    lbb,
+    lbh,
+    lbs,
+    stride_doab,
+    stride_doah,
+    stride_doas,
+    stride_dobb,
+    stride_dobh,
+    stride_dobs,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """As forward. dla and dlb are contiguous; dlb, dlh, dls are the strides of dlse."""
+    b, h, rows = _place(heads, tokens, BLOCK_M)
+    mask = rows < tokens
+    wa, wb, _ = _weights(la_ptr, lb_ptr, b * lab + h * lah + rows * las, b * lbb + h * lbh + rows * lbs, mask)
     dims = tl.arange(0, BLOCK_D)[None, :]
-    mask = rows < num_rows
-    wa, wb, _ = _weights(
-        la_ptr, lb_ptr, _offsets(rows, heads, tokens, stride_lab, stride_lah, stride_las),
-        _offsets(rows, heads, tokens, stride_lbb, stride_lbh, stride_lbs), mask,
-    )  # fmt: skip
-    inside = mask[:, None] & (dims < head_dim)
-    a_rows = _offsets(rows, heads, tokens, stride_oab, stride_oah, stride_oas)[:, None]
-    b_rows = _offsets(rows, heads, tokens, stride_obb, stride_obh, stride_obs)[:, None]
-    a = tl.load(oa_ptr + a_rows + dims, mask=inside & (wa > 0.0)[:, None], other=0.0).to(tl.float32)
-    b = tl.load(ob_ptr + b_rows + dims, mask=inside & (wb > 0.0)[:, None], other=0.0).to(tl.float32)
-    do = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if do_ptr is not None:
-        do_rows = _offsets(rows, heads, tokens, stride_dob, stride_doh, stride_dos)[:, None]
-        do = tl.load(do_ptr + do_rows + dims, mask=inside, other=0.0).to(tl.float32)
     dlse = tl.zeros([BLOCK_M], tl.float32)
     if dlse_ptr is not None:
-        dlse_rows = _offsets(rows, heads, tokens, stride_dlb, stride_dlh, stride_dls)
-        dlse = tl.load(dlse_ptr + dlse_rows, mask=mask, other=0.0).to(tl.float32)
-    # o_a - o = w_b (o_a - o_b), and the other way round
-    difference = tl.sum(do * (a - b), axis=1)
-    if doa_ptr is not None:
-        tl.store(
-            doa_ptr + rows[:, None] * head_dim + dims, (wa[:, None] * do).to(doa_ptr.dtype.element_ty), mask=inside
-        )
-    if dob_ptr is not None:
-        tl.store(
-            dob_ptr + rows[:, None] * head_dim + dims, (wb[:, None] * do).to(dob_ptr.dtype.element_ty), mask=inside
-        )
+        dlse = tl.load(dlse_ptr + b * dlb + h * dlh + rows * dls, mask=mask, other=0.0).to(tl.float32)
+    difference = tl.zeros([BLOCK_M], tl.float32)
+    if do_ptr is not None:
+        a_rows = b * stride_oab + h * stride_oah + rows * stride_oas
+        b_rows = b * stride_obb + h * stride_obh + rows * stride_obs
+        do = _load(do_ptr, b * stride_dob + h * stride_doh + rows * stride_dos, mask, dims, head_dim)
+        apart = _load(oa_ptr, a_rows, mask & (wa > 0.0), dims, head_dim)
+        apart -= _load(ob_ptr, b_rows, mask & (wb > 0.0), dims, head_dim)
+        # o_a - o = w_b (o_a - o_b), and the other way round
+        difference = tl.sum(do * apart, axis=1)
+        if doa_ptr is not None:
+            a_rows = b * stride_doab + h * stride_doah + rows * stride_doas
+            _store(doa_ptr, wa[:, None] * do, a_rows, mask, dims, head_dim)
+        if dob_ptr is not None:
+            b_rows = b * stride_dobb + h * stride_dobh + rows * stride_dobs
+            _store(dob_ptr, wb[:, None] * do, b_rows, mask, dims, head_dim)
+    lse_rows = (b * heads + h) * tokens + rows
     if dla_ptr is not None:
-        tl.store(dla_ptr + rows, (wa * (dlse + wb * difference)).to(dla_ptr.dtype.element_ty), mask=mask)
+        tl.store(dla_ptr + lse_rows, (wa * (dlse + wb * difference)).to(dla_ptr.dtype.element_ty), mask=mask)
     if dlb_ptr is not None:
-        tl.store(dlb_ptr + rows, (wb * (dlse - wa * difference)).to(dlb_ptr.dtype.element_ty), mask=mask)
+        tl.store(dlb_ptr + lse_rows, (wb * (dlse - wa * difference)).to(dlb_ptr.dtype.element_ty), mask=mask)
 
 
 class _Plan(NamedTuple):
@@ -208,8 +217,9 @@ class _Plan(NamedTuple):
 
 
 @tunable("not measured", ("block_m", "num_warps"))
-def _plan(head_dim: int, target: Target) -> _Plan:
-    return _Plan(max(1, min(32, 2048 // next_power_of_2(head_dim))), 4)
+def _plan(tokens: int, head_dim: int, target: Target) -> _Plan:
+    # rows found by dividing a flat index, as 64-bit vectors, took 7 to 10 times as long as the bytes need
+    return _Plan(max(1, min(32, 2048 // next_power_of_2(head_dim), next_power_of_2(tokens))), 4)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -217,18 +227,27 @@ def _unit(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty tensor of x's shape and, where it is dense, of its order of dims; the last dim contiguous."""
+    made = torch.empty_like(x, dtype=dtype)
+    return made if made.stride(-1) == 1 or x.shape[-1] <= 1 else x.new_empty(x.shape, dtype=dtype)
+
+
+def _strides(*tensors: Tensor | None) -> list[int]:
+    return [stride for x in tensors for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
+
+
 def _merge_fwd_outputs(oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return oa.new_empty(oa.shape, dtype=dtype), la.new_empty(la.shape, dtype=torch.float32)
+    return _like(oa, dtype), la.new_empty(la.shape, dtype=torch.float32)
 
 
 def _merge_fwd(oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     out, lse = _merge_fwd_outputs(oa, ob, la, lb, dtype)
     oa, ob = _unit(oa), _unit(ob)
     b, h, s, d = oa.shape
-    plan = _plan(d, Target.of(oa.device))
-    _merge_fwd_kernel[(cdiv(b * h * s, plan.block_m),)](
-        oa, ob, la, lb, out, lse, b * h * s, h, s, d,
-        *oa.stride()[:3], *ob.stride()[:3], *la.stride(), *lb.stride(),
+    plan = _plan(s, d, Target.of(oa.device))
+    _merge_fwd_kernel[(b * h * cdiv(s, plan.block_m),)](
+        oa, ob, la, lb, out, lse, h, s, d, *_strides(oa, ob, la, lb, out),
         BLOCK_M=plan.block_m, BLOCK_D=next_power_of_2(d), num_warps=plan.num_warps,
     )  # fmt: skip
     return out, lse
@@ -237,27 +256,22 @@ def _merge_fwd(oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, dtype: torch.dtyp
 def _merge_bwd_outputs(
     do: Tensor | None, dlse: Tensor | None, oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, need: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    return tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format) if needed else None
-        for x, needed in zip((oa, ob, la, lb), need, strict=True)
-    )
+    made = [_like(oa, oa.dtype), _like(ob, ob.dtype), la.new_empty(la.shape), lb.new_empty(lb.shape)]
+    return tuple(x if needed else None for x, needed in zip(made, need, strict=True))
 
 
 def _merge_bwd(
     do: Tensor | None, dlse: Tensor | None, oa: Tensor, ob: Tensor, la: Tensor, lb: Tensor, need: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    grads = _merge_bwd_outputs(do, dlse, oa, ob, la, lb, need)
+    doa, dob, dla, dlb = _merge_bwd_outputs(do, dlse, oa, ob, la, lb, need)
     oa, ob, do = _unit(oa), _unit(ob), None if do is None else _unit(do)
     b, h, s, d = oa.shape
-    plan = _plan(d, Target.of(oa.device))
-    none = (0, 0, 0)
-    _merge_bwd_kernel[(cdiv(b * h * s, plan.block_m),)](
-        do, dlse, oa, ob, la, lb, *grads, b * h * s, h, s, d,
-        *(none if do is None else do.stride()[:3]), *(none if dlse is None else dlse.stride()),
-        *oa.stride()[:3], *ob.stride()[:3], *la.stride(), *lb.stride(),
+    plan = _plan(s, d, Target.of(oa.device))
+    _merge_bwd_kernel[(b * h * cdiv(s, plan.block_m),)](
+        do, dlse, oa, ob, la, lb, doa, dob, dla, dlb, h, s, d, *_strides(do, dlse, oa, ob, la, lb, doa, dob),
         BLOCK_M=plan.block_m, BLOCK_D=next_power_of_2(d), num_warps=plan.num_warps,
     )  # fmt: skip
-    return grads
+    return doa, dob, dla, dlb
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
