@@ -501,8 +501,8 @@ def _decode(
     plan = _plan(sq * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, unit == 8, fma, target)
     tiles = cdiv(sq * ratio, plan.block_m)
     if num_splits == 0:
-        # a window of keys is all that is ever read
-        seen = min(capacity, left + sq + max(right, 0) + 1) if left >= 0 and right >= 0 else capacity
+        # the queries stand at the end: a window of keys before them is all that is ever read
+        seen = min(capacity, left + sq) if left >= 0 else capacity
         num_splits = _choose_splits(b * kv_heads * tiles, seen, plan.per_sm, target)
     partial, partial_lse = out, lse
     if num_splits > 1:
@@ -515,7 +515,7 @@ def _decode(
         h if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0, scale, softcap,
         *(s // unit for s in strides),
         HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
-        HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, HAS_SOFTCAP=softcap > 0,
+        HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0 and sq > 1, HAS_SOFTCAP=softcap > 0,
         PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
@@ -736,8 +736,6 @@ def decode_attention(
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     if runs_kernel:
         slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
-        # a lone query at the end has no key behind it
-        right = -1 if right >= 0 and query.shape[1] == 1 else right
         out, lse = _decode_op(
             query, key_cache, value_cache, dv, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, slopes,
             None if sinks is None else sinks.contiguous(), num_new, left, right, float(softcap), scale,

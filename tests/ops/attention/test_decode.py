@@ -451,3 +451,19 @@ def test_plans_fit(itemsize: int, card: str) -> None:
             for programs, keys in [(1, 1), (8, 131072), (512, 8192), (10**6, 300)]:
                 splits = decode._choose_splits(programs, keys, plan.per_sm, target)
                 assert 1 <= splits <= 128 and (splits - 1) * programs <= 2 * target.num_sms * plan.per_sm
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+def test_splits_follow_from_what_a_window_reads() -> None:
+    """One sequence of up to 131072 keys is split to fill the GPU; with a window of 256 there is nothing to split."""
+
+    def kernels(window: int) -> set[str]:
+        with record("H200") as wanted:
+            cache = torch.empty(1, 131072, 8, 128, device="meta", dtype=torch.bfloat16)
+            query = torch.empty(1, 1, 32, 128, device="meta", dtype=torch.bfloat16)
+            length = torch.empty(1, device="meta", dtype=torch.int32)
+            decode_attention(query, cache, cache, length, window_size=(window, 0))
+        return {spec.kernel.name for spec in wanted.specs}
+
+    assert kernels(-1) == {"_decode_kernel", "_combine_kernel"}
+    assert kernels(255) == {"_decode_kernel"}
