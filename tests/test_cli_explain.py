@@ -157,3 +157,18 @@ def test_doctor_fails_when_a_backend_does(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(BACKENDS["reference"], "run", run)
     code, output = _run("doctor", "--kernels")
     assert code == 1 and "no kernel today" in output
+
+
+@pytest.mark.parametrize(
+    "screen, words",
+    [
+        ("attention", ("TransformerEngine 2.3", "nothing is left", "served by triton")),
+        ("mixed", ("RTX 2080: 5-D query", "RTX 3090: 5-D query", "was built for sm75")),
+    ],
+)
+def test_tour(screen: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from powertrain.cli import tour
+
+    monkeypatch.setattr(tour, "_compiled", lambda *arguments, **options: ["a kernel"])
+    code, output = _run("tour", screen)
+    assert code == 0 and all(word in output for word in words)

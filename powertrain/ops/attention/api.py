@@ -18,6 +18,7 @@ from powertrain.runtime.target import Target
 MAX_HEAD_DIM = 512
 Alignment = Literal["top_left", "bottom_right"]
 _MASK_FIELDS = tuple(field.name for field in fields(MaskSpec))
+_DTYPES = (*checks.FLOATS, torch.float64)  # float64: reference and chunked, on every device
 _DENSE = tuple(name for name in LAYOUTS if name != "thd")
 
 
@@ -41,7 +42,7 @@ _DIMS: dict[Layout, tuple[int, int, int]] = {  # where batch, sequence and heads
 def check_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Sizes:
     """Check query, key and value against each other and their layout."""
     dims = {"thd": 3, "bmghk": 5}.get(layout, 4)
-    checks.floating(op, query=query, key=key, value=value)
+    checks.require(query.dtype in _DTYPES, op, "query", "be float16, bfloat16, float32 or float64", query.dtype)
     checks.same_device(op, "query", query, key=key, value=value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != dims:
@@ -209,7 +210,8 @@ def lower_mask(
         if attn_bias.shape[3] != keys:
             attn_bias = attn_bias.expand(*attn_bias.shape[:3], keys)
         if bias_kind == "float":
-            checks.floating(op, attn_bias=attn_bias)
+            floating = attn_bias.dtype in _DTYPES
+            checks.require(floating, op, "attn_bias", "be bool or floating point", checks.name(attn_bias.dtype))
     if prefix_lengths is not None:
         checks.shape(op, "prefix_lengths", prefix_lengths, (batch,), "batch")
         prefix_lengths = prefix_lengths.to(torch.int32)
@@ -310,6 +312,7 @@ def _facts(call: AttentionCall, sizes: Sizes, seeded: bool) -> tuple[Any, ...]:
         query.dtype, query.shape[-1], value.shape[-1], query.device, call.mask, call.layout, heads, kv_heads,
         varlen.query_used is not None or varlen.key_used is not None, call.dropout_p, seeded, needs_grad,
         call.return_lse, call.deterministic, _aligned(query, key, value, compiling), compiling,
+        query.dtype is torch.float32 and select.allows_tf32(),
         Lengths.facts(queries, keys, equal, batch, elements),
     )  # fmt: skip
 
@@ -340,6 +343,7 @@ def problem_of(
     deterministic: bool,
     aligned: bool,
     compiling: bool,
+    tf32: bool,
     lengths: tuple[Any, ...],
 ) -> AttentionProblem:
     """The problem of a call's facts, on the device of its tensors."""
@@ -363,6 +367,7 @@ def problem_of(
         deterministic=deterministic,
         aligned=aligned,
         compiling=compiling,
+        tf32=tf32,
     )
 
 

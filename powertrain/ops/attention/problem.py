@@ -80,6 +80,7 @@ class AttentionProblem:
     deterministic: bool = False
     aligned: bool = True  # base addresses and strides are multiples of 16 bytes
     compiling: bool = False  # torch.compile is tracing
+    tf32: bool = False  # float32, and torch.set_float32_matmul_precision allows TF32
 
     @property
     def arch(self) -> int:

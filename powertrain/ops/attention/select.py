@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, fields, replace
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -113,18 +113,31 @@ ORDERS = (
         "Triton's tl.dot reaches no tensor core on sm_75 (a 64x64x32 float16 product compiles to 1024 FMAs)",
         (75, 79),
     ),
+    # B2 S2048 H16 D128, ms forward: triton .37 with TF32, 5.4 without; efficient .91 either way, in three TF32 products
+    Order(
+        ("triton", "efficient", *_REST),
+        f"float32 where TF32 is allowed, {_H200}",
+        applies=lambda p: p.dtype is torch.float32 and p.tf32,
+    ),
     Order(
         ("efficient", "triton", *_REST),
-        "float32: the others take 16 bits only",
-        applies=lambda problem: problem.dtype is torch.float32,
+        f"float32 at full precision, {_H200}",
+        applies=lambda p: p.dtype is torch.float32,
     ),
-    # ms, forward + backward, causal: B8 q1 S8192 cudnn .07 flash .07 flash-attn-4 .14;
-    # B16 S512 H16 D128 cudnn .06 + .23, flash-attn-4 .09 + .29, flash .10 + .30
+    # ms, B8 H32/8 D128, 8192 keys: 1 query cudnn .07 flash .07 flash-attn-4 .14 triton .41; 16 cudnn .21 flash .39
     Order(
-        ("cudnn", "flash-attn-3", "flash", "flash-attn-4", "triton", "flash-attn-2", "efficient", *_REST),
+        ("cudnn", "flash", "flash-attn-3", "flash-attn-4", "triton", "flash-attn-2", "efficient", *_REST),
         _H200,
         (90, 99),
-        lambda p: p.lengths.size in ("decode", "short"),
+        lambda p: p.lengths.size == "decode",
+    ),
+    # forward + backward, causal: B16 S512 H16 D128 cudnn .06 + .23, flash-attn-4 .09 + .29, flash .10 + .30;
+    # B8 S1024 H16 D128 forward cudnn .09 triton .12 flash .16
+    Order(
+        ("cudnn", "flash-attn-3", "flash-attn-4", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200,
+        (90, 99),
+        lambda p: p.lengths.size == "short",
     ),
     # B2 S8192 H8 D256: cudnn .86 + 3.46, flash-attn-4 .75 + 4.04
     Order(
@@ -367,6 +380,22 @@ def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | S
     return found
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _constant_to_dynamo(function: F) -> F:
+    """What torch.compiler.assume_constant_result does, which would import all of torch._dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_to_dynamo
+def allows_tf32() -> bool:
+    """torch.set_float32_matmul_precision allows products of float32 in TF32."""
+    return bool(torch.get_float32_matmul_precision() != "highest")
+
+
+@_constant_to_dynamo
 def name_traced(problem: Callable[..., AttentionProblem], backend: Any, *facts: Any) -> str:
     """The name of the backend when torch.compile traces: decided then, and kept for as long as the trace is.
 
@@ -376,10 +405,6 @@ def name_traced(problem: Callable[..., AttentionProblem], backend: Any, *facts: 
     lengths = facts[-len(fields(Lengths)) :]
     full = (*facts[:at], MaskSpec(*facts[at:after]), *facts[after : -len(lengths)], lengths)
     return choose(full, lambda: problem(*full), backend).name
-
-
-# what torch.compiler.assume_constant_result sets, which would import all of torch._dynamo
-name_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _decide(problem: AttentionProblem, wish: Wish) -> Backend:

@@ -117,6 +117,7 @@ def test_every_problem_on_a_gpu_can_be_ours(target: Target) -> None:
         ("H100", {"head_dim_qk": 40, "head_dim_v": 40}, "cudnn"),
         ("H100", {"head_dim_qk": 59, "head_dim_v": 59}, "triton"),
         ("H100", {"dtype": torch.float32}, "efficient"),
+        ("H100", {"dtype": torch.float32, "tf32": True}, "triton"),
         ("H100", {"layout": "bmghk"}, "triton"),
         ("H100", {"mask": MaskSpec(left=1024, right=0)}, "triton"),
         ("H100", {"mask": MaskSpec(bias="bool")}, "cudnn"),
@@ -154,7 +155,8 @@ def test_triton_comes_before_efficient() -> None:
         ("flash", "RTX 4090", {"head_dim_qk": 256, "head_dim_v": 256, "dropout": True}, "100326"),
         ("efficient", "T4", {}, "bfloat16 from sm_80"),
         ("cpu", None, {"mask": MaskSpec(bias="bool"), "needs_lse": True}, "LSE of 0"),
-        ("flash-attn-4", "H100", {"head_dim_qk": 80, "head_dim_v": 80}, "head dims like 80"),
+        ("flash-attn-4", "H100", {"head_dim_qk": 80, "head_dim_v": 80}, "no multiples of 32"),
+        ("flash-attn-4", "H100", {"head_dim_qk": 192, "num_kv_heads": 4}, "fewer key heads"),
         ("flash-attn-4", "A100", {}, "no backward below sm_90"),
         ("flash-attn-4", "B200", {"head_dim_qk": 160, "head_dim_v": 160}, "up to 128"),
         ("flash-attn-2", "A100", {"mask": MaskSpec(softcap=30.0), "dropout": True}, "not both"),
@@ -367,6 +369,15 @@ def test_compiling_takes_only_what_can_be_traced() -> None:
     with assume(ALL):
         assert chosen(problem(compiling=True)) == "cudnn"
         assert "host" in reasons("reference", problem(compiling=True, layout="thd"))
+
+
+def test_precision_of_float32_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tf32(dtype: torch.dtype) -> bool:
+        return explain_attention(*_cpu(dtype=dtype)).columns[0].problem.tf32
+
+    assert not tf32(torch.float32)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert tf32(torch.float32) and not tf32(torch.bfloat16)
 
 
 def test_size_classes() -> None:
