@@ -31,8 +31,8 @@ def _ours(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, page_size: i
         return lambda: decode_attention(q, keys, values, lengths)
     b, n = keys.shape[:2]
     pages = torch.randperm(b * n // page_size, device="cuda").view(b, -1).int()
-    paged = [cache.view(-1, page_size, K, D) for cache in (keys, values)]
-    return lambda: decode_attention(q, *paged, lengths, page_table=pages)
+    keys, values = (cache.view(-1, page_size, K, D) for cache in (keys, values))
+    return lambda: decode_attention(q, keys, values, lengths, page_table=pages)
 
 
 def _sdpa(q: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Any]:
