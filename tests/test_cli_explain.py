@@ -1,16 +1,30 @@
 """`powertrain explain attention` and `powertrain doctor --kernels`."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from powertrain.cli import app
 from powertrain.ops.attention import explain_attention
+from powertrain.runtime import settings as settings_module
 
 DEEPSEEK = (
     "--head-dim-qk", "192", "--head-dim-v", "128", "--layout", "thd", "--mask", "padding_causal", "--dtype", "bf16",
     "--heads", "64", "--seqlen", "588",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Under which our kernels serve the CPU."""
+    monkeypatch.delenv("POWERTRAIN_INTERPRET", raising=False)
+    settings_module.reload()
+    yield
+    monkeypatch.undo()
+    settings_module.reload()
 
 
 def _run(*arguments: str) -> tuple[int, str]:
@@ -133,7 +147,7 @@ def test_explanation_of_a_call() -> None:
 
 
 def test_explanation_of_facts() -> None:
-    arguments = {"alibi_slopes": True, "sinks": True, "attn_bias": "float", "key_lengths": True}
+    arguments: dict[str, Any] = {"alibi_slopes": True, "sinks": True, "attn_bias": "float", "key_lengths": True}
     explanation = explain_attention(arch="H100", is_causal=True, **arguments)
     assert explanation.chosen == "triton"
     packed = explain_attention(arch="A100", layout="thd", is_causal=True, seqused_k=True)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import powertrain
-from powertrain.ops.attention import attention, flash_attn, tail, varlen_attention
+from powertrain.ops.attention import NoBackendError, attention, flash_attn, tail, varlen_attention
 from powertrain.ops.attention.masks import MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import AttentionCall, Layout, Varlen
 from powertrain.ops.attention.reference import attention_ref
@@ -19,6 +18,10 @@ from powertrain.ops.attention.sdpa import from_bhsd, to_bhsd
 from powertrain.ops.attention.select import BACKENDS
 from powertrain.runtime import settings as settings_module
 from powertrain.runtime.errors import CompileError, CompileTimeout
+from powertrain.runtime.prebuild import build
+from powertrain.runtime.recording import record
+from powertrain.runtime.target import _ARCHS
+from powertrain.runtime.tracing import trace
 from powertrain.testing.numerics import check
 
 TOP_LEFT: dict[str, Any] = {"is_causal": True, "causal_align": "top_left"}
@@ -98,7 +101,7 @@ def test_cpu_is_not_given_empty_tensors(shape: tuple[int, ...]) -> None:
     """They end the process with a floating point exception (torch 2.13)."""
     q, k, v = (torch.randn(shape) for _ in range(3))
     assert attention(q, k, v).shape == shape
-    with pytest.raises(powertrain.ops.attention.NoBackendError, match="no empty tensors"):
+    with pytest.raises(NoBackendError, match="no empty tensors"):
         attention(q, k, v, backend="cpu")
 
 
@@ -125,10 +128,22 @@ def test_zero_tail(device: torch.device) -> None:
 def test_gradients_past_the_last_sequence_are_zero(device: torch.device) -> None:
     starts = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
     leaves = [torch.randn(7, 2, 4, device=device, requires_grad=True) for _ in range(3)]
-    q, k, v = tail.zero_gradient_tails(*leaves, starts, starts)
+    q, k, v = tail.zero_gradient_tails(leaves[0], leaves[1], leaves[2], starts, starts)
     (q * k * v * torch.full_like(q, torch.nan)).sum().backward()
     for x in leaves:
         assert x.grad is not None and x.grad[:5].isnan().all() and not x.grad[5:].any()
+
+
+@pytest.mark.skipif(settings_module.settings().interpret, reason="nothing is compiled under the interpreter")
+def test_zero_tail_compiles_for_every_arch() -> None:
+    specs = []
+    for arch in _ARCHS:
+        with record(f"sm_{arch}") as wanted:
+            x = torch.empty(300, 4, 64, dtype=torch.bfloat16, device="meta")
+            tail.zero_tail(x, torch.empty(4, dtype=torch.int32, device="meta"))
+        specs += wanted.specs
+    report = build(specs)
+    assert len(report.entries) == len(_ARCHS) and not report.failures
 
 
 GPU = pytest.mark.gpu
@@ -257,12 +272,16 @@ def test_waiting_for_a_compile_says_so_and_ends(
     deadline("0.05")
     monkeypatch.setattr(flash_attn, "_PATIENCE", 0.01)
     never = threading.Event()
+
+    def wait() -> None:
+        never.wait()
+
     with pytest.raises(CompileTimeout, match=r"x compiles: not done after 0.05 s; set POWERTRAIN_COMPILE_TIMEOUT"):
-        flash_attn.wait_for(never.wait, "x compiles")
+        flash_attn.wait_for(wait, "x compiles")
     never.set()
     assert "x compiles ... at most 0.05 s" in capsys.readouterr().err
     flash_attn.wait_for(lambda: None, "y compiles")
-    assert any("y compiles" in event.text for event in powertrain.trace())
+    assert any("y compiles" in event.text for event in trace())
 
 
 def test_flash_attn_4_compiles_each_kind_once(monkeypatch: pytest.MonkeyPatch) -> None:

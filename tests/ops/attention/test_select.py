@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-import powertrain
 from powertrain.ops.attention import NoBackendError, attention, attention_backend, explain_attention, select
 from powertrain.ops.attention.installed import Installed, assume, cudnn_name, cudnn_number
 from powertrain.ops.attention.masks import MaskSpec
 from powertrain.ops.attention.problem import AttentionProblem, Layout, Lengths
 from powertrain.ops.attention.select import BACKENDS, Wish, verdicts
 from powertrain.runtime import settings as settings_module
+from powertrain.runtime.dispatch import disable
+from powertrain.runtime.errors import PowertrainError
 from powertrain.runtime.target import _ARCHS, Target
+from powertrain.runtime.tracing import trace
 
 PLAIN = Installed((2, 11), True, 91900)
 ALL = replace(PLAIN, packages=(("flash-attn", "2.8.3"), ("flash-attn-3", "3.0.0"), ("flash-attn-4", "4.0.0b36")))
@@ -72,7 +74,13 @@ MASKS = (
 @pytest.mark.parametrize("target", [*TARGETS, None], ids=lambda t: "cpu" if t is None else t.name)
 @pytest.mark.parametrize("software", [PLAIN, ALL], ids=["plain", "all"])
 def test_there_is_always_one_and_every_refusal_has_text_and_fix(target: Target | None, software: Installed) -> None:
-    flags = ({}, {"needs_grad": False}, {"deterministic": True}, {"dropout": True}, {"num_kv_heads": 2})
+    flags: tuple[dict[str, Any], ...] = (
+        {},
+        {"needs_grad": False},
+        {"deterministic": True},
+        {"dropout": True},
+        {"num_kv_heads": 2},
+    )
     lengths = (Lengths(), Lengths("decode", False), Lengths("short", False, True, False))
     with assume(software):
         for dtype, dims, layout, mask in itertools.product(DTYPES, HEAD_DIMS, LAYOUTS, MASKS):
@@ -250,7 +258,7 @@ def test_a_name_in_backend_is_an_exact_list() -> None:
     table = str(caught.value)
     assert all(name in table for name in BACKENDS), "the whole table"
     assert "cuDNN runs on a GPU only" in table and "cuDNN takes float16 or bfloat16" in table
-    assert isinstance(caught.value, powertrain.runtime.errors.PowertrainError)
+    assert isinstance(caught.value, PowertrainError)
 
 
 def test_context() -> None:
@@ -322,7 +330,7 @@ def test_unknown_names(environment: Any) -> None:
 
 def test_disable_switches_ours_off() -> None:
     assert not reasons("triton", problem())
-    with powertrain.disable("attention"):
+    with disable("attention"):
         assert "switched off" in reasons("triton", problem())
 
 
@@ -337,10 +345,10 @@ def test_transformer_engines_switches() -> None:
 
 def test_a_decision_is_an_event_once() -> None:
     q, k, v = (x[..., :12] for x in _cpu())
-    before = len(powertrain.trace())
+    before = len(trace())
     for _ in range(3):
         attention(q, k, v, softcap=3.25)
-    new = [event for event in powertrain.trace()[before:] if event.kind == "attention"]
+    new = [event for event in trace()[before:] if event.kind == "attention"]
     assert len(new) == 1 and "softcap 3.25" in new[0].text and new[0].facts["backend"] in BACKENDS
 
 
