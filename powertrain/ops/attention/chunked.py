@@ -22,7 +22,9 @@ CHUNK_BYTES = 32 << 20  # of float32 scores
 def why_not(problem: AttentionProblem) -> Iterator[Reason]:
     """Every need that the problem does not meet."""
     if problem.compiling:
-        yield Reason("chunked reads lengths on the host, which torch.compile cannot trace", "use triton on a GPU or cpu")
+        yield Reason(
+            "chunked reads lengths on the host, which torch.compile cannot trace", "use triton on a GPU or cpu"
+        )
 
 
 def run(call: AttentionCall) -> tuple[Tensor, Tensor]:

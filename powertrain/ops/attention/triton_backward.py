@@ -48,73 +48,137 @@ from powertrain.ops.attention.triton_tiles import (
 from powertrain.runtime.launch import kernel
 
 
-@kernel()
-def _attention_delta_kernel(
-    o_ptr, do_ptr, dlse_ptr, delta_ptr, batch, queries, kv_heads, repeats, head_of_kv, head_of_repeat,
+@kernel(aligned=("row_stride",))
+def _attention_rows_kernel(
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, batch, queries, kv_heads, repeats, head_of_kv, head_of_repeat, size, row_stride,
     stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,
     D: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(queries, BLOCK_M)
+    """Two numbers a row for the kernels that follow: LSE in base 2 and delta, both 0 where a row sees nothing and
+    behind the rows, up to a multiple of 128."""
+    blocks = row_stride // BLOCK_M
     block, index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     heads = kv_heads * repeats
     b, kv, repeat = to_int64(index // heads), to_int64(index % heads // repeats), to_int64(index % repeats)
     first = block * BLOCK_M
-    o_src = source(o_ptr + b * stride_ob + kv * stride_oh + repeat * stride_or, queries, stride_os, D, P_V, BLOCK_M, False)
-    do_src = source(
-        do_ptr + b * stride_dob + kv * stride_doh + repeat * stride_dor, queries, stride_dos, D, P_V, BLOCK_M, False
-    )
+    o_base = o_ptr + b * stride_ob + kv * stride_oh + repeat * stride_or
+    do_base = do_ptr + b * stride_dob + kv * stride_doh + repeat * stride_dor
+    o_src = source(o_base, queries, stride_os, D, P_V, BLOCK_M, False)
+    do_src = source(do_base, queries, stride_dos, D, P_V, BLOCK_M, False)
     o = load_tile(o_src, first, queries, stride_os, D, P_V, BLOCK_M, False, True)
     do = load_tile(do_src, first, queries, stride_dos, D, P_V, BLOCK_M, False, True)
     delta = tl.zeros([BLOCK_M], tl.float32)
     for n in tl.static_range(len(P_V)):
         delta += tl.sum(o[n].to(tl.float32) * do[n].to(tl.float32), 1)
     i = first + tl.arange(0, BLOCK_M)
-    at = (b * heads + kv * head_of_kv + repeat * head_of_repeat) * queries + i
+    head = b * heads + kv * head_of_kv + repeat * head_of_repeat
+    lse = tl.load(lse_ptr + head * queries + i, mask=i < queries, other=float("-inf"))
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + at, mask=i < queries, other=0.0)
-    tl.store(delta_ptr + at, delta, mask=i < queries)
+        delta -= tl.load(dlse_ptr + head * queries + i, mask=i < queries, other=0.0)
+    blind = lse == float("-inf")
+    at = head * row_stride + i
+    tl.store(rows_ptr + at, tl.where(blind, 0.0, lse * LOG2E))
+    tl.store(rows_ptr + size + at, tl.where(blind, 0.0, delta))
 
 
 @triton.jit
-def _lse(base, i, length):
-    """LSE of rows i in base 2: inf behind the sequence, where it makes p 0, and 0 where a row sees nothing."""
-    lse = tl.load(base + i, mask=i < length, other=float("inf")) * LOG2E
-    return tl.where(lse == float("-inf"), 0.0, lse)
+def _row_values(base, i, length, VARLEN: tl.constexpr):
+    """Values of rows i, 0 behind the sequence, where those of dense layouts are padded."""
+    if VARLEN:
+        values = tl.load(base + i, mask=i < length, other=0.0)
+    else:
+        values = tl.load(base + i)
+    return values
 
 
 @triton.jit
 def _weights(
     product, i, j, p, others, lse, rows, limits, factor, bias, documents,
-    HAS: tl.constexpr, ADDS: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+    HAS: tl.constexpr, ADDS: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """(p, tanh with a softcap) of a tile of q k^T, either way round; rows = (queries, keys, positions of `others`)."""
+    """(p, tanh with a softcap) of a tile of q k^T, either way round; rows = (queries, keys, positions of `others`).
+
+    Rows behind the sequence need no mask: their q and do are 0 and their lse and delta finite. Nor do keys there, where
+    BOUNDED is not set: what they get is not stored."""
     s, t = capped(product, factor, CAP[0], CAP[1])
     s, seen = add_bias(s, i, j, p, rows[0], rows[1], bias, ADDS)
     weights = tl.exp2(s - lse)
     if MASKED or ADDS[1]:
         if MASKED:
-            seen = seen & is_visible(p, j, rows[1], limits, HAS)
+            seen = seen & is_visible(p, j, rows[1], limits, HAS, BOUNDED)
         seen = seen & same_document(documents, others, rows[2], ADDS)
         weights = tl.where(seen, weights, 0.0)
     return weights, t
 
 
-@kernel()
+@triton.jit
+def _add_dkdv(
+    dk, dv, begin, end, k_src, v_src, k, v, q_src, do_src, first, j, rows, offset, rows_ptr, size, limits, factor,
+    bias, documents, dropout, strides, keep_scale, HAS: tl.constexpr, ADDS: tl.constexpr, CAP: tl.constexpr,
+    D: tl.constexpr, P_QK: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr, NEED: tl.constexpr, MASKED: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """The queries begin to end of one head, in blocks, into dk and dv."""
+    q_len, k_len, _ = rows
+    for start in range(begin, end, BLOCK_M):
+        i = start + tl.arange(0, BLOCK_M)
+        q = load_tile(q_src, start, q_len, strides[0], D[0], P_QK, BLOCK_M, TMA, True)
+        lse = tl.load(rows_ptr + i)[None, :]
+        delta = tl.load(rows_ptr + size + i)[None, :]
+        if FMA:
+            product = dot_rows_fma(
+                k_src, first, k_len, strides[1], q_src, start, q_len, strides[0], D[0], P_QK, BLOCK_N, BLOCK_M
+            )
+        else:
+            product = dot_rows(k, q, PRECISION)
+        do = load_tile(do_src, start, q_len, strides[3], D[1], P_V, BLOCK_M, TMA, True)
+        if NEED[0]:  # both products before the arithmetic: 1.85 ms against 1.93 at D128 on an H200
+            if FMA:
+                dp = dot_rows_fma(
+                    v_src, first, k_len, strides[2], do_src, start, q_len, strides[3], D[1], P_V, BLOCK_N, BLOCK_M
+                )
+            else:
+                dp = dot_rows(v, do, PRECISION)
+        # read late, for registers: as much of them as these take up, spilled
+        lse = _row_values(rows_ptr, i, q_len, VARLEN)[None, :]
+        delta = _row_values(rows_ptr + size, i, q_len, VARLEN)[None, :]
+        i = i[None, :]
+        weights, t = _weights(
+            product, i, j, i + offset, i, lse, rows, limits, factor, bias, documents, HAS, ADDS, CAP, MASKED, False
+        )
+        dropped = weights
+        if ADDS[3]:
+            keep = tl.trans(keep_tile(dropout, tl.trans(i), first, BLOCK_M, BLOCK_N))
+            dropped = tl.where(keep, weights * keep_scale, 0.0)
+            if NEED[0]:
+                dp = tl.where(keep, dp * keep_scale, 0.0)
+        if NEED[1]:
+            dv = add_product(dv, dropped, do, PRECISION, FMA)
+        if NEED[0]:
+            ds = weights * (dp - delta)
+            if CAP[0]:
+                ds *= 1.0 - t * t
+            dk = add_product(dk, ds, q, PRECISION, FMA)
+    return dk, dv
+
+
+@kernel(aligned=("row_stride",))
 def _attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, rows_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr,
     kdoc_ptr, krange_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, seed_ptr,
-    batch, queries, keys, kv_heads, repeats, loops, blocks, group,
+    batch, queries, keys, kv_heads, repeats, blocks, group,
     stride_qb, stride_qs, stride_qh, stride_qr, stride_kb, stride_ks, stride_kh, stride_kr,
     stride_vb, stride_vs, stride_vh, stride_vr, stride_dob, stride_dos, stride_doh, stride_dor,
     stride_dkb, stride_dks, stride_dkh, stride_dkr, stride_dvb, stride_dvs, stride_dvh, stride_dvr,
     head_of_kv, head_of_repeat, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, slopes_stride_b,
-    scale, softcap, left, right, chunk, threshold, keep_scale,
+    scale, softcap, left, right, chunk, threshold, keep_scale, size, row_stride,
     HAS: tl.constexpr, ADDS: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr,
     P_QK: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
-    FMA: tl.constexpr, PRECISION: tl.constexpr,
+    FMA: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     heads = kv_heads * repeats
-    outer = repeats // loops
+    outer = 1 if SHARED else repeats
     if k_starts_ptr is not None:
         slot, index = place(tl.program_id(0), blocks, kv_heads * outer, group)
         b, block = find_sequence(k_starts_ptr, batch, blocks - 1 - slot, BLOCK_N)
@@ -139,6 +203,7 @@ def _attention_dkdv_kernel(
     v_base = v_ptr + storage * stride_vb + k64 * stride_vs + kv64 * stride_vh + r64 * stride_vr
     k_src = source(k_base, k_len, stride_ks, D[0], P_QK, BLOCK_N, TMA)
     v_src = source(v_base, k_len, stride_vs, D[1], P_V, BLOCK_N, TMA)
+    k, v = k_src, v_src
     if not FMA:
         k = load_tile(k_src, first, k_len, stride_ks, D[0], P_QK, BLOCK_N, TMA, True)
         if dk_ptr is not None:
@@ -152,8 +217,8 @@ def _attention_dkdv_kernel(
     begin, end = query_span(first, tl.minimum(first + BLOCK_N, k_len) - 1, q_len, offset, limits, HAS, BLOCK_M)
     documents, low, high = documents_of(kdoc_ptr, qdoc_ptr, krange_ptr, b64, j, k_len, keys, queries)
     if kdoc_ptr is not None:
-        begin = tl.maximum(begin, low // BLOCK_M * BLOCK_M)
         end = tl.minimum(end, high)
+        begin = tl.minimum(tl.maximum(begin, low // BLOCK_M * BLOCK_M), end)
     end = tl.where(first < k_len, end, begin)  # behind the sequence: zeros
     factor = factors(scale, softcap, CAP[0])
     bias_strides = (bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
@@ -162,57 +227,49 @@ def _attention_dkdv_kernel(
 
     dk = zeros_tile(BLOCK_N, P_QK)
     dv = zeros_tile(BLOCK_N, P_V)
-    for turn in range(0, loops):
-        repeat = first_repeat + turn
+    NEED: tl.constexpr = (dk_ptr is not None, dv_ptr is not None)
+    strides = (stride_qs, stride_ks, stride_vs, stride_dos)
+    if SHARED:
+        for turn in range(0, repeats):
+            repeat = first_repeat + turn
+            r64 = to_int64(repeat)
+            head = kv * head_of_kv + repeat * head_of_repeat
+            at = (b64 * heads + head) * row_stride
+            if q_starts_ptr is not None:
+                at = to_int64(head) * row_stride + q64
+            bias = bias_of(bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch)
+            dropout = (begin, b, threshold)
+            if ADDS[3]:
+                dropout = (seed_ptr, b * heads + head, threshold)
+            q_base = q_ptr + storage * stride_qb + q64 * stride_qs + kv64 * stride_qh + r64 * stride_qr
+            do_base = do_ptr + storage * stride_dob + q64 * stride_dos + kv64 * stride_doh + r64 * stride_dor
+            q_src = source(q_base, q_len, stride_qs, D[0], P_QK, BLOCK_M, TMA)
+            do_src = source(do_base, q_len, stride_dos, D[1], P_V, BLOCK_M, TMA)
+            dk, dv = _add_dkdv(
+                dk, dv, begin, end, k_src, v_src, k, v, q_src, do_src, first, j, rows, offset, rows_ptr + at, size,
+                limits, factor, bias, documents, dropout, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M,
+                BLOCK_N, TMA, FMA, PRECISION, NEED, MASKED, k_starts_ptr is not None,
+            )  # fmt: skip
+    else:
+        repeat = first_repeat
         r64 = to_int64(repeat)
         head = kv * head_of_kv + repeat * head_of_repeat
-        q_base = q_ptr + storage * stride_qb + q64 * stride_qs + kv64 * stride_qh + r64 * stride_qr
-        do_base = do_ptr + storage * stride_dob + q64 * stride_dos + kv64 * stride_doh + r64 * stride_dor
-        at = (b64 * heads + head) * queries
+        at = (b64 * heads + head) * row_stride
         if q_starts_ptr is not None:
-            at = to_int64(head) * queries + q64
+            at = to_int64(head) * row_stride + q64
         bias = bias_of(bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch)
         dropout = (begin, b, threshold)
         if ADDS[3]:
             dropout = (seed_ptr, b * heads + head, threshold)
+        q_base = q_ptr + storage * stride_qb + q64 * stride_qs + kv64 * stride_qh + r64 * stride_qr
+        do_base = do_ptr + storage * stride_dob + q64 * stride_dos + kv64 * stride_doh + r64 * stride_dor
         q_src = source(q_base, q_len, stride_qs, D[0], P_QK, BLOCK_M, TMA)
         do_src = source(do_base, q_len, stride_dos, D[1], P_V, BLOCK_M, TMA)
-        for start in range(begin, end, BLOCK_M):
-            i = start + tl.arange(0, BLOCK_M)
-            q = load_tile(q_src, start, q_len, stride_qs, D[0], P_QK, BLOCK_M, TMA, True)
-            lse = _lse(lse_ptr + at, i, q_len)[None, :]
-            if FMA:
-                product = dot_rows_fma(
-                    k_src, first, k_len, stride_ks, q_src, start, q_len, stride_qs, D[0], P_QK, BLOCK_N, BLOCK_M
-                )
-            else:
-                product = dot_rows(k, q, PRECISION)
-            do = load_tile(do_src, start, q_len, stride_dos, D[1], P_V, BLOCK_M, TMA, True)
-            if dk_ptr is not None:  # both products before the arithmetic: 1.85 ms against 1.93 at D128 on an H200
-                if FMA:
-                    dp = dot_rows_fma(
-                        v_src, first, k_len, stride_vs, do_src, start, q_len, stride_dos, D[1], P_V, BLOCK_N, BLOCK_M
-                    )
-                else:
-                    dp = dot_rows(v, do, PRECISION)
-            i = i[None, :]
-            weights, t = _weights(
-                product, i, j, i + offset, i, lse, rows, limits, factor, bias, documents, HAS, ADDS, CAP, MASKED
-            )
-            dropped = weights
-            if ADDS[3]:
-                keep = tl.trans(keep_tile(dropout, tl.trans(i), first, BLOCK_M, BLOCK_N))
-                dropped = tl.where(keep, weights * keep_scale, 0.0)
-                if dk_ptr is not None:
-                    dp = tl.where(keep, dp * keep_scale, 0.0)
-            if dv_ptr is not None:
-                dv = add_product(dv, dropped, do, PRECISION, FMA)
-            if dk_ptr is not None:
-                delta = tl.load(delta_ptr + at + i, mask=i < q_len, other=0.0)
-                ds = weights * (dp - delta)
-                if CAP[0]:
-                    ds *= 1.0 - t * t
-                dk = add_product(dk, ds, q, PRECISION, FMA)
+        dk, dv = _add_dkdv(
+            dk, dv, begin, end, k_src, v_src, k, v, q_src, do_src, first, j, rows, offset, rows_ptr + at, size,
+            limits, factor, bias, documents, dropout, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M,
+            BLOCK_N, TMA, FMA, PRECISION, NEED, MASKED, k_starts_ptr is not None,
+        )  # fmt: skip
     r64 = to_int64(first_repeat)
     if dk_ptr is not None:
         base = dk_ptr + storage * stride_dkb + k64 * stride_dks + kv64 * stride_dkh + r64 * stride_dkr
@@ -245,7 +302,7 @@ def _add_dq(
             dp = dot_rows(do, v, PRECISION)
         j = start + tl.arange(0, BLOCK_N)[None, :]
         weights, t = _weights(
-            product, i, j, p, j, lse, rows, limits, factor, bias, documents, HAS, ADDS, CAP, MASKED
+            product, i, j, p, j, lse, rows, limits, factor, bias, documents, HAS, ADDS, CAP, MASKED, True
         )
         if ADDS[3]:
             dp = tl.where(keep_tile(dropout, i, start, BLOCK_M, BLOCK_N), dp * keep_scale, 0.0)
@@ -256,16 +313,16 @@ def _add_dq(
     return dq
 
 
-@kernel()
+@kernel(aligned=("row_stride",))
 def _attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr, kdoc_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, rows_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr, kdoc_ptr,
     qrange_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, seed_ptr,
     batch, queries, keys, kv_heads, repeats, blocks, group,
     stride_qb, stride_qs, stride_qh, stride_qr, stride_kb, stride_ks, stride_kh, stride_kr,
     stride_vb, stride_vs, stride_vh, stride_vr, stride_dob, stride_dos, stride_doh, stride_dor,
     stride_dqb, stride_dqs, stride_dqh, stride_dqr,
     head_of_kv, head_of_repeat, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, slopes_stride_b,
-    scale, softcap, left, right, chunk, threshold, keep_scale,
+    scale, softcap, left, right, chunk, threshold, keep_scale, size, row_stride,
     HAS: tl.constexpr, ADDS: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr,
     P_QK: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
     FMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -288,10 +345,10 @@ def _attention_dq_kernel(
             return
     b64, kv64, r64, q64, k64 = to_int64(b), to_int64(kv), to_int64(repeat), to_int64(q_start), to_int64(k_start)
     storage = b64
-    at = (b64 * heads + head) * queries
+    at = (b64 * heads + head) * row_stride
     if q_starts_ptr is not None:
         storage = storage * 0
-        at = to_int64(head) * queries + q64
+        at = to_int64(head) * row_stride + q64
     q_base = q_ptr + storage * stride_qb + q64 * stride_qs + kv64 * stride_qh + r64 * stride_qr
     k_base = k_ptr + storage * stride_kb + k64 * stride_ks + kv64 * stride_kh + r64 * stride_kr
     v_base = v_ptr + storage * stride_vb + k64 * stride_vs + kv64 * stride_vh + r64 * stride_vr
@@ -305,13 +362,13 @@ def _attention_dq_kernel(
     limits = (left, right, chunk, prefix_of(prefix_ptr, b, batch))
     p_last = tl.minimum(first + BLOCK_M, q_len) - 1 + offset
     begin, full_begin, full_end, end = key_span(first + offset, p_last, k_len, limits, HAS, BLOCK_N)
-    lse = _lse(lse_ptr + at, i, q_len)[:, None]
-    delta = tl.load(delta_ptr + at + i, mask=i < q_len, other=0.0)[:, None]
+    lse = _row_values(rows_ptr + at, i, q_len, q_starts_ptr is not None)[:, None]
+    delta = _row_values(rows_ptr + size + at, i, q_len, q_starts_ptr is not None)[:, None]
     i = i[:, None]
     documents, low, high = documents_of(qdoc_ptr, kdoc_ptr, qrange_ptr, b64, i, q_len, queries, keys)
     if qdoc_ptr is not None:
-        begin = tl.maximum(begin, low // BLOCK_N * BLOCK_N)
         end = tl.minimum(end, high)
+        begin = tl.minimum(tl.maximum(begin, low // BLOCK_N * BLOCK_N), end)
         full_begin, full_end = begin, begin  # every block is masked
     end = tl.where(first < q_len, end, full_end)  # behind the sequence: zeros
     bias_strides = (bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
@@ -352,15 +409,15 @@ def _attention_dq_kernel(
     store_tile(dq_base, scale_tile(dq, scale), first, q_len, q_room, stride_dqs, D[0], P_QK, BLOCK_M)
 
 
-@kernel()
+@kernel(aligned=("row_stride",))
 def _attention_dbias_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dbias_ptr, lse_ptr, delta_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr, kdoc_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dbias_ptr, rows_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr, kdoc_ptr,
     q_used_ptr, k_used_ptr, seed_ptr,
     batch, queries, keys, heads, repeats, bias_batch, bias_heads, bias_rows, q_blocks, k_blocks,
     stride_qb, stride_qs, stride_qh, stride_qr, stride_kb, stride_ks, stride_kh, stride_kr,
     stride_vb, stride_vs, stride_vh, stride_vr, stride_dob, stride_dos, stride_doh, stride_dor,
     head_of_kv, head_of_repeat, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, slopes_stride_b,
-    scale, softcap, left, right, chunk, threshold, keep_scale,
+    scale, softcap, left, right, chunk, threshold, keep_scale, size, row_stride,
     HAS: tl.constexpr, ADDS: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr,
     P_QK: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -384,8 +441,8 @@ def _attention_dbias_kernel(
         if head_of_kv == 1:
             kv, repeat = index % (heads // repeats), index // (heads // repeats)
         b64, kv64, r64 = to_int64(b), to_int64(kv), to_int64(repeat)
-        _, q_len, _ = span_of(None, q_used_ptr, b, batch, queries)
-        _, k_len, _ = span_of(None, k_used_ptr, b, batch, keys)
+        q_start, q_len, q_room = span_of(None, q_used_ptr, b, batch, queries)
+        k_start, k_len, k_room = span_of(None, k_used_ptr, b, batch, keys)
         offset = q_len * 0
         if BOTTOM_RIGHT:
             offset = k_len - q_len
@@ -394,7 +451,7 @@ def _attention_dbias_kernel(
         k_base = k_ptr + b64 * stride_kb + kv64 * stride_kh + r64 * stride_kr
         v_base = v_ptr + b64 * stride_vb + kv64 * stride_vh + r64 * stride_vr
         do_base = do_ptr + b64 * stride_dob + kv64 * stride_doh + r64 * stride_dor
-        at = (b64 * heads + index) * queries
+        at = (b64 * heads + index) * row_stride
         bias = bias_of(bias_ptr, slopes_ptr, b64, index, bias_strides, slopes_stride_b, batch)
         dropout = (j, b, threshold)
         if ADDS[3]:
@@ -403,9 +460,7 @@ def _attention_dbias_kernel(
         do_src = source(do_base, q_len, stride_dos, D[1], P_V, BLOCK_M, False)
         k_src = source(k_base, k_len, stride_ks, D[0], P_QK, BLOCK_N, False)
         v_src = source(v_base, k_len, stride_vs, D[1], P_V, BLOCK_N, False)
-        low, high = query_span(
-            j_first, tl.minimum(j_first + BLOCK_N, k_len) - 1, q_len, offset, limits, HAS, BLOCK_M
-        )
+        low, high = query_span(j_first, tl.minimum(j_first + BLOCK_N, k_len) - 1, q_len, offset, limits, HAS, BLOCK_M)
         high = tl.where(j_first < k_len, high, low)
         if bias_rows != 1:
             low = tl.maximum(low, own_block * BLOCK_M)
@@ -426,19 +481,20 @@ def _attention_dbias_kernel(
                 do = load_tile(do_src, start, q_len, stride_dos, D[1], P_V, BLOCK_M, False, True)
                 v = load_tile(v_src, j_first, k_len, stride_vs, D[1], P_V, BLOCK_N, False, True)
                 dp = dot_rows(do, v, PRECISION)
-            lse = _lse(lse_ptr + at, i, q_len)
-            documents, _, _ = documents_of(qdoc_ptr, kdoc_ptr, None, b64, i, q_len, queries, keys)
-            weights, _ = _weights(
+            inside = i < q_len
+            lse = tl.load(rows_ptr + at + i, mask=inside, other=float("inf"))
+            documents, none, nothing = documents_of(qdoc_ptr, kdoc_ptr, None, b64, i, q_len, queries, keys)
+            weights, t = _weights(
                 product, i, j, i + offset, j, lse, (q_len, k_len, k_len), limits, factor, bias, documents, HAS, ADDS, CAP,
-                True,
+                True, True,
             )  # fmt: skip
             if ADDS[3]:
                 dp = tl.where(keep_tile(dropout, i, j_first, BLOCK_M, BLOCK_N), dp * keep_scale, 0.0)
-            total += weights * (dp - tl.load(delta_ptr + at + i, mask=i < q_len, other=0.0))
+            total += weights * (dp - tl.load(rows_ptr + size + at + i, mask=inside, other=0.0))
     out_ptr = dbias_ptr + (to_int64(own_batch) * bias_heads + own_head) * bias_rows * keys
     if bias_rows == 1:
-        j = j_first + tl.arange(0, BLOCK_N)
-        tl.store(out_ptr + j, tl.sum(total, 0).to(dbias_ptr.dtype.element_ty), mask=j < keys)
+        row = tl.sum(total, 0, keep_dims=True).to(dbias_ptr.dtype.element_ty)
+        tl.store(out_ptr + j, row, mask=j < keys)
     else:
         i = (own_block * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         tl.store(

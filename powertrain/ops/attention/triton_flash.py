@@ -3,7 +3,7 @@
 Forward: triton_forward.py. Backward: triton_backward.py, two kernels without atomics (dk and dv per block of keys, dq per
 block of queries), so it is deterministic. Saved for backward: the inputs, out, and lse, float32 [b, h, sq].
 
-Memory beyond inputs and results: backward 4 * b * h * sq bytes (delta) [+ what reductions of a bias gradient say there].
+Memory beyond inputs and results: backward 8 * b * h * sq bytes (lse in base 2, and delta).
 FLOPs: forward 2 * pairs * (dqk + dv) per head, backward 2 * pairs * (3 * dqk + 2 * dv) useful, and one product of each
 kind more for computing scores twice, where pairs counts what the mask lets see.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
 from powertrain.ops.attention.triton_backward import (
     _attention_dbias_kernel,
-    _attention_delta_kernel,
+    _attention_rows_kernel,
     _attention_dkdv_kernel,
     _attention_dq_kernel,
 )
@@ -99,7 +99,7 @@ class _Plan(NamedTuple):
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
-    separate: bool = False  # dk and dv in two launches
+    tma: bool = True  # descriptors, where the GPU and the strides allow them
 
 
 def _fits(candidates: tuple[_Plan, ...], resident: int, streamed: int, target: Target) -> _Plan:
@@ -116,6 +116,8 @@ _FORWARD = (
     _Plan(64, 32, 4, 2),
     _Plan(64, 32, 8, 2),
     _Plan(64, 32, 8, 1),
+    _Plan(32, 32, 8, 2),
+    _Plan(32, 32, 8, 1),
     _Plan(32, 32, 4, 1),
     _Plan(16, 32, 4, 1),
     _Plan(16, 16, 4, 1),
@@ -144,36 +146,44 @@ def _plan_fwd(element: int, d_qk: int, d_v: int, featured: bool, fma: bool, targ
     return _fits(candidates, d_qk * element, (d_qk + d_v) * element, target)
 
 
+def _parts(d_qk: int, d_v: int, need_dk: bool, need_dv: bool, target: Target) -> tuple[str, ...]:
+    """Launches of the dkdv kernel. Wide heads want one each for dk and dv, whose sums fill the registers: D256 on an H200
+    2.7 ms against 3.4."""
+    if need_dk and need_dv:
+        return ("dk", "dv") if max(d_qk, d_v) > (192 if target.has_wgmma else 256) else ("both",)
+    return ("dk",) if need_dk else ("dv",)
+
+
 @tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
-def _plan_dkdv(element: int, d_qk: int, d_v: int, fma: bool, target: Target) -> _Plan:
+def _plan_dkdv(element: int, d_qk: int, d_v: int, fma: bool, part: str, target: Target) -> _Plan:
     largest = max(d_qk, d_v)
     if fma:
         return _Plan(32, 32, 8, 1) if largest <= 64 else _Plan(16, 16, 8, 1)
     if target.has_wgmma and element == 2:
         if largest <= 64:
-            return _Plan(64, 64, 4, 3)
+            return _Plan(128, 64, 4, 2)
         if largest <= 128:
             return _Plan(64, 64, 4, 2)
         if largest <= 192:
-            return _Plan(32, 128, 8, 3)
+            return _Plan(32, 64, 4, 2)
         if largest <= 256:
-            return _Plan(64, 64, 8, 2, None, True)
-    candidates = tuple(
-        _Plan(m, n, warps, stages, None, largest > 256)
-        for m, n, warps, stages in (
-            (64, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1),
-        )
-        if n * largest <= 64 * 128
-    )  # fmt: skip
-    return _fits_dkdv(candidates, (d_qk + d_v) * element, target)
-
-
-def _fits_dkdv(candidates: tuple[_Plan, ...], row: int, target: Target) -> _Plan:
-    for plan in candidates:
-        tiles = (plan.block_n + plan.num_stages * plan.block_m) * row + 4 * plan.block_m * plan.block_n
-        if tiles <= target.shared_per_block - 2048:
+            return _Plan(64, 128, 8, 2) if part == "dv" else _Plan(64, 64, 4, 2)
+    for plan in _BACKWARD:
+        tiles = (plan.block_n + plan.num_stages * plan.block_m) * (d_qk + d_v) * element
+        tiles += 4 * plan.block_m * plan.block_n
+        if plan.block_n * largest <= 64 * 128 and tiles <= target.shared_per_block - 2048:
             return plan
-    return candidates[-1]
+    return _BACKWARD[-1]
+
+
+_BACKWARD = (
+    _Plan(64, 64, 8, 2),
+    _Plan(32, 64, 4, 2),
+    _Plan(32, 64, 4, 1),
+    _Plan(32, 32, 4, 1),
+    _Plan(16, 32, 4, 1),
+    _Plan(16, 16, 4, 1),
+)
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
@@ -183,11 +193,11 @@ def _plan_dq(element: int, d_qk: int, d_v: int, fma: bool, target: Target) -> _P
         return _Plan(32, 32, 8, 1) if largest <= 64 else _Plan(16, 16, 8, 1)
     if target.has_wgmma and element == 2:
         if largest <= 64:
-            return _Plan(64, 64, 4, 2)
+            return _Plan(64, 64, 4, 3, tma=False)
         if largest <= 128:
-            return _Plan(128, 64, 8, 3)
+            return _Plan(128, 64, 8, 3, tma=False)
         if largest <= 192:
-            return _Plan(128, 64, 8, 2)
+            return _Plan(128, 32, 8, 3, tma=False)
         if largest <= 256:
             return _Plan(64, 64, 4, 2)
     candidates = tuple(p for p in _FORWARD if p.block_m * d_qk <= p.num_warps * 8 * 256)
@@ -426,11 +436,13 @@ def _attention_bwd(
     heads, shape = _heads(query, key, value, args.layout), _shape(query, key, args.layout, args.query_starts)
     q, do = _operand(query, args.layout, heads), _operand(dout, args.layout, heads)
     k, v = _operand(key, args.layout, heads, True), _operand(value, args.layout, heads, True)
-    delta = torch.empty_like(lse)
-    _launch_delta(_operand(out, args.layout, heads), do, dlse, delta, args, shape, heads, value.shape[-1])
+    row_stride = cdiv(shape.queries, 128) * 128
+    num_heads = heads.kv * heads.repeats * (shape.batch if args.query_starts is None else 1)
+    rows = torch.empty((2, num_heads * row_stride), dtype=torch.float32, device=lse.device)
+    _launch_rows(_operand(out, args.layout, heads), do, lse, dlse, rows, args, shape, heads, value.shape[-1])
     common = dict(
         **_strides(q=q, k=k, v=v, do=do), **_mask_arguments(args, shape), **_compute(query, value, args, target),
-        lse_ptr=lse, delta_ptr=delta, qdoc_ptr=args.query_documents, kdoc_ptr=args.key_documents,
+        rows_ptr=rows, size=rows.shape[1], row_stride=row_stride, qdoc_ptr=args.query_documents, kdoc_ptr=args.key_documents,
         repeats=heads.repeats, head_of_kv=heads.of_kv, head_of_repeat=heads.of_repeat,
     )  # fmt: skip
     use_tma = _uses_tma(common["FMA"], target, q, k, v, do)
@@ -443,13 +455,23 @@ def _attention_bwd(
     return dq, dk, dv, dbias
 
 
-def _launch_delta(
-    o: _Operand, do: _Operand, dlse: Tensor | None, delta: Tensor, args: _Args, shape: _Shape, heads: _Heads, d_v: int
+def _launch_rows(
+    o: _Operand,
+    do: _Operand,
+    lse: Tensor,
+    dlse: Tensor | None,
+    rows: Tensor,
+    args: _Args,
+    shape: _Shape,
+    heads: _Heads,
+    d_v: int,
 ) -> None:
     batch = 1 if args.query_starts is not None else shape.batch
     block = 64 if d_v <= 128 else 16
-    _attention_delta_kernel[(cdiv(shape.queries, block) * batch * heads.kv * heads.repeats,)](
-        **_strides(o=o, do=do), dlse_ptr=None if dlse is None else dlse.contiguous(), delta_ptr=delta, batch=batch,
+    row_stride = rows.shape[1] // (batch * heads.kv * heads.repeats)
+    _attention_rows_kernel[(rows.shape[1] // block,)](
+        **_strides(o=o, do=do), lse_ptr=lse, dlse_ptr=None if dlse is None else dlse.contiguous(), rows_ptr=rows, size=rows.shape[1], row_stride=row_stride,
+        batch=batch,
         queries=shape.queries, kv_heads=heads.kv, repeats=heads.repeats, head_of_kv=heads.of_kv,
         head_of_repeat=heads.of_repeat, D=d_v, P_V=pieces(d_v), BLOCK_M=block,
     )  # fmt: skip
@@ -460,25 +482,23 @@ def _launch_dkdv(
     shape: _Shape, heads: _Heads, use_tma: bool,
 ) -> None:  # fmt: skip
     target, d_qk, d_v = Target.of(key.device), key.shape[-1], value.shape[-1]
-    loops = heads.repeats if heads.shared else 1
-    programs = heads.kv * (heads.repeats // loops) * (shape.batch if args.key_starts is None else 1)
-    plan = _plan_dkdv(key.element_size(), sum(pieces(d_qk)), sum(pieces(d_v)), common["FMA"], target)
-    blocks = _slots(shape, shape.keys, args.key_starts, plan.block_n)
+    programs = heads.kv * (1 if heads.shared else heads.repeats) * (shape.batch if args.key_starts is None else 1)
     ranges = None
     if args.query_documents is not None and args.key_documents is not None:
         ranges = _document_ranges(args.key_documents, args.query_documents)
-    # gradients of narrowed keys and values have their strides
-    grads = {"dk": dk, "dv": dv}
-    strides = {f"stride_{name}{dim}": 0 for name in grads for dim in "bshr"} | {f"{name}_ptr": None for name in grads}
-    for name, grad in grads.items():
-        if grad is not None:
-            strides |= _strides(**{name: _operand(grad, args.layout, heads, True)})
-    both = plan.separate and dk is not None and dv is not None
-    for chosen in ({"dk_ptr": None}, {"dv_ptr": None}) if both else ({},):
+    for part in _parts(d_qk, d_v, dk is not None, dv is not None, target):
+        plan = _plan_dkdv(key.element_size(), sum(pieces(d_qk)), sum(pieces(d_v)), common["FMA"], part, target)
+        blocks = _slots(shape, shape.keys, args.key_starts, plan.block_n)
+        results = {"dk": dk if part != "dv" else None, "dv": dv if part != "dk" else None}
+        absent = _Operand(key, 0, 0, 0, 0)
+        named = _strides(
+            **{n: absent if x is None else _operand(x, args.layout, heads, True) for n, x in results.items()}
+        )
         _attention_dkdv_kernel[(blocks * programs,)](
-            **(common | strides | chosen), krange_ptr=ranges, kv_heads=heads.kv, loops=loops, blocks=blocks,
+            **(common | named | {f"{name}_ptr": x for name, x in results.items()}), krange_ptr=ranges,
+            kv_heads=heads.kv, SHARED=heads.shared, blocks=blocks,
             group=_group(shape.queries * (d_qk + d_v) * key.element_size(), 1, target),
-            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=use_tma, num_warps=plan.num_warps,
+            BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=use_tma and plan.tma, num_warps=plan.num_warps,
             num_stages=plan.num_stages, maxnreg=plan.maxnreg,
         )  # fmt: skip
 
@@ -497,7 +517,8 @@ def _launch_dq(
     _attention_dq_kernel[(blocks * num_heads,)](
         **common, **_strides(dq=_operand(dq, args.layout, heads)), qrange_ptr=ranges, kv_heads=heads.kv, blocks=blocks,
         group=_group(shape.keys * (d_qk + d_v) * key.element_size(), heads.repeats, target),
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=use_tma, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=use_tma and plan.tma, num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
         maxnreg=plan.maxnreg,
     )  # fmt: skip
 
@@ -576,7 +597,9 @@ def backward(
 
 def _as_lse(x: Tensor, layout: Layout) -> Tensor:
     """A tensor with the output's dims but the last, with the dims in LSE's order."""
-    return x.permute({"bshd": (0, 2, 1), "bhsd": (0, 1, 2), "sbhd": (1, 2, 0), "thd": (1, 0), "bmghk": (0, 2, 3, 1)}[layout])
+    return x.permute(
+        {"bshd": (0, 2, 1), "bhsd": (0, 1, 2), "sbhd": (1, 2, 0), "thd": (1, 0), "bmghk": (0, 2, 3, 1)}[layout]
+    )
 
 
 _attention_op = Op(

@@ -76,7 +76,7 @@ def _attend(
         s, seen = add_bias(s, i, j, p, queries, keys, bias, ADDS)
         if MASKED or ADDS[1]:
             if MASKED:
-                seen = seen & is_visible(p, j, keys, limits, HAS)
+                seen = seen & is_visible(p, j, keys, limits, HAS, True)
             seen = seen & same_document(documents, j, keys, ADDS)
             s = tl.where(seen, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))
@@ -143,8 +143,8 @@ def _attention_fwd_kernel(
     begin, full_begin, full_end, end = key_span(first + offset, p_last, k_len, limits, HAS, BLOCK_N)
     documents, low, high = documents_of(qdoc_ptr, kdoc_ptr, qrange_ptr, b64, i[:, None], q_len, queries, keys)
     if qdoc_ptr is not None:
-        begin = tl.maximum(begin, low // BLOCK_N * BLOCK_N)
         end = tl.minimum(end, high)
+        begin = tl.minimum(tl.maximum(begin, low // BLOCK_N * BLOCK_N), end)
         full_begin, full_end = begin, begin  # every block is masked
     end = tl.where(first < q_len, end, full_end)  # behind the sequence: zeros
 

@@ -284,9 +284,9 @@ def query_span(j_first, j_last, queries, offset, limits, HAS: tl.constexpr, BLOC
 
 
 @triton.jit
-def is_visible(p, j, keys, limits, HAS: tl.constexpr):
-    """Whether position p sees key j; p and j broadcast against each other, either way round."""
-    seen = (j < keys) & (p == p)
+def is_visible(p, j, keys, limits, HAS: tl.constexpr, BOUNDED: tl.constexpr):
+    """Whether position p sees key j, and with BOUNDED that the key exists; p and j broadcast, either way round."""
+    seen = (j == j) & (p == p)
     if HAS[0]:
         seen = seen & (j >= p - limits[0])
     if HAS[1]:
@@ -294,7 +294,9 @@ def is_visible(p, j, keys, limits, HAS: tl.constexpr):
     if HAS[2]:
         seen = seen & (p >= 0) & (p // limits[2] == j // limits[2])
     if HAS[3]:
-        seen = seen | ((j < limits[3]) & (j < keys))
+        seen = seen | (j < limits[3])
+    if BOUNDED:
+        seen = seen & (j < keys)
     return seen
 
 

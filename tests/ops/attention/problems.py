@@ -64,6 +64,8 @@ CONFIGS = [
     _named("causal-d96", head_dims=(96, 96), **CAUSAL),
     _named("odd-dims", head_dims=(31, 50), **CAUSAL),
     _named("d1-17", head_dims=(1, 17)),
+    _named("odd-dims-strided", "strided", head_dims=(111, 7), **CAUSAL),
+    _named("narrow-values", "strided", head_dims=(128, 16), heads=(4, 4)),
     _named("d320-8", head_dims=(320, 8)),
     _named("mha", heads=(3, 3), **CAUSAL),
     _named("mqa", heads=(5, 1), **CAUSAL),
@@ -223,9 +225,7 @@ def _add(
         options["dropout_p"] = 0.25
         options["dropout_seed"] = torch.tensor([rng.getrandbits(62), rng.getrandbits(62)], device=device)
     elif feature == "lengths":
-        options["query_lengths"], options["key_lengths"] = (
-            integers(_lengths(rng, batch, n)) for n in (queries, keys)
-        )
+        options["query_lengths"], options["key_lengths"] = (integers(_lengths(rng, batch, n)) for n in (queries, keys))
 
 
 def errors(
@@ -242,12 +242,17 @@ def errors(
         return run
 
     found = numerics.errors(through(backend), through("plain"), through("reference"), tensors)
-    return [replace(error, allowed=error.allowed + _cancellation(error.name, tensors)) for error in found]
+    return [replace(error, allowed=error.allowed + _slack(error, dtype, tensors)) for error in found]
+
+
+def _slack(error: numerics.Error, dtype: torch.dtype, tensors: dict[str, Tensor | None]) -> float:
+    """What every online softmax in float32 has beyond the judge's bound, and 16 bits do not notice: p is recomputed from
+    the LSE, a few roundings; and dp - delta is rounded where PyTorch's has an exact 0 because few keys are seen."""
+    roundings = 12 * (error.allowed - 2 * error.plain) if dtype is torch.float32 else 0.0
+    return roundings + _cancellation(error.name, tensors)
 
 
 def _cancellation(name: str, tensors: dict[str, Tensor | None]) -> float:
-    """What float32 may lose in dp - delta, of which PyTorch's softmax has an exact difference where few keys are seen:
-    a rounding of dp, through the product that follows. Nothing beside the roundings of 16 bits."""
     if name not in ("dquery", "dkey", "dattn_bias", "dsinks"):
         return 0.0
     largest = {key: x.detach().abs().nan_to_num(0).max().item() if x is not None and x.numel() else 0.0
