@@ -41,9 +41,25 @@ def same_device(op: str, first: str, tensor: Tensor, **others: Tensor | None) ->
             fail(op, argument, f"be on {first}'s device {tensor.device}", other.device)
 
 
+def tensor(op: str, argument: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        fail(op, argument, "be a tensor", repr(value))
+
+
 def shape(op: str, argument: str, tensor: Tensor | None, expected: tuple[int, ...] | torch.Size, why: str) -> None:
-    if tensor is not None and tensor.shape != expected:
+    """The tensor, if given, is one and has this shape."""
+    if tensor is None:
+        return
+    if not isinstance(tensor, Tensor):
+        fail(op, argument, f"be a tensor of shape {list(expected)} ({why})", repr(tensor))
+    if tensor.shape != expected:
         fail(op, argument, f"have shape {list(expected)} ({why})", list(tensor.shape))
+
+
+def integers(op: str, argument: str, tensor: Tensor | None) -> None:
+    """The tensor, if given, is int32 or int64."""
+    if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
+        fail(op, argument, "be int32 or int64", name(tensor.dtype))
 
 
 def one_of(op: str, argument: str, value: object, choices: tuple[object, ...]) -> None:

@@ -240,8 +240,14 @@ def wish_of(backend: str | Sequence[str] | None) -> Wish:
     around = _wish.get(_NO_WISH).within(Wish.parse(settings().attention, "POWERTRAIN_ATTENTION"))
     if backend is None:
         return around
-    names = (backend,) if isinstance(backend, str) else tuple(backend)
-    return Wish.parse(names, "attention", only=True).within(around)
+    return Wish.parse(_names(backend), "attention", only=True).within(around)
+
+
+def _names(backend: str | Sequence[str]) -> tuple[str, ...]:
+    names = (backend,) if isinstance(backend, str) else tuple(backend) if isinstance(backend, (list, tuple)) else ()
+    if not names:
+        raise ValueError(f"attention: backend must be a name, a list of names or None, got {backend!r}")
+    return names
 
 
 class Asked(Exception):
@@ -369,7 +375,7 @@ def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | S
     if now is not _seen:
         _decisions.clear()
         _seen = now
-    named = backend if backend is None or type(backend) is str else tuple(backend)
+    named = backend if backend is None or type(backend) is str else _names(backend)
     key = (facts, named, _wish.get(_NO_WISH), dispatch._disabled, pretended.recorded, pretended.emulated)
     found = _decisions.get(key)
     if found is None:

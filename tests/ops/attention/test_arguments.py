@@ -1,0 +1,141 @@
+"""Arguments of attention and varlen_attention: an error names the one, what it must be and what it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention import attention, varlen_attention
+
+B, S, H, K, D = 2, 8, 4, 2, 16  # batch, sequence, heads, key heads, head dim
+INT = torch.int32
+
+
+def _dense(**changed: Any) -> dict[str, Any]:
+    sizes = {"query": (B, S, H, D), "key": (B, S, K, D), "value": (B, S, K, D)}
+    return {name: torch.randn(size) for name, size in sizes.items()} | changed
+
+
+def _packed(**changed: Any) -> dict[str, Any]:
+    sizes = {"query": (S, H, D), "key": (S, K, D), "value": (S, K, D)}
+    starts = torch.tensor([0, 3, 8], dtype=INT)
+    return {name: torch.randn(size) for name, size in sizes.items()} | {"cu_seqlens_q": starts} | changed
+
+
+def _meta(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+DENSE: list[tuple[dict[str, Any], str, str, str]] = [
+    # changed arguments, the argument, what it must be, what it was
+    ({"query": None}, "query", "be a tensor", "None"),
+    ({"query": torch.randn(B, S, D)}, "query", "have 4 dims (bshd)", "[2, 8, 16]"),
+    ({"query": torch.ones(B, S, H, D, dtype=INT)}, "query", "be float16, bfloat16, float32 or float64", "int32"),
+    ({"key": torch.randn(B, S, K, D).bfloat16()}, "key", "have query's dtype float32", "bfloat16"),
+    ({"key": _meta(B, S, K, D)}, "key", "be on query's device cpu", "meta"),
+    ({"key": torch.randn(3, S, K, D), "value": torch.randn(3, S, K, D)}, "key", "have query's batch of 2", "3"),
+    ({"key": torch.randn(B, S, 3, D), "value": torch.randn(B, S, 3, D)}, "query", "a multiple of key's 3 heads", "4"),
+    ({"key": torch.randn(B, S, K, 8)}, "key", "have shape [2, 8, 2, 16] (head dim of query)", "[2, 8, 2, 8]"),
+    ({"value": torch.randn(B, 7, K, D)}, "value", "have shape [2, 8, 2, 16] (as key", "[2, 7, 2, 16]"),
+    ({"query": torch.randn(B, S, H, 513)}, "query", "have a head dim of 1 to 512", "513"),
+    ({"query": torch.randn(B, S, D, H).transpose(2, 3)}, "query", "have a last dim of stride 1", "stride 4"),
+    ({"layout": "bsdh"}, "layout", "be one of 'bshd', 'bhsd', 'sbhd', 'bmghk'", "'bsdh'"),
+    ({"layout": "thd"}, "layout", "be one of", "'thd' (use varlen_attention)"),
+    ({"layout": "bmghk"}, "query", "have 5 dims (bmghk)", "[2, 8, 4, 16]"),
+    ({"backend": "flashy"}, "backend", "be one of triton, cudnn", "'flashy'"),
+    ({"backend": []}, "backend", "be a name, a list of names or None", "[]"),
+    ({"attn_bias": torch.randn(B, 3, S, S)}, "attn_bias", "broadcast to [2, 4, 8, 8]", "[2, 3, 8, 8]"),
+    ({"attn_bias": torch.randn(S)}, "attn_bias", "have 2 to 4 dims", "[8]"),
+    ({"attn_bias": torch.ones(S, S, dtype=INT)}, "attn_bias", "be bool or floating point", "int32"),
+    ({"attn_bias": _meta(S, S)}, "attn_bias", "be on query's device cpu", "meta"),
+    ({"attn_bias": "causal"}, "attn_bias", "be a tensor", "'causal'"),
+    ({"causal_align": "right"}, "causal_align", "be one of 'top_left', 'bottom_right'", "'right'"),
+    ({"window_size": (-2, 0)}, "window_size", "be two integers of at least -1", "(-2, 0)"),
+    ({"window_size": 5}, "window_size", "be two integers of at least -1", "5"),
+    ({"chunk_size": -1}, "chunk_size", "be an integer of at least 0", "-1"),
+    ({"softcap": -1.0}, "softcap", "be a finite number of at least 0", "-1.0"),
+    ({"softcap": float("nan")}, "softcap", "be a finite number of at least 0", "nan"),
+    ({"scale": torch.tensor(0.1)}, "scale", "be a number, known to the host", "tensor(0.1000)"),
+    ({"dropout_p": 1.0}, "dropout_p", "be a number in [0, 1)", "1.0"),
+    ({"dropout_p": 0.1, "dropout_seed": 3}, "dropout_seed", "be a tensor of shape [2] (seed and operation)", "3"),
+    ({"dropout_p": 0.1, "dropout_seed": torch.ones(2, dtype=INT)}, "dropout_seed", "be int64", "int32"),
+    ({"prefix_lengths": torch.ones(3, dtype=INT)}, "prefix_lengths", "have shape [2] (batch)", "[3]"),
+    ({"prefix_lengths": torch.ones(B)}, "prefix_lengths", "be int32 or int64", "float32"),
+    ({"document_ids": torch.ones(S, dtype=INT)}, "document_ids", "have shape [2, 8] (batch, queries)", "[8]"),
+    ({"document_ids": (torch.ones(B, S, dtype=INT),)}, "document_ids", "be a tensor or a pair", "1 of them"),
+    ({"alibi_slopes": torch.ones(3)}, "alibi_slopes", "have shape [4] (heads, or batch and heads)", "[3]"),
+    ({"alibi_slopes": torch.ones(H, dtype=INT)}, "alibi_slopes", "be floating point", "int32"),
+    ({"alibi_slopes": torch.ones(H).requires_grad_()}, "alibi_slopes", "not require a gradient", "one that does"),
+    ({"sinks": torch.ones(3)}, "sinks", "have shape [4] (heads)", "[3]"),
+    ({"sinks": _meta(H)}, "sinks", "be on query's device cpu", "meta"),
+    ({"key_lengths": [8, 8]}, "key_lengths", "be a tensor of shape [2] (batch)", "[8, 8]"),
+    ({"key_lengths": _meta(B, dtype=INT)}, "key_lengths", "be on query's device cpu", "meta"),
+    ({"query_lengths": torch.ones(B)}, "query_lengths", "be int32 or int64", "float32"),
+]
+
+PACKED: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"query": torch.randn(1, S, H, D)}, "query", "have 3 dims (thd)", "[1, 8, 4, 16]"),
+    ({"cu_seqlens_q": [0, 3, 8]}, "cu_seqlens_q", "be a tensor", "[0, 3, 8]"),
+    ({"cu_seqlens_q": torch.ones(2, 3, dtype=INT)}, "cu_seqlens_q", "have shape [batch + 1]", "[2, 3]"),
+    ({"cu_seqlens_q": torch.tensor([0.0, 8.0])}, "cu_seqlens_q", "be int32 or int64", "float32"),
+    ({"cu_seqlens_q": _meta(3, dtype=INT)}, "cu_seqlens_q", "be on query's device cpu", "meta"),
+    ({"cu_seqlens_k": torch.ones(4, dtype=INT)}, "cu_seqlens_k", "have shape [3] (as cu_seqlens_q)", "[4]"),
+    ({"cu_seqlens_q_padded": torch.ones(4, dtype=INT)}, "cu_seqlens_q_padded", "have shape [3]", "[4]"),
+    ({"seqused_k": torch.ones(3, dtype=INT)}, "seqused_k", "have shape [2] (batch)", "[3]"),
+    ({"max_seqlen_q": torch.tensor(5)}, "max_seqlen_q", "be an integer of at least 0, known to the host", "tensor(5)"),
+    ({"max_seqlen_k": -1}, "max_seqlen_k", "be an integer of at least 0", "-1"),
+]
+
+
+def _id(case: tuple[dict[str, Any], str, str, str]) -> str:
+    return f"{case[1]}-{case[3]}"
+
+
+def _fails(function: Callable[..., Any], arguments: dict[str, Any], argument: str, must: str, got: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        function(**arguments)
+    message = str(raised.value)
+    assert message.startswith(f"{function.__name__}: {argument} must "), message
+    assert argument in message and must in message and message.endswith(f"got {got}"), message
+
+
+@pytest.mark.parametrize("case", DENSE, ids=_id)
+def test_errors(case: tuple[dict[str, Any], str, str, str]) -> None:
+    changed, *expected = case
+    _fails(attention, _dense(**changed), *expected)
+
+
+@pytest.mark.parametrize("case", PACKED, ids=_id)
+def test_errors_of_packed_sequences(case: tuple[dict[str, Any], str, str, str]) -> None:
+    changed, *expected = case
+    _fails(varlen_attention, _packed(**changed), *expected)
+
+
+def _strided(x: Tensor) -> Tensor:
+    """The same values, every second element of memory."""
+    return torch.stack([x, torch.full_like(x, 99)], -1).flatten(-2)[..., ::2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_small_tensors_may_have_strides(dtype: torch.dtype) -> None:
+    """Kernels read them without: an ALiBi slope may be expanded, cu_seqlens a column of a table, of either dtype."""
+    starts, lengths = torch.tensor([0, 3, 8], dtype=dtype), torch.tensor([5, 8], dtype=dtype)
+    packed: dict[str, Any] = {
+        "alibi_slopes": torch.rand(1, 1).expand(B, H),
+        "sinks": torch.randn(H),
+        "seqused_k": starts.diff() - 1,
+    }
+    dense: dict[str, Any] = {
+        "key_lengths": lengths,
+        "prefix_lengths": lengths - 4,
+        "document_ids": torch.arange(B * S).view(B, S) // 5,
+    }
+    for function, arguments in (
+        (varlen_attention, _packed(cu_seqlens_q=starts, **packed)),
+        (attention, _dense(**dense)),
+    ):
+        strided = {n: x if n in ("query", "key", "value") else _strided(x) for n, x in arguments.items()}
+        reference = function(**arguments, backend="reference")
+        torch.testing.assert_close(function(**strided), reference)
