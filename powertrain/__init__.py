@@ -19,6 +19,7 @@ _PUBLIC = {
     "geglu": "powertrain.ops.activations",
     "gelu": "powertrain.ops.activations",
     "attention_backend": "powertrain.ops.attention.select",
+    "attention_backward": "powertrain.ops.attention.backward",
     "explain_attention": "powertrain.ops.attention.explain",
     "decode_attention": "powertrain.ops.attention.decode",
     "merge_attentions": "powertrain.ops.attention.merge",

@@ -1,6 +1,7 @@
 """Attention: one op for every mask, layout and head dim, and the backends that compute it."""
 
 from powertrain.ops.attention.api import attention, varlen_attention
+from powertrain.ops.attention.backward import attention_backward
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.attention.explain import explain_attention
 from powertrain.ops.attention.masks import MaskSpec, MaskTensors
@@ -13,6 +14,7 @@ __all__ = [
     "NoBackendError",
     "attention",
     "attention_backend",
+    "attention_backward",
     "decode_attention",
     "explain_attention",
     "merge_attentions",

@@ -6,13 +6,14 @@ about 6 * CHUNK_BYTES of scores, and the gradients in float32.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from powertrain.ops.attention.masks import MaskSpec, MaskTensors
-from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
 from powertrain.ops.attention.reference import assemble, attention_ref, sequences
 from powertrain.ops.layout import acc_dtype
 
@@ -34,6 +35,58 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
         options = (call.mask, call.scale, call.dropout_p, call.dropout_seed, first)
         parts.append(_Chunked.apply(q, k, v, tensors.bias, tensors.sinks, tensors, *options))
     return assemble(call, parts)
+
+
+def backward(
+    call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) where `out` and `lse` may be those of a larger attention of which these keys are a part: that is
+    out = sum_n w_n out_n with w_n = exp(lse_n - lse), so this part's results n have the gradients
+
+        dout_n = w_n dout        dlse_n = w_n (dlse + dout . (out_n - out))
+    """
+    inputs = (call.query, call.key, call.value)
+    dtype = acc_dtype(call.query.dtype)
+    with torch.enable_grad():
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        query, key, value = leaves
+        own, own_lse = run(replace(call, query=query, key=key, value=value))
+    dout, apart = dout.to(dtype), own.detach() - out
+    grad = to_lse_order(dout * apart, call.layout).sum(-1) + (0.0 if dlse is None else dlse)
+    unseen = own_lse == -torch.inf
+    weight = torch.exp(own_lse - lse).masked_fill(unseen, 0.0).detach()
+    grad = (weight * grad).masked_fill(unseen, 0.0)
+    dout = from_lse_order(weight, call.layout)[..., None] * dout
+    grads = torch.autograd.grad([own, own_lse], leaves, [dout, grad])
+    dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
+    return dq, dk, dv
+
+
+_LSE_ORDER: dict[Layout, tuple[int, ...]] = {
+    "bshd": (0, 2, 1),
+    "bhsd": (0, 1, 2),
+    "sbhd": (1, 2, 0),
+    "thd": (1, 0),
+    "bmghk": (0, 2, 3, 1),
+}
+_FROM_LSE_ORDER: dict[Layout, tuple[int, ...]] = {
+    "bshd": (0, 2, 1),
+    "bhsd": (0, 1, 2),
+    "sbhd": (2, 0, 1),
+    "thd": (1, 0),
+    "bmghk": (0, 3, 1, 2),
+}
+
+
+def to_lse_order(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor of the query's dims, those before the last in the order of an LSE's."""
+    order = _LSE_ORDER[layout]
+    return x.permute(*order, len(order))
+
+
+def from_lse_order(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor of an LSE's dims in the order of the query's."""
+    return x.permute(_FROM_LSE_ORDER[layout])
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:
