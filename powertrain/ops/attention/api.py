@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from math import inf
 from operator import index
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from powertrain.ops.attention.masks import BiasKind, MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionProblem, Layout, Lengths, Varlen
 from powertrain.ops.philox import dropout_seed as draw_seed
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import falls_back, is_traced, refuse_vmap, use_kernel
 from powertrain.runtime.target import Target
 
 MAX_HEAD_DIM = 512
@@ -42,7 +44,8 @@ _DIMS: dict[Layout, tuple[int, int, int]] = {  # where batch, sequence and heads
 def check_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Sizes:
     """Check query, key and value against each other and their layout."""
     dims = {"thd": 3, "bmghk": 5}.get(layout, 4)
-    checks.require(query.dtype in _DTYPES, op, "query", "be float16, bfloat16, float32 or float64", query.dtype)
+    if query.dtype not in _DTYPES:
+        checks.fail(op, "query", "be float16, bfloat16, float32 or float64", checks.name(query.dtype))
     checks.same_device(op, "query", query, key=key, value=value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != dims:
@@ -71,6 +74,7 @@ def check_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout
     return Sizes(batch, heads, kv_heads, query.shape[sequence], key.shape[sequence])
 
 
+@falls_back("attention")
 def attention(
     query: Tensor,
     key: Tensor,
@@ -98,30 +102,29 @@ def attention(
 ) -> Any:
     """TODO"""
     op = "attention"
+    if layout == "thd":
+        checks.fail(op, "layout", f"be one of {', '.join(map(repr, _DENSE))}", "'thd' (use varlen_attention)")
     checks.one_of(op, "layout", layout, _DENSE)
-    query, key, value = _autocast(query, key, value)
+    query, key, value = _autocast(op, query, key, value)
     sizes = check_qkv(op, query, key, value, layout)
     for name, lengths in (("query_lengths", query_lengths), ("key_lengths", key_lengths)):
         checks.shape(op, name, lengths, (sizes.batch,), "batch")
+    checks.same_device(op, "query", query, query_lengths=query_lengths, key_lengths=key_lengths)
     mask, tensors = lower_mask(
         op, sizes, attn_bias=attn_bias, is_causal=is_causal, causal_align=causal_align, window_size=window_size,
         chunk_size=chunk_size, prefix_lengths=prefix_lengths, document_ids=document_ids, alibi_slopes=alibi_slopes,
         softcap=softcap, sinks=sinks,
     )  # fmt: skip
-    varlen = Varlen(
-        None,
-        None,
-        as_int32(op, "query_lengths", query_lengths),
-        as_int32(op, "key_lengths", key_lengths),
-        sizes.queries,
-        sizes.keys,
-    )
+    query_lengths = as_int32(op, "query_lengths", query_lengths)
+    key_lengths = as_int32(op, "key_lengths", key_lengths)
+    varlen = Varlen(None, None, query_lengths, key_lengths, sizes.queries, sizes.keys)
     call = make_call(
         op, query, key, value, layout, mask, tensors, varlen, scale, dropout_p, dropout_seed, return_lse, deterministic
     )
     return _run(call, sizes, dropout_seed is not None, backend)
 
 
+@falls_back("varlen_attention")
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -154,13 +157,25 @@ def varlen_attention(
     op = "varlen_attention"
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        checks.require(tensor.dim() == 1 and tensor.shape[0] > 0, op, name, "be [batch + 1]", list(tensor.shape))
-    query_starts, query_used = sequence_starts(op, "q", cu_seqlens_q, cu_seqlens_q_padded, seqused_q)
-    key_starts, key_used = sequence_starts(op, "k", cu_seqlens_k, cu_seqlens_k_padded, seqused_k)
+        checks.tensor(op, name, tensor)
+        if tensor.dim() != 1 or tensor.shape[0] == 0:
+            checks.fail(op, name, "have shape [batch + 1]", list(tensor.shape))
     checks.shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "as cu_seqlens_q")
-    varlen = Varlen(query_starts, key_starts, query_used, key_used, max_seqlen_q or 0, max_seqlen_k or 0)
-    query, key, value = _autocast(query, key, value)
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if longest is not None and not (isinstance(longest, int) and longest >= 0):
+            checks.fail(op, name, "be an integer of at least 0, known to the host, or None", repr(longest))
+    query, key, value = _autocast(op, query, key, value)
     sizes = check_qkv(op, query, key, value, "thd")._replace(batch=cu_seqlens_q.shape[0] - 1)
+    checks.same_device(
+        op, "query", query, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
+        seqused_k=seqused_k, cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_k_padded=cu_seqlens_k_padded,
+    )  # fmt: skip
+    query_starts, query_used = sequence_starts(op, "q", cu_seqlens_q, cu_seqlens_q_padded, seqused_q)
+    key_starts, key_used = query_starts, query_used
+    ours, others = (cu_seqlens_q, cu_seqlens_q_padded, seqused_q), (cu_seqlens_k, cu_seqlens_k_padded, seqused_k)
+    if any(x is not y for x, y in zip(ours, others, strict=True)):
+        key_starts, key_used = sequence_starts(op, "k", *others)
+    varlen = Varlen(query_starts, key_starts, query_used, key_used, max_seqlen_q or 0, max_seqlen_k or 0)
     mask, tensors = lower_mask(
         op, sizes, is_causal=is_causal, causal_align=causal_align, window_size=window_size, chunk_size=chunk_size,
         prefix_lengths=prefix_lengths, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks,
@@ -177,10 +192,21 @@ def sequence_starts(
     """(where sequences begin, their lengths if they end before the next begins)."""
     checks.shape(op, f"cu_seqlens_{side}_padded", padded, cu_seqlens.shape, f"as cu_seqlens_{side}")
     checks.shape(op, f"seqused_{side}", used, (cu_seqlens.shape[0] - 1,), "batch")
-    if padded is not None and used is None:
-        used = cu_seqlens.diff()
-    starts = cu_seqlens if padded is None else padded
-    return starts.to(torch.int32), None if used is None else used.to(torch.int32)
+    name, starts = (f"cu_seqlens_{side}", cu_seqlens) if padded is None else (f"cu_seqlens_{side}_padded", padded)
+    lengths = as_int32(op, f"seqused_{side}", used)
+    if padded is not None and lengths is None:
+        lengths = as_int32(op, f"cu_seqlens_{side}", cu_seqlens.diff())
+    return as_int32(op, name, starts), lengths
+
+
+def _window(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
+    must = "be two integers of at least -1, (left, right), -1 for no bound"
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        checks.fail(op, "window_size", must, repr(window_size))
+    left, right = window_size
+    if not (isinstance(left, int) and isinstance(right, int) and left >= -1 and right >= -1):
+        checks.fail(op, "window_size", must, repr(window_size))
+    return left, right
 
 
 def lower_mask(
@@ -201,13 +227,16 @@ def lower_mask(
     """Mask arguments to (MaskSpec, MaskTensors), checked."""
     batch, heads, _, queries, keys = sizes
     checks.one_of(op, "causal_align", causal_align, ("top_left", "bottom_right"))
-    left, right = window_size
+    left, right = _window(op, window_size)
     if is_causal:
         right = 0
-    checks.require(chunk_size >= 0, op, "chunk_size", "be at least 0", chunk_size)
-    checks.require(softcap >= 0, op, "softcap", "be at least 0", softcap)
+    if not (isinstance(chunk_size, int) and chunk_size >= 0):
+        checks.fail(op, "chunk_size", "be an integer of at least 0 (0: no chunks)", repr(chunk_size))
+    if not (isinstance(softcap, (int, float)) and 0 <= softcap < inf):
+        checks.fail(op, "softcap", "be a finite number of at least 0 (0: none)", repr(softcap))
     bias_kind: BiasKind = "none"
     if attn_bias is not None:
+        checks.tensor(op, "attn_bias", attn_bias)
         bias_kind = "bool" if attn_bias.dtype is torch.bool else "float"
         checks.require(2 <= attn_bias.dim() <= 4, op, "attn_bias", "have 2 to 4 dims", list(attn_bias.shape))
         attn_bias = attn_bias[(None,) * (4 - attn_bias.dim())]
@@ -221,28 +250,34 @@ def lower_mask(
             checks.require(floating, op, "attn_bias", "be bool or floating point", checks.name(attn_bias.dtype))
     if prefix_lengths is not None:
         checks.shape(op, "prefix_lengths", prefix_lengths, (batch,), "batch")
-        prefix_lengths = prefix_lengths.to(torch.int32)
+        prefix_lengths = as_int32(op, "prefix_lengths", prefix_lengths)
     query_documents = key_documents = None
     if document_ids is not None:
-        query_documents, key_documents = document_ids if isinstance(document_ids, tuple) else (document_ids,) * 2
+        pair = document_ids if isinstance(document_ids, tuple) else (document_ids, document_ids)
+        if len(pair) != 2:
+            checks.fail(op, "document_ids", "be a tensor or a pair, of queries and of keys", f"{len(pair)} of them")
+        query_documents, key_documents = pair
         checks.shape(op, "document_ids", query_documents, (batch, queries), "batch, queries")
         checks.shape(op, "document_ids", key_documents, (batch, keys), "batch, keys")
-        query_documents, key_documents = query_documents.to(torch.int32), key_documents.to(torch.int32)
+        query_documents = as_int32(op, "document_ids", query_documents)
+        key_documents = as_int32(op, "document_ids", key_documents)
     if alibi_slopes is not None:
+        checks.tensor(op, "alibi_slopes", alibi_slopes)
         expected = (heads,) if alibi_slopes.dim() == 1 else (batch, heads)
         checks.shape(op, "alibi_slopes", alibi_slopes, expected, "heads, or batch and heads")
         checks.require(
-            not alibi_slopes.requires_grad,
-            op,
-            "alibi_slopes",
-            "not require a gradient",
-            "one that does",
+            alibi_slopes.is_floating_point(), op, "alibi_slopes", "be floating point", checks.name(alibi_slopes.dtype)
         )
-        alibi_slopes = alibi_slopes.float()
-    checks.shape(op, "sinks", sinks, (heads,), "heads")
+        if alibi_slopes.requires_grad:
+            checks.fail(op, "alibi_slopes", "not require a gradient (use .detach())", "one that does")
+        alibi_slopes = alibi_slopes.float().contiguous()
+    if sinks is not None:
+        checks.shape(op, "sinks", sinks, (heads,), "heads")
+        checks.require(sinks.is_floating_point(), op, "sinks", "be floating point", checks.name(sinks.dtype))
+        sinks = sinks.contiguous()
     spec = MaskSpec(
-        left=max(left, -1),
-        right=max(right, -1),
+        left=left,
+        right=right,
         bottom_right=causal_align == "bottom_right",
         chunk=chunk_size,
         prefix=prefix_lengths is not None,
@@ -271,14 +306,18 @@ def make_call(
     return_lse: bool,
     deterministic: bool | None,
 ) -> AttentionCall:
-    checks.require(0 <= dropout_p < 1, op, "dropout_p", "be in [0, 1)", dropout_p)
+    if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
+        checks.fail(op, "dropout_p", "be a number in [0, 1)", repr(dropout_p))
+    if scale is not None and not isinstance(scale, (int, float)):
+        checks.fail(op, "scale", "be a number, known to the host, or None", repr(scale))
     if seed is not None:
         checks.shape(op, "dropout_seed", seed, (2,), "seed and operation")
         checks.require(seed.dtype is torch.int64, op, "dropout_seed", "be int64", checks.name(seed.dtype))
     checks.same_device(
-        op, "query", query, **tensors._asdict(), dropout_seed=seed, query_starts=varlen.query_starts,
-        key_starts=varlen.key_starts, query_lengths=varlen.query_used, key_lengths=varlen.key_used,
+        op, "query", query, attn_bias=tensors.bias, alibi_slopes=tensors.alibi_slopes, sinks=tensors.sinks,
+        prefix_lengths=tensors.prefix, document_ids=tensors.query_documents, dropout_seed=seed,
     )  # fmt: skip
+    checks.same_device(op, "query", query, document_ids=tensors.key_documents)
     return AttentionCall(
         query, key, value, layout, mask, tensors, varlen,
         float(query.shape[-1] ** -0.5 if scale is None else scale), float(dropout_p),
@@ -289,6 +328,9 @@ def make_call(
 
 def _run(call: AttentionCall, sizes: Sizes, seeded: bool, backend: str | Sequence[str] | None) -> Any:
     """Choose a backend by the facts of the call, and run it."""
+    op = "varlen_attention" if call.layout == "thd" else "attention"
+    if use_kernel(op, call.query):
+        refuse_vmap(op, call.query, call.key, call.value)
     facts = _facts(call, sizes, seeded)
     if torch.compiler.is_compiling():
         plain = (*facts[:4], *(getattr(call.mask, name) for name in _MASK_FIELDS), *facts[5:-1], *facts[-1])
@@ -312,7 +354,7 @@ def _facts(call: AttentionCall, sizes: Sizes, seeded: bool) -> tuple[Any, ...]:
         or (tensors.sinks is not None and tensors.sinks.requires_grad)
     )
     equal = varlen.query_starts is varlen.key_starts if call.layout == "thd" else None
-    compiling = torch.compiler.is_compiling()
+    compiling = is_traced(query)
     elements = query.numel() + key.numel() + value.numel()
     batch, heads, kv_heads, queries, keys = sizes
     return (
@@ -378,7 +420,10 @@ def problem_of(
     )
 
 
-def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _autocast(op: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three in autocast's dtype, as F.scaled_dot_product_attention casts its own."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        checks.tensor(op, name, x)
     kind = query.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind) or query.dtype is torch.float64:
         return query, key, value
@@ -401,5 +446,13 @@ def _aligned(query: Tensor, key: Tensor, value: Tensor, compiling: bool) -> bool
     return (bits * size | query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
 
 
+@overload
+def as_int32(op: str, name: str, x: Tensor) -> Tensor: ...
+@overload
+def as_int32(op: str, name: str, x: None) -> None: ...
+@overload
+def as_int32(op: str, name: str, x: Tensor | None) -> Tensor | None: ...
 def as_int32(op: str, name: str, x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(torch.int32)
+    """An argument of whole numbers as the kernels read it: int32, without strides."""
+    checks.integers(op, name, x)
+    return None if x is None else x.to(torch.int32).contiguous()
