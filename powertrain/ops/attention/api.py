@@ -100,7 +100,63 @@ def attention(
     deterministic: bool | None = None,
     backend: str | Sequence[str] | None = None,
 ) -> Any:
-    """TODO"""
+    """Softmax attention for every mask, layout and head dim, by the fastest backend that takes the call.
+
+        s = scale * q k^T;  s = softcap * tanh(s / softcap);  s -= slope * |p - j|;  s += attn_bias
+        out = dropout(softmax(s over the keys that the mask lets see)) v
+
+    Query i stands at position p = i, or with causal_align "bottom_right" at p = i + Sk - Sq, where query_lengths and
+    key_lengths replace Sq and Sk if given. masks.py says which keys j it sees.
+
+    Shapes: B batch, Sq queries, Sk keys, H heads (a multiple of K key heads), D and E head dims, 1 to 512 each.
+        layout           query             key               value
+        "bshd"           [B, Sq, H, D]     [B, Sk, K, D]     [B, Sk, K, E]
+        "bhsd"           [B, H, Sq, D]     [B, K, Sk, D]     [B, K, Sk, E]
+        "sbhd"           [Sq, B, H, D]     [Sk, B, K, D]     [Sk, B, K, E]
+        "bmghk"          [B, Sq, G, H, D]  [B, Sk, G, H, D]  [B, Sk, G, H, E]; H there are the heads of a group
+        query, key, value   one dtype: float16, bfloat16, float32 or float64 (float64 without our kernels). The last dim
+                         has stride 1, the others any: what is expanded (stride 0) along heads or groups is read once
+        attn_bias        broadcasts to [B, H, Sq, Sk] from 2 to 4 dims; bool (True: is seen) or floating, added. Its
+                         gradient has its own shape
+        is_causal        no key after the query's position
+        causal_align     where positions count from: "bottom_right", the last query at the last key, or "top_left", the
+                         first at the first. The same if Sq == Sk. Windows, chunks and ALiBi count so too
+        window_size      (left, right) keys before and after the position that are seen, -1: all; is_causal holds too
+        chunk_size       positions see the keys of their own chunk of this size only; 0: no chunks
+        prefix_lengths   [B] int: keys below it are seen, whatever causal, window and chunk say
+        document_ids     [B, Sq] int, or a pair ([B, Sq], [B, Sk]): equal ids see each other, a negative one nobody
+        alibi_slopes     [H] or [B, H], floating, without a gradient
+        softcap          0: none
+        sinks            [H] floating: one more score per head in the softmax's denominator, with no value, not scaled
+                         or capped; with gradient
+        scale            a number; None: D^-0.5
+        dropout_p        in [0, 1), applied whenever it is not 0
+        dropout_seed     [2] int64 on the device: drops the same elements whatever backend, tiles and packing; backends
+                         that draw their own are not taken then. None: from PyTorch's generator of the device, so that
+                         torch.manual_seed, checkpointing and CUDA graphs act as on F.dropout
+        query_lengths, key_lengths   [B] int: how many of Sq and Sk count, the first ones. Never read by the host but on
+                         the CPU; what lies behind them is not read either (NaN does not leak), its results are 0
+        return_lse       (out, lse): also the log-sum-exp of the scores, differentiable
+        deterministic    backward must give the same bits every time; None: as torch.use_deterministic_algorithms says.
+                         Ours always do; others are not taken
+        backend          a name, or names to try in order and no others; "-name" forbids. See attention_backend,
+                         explain_attention and docs/attention.md
+    int is int32 or int64 (converted).
+
+    Returns out in query's layout and dtype, with E for D; with return_lse also LSE in nats, float32 (float64 for
+        float64): [B, H, Sq], for "bmghk" [B, G, H, Sq]. A query that sees no key gives 0 and an LSE of -inf (the sink's
+        score with a sink), and its gradients are 0. Under autocast query, key and value are cast to autocast's dtype.
+    Numerics: scores, softmax and sums in float32; probabilities are rounded to value's dtype before their product.
+        float32 products are full precision unless torch.set_float32_matmul_precision allows TF32.
+    Memory beyond inputs and results, our kernel: LSE, 4 * B * H * Sq bytes, is saved beside inputs and out; backward
+        takes 8 * B * H * ceil(Sq / 128) * 128 bytes; document_ids 8 * B * (Sq + Sk) and their sorting; the gradient of
+        sinks 4 * B * H * Sq * (E + 3). On the CPU "chunked" takes about 0.2 GiB of scores, and float32 gradients. Only
+        "reference" keeps 4 * B * H * Sq * Sk bytes, several times, and repeats key heads.
+    Raises ValueError naming the argument, what it must be and what it was; NoBackendError with every backend's reasons
+        and the smallest change where none that is allowed takes the call. Double backward raises and names the way out.
+    Source: Dao, arXiv:2307.08691 (FlashAttention-2); Rabe and Staats, arXiv:2112.05682; Press et al., arXiv:2108.12409
+        (ALiBi); Xiao et al., arXiv:2309.17453 (sinks).
+    """
     op = "attention"
     if layout == "thd":
         checks.fail(op, "layout", f"be one of {', '.join(map(repr, _DENSE))}", "'thd' (use varlen_attention)")
@@ -153,7 +209,31 @@ def varlen_attention(
     deterministic: bool | None = None,
     backend: str | Sequence[str] | None = None,
 ) -> Any:
-    """TODO"""
+    """`attention` over sequences of different lengths that are packed one behind the other, layout "thd".
+
+    Shapes: T tokens of all B sequences, for queries Tq, for keys Tk; H heads (a multiple of K key heads), D and E head
+        dims, 1 to 512 each.
+        query          [Tq, H, D]  dtypes and strides as in `attention`
+        key, value     [Tk, K, D], [Tk, K, E]
+        cu_seqlens_q   [B + 1] int32 or int64 (converted) on query's device: sequence n is rows cu[n] to cu[n + 1]. May
+                       repeat (an empty sequence) and end before Tq. Never read by the host but on the CPU
+        cu_seqlens_k   the same of the keys; None: cu_seqlens_q
+        max_seqlen_q, max_seqlen_k   upper bounds known to the host, for flash-2, which launches by them (too small a
+                       one leaves rows out); our kernel needs none. None: Tq, Tk
+        cu_seqlens_q_padded, cu_seqlens_k_padded   [B + 1]: where sequences begin, if not one behind the other; the
+                       differences of cu_seqlens are then their lengths only
+        seqused_q, seqused_k   [B]: their lengths, if less than that
+        prefix_lengths [B]; alibi_slopes [H] or [B, H]; sinks [H]
+    is_causal to backend are those of `attention`: positions count within a sequence, as do dropout's rows and columns
+    (and the sequence's number in the batch), so that packing changes no result.
+
+    Returns out [Tq, H, E] in query's dtype; with return_lse also LSE [H, Tq] in nats, float32 (float64 for float64),
+        differentiable. Rows of no sequence, between two and behind the last, are 0 with an LSE of -inf and have zero
+        gradients, and are never read: NaN there does not leak.
+    Numerics, determinism and errors are those of `attention`.
+    Memory beyond inputs and results, our kernel: 4 * H * Tq bytes saved, 8 * H * ceil(Tq / 128) * 128 in backward.
+    Source: as for `attention`; arguments of flash_attn_varlen_func and TransformerEngine's thd.
+    """
     op = "varlen_attention"
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):

@@ -136,6 +136,8 @@ def test_small_tensors_may_have_strides(dtype: torch.dtype) -> None:
         (varlen_attention, _packed(cu_seqlens_q=starts, **packed)),
         (attention, _dense(**dense)),
     ):
-        strided = {n: x if n in ("query", "key", "value") else _strided(x) for n, x in arguments.items()}
+        strided: dict[str, Any] = {
+            n: x if n in ("query", "key", "value") else _strided(x) for n, x in arguments.items()
+        }
         reference = function(**arguments, backend="reference")
         torch.testing.assert_close(function(**strided), reference)
