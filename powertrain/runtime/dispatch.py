@@ -34,6 +34,29 @@ def _modes_active() -> bool:
     )
 
 
+def is_traced(x: Tensor) -> bool:
+    """Values cannot be read on the host here: torch.compile, a tensor subclass (a fake tensor), functorch."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in _PLAIN
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def refuse_vmap(name: str, *tensors: Tensor) -> None:
+    """Raise NotImplementedError if torch.vmap batches one of the tensors."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    if any(torch._C._functorch.is_batchedtensor(x) for x in tensors):
+        raise NotImplementedError(_NO_VMAP.format(name=name))
+
+
+_NO_VMAP = (
+    "{name}: vmap is not implemented; add the batch dimension to the tensors, "
+    "or use `with powertrain.disable(...)` to take plain PyTorch"
+)
+
+
 def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with an empty tensor for each output that is None."""
 
@@ -155,10 +178,7 @@ class Op:
         self._rehearsed.add(key)
 
     def _refuse_vmap(self, info: Any, in_dims: Any, *args: Any) -> Any:
-        raise NotImplementedError(
-            f"{self.name}: vmap is not implemented; add the batch dimension to the tensors, "
-            f"or use `with powertrain.disable(...)` to take plain PyTorch"
-        )
+        raise NotImplementedError(_NO_VMAP.format(name=self.name))
 
     def _autograd_function(
         self, backward: Callable[..., Any], setup_context: Callable[..., None], num_results: int | None

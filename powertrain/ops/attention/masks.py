@@ -60,6 +60,17 @@ class MaskSpec:
     def has_window(self) -> bool:
         return self.left >= 0 or self.right > 0
 
+    def sees(self, p: Tensor, j: Tensor) -> Tensor:
+        """Whether position p sees key j, as far as bounds and chunks say; p and j broadcast."""
+        visible = torch.ones(torch.broadcast_shapes(p.shape, j.shape), dtype=torch.bool, device=p.device)
+        if self.left >= 0:
+            visible = visible & (j >= p - self.left)
+        if self.right >= 0:
+            visible = visible & (j <= p + self.right)
+        if self.chunk:
+            visible = visible & (p.div(self.chunk, rounding_mode="floor") == j // self.chunk)
+        return visible
+
     def materialize(
         self,
         num_queries: int,
@@ -71,7 +82,9 @@ class MaskSpec:
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor | None]:
         """(visible, added) for one sequence length: bool [b|1, h|1, queries, keys], and what is added to the capped
-        scores, in `dtype` and broadcastable to the same, or None. `rows`: of these queries only. O(queries * keys) memory."""
+        scores, in `dtype` and broadcastable to the same, or None. `rows`: of these queries only.
+
+        O(queries * keys) memory."""
         tensors = tensors or MaskTensors()
         given = next((t for t in tensors if t is not None), None)
         device = given.device if device is None and given is not None else device
@@ -79,24 +92,34 @@ class MaskSpec:
         i = torch.arange(*rows, device=device)[:, None]
         j = torch.arange(num_keys, device=device)[None, :]
         p = i + (num_keys - num_queries if self.bottom_right else 0)
-        visible = torch.ones(i.shape[0], num_keys, dtype=torch.bool, device=device)
-        if self.left >= 0:
-            visible = visible & (j >= p - self.left)
-        if self.right >= 0:
-            visible = visible & (j <= p + self.right)
-        if self.chunk:
-            visible = visible & (p.div(self.chunk, rounding_mode="floor") == j // self.chunk)
-        visible = visible[None, None]
+        visible = self.sees(p, j)[None, None]
         if tensors.prefix is not None:
             visible = visible | (j < tensors.prefix[:, None, None, None])
+        return self.add(visible, p - j, tensors, None, dtype, rows)
+
+    def add(
+        self,
+        visible: Tensor,  # bool [b|1, 1, queries, keys]: by position
+        distance: Tensor,  # p - j, broadcasts to the same
+        tensors: "MaskTensors",
+        sequence: Tensor | None,  # [1|b, queries] number of each query's sequence; None: one per batch entry
+        dtype: torch.dtype,
+        rows: tuple[int | None, int | None] = (None, None),
+    ) -> tuple[Tensor, Tensor | None]:
+        """(visible, added) with documents, ALiBi and the bias."""
         if tensors.query_documents is not None and tensors.key_documents is not None:
             ids, others = tensors.query_documents[:, None, slice(*rows), None], tensors.key_documents[:, None, None, :]
             visible = visible & (ids == others) & (ids >= 0)
         added = None
         if tensors.alibi_slopes is not None:
             slopes = tensors.alibi_slopes.to(dtype)
-            slopes = slopes.view(1, -1, 1, 1) if slopes.dim() == 1 else slopes[:, :, None, None]
-            added = -slopes * (p - j).abs()
+            if slopes.dim() == 1:
+                slopes = slopes.view(1, -1, 1, 1)
+            elif sequence is None:
+                slopes = slopes[:, :, None, None]
+            else:
+                slopes = slopes[sequence].transpose(1, 2)[..., None]
+            added = -slopes * distance.abs()
         if tensors.bias is not None:
             bias = tensors.bias[:, :, slice(*rows)] if tensors.bias.shape[2] > 1 else tensors.bias
             if bias.dtype is torch.bool:

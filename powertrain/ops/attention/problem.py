@@ -133,3 +133,8 @@ class AttentionCall:
     dropout_seed: Tensor | None  # [2] int64 on the device; backends of ours draw keep from it, None: nothing is dropped
     return_lse: bool
     deterministic: bool
+
+    @property
+    def has_lengths(self) -> bool:
+        """Sequences differ in length, and only the device knows how."""
+        return self.layout == "thd" or self.varlen.query_used is not None or self.varlen.key_used is not None

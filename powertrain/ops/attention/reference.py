@@ -7,6 +7,8 @@
 O(queries * keys) memory per sequence.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from powertrain.ops.attention.masks import MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import AttentionCall, Layout
 from powertrain.ops.layout import acc_dtype
 from powertrain.ops.philox import halves, philox, threshold
+from powertrain.runtime.dispatch import is_traced, without_autocast
 
 _TO_BSHD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
 
@@ -35,10 +38,13 @@ def attention_keep(
 ) -> Tensor:  # [batch, heads, rows, cols]
     """What dropout keeps, bool. Word col % 4 of the counter (col // 4, row, batch * heads + head, low word of seed[1])
     under the key seed[0]; rows and columns count within their sequence, so tiles, packing and backend do not matter."""
-    head = torch.arange(num_heads, device=seed.device)
-    stream = (batch[:, None] * num_heads + head)[:, :, None, None]
-    counter = (cols[None, None, None, :] // 4, rows[None, None, :, None], stream, halves(seed[1])[0])
-    words = torch.stack(torch.broadcast_tensors(*philox(seed[0], counter)))
+    return _keep(seed, batch[:, None, None, None], num_heads, rows[None, None, :, None], cols[None, None, None, :], p)
+
+
+def _keep(seed: Tensor, batch: Tensor, num_heads: int, rows: Tensor, cols: Tensor, p: float) -> Tensor:
+    """`attention_keep` of 4-D tensors that broadcast."""
+    stream = batch * num_heads + torch.arange(num_heads, device=seed.device)[None, :, None, None]
+    words = torch.stack(torch.broadcast_tensors(*philox(seed[0], (cols // 4, rows, stream, halves(seed[1])[0]))))
     drawn = words.gather(0, (cols % 4).expand(words.shape[1:])[None])[0]
     return drawn >> 1 >= threshold(p)
 
@@ -65,15 +71,41 @@ def attention_ref(
     """
     mask, tensors = mask or MaskSpec(), tensors or MaskTensors()
     dtype = acc_dtype(query.dtype) if upcast else query.dtype
+    num_queries = query.shape[1] if num_queries is None else num_queries
+    rows = (0, query.shape[1]) if rows is None else rows
+    visible, added = mask.materialize(
+        num_queries, key.shape[1], tensors, rows=rows, device=query.device, dtype=acc_dtype(dtype)
+    )
+    keep = None
+    if dropout_p > 0:
+        assert dropout_seed is not None
+        i, j = torch.arange(*rows, device=query.device), torch.arange(key.shape[1], device=query.device)
+        batch = torch.arange(query.shape[0], device=query.device) if batch is None else batch
+        keep = attention_keep(dropout_seed, batch, query.shape[2], i, j, dropout_p)
+    return _attend(query, key, value, visible, added, keep, dropout_p, mask, tensors, scale, dtype)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,  # bool [b|1, h|1, queries, keys]
+    added: Tensor | None,  # to the capped scores; broadcasts to the same
+    keep: Tensor | None,  # bool, the same
+    dropout_p: float,
+    mask: MaskSpec,
+    tensors: MaskTensors,
+    scale: float | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The formulas, in `dtype`."""
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+        with without_autocast(query.device):
+            return _attend(query, key, value, visible, added, keep, dropout_p, mask, tensors, scale, dtype)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (query, key, value))
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    num_queries = q.shape[2] if num_queries is None else num_queries
-    rows = (0, q.shape[2]) if rows is None else rows
-    visible, added = mask.materialize(
-        num_queries, k.shape[2], tensors, rows=rows, device=q.device, dtype=acc_dtype(dtype)
-    )
     s = (q @ k.mT) * scale
     if mask.softcap:
         s = mask.softcap * torch.tanh(s / mask.softcap)
@@ -87,11 +119,7 @@ def attention_ref(
     seen = (s > -torch.inf).any(-1, keepdim=True)
     # a row that sees nothing: its scores become finite first, so that no gradient is NaN
     p = torch.exp(s.masked_fill(~seen, 0.0) - lse.masked_fill(~seen, 0.0).to(dtype)).masked_fill(~seen, 0.0)
-    if dropout_p > 0:
-        assert dropout_seed is not None
-        i, j = torch.arange(*rows, device=q.device), torch.arange(s.shape[-1], device=q.device)
-        batch = torch.arange(q.shape[0], device=q.device) if batch is None else batch
-        keep = attention_keep(dropout_seed, batch, q.shape[1], i, j, dropout_p)
+    if keep is not None:
         p = torch.where(keep, p / (1 - dropout_p), 0.0)
     out = p @ v
     return out.transpose(1, 2).to(query.dtype), lse.squeeze(-1)
@@ -150,7 +178,12 @@ def assemble(call: AttentionCall, parts: list[tuple[Tensor, Tensor]]) -> tuple[T
 
 
 def run_reference(call: AttentionCall, upcast: bool = True) -> tuple[Tensor, Tensor]:
-    """(o, lse) of a call by `attention_ref`, sequence by sequence; differentiated by PyTorch."""
+    """(o, lse) of a call by `attention_ref`, sequence by sequence; differentiated by PyTorch.
+
+    Lengths are read on the host. Where nobody can (torch.compile, fake tensors) all sequences are computed at once, and
+    those that do not belong together masked: O(all queries * all keys) memory."""
+    if call.has_lengths and (is_traced(call.query) or call.query.is_meta):
+        return _run_at_once(call, upcast)
     parts = []
     for q, k, v, tensors, first in sequences(call):
         batch = torch.arange(first, first + q.shape[0], device=q.device)
@@ -161,3 +194,52 @@ def run_reference(call: AttentionCall, upcast: bool = True) -> tuple[Tensor, Ten
             )
         )  # fmt: skip
     return assemble(call, parts)
+
+
+class _Side(NamedTuple):
+    """The sequences along the queries or the keys of a call; [b, n] of dense layouts, [1, n] of thd."""
+
+    sequence: Tensor  # its number
+    position: Tensor  # in its sequence
+    inside: Tensor  # bool: within its length
+    lengths: Tensor  # [batch]
+
+
+def _side(x: Tensor, starts: Tensor | None, used: Tensor | None) -> _Side:
+    at = torch.arange(x.shape[1], device=x.device)[None]
+    if starts is None:
+        sequence = torch.arange(x.shape[0], device=x.device)[:, None]
+        lengths = torch.full_like(sequence[:, 0], x.shape[1]) if used is None else used
+        return _Side(sequence, at, at < lengths[:, None], lengths)
+    lengths = starts.diff() if used is None else used
+    sequence = torch.searchsorted(starts[1:].contiguous(), at.to(starts.dtype), right=True)
+    exists = sequence < lengths.shape[0]
+    sequence = sequence.clamp(max=lengths.shape[0] - 1)
+    position = at - starts[sequence]
+    return _Side(sequence, position, exists & (position >= 0) & (position < lengths[sequence]), lengths)
+
+
+def _run_at_once(call: AttentionCall, upcast: bool) -> tuple[Tensor, Tensor]:
+    mask, tensors, varlen = call.mask, call.tensors, call.varlen
+    packed = call.layout == "thd"
+    q, k, v = (x[None] if packed else to_bshd(x, call.layout) for x in (call.query, call.key, call.value))
+    rows, cols = _side(q, varlen.query_starts, varlen.query_used), _side(k, varlen.key_starts, varlen.key_used)
+    i, j, number = rows.position[:, :, None], cols.position[:, None, :], rows.sequence[:, :, None]
+    p = i + (cols.lengths - rows.lengths)[number] if mask.bottom_right else i
+    visible = mask.sees(p, j)
+    if tensors.prefix is not None:
+        visible = visible | (j < tensors.prefix[number])
+    visible = visible & (number == cols.sequence[:, None, :]) & rows.inside[:, :, None] & cols.inside[:, None, :]
+    visible, added = mask.add(visible[:, None], (p - j)[:, None], tensors, rows.sequence, acc_dtype(q.dtype))
+    keep = None
+    if call.dropout_p > 0:
+        assert call.dropout_seed is not None
+        keep = _keep(call.dropout_seed, number[:, None], q.shape[2], i[:, None], j[:, None], call.dropout_p)
+    dtype = acc_dtype(q.dtype) if upcast else q.dtype
+    out, lse = _attend(q, k, v, visible, added, keep, call.dropout_p, mask, tensors, call.scale, dtype)
+    lse = lse.masked_fill(~rows.inside[:, None], -torch.inf)
+    if packed:
+        return out[0], lse[0]
+    if call.layout == "bmghk":
+        lse = lse.unflatten(1, call.query.shape[2:4])
+    return from_bshd(out, call.layout, call.query), lse

@@ -47,18 +47,25 @@ class _Lazy:
 
     def __init__(self, name: str, module: str) -> None:
         self.name, self._module = name, module
+        self._loaded: Any = None  # Dynamo cannot trace an import, so `run` does not make it
+
+    def _load(self) -> Any:
+        if self._loaded is None:
+            self._loaded = importlib.import_module(self._module)
+        return self._loaded
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
         if self.name == "triton":
-            if dispatch._is_disabled("attention"):
-                yield Reason('switched off by powertrain.disable("attention") or POWERTRAIN_DISABLE', "leave that out")
+            name = "varlen_attention" if problem.layout == "thd" else "attention"
+            if dispatch._is_disabled("attention") or dispatch._is_disabled(name):
+                yield Reason(f'switched off by powertrain.disable("{name}") or POWERTRAIN_DISABLE', "leave that out")
             if problem.target is None and not settings().interpret:
                 yield Reason("our kernels run on GPUs", "use chunked or cpu, or move the tensors to a GPU")
                 return  # no need to import Triton for that
-        yield from importlib.import_module(self._module).why_not(problem)
+        yield from self._load().why_not(problem)
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        result: tuple[Tensor, Tensor | None] = importlib.import_module(self._module).run(call)
+        result: tuple[Tensor, Tensor | None] = self._loaded.run(call)
         return result
 
 
@@ -69,8 +76,7 @@ class Reference:
     draws_keep = True
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
-        if problem.compiling and (problem.layout == "thd" or problem.has_key_lengths):
-            yield Reason("the reference reads sequence lengths on the host", "use triton, or call it outside")
+        return iter(())
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         return run_reference(call)

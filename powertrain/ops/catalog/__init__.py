@@ -26,6 +26,7 @@ class Case:
     inputs: Inputs
     tiny: tuple[int, ...]  # a shape for the interpreter: few programs, odd tails
     full: tuple[int, ...]  # a shape for a GPU: that of the benchmark
+    slack: int = 0  # of the judge: see testing/numerics.py
 
     @property
     def id(self) -> str:

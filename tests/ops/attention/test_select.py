@@ -376,7 +376,7 @@ def test_torch_compile(dynamic: bool) -> None:
 def test_compiling_takes_only_what_can_be_traced() -> None:
     with assume(ALL):
         assert chosen(problem(compiling=True)) == "cudnn"
-        assert "host" in reasons("reference", problem(compiling=True, layout="thd"))
+        assert "host" in reasons("chunked", problem(compiling=True))
 
 
 def test_precision_of_float32_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
