@@ -18,6 +18,8 @@ _PUBLIC = {
     "swiglu": "powertrain.ops.activations",
     "geglu": "powertrain.ops.activations",
     "gelu": "powertrain.ops.activations",
+    "attention": "powertrain.ops.attention",
+    "varlen_attention": "powertrain.ops.attention",
     "attention_backend": "powertrain.ops.attention.select",
     "attention_backward": "powertrain.ops.attention.backward",
     "explain_attention": "powertrain.ops.attention.explain",

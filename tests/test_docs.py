@@ -1,6 +1,7 @@
 """What the documents promise: the README's code runs, its commands and links exist, every op is in the tables."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,9 @@ def test_links_commands_and_files_exist(page: Path) -> None:
     for path in re.findall(r"\b(?:tests|docs|runtime|ops|benchmarks)/[\w/]+\.(?:py|md)\b", text):
         stands_for_any = path.endswith(("/x.py", "/test_x.py"))
         assert stands_for_any or any((root / path).exists() for root in (ROOT, ROOT / "powertrain")), path
+
+
+def test_the_tables_of_attention_are_what_the_code_says() -> None:
+    page = (ROOT / "docs" / "attention.md").read_text()
+    updated = runpy.run_path(str(ROOT / "scripts" / "attention_tables.py"))["updated"]
+    assert updated(page) == page, "python scripts/attention_tables.py"

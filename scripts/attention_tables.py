@@ -1,0 +1,243 @@
+"""`python scripts/attention_tables.py`: write the tables of docs/attention.md, from the code that they are about.
+
+A table stands between the lines `<!-- made: NAME -->` and `<!-- end -->`; NAME is a function of this file.
+tests/test_docs.py fails where a table is not what the code says.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from powertrain.compat import transformer_engine
+from powertrain.compat.xformers.ops.fmha import attn_bias
+from powertrain.ops.attention import flash_attn, sdpa
+from powertrain.ops.attention.installed import Installed, assume
+from powertrain.ops.attention.limits import Limits
+from powertrain.ops.attention.masks import MaskSpec
+from powertrain.ops.attention.problem import AttentionProblem, Lengths
+from powertrain.ops.attention.select import BACKENDS, ORDERS, Order
+from powertrain.runtime import checks
+from powertrain.runtime.target import Target
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "attention.md"
+ARCHS = (75, 80, 86, 89, 90, 100, 103, 120)
+EVERYTHING = Installed(
+    (2, 11), True, 91900, (("flash-attn", "2.8.3"), ("flash-attn-3", "3.0.0"), ("flash-attn-4", "4.0.0"))
+)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head), *(list(row) for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def code(text: str) -> str:
+    return f"`{text}`"
+
+
+def transformer_engine_masks() -> str:
+    """attn_mask_type to our arguments, by the function that lowers it."""
+    rows = []
+    for name in transformer_engine._MASKS:
+        ours = transformer_engine._positions(name, None, None)
+        words = ["is_causal=True", f'causal_align="{ours["causal_align"]}"'] if ours["window_size"][1] == 0 else []
+        words += ["query_lengths, key_lengths, or cu_seqlens_q, cu_seqlens_k"] if "padding" in name else []
+        words += ["attn_bias (bool, True: seen; there True: masked out)"] if name == "arbitrary" else []
+        rows.append((code(name), ", ".join(words) or "nothing"))
+    return table(("`attn_mask_type`", "here"), rows)
+
+
+class _Symbol(int):
+    """A number that is written as it was computed."""
+
+    def __new__(cls, text: str) -> "_Symbol":
+        number = super().__new__(cls, 100)
+        number.text = text
+        return number
+
+    text: str
+
+    def __sub__(self, other: int) -> "_Symbol":
+        return _Symbol(f"{self} - {other}")
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def xformers_masks() -> str:
+    """Every attn_bias class, by its band."""
+    rows = []
+    for name, kind in vars(attn_bias).items():
+        if not inspect.isclass(kind) or not issubclass(kind, attn_bias.AttentionBias) or name.startswith("_"):
+            continue
+        if kind is attn_bias.AttentionBias:
+            continue
+        bias = object.__new__(kind)
+        numbers = {"_window_size": "n", "window_left": "left", "window_right": "right"}
+        vars(bias).update({field: _Symbol(letter) for field, letter in numbers.items()})
+        rows.append((code(name), _band(bias.band), _storage(kind)))
+    return table(("class", "in a sequence", "sequences"), rows)
+
+
+def _band(band: attn_bias.Band) -> str:
+    left, right, bottom_right = band
+    corner = "bottom right" if bottom_right else "top left"
+    if isinstance(left, _Symbol) or isinstance(right, _Symbol):
+        return f"window ({left}, {right}), {corner}"
+    return f"causal, {corner}" if right == 0 else "all keys"
+
+
+def _storage(kind: type) -> str:
+    words = [
+        word for base, word in (("Gappy", "keys anywhere"), ("PaddedKeys", "padded keys")) if base in kind.__name__
+    ]
+    words += ["in pages"] if issubclass(kind, attn_bias._PagedBias) else []
+    packed = issubclass(kind, attn_bias._BlockBias)
+    words += ["a float bias added"] if kind.HOLDS_DENSE_TENSOR else []  # type: ignore[attr-defined]
+    return ", ".join(words) or ("packed" if packed else "a batch")
+
+
+def limits() -> str:
+    """What each backend takes at the most; the known faults below take from it."""
+    rows = []
+    for name, backend in BACKENDS.items():
+        found = getattr(backend, "limits", None)
+        rows.append((code(name), *(_taken(found) if isinstance(found, Limits) else _ours(name))))
+    return table(("backend", "GPUs", "dtypes", "head dims", "layouts", "masks and dropout", "backward"), rows)
+
+
+def _taken(given: Limits) -> tuple[str, ...]:
+    first, last = given.archs
+    span = "the CPU" if last == 0 else f"sm_{first}" if first == last else f"sm_{first} to sm_{last}"
+    dims = f"to {given.head_dim}" + (f", multiples of {given.head_dim_multiple}" if given.head_dim_multiple > 1 else "")
+    dims += ", v apart" if given.head_dims_differ else ""
+    masks = {
+        "bottom right": given.bottom_right, "top left": given.top_left, "windows": given.window, "ALiBi": given.alibi,
+        "softcap": given.softcap, "sinks": given.sinks, "dense masks without gradient": given.bias,
+        "dropout": given.dropout,
+    }  # fmt: skip
+    return (
+        span,
+        ", ".join(_short(dtype) for dtype in given.dtypes),
+        dims,
+        ", ".join(given.layouts),
+        ", ".join(["causal", *(word for word, takes in masks.items() if takes)]),
+        "deterministic if asked" if given.deterministic else "not deterministic",
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return checks.name(dtype).replace("bfloat", "bf").replace("float", "fp")
+
+
+def _ours(name: str) -> tuple[str, ...]:
+    where, dtypes = ("all", "fp16, bf16, fp32") if name == "triton" else ("all, and the CPU", "these and fp64")
+    return where, dtypes, "to 512, v apart", "all", "all", "deterministic"
+
+
+def head_dims() -> str:
+    """The widest head dim each backend trains and infers with per arch, asked of its `why_not`."""
+    names = [name for name in BACKENDS if name not in ("cpu", "chunked", "reference")]
+    rows = [(f"sm_{arch}", *(_widest(name, arch) for name in names)) for arch in ARCHS]
+    return table(("", *map(code, names)), rows)
+
+
+def _widest(name: str, arch: int) -> str:
+    dtype = torch.float16 if arch < 80 else torch.bfloat16
+
+    def takes(d: int, dv: int, needs_grad: bool) -> bool:
+        mask = MaskSpec(right=0, bottom_right=True)
+        problem = AttentionProblem(dtype, d, dv, Target.parse(f"sm_{arch}"), mask, needs_grad=needs_grad)
+        return not list(BACKENDS[name].why_not(problem))
+
+    cells = []
+    with assume(EVERYTHING):
+        for needs_grad in (True, False):
+            equal = [d for d in range(16, 513, 16) if takes(d, d, needs_grad)]
+            gaps = [d for d in range(16, max(equal, default=0), 16) if d not in equal]
+            words = [_spans(equal)] if gaps else [str(max(equal))] if equal else []
+            words += ["192/128"] if takes(192, 128, needs_grad) else []
+            cells.append(", ".join(words) or "-")
+    return cells[0] if cells[0] == cells[1] else f"{cells[0]}; inference {cells[1]}"
+
+
+def _spans(dims: list[int]) -> str:
+    """ "16-192, 256": multiples of 16, runs of them as their ends."""
+    runs: list[list[int]] = []
+    for d in dims:
+        if runs and d == runs[-1][-1] + 16:
+            runs[-1].append(d)
+        else:
+            runs.append([d])
+    if len(runs) > 2:
+        return f"multiples of {dims[1] - dims[0]} to {dims[-1]}"
+    return ", ".join(f"{'' if run[0] == 16 else f'{run[0]}-' if len(run) > 1 else ''}{run[-1]}" for run in runs)
+
+
+def known_faults() -> str:
+    """What is avoided by not choosing a backend."""
+    lists = (sdpa.CUDNN_BAD, sdpa.FLASH_BAD, sdpa.CPU_BAD, flash_attn.FLASH4_BAD)
+    rows = [(bad.text, bad.fix, _link(bad.source)) for entries in lists for bad in entries]
+    return table(("fault", "what to do", "source"), rows)
+
+
+def _link(source: str) -> str:
+    found = re.fullmatch(r"https://github.com/([\w.-]+)/([\w.-]+)/issues/(\d+)", source)
+    return f"[{found[1]}/{found[2]}#{found[3]}]({source})" if found else source
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "float32, TF32 allowed": {"dtype": torch.float32, "tf32": True},
+    "float32": {"dtype": torch.float32},
+    "up to 16 queries": {"size": "decode", "needs_grad": False},
+    "up to 1024 queries": {"size": "short"},
+    "up to 4096 queries, forward alone": {"size": "medium", "needs_grad": False},
+    "up to 4096 queries": {"size": "medium"},
+    "more queries": {},
+    "value wider than 128, with backward": {"head_dim_qk": 256, "head_dim_v": 256},
+}
+
+
+def orders() -> str:
+    """In which order backends are tried, and how that is known."""
+    found: dict[int, tuple[list[str], list[str]]] = {}  # number in ORDERS: its GPUs, its kinds of problems
+    for place in ("cpu", *(f"sm_{arch}" for arch in ARCHS)):
+        for kind, facts in KINDS.items():
+            places, kinds = found.setdefault(_order(None if place == "cpu" else Target.parse(place), facts), ([], []))
+            places += [] if place in places else [place]
+            kinds += [] if kind in kinds else [kind]
+    rows = []
+    for index, (places, kinds) in sorted(found.items()):
+        order = ORDERS[index]
+        names = ", ".join(name for name in order.names if name not in ("chunked", "reference"))
+        where = places[0] if len(places) == 1 else f"{places[0]} to {places[-1]}"
+        halves = [kind for kind in KINDS if not kind.startswith("float32")]
+        what = "all" if len(kinds) == len(KINDS) else "fp16, bf16" if kinds == halves else "; ".join(kinds)
+        rows.append((where, what, names, order.known))
+    return table(("GPU", "problems", "order", "known by"), rows)
+
+
+def _order(target: Target | None, changed: dict[str, Any]) -> int:
+    facts: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128} | changed
+    size = facts.pop("size", "long")
+    problem = AttentionProblem(target=target, lengths=Lengths(size=size), **facts)
+    fits: Callable[[Order], bool] = lambda o: o.archs[0] <= problem.arch <= o.archs[1] and o.applies(problem)  # noqa: E731
+    return next(index for index, order in enumerate(ORDERS) if fits(order))
+
+
+def updated(page: str) -> str:
+    """The page with its tables as the code has them now."""
+
+    def made(found: re.Match[str]) -> str:
+        return f"{found[1]}{globals()[found[2]]()}\n<!-- end -->"
+
+    return re.sub(r"(<!-- made: (\w+) -->\n).*?<!-- end -->", made, page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text()))
