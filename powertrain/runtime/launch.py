@@ -79,6 +79,13 @@ class Loaded:
         # (buffer, address of the pointer array, that array): taken and put back by launches, so threads never share one
         self.slots: list[tuple[Any, int, Any]] = []
 
+    def scratch(self, programs: int, device: int) -> list[Tensor]:
+        """Memory for the hidden scratch pointers. Hold it until the launch is queued: the caching allocator then reuses it
+        in stream order."""
+        where = torch.device("cuda", device)
+        sizes = (self.facts["global_scratch"], self.facts["profile_scratch"])
+        return [torch.empty(programs * size, dtype=torch.int8, device=where) for size in sizes]
+
     def new_slot(self) -> tuple[Any, int, Any]:
         buffer = ctypes.create_string_buffer(self._size)
         base = ctypes.addressof(buffer)
@@ -215,17 +222,9 @@ class Kernel:
 
     def _run(self, loaded: Loaded, device: int, grid: tuple[int, ...], arguments: list[Any]) -> None:
         gx, gy, gz = (*grid, 1, 1)[:3]
-        scratch = [0] * _HIDDEN_PARAMETERS
-        if loaded.has_scratch:
-            # held until the launch is queued; the caching allocator then reuses it in stream order
-            programs = gx * gy * gz
-            kept = [
-                torch.empty(programs * loaded.facts[name], dtype=torch.int8, device=torch.device("cuda", device))
-                for name in ("global_scratch", "profile_scratch")
-            ]
-            scratch = [tensor.data_ptr() for tensor in kept]
+        kept = loaded.scratch(gx * gy * gz, device)
         slot = loaded.slots.pop() if loaded.slots else loaded.new_slot()
-        loaded.pack_into(slot[0], 0, *arguments, *scratch)
+        loaded.pack_into(slot[0], 0, *arguments, *(tensor.data_ptr() for tensor in kept))
         with torch.cuda.device(device):
             driver.make_context_current(device)
             stream = torch._C._cuda_getCurrentRawStream(device)
@@ -243,14 +242,18 @@ def launch(grid, {parameters}):
 {pointers}
     key = ({key},)
     loaded = None if state.active else tables.get(device, EMPTY).get(key)
-    if loaded is None or loaded.has_scratch or current_device() != device or 0 in grid:
+    if loaded is None or current_device() != device or 0 in grid:
         return prepare(grid, key, {values}, {constants})
+    gx, gy, gz = (*grid, 1, 1)[:3]
+    scratch = profile = 0
+    if loaded.has_scratch:
+        kept = loaded.scratch(gx * gy * gz, device)
+        scratch, profile = kept[0].data_ptr(), kept[1].data_ptr()
     slot = loaded.slots.pop() if loaded.slots else loaded.new_slot()
     try:
-        loaded.pack_into(slot[0], 0, {packed}, 0, 0)
+        loaded.pack_into(slot[0], 0, {packed}, scratch, profile)
     except StructError:
         return prepare(grid, None, {values}, {constants})
-    gx, gy, gz = (*grid, 1, 1)[:3]
     code = launch_kernel()(
         loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, current_stream(device), slot[1], None
     )

@@ -8,13 +8,11 @@
     dbias = ds before the softcap's factor, summed over the dims that were broadcast
 
 `dkdv`: a program per block of keys runs over the queries that see it, and over the query heads that share it. `dq`: a
-program per block of queries, over keys as in forward. `dbias`: a program per tile of the bias. Rows behind a sequence get
-zeros.
+program per block of queries, over keys as in forward. `dbias`: a program per tile of the bias. Rows behind a sequence
+get zeros.
 
 Source: Dao 2023, arXiv:2307.08691; the tiles were measured here (triton_flash.py).
 """
-
-# ruff: noqa: N803, N806
 
 import triton
 import triton.language as tl
@@ -50,8 +48,8 @@ from powertrain.runtime.launch import kernel
 
 @kernel(aligned=("row_stride",))
 def _attention_rows_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, batch, queries, kv_heads, repeats, head_of_kv, head_of_repeat, size, row_stride,
-    stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, batch, queries, kv_heads, repeats, head_of_kv, head_of_repeat, size,
+    row_stride, stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,
     D: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Two numbers a row for the kernels that follow: LSE in base 2 and delta, both 0 where a row sees nothing and
@@ -93,15 +91,18 @@ def _row_values(base, i, length, VARLEN: tl.constexpr):
 
 @triton.jit
 def _weights(
-    product, i, j, p, others, lse, rows, limits, factor, bias, documents,
+    product, i_first, j_first, i, j, p, p_first, others, lse, rows, limits, factor, bias, documents,
     HAS: tl.constexpr, ADDS: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """(p, tanh with a softcap) of a tile of q k^T, either way round; rows = (queries, keys, positions of `others`).
 
     Rows behind the sequence need no mask: their q and do are 0 and their lse and delta finite. Nor do keys there, where
     BOUNDED is not set: what they get is not stored."""
     s, t = capped(product, factor, CAP[0], CAP[1])
-    s, seen = add_bias(s, i, j, p, rows[0], rows[1], bias, ADDS)
+    s, seen = add_bias(s, i_first, j_first, i, j, p, p_first, rows[0], rows[1], bias, ADDS, KEYS_FIRST)
+    if ADDS[0] == 2:
+        lse += bias[3] * (p - p_first).to(tl.float32)
     weights = tl.exp2(s - lse)
     if MASKED or ADDS[1]:
         if MASKED:
@@ -145,8 +146,9 @@ def _add_dkdv(
         delta = _row_values(rows_ptr + size, i, q_len, VARLEN)[None, :]
         i = i[None, :]
         weights, t = _weights(
-            product, i, j, i + offset, i, lse, rows, limits, factor, bias, documents, HAS, ADDS, CAP, MASKED, False
-        )
+            product, start, first, i, j, i + offset, start + offset, i, lse, rows, limits, factor, bias, documents, HAS,
+            ADDS, CAP, MASKED, False, True,
+        )  # fmt: skip
         dropped = weights
         if ADDS[3]:
             keep = tl.trans(keep_tile(dropout, tl.trans(i), first, BLOCK_M, BLOCK_N))
@@ -237,7 +239,20 @@ def _attention_dkdv_kernel(
             at = (b64 * heads + head) * row_stride
             if q_starts_ptr is not None:
                 at = to_int64(head) * row_stride + q64
-            bias = bias_of(bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch)
+            bias = bias_of(
+                bias_ptr,
+                slopes_ptr,
+                b64,
+                head,
+                bias_strides,
+                slopes_stride_b,
+                batch,
+                queries,
+                keys,
+                ADDS,
+                BLOCK_M,
+                BLOCK_N,
+            )
             dropout = (begin, b, threshold)
             if ADDS[3]:
                 dropout = (seed_ptr, b * heads + head, threshold)
@@ -257,7 +272,9 @@ def _attention_dkdv_kernel(
         at = (b64 * heads + head) * row_stride
         if q_starts_ptr is not None:
             at = to_int64(head) * row_stride + q64
-        bias = bias_of(bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch)
+        bias = bias_of(
+            bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch, queries, keys, ADDS, BLOCK_M, BLOCK_N
+        )
         dropout = (begin, b, threshold)
         if ADDS[3]:
             dropout = (seed_ptr, b * heads + head, threshold)
@@ -302,8 +319,9 @@ def _add_dq(
             dp = dot_rows(do, v, PRECISION)
         j = start + tl.arange(0, BLOCK_N)[None, :]
         weights, t = _weights(
-            product, i, j, p, j, lse, rows, limits, factor, bias, documents, HAS, ADDS, CAP, MASKED, True
-        )
+            product, rows[3], start, i, j, p, rows[4], j, lse, rows, limits, factor, bias, documents, HAS, ADDS, CAP,
+            MASKED, True, False,
+        )  # fmt: skip
         if ADDS[3]:
             dp = tl.where(keep_tile(dropout, i, start, BLOCK_M, BLOCK_N), dp * keep_scale, 0.0)
         ds = weights * (dp - delta)
@@ -372,7 +390,9 @@ def _attention_dq_kernel(
         full_begin, full_end = begin, begin  # every block is masked
     end = tl.where(first < q_len, end, full_end)  # behind the sequence: zeros
     bias_strides = (bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
-    bias = bias_of(bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch)
+    bias = bias_of(
+        bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch, queries, keys, ADDS, BLOCK_M, BLOCK_N
+    )
     factor = factors(scale, softcap, CAP[0])
     dropout = (i, b, threshold)
     if ADDS[3]:
@@ -388,23 +408,24 @@ def _attention_dq_kernel(
     else:
         q = load_tile(q_src, first, q_len, stride_qs, D[0], P_QK, BLOCK_M, TMA, True)
         do = load_tile(do_src, first, q_len, stride_dos, D[1], P_V, BLOCK_M, TMA, True)
-    rows = (q_len, k_len, k_len)
+    rows = (q_len, k_len, k_len, first, first + offset)
     strides = (stride_ks, stride_vs)
     dq = zeros_tile(BLOCK_M, P_QK)
     if HAS[0] or HAS[2]:
         dq = _add_dq(
-            dq, begin, full_begin, q, do, k_src, v_src, i, i + offset, rows, lse, delta, limits, factor, bias, documents,
-            dropout, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, True,
+            dq, begin, full_begin, q, do, k_src, v_src, i, i + offset, rows, lse, delta, limits, factor, bias,
+            documents, dropout, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA,
+            PRECISION, True,
         )  # fmt: skip
     if qdoc_ptr is None:
         dq = _add_dq(
             dq, full_begin, full_end, q, do, k_src, v_src, i, i + offset, rows, lse, delta, limits, factor, bias,
-            documents, dropout, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION,
-            False,
+            documents, dropout, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA,
+            PRECISION, False,
         )  # fmt: skip
     dq = _add_dq(
-        dq, full_end, end, q, do, k_src, v_src, i, i + offset, rows, lse, delta, limits, factor, bias, documents, dropout,
-        strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, True,
+        dq, full_end, end, q, do, k_src, v_src, i, i + offset, rows, lse, delta, limits, factor, bias, documents,
+        dropout, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, True,
     )  # fmt: skip
     store_tile(dq_base, scale_tile(dq, scale), first, q_len, q_room, stride_dqs, D[0], P_QK, BLOCK_M)
 
@@ -441,8 +462,8 @@ def _attention_dbias_kernel(
         if head_of_kv == 1:
             kv, repeat = index % (heads // repeats), index // (heads // repeats)
         b64, kv64, r64 = to_int64(b), to_int64(kv), to_int64(repeat)
-        q_start, q_len, q_room = span_of(None, q_used_ptr, b, batch, queries)
-        k_start, k_len, k_room = span_of(None, k_used_ptr, b, batch, keys)
+        q_len = span_of(None, q_used_ptr, b, batch, queries)[1]
+        k_len = span_of(None, k_used_ptr, b, batch, keys)[1]
         offset = q_len * 0
         if BOTTOM_RIGHT:
             offset = k_len - q_len
@@ -452,7 +473,20 @@ def _attention_dbias_kernel(
         v_base = v_ptr + b64 * stride_vb + kv64 * stride_vh + r64 * stride_vr
         do_base = do_ptr + b64 * stride_dob + kv64 * stride_doh + r64 * stride_dor
         at = (b64 * heads + index) * row_stride
-        bias = bias_of(bias_ptr, slopes_ptr, b64, index, bias_strides, slopes_stride_b, batch)
+        bias = bias_of(
+            bias_ptr,
+            slopes_ptr,
+            b64,
+            index,
+            bias_strides,
+            slopes_stride_b,
+            batch,
+            queries,
+            keys,
+            ADDS,
+            BLOCK_M,
+            BLOCK_N,
+        )
         dropout = (j, b, threshold)
         if ADDS[3]:
             dropout = (seed_ptr, b * heads + index, threshold)
@@ -483,11 +517,11 @@ def _attention_dbias_kernel(
                 dp = dot_rows(do, v, PRECISION)
             inside = i < q_len
             lse = tl.load(rows_ptr + at + i, mask=inside, other=float("inf"))
-            documents, none, nothing = documents_of(qdoc_ptr, kdoc_ptr, None, b64, i, q_len, queries, keys)
-            weights, t = _weights(
-                product, i, j, i + offset, j, lse, (q_len, k_len, k_len), limits, factor, bias, documents, HAS, ADDS, CAP,
-                True, True,
-            )  # fmt: skip
+            documents = documents_of(qdoc_ptr, kdoc_ptr, None, b64, i, q_len, queries, keys)[0]
+            weights = _weights(
+                product, start, j_first, i, j, i + offset, start + offset, j, lse, (q_len, k_len, k_len), limits,
+                factor, bias, documents, HAS, ADDS, CAP, True, True, False,
+            )[0]  # fmt: skip
             if ADDS[3]:
                 dp = tl.where(keep_tile(dropout, i, j_first, BLOCK_M, BLOCK_N), dp * keep_scale, 0.0)
             total += weights * (dp - tl.load(rows_ptr + size + at + i, mask=inside, other=0.0))

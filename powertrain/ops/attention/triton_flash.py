@@ -1,7 +1,7 @@
 """The universal backend: our own Triton kernels, for every problem on every GPU.
 
-Forward: triton_forward.py. Backward: triton_backward.py, two kernels without atomics (dk and dv per block of keys, dq per
-block of queries), so it is deterministic. Saved for backward: the inputs, out, and lse, float32 [b, h, sq].
+Forward: triton_forward.py. Backward: triton_backward.py, two kernels without atomics (dk and dv per block of keys, dq
+per block of queries), so it is deterministic. Saved for backward: the inputs, out, and lse, float32 [b, h, sq].
 
 Memory beyond inputs and results: backward 8 * b * h * sq bytes (lse in base 2, and delta).
 FLOPs: forward 2 * pairs * (dqk + dv) per head, backward 2 * pairs * (3 * dqk + 2 * dv) useful, and one product of each
@@ -17,9 +17,9 @@ from torch import Tensor
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
 from powertrain.ops.attention.triton_backward import (
     _attention_dbias_kernel,
-    _attention_rows_kernel,
     _attention_dkdv_kernel,
     _attention_dq_kernel,
+    _attention_rows_kernel,
 )
 from powertrain.ops.attention.triton_forward import _attention_fwd_kernel
 from powertrain.ops.attention.triton_tiles import pieces
@@ -124,20 +124,45 @@ _FORWARD = (
 )
 
 
+_NARROW = _Plan(32, 32, 4, 1)
+
+
+def _is_narrow(d_qk: int, d_v: int, regular: bool) -> bool:
+    """One piece of 16 columns without 16-byte strides: with 64 rows, and so wgmma, Triton 3.6 gave wrong results and
+    read outside (value head dim 7, odd strides, on an H200)."""
+    return not regular and min(d_qk, d_v) <= 16
+
+
+def _feature(args: "_Args") -> str:
+    """What weighs most on a tile beside the products."""
+    if args.bias is not None or args.seed is not None:
+        return "bias"
+    if args.softcap > 0:
+        return "softcap"
+    if args.slopes is not None:
+        return "alibi"
+    return "window" if args.left >= 0 or args.chunk > 0 else "plain"
+
+
 def _fma_plan(d: int) -> _Plan:
     return _Plan(32, 32, 8, 1) if d <= 128 else _Plan(32, 16, 8, 1)
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
-def _plan_fwd(element: int, d_qk: int, d_v: int, featured: bool, fma: bool, target: Target) -> _Plan:
+def _plan_fwd(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma: bool, target: Target) -> _Plan:
     if fma:
         return _fma_plan(max(d_qk, d_v))
     if target.has_wgmma and element == 2:
+        if _is_narrow(d_qk, d_v, regular):
+            return _NARROW
         largest = max(d_qk, d_v)
         if largest <= 64:
-            return _Plan(128, 128, 4, 3)
+            return _Plan(128, 64, 8, 3, 128) if feature == "bias" else _Plan(64, 128, 4, 2)
         if largest <= 128:
-            return _Plan(128, 64, 8, 2, 128) if featured else _Plan(128, 64, 4, 2)
+            # causal, 2 x 8192 x 16 heads, ms: plain 1.11, 1.13 with 8 warps; softcap 1.19 (1.23); bias 1.40 (1.32)
+            if feature == "softcap":
+                return _Plan(64, 64, 4, 3)
+            return _Plan(128, 64, 8, 2, 128) if feature in ("bias", "window") else _Plan(128, 64, 4, 2)
         if largest <= 192:
             return _Plan(128, 64, 8, 3)
         if largest <= 256:
@@ -147,23 +172,27 @@ def _plan_fwd(element: int, d_qk: int, d_v: int, featured: bool, fma: bool, targ
 
 
 def _parts(d_qk: int, d_v: int, need_dk: bool, need_dv: bool, target: Target) -> tuple[str, ...]:
-    """Launches of the dkdv kernel. Wide heads want one each for dk and dv, whose sums fill the registers: D256 on an H200
-    2.7 ms against 3.4."""
+    """Launches of the dkdv kernel. Wide heads want one each for dk and dv, whose sums fill the registers: D256 on an
+    H200 3.1 ms against 3.4."""
     if need_dk and need_dv:
         return ("dk", "dv") if max(d_qk, d_v) > (192 if target.has_wgmma else 256) else ("both",)
     return ("dk",) if need_dk else ("dv",)
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
-def _plan_dkdv(element: int, d_qk: int, d_v: int, fma: bool, part: str, target: Target) -> _Plan:
+def _plan_dkdv(
+    element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma: bool, part: str, target: Target
+) -> _Plan:
     largest = max(d_qk, d_v)
     if fma:
         return _Plan(32, 32, 8, 1) if largest <= 64 else _Plan(16, 16, 8, 1)
     if target.has_wgmma and element == 2:
+        if _is_narrow(d_qk, d_v, regular):
+            return _NARROW
         if largest <= 64:
-            return _Plan(128, 64, 4, 2)
+            return _Plan(64, 64, 4, 3) if feature in ("bias", "alibi") else _Plan(128, 64, 4, 2)
         if largest <= 128:
-            return _Plan(64, 64, 4, 2)
+            return _Plan(32, 64, 4, 3) if feature == "bias" else _Plan(64, 64, 4, 2)
         if largest <= 192:
             return _Plan(32, 64, 4, 2)
         if largest <= 256:
@@ -187,15 +216,17 @@ _BACKWARD = (
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
-def _plan_dq(element: int, d_qk: int, d_v: int, fma: bool, target: Target) -> _Plan:
+def _plan_dq(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma: bool, target: Target) -> _Plan:
     largest = max(d_qk, d_v)
     if fma:
         return _Plan(32, 32, 8, 1) if largest <= 64 else _Plan(16, 16, 8, 1)
     if target.has_wgmma and element == 2:
+        if _is_narrow(d_qk, d_v, regular):
+            return _NARROW
         if largest <= 64:
             return _Plan(64, 64, 4, 3, tma=False)
         if largest <= 128:
-            return _Plan(128, 64, 8, 3, tma=False)
+            return _Plan(64, 64, 4, 2) if feature == "window" else _Plan(128, 64, 8, 3, tma=False)
         if largest <= 192:
             return _Plan(128, 32, 8, 3, tma=False)
         if largest <= 256:
@@ -205,10 +236,10 @@ def _plan_dq(element: int, d_qk: int, d_v: int, fma: bool, target: Target) -> _P
 
 
 @tunable("never measured", ("num_warps",))
-def _plan_dbias(element: int, d_qk: int, d_v: int, fma: bool, target: Target) -> _Plan:
+def _plan_dbias(element: int, d_qk: int, d_v: int, regular: bool, fma: bool, target: Target) -> _Plan:
     if fma:
         return _Plan(32, 32, 8, 1)
-    if max(d_qk, d_v) * element <= 256:
+    if max(d_qk, d_v) * element <= 256 and not _is_narrow(d_qk, d_v, regular):
         return _Plan(64, 64, 4, 1)
     return _Plan(32, 32, 4, 1)
 
@@ -218,7 +249,7 @@ FMA_PIECE = 32  # without tensor cores a dot holds all of its inner dim in regis
 
 def _uses_fma(dtype: torch.dtype, target: Target) -> bool:
     """Products without tensor cores: float32 at full precision, and everything where Triton cannot reach them."""
-    return not target.has_tensor_core_dot or _precision(dtype, target) == "ieee" and dtype is torch.float32
+    return not target.has_tensor_core_dot or (dtype is torch.float32 and _precision(dtype, target) == "ieee")
 
 
 def _precision(dtype: torch.dtype, target: Target) -> str:
@@ -295,12 +326,34 @@ def _document_ranges(own: Tensor, other: Tensor) -> Tensor:
     return torch.stack([first, torch.where(found, last, 0)], -1).to(torch.int32)
 
 
-def _mask_arguments(args: _Args, shape: _Shape) -> dict[str, Any]:
+def _alibi_kind(args: _Args) -> int:
+    if args.slopes is None:
+        return 0
+    return 2 if args.right == 0 and args.prefix is None else 1
+
+
+def _bias_strides(bias: Tensor) -> tuple[int, ...]:
+    """Strides by batch, head, query and key; 0 where the bias is broadcast."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
+
+
+def _bias_kind(bias: Tensor | None, target: Target) -> int:
+    if bias is None:
+        return 0
+    if bias.shape[2] == 1:
+        return 3
+    elements = 16 // bias.element_size()
+    regular = bias.stride(3) == 1 and not any(s % elements for s in _bias_strides(bias)[:3])
+    aligned = bias.is_meta or bias.data_ptr() % 16 == 0
+    return 2 if regular and aligned and target.has_tma and not settings().interpret else 1
+
+
+def _mask_arguments(args: _Args, shape: _Shape, target: Target) -> dict[str, Any]:
     """The kernels' arguments about masks, sequences and dropout."""
     bias = args.bias
     if bias is not None:
         bias = bias.view(torch.uint8) if bias.dtype is torch.bool else bias
-    strides = (0,) * 4 if bias is None else tuple(n * s for n, s in zip((d > 1 for d in bias.shape), bias.stride()))
+    strides = (0,) * 4 if bias is None else _bias_strides(bias)
     return dict(
         bias_ptr=bias, slopes_ptr=args.slopes, prefix_ptr=args.prefix,
         q_starts_ptr=args.query_starts, k_starts_ptr=args.key_starts, q_used_ptr=args.query_used,
@@ -310,7 +363,7 @@ def _mask_arguments(args: _Args, shape: _Shape) -> dict[str, Any]:
         scale=args.scale, softcap=args.softcap, left=args.left, right=args.right, chunk=args.chunk,
         threshold=threshold(args.dropout_p), keep_scale=1 / (1 - args.dropout_p),
         HAS=(args.left >= 0, args.right >= 0, args.chunk > 0, args.prefix is not None),
-        ADDS=(args.slopes is not None, bias is not None, args.query_documents is not None, args.seed is not None),
+        ADDS=(_alibi_kind(args), _bias_kind(bias, target), args.query_documents is not None, args.seed is not None),
         BOTTOM_RIGHT=args.bottom_right,
     )  # fmt: skip
 
@@ -361,21 +414,22 @@ def _attention_fwd(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     q, o = _operand(query, args.layout, heads), _operand(out, args.layout, heads)
     k, v = _operand(key, args.layout, heads, True), _operand(value, args.layout, heads, True)
     d_qk, d_v = query.shape[-1], value.shape[-1]
-    featured = args.softcap > 0 or args.bias is not None or args.slopes is not None or args.seed is not None
     compute = _compute(query, value, args, target)
-    plan = _plan_fwd(query.element_size(), sum(pieces(d_qk)), sum(pieces(d_v)), featured, compute["FMA"], target)
+    regular = _uses_tma(compute["FMA"], target, q, k, v)
+    widths = sum(pieces(d_qk)), sum(pieces(d_v))
+    plan = _plan_fwd(query.element_size(), *widths, _feature(args), regular, compute["FMA"], target)
     blocks = _slots(shape, shape.queries, args.query_starts, plan.block_m)
     num_heads = heads.kv * heads.repeats * (shape.batch if args.query_starts is None else 1)
     ranges = None
     if args.query_documents is not None and args.key_documents is not None:
         ranges = _document_ranges(args.query_documents, args.key_documents)
     _attention_fwd_kernel[(blocks * num_heads,)](
-        **_strides(q=q, k=k, v=v, o=o), **_mask_arguments(args, shape), **compute,
+        **_strides(q=q, k=k, v=v, o=o), **_mask_arguments(args, shape, target), **compute,
         lse_ptr=lse, sinks_ptr=args.sinks, qdoc_ptr=args.query_documents, kdoc_ptr=args.key_documents,
         qrange_ptr=ranges, kv_heads=heads.kv, repeats=heads.repeats, head_of_kv=heads.of_kv,
         head_of_repeat=heads.of_repeat, blocks=blocks,
         group=_group(shape.keys * (d_qk + d_v) * key.element_size(), heads.repeats, target),
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=_uses_tma(compute["FMA"], target, q, k, v), num_warps=plan.num_warps,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=regular and plan.tma, num_warps=plan.num_warps,
         num_stages=plan.num_stages, maxnreg=plan.maxnreg,
     )  # fmt: skip
     return out, lse
@@ -441,8 +495,10 @@ def _attention_bwd(
     rows = torch.empty((2, num_heads * row_stride), dtype=torch.float32, device=lse.device)
     _launch_rows(_operand(out, args.layout, heads), do, lse, dlse, rows, args, shape, heads, value.shape[-1])
     common = dict(
-        **_strides(q=q, k=k, v=v, do=do), **_mask_arguments(args, shape), **_compute(query, value, args, target),
-        rows_ptr=rows, size=rows.shape[1], row_stride=row_stride, qdoc_ptr=args.query_documents, kdoc_ptr=args.key_documents,
+        **_strides(q=q, k=k, v=v, do=do), **_mask_arguments(args, shape, target),
+        **_compute(query, value, args, target),
+        rows_ptr=rows, size=rows.shape[1], row_stride=row_stride,
+        qdoc_ptr=args.query_documents, kdoc_ptr=args.key_documents,
         repeats=heads.repeats, head_of_kv=heads.of_kv, head_of_repeat=heads.of_repeat,
     )  # fmt: skip
     use_tma = _uses_tma(common["FMA"], target, q, k, v, do)
@@ -451,7 +507,7 @@ def _attention_bwd(
     if need[0]:
         _launch_dq(common, dq, key, value, args, shape, heads, use_tma)
     if need[3]:
-        _launch_dbias(common, dbias, query, value, args, shape, heads)
+        _launch_dbias(common, dbias, query, value, shape, heads, use_tma)
     return dq, dk, dv, dbias
 
 
@@ -470,7 +526,8 @@ def _launch_rows(
     block = 64 if d_v <= 128 else 16
     row_stride = rows.shape[1] // (batch * heads.kv * heads.repeats)
     _attention_rows_kernel[(rows.shape[1] // block,)](
-        **_strides(o=o, do=do), lse_ptr=lse, dlse_ptr=None if dlse is None else dlse.contiguous(), rows_ptr=rows, size=rows.shape[1], row_stride=row_stride,
+        **_strides(o=o, do=do), lse_ptr=lse, dlse_ptr=None if dlse is None else dlse.contiguous(),
+        rows_ptr=rows, size=rows.shape[1], row_stride=row_stride,
         batch=batch,
         queries=shape.queries, kv_heads=heads.kv, repeats=heads.repeats, head_of_kv=heads.of_kv,
         head_of_repeat=heads.of_repeat, D=d_v, P_V=pieces(d_v), BLOCK_M=block,
@@ -486,8 +543,9 @@ def _launch_dkdv(
     ranges = None
     if args.query_documents is not None and args.key_documents is not None:
         ranges = _document_ranges(args.key_documents, args.query_documents)
+    widths = sum(pieces(d_qk)), sum(pieces(d_v))
     for part in _parts(d_qk, d_v, dk is not None, dv is not None, target):
-        plan = _plan_dkdv(key.element_size(), sum(pieces(d_qk)), sum(pieces(d_v)), common["FMA"], part, target)
+        plan = _plan_dkdv(key.element_size(), *widths, _feature(args), use_tma, common["FMA"], part, target)
         blocks = _slots(shape, shape.keys, args.key_starts, plan.block_n)
         results = {"dk": dk if part != "dv" else None, "dv": dv if part != "dk" else None}
         absent = _Operand(key, 0, 0, 0, 0)
@@ -508,7 +566,9 @@ def _launch_dq(
     use_tma: bool,
 ) -> None:  # fmt: skip
     target, d_qk, d_v = Target.of(key.device), key.shape[-1], value.shape[-1]
-    plan = _plan_dq(key.element_size(), sum(pieces(d_qk)), sum(pieces(d_v)), common["FMA"], target)
+    plan = _plan_dq(
+        key.element_size(), sum(pieces(d_qk)), sum(pieces(d_v)), _feature(args), use_tma, common["FMA"], target
+    )
     blocks = _slots(shape, shape.queries, args.query_starts, plan.block_m)
     num_heads = heads.kv * heads.repeats * (shape.batch if args.query_starts is None else 1)
     ranges = None
@@ -524,10 +584,11 @@ def _launch_dq(
 
 
 def _launch_dbias(
-    common: dict[str, Any], dbias: Tensor, query: Tensor, value: Tensor, args: _Args, shape: _Shape, heads: _Heads
+    common: dict[str, Any], dbias: Tensor, query: Tensor, value: Tensor, shape: _Shape, heads: _Heads, use_tma: bool
 ) -> None:
     bias_batch, bias_heads, bias_rows, _ = dbias.shape
-    plan = _plan_dbias(query.element_size(), query.shape[-1], value.shape[-1], common["FMA"], Target.of(query.device))
+    d_qk, d_v = query.shape[-1], value.shape[-1]
+    plan = _plan_dbias(query.element_size(), d_qk, d_v, use_tma, common["FMA"], Target.of(query.device))
     q_blocks, k_blocks = cdiv(shape.queries, plan.block_m), cdiv(shape.keys, plan.block_n)
     tiles = k_blocks * bias_batch * bias_heads * (1 if bias_rows == 1 else q_blocks)
     unused = ("q_starts_ptr", "k_starts_ptr")
@@ -584,15 +645,19 @@ def backward(
         grads.append(grad)
     dsinks = None
     if need[4] and args.sinks is not None:
-        delta = (dout.float() * out).sum(-1)
-        delta = _as_lse(delta, args.layout) - (0 if dlse is None else dlse)
-        dim = {"thd": 0, "bmghk": (1, 2)}.get(args.layout, 1)
-        sinks = args.sinks.float()
-        shape = (-1, 1) if args.layout == "thd" else (1, *query.shape[2:4], 1) if args.layout == "bmghk" else (1, -1, 1)
-        weight = torch.exp(sinks.view(shape) - lse).nan_to_num(0.0, 0.0, 0.0)
-        keep = {0} if args.layout == "thd" else {1, 2} if args.layout == "bmghk" else {1}
-        dsinks = -(weight * delta).sum([d for d in range(lse.dim()) if d not in keep]).view(-1).to(args.sinks.dtype)
+        dsinks = _sinks_grad(dout, dlse, out, lse, args.sinks, args.layout)
     return (*grads, dsinks)
+
+
+def _sinks_grad(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor, layout: Layout) -> Tensor:
+    """- sum over rows of exp(sink - lse) * delta, per head."""
+    delta = _as_lse((dout.float() * out).sum(-1), layout)
+    delta = delta if dlse is None else delta - dlse
+    if layout == "thd":
+        delta, lse = delta[None], lse[None]
+    delta, lse = (x.flatten(1, -2) for x in (delta, lse))  # [b, heads, s]
+    shares = torch.exp(sinks.float()[None, :, None] - lse) * delta
+    return -torch.where(lse == -torch.inf, 0.0, shares).sum((0, 2)).to(sinks.dtype)
 
 
 def _as_lse(x: Tensor, layout: Layout) -> Tensor:

@@ -1,8 +1,8 @@
 """The universal forward kernel: every mask, head dim and layout, online softmax, O(sequence) memory.
 
 A program computes BLOCK_M queries of one head against blocks of BLOCK_N keys, in up to three loops: keys that only some
-of its queries see, keys that all see (no masks there), and some again. Running maximum m and sum l per query, in float32
-and base 2:
+of its queries see, keys that all see (no masks there), and some again. Running maximum m and sum l per query, in
+float32 and base 2:
 
     m' = max(m, max_j s_j);  p = 2^(s - m');  l = l 2^(m - m') + sum_j p;  o = o 2^(m - m') + p v
 
@@ -10,8 +10,6 @@ A sink starts the row with m = sink, l = 1. Products take the inputs' dtype and 
 
 Sources: Milakov and Gimelshein 2018 (online softmax); Dao 2023, arXiv:2307.08691 (FlashAttention-2).
 """
-
-# ruff: noqa: N803, N806
 
 import triton
 import triton.language as tl
@@ -58,11 +56,12 @@ def place(pid, blocks, heads, group):
 def _attend(
     state, begin, end, q, k_src, v_src, rows, limits, factor, bias, documents, dropout, strides,
     HAS: tl.constexpr, ADDS: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr, P_QK: tl.constexpr, P_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys begin to end, in blocks, into the state (acc, m, l) of a block of queries."""
     acc, m, l = state  # noqa: E741
-    i, p, queries, keys = rows
+    i, p, queries, keys = rows[0], rows[1], rows[2], rows[3]
     for start in range(begin, end, BLOCK_N):
         if FMA:
             product = dot_rows_fma(
@@ -73,7 +72,7 @@ def _attend(
             product = dot_rows(q, k, PRECISION)
         s, _ = capped(product, factor, CAP[0], CAP[1])
         j = start + tl.arange(0, BLOCK_N)[None, :]
-        s, seen = add_bias(s, i, j, p, queries, keys, bias, ADDS)
+        s, seen = add_bias(s, rows[4], start, i, j, p, rows[5], queries, keys, bias, ADDS, False)
         if MASKED or ADDS[1]:
             if MASKED:
                 seen = seen & is_visible(p, j, keys, limits, HAS, True)
@@ -105,7 +104,8 @@ def _attention_fwd_kernel(
     stride_vb, stride_vs, stride_vh, stride_vr, stride_ob, stride_os, stride_oh, stride_or,
     head_of_kv, head_of_repeat, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, slopes_stride_b,
     scale, softcap, left, right, chunk, threshold, keep_scale,
-    HAS: tl.constexpr, ADDS: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr, P_QK: tl.constexpr, P_V: tl.constexpr,
+    HAS: tl.constexpr, ADDS: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr,
+    P_QK: tl.constexpr, P_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     heads = kv_heads * repeats
@@ -149,7 +149,9 @@ def _attention_fwd_kernel(
     end = tl.where(first < q_len, end, full_end)  # behind the sequence: zeros
 
     bias_strides = (bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
-    bias = bias_of(bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch)
+    bias = bias_of(
+        bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch, queries, keys, ADDS, BLOCK_M, BLOCK_N
+    )
     factor = factors(scale, softcap, CAP[0])
     dropout = (i, b, threshold)
     if ADDS[3]:
@@ -159,6 +161,8 @@ def _attention_fwd_kernel(
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
     if sinks_ptr is not None:
         m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        if ADDS[0] == 2:
+            m += bias[3] * (i * 1.0 - first)
         l += 1.0  # noqa: E741
     state = (zeros_tile(BLOCK_M, P_V), m, l)
     q_src = source(q_base, q_len, stride_qs, D[0], P_QK, BLOCK_M, TMA)
@@ -168,7 +172,7 @@ def _attention_fwd_kernel(
         q = (q_src, first, stride_qs)
     else:
         q = load_tile(q_src, first, q_len, stride_qs, D[0], P_QK, BLOCK_M, TMA, True)
-    rows = (i[:, None], p, q_len, k_len)
+    rows = (i[:, None], p, q_len, k_len, first, first + offset)
     strides = (stride_ks, stride_vs)
     if HAS[0] or HAS[2]:
         state = _attend(
@@ -185,6 +189,8 @@ def _attention_fwd_kernel(
         HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, True,
     )  # fmt: skip
 
+    if ADDS[0] == 2:
+        m -= bias[3] * (i * 1.0 - first)
     lse = tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("-inf"))
     inverse = tl.where(l > 0, keep_scale / tl.where(l > 0, l, 1.0), 0.0)
     store_tile(o_base, scale_tile(acc, inverse[:, None]), first, q_len, q_room, stride_os, D[1], P_V, BLOCK_M)

@@ -1,10 +1,8 @@
 """What the forward and backward kernels share: head dims in pieces, sequences, spans of visible keys, masks, scores.
 
-A tensor of rows is a *source*: TMA descriptors, one per piece of the head dim, or its pointer. A tile is a tuple of pieces
-[rows, piece]. Scores are kept in base 2: s * log2(e).
+A tensor of rows is a *source*: TMA descriptors, one per piece of the head dim, or its pointer. A tile is a tuple of
+pieces [rows, piece]. Scores are kept in base 2: s * log2(e).
 """
-
-# ruff: noqa: N803, N806
 
 import triton
 import triton.language as tl
@@ -103,8 +101,8 @@ def dot_rows_fma(
     a_src, a_start, a_length, a_stride, b_src, b_start, b_length, b_stride,
     D: tl.constexpr, PIECES: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """a b^T in float32 without tensor cores, both loaded here piece by piece: such a dot holds the whole inner dim of its
-    operands in registers, so a tile that stays would fill them all (volatile: not to be kept from block to block)."""
+    """a b^T in float32 without tensor cores, both loaded here piece by piece: such a dot holds the whole inner dim of
+    its operands in registers, so a tile that stays would fill them all (volatile: not to be kept between blocks)."""
     product = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
     for i in tl.static_range(len(PIECES)):
         a = _load_piece(
@@ -191,8 +189,8 @@ def scale_tile(tile, factor):
 
 @triton.jit
 def find_sequence(starts_ptr, batch, slot, BLOCK: tl.constexpr):
-    """(sequence, block in it) of a slot. Sequence n has the slots from starts[n] // BLOCK + n on: enough for its blocks.
-    Number `batch` stands for the rows behind the last sequence."""
+    """(sequence, block in it) of a slot. Sequence n has the slots from starts[n] // BLOCK + n on: enough for its
+    blocks. Number `batch` stands for the rows behind the last sequence."""
     low = slot * 0
     high = low + batch
     while low < high:
@@ -219,7 +217,7 @@ def span_of(starts_ptr, used_ptr, b, batch, size):
     return start, length, room
 
 
-# Positions are limited by `limits` = (left, right, chunk, prefix), of which HAS, a constexpr tuple of four, says which hold.
+# Positions are limited by `limits` = (left, right, chunk, prefix); HAS, a constexpr tuple of four, says which hold.
 
 
 @triton.jit
@@ -302,8 +300,8 @@ def is_visible(p, j, keys, limits, HAS: tl.constexpr, BOUNDED: tl.constexpr):
 
 @triton.jit
 def capped(product, factor, SOFTCAP: tl.constexpr, FAST: tl.constexpr):
-    """(scores in base 2 and, with a softcap, tanh) of q k^T. `factor`: scale * log2(e), with a softcap (scale / softcap,
-    softcap * log2(e))."""
+    """(scores in base 2 and, with a softcap, tanh) of q k^T. `factor`: (scale * log2(e), ..), with a softcap
+    (scale / softcap, softcap * log2(e))."""
     if SOFTCAP:
         t = tanh(product * factor[0], FAST)
         s = t * factor[1]
@@ -332,31 +330,50 @@ def prefix_of(prefix_ptr, b, batch):
 
 # What is done to scores besides positions, as a constexpr tuple ADDS: (ALiBi, bias, documents, dropout). What is absent
 # has a number in its pointer's place, since device functions cannot return None.
+#   ALiBi  1, or 2 if no query sees keys behind its own position: |p - j| is p - j then, and the p part, the same in all
+#          of a row, goes into the LSE instead of every score
+#   bias   1 by pointers, 2 by a descriptor, 3 one row for all queries
 
 
 @triton.jit
-def bias_of(bias_ptr, slopes_ptr, b64, head, strides, slopes_stride_b, batch):
-    """(bias of a head, its strides by query and key, ALiBi's slope in base 2) for `add_bias`."""
+def bias_of(
+    bias_ptr, slopes_ptr, b64, head, strides, slopes_stride_b, batch, queries, keys,
+    ADDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(bias of a head, its strides by query and key, ALiBi's slope in base 2) for `add_bias`; it has queries x keys."""
     slope = 0.0
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b64 * slopes_stride_b + head, mask=b64 < batch, other=0.0) * LOG2E
     base = b64
     if bias_ptr is not None:
         base = bias_ptr + b64 * strides[0] + to_int64(head) * strides[1]
+        if ADDS[1] == 2:
+            base = tl.make_tensor_descriptor(base, [queries, keys], [strides[2], 1], [BLOCK_M, BLOCK_N])
     return base, strides[2], strides[3], slope
 
 
 @triton.jit
-def add_bias(s, i, j, p, queries, keys, bias, ADDS: tl.constexpr):
-    """(s with ALiBi and a floating bias, what a boolean bias lets see) of queries i and keys j."""
+def add_bias(s, i_first, j_first, i, j, p, p_first, queries, keys, bias, ADDS: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """(s with ALiBi and a floating bias, what a boolean bias lets see) of queries i and keys j from i_first and j_first
+    on; keys along the first dim with KEYS_FIRST. With the one-sided ALiBi, s lacks - slope * (p - p_first)."""
     seen = (i == i) & (j == j)
-    if ADDS[0]:
+    if ADDS[0] == 1:
         s -= bias[3] * tl.abs(p - j).to(tl.float32)
+    if ADDS[0] == 2:
+        s += bias[3] * (j - p_first).to(tl.float32)
     if ADDS[1]:
-        ptrs = bias[0] + to_int64(i) * bias[1] + j * bias[2]
-        value = tl.load(ptrs, mask=(i < queries) & (j < keys), other=0.0)
+        if ADDS[1] == 2:
+            value = bias[0].load([i_first, j_first])
+            if KEYS_FIRST:
+                value = tl.trans(value)
+        elif ADDS[1] == 3:
+            value = tl.load(bias[0] + j * bias[2], mask=j < keys, other=0.0)
+        else:
+            corner = bias[0] + i_first * to_int64(bias[1]) + j_first * to_int64(bias[2])
+            ptrs = corner + (i - i_first) * bias[1] + (j - j_first) * bias[2]
+            value = tl.load(ptrs, mask=(i < queries) & (j < keys), other=0.0)
         if value.dtype == tl.uint8:
-            seen = value != 0
+            seen = seen & (value != 0)
         else:
             s += value.to(tl.float32) * LOG2E
     return s, seen
@@ -409,8 +426,8 @@ def tanh(x, FAST: tl.constexpr):
 
 @triton.jit
 def keep_tile(dropout, i, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What dropout = (seed, stream, threshold) keeps of rows i [BLOCK_M, 1] and columns col to col + BLOCK_N, col being a
-    multiple of 4: as `attention_keep` in reference.py."""
+    """What dropout = (seed, stream, threshold) keeps of rows i [BLOCK_M, 1] and columns col to col + BLOCK_N, col being
+    a multiple of 4: as `attention_keep` in reference.py."""
     flat = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.uint32)
     counter = flat + (col // 4 + tl.arange(0, BLOCK_N // 4))[None, :].to(tl.uint32)
     operation = flat + tl.load(dropout[0] + 1).to(tl.uint32)
