@@ -186,3 +186,34 @@ def test_tour(screen: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tour, "_compiled", lambda *arguments, **options: ["a kernel"])
     code, output = _run("tour", screen)
     assert code == 0 and all(word in output for word in words)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (("--window", "5"), "window must be two numbers such as 1024,0 (-1: unbounded), got '5'"),
+        (("--bias", "int"), "bias must be bool or float, got 'int'"),
+        (("--layout", "thd", "--bias", "bool"), "packed sequences (thd) take no dense mask"),
+        (("--version", "2.3"), "--version and --set are of the library that --as names"),
+        (("--as", "transformer-engine", "--version", "new"), "TransformerEngine's version must be numbers with dots"),
+        (("--arch", "H100", "--cudnn", "x"), "cuDNN's version must be numbers with dots between, got 'x'"),
+        (("--layout", "bmghk", "--kv-heads", "3"), "num_heads must be a multiple of num_kv_heads 3, got 16"),
+        (("--dropout", "1"), "dropout_p must be a number in [0, 1), got 1.0"),
+    ],
+)
+def test_explain_names_what_is_wrong(options: tuple[str, ...], words: str) -> None:
+    code, output = _run("explain", "attention", *options)
+    assert code == 2 and words in " ".join(output.replace("│", " ").split()), output
+
+
+def test_reasons_name_gpus_where_they_do_not_hold_on_all() -> None:
+    _, output = _run("explain", "attention", "--arch", "A100", "--arch", "H100", "--alibi", "--flash-attn", "none")
+    assert "\n  efficient attention has no ALiBi slopes: use triton" in output
+    assert "\n  [A100] flash-attn-3 runs on sm_90, got sm_80: use triton" in output
+
+
+def test_xformers_groups_and_what_would_help() -> None:
+    code, output = _run(
+        "explain", "attention", "--arch", "A100", "--layout", "bmghk", "--kv-heads", "2", "--as", "xformers"
+    )
+    assert code == 1 and "4-D tensors, key and value repeated: flash2" in output and "no gradients: flash2" in output

@@ -46,6 +46,9 @@ def doctor(
     if bad:
         console.print(f"[bold red]{bad} backends err more than allowed, or failed")
         raise typer.Exit(1)
+    gpus = len(_devices()) - 1
+    where = f"{gpus} GPU{'s' if gpus > 1 else ''} and the CPU" if gpus else "the CPU; torch sees no GPU"
+    console.print(f"every backend that takes this errs no more than allowed, on {where}")
 
 
 def _devices() -> list["torch.device"]:
@@ -102,7 +105,7 @@ def _run(name: str, backend: "Backend", device: "torch.device") -> tuple[tuple[s
     worst = max(errors(ours, plain, exact, tensors), key=lambda e: e.ours / max(e.allowed, 1e-30))
     ms, flops = _time(ours, device)
     verdict = "PASS" if worst.ok else "WRONG"
-    cells = (f"{worst.ours:.2g}", f"{worst.allowed:.2g}", f"{ms:.3f}", f"{flops / ms / 1e9:.1f}")
+    cells = (f"{worst.ours:.2g}", f"{worst.allowed:.2g}", f"{ms:.3f}", f"{flops / ms / 1e9:.3g}")
     return (name, backend.name, verdict, *cells, "" if worst.ok else worst.name), worst.ok
 
 

@@ -24,14 +24,14 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def explain(
     topic: Annotated[str, typer.Argument(help="what to explain: attention")],
     arch: Annotated[list[str] | None, typer.Option(help="a GPU or arch, or cpu; default: what is here")] = None,
-    head_dim: Annotated[int, typer.Option(help="of query, key and value")] = 128,
-    head_dim_qk: Annotated[int | None, typer.Option(help="of query and key")] = None,
-    head_dim_v: Annotated[int | None, typer.Option(help="of value")] = None,
-    heads: Annotated[int, typer.Option(help="query heads")] = 16,
-    kv_heads: Annotated[int | None, typer.Option(help="key heads; default: as many")] = None,
-    batch: Annotated[int, typer.Option(help="sequences")] = 2,
-    seqlen: Annotated[int, typer.Option(help="queries of one sequence")] = 4096,
-    seqlen_k: Annotated[int | None, typer.Option(help="keys of one sequence; default: as many")] = None,
+    head_dim: Annotated[int, typer.Option(help="of query, key and value", min=1)] = 128,
+    head_dim_qk: Annotated[int | None, typer.Option(help="of query and key", min=1)] = None,
+    head_dim_v: Annotated[int | None, typer.Option(help="of value", min=1)] = None,
+    heads: Annotated[int, typer.Option(help="query heads", min=1)] = 16,
+    kv_heads: Annotated[int | None, typer.Option(help="key heads (bmghk: groups); default: as many", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="sequences", min=0)] = 2,
+    seqlen: Annotated[int, typer.Option(help="queries of one sequence", min=0)] = 4096,
+    seqlen_k: Annotated[int | None, typer.Option(help="keys of one sequence; default: as many", min=0)] = None,
     layout: Annotated[str, typer.Option(help="bshd, bhsd, sbhd, thd or bmghk")] = "bshd",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     mask: Annotated[str, typer.Option(help=f"{', '.join(_MASKS)}")] = "causal",
@@ -71,6 +71,12 @@ def explain(
         raise typer.BadParameter(f"mask must be one of {', '.join(_MASKS)}, got {mask!r}")
     if dtype not in _DTYPES:
         raise typer.BadParameter(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    if bias not in (None, "bool", "float"):
+        raise typer.BadParameter(f"bias must be bool or float, got {bias!r}")
+    if layout == "thd" and (bias or mask == "arbitrary"):
+        raise typer.BadParameter("packed sequences (thd) take no dense mask: leave out --bias and --mask arbitrary")
+    if like is None and (version or switch):
+        raise typer.BadParameter("--version and --set are of the library that --as names")
     import torch
 
     from powertrain.ops.attention.explain import explain_attention
@@ -86,8 +92,7 @@ def explain(
         "backend": _backend(backend),
     }
     if window is not None:
-        left, _, right = window.partition(",")
-        arguments["window_size"] = (int(left), int(right or -1))
+        arguments["window_size"] = _window(window)
     flags = {"alibi_slopes": alibi, "sinks": sinks, "key_lengths": padded and layout != "thd"}
     arguments |= {name: True for name, given in flags.items() if given}
     if bias or mask == "arbitrary":
@@ -101,7 +106,8 @@ def explain(
         )  # fmt: skip
         if like is not None:
             versions = (version, torch_version, cudnn, flash_attn)
-            explanation = explained_as(like, explanation, seqlen, seqlen_k or seqlen, versions, switch or [])
+            keys = seqlen if seqlen_k is None else seqlen_k
+            explanation = explained_as(like, explanation, seqlen, keys, versions, switch or [])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console(soft_wrap=True, highlight=False)
@@ -112,6 +118,14 @@ def explain(
 
 def _backend(names: list[str] | None) -> str | list[str] | None:
     return names or None
+
+
+def _window(text: str) -> tuple[int, int]:
+    try:
+        left, right = (int(number) for number in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"window must be two numbers such as 1024,0 (-1: unbounded), got {text!r}") from None
+    return left, right
 
 
 def _here() -> list[str]:
@@ -128,12 +142,12 @@ def _software(torch_version: str | None, cudnn: str | None, flash_attn: str | No
         return None
     from dataclasses import replace
 
-    from powertrain.ops.attention.installed import cudnn_number, installed, with_cuda
+    from powertrain.ops.attention.installed import cudnn_number, installed, version_numbers, with_cuda
 
     given = with_cuda(installed())
     if torch_version is not None:
-        major, minor = torch_version.split(".")[:2]
-        given = replace(given, torch=(int(major), int(minor)))
+        major, minor, *_ = (*version_numbers("PyTorch", torch_version), 0)
+        given = replace(given, torch=(major, minor))
     if cudnn is not None:
         given = replace(given, cudnn=cudnn_number(cudnn))
     if flash_attn is not None:

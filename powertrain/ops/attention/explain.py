@@ -62,7 +62,7 @@ def _heading(column: Column) -> list[str]:
 
 
 def _why_not(columns: tuple[Column, ...], rows: list[str]) -> list[str]:
-    """Every reason with its fix, each once, with the GPUs that it holds on."""
+    """Every reason with its fix, each once, with the GPUs that it holds on if it does not hold on all."""
     lines = []
     for row in rows:
         where: dict[str, list[str]] = {}
@@ -74,7 +74,7 @@ def _why_not(columns: tuple[Column, ...], rows: list[str]) -> list[str]:
         if where:
             lines.append(f"why not {row}:")
             for text, names in where.items():
-                lines.append(f"  {text}" if len(columns) == 1 else f"  [{', '.join(names)}] {text}")
+                lines.append(f"  {text}" if len(names) == len(columns) else f"  [{', '.join(names)}] {text}")
     return lines
 
 
@@ -107,9 +107,10 @@ def explain_attention(
     Raises ValueError as the call itself would.
     """
     if query is None or key is None or value is None:
+        head_dim_v = head_dim_qk if head_dim_v is None else head_dim_v
         query, key, value, arguments = _stand_ins(
-            dtype, layout, head_dim_qk, head_dim_v or head_dim_qk, num_heads, num_kv_heads or num_heads, batch,
-            queries, keys or queries, needs_grad, arguments,
+            dtype, layout, head_dim_qk, head_dim_v, num_heads, num_kv_heads, batch, queries,
+            queries if keys is None else keys, needs_grad, arguments,
         )  # fmt: skip
         names = ["cpu"]
     else:
@@ -163,15 +164,19 @@ _SHAPES = {
 
 
 def _stand_ins(
-    dtype: torch.dtype, layout: Layout, head_dim_qk: int, head_dim_v: int, heads: int, kv_heads: int, batch: int,
+    dtype: torch.dtype, layout: Layout, head_dim_qk: int, head_dim_v: int, heads: int, kv_heads: int | None, batch: int,
     queries: int, keys: int, needs_grad: bool, arguments: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:  # fmt: skip
     """Tensors without memory (`meta`) for a call of these facts, and its arguments with those that were True filled."""
     checks.one_of("explain_attention", "layout", layout, LAYOUTS)
+    kv_heads = heads if kv_heads is None else kv_heads
+    groups = kv_heads if layout == "bmghk" else 1  # whose heads share the keys
+    if groups < 1 or heads % groups:
+        checks.fail("explain_attention", "num_heads", f"be a multiple of num_kv_heads {groups}", heads)
     order = {"bhsd": "bhs", "sbhd": "sbh", "thd": "th", "bmghk": "bsgh"}.get(layout, "bsh")
 
     def tensor(length: int, heads: int, dim: int) -> Tensor:
-        sizes = {"b": batch, "h": heads, "s": length, "t": batch * length, "g": 1}
+        sizes = {"b": batch, "h": heads // groups, "s": length, "t": batch * length, "g": groups}
         shape = [*(sizes[letter] for letter in order), dim]
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_grad)
 

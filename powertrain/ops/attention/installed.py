@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -42,10 +43,16 @@ def cudnn_name(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
+def version_numbers(what: str, name: str) -> tuple[int, ...]:
+    """(9, 19, 0) for "9.19.0". Raises ValueError naming `what` where that is no version."""
+    if not re.fullmatch(r"\d+(\.\d+)*", name):
+        raise ValueError(f"{what}'s version must be numbers with dots between, got {name!r}")
+    return tuple(int(part) for part in name.split("."))
+
+
 def cudnn_number(name: str) -> int:
     """91900 for "9.19" or "9.19.0"."""
-    parts = [int(part) for part in name.split(".")]
-    major, minor, patch = (*parts, 0, 0, 0)[:3]
+    major, minor, patch = (*version_numbers("cuDNN", name), 0, 0, 0)[:3]
     return major * 10000 + minor * 100 + patch
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from powertrain.ops.attention.installed import Installed, assume, cudnn_name, cudnn_number
+from powertrain.ops.attention.installed import Installed, assume, cudnn_name, cudnn_number, version_numbers
 from powertrain.ops.attention.problem import AttentionProblem, Reason
 from powertrain.ops.attention.select import BACKENDS, Verdict
 from powertrain.runtime.target import Target
@@ -33,9 +33,10 @@ class Versions:
     flash_attn: str | None  # None: not installed
 
     def __str__(self) -> str:
-        flash = f"flash-attn {self.flash_attn}" if self.flash_attn else "no flash-attn"
         name = ".".join(map(str, self.library))
-        return f"{name} with torch {self.torch}, cuDNN {cudnn_name(self.cudnn)}, {flash}"
+        flash = f", flash-attn {self.flash_attn}" if self.flash_attn else ", no flash-attn"
+        flash = "" if self.flash_attn == name else flash  # it is the library itself
+        return f"{name} with torch {self.torch}, cuDNN {cudnn_name(self.cudnn)}{flash}"
 
 
 @dataclass(frozen=True)
@@ -290,8 +291,10 @@ def versions_of(
 ) -> Versions:
     """Versions to answer for: the newest known of the library that is not newer than `version`, changed as said."""
     known = LIBRARIES[library].versions
-    asked = known[0].library if version is None else tuple(int(part) for part in version.split("."))
+    asked = known[0].library if version is None else version_numbers(LIBRARIES[library].name, version)
     base = next((v for v in known if v.library <= asked), known[-1])
+    if library == "flash-attn":
+        flash_attn = ".".join(map(str, asked))
     return Versions(
         asked,
         torch or base.torch,
@@ -392,7 +395,15 @@ def _steps(library: str, case: PeerCase) -> list[Step]:
         widest = case.widest
         steps.append((f"v padded to a head dim of {widest}", facts(head_dim_qk=widest, head_dim_v=widest)))
     if case.widest > 128:
-        steps.append(("head dims of 128", facts(head_dim_qk=128, head_dim_v=128)))
+        steps.append(("head dims of 128", facts(head_dim_qk=128, head_dim_v=128, aligned=True)))
+    if case.p.layout == "bmghk":
+        steps.append(("4-D tensors, key and value repeated", facts(layout="bshd")))
+    if case.p.layout == "bhsd":
+        steps.append(("layout bshd", facts(layout="bshd")))
+    if case.p.dtype not in (torch.float16, torch.bfloat16) or (case.p.dtype is torch.bfloat16 and case.p.arch < 80):
+        steps.append(("float16", facts(dtype=torch.float16)))
+    if case.p.needs_grad:
+        steps.append(("no gradients", facts(needs_grad=False)))
     for arch in ("A100", "H100", "B200"):
         target = Target.parse(arch)
         if case.p.arch != target.arch:

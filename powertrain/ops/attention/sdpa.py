@@ -96,7 +96,7 @@ CUDNN_BAD = (
     ),
     KnownBad(
         "cuDNN takes head dims above 128 on sm_90 and sm_10x only",
-        "use triton or flash, head dims up to 128, or sm_90",
+        "use triton, head dims up to 128, or sm_90",
         _SDP_UTILS,
         lambda p, here: _cudnn_heads_wide(p, here) and p.arch not in (90, 100, 103),
     ),
