@@ -22,13 +22,22 @@ from powertrain.ops.attention.triton_backward import (
     _attention_rows_kernel,
 )
 from powertrain.ops.attention.triton_forward import _attention_fwd_kernel
+from powertrain.ops.attention.triton_plans import (
+    FMA_PIECE,
+    dkdv_parts,
+    dot_precision,
+    plan_dbias,
+    plan_dkdv,
+    plan_dq,
+    plan_fwd,
+    uses_fma,
+)
 from powertrain.ops.attention.triton_tiles import pieces
 from powertrain.ops.layout import cdiv, empty, next_power_of_2, wanted
 from powertrain.ops.philox import threshold
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
-from powertrain.runtime.tuning import tunable
 
 
 class _Heads(NamedTuple):
@@ -93,46 +102,6 @@ def _shape(query: Tensor, key: Tensor, layout: Layout, starts: Tensor | None) ->
     return _Shape(query.shape[b], query.shape[s], key.shape[s])
 
 
-class _Plan(NamedTuple):
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None
-    tma: bool = True  # descriptors, where the GPU and the strides allow them
-
-
-def _fits(candidates: tuple[_Plan, ...], resident: int, streamed: int, target: Target) -> _Plan:
-    """The first plan whose tiles fit in shared memory: bytes per row of those kept (block_m rows) and streamed."""
-    for plan in candidates:
-        if plan.block_m * resident + plan.num_stages * plan.block_n * streamed <= target.shared_per_block - 2048:
-            return plan
-    return candidates[-1]
-
-
-_FORWARD = (
-    _Plan(128, 64, 8, 2),
-    _Plan(64, 64, 4, 2),
-    _Plan(64, 32, 4, 2),
-    _Plan(64, 32, 8, 2),
-    _Plan(64, 32, 8, 1),
-    _Plan(32, 32, 8, 2),
-    _Plan(32, 32, 8, 1),
-    _Plan(32, 32, 4, 1),
-    _Plan(16, 32, 4, 1),
-    _Plan(16, 16, 4, 1),
-)
-
-
-_NARROW = _Plan(32, 32, 4, 1)
-
-
-def _is_narrow(d_qk: int, d_v: int, regular: bool) -> bool:
-    """One piece of 16 columns without 16-byte strides: with 64 rows, and so wgmma, Triton 3.6 gave wrong results and
-    read outside (value head dim 7, odd strides, on an H200)."""
-    return not regular and min(d_qk, d_v) <= 16
-
-
 def _feature(args: "_Args") -> str:
     """What weighs most on a tile beside the products."""
     if args.bias is not None or args.seed is not None:
@@ -142,120 +111,6 @@ def _feature(args: "_Args") -> str:
     if args.slopes is not None:
         return "alibi"
     return "window" if args.left >= 0 or args.chunk > 0 else "plain"
-
-
-def _fma_plan(d: int) -> _Plan:
-    return _Plan(32, 32, 8, 1) if d <= 128 else _Plan(32, 16, 8, 1)
-
-
-@tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
-def _plan_fwd(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma: bool, target: Target) -> _Plan:
-    if fma:
-        return _fma_plan(max(d_qk, d_v))
-    if target.has_wgmma and element == 2:
-        if _is_narrow(d_qk, d_v, regular):
-            return _NARROW
-        largest = max(d_qk, d_v)
-        if largest <= 64:
-            return _Plan(128, 64, 8, 3, 128) if feature == "bias" else _Plan(64, 128, 4, 2)
-        if largest <= 128:
-            # causal, 2 x 8192 x 16 heads, ms: plain 1.11, 1.13 with 8 warps; softcap 1.19 (1.23); bias 1.40 (1.32)
-            if feature == "softcap":
-                return _Plan(64, 64, 4, 3)
-            return _Plan(128, 64, 8, 2, 128) if feature in ("bias", "window") else _Plan(128, 64, 4, 2)
-        if largest <= 192:
-            return _Plan(128, 64, 8, 3)
-        if largest <= 256:
-            return _Plan(128, 64, 8, 2)
-    candidates = tuple(p for p in _FORWARD if p.block_m * d_v <= p.num_warps * 16 * 256)
-    return _fits(candidates, d_qk * element, (d_qk + d_v) * element, target)
-
-
-def _parts(d_qk: int, d_v: int, need_dk: bool, need_dv: bool, target: Target) -> tuple[str, ...]:
-    """Launches of the dkdv kernel. Wide heads want one each for dk and dv, whose sums fill the registers: D256 on an
-    H200 3.1 ms against 3.4."""
-    if need_dk and need_dv:
-        return ("dk", "dv") if max(d_qk, d_v) > (192 if target.has_wgmma else 256) else ("both",)
-    return ("dk",) if need_dk else ("dv",)
-
-
-@tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
-def _plan_dkdv(
-    element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma: bool, part: str, target: Target
-) -> _Plan:
-    largest = max(d_qk, d_v)
-    if fma:
-        return _Plan(32, 32, 8, 1) if largest <= 64 else _Plan(16, 16, 8, 1)
-    if target.has_wgmma and element == 2:
-        if _is_narrow(d_qk, d_v, regular):
-            return _NARROW
-        if largest <= 64:
-            return _Plan(64, 64, 4, 3) if feature in ("bias", "alibi") else _Plan(128, 64, 4, 2)
-        if largest <= 128:
-            return _Plan(32, 64, 4, 3) if feature == "bias" else _Plan(64, 64, 4, 2)
-        if largest <= 192:
-            return _Plan(32, 64, 4, 2)
-        if largest <= 256:
-            return _Plan(64, 128, 8, 2) if part == "dv" else _Plan(64, 64, 4, 2)
-    for plan in _BACKWARD:
-        tiles = (plan.block_n + plan.num_stages * plan.block_m) * (d_qk + d_v) * element
-        tiles += 4 * plan.block_m * plan.block_n
-        if plan.block_n * largest <= 64 * 128 and tiles <= target.shared_per_block - 2048:
-            return plan
-    return _BACKWARD[-1]
-
-
-_BACKWARD = (
-    _Plan(64, 64, 8, 2),
-    _Plan(32, 64, 4, 2),
-    _Plan(32, 64, 4, 1),
-    _Plan(32, 32, 4, 1),
-    _Plan(16, 32, 4, 1),
-    _Plan(16, 16, 4, 1),
-)
-
-
-@tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
-def _plan_dq(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma: bool, target: Target) -> _Plan:
-    largest = max(d_qk, d_v)
-    if fma:
-        return _Plan(32, 32, 8, 1) if largest <= 64 else _Plan(16, 16, 8, 1)
-    if target.has_wgmma and element == 2:
-        if _is_narrow(d_qk, d_v, regular):
-            return _NARROW
-        if largest <= 64:
-            return _Plan(64, 64, 4, 3, tma=False)
-        if largest <= 128:
-            return _Plan(64, 64, 4, 2) if feature == "window" else _Plan(128, 64, 8, 3, tma=False)
-        if largest <= 192:
-            return _Plan(128, 32, 8, 3, tma=False)
-        if largest <= 256:
-            return _Plan(64, 64, 4, 2)
-    candidates = tuple(p for p in _FORWARD if p.block_m * d_qk <= p.num_warps * 8 * 256)
-    return _fits(candidates, (d_qk + d_v) * element, (d_qk + d_v) * element, target)
-
-
-@tunable("never measured", ("num_warps",))
-def _plan_dbias(element: int, d_qk: int, d_v: int, regular: bool, fma: bool, target: Target) -> _Plan:
-    if fma:
-        return _Plan(32, 32, 8, 1)
-    if max(d_qk, d_v) * element <= 256 and not _is_narrow(d_qk, d_v, regular):
-        return _Plan(64, 64, 4, 1)
-    return _Plan(32, 32, 4, 1)
-
-
-FMA_PIECE = 32  # without tensor cores a dot holds all of its inner dim in registers
-
-
-def _uses_fma(dtype: torch.dtype, target: Target) -> bool:
-    """Products without tensor cores: float32 at full precision, and everything where Triton cannot reach them."""
-    return not target.has_tensor_core_dot or (dtype is torch.float32 and _precision(dtype, target) == "ieee")
-
-
-def _precision(dtype: torch.dtype, target: Target) -> str:
-    if dtype is not torch.float32 or not target.has_tensor_core_dot:
-        return "ieee"
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _uses_tma(fma: bool, target: Target, *operands: _Operand) -> bool:
@@ -379,12 +234,12 @@ def _strides(**operands: _Operand) -> dict[str, Any]:
 
 def _compute(query: Tensor, value: Tensor, args: _Args, target: Target) -> dict[str, Any]:
     d = (query.shape[-1], value.shape[-1])
-    largest = FMA_PIECE if _uses_fma(query.dtype, target) else 512
+    largest = FMA_PIECE if uses_fma(query.dtype, target) else 512
     return dict(
         CAP=(args.softcap > 0, query.dtype is not torch.float32 and not settings().interpret),
         D=d, P_QK=pieces(d[0], largest), P_V=pieces(d[1], largest),
-        FMA=_uses_fma(query.dtype, target),
-        PRECISION=_precision(query.dtype, target),
+        FMA=uses_fma(query.dtype, target),
+        PRECISION=dot_precision(query.dtype, target),
     )  # fmt: skip
 
 
@@ -417,7 +272,7 @@ def _attention_fwd(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     compute = _compute(query, value, args, target)
     regular = _uses_tma(compute["FMA"], target, q, k, v)
     widths = sum(pieces(d_qk)), sum(pieces(d_v))
-    plan = _plan_fwd(query.element_size(), *widths, _feature(args), regular, compute["FMA"], target)
+    plan = plan_fwd(query.element_size(), *widths, _feature(args), regular, compute["FMA"], target)
     blocks = _slots(shape, shape.queries, args.query_starts, plan.block_m)
     num_heads = heads.kv * heads.repeats * (shape.batch if args.query_starts is None else 1)
     ranges = None
@@ -544,8 +399,8 @@ def _launch_dkdv(
     if args.query_documents is not None and args.key_documents is not None:
         ranges = _document_ranges(args.key_documents, args.query_documents)
     widths = sum(pieces(d_qk)), sum(pieces(d_v))
-    for part in _parts(d_qk, d_v, dk is not None, dv is not None, target):
-        plan = _plan_dkdv(key.element_size(), *widths, _feature(args), use_tma, common["FMA"], part, target)
+    for part in dkdv_parts(d_qk, d_v, dk is not None, dv is not None, target):
+        plan = plan_dkdv(key.element_size(), *widths, _feature(args), use_tma, common["FMA"], part, target)
         blocks = _slots(shape, shape.keys, args.key_starts, plan.block_n)
         results = {"dk": dk if part != "dv" else None, "dv": dv if part != "dk" else None}
         absent = _Operand(key, 0, 0, 0, 0)
@@ -566,7 +421,7 @@ def _launch_dq(
     use_tma: bool,
 ) -> None:  # fmt: skip
     target, d_qk, d_v = Target.of(key.device), key.shape[-1], value.shape[-1]
-    plan = _plan_dq(
+    plan = plan_dq(
         key.element_size(), sum(pieces(d_qk)), sum(pieces(d_v)), _feature(args), use_tma, common["FMA"], target
     )
     blocks = _slots(shape, shape.queries, args.query_starts, plan.block_m)
@@ -588,7 +443,7 @@ def _launch_dbias(
 ) -> None:
     bias_batch, bias_heads, bias_rows, _ = dbias.shape
     d_qk, d_v = query.shape[-1], value.shape[-1]
-    plan = _plan_dbias(query.element_size(), d_qk, d_v, use_tma, common["FMA"], Target.of(query.device))
+    plan = plan_dbias(query.element_size(), d_qk, d_v, use_tma, common["FMA"], Target.of(query.device))
     q_blocks, k_blocks = cdiv(shape.queries, plan.block_m), cdiv(shape.keys, plan.block_n)
     tiles = k_blocks * bias_batch * bias_heads * (1 if bias_rows == 1 else q_blocks)
     unused = ("q_starts_ptr", "k_starts_ptr")
