@@ -6,12 +6,19 @@ OP is a public name (rms_norm) or the name of a file there (norm).
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 import torch._functorch.config
 import triton
 
 import powertrain
+
+
+def _file_of(op: str) -> str:
+    if (Path(__file__).parent / "ops" / f"{op}.py").exists():
+        return op
+    return powertrain._PUBLIC.get(op, op).rpartition(".")[2]
 
 
 def main(ops: list[str]) -> None:
@@ -21,7 +28,7 @@ def main(ops: list[str]) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     print(f"{torch.cuda.get_device_name()}, {versions}, commit {commit or 'unknown'}")
-    files = dict.fromkeys(powertrain._PUBLIC.get(op, op).rpartition(".")[2] for op in ops)
+    files = dict.fromkeys(_file_of(op) for op in ops)
     for op in files:
         for lines in importlib.import_module(f"benchmarks.ops.{op}").run():
             print(lines, flush=True)

@@ -148,12 +148,10 @@ def test_the_host_never_waits_for_decoding_and_seeds() -> None:
         step()
 
 
-@pytest.mark.parametrize("backend", [None, "triton", "cudnn", "flash"])
+@pytest.mark.parametrize("backend", [None, "triton", "flash"])
 def test_nothing_leaks_from_behind_packed_sequences(backend: str | None) -> None:
     """NaN in rows past cu_seqlens[-1] of inputs and gradients: the bits of zeros there."""
     starts = torch.tensor([0, 70, 70, 201], dtype=torch.int32, device=CUDA)
-    if backend == "cudnn":
-        pytest.skip("cuDNN through PyTorch has no packed layout")
 
     def results(behind: float) -> list[Tensor]:
         torch.manual_seed(1)
@@ -309,7 +307,7 @@ def test_dropout_is_the_same_everywhere() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_every_gpu_of_the_machine() -> None:
-    """Called while another device is the current one; the bits of the first."""
+    """Called while another device is the current one; the bits of the first, if they are alike."""
     torch.manual_seed(0)
     given = [torch.randn(1, 200, 4, 64, dtype=torch.bfloat16) for _ in range(3)]
     results = []
@@ -320,6 +318,6 @@ def test_every_gpu_of_the_machine() -> None:
             grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
         assert out.device == leaves[0].device
         results.append([x.cpu() for x in (out, *grads)])
-    assert len({torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())}) > 1 or all(
-        torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)
-    )
+    if len({torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())}) == 1:
+        for other in results[1:]:
+            _equal(results[0], other)
