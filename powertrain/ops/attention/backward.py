@@ -9,6 +9,7 @@ from torch import Tensor
 
 from powertrain.ops.attention import chunked, triton_flash
 from powertrain.ops.attention.api import Alignment, as_int32, check_qkv, lower_mask, make_call, sequence_starts
+from powertrain.ops.attention.layouts import to_lse_order
 from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, Layout, Varlen
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import falls_back, use_kernel, without_autocast
@@ -143,7 +144,7 @@ def _check_results(
     checks.shape(op, "out", out, expected, "query's, with value's head dim")
     if grad_out.dtype is not query.dtype:
         checks.fail(op, "grad_out", f"have query's dtype {checks.name(query.dtype)}", checks.name(grad_out.dtype))
-    rows = chunked.to_lse_order(query, call.layout).shape[:-1]
+    rows = to_lse_order(query, call.layout).shape[:-1]
     for name, x in (("lse", lse), ("grad_lse", grad_lse)):
         checks.shape(op, name, x, rows, "heads and queries, as attention returns it")
         if x is not None and x.dtype not in (torch.float32, query.dtype if query.dtype is torch.float64 else None):

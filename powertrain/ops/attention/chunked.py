@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from powertrain.ops.attention.layouts import from_lse_order, to_lse_order
 from powertrain.ops.attention.masks import MaskSpec, MaskTensors
-from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
 from powertrain.ops.attention.reference import assemble, attention_ref, sequences
 from powertrain.ops.layout import acc_dtype
 
@@ -60,33 +61,6 @@ def backward(
     grads = torch.autograd.grad([own, own_lse], leaves, [dout, grad])
     dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
     return dq, dk, dv
-
-
-_LSE_ORDER: dict[Layout, tuple[int, ...]] = {
-    "bshd": (0, 2, 1),
-    "bhsd": (0, 1, 2),
-    "sbhd": (1, 2, 0),
-    "thd": (1, 0),
-    "bmghk": (0, 2, 3, 1),
-}
-_FROM_LSE_ORDER: dict[Layout, tuple[int, ...]] = {
-    "bshd": (0, 2, 1),
-    "bhsd": (0, 1, 2),
-    "sbhd": (2, 0, 1),
-    "thd": (1, 0),
-    "bmghk": (0, 3, 1, 2),
-}
-
-
-def to_lse_order(x: Tensor, layout: Layout) -> Tensor:
-    """A tensor of the query's dims, those before the last in the order of an LSE's."""
-    order = _LSE_ORDER[layout]
-    return x.permute(*order, len(order))
-
-
-def from_lse_order(x: Tensor, layout: Layout) -> Tensor:
-    """A tensor of an LSE's dims in the order of the query's."""
-    return x.permute(_FROM_LSE_ORDER[layout])
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:

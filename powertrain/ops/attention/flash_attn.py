@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.installed import installed
+from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
 from powertrain.ops.attention.limits import KnownBad, Limits, known_bad
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
-from powertrain.ops.attention.sdpa import FLASH_BAD, from_bhsd, to_bhsd
+from powertrain.ops.attention.sdpa import FLASH_BAD
 from powertrain.runtime import tracing
 from powertrain.runtime.errors import CompileError, CompileTimeout, WarmUpFirst
 from powertrain.runtime.settings import settings

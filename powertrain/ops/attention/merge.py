@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
 from powertrain.ops.layout import acc_dtype, cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
@@ -30,16 +31,6 @@ from powertrain.runtime.tuning import tunable
 
 Layout = Literal["bshd", "bhsd", "sbhd", "thd"]
 _LAYOUTS: tuple[Layout, ...] = ("bshd", "bhsd", "sbhd", "thd")
-_TO_BHSD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "sbhd": (1, 2, 0, 3)}
-_FROM_BHSD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "sbhd": (2, 0, 1, 3)}
-
-
-def _to_bhsd(x: Tensor, layout: Layout) -> Tensor:
-    return x.transpose(0, 1)[None] if layout == "thd" else x.permute(_TO_BHSD[layout])
-
-
-def _from_bhsd(x: Tensor, layout: Layout) -> Tensor:
-    return x[0].transpose(0, 1) if layout == "thd" else x.permute(_FROM_BHSD[layout])
 
 
 def merge_attentions_ref(
@@ -55,11 +46,11 @@ def merge_attentions_ref(
     seen = total > 0
     weights = weights / total.masked_fill(~seen, 1.0)
     out = sum(
-        w[..., None] * _to_bhsd(o, layout).to(acc).masked_fill((w == 0)[..., None], 0.0)
+        w[..., None] * to_bhsd(o, layout).to(acc).masked_fill((w == 0)[..., None], 0.0)
         for w, o in zip(weights if layout != "thd" else weights[:, None], outs, strict=True)
     )
     lse = torch.where(seen, top + torch.log(total.masked_fill(~seen, 1.0)), -torch.inf)
-    return _from_bhsd(out, layout).to(outs[0].dtype), lse.to(lses[0].dtype)
+    return from_bhsd(out, layout).to(outs[0].dtype), lse.to(lses[0].dtype)
 
 
 @triton.jit
@@ -343,18 +334,18 @@ def merge_attentions(
             checks.fail(
                 op, f"outs[{n}]", f"have the dtype of outs[0], {checks.name(first.dtype)}", checks.name(out.dtype)
             )
-        rows = _to_bhsd(out, layout).shape[:3]
+        rows = to_bhsd(out, layout).shape[:3]
         checks.shape(op, f"lses[{n}]", lse, rows[1:] if layout == "thd" else rows, "batch, heads, queries")
     if len(outs) == 1:
         return first, lses[0]
     if not use_kernel(op, first):
         with without_autocast(first.device):
             return merge_attentions_ref(outs, lses, layout=layout)
-    out, lse = _to_bhsd(first, layout), lses[0] if layout != "thd" else lses[0][None]
+    out, lse = to_bhsd(first, layout), lses[0] if layout != "thd" else lses[0][None]
     for n, (other, its_lse) in enumerate(zip(outs[1:], lses[1:], strict=True)):
         last = n == len(outs) - 2
         out, lse = _merge_op(
-            out, _to_bhsd(other, layout), lse, its_lse if layout != "thd" else its_lse[None],
+            out, to_bhsd(other, layout), lse, its_lse if layout != "thd" else its_lse[None],
             first.dtype if last else torch.float32,
         )  # fmt: skip
-    return _from_bhsd(out, layout), lse[0] if layout == "thd" else lse
+    return from_bhsd(out, layout), lse[0] if layout == "thd" else lse

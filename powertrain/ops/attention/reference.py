@@ -12,25 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from powertrain.ops.attention.layouts import from_bshd, to_bshd
 from powertrain.ops.attention.masks import MaskSpec, MaskTensors
-from powertrain.ops.attention.problem import AttentionCall, Layout
+from powertrain.ops.attention.problem import AttentionCall
 from powertrain.ops.layout import acc_dtype
 from powertrain.ops.philox import halves, philox, threshold
 from powertrain.runtime.dispatch import is_traced, without_autocast
-
-_TO_BSHD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
-
-
-def to_bshd(x: Tensor, layout: Layout) -> Tensor:
-    """A view of a dense tensor as [b, s, h, d]; 5-D tensors have their groups and heads merged (a copy if expanded)."""
-    return x.flatten(2, 3) if layout == "bmghk" else x.permute(_TO_BSHD[layout])
-
-
-def from_bshd(x: Tensor, layout: Layout, like: Tensor) -> Tensor:
-    """The other way, for a tensor with the query's dims."""
-    if layout == "bmghk":
-        return x.unflatten(2, like.shape[2:4])
-    return x.permute(_TO_BSHD[layout])  # each of the three permutations is its own inverse
 
 
 def attention_keep(

@@ -13,20 +13,9 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.installed import Installed, cudnn_name, installed
+from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
 from powertrain.ops.attention.limits import KnownBad, Limits, known_bad
-from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
-
-_TO_BHSD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "sbhd": (1, 2, 0, 3)}
-_FROM_BHSD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "sbhd": (2, 0, 1, 3)}
-
-
-def to_bhsd(x: Tensor, layout: Layout) -> Tensor:
-    """A view [b, h, s, d] of a dense 4-D tensor."""
-    return x if layout == "bhsd" else x.permute(_TO_BHSD[layout])
-
-
-def from_bhsd(x: Tensor, layout: Layout) -> Tensor:
-    return x if layout == "bhsd" else x.permute(_FROM_BHSD[layout])
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
 
 
 def _needs_grad(*tensors: Tensor) -> bool:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import NoBackendError, attention, flash_attn, tail, varlen_attention
+from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
 from powertrain.ops.attention.masks import MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import AttentionCall, Layout, Varlen
 from powertrain.ops.attention.reference import attention_ref
-from powertrain.ops.attention.sdpa import from_bhsd, to_bhsd
 from powertrain.ops.attention.select import BACKENDS
 from powertrain.runtime import settings as settings_module
 from powertrain.runtime.errors import CompileError, CompileTimeout

@@ -1,0 +1,52 @@
+"""Views of queries, keys, values and results in another order of dims. Nothing is copied, but where it is said."""
+
+from torch import Tensor
+
+from powertrain.ops.attention.problem import Layout
+
+_TO_BHSD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "sbhd": (1, 2, 0, 3)}
+_FROM_BHSD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "sbhd": (2, 0, 1, 3)}
+_TO_BSHD: dict[Layout, tuple[int, ...]] = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
+_TO_LSE: dict[Layout, tuple[int, ...]] = {
+    "bshd": (0, 2, 1), "bhsd": (0, 1, 2), "sbhd": (1, 2, 0), "thd": (1, 0), "bmghk": (0, 2, 3, 1),
+}  # fmt: skip
+_FROM_LSE: dict[Layout, tuple[int, ...]] = {
+    "bshd": (0, 2, 1), "bhsd": (0, 1, 2), "sbhd": (2, 0, 1), "thd": (1, 0), "bmghk": (0, 3, 1, 2),
+}  # fmt: skip
+
+
+def to_bhsd(x: Tensor, layout: Layout) -> Tensor:
+    """[b, h, s, d] of a 4-D tensor, [1, h, t, d] of a packed one."""
+    if layout == "bhsd":
+        return x
+    return x.transpose(0, 1)[None] if layout == "thd" else x.permute(_TO_BHSD[layout])
+
+
+def from_bhsd(x: Tensor, layout: Layout) -> Tensor:
+    """The other way."""
+    if layout == "bhsd":
+        return x
+    return x[0].transpose(0, 1) if layout == "thd" else x.permute(_FROM_BHSD[layout])
+
+
+def to_bshd(x: Tensor, layout: Layout) -> Tensor:
+    """[b, s, h, d] of a dense tensor; 5-D tensors have their groups and heads merged (a copy if expanded)."""
+    return x.flatten(2, 3) if layout == "bmghk" else x.permute(_TO_BSHD[layout])
+
+
+def from_bshd(x: Tensor, layout: Layout, like: Tensor) -> Tensor:
+    """The other way, for a tensor with the dims of a query `like` it."""
+    if layout == "bmghk":
+        return x.unflatten(2, like.shape[2:4])
+    return x.permute(_TO_BSHD[layout])  # each of the three permutations is its own inverse
+
+
+def to_lse_order(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor of the query's dims, those before the last in the order of an LSE's."""
+    order = _TO_LSE[layout]
+    return x.permute(*order, len(order))
+
+
+def from_lse_order(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor of an LSE's dims in the order of the query's."""
+    return x.permute(_FROM_LSE[layout])
