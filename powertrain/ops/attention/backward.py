@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import chunked, triton_flash
-from powertrain.ops.attention.api import Alignment, as_int32, check_qkv, lower_mask, make_call, sequence_starts
+from powertrain.ops.attention.arguments import Alignment, as_int32, check_qkv, lower_mask, make_call, sequence_starts
 from powertrain.ops.attention.layouts import to_lse_order
 from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, Layout, Varlen
 from powertrain.runtime import checks
