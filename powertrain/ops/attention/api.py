@@ -105,10 +105,11 @@ def attention(
         float32 products are full precision unless torch.set_float32_matmul_precision allows TF32.
     Memory beyond inputs and results, our kernel: LSE, 4 * B * H * Sq bytes, is saved beside inputs and out; backward
         takes 8 * B * H * ceil(Sq / 128) * 128 bytes; document_ids 8 * B * (Sq + Sk) and their sorting; the gradient of
-        sinks 4 * B * H * Sq * (E + 3). On the CPU "chunked" takes about 0.2 GiB of scores, and float32 gradients. Only
+        sinks up to 8 * B * H * Sq * E. On the CPU "chunked" takes about 0.2 GiB of scores, and float32 gradients. Only
         "reference" keeps 4 * B * H * Sq * Sk bytes, several times, and repeats key heads.
     Raises ValueError naming the argument, what it must be and what it was; NoBackendError with every backend's reasons
-        and the smallest change where none that is allowed takes the call. Double backward raises and names the way out.
+        and the smallest change where none that is allowed takes the call. Our kernel's double backward and vmap raise
+        and name the way out.
     Source: Dao, arXiv:2307.08691 (FlashAttention-2); Rabe and Staats, arXiv:2112.05682; Press et al., arXiv:2108.12409
         (ALiBi); Xiao et al., arXiv:2309.17453 (sinks).
     """
