@@ -70,7 +70,7 @@ class Limits:
             if p.layout == "bmghk":
                 fix += ", or merge groups and heads where they are not expanded: x.flatten(2, 3)"
             elif p.layout == "thd":
-                fix += ", or call attention() with query_lengths and key_lengths on padded tensors"
+                fix += ", or sequences of one length as a batch (bshd)"
             yield Reason(f"{self.name} takes {', '.join(self.layouts)}, got {p.layout}", fix)
 
     def _shape(self, p: AttentionProblem) -> Iterator[Reason]:
