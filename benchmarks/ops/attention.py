@@ -246,7 +246,7 @@ def _host() -> Iterator[str]:
         attention(q, q, q, is_causal=True)
     finally:
         select.choose = choose
-    yield f"host | a selection made before            | {host_us(lambda: choose(*seen)):6.1f} us"
+    yield f"host | looking up a selection made before | {host_us(lambda: choose(*seen)):6.1f} us"
     for backend in (None, "triton"):
         name = backend or "selector"
         forward = host_us(lambda b=backend: attention(q, q, q, is_causal=True, backend=b))
