@@ -98,28 +98,26 @@ class _Chunked(torch.autograd.Function):
         need = ctx.needs_input_grad[:5]
         dtype = acc_dtype(q.dtype)
         leaves = [
-            None if x is None else x.detach().to(dtype).requires_grad_(needed)
+            x if x is None or not x.is_floating_point() else x.detach().to(dtype).requires_grad_(needed)
             for x, needed in zip((q, k, v, tensors.bias, tensors.sinks), need, strict=True)
         ]
-        if tensors.bias is not None and tensors.bias.dtype is torch.bool:
-            leaves[3] = tensors.bias
-        wanted = [n for n in range(5) if need[n]]
-        totals = {n: torch.zeros_like(leaves[n]) for n in wanted}
+        again = tensors._replace(bias=leaves[3], sinks=leaves[4])
+        wanted = {n: leaf for n, leaf in enumerate(leaves) if leaf is not None and need[n]}
+        totals = {n: torch.zeros_like(leaf) for n, leaf in wanted.items()}
         for rows in _chunks(q, k):
             with torch.enable_grad():
-                again = tensors._replace(bias=leaves[3], sinks=leaves[4])
-                out, lse = _chunk(*leaves[:3], again, rows, mask, scale, dropout_p, seed, first)
-            pairs = [(out, dout, (slice(None), slice(*rows))), (lse, dlse, (slice(None), slice(None), slice(*rows)))]
-            pairs = [(result, grad[at].to(result.dtype)) for result, grad, at in pairs if grad is not None]
-            grads = torch.autograd.grad(
-                [result for result, _ in pairs], [leaves[n] for n in wanted], [grad for _, grad in pairs],
-                allow_unused=True,
-            )  # fmt: skip
-            for n, grad in zip(wanted, grads, strict=True):
+                out, lse = _chunk(*leaves[:3], again, rows, mask, scale, dropout_p, seed, first)  # type: ignore[misc,call-arg,arg-type]
+            outs, grads = [], []
+            for result, grad, dim in ((out, dout, 1), (lse, dlse, 2)):
                 if grad is not None:
-                    totals[n] += grad
+                    outs.append(result)
+                    grads.append(grad.narrow(dim, rows[0], rows[1] - rows[0]).to(result.dtype))
+            found = torch.autograd.grad(outs, list(wanted.values()), grads, allow_unused=True)
+            for total, grad in zip(totals.values(), found, strict=True):
+                if grad is not None:
+                    total += grad
         inputs = (q, k, v, tensors.bias, tensors.sinks)
-        results = [totals[n].to(inputs[n].dtype) if n in totals else None for n in range(5)]
+        results = (totals[n].to(x.dtype) if n in totals and x is not None else None for n, x in enumerate(inputs))
         return (*results, None, *(None for _ in ctx.options))
 
 
