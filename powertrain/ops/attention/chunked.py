@@ -106,7 +106,7 @@ class _Chunked(torch.autograd.Function):
         totals = {n: torch.zeros_like(leaf) for n, leaf in wanted.items()}
         for rows in _chunks(q, k):
             with torch.enable_grad():
-                out, lse = _chunk(*leaves[:3], again, rows, mask, scale, dropout_p, seed, first)  # type: ignore[misc,call-arg,arg-type]
+                out, lse = _chunk(*leaves[:3], again, rows, mask, scale, dropout_p, seed, first)  # type: ignore[call-arg]
             outs, grads = [], []
             for result, grad, dim in ((out, dout, 1), (lse, dlse, 2)):
                 if grad is not None:
