@@ -114,8 +114,8 @@ def _what_runs(where: "torch.device") -> str:
     if settings().interpret:
         return "The kernels run in Triton's interpreter: for their values, not their times."
     return (
-        "On a CPU every op takes its PyTorch path, so times differ little (but for attention, which trades time for memory "
-        "there); on a GPU it takes its kernel. "
+        "On a CPU every op takes its PyTorch path, so times differ little (but for attention, which trades time for "
+        "memory there); on a GPU it takes its kernel. "
         "To see the kernels' own values here: POWERTRAIN_INTERPRET=1 powertrain demo"
     )
 
