@@ -19,28 +19,64 @@ class Plan(NamedTuple):
     num_stages: int
     maxnreg: int | None = None
     tma: bool = True  # descriptors, where the GPU and the strides allow them
+    late: bool = True  # dkdv reads the rows' LSE after its first products, not before
 
 
-def _fits(candidates: tuple[Plan, ...], resident: int, streamed: int, target: Target) -> Plan:
-    """The first plan whose tiles fit in shared memory: bytes per row of those kept (block_m rows) and streamed."""
-    for plan in candidates:
-        if plan.block_m * resident + plan.num_stages * plan.block_n * streamed <= target.shared_per_block - 2048:
+class _Tile(NamedTuple):
+    """A row of a table of tiles: the largest head dim it is for, the shared memory that a block must have for it there,
+    at 2 bytes an element (what it compiles to, or more), and the plan."""
+
+    largest: int
+    kib: int
+    plan: Plan
+
+
+def _first(tiles: tuple[_Tile, ...], element: int, d_qk: int, d_v: int, target: Target) -> Plan:
+    """The first plan for these head dims whose shared memory the GPU has."""
+    for largest, kib, plan in tiles:
+        needed = kib * 1024 * element * (d_qk + d_v) // (4 * largest)
+        if max(d_qk, d_v) <= largest and needed <= target.shared_per_block - 1024:
             return plan
-    return candidates[-1]
+    return tiles[-1].plan
 
 
+# Without wgmma or tcgen05. Never measured: the largest tiles of FlashAttention-2's kind that spill nothing with any one
+# feature. Triton 3.6 makes no good of descriptors there: sm_120 spilled 500 to 3600 bytes with them.
 _FORWARD = (
-    Plan(128, 64, 8, 2),
-    Plan(64, 64, 4, 2),
-    Plan(64, 32, 4, 2),
-    Plan(64, 32, 8, 2),
-    Plan(64, 32, 8, 1),
-    Plan(32, 32, 8, 2),
-    Plan(32, 32, 8, 1),
-    Plan(32, 32, 4, 1),
-    Plan(16, 32, 4, 1),
-    Plan(16, 16, 4, 1),
+    _Tile(64, 80, Plan(128, 64, 8, 2, tma=False)),
+    # 128 x 32 is the faster for flash-2 where shared memory is small (its flash_fwd_launch_template.h)
+    _Tile(128, 120, Plan(128, 64, 8, 2, tma=False)),
+    _Tile(128, 80, Plan(128, 32, 8, 2, tma=False)),
+    _Tile(256, 112, Plan(64, 64, 8, 2, tma=False)),
+    _Tile(256, 76, Plan(64, 32, 8, 2, tma=False)),
+    _Tile(512, 102, Plan(32, 32, 8, 2, tma=False)),
+    _Tile(512, 70, Plan(32, 32, 8, 1, tma=False)),
+    _Tile(512, 40, Plan(16, 16, 4, 1, tma=False)),
 )
+_DKDV = (
+    _Tile(64, 52, Plan(32, 128, 8, 2, tma=False)),
+    _Tile(128, 80, Plan(64, 64, 8, 2, tma=False)),
+    _Tile(256, 68, Plan(32, 32, 8, 2, tma=False)),
+    _Tile(512, 96, Plan(16, 32, 8, 1, tma=False)),
+    _Tile(512, 64, Plan(16, 16, 4, 1, tma=False)),
+)
+_DQ = (
+    _Tile(128, 80, Plan(64, 64, 8, 2, tma=False)),
+    _Tile(192, 80, Plan(64, 16, 8, 2, tma=False)),
+    _Tile(256, 104, Plan(64, 32, 8, 2, tma=False)),
+    _Tile(256, 97, Plan(64, 32, 8, 1, tma=False)),
+    _Tile(512, 134, Plan(32, 32, 8, 2, tma=False)),
+    _Tile(512, 97, Plan(16, 32, 8, 1, tma=False)),
+    _Tile(512, 64, Plan(16, 16, 4, 1, tma=False)),
+)
+# With them, where the sums may be left to the tensor cores: never measured but for sm_90, whose plans go before
+_WIDE_FORWARD = (_Tile(256, 208, Plan(128, 64, 8, 2)), _Tile(512, 208, Plan(64, 32, 8, 2)), *_FORWARD)
+_WIDE_DKDV = (_Tile(128, 140, Plan(64, 64, 8, 2)), *_DKDV)
+_WIDE_DQ = (_Tile(128, 160, Plan(128, 64, 8, 2)), _Tile(256, 160, Plan(64, 32, 8, 2)), *_DQ)
+
+
+def _is_wide(target: Target) -> bool:
+    return target.has_wgmma or target.has_tcgen05
 
 
 _NARROW = Plan(32, 32, 4, 1)
@@ -75,8 +111,7 @@ def plan_fwd(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma
             return Plan(128, 64, 8, 3)
         if largest <= 256:
             return Plan(128, 64, 8, 2)
-    candidates = tuple(p for p in _FORWARD if p.block_m * d_v <= p.num_warps * 16 * 256)
-    return _fits(candidates, d_qk * element, (d_qk + d_v) * element, target)
+    return _first(_WIDE_FORWARD if _is_wide(target) else _FORWARD, element, d_qk, d_v, target)
 
 
 def dkdv_parts(d_qk: int, d_v: int, need_dk: bool, need_dv: bool, target: Target) -> tuple[str, ...]:
@@ -98,29 +133,14 @@ def plan_dkdv(
         if _is_narrow(d_qk, d_v, regular):
             return _NARROW
         if largest <= 64:
-            return Plan(64, 64, 4, 3) if feature in ("bias", "alibi") else Plan(128, 64, 4, 2)
+            return Plan(64, 64, 4, 3) if feature in ("bias", "alibi") else Plan(128, 64, 4, 2, late=False)
         if largest <= 128:
             return Plan(32, 64, 4, 3) if feature == "bias" else Plan(64, 64, 4, 2)
         if largest <= 192:
-            return Plan(32, 64, 4, 2)
+            return Plan(32, 64, 4, 3, late=False)  # 2.48 ms; 2 stages 2.69, late 2.80
         if largest <= 256:
             return Plan(64, 128, 8, 2) if part == "dv" else Plan(64, 64, 4, 2)
-    for plan in _BACKWARD:
-        tiles = (plan.block_n + plan.num_stages * plan.block_m) * (d_qk + d_v) * element
-        tiles += 4 * plan.block_m * plan.block_n
-        if plan.block_n * largest <= 64 * 128 and tiles <= target.shared_per_block - 2048:
-            return plan
-    return _BACKWARD[-1]
-
-
-_BACKWARD = (
-    Plan(64, 64, 8, 2),
-    Plan(32, 64, 4, 2),
-    Plan(32, 64, 4, 1),
-    Plan(32, 32, 4, 1),
-    Plan(16, 32, 4, 1),
-    Plan(16, 16, 4, 1),
-)
+    return _first(_WIDE_DKDV if _is_wide(target) else _DKDV, element, d_qk, d_v, target)
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("num_warps",))
@@ -139,8 +159,7 @@ def plan_dq(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma:
             return Plan(128, 32, 8, 3, tma=False)
         if largest <= 256:
             return Plan(64, 64, 4, 2)
-    candidates = tuple(p for p in _FORWARD if p.block_m * d_qk <= p.num_warps * 8 * 256)
-    return _fits(candidates, (d_qk + d_v) * element, (d_qk + d_v) * element, target)
+    return _first(_WIDE_DQ if _is_wide(target) else _DQ, element, d_qk, d_v, target)
 
 
 @tunable("never measured", ("num_warps",))
@@ -148,8 +167,8 @@ def plan_dbias(element: int, d_qk: int, d_v: int, regular: bool, fma: bool, targ
     if fma:
         return Plan(32, 32, 8, 1)
     if max(d_qk, d_v) * element <= 256 and not _is_narrow(d_qk, d_v, regular):
-        return Plan(64, 64, 4, 1)
-    return Plan(32, 32, 4, 1)
+        return Plan(64, 64, 8, 1)
+    return Plan(32, 32, 8, 1)
 
 
 FMA_PIECE = 32  # without tensor cores a dot holds all of its inner dim in registers

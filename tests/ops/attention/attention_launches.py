@@ -1,0 +1,57 @@
+"""Every kernel of attention and varlen_attention, launched on meta tensors for `record()` to see."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention import attention, varlen_attention
+
+META = torch.device("meta")
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
+FEATURES = ("causal", "packed", "documents", "dropout", "bias", "softcap")
+B, S, H, K = 2, 512, 8, 2
+
+
+def _integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def launch(feature: str, head_dims: tuple[int, int], dtype: torch.dtype, backend: str = "triton") -> None:
+    """Forward and backward with one feature."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
+
+    d_qk, d_v = head_dims
+    options: dict[str, Any] = {"backend": backend}
+    if feature == "packed":
+        q, k, v = empty(B * S, H, d_qk), empty(B * S, K, d_qk), empty(B * S, K, d_v)
+        out = varlen_attention(q, k, v, _integers(B + 1), is_causal=True, **options)
+    else:
+        if feature == "bias":
+            options["attn_bias"] = empty(H, S, S)
+        else:
+            options["is_causal"] = True
+        if feature == "documents":
+            options["document_ids"] = _integers(B, S)
+        elif feature == "dropout":
+            options |= {"dropout_p": 0.1, "dropout_seed": _integers(2, dtype=torch.int64)}
+        elif feature == "softcap":
+            options |= {"softcap": 30.0, "window_size": (100, 0), "sinks": empty(H)}
+        out = attention(empty(B, S, H, d_qk), empty(B, S, K, d_qk), empty(B, S, K, d_v), **options)
+    out.backward(torch.empty_like(out))
+
+
+def launch_attention_kernels(dtype: torch.dtype) -> None:
+    """What the catalog does not: wide heads, documents, dropout."""
+    for head_dims in ((256, 256), (512, 512)):
+        launch("causal", head_dims, dtype)
+    for feature in ("documents", "dropout"):
+        launch(feature, (64, 64), dtype)
+
+
+def launch_all_features(dtype: torch.dtype) -> None:
+    for head_dims in HEAD_DIMS:
+        for feature in FEATURES:
+            launch(feature, head_dims, dtype)
