@@ -118,15 +118,15 @@ def _add_dkdv(
     bias, documents, dropout, strides, keep_scale, HAS: tl.constexpr, ADDS: tl.constexpr, CAP: tl.constexpr,
     D: tl.constexpr, P_QK: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr, NEED: tl.constexpr, MASKED: tl.constexpr,
-    VARLEN: tl.constexpr,
+    VARLEN: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """The queries begin to end of one head, in blocks, into dk and dv."""
     q_len, k_len, _ = rows
     for start in range(begin, end, BLOCK_M):
         i = start + tl.arange(0, BLOCK_M)
         q = load_tile(q_src, start, q_len, strides[0], D[0], P_QK, BLOCK_M, TMA, True)
-        lse = tl.load(rows_ptr + i)[None, :]
-        delta = tl.load(rows_ptr + size + i)[None, :]
+        if not LATE:
+            lse = _row_values(rows_ptr, i, q_len, VARLEN)[None, :]
         if FMA:
             product = dot_rows_fma(
                 k_src, first, k_len, strides[1], q_src, start, q_len, strides[0], D[0], P_QK, BLOCK_N, BLOCK_M
@@ -141,8 +141,8 @@ def _add_dkdv(
                 )
             else:
                 dp = dot_rows(v, do, PRECISION)
-        # read late, for registers: as much of them as these take up, spilled
-        lse = _row_values(rows_ptr, i, q_len, VARLEN)[None, :]
+        if LATE:  # for registers
+            lse = _row_values(rows_ptr, i, q_len, VARLEN)[None, :]
         delta = _row_values(rows_ptr + size, i, q_len, VARLEN)[None, :]
         i = i[None, :]
         weights, t = _weights(
@@ -177,7 +177,7 @@ def _attention_dkdv_kernel(
     scale, softcap, left, right, chunk, threshold, keep_scale, size, row_stride,
     HAS: tl.constexpr, ADDS: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr,
     P_QK: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
-    FMA: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr,
+    FMA: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     heads = kv_heads * repeats
     outer = 1 if SHARED else repeats
@@ -263,7 +263,7 @@ def _attention_dkdv_kernel(
             dk, dv = _add_dkdv(
                 dk, dv, begin, end, k_src, v_src, k, v, q_src, do_src, first, j, rows, offset, rows_ptr + at, size,
                 limits, factor, bias, documents, dropout, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M,
-                BLOCK_N, TMA, FMA, PRECISION, NEED, MASKED, k_starts_ptr is not None,
+                BLOCK_N, TMA, FMA, PRECISION, NEED, MASKED, k_starts_ptr is not None, LATE,
             )  # fmt: skip
     else:
         repeat = first_repeat
@@ -285,7 +285,7 @@ def _attention_dkdv_kernel(
         dk, dv = _add_dkdv(
             dk, dv, begin, end, k_src, v_src, k, v, q_src, do_src, first, j, rows, offset, rows_ptr + at, size,
             limits, factor, bias, documents, dropout, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M,
-            BLOCK_N, TMA, FMA, PRECISION, NEED, MASKED, k_starts_ptr is not None,
+            BLOCK_N, TMA, FMA, PRECISION, NEED, MASKED, k_starts_ptr is not None, LATE,
         )  # fmt: skip
     r64 = to_int64(first_repeat)
     if dk_ptr is not None:

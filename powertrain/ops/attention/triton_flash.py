@@ -3,7 +3,8 @@
 Forward: triton_forward.py. Backward: triton_backward.py, two kernels without atomics (dk and dv per block of keys, dq
 per block of queries), so it is deterministic. Saved for backward: the inputs, out, and lse, float32 [b, h, sq].
 
-Memory beyond inputs and results: backward 8 * b * h * sq bytes (lse in base 2, and delta).
+Memory beyond inputs and results: backward 8 * b * h * sq bytes (lse in base 2, and delta), and where tiles are read
+through descriptors 384 to 768 bytes a program, each of 64 or more rows of a head.
 FLOPs: forward 2 * pairs * (dqk + dv) per head, backward 2 * pairs * (3 * dqk + 2 * dv) useful, and one product of each
 kind more for computing scores twice, where pairs counts what the mask lets see.
 """
@@ -409,7 +410,7 @@ def _launch_dkdv(
         )
         _attention_dkdv_kernel[(blocks * programs,)](
             **(common | named | {f"{name}_ptr": x for name, x in results.items()}), krange_ptr=ranges,
-            kv_heads=heads.kv, SHARED=heads.shared, blocks=blocks,
+            kv_heads=heads.kv, SHARED=heads.shared, LATE=plan.late, blocks=blocks,
             group=_group(shape.queries * (d_qk + d_v) * key.element_size(), 1, target),
             BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=use_tma and plan.tma, num_warps=plan.num_warps,
             num_stages=plan.num_stages, maxnreg=plan.maxnreg,
