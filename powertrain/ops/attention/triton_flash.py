@@ -235,11 +235,12 @@ def _strides(**operands: _Operand) -> dict[str, Any]:
 
 def _compute(query: Tensor, value: Tensor, args: _Args, target: Target) -> dict[str, Any]:
     d = (query.shape[-1], value.shape[-1])
-    largest = FMA_PIECE if uses_fma(query.dtype, target) else 512
+    fma = uses_fma(query.dtype, *d, target)
+    largest = FMA_PIECE if fma else 512
     return dict(
         CAP=(args.softcap > 0, query.dtype is not torch.float32 and not settings().interpret),
         D=d, P_QK=pieces(d[0], largest), P_V=pieces(d[1], largest),
-        FMA=uses_fma(query.dtype, target),
+        FMA=fma,
         PRECISION=dot_precision(query.dtype, target),
     )  # fmt: skip
 

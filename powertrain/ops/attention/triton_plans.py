@@ -34,7 +34,8 @@ class _Tile(NamedTuple):
 def _first(tiles: tuple[_Tile, ...], element: int, d_qk: int, d_v: int, target: Target) -> Plan:
     """The first plan for these head dims whose shared memory the GPU has."""
     for largest, kib, plan in tiles:
-        needed = kib * 1024 * element * (d_qk + d_v) // (4 * largest)
+        share = 1 if element == 2 else 3  # of TF32, what was compiled was up to 2.8 times as large
+        needed = kib * 1024 * share * (d_qk + d_v) // (2 * largest)
         if max(d_qk, d_v) <= largest and needed <= target.shared_per_block - 1024:
             return plan
     return tiles[-1].plan
@@ -174,9 +175,13 @@ def plan_dbias(element: int, d_qk: int, d_v: int, regular: bool, fma: bool, targ
 FMA_PIECE = 32  # without tensor cores a dot holds all of its inner dim in registers
 
 
-def uses_fma(dtype: torch.dtype, target: Target) -> bool:
-    """Products without tensor cores: float32 at full precision, and everything where Triton cannot reach them."""
-    return not target.has_tensor_core_dot or (dtype is torch.float32 and dot_precision(dtype, target) == "ieee")
+def uses_fma(dtype: torch.dtype, d_qk: int, d_v: int, target: Target) -> bool:
+    """Products without tensor cores: float32 at full precision, everything where Triton cannot reach them, and TF32 of
+    heads so wide that the smallest tiles, 128 KiB at 512, do not fit in shared memory."""
+    if dtype is torch.float32 and target.has_tensor_core_dot:
+        too_wide = 128 * (d_qk + d_v) > target.shared_per_block - 1024
+        return too_wide or dot_precision(dtype, target) == "ieee"
+    return not target.has_tensor_core_dot
 
 
 def dot_precision(dtype: torch.dtype, target: Target) -> str:
