@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from powertrain.ops.attention import reference
+from powertrain.runtime.settings import settings
 from tests.ops.attention.problems import CONFIGS, Config, make
+
+pytestmark = pytest.mark.skipif(settings().interpret, reason="no kernel of ours in it")
 
 WITH_LENGTHS = [config for config in CONFIGS if config.layout == "thd" or "lengths" in config.features]
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from powertrain.ops.attention import attention, chunked
+from powertrain.runtime.settings import settings
 from tests.ops.attention.problems import CONFIGS, Config, errors
+
+pytestmark = pytest.mark.skipif(settings().interpret, reason="no kernel of ours in it")
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
