@@ -80,7 +80,7 @@ class Loaded:
         self.slots: list[tuple[Any, int, Any]] = []
 
     def scratch(self, programs: int, device: int) -> list[Tensor]:
-        """Memory for the hidden scratch pointers. Hold it until the launch is queued: the caching allocator then reuses it
+        """Memory for the hidden scratch pointers. Hold it until the launch is queued: the allocator then reuses it
         in stream order."""
         where = torch.device("cuda", device)
         sizes = (self.facts["global_scratch"], self.facts["profile_scratch"])

@@ -97,9 +97,9 @@ def _fma_plan(d: int) -> Plan:
 def plan_fwd(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma: bool, target: Target) -> Plan:
     if fma:
         return _fma_plan(max(d_qk, d_v))
+    if target.has_wgmma and _is_narrow(d_qk, d_v, regular):
+        return _NARROW
     if target.has_wgmma and element == 2:
-        if _is_narrow(d_qk, d_v, regular):
-            return _NARROW
         largest = max(d_qk, d_v)
         if largest <= 64:
             return Plan(128, 64, 8, 3, 128) if feature == "bias" else Plan(64, 128, 4, 2)
@@ -130,9 +130,9 @@ def plan_dkdv(
     largest = max(d_qk, d_v)
     if fma:
         return Plan(32, 32, 8, 1) if largest <= 64 else Plan(16, 16, 8, 1)
+    if target.has_wgmma and _is_narrow(d_qk, d_v, regular):
+        return _NARROW
     if target.has_wgmma and element == 2:
-        if _is_narrow(d_qk, d_v, regular):
-            return _NARROW
         if largest <= 64:
             return Plan(64, 64, 4, 3) if feature in ("bias", "alibi") else Plan(128, 64, 4, 2, late=False)
         if largest <= 128:
@@ -149,9 +149,9 @@ def plan_dq(element: int, d_qk: int, d_v: int, feature: str, regular: bool, fma:
     largest = max(d_qk, d_v)
     if fma:
         return Plan(32, 32, 8, 1) if largest <= 64 else Plan(16, 16, 8, 1)
+    if target.has_wgmma and _is_narrow(d_qk, d_v, regular):
+        return _NARROW
     if target.has_wgmma and element == 2:
-        if _is_narrow(d_qk, d_v, regular):
-            return _NARROW
         if largest <= 64:
             return Plan(64, 64, 4, 3, tma=False)
         if largest <= 128:
