@@ -12,7 +12,8 @@ from powertrain.testing import numerics
 from tests.conftest import HAS_GPU, INTERPRET
 from tests.ops.attention.problems import BY_NAME, _slack, make
 
-RANKS, B, S, H, K, DQK, DV = 3, 2, 27, 4, 2, 40, 24
+RANKS, S, DQK, DV = 3, 27, 40, 24
+B, H, K = (1, 2, 1) if INTERPRET else (2, 4, 2)  # the interpreter takes its time for every program
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 BACKEND = "triton" if HAS_GPU or INTERPRET else "chunked"
 Part = tuple[Tensor, Tensor, Tensor]
@@ -119,6 +120,8 @@ class _ByParts(torch.autograd.Function):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @DTYPES
 def test_a_ring_is_the_whole(layout: str, causal: bool, dtype: torch.dtype, device: torch.device) -> None:
+    if INTERPRET and layout != "thd" and causal == (dtype is torch.float32):
+        pytest.skip("every other one in the interpreter, all on a GPU and in plain PyTorch")
     ring = Ring(layout, causal, device)
     run = lambda query, key, value: _ByParts.apply(ring, query, key, value)  # noqa: E731
     check(run, ring.whole("plain"), ring.whole("reference"), ring.inputs(dtype, device), dtype)
