@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from powertrain.ops.attention.layouts import to_lse_order
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
 from powertrain.ops.attention.triton_backward import (
     _attention_dbias_kernel,
@@ -508,20 +509,13 @@ def backward(
 
 def _sinks_grad(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor, layout: Layout) -> Tensor:
     """- sum over rows of exp(sink - lse) * delta, per head."""
-    delta = _as_lse((dout.float() * out).sum(-1), layout)
+    delta = to_lse_order(dout.float() * out, layout).sum(-1)
     delta = delta if dlse is None else delta - dlse
     if layout == "thd":
         delta, lse = delta[None], lse[None]
     delta, lse = (x.flatten(1, -2) for x in (delta, lse))  # [b, heads, s]
     shares = torch.exp(sinks.float()[None, :, None] - lse) * delta
     return -torch.where(lse == -torch.inf, 0.0, shares).sum((0, 2)).to(sinks.dtype)
-
-
-def _as_lse(x: Tensor, layout: Layout) -> Tensor:
-    """A tensor with the output's dims but the last, with the dims in LSE's order."""
-    return x.permute(
-        {"bshd": (0, 2, 1), "bhsd": (0, 1, 2), "sbhd": (1, 2, 0), "thd": (1, 0), "bmghk": (0, 2, 3, 1)}[layout]
-    )
 
 
 _attention_op = Op(
