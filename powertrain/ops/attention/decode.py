@@ -34,6 +34,7 @@ from powertrain.ops.attention.triton_tiles import (
     piece_start,
     pieces,
     scale_tile,
+    tanh,
     zeros_tile,
 )
 from powertrain.ops.layout import acc_dtype, cdiv, next_power_of_2
@@ -160,17 +161,6 @@ def _update(acc, alpha, p, v, FMA: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _tanh(x):
-    """Accurate near 0 too, where 1 - e has lost its digits."""
-    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    y = (1.0 - e) / (1.0 + e)
-    y = tl.where(x < 0, -y, y)
-    z = x * x
-    near = x * (1.0 + z * (-1.0 / 3.0 + z * (2.0 / 15.0 + z * (-17.0 / 315.0 + z * (62.0 / 2835.0)))))
-    return tl.where(z < 0.09, near, y)
-
-
-@triton.jit
 def _store_rows(x_ptr, tile, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr):
     for i in tl.static_range(len(PIECES)):
         _store_piece(x_ptr, tile[i], rows, mask, HEAD_DIM, piece_start(PIECES, i), PIECES[i])
@@ -287,7 +277,7 @@ def _decode_kernel(
         k = _load_rows(k_ptr, k_rows, inside, HEAD_DIM_QK, PIECES_QK, FMA)
         s = _products(q, k, FMA, PRECISION)
         if HAS_SOFTCAP:
-            s = (softcap * LOG2E) * _tanh(s * (scale / softcap))
+            s = (softcap * LOG2E) * tanh(s * (scale / softcap), False)
         else:
             s = s * (scale * LOG2E)
         if slopes_ptr is not None:

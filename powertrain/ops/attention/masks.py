@@ -52,11 +52,6 @@ class MaskSpec:
         return self.right == 0
 
     @property
-    def is_plain(self) -> bool:
-        """Full or causal attention and nothing else."""
-        return self.right in (-1, 0) and self == MaskSpec(right=self.right, bottom_right=self.bottom_right)
-
-    @property
     def has_window(self) -> bool:
         return self.left >= 0 or self.right > 0
 

@@ -493,14 +493,12 @@ def backward(
     dout = torch.zeros_like(out) if dout is None else dout
     q_k_v_bias = _attention_bwd_op(dout, dlse, query, key, value, out, lse, list(need[:4]), *args)
     heads = _heads(query, key, value, args.layout)
-    grads: list[Tensor | None] = []
-    for x, grad, needed in zip((query, key, value, args.bias), q_k_v_bias, need[:4], strict=True):
-        grad = wanted(grad, needed)
-        dim = _expanded_dim(x, args.layout, heads) if grad is not None and (x is key or x is value) else None
-        if grad is not None and dim is not None and x is not None:
+    grads = [wanted(grad, needed) for grad, needed in zip(q_k_v_bias, need[:4], strict=True)]
+    for index, x in ((1, key), (2, value)):
+        dim, grad = _expanded_dim(x, args.layout, heads), grads[index]
+        if grad is not None and dim is not None:
             # an equal share to each copy: expand's own backward adds them up again
-            grad = (grad / x.shape[dim]).expand(x.shape)
-        grads.append(grad)
+            grads[index] = (grad / x.shape[dim]).expand(x.shape)
     dsinks = None
     if need[4] and args.sinks is not None:
         dsinks = _sinks_grad(dout, dlse, out, lse, args.sinks, args.layout)

@@ -421,6 +421,9 @@ def tanh(x, FAST: tl.constexpr):
         e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
         y = (1.0 - e) / (1.0 + e)
         y = tl.where(x < 0, -y, y)
+        z = x * x  # near 0, where 1 - e has lost its digits, the series
+        near = x * (1.0 + z * (-1.0 / 3.0 + z * (2.0 / 15.0 + z * (-17.0 / 315.0 + z * (62.0 / 2835.0)))))
+        y = tl.where(z < 0.09, near, y)
     return y
 
 

@@ -3,12 +3,24 @@
 import pytest
 import torch
 
+from powertrain.ops.attention import attention
 from tests.ops.attention.problems import CONFIGS, Config, errors
 
 pytestmark = pytest.mark.kernels
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def test_one_tensor_three_times_expanded_along_heads(device: torch.device) -> None:
+    """The query's gradient is not taken for that of a shared key."""
+    x = torch.randn(1, 9, 1, 16, device=device, requires_grad=True)
+    found = []
+    for backend in ("triton", "reference"):
+        heads = x.expand(-1, -1, 3, -1)
+        out = attention(heads, heads, heads, is_causal=True, backend=backend)
+        found.append(torch.autograd.grad(out.square().sum(), x)[0])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
