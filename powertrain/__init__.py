@@ -28,6 +28,7 @@ _PUBLIC = {
     "bias_dropout_add": "powertrain.ops.bias_dropout_add",
     "cross_entropy": "powertrain.ops.cross_entropy",
     "linear_cross_entropy": "powertrain.ops.linear_cross_entropy",
+    "grouped_gemm": "powertrain.ops.grouped_gemm",
     "AdamW": "powertrain.ops.adamw",
     "clip_grad_norm_": "powertrain.ops.adamw",
     "disable": "powertrain.runtime.dispatch",

@@ -104,15 +104,15 @@ def _repair_masks(builder: Any) -> None:
     masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
 
     def as_bool(mask: Any) -> Any:
-        if mask.data.dtype != bool:
+        if isinstance(mask, interpreter.TensorHandle) and mask.data.dtype != bool:
             mask.data = mask.data.astype(bool)
         return mask
 
-    def load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        return masked_load(self, pointers, as_bool(mask), *rest)
+    def load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        return masked_load(self, pointers, as_bool(mask), *rest, **named)
 
-    def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        return masked_store(self, pointers, value, as_bool(mask), *rest)
+    def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        return masked_store(self, pointers, value, as_bool(mask), *rest, **named)
 
     builder.create_masked_load, builder.create_masked_store = load, store
 
