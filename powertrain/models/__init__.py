@@ -1,0 +1,5 @@
+"""Models: one file each, with its config, presets, Hugging Face names and parallelize()."""
+
+from powertrain.models.config import ARCHITECTURES, ModelConfig, architecture, build, configure, presets
+
+__all__ = ["ARCHITECTURES", "ModelConfig", "architecture", "build", "configure", "presets"]

@@ -1,0 +1,108 @@
+"""The frame of every decoder here: embedding, layers, final norm, head and loss."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from powertrain.models.config import ModelConfig
+from powertrain.models.init import init_weights
+from powertrain.nn.attention import Context
+from powertrain.nn.block import Block
+from powertrain.nn.cache import KVCache
+from powertrain.ops.bias_dropout_add import bias_dropout_add
+from powertrain.ops.linear_cross_entropy import linear_cross_entropy
+
+
+class CausalLM(nn.Module):
+    """Tokens to logits, or to the loss; the head never stores the logits while training.
+
+    Shapes: B batch, S sequence, V vocabulary.
+        forward(tokens [B, S] int64) -> logits [B, S, V]
+        forward(tokens, labels [B, S] int64) -> mean loss over labels that are not -100, in nats, float32 []
+        position_ids [B, S], document_ids [B, S]: packed documents; see Context
+        cache: keys and values of earlier tokens; tokens are the new ones. `lengths` [B] int32 says how many of S count
+    Built on the meta device it takes no memory; `to_empty` and `init_weights` follow.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Iterable[Block],
+        norm: nn.Module | None,
+        *,
+        learned_positions: bool = False,
+        dropout: float = 0.0,
+        head_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config, self.dropout = config, dropout
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned_positions else None
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=head_bias)
+
+    def init_weights(self, seed: int) -> None:
+        """Every parameter anew: the same values for a seed whatever the device's kind, sharding or number of ranks."""
+        init_weights(self, self.config, seed)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        lengths: Tensor | None = None,
+        z_loss: float = 0.0,
+    ) -> Tensor:
+        states = self.hidden_states(tokens, Context(position_ids, document_ids, cache))
+        if cache is not None:
+            cache.advance(tokens.shape[1] if lengths is None else lengths)
+        weight, bias = (self.embed.weight, None) if self.head is None else (self.head.weight, self.head.bias)
+        if labels is None:
+            return F.linear(states, weight, bias)
+        return linear_cross_entropy(states, weight, labels, bias=bias, z_loss=z_loss)
+
+    def hidden_states(self, tokens: Tensor, context: Context) -> Tensor:
+        """What the head sees [B, S, hidden_size]."""
+        x, residual = self._embedded(tokens, context), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, context)
+        if residual is not None and self.dropout and self.training:
+            x, residual = bias_dropout_add(x, None, residual, self.dropout), None
+        if self.norm is None:
+            return x if residual is None else x + residual
+        return self.norm(x) if residual is None else self.norm(x, residual)[0]
+
+    def _embedded(self, tokens: Tensor, context: Context) -> Tensor:
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x = x + self.positions(_positions(tokens, context))
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def new_cache(self, batch: int, max_length: int) -> KVCache:
+        """An empty cache for `batch` sequences of up to `max_length` tokens, on the weights' device, in their dtype."""
+        attention: Any = self.layers[0].attention
+        heads, dim, dim_v = attention.cache_shape
+        weight = self.embed.weight
+        return KVCache(len(self.layers), batch, max_length, heads, dim, dim_v, device=weight.device, dtype=weight.dtype)
+
+
+def _positions(tokens: Tensor, context: Context) -> Tensor:
+    """Where each token stands, [B, S] or [S]."""
+    if context.position_ids is not None:
+        return context.position_ids
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    if context.cache is None or context.cache.is_empty:
+        return positions
+    return context.cache.lengths[:, None].long() + positions

@@ -1,0 +1,61 @@
+"""First weights: a parameter's values depend on the seed and its name alone, not on sharding, ranks or order."""
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from powertrain.models.config import ModelConfig
+
+# what writes into the residual stream
+_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
+
+
+def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Matrices by the config's init methods, norms' weights 1, biases 0. In place; DTensors get their shard.
+
+    On a GPU the values are drawn on the GPU: other ones than a CPU draws.
+    """
+    norms = {f"{name}.weight" for name, module in model.named_modules() if "norm" in type(module).__name__.lower()}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1:
+                p.fill_(1.0 if name in norms else 0.0)
+            else:
+                _draw(p, name, config, seed)
+
+
+def _draw(p: Tensor, name: str, config: ModelConfig, seed: int) -> None:
+    method = config.output_init_method if name.endswith(_OUTPUTS) else config.init_method
+    generator = torch.Generator(p.device).manual_seed(_seed_of(seed, name))
+    full = torch.empty(p.shape, dtype=torch.float32, device=p.device)
+    # a stack of experts' weights is as many matrices
+    for matrix in full.flatten(0, -3) if full.dim() > 2 else (full,):
+        _METHODS[method](matrix, config, generator)
+    if isinstance(p, DTensor):
+        full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
+    p.copy_(full)
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+
+
+def _normal(std: Callable[[ModelConfig], float]) -> Callable[[Tensor, ModelConfig, torch.Generator], Tensor]:
+    return lambda t, config, generator: t.normal_(0.0, std(config), generator=generator)
+
+
+# GPT-NeoX's names; small_init is Nguyen and Salazar, arXiv:1910.05895; wang_init is Ben Wang's of Mesh Transformer JAX
+_METHODS: dict[str, Callable[[Tensor, ModelConfig, torch.Generator], Tensor]] = {
+    "normal": _normal(lambda c: c.init_std),
+    "scaled_normal": _normal(lambda c: c.init_std / math.sqrt(2.0 * c.num_layers)),
+    "single_residual_scaled_normal": _normal(lambda c: c.init_std / math.sqrt(c.num_layers)),
+    "small_init": _normal(lambda c: math.sqrt(2.0 / (5.0 * c.hidden_size))),
+    "wang_init": _normal(lambda c: 2.0 / (c.num_layers * math.sqrt(c.hidden_size))),
+    "xavier_normal": lambda t, c, g: nn.init.xavier_normal_(t, generator=g),
+    "xavier_uniform": lambda t, c, g: nn.init.xavier_uniform_(t, generator=g),
+    "orthogonal": lambda t, c, g: nn.init.orthogonal_(t, generator=g),
+}

@@ -1,0 +1,1 @@
+"""Layers with parameters, on ops."""

@@ -1,0 +1,161 @@
+"""Self-attention with one packed projection: rotary, ALiBi or neither, grouped queries, windows, qk-norm, KV cache."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from powertrain.nn.cache import KVCache
+from powertrain.nn.norm import RMSNorm
+from powertrain.ops.attention import attention
+from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.rope import rope, rope_qkv
+from powertrain.ops.rope_table import RopeTable, Scheme, rope_table
+
+
+class Context(NamedTuple):
+    """What layers must know of the tokens beside their states.
+
+    position_ids   [B, S] int64: where tokens stand, if not at 0, 1, 2 ...
+    document_ids   [B, S] int32: tokens see those with their own id only
+    cache          keys and values of earlier tokens, while generating
+    """
+
+    position_ids: Tensor | None = None
+    document_ids: Tensor | None = None
+    cache: KVCache | None = None
+
+
+class Rotary(NamedTuple):
+    """A rotary embedding as a model states it; `table` makes it, once per device."""
+
+    dim: int
+    max_seqlen: int
+    base: float = 10000.0
+    scheme: Scheme | None = None
+
+    def table(self, device: torch.device) -> RopeTable:
+        return _table(self, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(rotary: Rotary, device: torch.device) -> RopeTable:
+    return rope_table(rotary.dim, rotary.max_seqlen, base=rotary.base, scheme=rotary.scheme, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
+    """[H] float32: 2^(-8 h / H) for a power of two; else those of the next lower one, then every second of the next.
+
+    Source: Press et al., arXiv:2108.12409.
+    """
+    lower = 2 ** int(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (h + 1) / lower) for h in range(lower)]
+    slopes += [2.0 ** (-4.0 * (h + 1) / lower) for h in range(0, 2 * (num_heads - lower), 2)]
+    return torch.tensor(slopes, device=device)
+
+
+class SelfAttention(nn.Module):
+    """x [B, S, hidden_size] -> [B, S, hidden_size], causal.
+
+    The projection is packed by kv head, "grouped" as GPT-NeoX and Megatron do: for each its query heads, its key, its
+    value. So it can be sharded by kv head. For one query head each that is GPT-NeoX's own layout.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary: Rotary | None = None,
+        alibi: bool = False,
+        sliding_window: int | None = None,
+        qk_norm_eps: float | None = None,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        layer: int = 0,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim or hidden_size // num_heads
+        num_kv_heads = num_kv_heads or num_heads
+        self.group_size = num_heads // num_kv_heads
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.rotary, self.alibi, self.dropout, self.layer = rotary, alibi, dropout, layer
+        # under tensor parallelism: the first of this rank's heads
+        self.first_head = 0
+        # the window counts the query's own position (Mistral, flash-attn): so many keys in all
+        self.window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=qkv_bias)
+        self.out = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
+        self.q_norm, self.k_norm = (
+            None if qk_norm_eps is None else RMSNorm(self.head_dim, eps=qk_norm_eps) for _ in range(2)
+        )
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int | None]:
+        """kv heads, head dim of keys and of values: what a KVCache's rows hold."""
+        return self.num_kv_heads, self.head_dim, self.head_dim
+
+    def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+        # heads are counted from what came out: under tensor parallelism it is this rank's share of them
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        cache = context.cache
+        if cache is None:
+            q, k, v = self._rotated(qkv, context.position_ids)
+            attended = self._attend(q, k, v, context.document_ids)
+        elif cache.is_empty:
+            q, k, v = self._rotated(qkv, None)
+            cache.fill(self.layer, k, v)
+            attended = self._attend(q, k, v, None)
+        else:
+            attended = self._decode(qkv, cache)
+        return self.out(attended.flatten(-2))
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views q [B, S, H, D], k and v [B, S, K, D] of the packed heads, q and k normalized."""
+        groups = qkv.unflatten(-2, (-1, self.group_size + 2))
+        q, k, v = groups.split((self.group_size, 1, 1), -2)
+        q, k, v = q.flatten(-3, -2), k.squeeze(-2), v.squeeze(-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def _rotated(self, qkv: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if self.rotary is None:
+            return self._split(qkv)
+        table = self.rotary.table(qkv.device)
+        if self.q_norm is not None:
+            q, k, v = self._split(qkv)
+            q, k = rope(q, k, table=table, position_ids=position_ids)
+            return q, k, v
+        kv_heads = qkv.shape[-2] // (self.group_size + 2)
+        return rope_qkv(
+            qkv, table=table, num_heads=kv_heads * self.group_size, num_kv_heads=kv_heads, packing="grouped",
+            position_ids=position_ids,
+        )  # fmt: skip
+
+    def _slopes(self, q: Tensor) -> Tensor | None:
+        if not self.alibi:
+            return None
+        return alibi_slopes(self.num_heads, q.device)[self.first_head : self.first_head + q.shape[2]]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) -> Tensor:
+        return attention(
+            q, k, v, is_causal=True, window_size=self.window, alibi_slopes=self._slopes(q), document_ids=document_ids,
+            dropout_p=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+
+    def _decode(self, qkv: Tensor, cache: KVCache) -> Tensor:
+        q, k, v = self._split(qkv)
+        out = decode_attention(
+            q, cache.keys[self.layer], cache.values[self.layer], cache.lengths, key_new=k, value_new=v,
+            rotary=None if self.rotary is None else self.rotary.table(q.device), window_size=self.window,
+            alibi_slopes=self._slopes(q),
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out

@@ -1,0 +1,87 @@
+"""One layer of a decoder: attention and MLP around a residual stream, one after the other or side by side."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from powertrain.nn.attention import Context
+from powertrain.ops.bias_dropout_add import bias_dropout_add
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class Block(nn.Module):
+    """(x, residual) -> (x, residual): the stream is their sum, which the next norm takes in the same kernel.
+
+    Shapes: x and residual [B, S, hidden_size]; residual None: x alone, before the first layer.
+        attention, mlp            modules; attention takes (x, Context)
+        attention_norm, mlp_norm  modules that take (x, residual); with mlp_norm None both halves read attention_norm
+        parallel                  stream + attention(norm(stream)) + mlp(norm'(stream)) (GPT-J, GPT-NeoX)
+        dropout                   of what each half adds
+    `recompute` says what backward computes again: nothing; everything but matmuls and attention; the whole layer.
+    """
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        mlp: nn.Module,
+        attention_norm: nn.Module,
+        mlp_norm: nn.Module | None,
+        *,
+        parallel: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.parallel, self.dropout = parallel, dropout
+        self.recompute: Recompute = "none"
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        layer = self._parallel if self.parallel else self._sequential
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return layer(x, residual, context)
+        options: dict[str, Any] = {"context_fn": _keep_products} if self.recompute == "selective" else {}
+        return checkpoint(layer, x, residual, context, use_reentrant=False, **options)
+
+    def _sequential(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        y, stream = self._normed(self.attention_norm, x, residual)
+        x = self.attention(y, context)
+        assert self.mlp_norm is not None
+        y, stream = self._normed(self.mlp_norm, x, stream)
+        return self.mlp(y), stream
+
+    def _parallel(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        y, stream = self._normed(self.attention_norm, x, residual)
+        mlp_input = y if self.mlp_norm is None else self.mlp_norm(stream)
+        return self.attention(y, context) + self.mlp(mlp_input), stream
+
+    def _normed(self, norm: Callable[..., Any], x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """norm(stream) and the stream itself."""
+        if residual is not None and self.dropout and self.training:
+            x, residual = bias_dropout_add(x, None, residual, self.dropout), None
+        return (norm(x), x) if residual is None else norm(x, residual)
+
+
+# what selective recomputation keeps: matrix products, and attention whatever its backend
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op in _KEPT or "attention" in op.name() or "grouped" in op.name()
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_products() -> Any:
+    return create_selective_checkpoint_contexts(_policy)

@@ -1,0 +1,35 @@
+"""RMSNorm and LayerNorm as modules, over `powertrain.rms_norm` and `layer_norm`."""
+
+import torch
+from torch import Tensor, nn
+
+from powertrain.ops.norm import layer_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """[..., hidden_size] -> the same; with a residual (norm(x + residual), x + residual), in one kernel.
+
+    The weight is multiplied in float32, before the result is rounded (as TransformerEngine, Apex and GPT-NeoX do).
+    """
+
+    def __init__(self, hidden_size: int, *, eps: float = 1e-6, bias: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return rms_norm(x, self.weight, self.bias, residual=residual, eps=self.eps)
+
+
+class LayerNorm(nn.Module):
+    """[..., hidden_size] -> the same; with a residual (norm(x + residual), x + residual), in one kernel."""
+
+    def __init__(self, hidden_size: int, *, eps: float = 1e-5, bias: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return layer_norm(x, self.weight, self.bias, residual=residual, eps=self.eps)

@@ -1,0 +1,194 @@
+"""The typed configuration of a run, section by section."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
+
+from powertrain.models.config import ModelConfig, configure
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class DataSource(Section):
+    """One corpus: a file or folder of text, jsonl(.zst), a .bin/.idx prefix, or `quickstart`: Python's own sources."""
+
+    path: str
+    weight: NonNegative = 1.0
+    labels: str | None = None
+
+
+class DataConfig(Section):
+    """train, validation, test   sources; a plain string is one of weight 1
+    split            shares of train, validation and test where only `train` is given
+    tokenizer        tokenizer.json, a folder with one, "gpt2:VOCAB.json:MERGES.txt", "bytes"; "train:SIZE" trains one
+    document_mask    documents do not see each other, and positions restart in each
+    eod_mask_loss    no loss at end-of-document tokens
+    """
+
+    train: tuple[DataSource, ...]
+    validation: tuple[DataSource, ...] = ()
+    test: tuple[DataSource, ...] = ()
+    split: str = "969, 30, 1"
+    tokenizer: str = "bytes"
+    vocab_multiple: Positive = 128
+    text_key: str = "text"
+    append_eod: bool = True
+    document_mask: bool = False
+    eod_mask_loss: bool = False
+    weight_by_num_documents: bool = False
+    weighted_sampler_alpha: float = 1.0
+    order: Literal["neox", "sequential"] = "neox"
+    num_workers: Natural = 2
+    cache_folder: str | None = None
+
+    @field_validator("train", "validation", "test", mode="before")
+    @classmethod
+    def _sources(cls, value: Any) -> Any:
+        values = [value] if isinstance(value, (str, dict)) else value or []
+        return [{"path": v} if isinstance(v, str) else v for v in values]
+
+
+class LossScale(Section):
+    """fp16's loss scaling: a fixed scale, or None for a dynamic one (GPT-NeoX's names and rules)."""
+
+    static: float | None = None
+    initial_power: Natural = 16
+    window: Positive = 1000
+    hysteresis: Positive = 2
+    minimum: float = 1.0
+
+
+class TrainConfig(Section):
+    """steps             optimizer steps
+    micro_batch_size     sequences in one forward, per data-parallel rank
+    activation_checkpointing   none; selective: all but matmuls and attention is computed again; full: whole layers
+    deterministic        the same bits every run, on a GPU too
+    recompiles           what a kernel's compile after the first step is: a warning, or an error
+    """
+
+    steps: Positive
+    seq_length: Positive
+    micro_batch_size: Positive = 1
+    gradient_accumulation_steps: Positive = 1
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    loss_scale: LossScale = LossScale()
+    gradient_clipping: NonNegative = 1.0
+    seed: int = 1234
+    deterministic: bool = False
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    z_loss: NonNegative = 0.0
+    spike_factor: NonNegative = 0.0
+    recompiles: Literal["warn", "error"] = "warn"
+
+
+class OptimizerConfig(Section):
+    """AdamW, decoupled weight decay. decay_norms_and_biases: as torch's default; GPT-NeoX leaves them out."""
+
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: NonNegative = 0.1
+    decay_norms_and_biases: bool = False
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+class ScheduleConfig(Section):
+    """Warm-up, then a decay to min_lr.
+
+    decay_steps   None: train.steps. wsd: the last `wsd_decay_steps` of them decay, the rest is flat
+    clamp         safe: past decay_steps the rate stays at min_lr; neox: the cosine goes on and rises again, as there
+    """
+
+    kind: Literal["constant", "cosine", "linear", "exponential", "wsd"] = "cosine"
+    warmup_steps: NonNegative = 0.0
+    decay_steps: Positive | None = None
+    wsd_decay_steps: Natural = 0
+    min_lr: NonNegative = 0.0
+    clamp: Literal["safe", "neox"] = "safe"
+
+
+class ParallelConfig(Section):
+    """replicate x shard x tensor = world size; shard -1: what is left.
+
+    fsdp   parameters, gradients and optimizer are sharded over `shard` ranks and replicated over `replicate` (HSDP)
+    ddp    nothing is sharded; the same as replicate = all, shard = 1
+    reshard_after_forward   False: parameters stay gathered from forward to backward (ZeRO 1 and 2)
+    """
+
+    strategy: Literal["fsdp", "ddp"] = "fsdp"
+    replicate: Positive = 1
+    shard: int = -1
+    tensor: Positive = 1
+    reshard_after_forward: bool = True
+    timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
+
+
+class CheckpointConfig(Section):
+    """every: steps between checkpoints, 0: at the end only; scale log: at steps every, every^2 ... (GPT-NeoX's)."""
+
+    folder: str | None = None
+    load: str | None = None
+    every: Natural = 0
+    scale: Literal["linear", "log"] = "linear"
+    extra_steps: tuple[int, ...] = ()
+    keep_last: Positive | None = None
+    asynchronous: bool = True
+
+
+class EvaluationConfig(Section):
+    """every 0: never; steps: batches of each evaluation."""
+
+    every: Natural = 0
+    steps: Positive = 10
+    at_end: bool = True
+
+
+class LoggingConfig(Section):
+    """folder: metrics.jsonl, report.html, TensorBoard's events."""
+
+    folder: str | None = None
+    every: Positive = 10
+    tensorboard: bool = True
+    wandb: dict[str, Any] | None = None
+    report: bool = True
+    peak_tflops: float | None = None
+    phase_timers: bool = False
+
+
+class RunConfig(Section):
+    model: SerializeAsAny[ModelConfig]
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _architecture(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = {"preset": value}
+        return configure(**value) if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _fits(self) -> "RunConfig":
+        longest = self.model.max_position_embeddings
+        if self.train.seq_length > longest:
+            got = self.train.seq_length
+            raise ValueError(f"train.seq_length must be at most model.max_position_embeddings ({longest}), got {got}")
+        return self
+
+    def folder(self) -> Path:
+        """Where the run writes: logging's folder, or the checkpoints', or ./runs/default."""
+        return Path(self.logging.folder or self.checkpoint.folder or "runs/default")
