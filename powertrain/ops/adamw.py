@@ -420,6 +420,12 @@ class AdamW(torch.optim.AdamW):
             state["master"] = p.detach().to(torch.float32, copy=True)
         return state
 
+    def init_state(self) -> None:
+        """Make the state of every parameter that has none, as the first step would: what a checkpoint loads into."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] or self._new_state(p)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -567,13 +573,48 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    plain = all(
+    if norm_type not in (1, 2, math.inf) or not _one_kernel(grads):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    total, factor, launches = _total_norm(grads, norm_type, max_norm)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients must be finite, got {total.item()}; "
+            "set error_if_nonfinite=False to scale by it anyway"
+        )
+    for a in launches:
+        _scale_tensors_kernel[(a["chunks"].shape[0],)](
+            a["chunks"], a["table"], factor, a["grad"], a["count"],
+            ALIGNED=a["aligned"], CHUNK=NORM_CHUNK, BLOCK=4096, num_warps=8,
+        )  # fmt: skip
+    return total
+
+
+@torch.no_grad()
+def grad_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all `grads` taken together, float32 []: clip_grad_norm_ without the clipping.
+
+    AdamW divides by its `grad_scale` anyway, so clipping through that saves a pass over the gradients. Plain tensors;
+    of DTensors give the local ones and add up. No gradients: 0. No host synchronisation.
+    """
+    if not grads:
+        return torch.zeros(())
+    if _one_kernel(grads):
+        return _total_norm(grads, 2, math.inf)[0]
+    return torch.nn.utils.get_total_norm(grads).float()
+
+
+def _one_kernel(grads: Sequence[Tensor]) -> bool:
+    return bool(grads) and all(
         type(g) is Tensor and g.device == grads[0].device and g.is_floating_point() and g.layout is torch.strided
         and use_kernel("clip_grad_norm_", g) and _is_dense(g)
         for g in grads
     )  # fmt: skip
-    if not grads or not plain or norm_type not in (1, 2, math.inf):
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _total_norm(
+    grads: Sequence[Tensor], norm_type: float, max_norm: float
+) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
+    """The norm, the factor that clips it to max_norm, and what the launches were made with."""
     norm = "inf" if norm_type == math.inf else str(int(norm_type))
     device = grads[0].device
     groups = [[g for g in grads if g.dtype == dtype and g.numel()] for dtype in dict.fromkeys(g.dtype for g in grads)]
@@ -589,17 +630,7 @@ def clip_grad_norm_(
         )  # fmt: skip
         offset += size
     _norm_total_kernel[(1,)](partial, total, factor, offset, float(max_norm), NORM=norm, BLOCK=4096, num_warps=8)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"clip_grad_norm_: the norm of order {norm_type} of the gradients must be finite, got {total.item()}; "
-            "set error_if_nonfinite=False to scale by it anyway"
-        )
-    for a in launches:
-        _scale_tensors_kernel[(a["chunks"].shape[0],)](
-            a["chunks"], a["table"], factor, a["grad"], a["count"],
-            ALIGNED=a["aligned"], CHUNK=NORM_CHUNK, BLOCK=4096, num_warps=8,
-        )  # fmt: skip
-    return total
+    return total, factor, launches
 
 
 def _clip_arguments(grads: list[Tensor], device: torch.device) -> dict[str, Any]:

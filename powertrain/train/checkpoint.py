@@ -1,0 +1,197 @@
+"""Checkpoints: sharded safetensors and one JSON file, written beside the training, there whole or not at all.
+
+    FOLDER/step_00000100/shard-00001-model-00001-of-00001.safetensors     a file per rank, or several
+    FOLDER/step_00000100/checkpoint.json                                  step, samples seen, config, file sizes
+
+torch.distributed.checkpoint writes and reads the tensors, so any number of ranks can load what any number wrote. The
+folder is called `.partial` until every rank's files are on disk; then it is renamed. No pickle is written or read.
+"""
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+
+FORMAT = 1
+# tensors of one file; safetensors is serialized in memory, so this is the most a rank holds beside the staged copy
+_FILE_BYTES = 2 << 30
+_NAME = re.compile(r"step_(\d+)")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded: which file or tensor, and why."""
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    folder     where they stand
+    keep_last  how many stay; None: all
+    group      a process group with a CPU back end, for these collectives alone; None: one process
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int | None = None, group: dist.ProcessGroup | None = None) -> None:
+        self.folder, self.keep_last, self.group = folder, keep_last, group
+        self._pending: Any = None
+        self._publish: Callable[[], None] = lambda: None
+        self._is_first = group is None or dist.get_rank(group) == 0
+        if self._is_first and folder.is_dir():
+            for left in folder.glob("*.partial"):
+                shutil.rmtree(left)
+        self._barrier()
+
+    def save(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], *, asynchronous: bool = True) -> None:
+        """Begin to write `tensors` (every rank its part) and `facts` (JSON; "step" names the checkpoint).
+
+        Tensors are copied before this returns, so training may go on. An earlier save is waited for. Every rank calls.
+        """
+        self.wait()
+        step = int(facts["step"])
+        final = self.folder / f"step_{step:08d}"
+        partial = final.with_suffix(".partial")
+        if self._is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self._barrier()
+        writer = HuggingFaceStorageWriter(
+            str(partial), fqn_to_index_mapping=_files_of(tensors), save_distributed=True, thread_count=1
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            self._pending = dcp_async_save(
+                dict(tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None
+            )
+        self._publish = lambda: self._finish(partial, final, dict(facts))
+        if not asynchronous:
+            self.wait()
+
+    def poll(self) -> None:
+        """Publish a save that is done; raise what went wrong in it. Call it now and then; it waits for nobody."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the save that is under way is on disk under its final name."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.result()
+        # the first rank's future ends after every rank has told it that its files are written
+        if self._is_first:
+            self._publish()
+
+    def _finish(self, partial: Path, final: Path, facts: dict[str, Any]) -> None:
+        files = {file.name: file.stat().st_size for file in sorted(partial.glob("*.safetensors"))}
+        write_json(partial / "checkpoint.json", {"format": FORMAT, "files": files, **facts})
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        _sync_folder(self.folder)
+        for old in checkpoints_in(self.folder)[: -self.keep_last] if self.keep_last else []:
+            shutil.rmtree(old)
+
+    def _barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(self.group)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    found = [
+        path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and (path / "checkpoint.json").is_file()
+    ]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def find(path: Path) -> Path | None:
+    """The checkpoint at `path`: itself, or the newest in it; None if there is none."""
+    if (path / "checkpoint.json").is_file():
+        return path
+    found = checkpoints_in(path) if path.is_dir() else []
+    return found[-1] if found else None
+
+
+def read_facts(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself, after its files were found whole. Raises CheckpointError."""
+    file = checkpoint / "checkpoint.json"
+    try:
+        facts: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} must be a checkpoint's JSON: {error}") from None
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise CheckpointError(f"{file}: format must be {FORMAT}, got {facts.get('format') if facts else facts!r}")
+    for name, size in facts["files"].items():
+        got = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
+        if got != size:
+            raise CheckpointError(
+                f"{checkpoint / name} must have {size} bytes, got {'no file' if got is None else got}"
+            )
+    return facts
+
+
+def load(checkpoint: Path, tensors: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Fill `tensors` in place, every rank its part, and return the facts saved beside them.
+
+    Raises CheckpointError for a damaged file, a tensor that is missing, and a shape that differs; then nothing was
+    changed.
+    """
+    facts = read_facts(checkpoint)
+    try:
+        reader = HuggingFaceStorageReader(str(checkpoint))
+        stored = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors raises its own kind, which names no file
+        raise CheckpointError(f"{checkpoint}: a file is damaged: {error}") from None
+    for name, tensor in tensors.items():
+        if name not in stored:
+            near = ", ".join(sorted(stored)[:3])
+            raise CheckpointError(
+                f"{checkpoint} must hold {name} {list(tensor.shape)}, got {len(stored)} others ({near} …)"
+            )
+        if tuple(stored[name].size) != tuple(tensor.shape):  # type: ignore[union-attr]
+            got = list(stored[name].size)  # type: ignore[union-attr]
+            raise CheckpointError(f"{checkpoint}: {name} must have shape {list(tensor.shape)}, got {got}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+    return facts
+
+
+def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Tensor name -> number of the file it goes to, files of about _FILE_BYTES."""
+    files, filled, index = {}, 0, 1
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if filled and filled + size > _FILE_BYTES:
+            index, filled = index + 1, 0
+        files[name] = index
+        filled += size
+    return files
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Written aside, on disk, then renamed."""
+    aside = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    with open(aside, "w") as out:
+        json.dump(content, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(aside, file)
+    _sync_folder(file.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

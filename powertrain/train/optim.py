@@ -1,0 +1,144 @@
+"""What a step does with gradients: their norm, clipping, fp16's loss scale, AdamW, and the skip of a bad step.
+
+Nothing here waits for the device: clipping and unscaling are one factor that AdamW divides by, and a step whose
+gradients are not finite changes nothing, which AdamW decides on the device too.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from powertrain.ops.adamw import AdamW, grad_norm
+from powertrain.train.config import LossScale, OptimizerConfig, TrainConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Stepped(NamedTuple):
+    """Of one step, on the device: the gradients' norm before clipping, and 1.0 if the step was skipped."""
+
+    grad_norm: Tensor
+    skipped: Tensor
+
+
+class Scaler:
+    """fp16's loss scale, kept on the device. GPT-NeoX's (DeepSpeed's) rules.
+
+    A step with inf or nan uses up `hysteresis`; when that is gone each further one halves the scale, down to
+    `minimum`. `window` good steps one after the other double it and restore the hysteresis.
+    """
+
+    def __init__(self, config: LossScale, device: torch.device) -> None:
+        self.config = config
+        start = 2.0**config.initial_power if config.static is None else config.static
+        self.scale, self.good, self.patience = (
+            torch.tensor(value, dtype=torch.float32, device=device) for value in (start, 0.0, float(config.hysteresis))
+        )
+
+    def update(self, skipped: Tensor) -> None:
+        if self.config.static is not None:
+            return
+        bad = skipped > 0
+        lower = bad & (self.patience <= 1)
+        self.scale.copy_(torch.where(lower, (self.scale / 2).clamp(min=self.config.minimum), self.scale))
+        self.patience.copy_(torch.where(bad & ~lower, self.patience - 1, self.patience))
+        self.good.copy_(torch.where(bad, 0.0, self.good + 1))
+        grow = self.good >= self.config.window
+        self.scale.copy_(torch.where(grow, self.scale * 2, self.scale))
+        self.patience.copy_(torch.where(grow, float(self.config.hysteresis), self.patience))
+        self.good.copy_(torch.where(grow, 0.0, self.good))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"scale": self.scale, "good": self.good, "patience": self.patience}
+
+
+class Optimizer:
+    """AdamW over a model's parameters as a run's configuration wants it.
+
+    Parameters in 16 bits (one process) have a float32 master; float32 ones (FSDP casts them itself) are their own.
+    Norms and biases have no weight decay unless `decay_norms_and_biases`.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, train: TrainConfig) -> None:
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.max_norm = train.gradient_clipping
+        matrices = [p for p in self.parameters if p.dim() > 1 or config.decay_norms_and_biases]
+        others = [p for p in self.parameters if not (p.dim() > 1 or config.decay_norms_and_biases)]
+        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": config.weight_decay}]
+        groups += [{"params": others, "weight_decay": 0.0}] if others else []
+        self.adamw = AdamW(
+            groups, config.lr, config.betas, config.eps, master_weights=True,
+            state_dtype=torch.bfloat16 if config.state_dtype == "bf16" else None,
+        )  # fmt: skip
+        device = self.parameters[0].device
+        self.scaler = Scaler(train.loss_scale, device) if train.precision == "fp16" else None
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return loss if self.scaler is None else loss * self.scaler.scale
+
+    def step(self, lr: float) -> Stepped:
+        """Clip, update every parameter that has a gradient, forget the gradients."""
+        norm = global_norm(p.grad for p in self.parameters if p.grad is not None)
+        divisor = torch.ones_like(norm) if self.scaler is None else self.scaler.scale
+        norm = norm / divisor
+        skipped = (~norm.isfinite()).float()
+        if self.max_norm:
+            divisor = divisor * ((norm + 1e-6) / self.max_norm).clamp(min=1.0)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.grad_scale, self.adamw.found_inf = divisor, skipped  # type: ignore[attr-defined]
+        self.adamw.step()
+        self.adamw.zero_grad()
+        if self.scaler is not None:
+            self.scaler.update(skipped)
+        return Stepped(norm, skipped)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a checkpoint needs, by name, live: float32 weights, moments, step counts, loss scale."""
+        self.adamw.init_state()
+        found: dict[str, Tensor] = {}
+        for name, p in zip(self.names, self.parameters, strict=True):
+            state = self.adamw.state[p]
+            found[f"model.{name}"] = state.get("master", p.detach())
+            found[f"exp_avg.{name}"], found[f"exp_avg_sq.{name}"] = state["exp_avg"], state["exp_avg_sq"]
+            found[f"step.{name}"] = state["step"].reshape(1)
+        if self.scaler is not None:
+            found |= {f"scaler.{name}": t.reshape(1) for name, t in self.scaler.tensors().items()}
+        return found
+
+    @torch.no_grad()
+    def weights_from_masters(self) -> None:
+        """After `tensors()` were loaded into: round the masters to the weights the model computes with."""
+        for p in self.parameters:
+            if "master" in self.adamw.state[p]:
+                p.copy_(self.adamw.state[p]["master"])
+
+
+def global_norm(grads: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all gradients, whatever meshes they are sharded over, float32 []; the same on every rank."""
+    local: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        local.setdefault(_sharded_over(grad), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    squares = []
+    for groups, tensors in local.items():
+        square = grad_norm([t for t in tensors if t.numel()]).to(tensors[0].device).square()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        squares.append(square)
+    if not squares:
+        return torch.zeros(())
+    return torch.stack(squares).sum().sqrt() if len(squares) > 1 else squares[0].sqrt()
+
+
+def _sharded_over(grad: Tensor) -> tuple[Any, ...]:
+    """The process groups over which a gradient's parts lie."""
+    if not isinstance(grad, DTensor):
+        return ()
+    mesh = grad.device_mesh
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(grad.placements) if not placement.is_replicate())
