@@ -184,23 +184,25 @@ class _Plan(NamedTuple):
 
 
 @tunable("never measured", ("num_warps", "num_stages"))
-def _plan(rows_per_group: int, element: int, upcast: bool, target: Target) -> _Plan:
-    """Tiles of y and dx: rows by columns by depth."""
-    if element == 4 or upcast:
+def _plan(rows_per_group: int, element: int, regular: bool, target: Target) -> _Plan:
+    """Tiles of y and dx: rows by columns by depth; `regular` if rows are aligned and a depth's last block is whole."""
+    if element == 4 or not target.has_tensor_core_dot:
         return _Plan(64, 64, 16, 8, 2, 2)
-    if target.arch in (90, 100, 103):
+    if regular and target.arch in (90, 100, 103):
         return _Plan(128, 256 if rows_per_group > 64 else 128, 64, 8, 3, 1, True)
+    if not regular:
+        return _Plan(64, 64, 32, 8, 3, 2)
     return _Plan(128 if rows_per_group > 64 else 64, 128, 32, 8, 3, 1)
 
 
 @tunable("never measured", ("num_warps", "num_stages"))
-def _plan_wgrad(element: int, upcast: bool, target: Target) -> _Plan:
-    """Tiles of dweight: block_m by block_n, block_k rows at a time."""
-    if element == 4 or upcast:
+def _plan_wgrad(element: int, regular: bool, target: Target) -> _Plan:
+    """Tiles of dweight: block_m by block_n, block_k rows at a time; `regular` if rows are aligned."""
+    if element == 4 or not target.has_tensor_core_dot:
         return _Plan(64, 64, 16, 8, 2)
-    if target.arch in (90, 100, 103):
+    if regular and target.arch in (90, 100, 103):
         return _Plan(128, 256, 64, 8, 3, 1, True)
-    return _Plan(128, 128, 32, 8, 3)
+    return _Plan(128 if regular else 64, 128, 32, 8, 3)
 
 
 def _dot_options(dtype: torch.dtype, target: Target) -> dict[str, Any]:
@@ -261,15 +263,14 @@ def _product(x: Tensor, weight: Tensor, offsets: Tensor, kernel: bool, *, transp
     N, K = reversed(inner) if transposed else inner
     y = x.new_empty((T, N))
     options = _dot_options(x.dtype, target)
-    plan = _plan(T // max(1, E), x.element_size(), options["UPCAST"], target)
     stacked = weight.stride(0) == weight.shape[1] * weight.stride(1)
     # a block of the transposed weight that reaches past K would read the next group's, which times 0 may be NaN
-    whole = K % plan.block_k == 0 or not transposed
-    tma = plan.tma and stacked and whole and T > 0 and _is_aligned(x, weight)
+    whole = K % 64 == 0 or not transposed
+    plan = _plan(T // max(1, E), x.element_size(), stacked and whole and _is_aligned(x, weight), target)
     tiles = (T // plan.block_m + E + 1) * cdiv(N, plan.block_n)
     _grouped_gemm_kernel[(min(tiles, plan.per_sm * target.num_sms),)](
         x, weight, offsets, y, T, E, N, K, x.stride(0), weight.stride(0), weight.stride(1),
-        TRANSPOSED=transposed, **options, TMA=tma, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
+        TRANSPOSED=transposed, **options, TMA=plan.tma, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
         BLOCK_E=next_power_of_2(E + 1), GROUP_M=8, num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
     return y
@@ -289,11 +290,10 @@ def _wgrad(dy: Tensor, x: Tensor, offsets: Tensor, kernel: bool) -> Tensor:
     dw = _wgrad_outputs(dy, x, offsets, kernel)
     E, N, K = dw.shape
     options = _dot_options(x.dtype, target)
-    plan = _plan_wgrad(x.element_size(), options["UPCAST"], target)
+    plan = _plan_wgrad(x.element_size(), _is_aligned(dy, x), target)
     _grouped_gemm_wgrad_kernel[(cdiv(N, plan.block_m) * cdiv(K, plan.block_n), E)](
         dy, x, offsets, dw, x.shape[0], N, K, dy.stride(0), x.stride(0),
-        **options, TMA=plan.tma and _is_aligned(dy, x),
-        BLOCK_N=plan.block_m, BLOCK_K=plan.block_n, BLOCK_T=plan.block_k, GROUP_N=8,
+        **options, TMA=plan.tma, BLOCK_N=plan.block_m, BLOCK_K=plan.block_n, BLOCK_T=plan.block_k, GROUP_N=8,
         num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
     return dw
