@@ -1,0 +1,62 @@
+"""The table that is shown before the first step: what became of every key."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Disposition = Literal["honoured", "mapped", "ignored", "changes numerics"]
+_HEADINGS: dict[Disposition, str] = {
+    "changes numerics": "changes numerics",
+    "ignored": "ignored, and why",
+    "mapped": "mapped to",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key: its value, where it stands ("file:line", "command line", "default"), and what became of it.
+
+    honoured           means here what it means there
+    mapped             reached by other means, with the same result
+    ignored            has no effect; it would not have changed the result
+    changes numerics   results differ from what the key's name suggests, or from GPT-NeoX's; the explanation says how
+    """
+
+    key: str
+    value: Any
+    place: str
+    disposition: Disposition
+    explanation: str
+
+
+def render(rows: Sequence[Row], console: "Console") -> None:
+    """Print the table: what changes numerics first, then ignored, then mapped; honoured keys in one paragraph."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    for disposition, heading in _HEADINGS.items():
+        chosen = [row for row in rows if row.disposition == disposition]
+        if not chosen:
+            continue
+        table = Table(title=f"{heading} ({len(chosen)})", title_justify="left", title_style="bold", box=None)
+        table.add_column("key", no_wrap=True)
+        table.add_column("value", max_width=24, overflow="fold")
+        table.add_column("where", style="dim")
+        table.add_column("what it means", overflow="fold")
+        for row in chosen:
+            table.add_row(*(escape(cell) for cell in (row.key, shown(row.value), row.place, row.explanation)))
+        console.print(table)
+        console.print()
+    honoured = [f"{row.key}={shown(row.value)}" for row in rows if row.disposition == "honoured"]
+    if honoured:
+        console.print(f"[bold]honoured ({len(honoured)})[/]")
+        console.print(escape(", ".join(honoured)), style="dim")
+
+
+def shown(value: object) -> str:
+    """The value as YAML would have it, cut to a line."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

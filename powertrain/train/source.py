@@ -1,0 +1,240 @@
+"""YAML files as plain values that remember the file and line of every key: the ground under reader.py.
+
+GPT-NeoX's files are read as they are: JSON-like braces, trailing commas, comments, True and False, `-` for `_` in keys.
+Beyond PyYAML's SafeLoader: a key twice is an error, 1e-3 is a number (YAML 1.1 reads a string), dates stay strings.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+KeyPath = tuple[str | int, ...]  # ("optimizer", "betas", 0)
+_MAX_NODES = 100_000  # what aliases may grow a file to
+
+
+class ConfigError(ValueError):
+    """A config cannot be read; each line names file:line or the command line, key, what it must be, what it was."""
+
+
+class UnsupportedConfig(ConfigError, NotImplementedError):
+    """A config asks for what Powertrain does not do, and leaving it out would change the result; says what to do."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a key stands. `str()` is "file.yml:12", "command line" or "default"."""
+
+    file: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+COMMAND_LINE = Place("command line")
+DEFAULT = Place("default")
+
+
+@dataclass
+class Source:
+    """Values of one or more files, where each stands, and the files' text.
+
+    values   nested plain values
+    places   path of keys -> where; a path without one stands where its nearest parent does
+    texts    base name of each file -> its text as it is, for saving beside checkpoints
+    typed    command-line values as they were typed, for fields that are strings
+    origins  path in the values -> the key of another format that set it
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    typed: dict[KeyPath, str] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+
+    def place(self, path: KeyPath) -> Place:
+        while path and path not in self.places and path not in self.origins:
+            path = path[:-1]
+        path = (self.origins[path],) if path in self.origins else path
+        return self.places.get(path) or Place(", ".join(self.texts) or COMMAND_LINE.file)
+
+    def override(self, text: str) -> None:
+        """Lay one `key=value` over the values; `a.b=1` reaches into a section. Raises ConfigError."""
+        name, equals, value = text.partition("=")
+        keys = [part.strip() for part in name.split(".")]
+        if not equals or not all(keys):
+            raise ConfigError(f"{COMMAND_LINE}: an override must be key=value or section.key=value, got {text!r}")
+        keys[0] = keys[0].replace("-", "_")
+        path = tuple(keys)
+        section = self.values
+        for depth, key in enumerate(keys[:-1], 1):
+            if section.get(key) is None:
+                section[key] = {}
+            section = section[key]
+            if not isinstance(section, dict):
+                raise ConfigError(f"{COMMAND_LINE}: {'.'.join(keys[:depth])} must be a section, got {section!r}")
+        section[keys[-1]] = _Reader(COMMAND_LINE.file, self.places).read(value, path)
+        self.places[path] = COMMAND_LINE
+        self.typed[path] = value
+
+
+def read_files(paths: list[Path], *, merge_sections: bool) -> Source:
+    """The files' values together. A key in two files is an error; so are two files of one base name.
+
+    merge_sections   a mapping may be spread over files, key by key (ours); else it belongs to one file (GPT-NeoX's)
+    Raises ConfigError.
+    """
+    source = Source()
+    for path in paths:
+        if path.name in source.texts:
+            raise ConfigError(
+                f"{path}: two config files are called {path.name}; base names must differ, because the files are"
+                " saved side by side with every checkpoint"
+            )
+        source.texts[path.name] = text = _text_of(path)
+        places: dict[KeyPath, Place] = {}
+        values = _Reader(str(path), places).read(text, ())
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}:1: a config must be a mapping of keys to values, got {_short(values)}")
+        _merge(source, source.values, values, (), places, merge_sections)
+        source.places |= places
+    return source
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: a config must be UTF-8 text; byte {error.start} is not ({error.reason})") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _merge(
+    source: Source, into: dict[str, Any], new: dict[str, Any], path: KeyPath, places: dict[KeyPath, Place], deep: bool
+) -> None:
+    for key, value in new.items():
+        here = (*path, key)
+        if key not in into:
+            into[key] = value
+        elif deep and isinstance(value, dict) and isinstance(into[key], dict):
+            _merge(source, into[key], value, here, places, deep)
+        else:
+            raise ConfigError(
+                f"{places[here]}: {'.'.join(map(str, here))} must be set once, it is at {source.places[here]} already"
+            )
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Resolves scalars as SafeLoader does, except dates (strings here) and exponents (numbers here)."""
+
+
+_FLOAT = re.compile(
+    r"[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\.\d[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(?:inf|Inf|INF))$"
+    r"|\.(?:nan|NaN|NAN)$"
+)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":float"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+@dataclass
+class _Reader:
+    """Turns one text into values and notes the place of every key."""
+
+    file: str
+    places: dict[KeyPath, Place]
+    _nodes: int = 0
+
+    def read(self, text: str, path: KeyPath) -> Any:
+        try:
+            loader = _Loader(text)
+            try:
+                node = loader.get_single_node()
+                return None if node is None else self._value(loader, node, path, ())
+            finally:
+                loader.dispose()
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            words = " ".join(filter(None, (error.context, error.problem))) or "not YAML"
+            raise ConfigError(f"{self._at(mark)}: {_dotted(path)}must be YAML: {words}") from None
+        except yaml.YAMLError as error:
+            words = " ".join(str(error).split())
+            raise ConfigError(f"{self.file}: {_dotted(path)}must be YAML: {words}") from None
+        except RecursionError:
+            raise ConfigError(f"{self.file}: {_dotted(path)}is nested too deeply to be a config") from None
+
+    def _at(self, mark: yaml.Mark | None) -> Place:
+        if self.file == COMMAND_LINE.file or mark is None:
+            return Place(self.file)
+        return Place(self.file, mark.line + 1)
+
+    def _value(self, loader: _Loader, node: yaml.Node, path: KeyPath, inside: tuple[yaml.Node, ...]) -> Any:
+        place = self._at(node.start_mark)
+        self._nodes += 1
+        if node in inside:
+            raise ConfigError(f"{place}: {_dotted(path)}must not contain itself (alias)")
+        if self._nodes > _MAX_NODES:
+            raise ConfigError(f"{place}: {_dotted(path)}too large: aliases grow the file past {_MAX_NODES} values")
+        if isinstance(node, yaml.MappingNode) and node.tag.endswith(":map"):
+            return self._mapping(loader, node, path, (*inside, node))
+        if isinstance(node, yaml.SequenceNode) and node.tag.endswith(":seq"):
+            return [self._value(loader, item, (*path, i), (*inside, node)) for i, item in enumerate(node.value)]
+        if not isinstance(node, yaml.ScalarNode):
+            raise ConfigError(f"{place}: {_dotted(path)}must be a plain list or mapping, got one tagged {node.tag}")
+        return self._scalar(loader, node, path, place)
+
+    def _mapping(
+        self, loader: _Loader, node: yaml.MappingNode, path: KeyPath, inside: tuple[yaml.Node, ...]
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        lines: dict[str, Place] = {}
+        for key_node, value_node in node.value:
+            place = self._at(key_node.start_mark)
+            if key_node.tag.endswith(":merge"):
+                merged |= self._merged(loader, value_node, path, inside)
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{place}: {_dotted(path)}a key must be a word, got a list or mapping")
+            key = key_node.value if path else key_node.value.replace("-", "_")
+            if key in lines:
+                raise ConfigError(f"{place}: {_dotted((*path, key))}must be set once, it is at {lines[key]} already")
+            lines[key] = self.places[(*path, key)] = place
+            values[key] = self._value(loader, value_node, (*path, key), inside)
+        return merged | values
+
+    def _merged(self, loader: _Loader, node: yaml.Node, path: KeyPath, inside: tuple[yaml.Node, ...]) -> dict[str, Any]:
+        """What `<<` brings in: a mapping, or a list of them, of which the first to have a key wins."""
+        value = self._value(loader, node, path, inside)
+        sections = value if isinstance(value, list) else [value]
+        if not all(isinstance(section, dict) for section in sections):
+            raise ConfigError(f"{self._at(node.start_mark)}: {_dotted(path)}<< must be given a mapping")
+        return {key: section[key] for section in reversed(sections) for key in section}
+
+    def _scalar(self, loader: _Loader, node: yaml.ScalarNode, path: KeyPath, place: Place) -> Any:
+        try:
+            value = loader.construct_object(node)
+        except (ValueError, OverflowError, LookupError) as error:
+            raise ConfigError(f"{place}: {_dotted(path)}must be a value that YAML knows, {error}") from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{place}: {_dotted(path)}must be a finite number, got {node.value}")
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise ConfigError(f"{place}: {_dotted(path)}must fit in 64 bits, got {node.value[:40]}")
+        if value is not None and not isinstance(value, (str, int, float)):
+            raise ConfigError(f"{place}: {_dotted(path)}must be text, a number, true, false or null, got {node.tag}")
+        return value
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path)) + ": " if path else ""
+
+
+def _short(value: object) -> str:
+    return "nothing (an empty file)" if value is None else repr(value)[:80]
