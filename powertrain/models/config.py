@@ -23,7 +23,7 @@ ARCHITECTURES = {
 class ModelConfig(BaseModel):
     """Fields that every architecture has. Frozen; unknown fields are errors.
 
-    vocab_size               rows of the embedding, padding included
+    vocab_size               rows of the embedding, padding included; 0: the tokenizer's, padded, once that is known
     max_position_embeddings  longest sequence: the size of rotary tables and of learned position embeddings
     tie_embeddings           the head is the embedding's weight
     init_method, output_init_method   of all matrices, and of those that write into the residual stream
@@ -35,7 +35,7 @@ class ModelConfig(BaseModel):
     hf_architectures: ClassVar[tuple[str, ...]] = ()
 
     architecture: str
-    vocab_size: Positive
+    vocab_size: Annotated[int, Field(ge=0)] = 0
     hidden_size: Positive
     num_layers: Positive
     num_heads: Positive
@@ -59,6 +59,8 @@ def build(config: ModelConfig, device: Any = None) -> Any:
     """The model of a config. On the meta device unless another is given: `to_empty` and `init_weights` follow."""
     import torch
 
+    if not config.vocab_size:
+        raise ValueError("model.vocab_size must be known to build the model, got 0 (the tokenizer's)")
     with torch.device("meta" if device is None else device):
         return architecture(config.architecture).Model(config)
 

@@ -101,6 +101,11 @@ class SelfAttention(nn.Module):
         """kv heads, head dim of keys and of values: what a KVCache's rows hold."""
         return self.num_kv_heads, self.head_dim, self.head_dim
 
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Channels of a query and key, and of a value."""
+        return self.head_dim, self.head_dim
+
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
         # heads are counted from what came out: under tensor parallelism it is this rank's share of them
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))

@@ -22,6 +22,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
+# said from a thread of torch's own, so it cannot be silenced around the call
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
 FORMAT = 1
 # tensors of one file; safetensors is serialized in memory, so this is the most a rank holds beside the staged copy
 _FILE_BYTES = 2 << 30
@@ -66,11 +69,9 @@ class Checkpoints:
         writer = HuggingFaceStorageWriter(
             str(partial), fqn_to_index_mapping=_files_of(tensors), save_distributed=True, thread_count=1
         )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            self._pending = dcp_async_save(
-                dict(tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None
-            )
+        self._pending = dcp_async_save(
+            dict(tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None
+        )
         self._publish = lambda: self._finish(partial, final, dict(facts))
         if not asynchronous:
             self.wait()
@@ -160,9 +161,7 @@ def load(checkpoint: Path, tensors: Mapping[str, Tensor], *, group: dist.Process
         if tuple(stored[name].size) != tuple(tensor.shape):  # type: ignore[union-attr]
             got = list(stored[name].size)  # type: ignore[union-attr]
             raise CheckpointError(f"{checkpoint}: {name} must have shape {list(tensor.shape)}, got {got}")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp_load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+    dcp_load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     return facts
 
 

@@ -1,0 +1,45 @@
+"""Who we are among the processes of a run, and the process groups they share."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """rank, world_size     among all processes;  local_rank: on this host
+    dp_rank, dp_size        among those that read different data
+    mesh                    None: one process, nothing distributed
+    checkpoint_group        a gloo group for checkpoints alone
+    """
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    dp_rank: int = 0
+    dp_size: int = 1
+    mesh: DeviceMesh | None = None
+    dp_group: dist.ProcessGroup | None = None
+    checkpoint_group: dist.ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a value over the ranks that read different data; the tensor itself is changed."""
+        if self.dp_group is not None:
+            dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self.dp_group)
+            value /= self.dp_size
+        return value
+
+
+def single() -> Ranks:
+    """One process: the first GPU, or the CPU."""
+    return Ranks(
+        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    )

@@ -1,0 +1,296 @@
+"""The loop: forward, backward, clip and step, log, maybe evaluate, maybe save."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from powertrain.models import build
+from powertrain.models.flops import flops_per_token
+from powertrain.train import checkpoint
+from powertrain.train.config import RunConfig
+from powertrain.train.data.loader import Batch, batches
+from powertrain.train.data.sources import Data
+from powertrain.train.metrics import EvaluationRecord, Sink, StepRecord
+from powertrain.train.optim import DTYPES, Optimizer, Stepped
+from powertrain.train.peak import peak_tflops
+from powertrain.train.ranks import Ranks
+from powertrain.train.schedule import learning_rate
+
+
+class TrainingStopped(RuntimeError):
+    """The loss or its gradients went bad; the message says at which step, on which samples, in which module."""
+
+
+@dataclass
+class Progress:
+    """How far a run is: what a checkpoint records beside the tensors."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+class Trainer:
+    """A run: model, optimizer, data and progress, and the loop over them.
+
+    config    the run's, with the vocabulary's size known
+    ranks     which process this is
+    data      from `open_data`
+    sinks     who is told of each step (on the first rank)
+    Nothing in a step waits for the device: a step's numbers are read while the next one computes, before that updates
+    anything, so a run stops with the weights from before the bad step.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, data: Data, sinks: Sequence[Sink] = ()) -> None:
+        self.config, self.ranks, self.data, self.sinks = config, ranks, data, sinks
+        self.progress = Progress()
+        self.model = _model(config, ranks)
+        self.optimizer = Optimizer(self.model, config.optimizer, config.train)
+        _lower(self.model, self.optimizer, config, ranks)
+        self.checkpoints = _checkpoints(config, ranks)
+        self.flops_per_token = flops_per_token(self.model, config.train.seq_length)
+        self.peak_flops = _peak_flops(config, ranks)
+        self._unread: _Unread | None = None
+        self._clock = time.perf_counter()
+
+    def fit(self) -> Progress:
+        """Train to the configured number of steps, from wherever the run is."""
+        train = self.config.train
+        stream = self._stream()
+        self._clock = time.perf_counter()
+        while self.progress.step < train.steps:
+            step = self.progress.step
+            seed_step(train.seed, step, self.ranks.dp_rank)
+            micro_batches = [next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)]
+            loss = self._forward_backward(micro_batches)
+            self._read()  # the step before: if it went bad nothing is updated any more
+            lr = learning_rate(step, self.config.optimizer.lr, self.config.schedule, train.steps)
+            stepped = self.optimizer.step(lr)
+            self._advance(loss, stepped, lr, micro_batches)
+            if self._due(self.config.evaluation.every):
+                self._read()
+                self.evaluate()
+            if self._save_is_due():
+                self._read()
+                self.save()
+            self.checkpoints.poll()
+        self._read()
+        self.checkpoints.wait()
+        return self.progress
+
+    def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
+        """Gradients of the mean loss over the micro-batches; returns that loss, on the device."""
+        count = len(micro_batches)
+        total = torch.zeros((), device=self.ranks.device)
+        for index, batch in enumerate(micro_batches):
+            _set_gradient_sync(self.model, index == count - 1)
+            loss = self._loss(batch) / count
+            self.optimizer.scaled(loss).backward()
+            total += loss.detach()
+        return self.ranks.mean(total)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        return self.model(
+            batch.tokens, batch.labels, position_ids=batch.position_ids, document_ids=batch.document_ids,
+            z_loss=self.config.train.z_loss,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def evaluate(self, name: str = "validation") -> float | None:
+        """The mean loss over the first batches of a held-out set; None if there is none."""
+        source = getattr(self.data, name)
+        if source is None:
+            return None
+        train, ranks = self.config.train, self.ranks
+        self.model.eval()
+        total = torch.zeros((), device=ranks.device)
+        limit = min(len(source), self.config.evaluation.steps * train.micro_batch_size * ranks.dp_size)
+        count = 0
+        for batch in self._batches(source, 0, limit):
+            total += self._loss(batch.to(ranks.device))
+            count += 1
+        self.model.train()
+        if not count:
+            return None
+        loss = float(ranks.mean(total / count))
+        self._tell("evaluation", EvaluationRecord(self.progress.step, name, loss, count))
+        self._clock = time.perf_counter()
+        return loss
+
+    def save(self) -> None:
+        """Begin a checkpoint of this very state."""
+        facts = {
+            "step": self.progress.step,
+            "samples": self.progress.samples,
+            "tokens": self.progress.tokens,
+            "world_size": self.ranks.world_size,
+            "config": self.config.model_dump(mode="json"),
+        }
+        self.checkpoints.save(self.optimizer.tensors(), facts, asynchronous=self.config.checkpoint.asynchronous)
+        self._note(f"checkpoint of step {self.progress.step} in {self.checkpoints.folder}")
+        self._clock = time.perf_counter()
+
+    def resume(self, path: Path | None = None) -> bool:
+        """Load the newest checkpoint of the run (or the one at `path`); False if there is none."""
+        found = checkpoint.find(path or self.checkpoints.folder)
+        if found is None:
+            return False
+        facts = checkpoint.load(found, self.optimizer.tensors(), group=self.ranks.checkpoint_group)
+        self.optimizer.weights_from_masters()
+        self.progress = Progress(facts["step"], facts["samples"], facts["tokens"])
+        self._note(f"resumed step {self.progress.step} from {found}")
+        return True
+
+    def _stream(self) -> Iterator[Batch]:
+        train = self.config.train
+        per_step = train.micro_batch_size * train.gradient_accumulation_steps * self.ranks.dp_size
+        limit = self.progress.samples + (train.steps - self.progress.step) * per_step
+        return self._batches(self.data.train, self.progress.samples, limit)
+
+    def _batches(self, source: Any, start: int, limit: int) -> Iterator[Batch]:
+        return batches(
+            source, micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.ranks.dp_rank,
+            dp_size=self.ranks.dp_size, start_sample=start, limit=limit, num_workers=self.config.data.num_workers,
+        )  # fmt: skip
+
+    def _advance(self, loss: Tensor, stepped: Stepped, lr: float, micro_batches: list[Batch]) -> None:
+        progress, train = self.progress, self.config.train
+        samples = train.micro_batch_size * len(micro_batches) * self.ranks.dp_size
+        progress.step += 1
+        progress.samples += samples
+        progress.tokens += samples * train.seq_length
+        scale = self.optimizer.scaler.scale if self.optimizer.scaler else torch.ones((), device=loss.device)
+        numbers = torch.stack([loss, stepped.grad_norm, stepped.skipped, scale])
+        self._unread = _Unread(progress.step, progress.tokens, lr, _to_host(numbers), micro_batches)
+
+    def _read(self) -> None:
+        """Read the numbers of the last step, tell everybody, and stop if they are bad."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        loss, grad_norm, skipped, scale = unread.numbers()
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        tokens = self.config.train.seq_length * len(unread.batches) * unread.batches[0].tokens.shape[0]
+        rate = tokens * self.ranks.dp_size / seconds
+        mfu = None
+        if self.peak_flops:
+            mfu = rate * self.flops_per_token / (self.peak_flops * self.ranks.world_size)
+        record = StepRecord(
+            unread.step, loss, grad_norm, unread.lr, bool(skipped), scale, unread.tokens, seconds, rate, mfu, _memory()
+        )
+        self._tell("step", record)
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and self.progress.step % every == 0
+
+    def _save_is_due(self) -> bool:
+        config, step = self.config.checkpoint, self.progress.step
+        if config.folder is None:
+            return False
+        last = step == self.config.train.steps
+        return last or step in config.extra_steps or save_step(step, config.every, config.scale)
+
+    def _tell(self, what: str, record: Any) -> None:
+        for sink in self.sinks:
+            getattr(sink, what)(record)
+
+    def _note(self, text: str) -> None:
+        self._tell("note", text)
+
+
+class _Unread:
+    """The numbers of a step that may still be computing."""
+
+    def __init__(self, step: int, tokens: int, lr: float, host: Tensor, batches: list[Batch]) -> None:
+        self.step, self.tokens, self.lr, self.host, self.batches = step, tokens, lr, host, batches
+        self.event = None
+        if host.is_pinned():
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def numbers(self) -> list[float]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
+
+
+def _to_host(numbers: Tensor) -> Tensor:
+    if not numbers.is_cuda:
+        return numbers
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    return host.copy_(numbers, non_blocking=True)
+
+
+def seed_step(seed: int, step: int, dp_rank: int) -> None:
+    """Every step draws its dropout from a seed of its own, so a resumed run has nothing to restore."""
+    torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + dp_rank)
+
+
+def save_step(step: int, every: int, scale: str) -> bool:
+    """Whether a checkpoint is due after `step` steps; scale log: after every, every^2, every^3 ..."""
+    if not every or not step:
+        return False
+    if scale == "linear" or every == 1:
+        return step % every == 0
+    while step % every == 0:
+        step //= every
+    return step == 1
+
+
+def _model(config: RunConfig, ranks: Ranks) -> nn.Module:
+    """The model on the device, in float32, with its first weights."""
+    model = build(config.model)
+    for block in model.layers:
+        block.recompute = config.train.activation_checkpointing
+    model.to_empty(device=ranks.device)
+    model.init_weights(config.train.seed)
+    return model.train()
+
+
+def _lower(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ranks) -> None:
+    """Compute in 16 bits where that is wanted and nobody else sees to it; the float32 weights become masters."""
+    dtype = DTYPES[config.train.precision]
+    if dtype is torch.float32 or ranks.mesh is not None:
+        return
+    full = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.to(dtype)
+    for name, tensor in optimizer.tensors().items():
+        if name.startswith("model."):
+            tensor.copy_(full[name.removeprefix("model.")])
+    if config.train.gradient_accumulation_steps > 1:
+        for p in model.parameters():
+            p.grad_dtype = torch.float32
+
+
+def _set_gradient_sync(model: Any, last: bool) -> None:
+    """FSDP reduces gradients with the last micro-batch only."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(last)
+
+
+def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint.Checkpoints:
+    folder = Path(config.checkpoint.folder or config.folder() / "checkpoints")
+    return checkpoint.Checkpoints(folder, keep_last=config.checkpoint.keep_last, group=ranks.checkpoint_group)
+
+
+def _peak_flops(config: RunConfig, ranks: Ranks) -> float | None:
+    """The device's dense rate in the run's precision, FLOP/s; None where it is not known."""
+    if config.logging.peak_tflops:
+        return config.logging.peak_tflops * 1e12
+    if ranks.device.type != "cuda" or config.train.precision == "fp32":
+        return None
+    known = peak_tflops(torch.cuda.get_device_name(ranks.device))
+    return None if known is None else known * 1e12
+
+
+def _memory() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return int(psutil.Process().memory_info().rss)
