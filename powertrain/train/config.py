@@ -32,7 +32,7 @@ class DataConfig(Section):
     eod_mask_loss    no loss at end-of-document tokens
     """
 
-    train: tuple[DataSource, ...]
+    train: Annotated[tuple[DataSource, ...], Field(min_length=1)]
     validation: tuple[DataSource, ...] = ()
     test: tuple[DataSource, ...] = ()
     split: str = "969, 30, 1"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def render(rows: Sequence[Row], console: "Console") -> None:
         table.add_column("where", style="dim")
         table.add_column("what it means", overflow="fold")
         for row in chosen:
-            table.add_row(*(escape(cell) for cell in (row.key, shown(row.value), row.place, row.explanation)))
+            table.add_row(*(escape(cell) for cell in (row.key, shown(row.value), Path(row.place).name, row.explanation)))
         console.print(table)
         console.print()
     honoured = [f"{row.key}={shown(row.value)}" for row in rows if row.disposition == "honoured"]

@@ -124,7 +124,7 @@ class _Keys:
 
     def say(self, key: str, disposition: Disposition, words: str, value: Any = _MISSING) -> None:
         """The key's row in the table; for a key that was not set, `value` is its default there."""
-        if key in self.source.values:
+        if key in self.values:
             self._said[key] = (disposition, words)
         elif value is not _MISSING:
             self._defaults.append(Row(key, value, str(DEFAULT), disposition, words))
@@ -144,7 +144,7 @@ class _Keys:
 
     def rows(self) -> list[Row]:
         rows = []
-        for key, value in self.source.values.items():
+        for key, value in self.values.items():
             fate = "honoured" if KEYS[key].fate == "refused" else KEYS[key].fate
             words = "off, as here" if KEYS[key].fate == "refused" else KEYS[key].words
             assert fate != "refused"
@@ -601,6 +601,8 @@ def _tokenizer(keys: _Keys) -> str:
     if kind == "CharLevelTokenizer":
         return "CharLevelTokenizer"
     vocab, merges = keys.get("vocab_file"), keys.get("merge_file")
+    if keys.missing and vocab is None:  # the tokenizer's type is refused already
+        return "CharLevelTokenizer"
     if vocab is None or (merges is None and kind == "GPT2BPETokenizer"):
         missing = "vocab_file" if vocab is None else "merge_file"
         keys.wrong((missing,), f"must be given for {kind}")

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from powertrain.models.config import ModelConfig, configure
 from powertrain.train.config import RunConfig
 from powertrain.train.config_table import Row
-from powertrain.train.source import ConfigError, KeyPath, Source, read_files
+from powertrain.train.source import ConfigError, KeyPath, Source, merge, parse_files
 
 Format = Literal["powertrain", "gpt_neox"]
 
@@ -58,12 +58,11 @@ def read_config(
         raise ConfigError(f"world_size must be at least 1, got {world_size}")
     if format not in (None, *get_args(Format)):
         raise ConfigError(f"format must be one of {', '.join(get_args(Format))}, got {format!r}")
-    files = [_found(Path(path)) for path in paths]
-    source = read_files(files, merge_sections=True)
-    told = "given" if format else "it has the section `model:`" if "model" in source.values else "no section `model:`"
-    kind: Format = format or ("powertrain" if "model" in source.values else "gpt_neox")
-    if kind == "gpt_neox":
-        source = read_files(files, merge_sections=False)
+    documents = parse_files([_found(Path(path)) for path in paths])
+    has_model = any("model" in document.values for document in documents)
+    told = "given" if format else "it has the section `model:`" if has_model else "no section `model:`"
+    kind: Format = format or ("powertrain" if has_model else "gpt_neox")
+    source = merge(documents, sections=kind == "powertrain")
     for override in overrides:
         source.override(override)
     config, table = _ours(source) if kind == "powertrain" else _theirs(source, world_size)
@@ -180,7 +179,8 @@ def _wording(problem: Any, path: KeyPath, source: Source, values: dict[str, Any]
         return f"{key} must be given"
     if problem["type"] == "value_error":
         return str(problem["msg"]).removeprefix("Value error, ")
-    must = str(problem["msg"]).removeprefix("Input should ").replace("Input ", "input ")
+    message = str(problem["msg"])
+    must = message.removeprefix("Input should ") if message.startswith("Input should ") else f"be right: {message}"
     return f"{key} must {must}, got {str(problem['input'])[:80]!r}"
 
 

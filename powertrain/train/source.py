@@ -82,26 +82,44 @@ class Source:
         self.typed[path] = value
 
 
-def read_files(paths: list[Path], *, merge_sections: bool) -> Source:
-    """The files' values together. A key in two files is an error; so are two files of one base name.
+@dataclass
+class Document:
+    """One parsed file."""
 
-    merge_sections   a mapping may be spread over files, key by key (ours); else it belongs to one file (GPT-NeoX's)
-    Raises ConfigError.
-    """
-    source = Source()
+    path: Path
+    text: str
+    values: dict[str, Any]
+    places: dict[KeyPath, Place]
+
+
+def parse_files(paths: list[Path]) -> list[Document]:
+    """Each file by itself. Raises ConfigError; two files of one base name are an error."""
+    documents: dict[str, Document] = {}
     for path in paths:
-        if path.name in source.texts:
+        if path.name in documents:
             raise ConfigError(
                 f"{path}: two config files are called {path.name}; base names must differ, because the files are"
                 " saved side by side with every checkpoint"
             )
-        source.texts[path.name] = text = _text_of(path)
+        text = _text_of(path)
         places: dict[KeyPath, Place] = {}
         values = _Reader(str(path), places).read(text, ())
         if not isinstance(values, dict):
             raise ConfigError(f"{path}:1: a config must be a mapping of keys to values, got {_short(values)}")
-        _merge(source, source.values, values, (), places, merge_sections)
-        source.places |= places
+        documents[path.name] = Document(path, text, values, places)
+    return list(documents.values())
+
+
+def merge(documents: list[Document], *, sections: bool) -> Source:
+    """The files' values together. Raises ConfigError for a key in two files.
+
+    sections   a section may be spread over files, key by key (ours); else it belongs to one file (GPT-NeoX's)
+    """
+    source = Source()
+    for document in documents:
+        source.texts[document.path.name] = document.text
+        _merge(source, source.values, document.values, (), document.places, sections)
+        source.places |= document.places
     return source
 
 

@@ -1,0 +1,191 @@
+"""Reading configs of our own: files and lines in every error, merging, overrides; and damaged files of both kinds."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from powertrain.train.config import RunConfig
+from powertrain.train.reader import read_config
+from powertrain.train.source import ConfigError
+
+FIXTURES = Path(__file__).parent / "fixtures"
+CONFIGS = Path(__file__).parents[2] / "configs"
+OURS = FIXTURES / "ours.yml"
+
+
+def _file(folder: Path, text: str, name: str = "a.yml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def _message(*paths: Path, overrides: tuple[str, ...] = (), **options: bool) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_config(paths, overrides, **options)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_our_own_config() -> None:
+    run = read_config([OURS])
+    assert run.format == "powertrain" and "model:" in run.note
+    assert run.config.model.architecture == "llama" and run.config.optimizer.lr == 1e-3
+    assert [s.weight for s in run.config.data.train] == [0.5, 1.0]
+    assert run.config.train.loss_scale.window == 500
+    assert run.texts == {"ours.yml": OURS.read_text()}
+    rows = {row.key: row for row in run.table}
+    assert rows["optimizer.betas"].place == f"{OURS}:23" and rows["optimizer.betas"].disposition == "honoured"
+
+
+def test_sections_may_be_spread_over_files(tmp_path: Path) -> None:
+    more = _file(tmp_path, "train: {seed: 7}\nevaluation: {steps: 3}\n")
+    config = read_config([OURS, more]).config
+    assert (config.train.seed, config.train.steps, config.evaluation.steps) == (7, 100, 3)
+
+
+def test_overrides_have_the_schemas_types() -> None:
+    overrides = ["train.steps=5", "optimizer.betas=[0.8, 0.9]", "checkpoint.folder=2024", "logging.wandb=null"]
+    overrides += ["train.precision=bf16"]
+    run = read_config([OURS], overrides)
+    config = run.config
+    assert config.train.steps == 5 and config.optimizer.betas == (0.8, 0.9)
+    assert config.checkpoint.folder == "2024" and config.logging.wandb is None and config.train.precision == "bf16"
+    assert run.overrides == tuple(overrides)
+    assert {row.key: row.place for row in run.table}["train.steps"] == "command line"
+
+
+def test_presets(tmp_path: Path) -> None:
+    text = "model: {preset: llama-1b, num_layers: 3}\ndata: {train: x}\ntrain: {steps: 1, seq_length: 8}\n"
+    model = read_config([_file(tmp_path, text)]).config.model
+    assert (model.num_layers, model.hidden_size) == (3, 2048)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-neox-125m.yml", "llama-1b.yml", *(f"neox/{n}.yml" for n in ("19M", "125M", "1-3B", "llama-7B"))]
+)
+def test_the_configs_that_come_with_us(name: str) -> None:
+    files = [CONFIGS / name] + ([CONFIGS / "neox/local_setup.yml"] if name.startswith("neox") else [])
+    assert isinstance(read_config(files, world_size=8).config, RunConfig)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("train: {stepz: 3}", "a.yml:1: train.stepz: unknown key; did you mean train.steps"),
+        ("\n\ntrain: {seed: x}", "a.yml:3: train.seed must be a valid integer"),
+        ("modle: 3", "a.yml:1: modle: unknown key; did you mean model"),
+        ("train: {loss_scale: {windw: 3}}", "a.yml:1: train.loss_scale.windw: unknown key; did you mean window"),
+        ("train: {steps: 3}", "train.steps must be set once, it is at "),
+        ("evaluation:\n  every: 3\n  at_end: 1\n  at_end: 2", "a.yml:4: evaluation.at_end: must be set once"),
+        ("model: {vocab_siz: 3}", "a.yml:1: model.vocab_siz: unknown key; did you mean vocab_size"),
+        ("model: {norm_eps: -1}", "a.yml:1: model.norm_eps must be greater than 0, got '-1'"),
+        ("a: [1, 2", "a.yml:1: must be YAML"),
+        ("[1, 2]", "a.yml:1: a config must be a mapping"),
+        ("", "a.yml:1: a config must be a mapping of keys to values, got nothing"),
+        ("a: &x [*x]", "a.yml:1: a.0: must not contain itself"),
+        ("train: {seed: .inf}", "a.yml:1: train.seed: must be a finite number"),
+        ("train: {seed: 99999999999999999999}", "a.yml:1: train.seed: must fit in 64 bits"),
+        ("a: !!python/name:os.system", "a.yml:1: "),
+        ("? [1, 2]\n: 3", "a.yml:1: a key must be a word"),
+        ("a: " + "[" * 500, "a.yml: is nested too deeply"),
+        ("evaluation: {<<: 3}", "<< must be given a mapping"),
+        ("? \x00", "a.yml: must be YAML"),
+    ],
+)  # fmt: skip
+def test_errors_name_file_line_and_key(text: str, words: str, tmp_path: Path) -> None:
+    message = _message(OURS, _file(tmp_path, text))
+    assert words.replace("train.steps", "steps") in message.replace("train.steps", "steps"), message
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("train.steps", "must be key=value"),
+        ("train.steps.more=3", "command line: train.steps must be a section, got 100"),
+        ("train.steps=many", "command line: train.steps must be a valid integer"),
+        ("model.hidden_size=65", "model.hidden_size must be a multiple of num_heads (4), got 65"),
+        ("train.seq_length=4096", "train.seq_length must be at most model.max_position_embeddings (128), got 4096"),
+        ("data.train=null", "data.train must be right: Tuple should have at least 1 item"),
+        ("model=null", "model must be a section or the name of a preset"),
+        ("model.architecture=rwkv", "model.architecture must be one of gpt_neox, llama"),
+        ("train.seed=[1", "command line: train.seed: must be YAML"),
+    ],
+)
+def test_overrides_say_what_is_wrong(override: str, words: str) -> None:
+    assert words in _message(OURS, overrides=(override,))
+
+
+def test_all_mistakes_at_once() -> None:
+    message = _message(OURS, overrides=("train.seed=x", "evaluation.every=-1", "model.num_heads=0"))
+    assert all(key in message for key in ("train.seed", "evaluation.every", "model.num_heads"))
+
+
+def test_files(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    twin = _file(tmp_path / "sub", "", "ours.yml")
+    assert "base names must differ" in _message(OURS, twin)
+    assert "cannot be read: No such file" in _message(tmp_path / "none.yml")
+    assert "cannot be read" in _message(tmp_path)
+    assert "at least one file" in _message()
+    binary = tmp_path / "b.yml"
+    binary.write_bytes(b"a: \xff\xfe")
+    assert "must be UTF-8 text; byte 3" in _message(binary)
+    assert read_config([OURS.with_suffix("")]).config.train.steps == 100  # GPT-NeoX finds small.yml for small
+
+
+def test_merge_keys(tmp_path: Path) -> None:
+    text = OURS.read_text().replace("evaluation: {every: 50}", "evaluation: {<<: {every: 9, steps: 4}, every: 8}")
+    config = read_config([_file(tmp_path, text, "merged.yml")]).config
+    assert (config.evaluation.every, config.evaluation.steps) == (8, 4)
+
+
+def test_the_format_can_be_given() -> None:
+    assert "model: unknown key" in _message(OURS, format="gpt_neox")  # type: ignore[arg-type]
+    assert "format must be one of powertrain, gpt_neox" in _message(OURS, format="json")  # type: ignore[arg-type]
+
+
+def _damaged(text: str, random_: random.Random) -> str:
+    """One to four edits: characters and lines dropped, doubled, swapped, words replaced by odd values."""
+    odd = "null -1 0 1e400 [] {} True 'x' nan .nan ~ 1.5 *a &a !!set @ [[[ } : - 2001-01-01 0x auto é <<".split()
+    odd += ["\t", "\x07", "9" * 23, "- "]
+    for _ in range(random_.randint(1, 4)):
+        lines = text.split("\n")
+        at = random_.randrange(len(lines))
+        kind = random_.randrange(6)
+        if kind == 0:
+            del lines[at]
+        elif kind == 1:
+            lines.insert(random_.randrange(len(lines)), lines[at])
+        elif kind == 2 and ":" in lines[at]:
+            lines[at] = lines[at].partition(":")[0] + ": " + random_.choice(odd) + random_.choice(["", ","])
+        elif kind == 3 and lines[at]:
+            spot = random_.randrange(len(lines[at]))
+            lines[at] = lines[at][:spot] + random_.choice(odd) + lines[at][spot + random_.randint(0, 3) :]
+        elif kind == 4:
+            other = random_.randrange(len(lines))
+            lines[at], lines[other] = lines[other], lines[at]
+        elif lines[at]:
+            spot = random_.randrange(len(lines[at]))
+            lines[at] = lines[at][:spot] + lines[at][spot + 1 :]
+        text = "\n".join(lines) or "x"
+    return text
+
+
+def test_a_thousand_damaged_configs_give_a_config_or_an_error_that_names_the_place(tmp_path: Path) -> None:
+    local = CONFIGS / "neox/local_setup.yml"
+    texts = [path.read_text() for path in (OURS, FIXTURES / "every_quirk.yml", CONFIGS / "neox/125M.yml")]
+    random_ = random.Random(7)
+    good = bad = 0
+    for number in range(1000):
+        source = texts[number % 3]
+        path = _file(tmp_path, _damaged(source, random_), "damaged.yml")
+        files = [path, local] if source is texts[2] else [path]
+        try:
+            assert isinstance(read_config(files).config, RunConfig)
+            good += 1
+        except ConfigError as error:
+            for line in str(error).splitlines():
+                place = line.split(": ")[0]
+                assert "damaged.yml" in place or "local_setup.yml" in place or line.startswith("("), line
+            bad += 1
+    assert good > 50 and bad > 300  # both kinds were met

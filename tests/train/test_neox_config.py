@@ -1,0 +1,369 @@
+"""GPT-NeoX configs as they are: what each key becomes, the batch arithmetic, the traps, what is refused."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from powertrain.train.config import RunConfig
+from powertrain.train.config_table import Row, render
+from powertrain.train.neox_keys import KEYS
+from powertrain.train.reader import Run, read_config
+from powertrain.train.schedule import learning_rate
+from powertrain.train.source import ConfigError, UnsupportedConfig
+
+QUIRKS = Path(__file__).parent / "fixtures/every_quirk.yml"
+# a whole config, of which each test changes a key or two
+BASE = {
+    "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
+    "train_micro_batch_size_per_gpu": 4, "train_iters": 100, "data_path": "d", "tokenizer_type": "CharLevelTokenizer",
+}  # fmt: skip
+
+
+def _read(folder: Path, world_size: int = 1, *, strict: bool = False, **keys: Any) -> Run:
+    path = folder / "neox.yml"
+    values = {key: value for key, value in (BASE | keys).items() if value is not ...}
+    path.write_text(json.dumps(values, indent=0))
+    return read_config([path], world_size=world_size, strict=strict)
+
+
+def _config(folder: Path, world_size: int = 1, **keys: Any) -> Any:
+    return _read(folder, world_size, **keys).config
+
+
+def _error(folder: Path, world_size: int = 1, **keys: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        _read(folder, world_size, **keys)
+    assert not isinstance(caught.value, UnsupportedConfig)
+    return str(caught.value)
+
+
+def _row(run: Run, key: str) -> Row:
+    return next(row for row in run.table if row.key == key)
+
+
+def test_every_quirk_of_writing() -> None:
+    run = read_config([QUIRKS], world_size=2)
+    config: Any = run.config
+    model, train = config.model, config.train
+    assert run.format == "gpt_neox" and "no section `model:`" in run.note
+    assert (model.num_layers, model.num_kv_heads, model.norm, model.norm_eps) == (2, 2, "rms_norm", 1e-8)
+    assert (model.activation, model.intermediate_size) == ("swiglu", 100)
+    assert not model.tie_embeddings and not model.norm_bias and model.attention_bias
+    assert model.sliding_window == 17  # GPT-NeoX's width leaves the query's own position out
+    assert model.vocab_size == 512
+    assert (train.micro_batch_size, train.gradient_accumulation_steps) == (4, 4)
+    assert train.precision == "fp16" and train.loss_scale.initial_power == 12 and train.loss_scale.hysteresis == 3
+    assert train.loss_scale.static is None
+    assert config.schedule.warmup_steps == 0.015 * 800 and config.schedule.decay_steps == 800
+    assert (config.parallel.strategy, config.parallel.reshard_after_forward) == ("fsdp", False)
+    assert [s.weight for s in config.data.train] == [1, 3]
+    assert config.checkpoint.scale == "log" and config.checkpoint.extra_steps == (7, 9)
+    assert _row(run, "fp16.fp16").disposition == "ignored"
+    assert _row(run, "lr_decay_style").disposition == "changes numerics"  # decays over 800 of 1000 steps
+    assert _row(run, "num_layers").place.endswith("every_quirk.yml:5")
+
+
+def test_defaults_are_gpt_neoxs(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    model = config.model
+    assert (model.init_method, model.output_init_method) == ("normal", "scaled_normal")
+    assert model.position_embedding == "learned"
+    assert model.tie_embeddings and model.intermediate_size == 256 and model.activation == "gelu"
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay) == (1e-3, (0.9, 0.999), 0.1)
+    assert config.train.precision == "fp32" and config.train.seed == 1234 and config.train.gradient_clipping == 1.0
+    assert (config.schedule.kind, config.schedule.warmup_steps, config.schedule.clamp) == ("linear", 1.0, "neox")
+    assert (config.evaluation.every, config.evaluation.steps, config.logging.every) == (1000, 100, 100)
+    assert config.data.split == "969, 30, 1" and config.parallel.strategy == "ddp"
+
+
+def test_every_key_is_read(tmp_path: Path) -> None:
+    """A key that is mapped or honoured, and read by nobody, would be silently ignored."""
+    import powertrain.train.neox_config as module
+
+    source = Path(str(module.__file__)).read_text()
+    by_part = {f"{part}_data_paths" for part in ("train", "valid", "test")}
+    by_part |= {
+        f"{part}_{kind}" for part in ("train", "valid", "test") for kind in ("data_weights", "label_data_paths")
+    }
+    # fused whatever they say
+    words = ("whatever", "same result")
+    no_effect = {key for key, row in KEYS.items() if row.fate == "mapped" and any(w in row.words for w in words)}
+    unread = [key for key, row in KEYS.items() if row.fate in ("honoured", "mapped") and f'"{key}"' not in source]
+    by_nature = {"apply_query_key_layer_scaling", "distributed_backend", "deepspeed_mpi", "deepspeed_slurm"}
+    assert set(unread) - by_part - no_effect == by_nature
+
+
+def test_every_key_has_a_type_and_words() -> None:
+    kinds = {"int", "float", "bool", "str", "list", "dict"}
+    for key, row in KEYS.items():
+        assert set(row.kind.split("|")) <= kinds and row.words and key == key.lower()
+    assert len(KEYS) > 250
+
+
+@pytest.mark.parametrize("key", [key for key, row in KEYS.items() if row.fate == "refused"])
+def test_what_is_not_there_is_refused_when_switched_on_only(key: str, tmp_path: Path) -> None:
+    kind = KEYS[key].kind
+    off: Any = {"bool": False, "int": 0, "list": [], "dict": {"enabled": False}, "str": ""}[kind]
+    assert _row(_read(tmp_path, **{key: off}), key).disposition == "honoured"
+    on: Any = {"bool": True, "int": 2, "list": ["x"], "dict": {"enabled": True}, "str": "x"}[kind]
+    with pytest.raises(UnsupportedConfig, match=rf"neox.yml:\d+: {key} is not supported"):
+        _read(tmp_path, **{key: on})
+    with pytest.raises(NotImplementedError):
+        _read(tmp_path, **{key: on})
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        ({"pipe_parallel_size": 2}, "ZeRO 3"),
+        ({"attention_config": [[["mamba"], 4]]}, "mamba"),
+        ({"attention_config": [[["global", "local"], 2]]}, "local"),
+        ({"moe_num_experts": 8}, "deepseek"),
+        ({"num_unique_layers": 2}, "own parameters"),
+        ({"norm": "scalenorm"}, "rmsnorm"),
+        ({"pos_emb": "rpe"}, "rotary"),
+        ({"activation": "mish"}, "swiglu"),
+        ({"train_impl": "DPO"}, "next-token"),
+        ({"dataset_impl": "pairwise"}, "gpt2"),
+        ({"pack_impl": "unpacked"}, "document_mask"),
+        ({"data_impl": "cached"}, "preprocess"),
+        ({"tokenizer_type": "SPMTokenizer"}, "tokenizer.json"),
+        ({"output_layer_parallelism": "row"}, "column"),
+        ({"init_method": "scaled_orthogonal"}, "orthogonal"),
+        ({"mlp_type": "llama"}, "swiglu"),
+        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, "AdamW"),
+        ({"optimizer": {"type": "cpu_torch_adam", "params": {}}}, "L2"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "AdamW"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "quantized"),
+        ({"checkpoint_factor": 1.5}, "whole number"),
+    ],
+)
+def test_values_that_are_refused(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfig, match=words):
+        _read(tmp_path, **keys)
+
+
+@pytest.mark.parametrize(
+    "world, batch, micro, steps, expected",
+    [
+        (8, None, 4, None, (4, 1)),
+        (8, None, 4, 3, (4, 3)),
+        (8, 64, None, None, (8, 1)),
+        (8, 64, None, 2, (4, 2)),
+        (8, 64, 4, None, (4, 2)),
+        (8, 64, 4, 2, (4, 2)),
+    ],
+)
+def test_batch_arithmetic(
+    world: int, batch: int | None, micro: int | None, steps: int | None, expected: tuple[int, int], tmp_path: Path
+) -> None:
+    train = _config(
+        tmp_path, world, train_batch_size=batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps
+    ).train
+    assert (train.micro_batch_size, train.gradient_accumulation_steps) == expected
+
+
+def test_batch_arithmetic_counts_data_parallel_ranks(tmp_path: Path) -> None:
+    config = _config(tmp_path, 8, model_parallel_size=2, train_batch_size=32)
+    assert (
+        config.train.gradient_accumulation_steps == 2 and config.parallel.tensor == 2 and config.parallel.replicate == 4
+    )
+    assert "must equal micro batch (4)" in _error(tmp_path, 8, train_batch_size=65, gradient_accumulation_steps=2)
+    assert "got 30" in _error(tmp_path, 8, train_batch_size=30, train_micro_batch_size_per_gpu=...)
+    assert "must be given, or train_batch_size" in _error(tmp_path, train_micro_batch_size_per_gpu=...)
+    assert "must divide the number of ranks (8)" in _error(tmp_path, 8, model_parallel_size=3)
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({}, "fp32"),
+        ({"precision": "bfloat16"}, "bf16"),
+        ({"precision": "FP16"}, "fp16"),
+        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"fp16": True}, "fp16"),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, "bf16"),
+        ({"bf16": {"enabled": True}, "precision": "bfloat16"}, "bf16"),
+        ({"deepspeed_extra_args": {"bf16": {"enabled": True}}}, "bf16"),
+    ],
+)
+def test_precision(keys: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    assert _config(tmp_path, **keys).train.precision == expected
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {"fp16": {"enabled": True}, "precision": "bfloat16"}],
+)
+def test_precisions_that_conflict(keys: dict[str, Any], tmp_path: Path) -> None:
+    assert "conflicts" in _error(tmp_path, **keys)
+
+
+def test_gradients_are_reduced_in_fp32_unless_asked_otherwise(tmp_path: Path) -> None:
+    run = _read(tmp_path, precision="bfloat16")
+    assert run.config.train.reduce_dtype == "fp32" and _row(run, "fp32_allreduce").disposition == "changes numerics"
+    assert _config(tmp_path, precision="bfloat16", fp32_allreduce=False).train.reduce_dtype == "bf16"
+    assert _config(tmp_path, precision="bfloat16", communication_data_type="fp32").train.reduce_dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    "keys, width",
+    [
+        # LLaMA 7B's, at a scale of 1: 2/3 of 32768, in multiples of 256
+        ({"activation": "swiglu", "intermediate_size": 32768, "mlp_multiple_of": 256}, 11008),
+        ({"activation": "geglu", "hidden_size": 768, "num_attention_heads": 12}, 1024),
+        ({"expansion_factor": 3.0}, 192),
+        ({"intermediate_size": 100, "mlp_multiple_of": 2}, 100),
+        ({}, 256),
+    ],
+)
+def test_mlp_widths(keys: dict[str, Any], width: int, tmp_path: Path) -> None:
+    assert _config(tmp_path, **keys).model.intermediate_size == width
+
+
+def test_mlp_widths_that_do_not_fit_in_gpt_neox_either(tmp_path: Path) -> None:
+    assert "do not fit" in _error(tmp_path, intermediate_size=101)
+    assert "must not stand beside" in _error(tmp_path, intermediate_size=100, expansion_factor=2)
+
+
+def test_fused_gelu_is_the_tanh_one(tmp_path: Path) -> None:
+    run = _read(tmp_path, bias_gelu_fusion=True)
+    config: Any = run.config
+    assert config.model.activation == "gelu_tanh" and _row(run, "bias_gelu_fusion").disposition == "changes numerics"
+    assert _config(tmp_path, bias_gelu_fusion=True, activation="geglu").model.activation == "geglu"
+
+
+def test_flags_that_hang_there_just_work(tmp_path: Path) -> None:
+    flags = {"scaled_upper_triang_masked_softmax_fusion": True, "rope_fusion": True, "layernorm_fusion": True}
+    run = _read(tmp_path, **flags)
+    assert run.config == _config(tmp_path)
+    assert all(_row(run, key).disposition == "mapped" for key in flags)
+
+
+def test_residuals_and_norms(tmp_path: Path) -> None:
+    both = _config(tmp_path, gpt_j_residual=True).model
+    assert both.parallel_residual and not both.shared_norm
+    assert _config(tmp_path, gpt_j_residual=True, gpt_j_tied=True).model.shared_norm
+    assert not _config(tmp_path, gpt_j_tied=True).model.shared_norm
+    assert not _config(tmp_path, use_bias_in_norms=False).model.norm_bias
+
+
+@pytest.mark.parametrize(
+    "stage, strategy, reshard", [(0, "ddp", False), (1, "fsdp", False), (2, "fsdp", False), (3, "fsdp", True)]
+)
+def test_zero_stages(stage: int, strategy: str, reshard: bool, tmp_path: Path) -> None:
+    run = _read(tmp_path, 2, zero_optimization={"stage": stage, "overlap_comm": True, "cpu_offload": True})
+    parallel = run.config.parallel
+    assert (parallel.strategy, parallel.reshard_after_forward) == (strategy, reshard)
+    assert _row(run, "zero_optimization.overlap_comm").disposition == "ignored"
+    with pytest.raises(ConfigError, match=r"zero_optimization.overlap_comm would be ignored \(--strict\)"):
+        _read(tmp_path, 2, strict=True, zero_optimization={"stage": stage, "overlap_comm": True})
+
+
+def test_schedule(tmp_path: Path) -> None:
+    schedule = _config(tmp_path, lr_decay_iters=50, warmup=0.1, lr_decay_style="cosine").schedule
+    assert (schedule.warmup_steps, schedule.decay_steps) == (5.0, 50)
+    rates = [learning_rate(step, 1.0, schedule, 100) for step in range(100)]
+    assert rates[50] < 1e-6 < 0.3 < rates[90]  # it rises again, as there
+    safe = _config(tmp_path, lr_decay_iters=50, warmup=0.1, lr_decay_style="cosine", lr_clamp="safe").schedule
+    assert learning_rate(90, 1.0, safe, 100) < 1e-6
+    assert _config(tmp_path, lr_decay_fraction=0.25).schedule.decay_steps == 25
+    run = _read(tmp_path, lr_decay_fraction=0.25, lr_decay_iters=40)
+    assert run.config.schedule.decay_steps == 40 and _row(run, "lr_decay_fraction").disposition == "ignored"
+
+
+def test_tokenizers(tmp_path: Path) -> None:
+    import tokenizers
+
+    assert "vocab_file must be given" in _error(tmp_path, tokenizer_type=...)
+    assert "must exist, or padded_vocab_size" in _error(tmp_path, tokenizer_type="HFTokenizer", vocab_file="no.json")
+    gpt2 = _read(tmp_path, tokenizer_type=..., vocab_file="v.json", merge_file="m.txt")
+    assert gpt2.config.model.vocab_size == 50304 and gpt2.config.data.tokenizer == "gpt2:v.json:m.txt"
+    assert "assumed" in _row(gpt2, "make_vocab_size_divisible_by").explanation
+    file = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(300)}, "0")).save(str(file))
+    config = _config(tmp_path, 2, tokenizer_type="HFTokenizer", vocab_file=str(file), model_parallel_size=2)
+    assert config.model.vocab_size == 512  # a multiple of 128 * 2
+    file.write_text("{}")
+    assert "must be a tokenizer" in _error(tmp_path, tokenizer_type="HFTokenizer", vocab_file=str(file))
+    assert _config(tmp_path, padded_vocab_size=777).model.vocab_size == 777
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        ({"hiden_size": 4}, "hiden_size: unknown key; did you mean hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size must be an integer, got '64'"),
+        ({"hidden_size": True}, "hidden_size must be an integer"),
+        ({"hidden_size": 66}, "model.hidden_size must be a multiple of num_heads (4), got 66"),
+        ({"num_layers": 0}, "num_layers (model.num_layers) must be greater than 0"),
+        ({"num_layers": None}, "num_layers must be given"),
+        ({"train_iters": None}, "train_iters must be given"),
+        ({"data_path": None}, "data_path must be given"),
+        ({"train_data_paths": ["a"]}, "data_path must not stand beside train_data_paths"),
+        ({"data_path": None, "train_data_paths": ["a"]}, "must come with valid_data_paths, test_data_paths"),
+        ({"train_data_weights": [1]}, "train_data_weights must come with train_data_paths"),
+        ({"seq_length": 64}, "train.seq_length must be at most"),
+        ({"save": "x"}, "must come with checkpoint_factor"),
+        ({"zero_optimization": {"overlap_comm": True}}, "must have a stage"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage must be 0, 1, 2 or 3, got 4"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "x"}}}, "optimizer.params.lr must be a number above 0"),
+        ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}}, "must be the top-level key weight_decay"),
+        ({"optimizer": {"type": "Adam", "params": {"beta": 1}}}, "optimizer.params.beta is unknown"),
+        ({"optimizer": {"type": "Foo"}}, "optimizer.type must be Adam"),
+        ({"attention_config": [["global", 4]]}, "attention_config must be a list such as"),
+        ({"attention_config": [[["global"], 3]]}, "must have 4 layers"),
+        ({"attention_config": [[["gobal"], 4]]}, "must name global or flash layers, got gobal"),
+        ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true or false"),
+        ({"activation": "gleu"}, "activation must be one of gelu"),
+        ({"deepspeed_extra_args": {"train_iters": 3}}, "stands outside deepspeed_extra_args too"),
+        ({"extra_save_iters": ["a"]}, "must be a list of integers"),
+        ({"rotary_pct": 1.5}, "rotary_pct must be at most 1"),
+        ({"hidden_dropout": 1.0}, "hidden_dropout (model.hidden_dropout) must be less than 1"),
+    ],
+)
+def test_mistakes_name_file_line_and_key(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
+    message = _error(tmp_path, **keys)
+    assert words in message, message
+    assert "neox.yml" in message
+
+
+def test_two_files(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.yml", tmp_path / "two.yml"
+    one.write_text(json.dumps(BASE))
+    two.write_text('{"hidden-size": 3}')
+    with pytest.raises(ConfigError, match=r"two.yml:1: hidden_size must be set once, it is at .*one.yml:1 already"):
+        read_config([one, two])
+    two.write_text('{"min-lr": 1e-5}')
+    run = read_config([one, two], ["min-lr=2e-5", "optimizer.params.lr=3e-3", "train_iters=7"])
+    assert run.config.schedule.min_lr == 2e-5 and run.config.optimizer.lr == 3e-3 and run.config.train.steps == 7
+    assert run.texts == {"one.yml": one.read_text(), "two.yml": two.read_text()}
+    assert _row(run, "min_lr").place == "command line"
+    with pytest.raises(ConfigError, match="looks like a Powertrain config; one must have the section model:"):
+        read_config([one, two], ["train.steps=3"])
+
+
+def test_wandb(tmp_path: Path) -> None:
+    on = _config(tmp_path, use_wandb=True, wandb_team="us", wandb_group="g")
+    assert on.logging.wandb == {"project": "neox", "entity": "us", "group": "g"}
+    off = _read(tmp_path, wandb_project="p")
+    assert off.config.logging.wandb is None and _row(off, "wandb_project").disposition == "ignored"
+
+
+def test_the_table_is_shown_with_what_matters_first() -> None:
+    console = Console(width=160, record=True)
+    render(read_config([QUIRKS], world_size=2).table, console)
+    text = console.export_text()
+    order = [text.index(word) for word in ("changes numerics (", "ignored, and why (", "mapped to (", "honoured (")]
+    assert order == sorted(order)
+    assert "every_quirk.yml:30" in text and "rises again" in text
+
+
+def test_a_config_survives_its_own_dump(tmp_path: Path) -> None:
+    config = _config(tmp_path, lr_decay_style="cosine")
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+    assert math.isclose(config.schedule.warmup_steps, 1.0)
