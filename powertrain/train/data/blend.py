@@ -1,0 +1,77 @@
+"""Blends of data sets: which data set, and which of its samples, is sample n of the run; as GPT-NeoX builds them.
+
+At every n the data set that is furthest behind its share takes the sample: the first with the greatest
+weight * max(n, 1) - taken, in float64.
+Source: EleutherAI/gpt-neox, megatron/data/helpers.cpp (build_blending_indices) and data_utils.py, as facts.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from powertrain.train.data.packed import Sample, SampleSource
+
+
+def blend_indices(weights: Sequence[float], count: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """(data set [count], sample within it [count]) of the first `count` samples of a blend of up to 254 data sets.
+
+    weights: at least 0, not all 0; they are normalised.
+    """
+    shares = np.array(weights, np.float64)
+    if not 1 <= len(shares) < 255 or not (np.isfinite(shares) & (shares >= 0)).all() or not shares.sum() > 0:
+        raise ValueError(f"weights must be 1 to 254 numbers of at least 0, not all 0, got {list(weights)}")
+    # one choice shifts all that follow, so whole blocks cannot be computed at once: guessing a block and correcting it
+    # until it obeys the rule gains one right choice a round. This loop makes a million choices in about a second
+    each = (shares / np.sum(shares)).tolist()
+    chosen, within = np.zeros(count, np.uint8), np.zeros(count, np.int64)
+    taken = [0] * len(each)
+    for n in range(count):
+        x = float(n) if n else 1.0
+        behind = [share * x - had for share, had in zip(each, taken, strict=True)]
+        first = behind.index(max(behind))
+        chosen[n], within[n] = first, taken[first]
+        taken[first] += 1
+    return chosen, within
+
+
+def normalized(weights: Sequence[float]) -> list[float]:
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def samples_wanted(weights: Sequence[float], num_samples: int) -> list[int]:
+    """Samples each data set is prepared for: its share of `num_samples` and half a percent, rounded up, as there."""
+    return [math.ceil(num_samples * weight * 1.005) for weight in normalized(weights)]
+
+
+def weights_by_documents(counts: Sequence[int], alpha: float) -> list[float]:
+    """GPT-NeoX's weights from document counts: (share ** alpha, normalised) * (1 - share), normalised.
+
+    alpha 1 keeps shares before the second factor, 0 makes them equal. Source: arXiv:1911.02116; data_utils.py there.
+    """
+    if len(counts) == 1:
+        return [1.0]
+    shares = normalized(counts)
+    flattened = normalized([share**alpha for share in shares])
+    return normalized([p * (1 - share) for p, share in zip(flattened, shares, strict=True)])
+
+
+class BlendedSamples:
+    """Samples of several sources: number n is sample `within[n]` of source `chosen[n]` (blend_indices)."""
+
+    def __init__(
+        self, sources: Sequence[SampleSource], chosen: npt.NDArray[np.uint8], within: npt.NDArray[np.int64]
+    ) -> None:
+        self.sources, self.chosen, self.within = list(sources), chosen, within
+        for number, source in enumerate(sources):
+            mine = within[chosen == number]
+            if len(mine) and mine[-1] >= len(source):
+                raise ValueError(f"sources[{number}] must have {mine[-1] + 1} samples, got {len(source)}")
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def sample(self, index: int) -> Sample:
+        return self.sources[self.chosen[index]].sample(int(self.within[index]))

@@ -1,0 +1,154 @@
+"""Batches for one rank, in the order of the run: sample n is the same sample whatever the number of ranks.
+
+A micro-batch of the whole run is `micro_batch_size * dp_size` samples that follow each other; rank r takes the r-th
+part of it, so that gradient accumulation walks the global batch in order. That is GPT-NeoX's DistributedBatchSampler.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from powertrain.train.data.packed import SampleSource
+
+_PATIENCE = 600.0  # seconds a batch may take before its worker counts as stuck
+
+
+class Batch(NamedTuple):
+    """tokens, labels [B, S] int64, label -100: not counted
+    document_ids [B, S] int32, in each row from 0 upwards, or None
+    position_ids [B, S] int64, from 0 in each document, or None
+    indices      the samples' numbers in the run, for error reports
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    document_ids: Tensor | None
+    position_ids: Tensor | None
+    indices: tuple[int, ...]
+
+    def pin_memory(self) -> "Batch":
+        return Batch(*(x.pin_memory() if isinstance(x, Tensor) else x for x in self))  # type: ignore[arg-type]
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The batch on a device; the copy does not wait when the batch is pinned."""
+        moved = (x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self)
+        return Batch(*moved)  # type: ignore[arg-type]
+
+
+def batches(
+    source: SampleSource,
+    *,
+    micro_batch_size: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    start_sample: int = 0,
+    limit: int | None = None,
+    num_workers: int = 0,
+) -> Iterator[Batch]:
+    """The micro-batches of rank `dp_rank`, from sample `start_sample` of the run to `limit`, or to the source's end.
+
+    To resume, pass the number of samples that the run has consumed on all ranks; the batches that follow are the same
+    as if it had not stopped. A last micro-batch that cannot be full on every rank is left out.
+    num_workers: processes that read ahead, 0 to read here. Batches are the same for any number; they are pinned where
+    there is a GPU. No random state is read or changed.
+    Raises ValueError naming the argument; RuntimeError naming the samples, if reading fails or a worker dies or hangs.
+    """
+    end = len(source) if limit is None else limit
+    _check(len(source), micro_batch_size, dp_rank, dp_size, start_sample, end, num_workers)
+    numbers = _Numbers(micro_batch_size, dp_rank, dp_size, start_sample, end)
+    return _read(source, numbers, num_workers)
+
+
+def _check(length: int, micro: int, rank: int, size: int, start: int, end: int, workers: int) -> None:
+    for name, value, least in (("micro_batch_size", micro, 1), ("dp_size", size, 1), ("num_workers", workers, 0)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if not 0 <= rank < size:
+        raise ValueError(f"dp_rank must be in [0, dp_size = {size}), got {rank}")
+    if not 0 <= end <= length:
+        raise ValueError(f"limit must be at most the {length} samples of the source, got {end}")
+    if not 0 <= start <= end:
+        raise ValueError(f"start_sample must be in [0, {end}], got {start}")
+
+
+class _Numbers(Sampler[list[int]]):
+    """The sample numbers of each micro-batch of a rank."""
+
+    def __init__(self, micro: int, rank: int, size: int, start: int, end: int) -> None:
+        self.micro, self.start, self.offset, self.step = micro, start, rank * micro, micro * size
+        self.count = (end - start) // self.step
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(self.of, range(self.count))
+
+    def of(self, batch: int) -> list[int]:
+        first = self.start + batch * self.step + self.offset
+        return list(range(first, first + self.micro))
+
+
+class _Reader(Dataset[Batch]):
+    def __init__(self, source: SampleSource) -> None:
+        self.source = source
+
+    def __getitem__(self, numbers: list[int]) -> Batch:
+        tokens, labels, documents = [], [], []
+        for number in numbers:
+            try:
+                sample = self.source.sample(number)
+            except Exception as error:
+                raise RuntimeError(f"sample {number} of the run cannot be read: {error}") from error
+            tokens.append(sample.tokens)
+            labels.append(sample.labels)
+            documents.append(sample.document_ids)
+        ids = None if any(row is None for row in documents) else np.stack(documents)
+        return Batch(
+            torch.from_numpy(np.stack(tokens)),
+            torch.from_numpy(np.stack(labels)),
+            None if ids is None else torch.from_numpy(ids),
+            None if ids is None else torch.from_numpy(positions(ids)),
+            tuple(numbers),
+        )
+
+
+def positions(document_ids: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]") -> "np.ndarray":  # type: ignore[type-arg]
+    """[B, S] int64: the distance of each token from the first token of its document in the row."""
+    here = np.broadcast_to(np.arange(document_ids.shape[1]), document_ids.shape)
+    starts = np.where(np.diff(document_ids, axis=1, prepend=-1) != 0, here, 0)
+    return here - np.maximum.accumulate(starts, axis=1)
+
+
+def _itself(batch: Batch) -> Batch:
+    return batch
+
+
+def _read(source: SampleSource, numbers: _Numbers, num_workers: int) -> Iterator[Batch]:
+    loader: DataLoader[Batch] = DataLoader(
+        _Reader(source),
+        sampler=numbers,  # each of its items is the key of a whole batch
+        batch_size=None,
+        collate_fn=_itself,  # type: ignore[arg-type]
+        num_workers=num_workers,
+        timeout=_PATIENCE if num_workers else 0,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # without it the loader draws from the global one, and dropout would change
+    )
+    arrived = 0
+    try:
+        for batch in loader:
+            yield batch
+            arrived += 1
+    except RuntimeError as error:
+        if "DataLoader" not in str(error) or "cannot be read" in str(error):
+            raise
+        wanted = numbers.of(arrived)
+        raise RuntimeError(
+            f"samples {wanted[0]} to {wanted[-1]} of the run did not arrive: {error}. A killed worker is mostly out of "
+            "memory or of /dev/shm; with num_workers = 0 the samples are read in this process"
+        ) from error

@@ -1,0 +1,107 @@
+"""Samples of packed documents: the tokens of an order's cut, their labels, and which document each belongs to."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from powertrain.train.data.indexed import IndexedData
+from powertrain.train.data.samples import SampleOrder
+
+IGNORED = -100  # the label that counts in no loss, as in PyTorch
+
+
+class Sample(NamedTuple):
+    """tokens, labels [S] int64 (label IGNORED: not counted); document_ids [S] int32, growing from 0, or None."""
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    document_ids: npt.NDArray[np.int32] | None
+
+
+class SampleSource(Protocol):
+    """Samples by their number in the run. Read from several processes: it must pickle, and keep no position."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int) -> Sample: ...
+
+
+class PackedSamples:
+    """The documents of a data set, cut into samples of `seq_length` tokens by an order.
+
+    vocab_size     a token that is not below it is an error that names file and document
+    labels         a data set beside `data`, document for document: what to predict, negative where nothing is
+    document_ids   tell the documents of a sample apart
+    eod            no loss where the input is this token, GPT-NeoX's eod_mask_loss: nothing is learnt of which document
+                   follows another
+    """
+
+    def __init__(
+        self,
+        data: IndexedData,
+        order: SampleOrder,
+        seq_length: int,
+        vocab_size: int,
+        *,
+        labels: IndexedData | None = None,
+        document_ids: bool = False,
+        eod: int | None = None,
+    ) -> None:
+        for each in (data, labels):
+            if each is not None and each.dtype.kind not in "iu":
+                raise ValueError(f"{each.prefix}: must hold integers to be tokens or labels, got {each.dtype}")
+        if labels is not None and not np.array_equal(labels.sizes, data.sizes):
+            raise ValueError(
+                f"labels {labels.prefix}: must have the document lengths of {data.prefix} ({len(data)} documents, "
+                f"{data.sizes.sum(dtype=np.int64)} tokens), got {len(labels)} documents, "
+                f"{labels.sizes.sum(dtype=np.int64)} labels"
+            )
+        self.data, self.order, self.labels = data, order, labels
+        self.seq_length, self.vocab_size = seq_length, vocab_size
+        self._document_ids, self._eod = document_ids, eod
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def sample(self, index: int) -> Sample:
+        """Sample number `index` of the run."""
+        pieces = self._pieces(int(self.order.shuffle[index]))
+        text = self._read(self.data, pieces)
+        self._check(text, pieces, index)
+        tokens = text[:-1]
+        labels = text[1:].copy() if self.labels is None else self._read(self.labels, pieces)[1:]
+        labels[labels < 0] = IGNORED
+        if self._eod is not None:
+            labels[tokens == self._eod] = IGNORED
+        ids = None
+        if self._document_ids:
+            lengths = [stop - start for _, start, stop in pieces]
+            ids = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)[:-1]
+            ids -= ids[0]  # the first piece may be an empty document
+        return Sample(tokens, labels, ids)
+
+    def _pieces(self, cut: int) -> list[tuple[int, int, int]]:
+        """(document, start, stop) of each piece of a cut."""
+        documents, sizes = self.order.documents, self.data.sizes
+        (first, start), (last, stop) = self.order.starts[cut].tolist(), self.order.starts[cut + 1].tolist()
+        if first == last:
+            return [(int(documents[first]), start, stop + 1)]
+        inner = documents[first:last].tolist()
+        pieces = [(document, 0, int(sizes[document])) for document in inner]
+        pieces[0] = (inner[0], start, pieces[0][2])
+        return [*pieces, (int(documents[last]), 0, stop + 1)]
+
+    def _read(self, data: IndexedData, pieces: list[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
+        return np.concatenate([data.get(*piece) for piece in pieces]).astype(np.int64, copy=False)
+
+    def _check(self, text: npt.NDArray[np.int64], pieces: list[tuple[int, int, int]], index: int) -> None:
+        if text.min() >= 0 and text.max() < self.vocab_size:
+            return
+        bad = int(np.argmax((text < 0) | (text >= self.vocab_size)))
+        ends = np.cumsum([stop - start for _, start, stop in pieces])
+        document = pieces[int(np.searchsorted(ends, bad, side="right"))][0]
+        raise ValueError(
+            f"{self.data.prefix}: tokens must be in [0, {self.vocab_size}), the tokenizer's vocabulary, got "
+            f"{text[bad]} in document {document} (sample {index}); was it made with another tokenizer?"
+        )

@@ -1,0 +1,145 @@
+"""Which tokens make sample n of a run: GPT-NeoX's order, bit for bit, in numpy alone.
+
+The documents of a data set, repeated for as many epochs as the wanted samples need, are shuffled and laid end to end;
+sample i takes the `seq_length + 1` tokens from position i * seq_length (its last token is the next one's first); the
+samples are shuffled again. Both shuffles are numpy's RandomState(seed), whose streams numpy has frozen.
+
+GPT-NeoX cuts the samples in a C++ loop over documents. Here the position of every sample is looked up in the running
+sum of document lengths, all at once.
+Source: EleutherAI/gpt-neox, megatron/data/gpt2_dataset.py, data_utils.py and helpers.cpp, as facts.
+"""
+
+import hashlib
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from powertrain.train.data.newfile import one_at_a_time
+
+Order = Literal["neox", "sequential"]
+Integers = npt.NDArray[Any]
+
+_VERSION = 1
+
+
+class SampleOrder(NamedTuple):
+    """documents [E * D] int32: the documents of E epochs, in the order they are laid end to end
+    starts [N + 1, 2] int32 or int64: for each sample its entry in `documents` and the offset of its first token there
+    shuffle [N] uint32 or int64: sample n of the run is cut number shuffle[n]
+    """
+
+    documents: Integers
+    starts: Integers
+    shuffle: Integers
+
+    def __len__(self) -> int:
+        return len(self.shuffle)
+
+
+def split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
+    """Bounds b of train [b0, b1), validation [b1, b2) and test [b2, b3) among `count` documents.
+
+    split: up to three shares such as "969, 30, 1" or "8/1/1"; a part may be empty. Shares are rounded as there: the
+    difference that rounding makes is taken from every bound.
+    """
+    try:
+        shares = [float(part) for part in split.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or not sum(shares) > 0:
+        raise ValueError(f"split must be one to three shares such as '969, 30, 1', not all 0, got {split!r}")
+    shares += [0.0] * (3 - len(shares))
+    total, bounds = sum(shares), [0]
+    for share in shares:
+        bounds.append(bounds[-1] + round(share / total * float(count)))
+    excess = bounds[3] - count
+    # with very few documents the correction can point below 0, where there as here nothing is
+    return 0, *(max(0, bound - excess) for bound in bounds[1:])  # type: ignore[return-value]
+
+
+def num_epochs(tokens: int, seq_length: int, num_samples: int) -> int:
+    """The fewest passes over `tokens` tokens that hold `num_samples` samples, at least 1."""
+    return max(1, -(-(num_samples * seq_length + 1) // tokens))
+
+
+def build_order(
+    sizes: Integers, documents: Integers, *, seq_length: int, num_samples: int, seed: int, order: Order = "neox"
+) -> SampleOrder:
+    """The order of at least `num_samples` samples of `seq_length` + 1 tokens.
+
+    sizes [all documents] lengths in tokens; documents [D] those to use.
+    order "sequential" shuffles nothing: documents as they lie in the file, epoch after epoch.
+    Memory: about 20 bytes for each document of each epoch while building, 12 for each sample to keep.
+    Raises ValueError if the documents hold no token.
+    """
+    tokens = int(sizes[documents].sum(dtype=np.int64))
+    if tokens == 0:
+        raise ValueError(f"the data set must hold a token, got {len(documents)} documents and none in them")
+    epochs = num_epochs(tokens, seq_length, num_samples)
+    random = np.random.RandomState(seed)
+    laid = np.tile(documents.astype(np.int32), epochs)
+    if order == "neox":
+        random.shuffle(laid)
+    cuts = (epochs * tokens - 1) // seq_length
+    starts = _starts(sizes, laid, seq_length, cuts)
+    shuffle = np.arange(cuts, dtype=np.uint32 if cuts < np.iinfo(np.uint32).max - 1 else np.int64)
+    if order == "neox":
+        random.shuffle(shuffle)
+    return SampleOrder(laid, starts, shuffle)
+
+
+def _starts(sizes: Integers, laid: Integers, seq_length: int, cuts: int) -> Integers:
+    ends = np.cumsum(sizes[laid], dtype=np.int64)
+    positions = np.arange(cuts + 1, dtype=np.int64) * seq_length
+    entries = np.searchsorted(ends, positions, side="right")
+    offsets = positions - (ends[entries] - sizes[laid[entries]])
+    entries[0] = 0  # there the first sample starts at the first document, be it an empty one
+    dtype = np.int32 if 2 * (cuts + 1) < np.iinfo(np.int32).max else np.int64
+    return np.stack([entries, offsets], axis=1).astype(dtype)
+
+
+def cached_order(
+    folder: Path, sizes: Integers, documents: range, *, seq_length: int, num_samples: int, seed: int, order: Order
+) -> SampleOrder:
+    """`build_order` of the documents in a range, by way of `cached_arrays`; a changed data set gets a new order."""
+
+    def build() -> SampleOrder:
+        span = np.arange(documents.start, documents.stop, dtype=np.int32)
+        return build_order(sizes, span, seq_length=seq_length, num_samples=num_samples, seed=seed, order=order)
+
+    about = f"order {documents.start} {documents.stop} {seq_length} {num_samples} {seed} {order}"
+    arrays = cached_arrays(folder, about.encode() + np.ascontiguousarray(sizes).tobytes(), build)
+    return SampleOrder(*arrays)
+
+
+def cached_arrays(folder: Path, about: bytes, build: Callable[[], Sequence[Integers]]) -> list[Integers]:
+    """The arrays that `build` returns, memory-mapped from `folder`, where they are made if they are not there yet.
+
+    about: everything they depend on; its hash is their name.
+    Ranks and runs may ask at once: one builds while the others wait, and arrays appear whole, by renaming.
+    """
+    place = folder / "order" / hashlib.blake2b(b"%d " % _VERSION + about, digest_size=16).hexdigest()
+    if not place.is_dir():
+        with one_at_a_time(Path(f"{place}.lock"), "building the order of samples"):
+            if not place.is_dir():
+                _publish(place, build())
+    return [np.load(path, mmap_mode="r") for path in sorted(place.glob("*.npy"))]
+
+
+def _publish(place: Path, arrays: Sequence[Integers]) -> None:
+    aside = place.parent / f".{uuid.uuid4().hex}.tmp"
+    aside.mkdir()
+    try:
+        for number, values in enumerate(arrays):
+            np.save(aside / f"{number}.npy", values)
+        aside.rename(place)
+    except OSError:
+        if not place.is_dir():  # otherwise another process published the same
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,200 @@
+"""Tokenizers: text to ids and back, from the files people have, or trained here. Runs on Hugging Face's `tokenizers`.
+
+load_tokenizer(...) takes
+    "bytes"                          one id for each byte of UTF-8: 256 ids, 0 ends a document
+    "CharLevelTokenizer"             the same with GPT-NeoX's 512 ids
+    tokenizer.json, or a folder      Hugging Face; a folder may hold vocab.json and merges.txt instead
+    "gpt2:VOCAB.json:MERGES.txt"     GPT-2's byte-level BPE, as GPT-NeoX's GPT2BPETokenizer
+
+Ids are what GPT-NeoX gets from the same files: a tokenizer.json's own post-processor applies (some add a first token);
+with GPT-2's files no text stands for a special token.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from powertrain.train.data.newfile import NewFile
+
+END_OF_TEXT = "<|endoftext|>"
+_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>")
+
+
+class Tokenizer(Protocol):
+    """vocab_size: ids are below it, before padding; eod: the id that ends a document, or None if the files name none.
+
+    identity: a hash of everything that decides the ids, for names of cached files.
+    """
+
+    vocab_size: int
+    eod: int | None
+    identity: str
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """One id for each byte of UTF-8; 0 ends a document."""
+
+    eod: int | None = 0
+
+    def __init__(self, vocab_size: int = 256) -> None:
+        self.vocab_size = vocab_size
+        self.identity = f"bytes{vocab_size}"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are no UTF-8, and ids past 255, become U+FFFD."""
+        return b"".join(bytes([i]) if 0 <= i < 256 else "\ufffd".encode() for i in ids).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer of the `tokenizers` library, from the JSON text that describes it."""
+
+    def __init__(self, definition: str, where: str, eod: str | None = None) -> None:
+        import tokenizers
+
+        try:
+            self.backend = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{where}: must be a tokenizer.json of Hugging Face tokenizers, got {error}") from None
+        self.vocab_size: int = self.backend.get_vocab_size()
+        known = (self.backend.token_to_id(end) for end in ([eod] if eod else _ENDS))
+        self.eod: int | None = next((i for i in known if i is not None), None)
+        self.identity = hashlib.blake2b(definition.encode(), digest_size=16).hexdigest()
+        self._definition, self._where, self._eod = definition, where, eod
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FileTokenizer, (self._definition, self._where, self._eod)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.backend.encode(text).ids
+        return ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """As `encode` of each, on all cores."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens are left in: what a model said is what is shown."""
+        text: str = self.backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def save(self, path: Path) -> None:
+        """Write tokenizer.json; it appears whole or not at all."""
+        new = NewFile(path)
+        try:
+            new.file.write(self.backend.to_str().encode())
+            new.publish()
+        finally:
+            new.discard()
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `name` stands for; the module says what it may be.
+
+    Raises FileNotFoundError naming the file, ValueError if it is no tokenizer.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    if name == "CharLevelTokenizer":
+        return ByteTokenizer(512)
+    if name.startswith("gpt2:"):
+        parts = name.split(":")
+        if len(parts) != 3:
+            raise ValueError(f"tokenizer must be gpt2:VOCAB.json:MERGES.txt, got {name!r}")
+        return _gpt2(Path(parts[1]), Path(parts[2]))
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "tokenizer.json").is_file() and (path / "vocab.json").is_file():
+            return _gpt2(path / "vocab.json", path / "merges.txt")
+        path /= "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"tokenizer: no such file {path}; it must be tokenizer.json, a folder with one (or with vocab.json and "
+            f"merges.txt), gpt2:VOCAB.json:MERGES.txt or bytes, got {name!r}"
+        )
+    return FileTokenizer(_text(path), str(path))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: must be UTF-8 text, got {error}") from None
+
+
+def _gpt2(vocab: Path, merges: Path) -> FileTokenizer:
+    import tokenizers
+
+    for path in (vocab, merges):
+        if not path.is_file():
+            raise FileNotFoundError(f"tokenizer: no such file {path}")
+    try:
+        model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
+    except Exception as error:  # as above
+        raise ValueError(f"{vocab}, {merges}: must be GPT-2's vocabulary and merges, got {error}") from None
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return FileTokenizer(backend.to_str(), f"{vocab}, {merges}", eod=END_OF_TEXT)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
+    """A byte-level BPE of at most `vocab_size` ids, trained on `texts`; id 0 is <|endoftext|>.
+
+    Any text encodes, and decodes to itself. The same texts give the same tokenizer. Small corpora may have fewer than
+    `vocab_size` - 257 pairs worth merging; then the vocabulary is smaller.
+    """
+    import tokenizers
+
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size must be at least 257 (the bytes and {END_OF_TEXT}), got {vocab_size}")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_batches(texts), trainer)
+    return FileTokenizer(backend.to_str(), "the trained tokenizer", eod=END_OF_TEXT)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == 256:
+            yield batch
+            batch = []
+    yield batch
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
+    """Keep a tokenizer in a folder; returns the name under which `load_tokenizer` finds it again, from anywhere."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return "CharLevelTokenizer" if tokenizer.vocab_size == 512 else "bytes"
+    if not isinstance(tokenizer, FileTokenizer):
+        raise ValueError(f"tokenizer must come from load_tokenizer or train_tokenizer, got {type(tokenizer).__name__}")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder / "tokenizer.json")
+    return str((folder / "tokenizer.json").resolve())
+
+
+def padded_vocab_size(vocab_size: int, multiple: int, tensor_parallel: int = 1) -> int:
+    """`vocab_size` rounded up to a multiple of `multiple` times the tensor-parallel degree, as GPT-NeoX pads it."""
+    step = multiple * tensor_parallel
+    return -(-vocab_size // step) * step
