@@ -10,11 +10,12 @@ A tile of rows never crosses a group's end, so E groups cost at most E tiles mor
 reads all offsets, adds up the groups' tiles and walks its own share of them: nothing waits for the host. dweight is
 summed by one program a tile: the same bits every time.
 
-On sm_90 and sm_100 PyTorch's own kernel (CUTLASS) is taken for bfloat16 whose rows are aligned; see `_torch_serves`.
+For bfloat16 whose rows are aligned PyTorch's own kernel (CUTLASS) makes dweight on sm_90, and everything on sm_100.
 
 Sources: Gale et al., MegaBlocks, arXiv:2211.15841; torch.nn.functional.grouped_mm for the layout of offsets.
 """
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ def _grouped_gemm_kernel(
     stride_wr,
     TRANSPOSED: tl.constexpr,  # weight is [E, K, N], not [E, N, K]
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    FMA: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -112,11 +113,17 @@ def _grouped_gemm_kernel(
                     w = tl.load(w_start + ks.to(tl.int64)[:, None] * stride_wr + cols[None, :], mask=mask, other=0.0)
                 else:
                     w = tl.load(w_start + cols.to(tl.int64)[None, :] * stride_wr + ks[:, None], mask=mask, other=0.0)
-            if UPCAST:
-                x, w = x.to(tl.float32), w.to(tl.float32)
-            acc = tl.dot(x, w, acc, input_precision=PRECISION)
+            acc = _add_product(acc, x, w, PRECISION, FMA)
         y = acc.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + rows * N + cols[None, :], y, mask=(rows < end) & (cols < N)[None, :])
+
+
+@triton.jit
+def _add_product(acc, a, b, PRECISION: tl.constexpr, FMA: tl.constexpr):
+    if FMA:
+        # without tensor cores: one running sum over all of K loses digits that cuBLAS keeps, so block by block
+        return tl.fma(tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee"), 1.0, acc)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @kernel(aligned=("N", "K"))
@@ -131,7 +138,7 @@ def _grouped_gemm_wgrad_kernel(
     stride_dym,
     stride_xm,
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    FMA: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -166,9 +173,7 @@ def _grouped_gemm_wgrad_kernel(
             ts = (t + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
             dy = tl.load(dy_ptr + ts * stride_dym + rows[None, :], mask=(ts < length) & (rows < N)[None, :], other=0.0)
             x = tl.load(x_ptr + ts * stride_xm + cols[None, :], mask=(ts < length) & (cols < K)[None, :], other=0.0)
-        if UPCAST:
-            dy, x = dy.to(tl.float32), x.to(tl.float32)
-        acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
+        acc = _add_product(acc, dy.T, x, PRECISION, FMA)
     out = dw_ptr + (group.to(tl.int64) * N + rows[:, None]) * K + cols[None, :]
     tl.store(out, acc.to(dw_ptr.dtype.element_ty), mask=(rows < N)[:, None] & (cols < K)[None, :])
 
@@ -183,32 +188,40 @@ class _Plan(NamedTuple):
     tma: bool = False
 
 
-@tunable("never measured", ("num_warps", "num_stages"))
+@tunable("NVIDIA H200, 2026-11-21", ("num_warps", "num_stages"))
 def _plan(rows_per_group: int, element: int, regular: bool, target: Target) -> _Plan:
     """Tiles of y and dx: rows by columns by depth; `regular` if rows are aligned and a depth's last block is whole."""
+    # bf16, TFLOP/s forward and dgrad; 8192^3 by cuBLAS 748. 128x256 with 8 warps, 64x256 with 4; E, N, K, rows a group:
+    #   64, 2816, 2048, 1536   128x256 647, 650   64x256 605, 623   128x128 625, 618   torch's grouped_mm 638, 630
+    #   32, 4096, 7168, 1024   128x256 640, 614   64x256 623, 596   128x128 615, 578   torch's grouped_mm 607, 594
+    #   256, 4096, 7168, 256   128x256 489, 470   64x256 508, 484   128x128 490, 464   torch's grouped_mm 413, 399
+    #   64, 2816, 2048, 64     128x256 212, 238   64x256 227, 231   128x128 219, 237   torch's grouped_mm 191, 191
+    # by pointers, not descriptors: 548, 482 at the first
     if element == 4 or not target.has_tensor_core_dot:
         return _Plan(64, 64, 16, 8, 2, 2)
     if regular and target.arch in (90, 100, 103):
-        return _Plan(128, 256 if rows_per_group > 64 else 128, 64, 8, 3, 1, True)
+        return _Plan(128, 256, 64, 8, 3, 1, True) if rows_per_group > 384 else _Plan(64, 256, 64, 4, 4, 1, True)
     if not regular:
         return _Plan(64, 64, 32, 8, 3, 2)
     return _Plan(128 if rows_per_group > 64 else 64, 128, 32, 8, 3, 1)
 
 
-@tunable("never measured", ("num_warps", "num_stages"))
+@tunable("NVIDIA H200, 2026-11-21", ("num_warps", "num_stages"))
 def _plan_wgrad(element: int, regular: bool, target: Target) -> _Plan:
     """Tiles of dweight: block_m by block_n, block_k rows at a time; `regular` if rows are aligned."""
+    # bf16, TFLOP/s, as above: 256x128 4 stages 588, 519, 266, 85; 128x256 3 stages 593, 516, 274, 86; 128x128 570, 529,
+    # 299, 98; grouped_mm 669, 643, 448, 146, which is therefore taken. N 2048, K 1408: 623, 575, 577, 593
     if element == 4 or not target.has_tensor_core_dot:
         return _Plan(64, 64, 16, 8, 2)
     if regular and target.arch in (90, 100, 103):
-        return _Plan(128, 256, 64, 8, 3, 1, True)
+        return _Plan(256, 128, 64, 8, 4, 1, True)
     return _Plan(128 if regular else 64, 128, 32, 8, 3)
 
 
 def _dot_options(dtype: torch.dtype, target: Target) -> dict[str, Any]:
-    fast = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    upcast = not target.has_tensor_core_dot
-    return {"PRECISION": "tf32" if fast and not upcast else "ieee", "UPCAST": upcast}
+    tf32 = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    fma = not target.has_tensor_core_dot or (dtype is torch.float32 and not tf32)
+    return {"PRECISION": "tf32" if tf32 and not fma else "ieee", "FMA": fma}
 
 
 def _is_aligned(*tensors: Tensor) -> bool:
@@ -222,16 +235,19 @@ def _is_aligned(*tensors: Tensor) -> bool:
     )
 
 
-def _torch_serves(target: Target, *tensors: Tensor) -> bool:
+# where PyTorch's kernel is taken: on sm_90 by measurement, see the plans; sm_100, where ours was never timed
+_TORCH_PRODUCT, _TORCH_WGRAD = (100,), (90, 100)
+
+
+def _torch_serves(archs: tuple[int, ...], target: Target, *tensors: Tensor) -> bool:
     """PyTorch has a kernel without host synchronisation for these: bfloat16 on sm_90 and sm_100 (elsewhere it copies
     offsets to the host and loops)."""
     return (
-        target.arch in (90, 100)
+        target.arch in archs
         and tensors[0].device.type != "cpu"
         and all(t.dtype is torch.bfloat16 and t.numel() for t in tensors)
         and _is_aligned(*tensors)
     )
-
 
 
 def _fwd_outputs(x: Tensor, weight: Tensor, offsets: Tensor, kernel: bool) -> Tensor:
@@ -256,12 +272,14 @@ def _product(x: Tensor, weight: Tensor, offsets: Tensor, kernel: bool, *, transp
         return _grouped_gemm_torch(x, weight.mT if transposed else weight, offsets)
     target = Target.of(x.device)
     x, weight = as_rows(x), weight if weight.stride(-1) == 1 else weight.contiguous()
-    if _torch_serves(target, x, weight):
+    if _torch_serves(_TORCH_PRODUCT, target, x, weight):
         found = F.grouped_mm(x, weight if transposed else weight.mT, offs=offsets)
         return zero_tail(found, offsets)
     T, (E, *inner) = x.shape[0], weight.shape
     N, K = reversed(inner) if transposed else inner
     y = x.new_empty((T, N))
+    if not y.numel():
+        return y
     options = _dot_options(x.dtype, target)
     stacked = weight.stride(0) == weight.shape[1] * weight.stride(1)
     # a block of the transposed weight that reaches past K would read the next group's, which times 0 may be NaN
@@ -270,8 +288,9 @@ def _product(x: Tensor, weight: Tensor, offsets: Tensor, kernel: bool, *, transp
     tiles = (T // plan.block_m + E + 1) * cdiv(N, plan.block_n)
     _grouped_gemm_kernel[(min(tiles, plan.per_sm * target.num_sms),)](
         x, weight, offsets, y, T, E, N, K, x.stride(0), weight.stride(0), weight.stride(1),
-        TRANSPOSED=transposed, **options, TMA=plan.tma, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
-        BLOCK_E=next_power_of_2(E + 1), GROUP_M=8, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        TRANSPOSED=transposed, **options, TMA=plan.tma,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, BLOCK_E=next_power_of_2(E + 1), GROUP_M=8,
+        num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
     return y
 
@@ -285,9 +304,11 @@ def _wgrad(dy: Tensor, x: Tensor, offsets: Tensor, kernel: bool) -> Tensor:
         return torch.stack([d.T @ r for d, r in zip(_groups(dy, offsets), _groups(x, offsets), strict=True)][:-1])
     target = Target.of(x.device)
     dy, x = as_rows(dy), as_rows(x)
-    if _torch_serves(target, dy, x):
+    if _torch_serves(_TORCH_WGRAD, target, dy, x):
         return F.grouped_mm(dy.t(), x, offs=offsets)
     dw = _wgrad_outputs(dy, x, offsets, kernel)
+    if not x.numel():
+        return dw.zero_()
     E, N, K = dw.shape
     options = _dot_options(x.dtype, target)
     plan = _plan_wgrad(x.element_size(), _is_aligned(dy, x), target)
@@ -341,7 +362,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Returns y [T, N] in x's dtype; rows from offsets[-1] on are zero, and so are their gradients.
     Numerics: products accumulate in float32; float32 follows torch.set_float32_matmul_precision. Deterministic.
     Memory: saves x and weight. dweight has weight's shape and dtype, zero for an empty group.
-    Backends: torch.nn.functional.grouped_mm for bfloat16 with rows of whole 16 bytes on sm_90 and sm_100; else ours.
+    Backends: ours; torch.nn.functional.grouped_mm for bfloat16 with rows of whole 16 bytes, on sm_90 for dweight and on
+        sm_100 for all three.
     Raises ValueError naming the argument, what it must be and what it was; offsets' values are checked on the CPU.
         Double backward and vmap are not implemented and say so.
     Source: Gale et al., arXiv:2211.15841.
@@ -357,7 +379,9 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     checks.shape(op, "weight", weight, (*weight.shape[:2], x.shape[1]), "[E, N, last dim of x]")
     checks.shape(op, "offsets", offsets, weight.shape[:1], "first dim of weight")
     checks.require(offsets.dtype is torch.int32, op, "offsets", "be int32", checks.name(offsets.dtype))
-    checks.require(weight.dtype is x.dtype, op, "weight", f"have x's dtype {checks.name(x.dtype)}", weight.dtype)
+    checks.require(
+        weight.dtype is x.dtype, op, "weight", f"have x's dtype {checks.name(x.dtype)}", checks.name(weight.dtype)
+    )
     kernel = use_kernel(op, x)
     if kernel or is_traced(x):
         found: Tensor = _grouped_gemm_op(x, weight, offsets.contiguous(), kernel)
@@ -369,7 +393,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 def _groups(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
     """The rows of each group, then those of none."""
     ends = [0, *offsets.tolist(), x.shape[0]]
-    sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    sizes = [end - start for start, end in pairwise(ends)]
     good = min(sizes) >= 0
     checks.require(good, "grouped_gemm", "offsets", f"ascend from 0 to at most {x.shape[0]} (rows of x)", ends[1:-1])
     return x.split(sizes)

@@ -1,5 +1,7 @@
 """Calls that stand for grouped_gemm."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,7 +23,7 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 def _plain(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """As one writes it in PyTorch: a loop over the groups."""
     ends = [0, *offsets.tolist(), x.shape[0]]
-    groups = [x[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    groups = [x[start:end] for start, end in pairwise(ends)]
     products = [F.linear(rows, w) for rows, w in zip(groups, weight, strict=False)]
     return torch.cat([*products, x.new_zeros((groups[-1].shape[0], weight.shape[1]))])
 

@@ -43,7 +43,9 @@ def _route(label: str, inputs: Any, tiny: tuple[int, ...], full: tuple[int, ...]
 
 def _experts(T: int, E: int, k: int, device: torch.device) -> Tensor:
     """k different experts a token, the last expert left out."""
-    return ((torch.arange(T, device=device)[:, None] * 7 + torch.arange(k, device=device) * 3) % (E - 1)).to(torch.int32)
+    return ((torch.arange(T, device=device)[:, None] * 7 + torch.arange(k, device=device) * 3) % (E - 1)).to(
+        torch.int32
+    )
 
 
 def _permute_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor | None]:
