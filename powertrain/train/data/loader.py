@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -106,8 +107,9 @@ class _Reader(Dataset[Batch]):
                 raise RuntimeError(f"sample {number} of the run cannot be read: {error}") from error
             tokens.append(sample.tokens)
             labels.append(sample.labels)
-            documents.append(sample.document_ids)
-        ids = None if any(row is None for row in documents) else np.stack(documents)
+            if sample.document_ids is not None:
+                documents.append(sample.document_ids)
+        ids = np.stack(documents) if documents else None
         return Batch(
             torch.from_numpy(np.stack(tokens)),
             torch.from_numpy(np.stack(labels)),
@@ -117,7 +119,7 @@ class _Reader(Dataset[Batch]):
         )
 
 
-def positions(document_ids: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]") -> "np.ndarray":  # type: ignore[type-arg]
+def positions(document_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     """[B, S] int64: the distance of each token from the first token of its document in the row."""
     here = np.broadcast_to(np.arange(document_ids.shape[1]), document_ids.shape)
     starts = np.where(np.diff(document_ids, axis=1, prepend=-1) != 0, here, 0)

@@ -28,10 +28,11 @@ class NewFile:
         self.path = path
         self._temporary: Path | None = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
         try:
+            os.stat("/proc/self/fd")  # through which the file gets its name
             self.file: IO[bytes] = os.fdopen(os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666), "w+b")
             self._named = False
         except (OSError, AttributeError) as error:
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT):
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EROFS, errno.EACCES):
                 raise
             _remove_stale(path.parent)
             self.file = self._temporary.open("w+b")
@@ -43,7 +44,10 @@ class NewFile:
         self.file.flush()
         os.fsync(self.file.fileno())
         if not self._named:
-            os.link(f"/proc/self/fd/{self.file.fileno()}", self._temporary, follow_symlinks=True)
+            descriptor = self.file.fileno()
+            # with a descriptor of a folder Python calls linkat, which follows the link in /proc; link would not. The
+            # name is absolute, so the descriptor itself plays no part
+            os.link(f"/proc/self/fd/{descriptor}", self._temporary, src_dir_fd=descriptor, follow_symlinks=True)
         self.file.close()
         os.replace(self._temporary, self.path)
         self._temporary = None

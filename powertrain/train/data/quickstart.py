@@ -2,6 +2,7 @@
 
 import hashlib
 import sysconfig
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ class Files(NamedTuple):
     validation: list[Path]
 
 
+@cache
 def quickstart_files(folder: Path | None = None) -> Files:
     """The standard library's .py files that are UTF-8, sorted by path; about one in 20 is held out for validation.
 

@@ -1,0 +1,250 @@
+"""From `data:` of a configuration to samples: text is tokenized once, data sets are split, ordered and blended.
+
+Data   train, validation, test  the samples of each part, or None where the configuration has none
+       tokenizer, vocab_size    of the run; pad the size with padded_vocab_size
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from powertrain.runtime import tracing
+from powertrain.train.config import DataConfig, DataSource
+from powertrain.train.data.blend import (
+    BlendedSamples,
+    blend_indices,
+    normalized,
+    samples_wanted,
+    weights_by_documents,
+)
+from powertrain.train.data.corpus import digest, find_files, raw_documents, text_of
+from powertrain.train.data.encode import Counts, Encoding, encode
+from powertrain.train.data.indexed import IndexedData, IndexedWriter, exists, folder_of, token_dtype
+from powertrain.train.data.newfile import one_at_a_time
+from powertrain.train.data.packed import PackedSamples, SampleSource
+from powertrain.train.data.quickstart import quickstart_files
+from powertrain.train.data.samples import cached_arrays, cached_order, split_bounds
+from powertrain.train.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+
+QUICKSTART = "quickstart"
+_PARTS = ("train", "validation", "test")
+_SECONDS = 5.0  # between two lines about tokenizing
+
+
+@dataclass(frozen=True)
+class Data:
+    """The samples of a run's parts, each at least as many as were asked for, and the tokenizer they were made with."""
+
+    train: SampleSource
+    validation: SampleSource | None
+    test: SampleSource | None
+    tokenizer: Tokenizer
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Documents [start, stop) of a data set, and its weight in the blend."""
+
+    data: IndexedData
+    documents: range
+    weight: float
+    labels: IndexedData | None
+
+
+def open_data(
+    config: DataConfig,
+    *,
+    seq_length: int,
+    num_samples: tuple[int, int, int],
+    seed: int,
+    tokenizer: Tokenizer | None = None,
+    cache: Path | None = None,
+) -> Data:
+    """What `config` names, tokenized, split, ordered and blended: call it on every rank, at any time.
+
+    num_samples: how many samples of train, validation and test the run reads; 0 leaves a held-out part None. GPT-NeoX's
+        order depends on them, since they say how many epochs are shuffled together.
+    tokenizer: instead of the one that the configuration names.
+    cache: the folder of tokenized text, trained tokenizers and orders; else config.cache_folder, else the user's cache.
+    A held-out part for which the split leaves no document is None too, and said so.
+    Raises ValueError or FileNotFoundError naming the file or key.
+    """
+    folder = cache or (Path(config.cache_folder) if config.cache_folder else _user_cache())
+    tokenizer = tokenizer or open_tokenizer(config, folder)
+    if config.eod_mask_loss and tokenizer.eod is None:
+        raise ValueError("data.eod_mask_loss must be false for a tokenizer with no end-of-document token, got true")
+    opener = _Opener(config, folder, tokenizer, seq_length, seed)
+    parts = opener.parts()
+    if not parts[0]:
+        raise ValueError(f"data.train must hold documents to train on, got none; data.split is {config.split!r}")
+    samples = [
+        opener.samples(name, part, wanted) for name, part, wanted in zip(_PARTS, parts, num_samples, strict=True)
+    ]
+    assert samples[0] is not None
+    return Data(samples[0], samples[1], samples[2], tokenizer, tokenizer.vocab_size)
+
+
+def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
+    """The tokenizer that `config` names; "train:SIZE" trains one on the text of config.train, once for each text."""
+    if not config.tokenizer.startswith("train:"):
+        return load_tokenizer(config.tokenizer)
+    size = config.tokenizer.removeprefix("train:")
+    if not size.isdecimal():
+        raise ValueError(f"data.tokenizer must be train:SIZE with a number of ids, got {config.tokenizer!r}")
+    folder = cache or (Path(config.cache_folder) if config.cache_folder else _user_cache())
+    files = [file for source in config.train for file in _text_files(source)]
+    path = folder / "tokenizers" / f"{digest(files)}-{_slug(config.text_key)}-{size}.json"
+    with one_at_a_time(Path(f"{path}.lock"), "training a tokenizer"):
+        if not path.is_file():
+            tracing.progress(f"training a tokenizer of {size} ids on {_megabytes(files):.0f} MB of text")
+            train_tokenizer((text_of(raw, config.text_key) for raw in raw_documents(files)), int(size)).save(path)
+    loaded = load_tokenizer(str(path))
+    assert isinstance(loaded, FileTokenizer)
+    return loaded
+
+
+def _text_files(source: DataSource) -> list[Path]:
+    if source.path == QUICKSTART:
+        return quickstart_files().train
+    if _prefix(source.path) is not None:
+        raise ValueError(f"data.tokenizer: train:SIZE needs text to train on, got tokens in {source.path}")
+    return find_files([source.path])
+
+
+@dataclass(frozen=True)
+class _Opener:
+    config: DataConfig
+    folder: Path
+    tokenizer: Tokenizer
+    seq_length: int
+    seed: int
+
+    def parts(self) -> list[list[_Part]]:
+        """The data sets of train, validation and test."""
+        config = self.config
+        given = [self._whole(sources) for sources in (config.train, config.validation, config.test)]
+        if config.validation or config.test:
+            return given
+        parts: list[list[_Part]] = [[], [], []]
+        for source, whole in zip(config.train, given[0], strict=True):
+            if source.path == QUICKSTART:
+                parts[0].append(whole)
+                parts[1].append(self._part(source, self._tokens(quickstart_files().validation)))
+                continue
+            bounds = split_bounds(config.split, len(whole.data))
+            for number, part in enumerate(parts):
+                documents = range(bounds[number], bounds[number + 1])
+                if documents:
+                    part.append(_Part(whole.data, documents, whole.weight, whole.labels))
+        return parts
+
+    def _whole(self, sources: Sequence[DataSource]) -> list[_Part]:
+        return [self._part(source, self._open(source)) for source in sources]
+
+    def _part(self, source: DataSource, data: IndexedData) -> _Part:
+        labels = None if source.labels is None else IndexedData(source.labels)
+        return _Part(data, range(len(data)), source.weight, labels)
+
+    def _open(self, source: DataSource) -> IndexedData:
+        if source.path == QUICKSTART:
+            return self._tokens(quickstart_files().train)
+        prefix = _prefix(source.path)
+        if prefix is not None:
+            return IndexedData(prefix)
+        if source.labels is not None:
+            raise ValueError(f"data labels {source.labels}: need tokens in .bin/.idx beside them, got {source.path}")
+        return self._tokens(find_files([source.path]))
+
+    def _tokens(self, files: list[Path]) -> IndexedData:
+        """The text of files, tokenized: from the cache, or into it."""
+        config, dtype = self.config, token_dtype(self.tokenizer.vocab_size)
+        encoding = Encoding(self.tokenizer, dtype, config.text_key, config.append_eod)
+        about = f"{digest(files)} {self.tokenizer.identity} {config.text_key} {config.append_eod} {dtype.__name__}"
+        prefix = self.folder / "tokens" / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
+        folder_of(prefix)
+        if not exists(prefix):
+            with one_at_a_time(Path(f"{prefix}.lock"), "tokenizing"):
+                if not exists(prefix):
+                    with IndexedWriter(prefix, dtype, overwrite=True) as writer:
+                        encode(raw_documents(files), writer, encoding, progress=_said(_megabytes(files)))
+        return IndexedData(prefix)
+
+    def samples(self, name: str, parts: Sequence[_Part], wanted: int) -> SampleSource | None:
+        """At least `wanted` samples of a part of the run."""
+        if name != "train" and wanted == 0:
+            return None
+        parts = [part for part in parts if part.data.sizes[part.documents.start : part.documents.stop].any()]
+        if not parts:
+            tracing.warn(f"data: no document is left for {name} (split {self.config.split!r}); there will be none")
+            return None
+        if len(parts) == 1 and not (self.config.validation or self.config.test):
+            return self._packed(parts[0], wanted)
+        weights = [part.weight for part in parts]
+        if self.config.weight_by_num_documents:
+            weights = weights_by_documents([len(part.documents) for part in parts], self.config.weighted_sampler_alpha)
+        if not sum(weights) > 0:
+            raise ValueError(f"data.{name}: weights must not all be 0, got {weights}")
+        sources = [self._packed(p, n) for p, n in zip(parts, samples_wanted(weights, wanted), strict=True)]
+        shares = normalized(weights)
+        about = f"blend {shares} {wanted}".encode()
+        chosen, within = cached_arrays(self.folder, about, lambda: blend_indices(shares, wanted))
+        return BlendedSamples(sources, chosen, within)
+
+    def _packed(self, part: _Part, wanted: int) -> PackedSamples:
+        order = cached_order(
+            self.folder,
+            part.data.sizes,
+            part.documents,
+            seq_length=self.seq_length,
+            num_samples=wanted,
+            seed=self.seed,
+            order=self.config.order,
+        )
+        return PackedSamples(
+            part.data,
+            order,
+            self.seq_length,
+            self.tokenizer.vocab_size,
+            labels=part.labels,
+            document_ids=self.config.document_mask,
+            eod=self.tokenizer.eod if self.config.eod_mask_loss else None,
+        )
+
+
+def _prefix(path: str) -> str | None:
+    """The prefix of a .bin/.idx data set that `path` names, with or without an ending; None if it is text."""
+    for prefix in (path, path.removesuffix(".bin"), path.removesuffix(".idx")):
+        if exists(prefix):
+            return prefix
+    # half a data set, as well as an ending that says so, gets IndexedData's message about what is missing
+    return path if path.endswith((".bin", ".idx")) or Path(f"{path}.bin").exists() else None
+
+
+def _said(megabytes: float) -> Callable[[Counts], None]:
+    start = said = time.monotonic()
+
+    def progress(counts: Counts) -> None:
+        nonlocal said
+        if time.monotonic() - said > _SECONDS:
+            said = time.monotonic()
+            done = counts.bytes / 1e6
+            tracing.progress(f"tokenizing: {done:.0f} of {megabytes:.0f} MB, {done / (said - start):.1f} MB/s")
+
+    return progress
+
+
+def _megabytes(files: Sequence[Path]) -> float:
+    return sum(file.stat().st_size for file in files) / 1e6
+
+
+def _slug(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def _user_cache() -> Path:
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("powertrain")) / "data"
