@@ -18,29 +18,35 @@ if TYPE_CHECKING:
 def prebuild(
     what: Annotated[
         list[str] | None,
-        typer.Argument(help="ops, or one Python file whose launches are recorded; all ops if none", show_default=False),
+        typer.Argument(
+            help="ops, or a training config, or one Python file whose launches are recorded; all ops if none",
+            show_default=False,
+        ),
     ] = None,
     arch: Annotated[
         list[str] | None, typer.Option(help="sm_80, or a card's name; repeatable", show_default=False)
     ] = None,
     out: Annotated[Path, typer.Option(help="the pack to write")] = Path("kernels.ptp"),
     dtype: Annotated[Dtype, typer.Option(help="of the ops' inputs (a file chooses its own)")] = Dtype.bf16,
+    world_size: Annotated[int, typer.Option(help="GPUs of a training config's run", min=1)] = 1,
 ) -> None:
     """Compile kernels for any archs, in parallel within this machine's memory, and write them as a pack.
 
     Machines that set POWERTRAIN_PACKS to the pack compile none of them. A file is run once for each arch with
-    torch's default device set to "meta": its launches are recorded, nothing is computed.
+    torch's default device set to "meta": its launches are recorded, nothing is computed. Of a training config, ours or
+    GPT-NeoX's, with key=value words, it is one training step.
 
     \b
     powertrain prebuild rms_norm rope --arch sm_80 --arch "RTX 4090"
     powertrain prebuild step.py --arch H100 --out h100.ptp
+    powertrain prebuild run.yml train.seq_length=4096 --arch A100
     """
     console = Console()
     try:
         targets = [Target.parse(name) for name in arch or ["sm_80", "sm_90"]]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--arch") from None
-    specs = [spec for target in targets for spec in recorded(what or [], target, dtype)]
+    specs = [spec for target in targets for spec in recorded(what or [], target, dtype, world_size)]
     if not specs:
         raise typer.BadParameter(f"nothing was launched by {what}", param_hint="WHAT")
     report = build_with_progress(specs, console)
@@ -57,8 +63,13 @@ def prebuild(
         raise typer.Exit(1)
 
 
-def recorded(what: list[str], target: Target, dtype: Dtype) -> "list[Spec]":
-    """The specializations that a file, or a forward and backward of ops at their benchmark's size, would launch."""
+def recorded(what: list[str], target: Target, dtype: Dtype, world_size: int = 1) -> "list[Spec]":
+    """The specializations that a training step, a file, or ops at their benchmark's size would launch."""
+    if any(word.endswith((".yml", ".yaml", ".json")) for word in what):
+        from powertrain.cli.lint import read_run
+        from powertrain.train.lint import rehearse
+
+        return rehearse(read_run(what, world_size=world_size).config, target, world_size=world_size)
     import torch
 
     from powertrain.ops.catalog import cases

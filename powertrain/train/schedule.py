@@ -10,7 +10,7 @@ def learning_rate(step: int, lr: float, schedule: ScheduleConfig, steps: int) ->
 
     Warm-up is linear, GPT-NeoX's and Megatron's: step n of w has lr * n / w, so the first step has 0. What decays
     starts at the end of warm-up and reaches min_lr at `decay_steps`. After that the rate stays at min_lr, but with
-    clamp "neox" the formula goes on: a cosine rises again.
+    clamp "neox" GPT-NeoX's own formulas hold and go on: a cosine rises again.
     """
     warmup = schedule.warmup_steps
     if warmup > 0 and step <= warmup:
@@ -19,7 +19,16 @@ def learning_rate(step: int, lr: float, schedule: ScheduleConfig, steps: int) ->
     done = (step - warmup) / max(1.0, end - warmup)
     if schedule.clamp == "safe":
         done = min(done, 1.0)
+    if schedule.clamp == "neox" and schedule.kind in ("linear", "exponential"):
+        return max(schedule.min_lr, _gpt_neox(step - warmup, lr, schedule.kind, end))
     return max(schedule.min_lr, _decayed(done, step, lr, schedule, end))
+
+
+def _gpt_neox(after_warmup: float, lr: float, kind: str, end: int) -> float:
+    """GPT-NeoX's linear and exponential decay, towards 0 and one half; min_lr is a floor, not what they end at."""
+    if kind == "linear":
+        return lr * (end - after_warmup) / end
+    return lr * math.exp(-0.693 * after_warmup / end)
 
 
 def _decayed(done: float, step: int, lr: float, schedule: ScheduleConfig, end: int) -> float:

@@ -367,3 +367,13 @@ def test_a_config_survives_its_own_dump(tmp_path: Path) -> None:
     config = _config(tmp_path, lr_decay_style="cosine")
     assert RunConfig.model_validate(config.model_dump(mode="json")) == config
     assert math.isclose(config.schedule.warmup_steps, 1.0)
+
+
+def test_linear_and_exponential_decay_are_gpt_neoxs(tmp_path: Path) -> None:
+    """Towards 0 over lr_decay_iters from the end of warm-up, floored at min_lr; exponential: halved in that time."""
+    keys = {"lr_decay_iters": 100, "warmup": 0.1, "min_lr": 0.05}
+    linear = _config(tmp_path, lr_decay_style="linear", **keys).schedule
+    assert learning_rate(60, 1.0, linear, 200) == pytest.approx(0.5)
+    assert learning_rate(150, 1.0, linear, 200) == 0.05
+    exponential = _config(tmp_path, lr_decay_style="exponential", **keys).schedule
+    assert learning_rate(110, 1.0, exponential, 200) == pytest.approx(math.exp(-0.693))

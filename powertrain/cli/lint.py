@@ -1,0 +1,112 @@
+"""`powertrain lint`: a training config looked at without training."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from powertrain.runtime.target import Target
+
+if TYPE_CHECKING:
+    from powertrain.train.lint import Finding, Memory, Report
+    from powertrain.train.reader import Run
+
+
+def lint(
+    files: Annotated[list[str], typer.Argument(help="config files, ours or GPT-NeoX's, and key=value overrides")],
+    arch: Annotated[
+        list[str] | None, typer.Option(help="a GPU or arch that need not be here; repeatable", show_default=False)
+    ] = None,
+    world_size: Annotated[int, typer.Option(help="GPUs of the run", min=1)] = 1,
+    strict: Annotated[bool, typer.Option("--strict", help="a key that would be ignored is an error")] = False,
+    format: Annotated[str | None, typer.Option(help="powertrain or gpt_neox; default: told by content")] = None,
+) -> None:
+    """Check a training config without training: every key, shapes, memory, kernels, and what a GPU cannot do.
+
+    Ends with 0 if all is well, 1 if a GPU named cannot do it, 2 if the config cannot be read.
+
+    \b
+    powertrain lint configs/neox/125M.yml configs/neox/local_setup.yml --arch A100 --arch "RTX 2080"
+    powertrain lint run.yml train.seq_length=8192 --world-size 8
+    """
+    from powertrain.train.config_table import render
+    from powertrain.train.lint import lint as inspect
+
+    console = Console()
+    run = read_run(files, world_size=world_size, strict=strict, format=format)
+    try:
+        targets = [Target.parse(name) for name in arch or ["A100", "H100"]]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--arch") from None
+    console.print(run.note, highlight=False)
+    render(run.table, console)
+    report = inspect(run.config, targets, world_size=world_size)
+    show(report, run, console)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def read_run(words: list[str], *, world_size: int = 1, strict: bool = False, format: str | None = None) -> "Run":
+    """The run of a command line's files and key=value words; what is wrong with it is said, and ends with 2."""
+    from powertrain.train.reader import read_config
+    from powertrain.train.source import ConfigError
+
+    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    files = [word for word in words if word not in overrides]
+    try:
+        return read_config(files, overrides, world_size=world_size, strict=strict, format=format)  # type: ignore[arg-type]
+    except ConfigError as error:
+        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
+        raise typer.Exit(2) from None
+
+
+def show(report: "Report", run: "Run", console: Console) -> None:
+    """Print shapes, memory, and what each GPU does."""
+    shapes = Table(
+        "parameters", "shape", "layers", "elements", title=_title(report, run), title_justify="left", box=None
+    )
+    for group in report.groups:
+        shapes.add_row(group.name, str(list(group.shape)), str(group.count), f"{group.elements:,}")
+    console.print(shapes)
+    console.print()
+    console.print(_memory_table(report.memory))
+    for finding in report.findings:
+        console.print()
+        _show_finding(finding, console)
+
+
+def _title(report: "Report", run: "Run") -> str:
+    train = run.config.train
+    tokens = train.micro_batch_size * train.gradient_accumulation_steps * train.seq_length
+    return f"{report.parameters:,} parameters; {tokens:,} tokens a step on each data-parallel rank, {train.precision}"
+
+
+def _memory_table(memory: "Memory") -> Table:
+    from powertrain.train.lint import gib
+
+    table = Table("memory of one GPU", "estimate", title_justify="left", box=None)
+    for name in ("weights", "gradients", "optimizer"):
+        table.add_row(name, gib(getattr(memory, name)))
+    for mode, size in memory.activations.items():
+        chosen = " (train.activation_checkpointing)" if mode == memory.mode else ""
+        table.add_row(f"activations, checkpointing {mode}{chosen}", gib(size), style="" if chosen else "dim")
+    table.add_row("together", gib(memory.total), style="bold")
+    return table
+
+
+def _show_finding(finding: "Finding", console: Console) -> None:
+    from powertrain.train.lint import gib
+
+    size = "" if finding.memory_bytes is None else f", {gib(finding.memory_bytes)}"
+    console.print(f"[bold]{finding.target.name}[/] (sm_{finding.target.arch}{size})")
+    for problem in finding.problems:
+        console.print(f"  [red]cannot[/] {problem}")
+    for note in finding.notes:
+        console.print(f"  note: {note}")
+    names = dict.fromkeys(spec.describe().split(" for ")[0].strip("_") for spec in finding.kernels)
+    console.print(f"  {len(finding.kernels)} kernels to compile: {', '.join(names)}", highlight=False)
+    console.print(f"  attention: {finding.attention.chosen}", highlight=False)
+    table = "\n".join("    " + line for line in str(finding.attention).splitlines())
+    console.print(table, style="dim", markup=False, soft_wrap=True)

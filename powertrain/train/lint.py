@@ -1,0 +1,307 @@
+"""A run looked at without running it: shapes, memory, the kernels and the attention backend it gets, on any GPU.
+
+One training step is taken on the meta device, which computes nothing and needs no GPU; kernels that it would launch are
+recorded for the GPU asked about (runtime/recording.py), and what autograd keeps for backward is counted.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from powertrain.models import build
+from powertrain.ops.attention.explain import Explanation, explain_attention
+from powertrain.runtime.recording import record
+from powertrain.runtime.target import Target
+from powertrain.train.config import RunConfig
+from powertrain.train.optim import DTYPES, Optimizer
+
+if TYPE_CHECKING:
+    from powertrain.runtime.compile import Spec
+
+# GB of the makers' data sheets; the longest name that a target's begins with counts
+_MEMORY_GB = {
+    "T4": 16, "TITAN RTX": 24, "RTX 2080": 8, "RTX 2080 Ti": 11, "Quadro RTX 8000": 48, "A100": 40, "A100 80GB": 80,
+    "A800": 40, "A800 80GB": 80, "A30": 24, "A10": 24, "A10G": 24, "A16": 16, "A2": 16, "A40": 48, "RTX A4000": 16,
+    "RTX A5000": 24, "RTX A6000": 48, "RTX 3060": 12, "RTX 3070": 8, "RTX 3080": 10, "RTX 3080 12GB": 12,
+    "RTX 3080 Ti": 12, "RTX 3090": 24, "L4": 24, "L40": 48, "L20": 48, "RTX 6000 Ada": 48, "RTX 4060": 8,
+    "RTX 4070": 12, "RTX 4070 Ti Super": 16, "RTX 4080": 16, "RTX 4090": 24, "H20": 96, "H100": 80, "H100 NVL": 94,
+    "H800": 80, "H200": 141, "GH200": 96, "GH200 144GB": 144, "B200": 192, "GB200": 192, "B300": 288, "GB300": 288,
+    "RTX 5070": 12, "RTX 5070 Ti": 16, "RTX 5080": 16, "RTX 5090": 32, "RTX PRO 6000 Blackwell": 96,
+}  # fmt: skip
+_EXAMPLES = {
+    75: "T4",
+    80: "A100",
+    86: "RTX 3090",
+    89: "RTX 4090",
+    90: "H100",
+    100: "B200",
+    103: "B300",
+    120: "RTX 5090",
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An estimate of one GPU's memory in bytes, by what it is for; `activations` by checkpointing mode."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: dict[str, int]
+    mode: str
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations[self.mode]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of the same role and shape: their name with the layer's number as *, shape, how many, elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    count: int
+    elements: int
+
+
+@dataclass
+class Finding:
+    """One GPU: what it runs, and what it cannot do (`problems`, which fail the lint)."""
+
+    target: Target
+    attention: Explanation
+    kernels: "list[Spec]"
+    memory_bytes: int | None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Report:
+    groups: tuple[Group, ...]
+    memory: Memory
+    findings: tuple[Finding, ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(group.elements for group in self.groups)
+
+    @property
+    def passed(self) -> bool:
+        return not any(finding.problems for finding in self.findings)
+
+
+def lint(config: RunConfig, targets: list[Target], *, world_size: int = 1) -> Report:
+    """Everything that can be known of a run before it starts. Raises ValueError where the model refuses its config."""
+    model = build(config.model)
+    activations = _activations(config)
+    memory = _memory(config, model, activations, world_size)
+    findings = tuple(_finding(config, model, target, memory, world_size) for target in targets)
+    return Report(tuple(_groups(model)), memory, findings)
+
+
+def rehearse(config: RunConfig, target: Target, *, world_size: int = 1, layers: int | None = None) -> "list[Spec]":
+    """The kernels that one training step launches on `target`: a step on meta tensors, whose launches are recorded.
+
+    world_size   above 1 the optimizer updates float32 weights, of which the model has 16-bit copies
+    layers       build only so many; the layers of a dense model launch the same kernels
+    """
+    if layers is not None:
+        config = _with_layers(config, layers)
+    with record(target) as wanted:
+        model = _model(config)
+        optimizer = Optimizer(model, config.optimizer, config.train)
+        _narrow(model, config)
+        if world_size == 1 and config.train.gradient_accumulation_steps > 1:
+            for p in model.parameters():
+                p.grad_dtype = torch.float32  # as the trainer does
+        optimizer.scaled(_loss(model, config)).backward()
+        if world_size > 1:
+            masters = _model(config)
+            optimizer = Optimizer(masters, config.optimizer, config.train)
+            for p in masters.parameters():
+                p.grad = torch.empty_like(p)
+        optimizer.step(config.optimizer.lr)
+    return wanted.specs
+
+
+def memory_of(target: Target) -> int | None:
+    """Bytes of a card's memory, by its name; None: not known."""
+    name = _EXAMPLES.get(target.arch, "") if target.name.startswith("sm_") else target.name
+    fitting = [known for known in _MEMORY_GB if name == known or name.startswith(f"{known} ")]
+    return _MEMORY_GB[max(fitting, key=len)] * 10**9 if fitting else None
+
+
+def _with_layers(config: RunConfig, layers: int) -> RunConfig:
+    model = config.model.model_copy(update={"num_layers": min(layers, config.model.num_layers)})
+    return config.model_copy(update={"model": model})
+
+
+def _model(config: RunConfig) -> Any:
+    model = build(config.model).train()
+    for block in model.layers:
+        block.recompute = config.train.activation_checkpointing
+    return model
+
+
+def _narrow(model: nn.Module, config: RunConfig) -> None:
+    model.to(DTYPES[config.train.precision])
+
+
+def _loss(model: nn.Module, config: RunConfig) -> Tensor:
+    shape = (config.train.micro_batch_size, config.train.seq_length)
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    packed: dict[str, Tensor] = {}
+    if config.data.document_mask:
+        packed = {"document_ids": torch.empty(shape, dtype=torch.int32, device="meta"), "position_ids": tokens}
+    return model(tokens, tokens, z_loss=config.train.z_loss, **packed)
+
+
+def _groups(model: nn.Module) -> list[Group]:
+    found: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+    for name, p in model.named_parameters():
+        star = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        found[star, tuple(p.shape)] += 1
+    return [Group(name, shape, n, n * torch.Size(shape).numel()) for (name, shape), n in found.items()]
+
+
+def _activations(config: RunConfig) -> dict[str, int]:
+    """Bytes kept for backward in each checkpointing mode; measured on two and one layers, the rest follows.
+
+    none        everything autograd saves
+    selective   outputs of matrix products and of attention, and each layer's input; one layer while it is recomputed
+    full        each layer's input; one layer while it is recomputed
+    """
+    layers = config.model.num_layers
+    one, two = (_saved(_with_layers(config, n)) for n in (1, 2))
+    each = _Saved(two.everything - one.everything, two.products - one.products)
+    if layers == 1:
+        each = _Saved(0, 0)
+    outside = one.everything - each.everything
+    inputs = 2 * _stream_bytes(config)  # x and the residual
+    return {
+        "none": outside + layers * each.everything,
+        "selective": outside + layers * (inputs + each.products) + max(each.everything - each.products, 0),
+        "full": outside + layers * inputs + each.everything,
+    }
+
+
+@dataclass(frozen=True)
+class _Saved:
+    everything: int
+    products: int
+
+
+def _stream_bytes(config: RunConfig) -> int:
+    tokens = config.train.micro_batch_size * config.train.seq_length
+    return tokens * config.model.hidden_size * DTYPES[config.train.precision].itemsize
+
+
+def _saved(config: RunConfig) -> _Saved:
+    """What one forward keeps, weights apart: each storage once."""
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"activation_checkpointing": "none"})},
+    )
+    products = 0
+
+    def count(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        nonlocal products
+        products += output.numel() * output.element_size()
+
+    with record(Target.parse("sm_80")):
+        model = _model(config)
+        _narrow(model, config)
+        weights = {p.untyped_storage()._cdata for p in model.parameters()}
+        storages: dict[int, Any] = {}
+
+        def keep(t: Tensor) -> Tensor:
+            storages.setdefault(t.untyped_storage()._cdata, t.untyped_storage())
+            return t
+
+        hooks = [m.register_forward_hook(count) for m in model.layers.modules() if isinstance(m, nn.Linear)]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            loss = _loss(model, config)
+        assert loss.requires_grad and hooks
+    everything = sum(storage.nbytes() for key, storage in storages.items() if key not in weights)
+    return _Saved(everything, products + config.model.num_layers * _stream_bytes(config))
+
+
+def _memory(config: RunConfig, model: nn.Module, activations: dict[str, int], world_size: int) -> Memory:
+    """Of one rank. One process: 16-bit weights beside fp32 masters; sharded: fp32 shards, gathered in 16 bits."""
+    parallel, train = config.parallel, config.train
+    elements = sum(p.numel() for p in model.parameters()) / parallel.tensor
+    width = DTYPES[train.precision].itemsize
+    ranks = max(world_size // parallel.tensor, 1)
+    shards = 1 if parallel.strategy == "ddp" else parallel.shard if parallel.shard > 0 else ranks // parallel.replicate
+    moments = 2 * DTYPES[config.optimizer.state_dtype].itemsize
+    if world_size == 1:
+        master = 4 if width < 4 else 0
+        gradient = 4 if train.gradient_accumulation_steps > 1 else width
+        sizes = (elements * width, elements * gradient, elements * (master + moments))
+    elif parallel.strategy == "ddp":
+        sizes = (elements * (4 + (width if width < 4 else 0)), elements * 4, elements * moments)
+    else:
+        layer = max(sum(p.numel() for p in block.parameters()) for block in model.layers)  # type: ignore[union-attr]
+        gathered = 2 * layer if parallel.reshard_after_forward else elements
+        sizes = (elements * 4 / shards + gathered * width, elements * 4 / shards, elements * moments / shards)
+    weights, gradients, optimizer = (int(size) for size in sizes)
+    return Memory(weights, gradients, optimizer, activations, train.activation_checkpointing)
+
+
+def _finding(config: RunConfig, model: nn.Module, target: Target, memory: Memory, world_size: int) -> Finding:
+    kernels = rehearse(config, target, world_size=world_size, layers=_kinds_of_layers(model))
+    finding = Finding(target, _attention(config, model, target), kernels, memory_of(target))
+    if config.train.precision == "bf16" and not target.has_bf16:
+        finding.problems.append(f"{target.name} has no bfloat16 arithmetic: train.precision fp16 or fp32")
+    if finding.attention.chosen is None:
+        finding.problems.append("no attention backend serves this model; the table below says what each would need")
+    if finding.memory_bytes is None:
+        finding.notes.append(f"the memory of {target.name} is not known; the estimate is compared with nothing")
+    elif memory.total > finding.memory_bytes:
+        fits = [mode for mode, size in memory.activations.items() if _total(memory, size) <= finding.memory_bytes]
+        advice = f"train.activation_checkpointing {fits[0]} would fit" if fits else "shard over more GPUs"
+        finding.problems.append(
+            f"about {gib(memory.total)} are needed, {target.name} has {gib(finding.memory_bytes)}: {advice}"
+        )
+    if not target.has_tensor_core_dot:
+        finding.notes.append(f"Triton reaches no tensor cores on sm_{target.arch}: PyTorch's own kernels come first")
+    return finding
+
+
+def _total(memory: Memory, activations: int) -> int:
+    return memory.weights + memory.gradients + memory.optimizer + activations
+
+
+def _kinds_of_layers(model: Any) -> int:
+    """How many layers there are up to the last one that differs from the one before (dense ones, then experts)."""
+    shapes = [[tuple(p.shape) for p in layer.parameters()] for layer in model.layers]
+    return max((i + 1 for i in range(len(shapes)) if i == 0 or shapes[i] != shapes[i - 1]), default=1)
+
+
+def _attention(config: RunConfig, model: Any, target: Target) -> Explanation:
+    """Which backend serves the first layer's attention."""
+    module = model.layers[0].attention
+    heads, tensor = module.head_dims, config.parallel.tensor
+    kv_heads = getattr(module, "num_kv_heads", module.num_heads)
+    arguments: dict[str, Any] = {"is_causal": True}
+    if getattr(module, "window", (-1, -1)) != (-1, -1):
+        arguments["window_size"] = module.window
+    if getattr(module, "alibi", False):
+        arguments["alibi_slopes"] = True
+    if config.data.document_mask:
+        arguments["document_ids"] = True
+    if getattr(module, "dropout", 0.0):
+        arguments["dropout_p"] = module.dropout
+    return explain_attention(
+        arch=target.name, dtype=DTYPES[config.train.precision], head_dim_qk=heads[0], head_dim_v=heads[1],
+        num_heads=module.num_heads // tensor, num_kv_heads=kv_heads // tensor, batch=config.train.micro_batch_size,
+        queries=config.train.seq_length, **arguments,
+    )  # fmt: skip
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,131 @@
+"""`powertrain lint` and `powertrain prebuild run.yml`: what can be known of a run without running it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from powertrain.cli import app
+from powertrain.models import build
+from powertrain.runtime.target import Target
+from powertrain.train.lint import lint, memory_of, rehearse
+from powertrain.train.reader import read_config
+
+ROOT = Path(__file__).parents[1]
+OURS = str(ROOT / "tests/train/fixtures/ours.yml")
+QUIRKS = str(ROOT / "tests/train/fixtures/every_quirk.yml")
+NEOX = [str(ROOT / f"configs/neox/{name}.yml") for name in ("125M", "local_setup")]
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["lint", *arguments], env={"COLUMNS": "200"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_a_gpt_neox_config() -> None:
+    code, output = _run(*NEOX, "--arch", "A100", "--arch", "H100")
+    assert code == 0
+    for words in (
+        "GPT-NeoX config (no section `model:`)",
+        "162,322,944 parameters",
+        "layers.*.attention.qkv.weight",
+        "nothing is built",
+        "A100 (sm_80, 37.3 GiB)",
+        "kernels to compile: norm_fwd_kernel",
+        "attention: ",
+    ):
+        assert words in output, words
+
+
+def test_what_a_gpu_cannot_do() -> None:
+    code, output = _run(OURS, "train.precision=bf16", "--arch", "RTX 2080")
+    assert code == 1 and "RTX 2080 has no bfloat16 arithmetic" in output and "reaches no tensor cores" in output
+    code, output = _run(*NEOX, "train_micro_batch_size_per_gpu=64", "checkpoint_activations=false", "--arch", "T4")
+    assert code == 1 and "are needed, T4 has 14.9 GiB: train.activation_checkpointing full would fit" in output
+    code, output = _run(*NEOX, "num_layers=400", "--arch", "T4")
+    assert code == 1 and "shard over more GPUs" in output
+
+
+def test_mistakes_end_with_2() -> None:
+    code, output = _run(OURS, "train.stepz=3")
+    assert code == 2 and "command line: train.stepz: unknown key; did you mean steps" in output
+    code, output = _run(QUIRKS, "--strict", "--world-size", "2")
+    assert code == 2 and "would be ignored (--strict)" in output
+    code, output = _run(OURS, "--arch", "RTX 3090 Super")
+    assert code == 2 and "RTX 3090" in output
+    code, output = _run(OURS, "--format", "gpt_neox")
+    assert code == 2 and "model: unknown key" in output
+
+
+def test_every_kernel_of_a_real_step_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of all its layers launches nothing that one layer of each kind did not."""
+    config = read_config([OURS], ["train.precision=bf16", "model.num_layers=3"]).config
+    target = Target.parse("sm_90")
+    all_layers = {spec.key for spec in rehearse(config, target)}
+    (finding,) = lint(config, [target]).findings
+    assert {spec.key for spec in finding.kernels} == all_layers
+    sharded = {spec.key for spec in rehearse(config, target, world_size=2)}
+    assert sharded - all_layers  # the optimizer then updates float32 weights
+
+
+def test_checkpointing_saves_memory_as_estimated() -> None:
+    """What autograd keeps of a real step on the CPU, against the estimate of the same model."""
+    config = read_config([OURS], ["model.num_layers=8", "train.precision=fp32"]).config
+    memory = lint(config, []).memory
+    sizes = memory.activations
+    assert sizes["full"] < sizes["selective"] < sizes["none"]
+    model = build(config.model, "cpu")
+    model.init_weights(0)
+    weights = {p.data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        if t.data_ptr() not in weights:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    tokens = torch.zeros(config.train.micro_batch_size, config.train.seq_length, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = model(tokens, tokens)
+    assert loss.requires_grad
+    # the CPU's plain ops keep other intermediates than the kernels do
+    assert 0.5 < sum(kept.values()) / sizes["none"] < 2.0
+    parameters = model.num_parameters()
+    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * parameters, 4 * parameters, 8 * parameters)
+
+
+def test_sharding_divides_memory() -> None:
+    config = read_config([OURS], ["train.precision=bf16", "parallel.shard=-1"], world_size=8).config
+    one, eight = lint(config, []).memory, lint(config, [], world_size=8).memory
+    assert eight.gradients * 4 == one.gradients and eight.optimizer * 12 == one.optimizer
+
+
+@pytest.mark.parametrize(
+    "name, gigabytes", [("A100", 40), ("A100 80GB", 80), ("sm_90", 80), ("H200", 141), ("Jetson Orin NX", None)]
+)
+def test_memory_of_cards(name: str, gigabytes: int | None) -> None:
+    assert memory_of(Target.parse(name)) == (None if gigabytes is None else gigabytes * 10**9)
+
+
+def test_prebuild_takes_a_training_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from powertrain.cli import prebuild
+
+    asked = []
+
+    def build_nothing(specs: list[object], *arguments: object, **options: object) -> object:
+        asked.extend(specs)
+        from powertrain.runtime.prebuild import Report
+
+        return Report()
+
+    monkeypatch.setattr(prebuild, "build_with_progress", build_nothing)
+    out = tmp_path / "k.ptp"
+    result = CliRunner().invoke(
+        app, ["prebuild", OURS, "train.precision=bf16", "--arch", "sm_80", "--arch", "sm_90", "--out", str(out)]
+    )
+    assert result.exit_code == 0, result.output
+    config = read_config([OURS], ["train.precision=bf16"]).config
+    assert len(asked) == sum(len(rehearse(config, Target.parse(arch))) for arch in ("sm_80", "sm_90"))
+    assert out.exists()
