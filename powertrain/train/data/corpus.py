@@ -83,6 +83,16 @@ def _lines(path: Path, file: Iterable[bytes]) -> Iterator[bytes]:
         raise BadDocument(f"{path}:{read + 1}: must be whole {path.suffix} data, got {error}") from None
 
 
+def texts(files: Iterable[Path], key: str = "text", *, skip_bad: bool = False) -> Iterator[str]:
+    """The text of every document, in order. A bad one raises BadDocument, or is left out with `skip_bad`."""
+    for raw in raw_documents(files):
+        try:
+            yield text_of(raw, key)
+        except BadDocument:
+            if not skip_bad:
+                raise
+
+
 def text_of(raw: Raw, key: str = "text") -> str:
     """The text of a document. Raises BadDocument naming file and line."""
     try:

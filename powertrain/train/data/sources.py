@@ -19,7 +19,7 @@ from powertrain.train.data.blend import (
     samples_wanted,
     weights_by_documents,
 )
-from powertrain.train.data.corpus import digest, find_files, raw_documents, text_of
+from powertrain.train.data.corpus import digest, find_files, raw_documents, texts
 from powertrain.train.data.encode import Counts, Encoding, encode
 from powertrain.train.data.indexed import IndexedData, IndexedWriter, exists, folder_of, token_dtype
 from powertrain.train.data.newfile import one_at_a_time
@@ -100,7 +100,7 @@ def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
     with one_at_a_time(Path(f"{path}.lock"), "training a tokenizer"):
         if not path.is_file():
             tracing.progress(f"training a tokenizer of {size} ids on {_megabytes(files):.0f} MB of text")
-            train_tokenizer((text_of(raw, config.text_key) for raw in raw_documents(files)), int(size)).save(path)
+            train_tokenizer(texts(files, config.text_key), int(size)).save(path)
     loaded = load_tokenizer(str(path))
     assert isinstance(loaded, FileTokenizer)
     return loaded

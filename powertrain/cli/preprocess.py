@@ -1,0 +1,126 @@
+"""`powertrain preprocess`: text to .bin/.idx, in parallel."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from powertrain.train.data.encode import Counts, Encoding
+    from powertrain.train.data.tokenizer import Tokenizer
+
+
+def preprocess(
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="text files, jsonl(.zst, .gz), folders")],
+    output: Annotated[Path, typer.Option(help="prefix: OUTPUT.bin and OUTPUT.idx are written")],
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="tokenizer.json, a folder with one, gpt2:VOCAB.json:MERGES.txt or bytes"),
+    ],
+    train_tokenizer: Annotated[
+        int | None,
+        typer.Option(help="first train one with so many ids on the input, into the file --tokenizer", min=257),
+    ] = None,
+    workers: Annotated[int, typer.Option(help="processes that tokenize; with 1 threads do", min=1)] = 1,
+    append_eod: Annotated[bool, typer.Option("--append-eod", help="end each document with its token")] = False,
+    jsonl_key: Annotated[str, typer.Option(help="where the text of a jsonl line is")] = "text",
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out documents that are damaged")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUTPUT if it is there")] = False,
+) -> None:
+    """Tokenize text into Megatron's and GPT-NeoX's .bin/.idx, byte for byte as GPT-NeoX's preprocess_data.py does.
+
+    A text file is one document, a line of jsonl is one. The files appear when they are whole, so a run that is stopped
+    or killed leaves none. A damaged document stops it and is named by file and line.
+
+    \b
+    powertrain preprocess corpus.jsonl.zst --output data/corpus --tokenizer tokenizer.json --append-eod --workers 8
+    powertrain preprocess books/ --output data/books --tokenizer books.json --train-tokenizer 8192 --append-eod
+    """
+    from powertrain.train.data.corpus import find_files
+    from powertrain.train.data.encode import Encoding
+    from powertrain.train.data.indexed import token_dtype
+
+    console = Console()
+    try:
+        files = find_files(inputs)
+        chosen = _tokenizer(files, tokenizer, train_tokenizer, jsonl_key, skip_bad, overwrite, console)
+        encoding = Encoding(chosen, token_dtype(chosen.vocab_size), jsonl_key, append_eod)
+        counts = _encoded(files, output, encoding, workers, skip_bad, overwrite, console)
+    except (OSError, ValueError, RuntimeError) as error:
+        console.print(f"[red]{_plain(str(error))}[/]", soft_wrap=True)
+        raise typer.Exit(1) from None
+    for message in counts.bad[:20]:
+        console.print(f"left out: {_plain(message)}", soft_wrap=True)
+    console.print(
+        f"{output}.bin and {output}.idx: {counts.documents} documents, {counts.tokens} tokens of {chosen.vocab_size}; "
+        f"left out: {len(counts.bad)} bad, {counts.empty} empty",
+        soft_wrap=True,
+    )
+
+
+def _tokenizer(
+    files: list[Path], name: str, size: int | None, key: str, skip_bad: bool, overwrite: bool, console: Console
+) -> "Tokenizer":
+    from powertrain.train.data.corpus import texts
+    from powertrain.train.data.tokenizer import load_tokenizer, train_tokenizer
+
+    if size is None:
+        return load_tokenizer(name)
+    path = Path(name)
+    if path.suffix != ".json":
+        raise ValueError(f"--tokenizer must be the .json file to write when --train-tokenizer is given, got {name!r}")
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path}: exists already; leave --train-tokenizer out to use it, or --overwrite it")
+    with console.status(f"training a tokenizer of {size} ids"):
+        trained = train_tokenizer(texts(files, key, skip_bad=skip_bad), size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trained.save(path)
+    console.print(f"{path}: {trained.vocab_size} ids")
+    return trained
+
+
+def _encoded(
+    files: list[Path],
+    output: Path,
+    encoding: "Encoding",
+    workers: int,
+    skip_bad: bool,
+    overwrite: bool,
+    console: Console,
+) -> "Counts":
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from powertrain.train.data.corpus import LINES, raw_documents
+    from powertrain.train.data.encode import encode
+    from powertrain.train.data.indexed import IndexedWriter, folder_of
+
+    folder_of(output)
+    compressed = any(file.name.endswith(LINES) and file.suffix in (".zst", ".gz") for file in files)
+    total = None if compressed else sum(file.stat().st_size for file in files)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TransferSpeedColumn(),
+        TextColumn("{task.fields[documents]} documents"),
+        TimeRemainingColumn(),
+    )
+    with (
+        Progress(*columns, console=console) as bar,
+        IndexedWriter(output, encoding.dtype, overwrite=overwrite) as writer,
+    ):
+        task = bar.add_task("tokenizing", total=total, documents=0)
+        return encode(
+            raw_documents(files),
+            writer,
+            encoding,
+            workers=workers,
+            skip_bad=skip_bad,
+            progress=lambda counts: bar.update(task, completed=counts.bytes, documents=counts.documents),
+        )
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
