@@ -115,10 +115,28 @@ def _sigmoid(w):
 
 
 @triton.jit
+def _normal_cdf(z):
+    """Φ(z) by a polynomial for erfc, within 1.2e-7 of the value itself on both sides (W. J. Cody's form; Numerical
+    Recipes, 2nd ed., 6.2). libdevice's erf takes twice the instructions, and 1 + erf(z) cancels for negative z."""
+    u = tl.abs(z) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.5 * u)
+    p = -0.82215223 + t * 0.17087277
+    p = 1.48851587 + t * p
+    p = -1.13520398 + t * p
+    p = 0.27886807 + t * p
+    p = -0.18628806 + t * p
+    p = 0.09678418 + t * p
+    p = 0.37409196 + t * p
+    p = 1.00002368 + t * p
+    tail = 0.5 * t * tl.exp(-u * u - 1.26551223 + t * p)
+    return tl.where(z < 0.0, tail, 1.0 - tail)
+
+
+@triton.jit
 def _act(z, KIND: tl.constexpr):
     """act(z) and act'(z)."""
     if KIND == "gelu":
-        cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+        cdf = _normal_cdf(z)
         value = z * cdf
         slope = cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
     elif KIND == "gelu_tanh":
@@ -288,6 +306,8 @@ def _plan(M: int, N: int, per_thread: int, target: Target) -> _Plan:
     stream of a plain forward wants four: gelu_tanh 16384x14336 bf16 on an H200 took 0.227 ms with 32 elements a
     thread, 0.235 with 16 and 0.264 with 8 (a copy 0.223)."""
     block_n = min(next_power_of_2(N), 2048)
+    if 256 <= N & -N < block_n:
+        block_n = N & -N  # no part of a block beyond the row: 3072 is 3 x 1024
     block_m = max(1, min(2048 // block_n, next_power_of_2(M)))
     warps = max(1, block_m * block_n // (32 * per_thread))
     return _Plan(block_m, block_n, warps, triton.cdiv(M, block_m), triton.cdiv(N, block_n))

@@ -412,15 +412,25 @@ def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, target: Target) 
     # measured as above; 1 program an SM, strided rows, 3 or 4 loads in flight:
     #   rms    4096: 2 rows 8 warps 3 stages 0.1071 (16 warps 0.1076, 1 row 0.110);   8192: 1 row 8 warps 0.2028
     #   layer  4096: 2 rows 16 warps 4 stages 0.1129 (8 warps 0.1136);                8192: 1 row 16 warps 0.2144
+    # 32768 rows, ms rms / layer (8192 elements and one program an SM, 8 / 16 warps):
+    #   768: 4 rows 4 warps, 2 programs an SM 0.0628 / 0.0690 (0.1044 / 0.3905);  1024: 0.0794 / 0.0863 (.1092 / .3940)
+    #   2048: 4 rows 8 warps 0.1375 / 0.1432 (0.1375 / 0.4508);  2560, layer: 1 row 4 warps, 2 programs 0.1866 (0.2225)
     block_n = next_power_of_2(N)
     if block_n > 16384:
         return _Plan(True, 1, 4096, 8, min(M, 64))
-    block_m = max(1, min(16, 8192 // block_n))
-    warps = 16 if is_layer or block_n > 8192 else 8
+    if block_n <= 1024:
+        block_m, warps, stages, per_sm = max(4, min(16, 2048 // block_n)), 4 if block_n > 512 else 2, 3, 2
+    elif block_n == 2048:
+        block_m, warps, stages, per_sm = 4, 8, 3, 1
+    elif is_layer and N <= 3072:
+        block_m, warps, stages, per_sm = 1, 4, 3, 2
+    else:
+        warps, stages = 16 if is_layer or block_n > 8192 else 8, 4 if is_layer else 3
+        block_m, per_sm = max(1, 8192 // block_n), 1
     # pipelining keeps all stages but one in shared memory
-    room = (target.shared_per_block - 4096) // (block_m * block_n * stage_bytes)
-    stages = min(4 if is_layer else 3, room + 1)
-    return _Plan(False, block_m, block_n, warps, min(cdiv(M, block_m), target.num_sms), stages)
+    room = (target.shared_per_block // per_sm - 4096) // (block_m * block_n * stage_bytes)
+    programs = min(cdiv(M, block_m), per_sm * target.num_sms)
+    return _Plan(False, block_m, block_n, warps, programs, min(stages, max(1, room + 1)))
 
 
 def _norm_fwd_outputs(

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -15,12 +15,14 @@ from powertrain.models.flops import flops_per_token
 from powertrain.train import checkpoint
 from powertrain.train.config import RunConfig
 from powertrain.train.data.loader import Batch, batches
-from powertrain.train.data.sources import Data
 from powertrain.train.metrics import EvaluationRecord, Sink, StepRecord
 from powertrain.train.optim import DTYPES, Optimizer, Stepped
 from powertrain.train.peak import peak_tflops
 from powertrain.train.ranks import Ranks
 from powertrain.train.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from powertrain.train.data.sources import Data
 
 
 class TrainingStopped(RuntimeError):
@@ -47,7 +49,7 @@ class Trainer:
     anything, so a run stops with the weights from before the bad step.
     """
 
-    def __init__(self, config: RunConfig, ranks: Ranks, data: Data, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks, data: "Data", sinks: Sequence[Sink] = ()) -> None:
         self.config, self.ranks, self.data, self.sinks = config, ranks, data, sinks
         self.progress = Progress()
         self.model = _model(config, ranks)

@@ -1,0 +1,1 @@
+"""Training as a whole: throughput, memory, loss curves, time to the first step."""

@@ -1,0 +1,189 @@
+"""`python -m benchmarks.train.throughput [CASE...]`: training steps of our trainer and of a compiled plain-PyTorch twin.
+
+In turns, in one process, the same batches; MFU counts model FLOPs (powertrain/models/flops.py) against the card's dense
+bfloat16 rate. The twin: float32 weights under autocast, torch.compile, PyTorch's best attention, fused AdamW, clipping.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.train.twin import Twin
+from powertrain.models.flops import flops_per_token
+from powertrain.train.config import RunConfig
+from powertrain.train.data.packed import Sample
+from powertrain.train.metrics import StepRecord
+from powertrain.train.peak import peak_tflops
+from powertrain.train.ranks import Ranks
+from powertrain.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Case:
+    model: dict[str, Any]
+    seq_length: int
+    batch: int
+    twin: bool = True
+
+
+_NEOX = {"vocab_size": 50304, "max_position_embeddings": 2048}
+CASES = {
+    "llama-1.2b": Case({"preset": "llama-1b", "max_position_embeddings": 4096}, 4096, 4),
+    "gpt-neox-125m": Case({"preset": "gpt-neox-125m", **_NEOX}, 2048, 16),
+    "gpt-neox-1.3b": Case({"preset": "gpt-neox-1.3b", **_NEOX}, 2048, 8),
+    "pythia-1.4b": Case({"preset": "pythia-1.4b", **_NEOX}, 2048, 8),
+}
+
+
+class RandomTokens:
+    """Samples without files: as long as wanted, the same for a number."""
+
+    def __init__(self, vocab_size: int, seq_length: int) -> None:
+        self.vocab_size, self.seq_length = vocab_size, seq_length
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def sample(self, index: int) -> Sample:
+        tokens = np.random.default_rng(index).integers(0, self.vocab_size, self.seq_length + 1)
+        return Sample(tokens[:-1], tokens[1:], None)
+
+
+@dataclass
+class _Data:
+    train: RandomTokens
+    validation: None = None
+    test: None = None
+
+
+class _Times:
+    """A sink that keeps what steps took."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def evaluation(self, record: Any) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def run_config(case: Case, **train: Any) -> RunConfig:
+    return RunConfig(
+        model=case.model,  # type: ignore[arg-type]
+        data={"train": "synthetic", "num_workers": 0},  # type: ignore[arg-type]
+        train={"steps": 1 << 20, "seq_length": case.seq_length, "micro_batch_size": case.batch, **train},  # type: ignore[arg-type]
+        checkpoint={"folder": None},  # type: ignore[arg-type]
+    )
+
+
+def ours(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], nn.Module]:
+    """One step of the trainer: what `fit` does for it, on a batch that is on the device already."""
+    config = run_config(case)
+    data: Any = _Data(RandomTokens(config.model.vocab_size, case.seq_length))
+    trainer = Trainer(config, Ranks(device), data)
+    batch = next(trainer._stream()).to(device)
+
+    def step() -> torch.Tensor:
+        loss = trainer._forward_backward([batch])
+        trainer.optimizer.step(1e-4)
+        return loss
+
+    return step, trainer.model
+
+
+def twin(case: Case, device: torch.device, state: dict[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+    config = run_config(case)
+    with device:
+        model = Twin(config.model)
+    model.load_state_dict(state)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, (0.9, 0.95), fused=True)
+    compiled = torch.compile(model)
+    data = RandomTokens(config.model.vocab_size, case.seq_length)
+    samples = [data.sample(i) for i in range(case.batch)]
+    tokens, labels = (torch.from_numpy(np.stack([s[i] for s in samples])).to(device) for i in (0, 1))
+
+    def step() -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = compiled(tokens, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _seconds(step: Callable[[], torch.Tensor], steps: int) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps
+
+
+def _peak_gib(step: Callable[[], torch.Tensor], others: int) -> float:
+    """Highest memory of a step, what other variants hold left out."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - others) / 2**30
+
+
+def measure(name: str, rounds: int = 5, steps: int = 4) -> list[str]:
+    """A line per variant: ms a step, tokens/s, MFU, peak memory, first loss."""
+    case, device = CASES[name], torch.device("cuda")
+    step, model = ours(case, device)
+    flops = flops_per_token(model, case.seq_length)
+    peak = (peak_tflops(torch.cuda.get_device_name()) or float("nan")) * 1e12
+    variants: dict[str, Callable[[], torch.Tensor]] = {"powertrain": step}
+    memory, losses = {}, {}
+    state = {key: value.float() for key, value in model.state_dict().items()}
+    losses["powertrain"] = [float(step()) for _ in range(3)]
+    own = torch.cuda.memory_allocated() - sum(t.numel() * t.element_size() for t in state.values())
+    memory["powertrain"] = _peak_gib(step, torch.cuda.memory_allocated() - own)
+    if case.twin:
+        before = torch.cuda.memory_allocated()
+        variants["twin, torch.compile"] = plain = twin(case, device, state)
+        del state
+        held = own
+        losses["twin, torch.compile"] = [float(plain()) for _ in range(3)]
+        memory["twin, torch.compile"] = _peak_gib(plain, held)
+        del before
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    for _ in range(rounds):
+        for variant, function in variants.items():
+            times[variant].append(_seconds(function, steps))
+            time.sleep(0.5)
+    tokens = case.batch * case.seq_length
+    best = {variant: statistics.median(values) for variant, values in times.items()}
+    lines = []
+    for variant, seconds in best.items():
+        spread = (max(times[variant]) - min(times[variant])) / seconds
+        lines.append(
+            f"{name:14} {variant:20} {seconds * 1e3:8.1f} ms ±{spread:4.1%}  {tokens / seconds:9.0f} tokens/s  "
+            f"MFU {tokens / seconds * flops / peak:5.1%}  {memory[variant]:6.1f} GiB  "
+            f"losses {', '.join(f'{loss:.4f}' for loss in losses[variant])}"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or list(CASES):
+        for line in measure(chosen):
+            print(line, flush=True)
+        torch.cuda.empty_cache()
