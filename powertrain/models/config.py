@@ -17,6 +17,7 @@ Init = Literal[
 ARCHITECTURES = {
     "gpt_neox": "powertrain.models.gpt_neox",
     "llama": "powertrain.models.llama",
+    "deepseek": "powertrain.models.deepseek",
 }
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from powertrain.models.config import ModelConfig
 
 # what writes into the residual stream
-_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
+_OUTPUTS = ("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
 
 
 def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:

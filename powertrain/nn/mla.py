@@ -1,0 +1,127 @@
+"""Multi-head latent attention: keys and values of all heads from one small latent per token, which is all it caches."""
+
+import torch
+from torch import Tensor, nn
+
+from powertrain.nn.attention import Context, Rotary
+from powertrain.nn.cache import KVCache
+from powertrain.nn.norm import RMSNorm
+from powertrain.ops.attention import attention
+from powertrain.ops.attention.decode import decode_attention
+from powertrain.ops.rope import rope
+
+_EPS = 1e-6  # of the latents' norms: DeepSeek's, whatever the model's
+
+
+class LatentAttention(nn.Module):
+    """x [B, S, hidden_size] -> [B, S, hidden_size], causal.
+
+        c, r = kv_down(x)                        latent [kv_lora_rank], rotary key [qk_rope_head_dim], one for all heads
+        k_h, v_h = kv_up(norm(c))                a head's key without position, its value
+        q_h = q(x), or q_up(norm(q_down(x)))     a head's query, its rotary channels first
+        out(softmax(scale * q_h [rope(r), k_h]ᵀ) v_h)
+
+    Rotary channels stand first in queries and keys (DeepSeek's checkpoints have them last), so that `rope` turns a
+    query where it stands. Generating, a token's row of the cache is [norm(c), rope(r)]: kv_up's key half goes into the
+    query and its value half into the result, and every head attends to the same rows (DeepSeek-V2, section 2.1.2).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        kv_lora_rank: int,
+        q_lora_rank: int | None = None,
+        qk_nope_head_dim: int = 128,
+        qk_rope_head_dim: int = 64,
+        v_head_dim: int = 128,
+        rotary: Rotary,
+        rotary_interleaved: bool = True,
+        scale: float | None = None,
+        bias: bool = False,
+        layer: int = 0,
+    ) -> None:
+        super().__init__()
+        head_dim = qk_nope_head_dim + qk_rope_head_dim
+        self.num_heads, self.kv_lora_rank, self.v_head_dim = num_heads, kv_lora_rank, v_head_dim
+        self.nope, self.turned, self.head_dim = qk_nope_head_dim, qk_rope_head_dim, head_dim
+        self.rotary, self.interleaved, self.layer = rotary, rotary_interleaved, layer
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.window = (-1, -1)
+        self.q: nn.Module | None = None
+        self.q_down: nn.Module | None = None
+        self.q_norm: nn.Module | None = None
+        self.q_up: nn.Module | None = None
+        if q_lora_rank is None:
+            self.q = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        else:
+            self.q_down = nn.Linear(hidden_size, q_lora_rank, bias=bias)
+            self.q_norm = RMSNorm(q_lora_rank, eps=_EPS)
+            self.q_up = nn.Linear(q_lora_rank, num_heads * head_dim, bias=False)
+        self.kv_down = nn.Linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias=bias)
+        self.kv_norm = RMSNorm(kv_lora_rank, eps=_EPS)
+        self.kv_up = nn.Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False)
+        self.out = nn.Linear(num_heads * v_head_dim, hidden_size, bias=bias)
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Channels of a query or key, and of a value."""
+        return self.head_dim, self.v_head_dim
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int | None]:
+        """kv heads, head dim of keys and of values (None: the keys' first channels): what a KVCache's rows hold."""
+        return 1, self.kv_lora_rank + self.turned, None
+
+    def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+        cache = context.cache
+        q = self._rotated(self._query(x), context)
+        latent, r = self.kv_down(x).split((self.kv_lora_rank, self.turned), -1)
+        latent, r = self.kv_norm(latent), self._rotated(r.unsqueeze(-2), context)
+        if cache is None:
+            attended = self._attend(q, latent, r, context.document_ids)
+        elif cache.is_empty:
+            cache.fill(self.layer, torch.cat((latent.unsqueeze(-2), r), -1), None)
+            attended = self._attend(q, latent, r, None)
+        else:
+            attended = self._decode(q, latent, r, cache)
+        return self.out(attended.flatten(-2))
+
+    def _rotated(self, x: Tensor, context: Context) -> Tensor:
+        """The first channels of every head turned by where the tokens stand."""
+        cache = context.cache
+        offset = 0 if cache is None or cache.is_empty else cache.lengths
+        found = rope(
+            x, table=self.rotary.table(x.device), interleaved=self.interleaved, position_ids=context.position_ids,
+            offset=offset,
+        )  # fmt: skip
+        assert isinstance(found, Tensor)
+        return found
+
+    def _query(self, x: Tensor) -> Tensor:
+        if self.q is not None:
+            q = self.q(x)
+        else:
+            assert self.q_down is not None and self.q_norm is not None and self.q_up is not None
+            q = self.q_up(self.q_norm(self.q_down(x)))
+        return q.unflatten(-1, (-1, self.head_dim))
+
+    def _attend(self, q: Tensor, latent: Tensor, r: Tensor, document_ids: Tensor | None) -> Tensor:
+        k, v = (
+            self.kv_up(latent).unflatten(-1, (-1, self.nope + self.v_head_dim)).split((self.nope, self.v_head_dim), -1)
+        )
+        k = torch.cat((r.expand(*k.shape[:-1], -1), k), -1)
+        return attention(q, k, v, is_causal=True, document_ids=document_ids, scale=self.scale)
+
+    def _decode(self, q: Tensor, latent: Tensor, r: Tensor, cache: KVCache) -> Tensor:
+        up = self.kv_up.weight.unflatten(0, (-1, self.nope + self.v_head_dim))  # [H, nope + v, latent]
+        k_up, v_up = up.split((self.nope, self.v_head_dim), 1)
+        q_turned, q = q.split((self.turned, self.nope), -1)
+        out = decode_attention(
+            torch.cat((torch.einsum("bshn,hnl->bshl", q, k_up), q_turned), -1),
+            cache.keys[self.layer], None, cache.lengths,
+            key_new=torch.cat((latent.unsqueeze(-2), r), -1), scale=self.scale, head_dim_v=self.kv_lora_rank,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return torch.einsum("bshl,hvl->bshv", out, v_up)

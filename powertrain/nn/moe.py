@@ -1,0 +1,119 @@
+"""A mixture of experts in place of an MLP: router, routed experts by grouped GEMM, shared experts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from powertrain.nn.mlp import GatedMLP
+from powertrain.ops.activations import gated_activation
+from powertrain.ops.grouped_gemm import grouped_gemm
+from powertrain.ops.moe import (
+    Score,
+    moe_load_balancing_loss,
+    moe_permute,
+    moe_route,
+    moe_unpermute,
+    moe_update_bias_,
+)
+
+
+class Router(nn.Module):
+    """x [..., hidden_size] -> (logits [..., E] float32, weights [T, k] float32, experts [T, k] int32), T tokens in all.
+
+    Options are those of `moe_route`. The product is float32 whatever the weights are, and the correction bias stays
+    float32 when the module is cast: its steps of 1e-3 would be lost in 16 bits.
+    """
+
+    correction_bias: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: Score = "sigmoid",
+        normalize: bool = True,
+        scaling_factor: float = 1.0,
+        num_groups: int = 1,
+        top_groups: int = 1,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.register_buffer("correction_bias", torch.zeros(num_experts, dtype=torch.float32))
+        self.options: dict[str, Any] = {
+            "top_k": top_k, "score": score, "normalize": normalize, "scaling_factor": scaling_factor,
+            "num_groups": num_groups, "top_groups": top_groups,
+        }  # fmt: skip
+        self.expert_weights_per_token = num_experts * hidden_size
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.weight.float())
+        weights, experts = moe_route(logits.flatten(0, -2), self.correction_bias, **self.options)
+        return logits, weights, experts
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        before = self.correction_bias
+        super()._apply(fn, recurse)
+        if self.correction_bias.dtype is not torch.float32:
+            self.correction_bias = before.to(self.correction_bias.device)
+        return self
+
+
+class Experts(nn.Module):
+    """Rows sorted by expert -> the same, each expert a gated MLP: down[e](silu(gate) * up), gate and up packed."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.expert_weights_per_token = top_k * 3 * intermediate_size * hidden_size
+
+    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        return grouped_gemm(gated_activation(grouped_gemm(rows, self.gate_up, offsets), "swiglu"), self.down, offsets)
+
+
+class MoE(nn.Module):
+    """x [..., S, hidden_size] -> the same: the sum of each token's experts, weighted, and of the shared ones.
+
+        router             see Router
+        shared_size        columns of the shared experts, which are one MLP; 0: none
+    While training it counts `load` [E] int64, the assignments since `balance`, and keeps `balance_loss`, that of the
+    last forward (`moe_load_balancing_loss` of each sequence), differentiable. Recomputed layers count twice, evenly.
+    """
+
+    load: Tensor
+
+    def __init__(self, router: Router, hidden_size: int, intermediate_size: int, *, shared_size: int = 0) -> None:
+        super().__init__()
+        num_experts, top_k = router.weight.shape[0], router.options["top_k"]
+        self.router = router
+        self.experts = Experts(hidden_size, intermediate_size, num_experts, top_k)
+        self.shared = GatedMLP(hidden_size, shared_size) if shared_size else None
+        self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.balance_loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits, weights, experts = self.router(x)
+        rows, offsets, positions = moe_permute(x.flatten(0, -2), experts, self.load.shape[0])
+        y = moe_unpermute(self.experts(rows, offsets), positions, weights).view_as(x)
+        if self.training:
+            self.load += offsets.diff(prepend=offsets.new_zeros(1))
+            per_sequence = experts.view(*x.shape[:-1], experts.shape[-1])
+            self.balance_loss = moe_load_balancing_loss(logits, per_sequence, score=self.router.options["score"])
+        return y if self.shared is None else y + self.shared(x)
+
+    @torch.no_grad()
+    def balance(self, rate: float, group: Any = None) -> None:
+        """After an optimizer step: move the correction bias towards an even load and count anew.
+
+        group   the process group whose ranks saw other tokens; None: this rank alone
+        """
+        if group is not None:
+            torch.distributed.all_reduce(self.load, group=group)
+        moe_update_bias_(self.router.correction_bias, self.load, rate)
+        self.load.zero_()

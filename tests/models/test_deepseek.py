@@ -1,0 +1,235 @@
+"""DeepSeek: logits of transformers' DeepseekV3ForCausalLM, weights both ways, decoding from latents, balancing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from powertrain.models import build, configure
+from powertrain.models.deepseek import Config, Model, from_hf, from_hf_config, to_hf, to_hf_config
+
+SMALL: dict[str, Any] = {
+    "architecture": "deepseek", "vocab_size": 97, "hidden_size": 48, "num_layers": 3, "num_heads": 4,
+    "intermediate_size": 72, "moe_intermediate_size": 24, "num_experts": 8, "experts_per_token": 3,
+    "num_shared_experts": 2, "first_dense_layers": 1, "num_groups": 4, "top_groups": 2, "routed_scaling_factor": 2.5,
+    "q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "max_position_embeddings": 64, "init_std": 0.2,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 0.7,
+}  # fmt: skip
+
+
+def _model(device: torch.device | str = "cpu", **changes: Any) -> Model:
+    model: Model = build(configure(**{**SMALL, **changes}), device=device)
+    model.init_weights(1)
+    for moe in model.moe_layers:
+        moe.router.correction_bias.copy_(torch.linspace(-0.1, 0.1, SMALL["num_experts"]))
+    return model
+
+
+def _tokens(batch: int = 2, length: int = 17) -> Tensor:
+    return torch.randint(0, SMALL["vocab_size"], (batch, length))
+
+
+def _transformers(model: Model, dtype: torch.dtype = torch.float32) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DeepseekV3Config(**to_hf_config(model.config), pad_token_id=None)
+    theirs = transformers.DeepseekV3ForCausalLM(config).eval()
+    theirs.set_experts_implementation("eager")  # the only one that takes float64
+    with torch.no_grad():
+        names = {name: p for name, p in theirs.state_dict().items()}
+        for name, tensor in to_hf(model.config, model.state_dict()):
+            _put(names, name, tensor)
+    return theirs.to(dtype)
+
+
+def _put(names: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    """Into transformers' modules, which pack the experts in memory."""
+    if ".experts." not in name:
+        names[name].copy_(tensor)
+        return
+    prefix, _, rest = name.partition("experts.")
+    expert, kind, _ = rest.split(".")
+    half = SMALL["moe_intermediate_size"]
+    if kind == "down_proj":
+        names[f"{prefix}experts.down_proj"][int(expert)].copy_(tensor)
+    else:
+        start = 0 if kind == "gate_proj" else half
+        names[f"{prefix}experts.gate_up_proj"][int(expert), start : start + half].copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"q_lora_rank": None, "attention_bias": True, "rope_interleaved": False}, {"rope_scaling": YARN}],
+    ids=["v3", "no-q-latent", "yarn"],
+)
+def test_logits_of_transformers(changes: dict[str, Any]) -> None:
+    model = _model(**changes).eval()
+    tokens = _tokens()
+    with torch.no_grad():
+        exact = _transformers(model, torch.float64)(tokens).logits
+        rough = _transformers(model)(tokens).logits
+        ours = model(tokens)
+    allowed = 2 * (rough - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (ours - exact).abs().max() <= allowed
+
+
+def test_safetensors_both_ways(tmp_path: Path) -> None:
+    """A file written here is read by transformers, and one written by transformers is read here."""
+    transformers = pytest.importorskip("transformers")
+    model, tokens = _model().eval(), _tokens()
+    tensors = {name: tensor.contiguous() for name, tensor in to_hf(model.config, model.state_dict())}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(model.config)))
+    theirs = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path).eval()
+    theirs.save_pretrained(tmp_path / "back")
+
+    config = from_hf_config(json.loads((tmp_path / "back" / "config.json").read_text()))
+    again: Model = build(config, device="cpu")
+    again.load_state_dict(from_hf(config, load_file(tmp_path / "back" / "model.safetensors")))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_that_does_not_fit_is_named() -> None:
+    model = _model()
+    tensors = dict(to_hf(model.config, model.state_dict()))
+    tensors["model.layers.3.embed_tokens.weight"] = torch.zeros(1)  # of the multi-token prediction layer
+    assert from_hf(model.config, tensors).keys() == model.state_dict().keys()
+    tensors["model.layers.0.mlp.gate_proj.weight_scale_inv"] = torch.zeros(1)
+    del tensors["model.norm.weight"]
+    with pytest.raises(
+        ValueError, match=r"missing \['model.norm.weight'\], unknown \['model.layers.0.mlp.gate_proj.we"
+    ):
+        from_hf(model.config, tensors)
+
+
+@pytest.mark.parametrize("key, value", [("hidden_act", "gelu"), ("model_type", "llama"), ("scoring_func", "softmax")])
+def test_a_config_that_cannot_be_honoured_is_named(key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"config.json: {key} must be .*, got '{value}'"):
+        from_hf_config({**to_hf_config(_model().config), key: value})
+
+
+def test_presets_are_what_transformers_calls_deepseek_v3() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = from_hf_config(transformers.DeepseekV3Config().to_dict())
+    ours = configure(preset="deepseek-v3")
+    different = {name for name, value in ours if value != getattr(theirs, name)}
+    assert different == {"max_position_embeddings", "rope_scaling"}
+    model = build(ours)
+    assert round(model.num_parameters() / 1e9) == 671
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_groups": 3}, r"model.num_groups must divide num_experts \(8\)"),
+        ({"top_groups": 5}, r"model.top_groups must be at most num_groups \(4\), got 5"),
+        ({"experts_per_token": 5}, "model.experts_per_token must be at most 4, the experts of 2 groups, got 5"),
+        ({"qk_rope_head_dim": 7}, "model.qk_rope_head_dim must be even, got 7"),
+    ],
+)
+def test_configs_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(**{**SMALL, **changes})
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 32])
+def test_decoding_from_latents_equals_the_whole_forward(q_lora_rank: int | None) -> None:
+    """A prompt, then tokens one by one and two at once: the absorbed projections give the same logits."""
+    model, tokens = _model(q_lora_rank=q_lora_rank).eval(), _tokens(2, 12)
+    with torch.no_grad():
+        expected = model(tokens)
+        cache = model.new_cache(2, 16)
+        assert cache.keys[0].shape == (2, 16, 1, 24 + 8) and cache.values[0] is None
+        steps = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 5), (5, 6), (6, 8), (8, 12))]
+    torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    model, tokens = _model().eval(), _tokens(1, 12)
+    documents = torch.tensor([[0] * 5 + [1] * 7], dtype=torch.int32)
+    positions = torch.tensor([[*range(5), *range(7)]])
+    with torch.no_grad():
+        packed = model(tokens, document_ids=documents, position_ids=positions)
+        alone = torch.cat((model(tokens[:, :5]), model(tokens[:, 5:])), 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_balancing_loss_reaches_the_routers(recompute: str) -> None:
+    model, tokens = _model(balance_loss=10.0), _tokens()
+    for layer in model.layers:
+        layer.recompute = recompute
+    model.train()
+    labels = tokens.roll(-1, 1)
+    loss = model(tokens, labels)
+    loss.backward()
+    plain = model.eval()(tokens, labels)
+    balance = sum(m.balance_loss for m in model.moe_layers)
+    torch.testing.assert_close(loss, plain + 10.0 * balance)
+    weight = model.moe_layers[0].router.weight
+    with_balance = weight.grad.clone()
+    model.zero_grad()
+    model(tokens, labels).backward()
+    assert (with_balance - weight.grad).norm() > 0.1 * weight.grad.norm()
+
+
+def test_balance_moves_the_bias_against_the_load() -> None:
+    model = _model(bias_update_rate=0.5).train()
+    before = [m.router.correction_bias.clone() for m in model.moe_layers]
+    model(_tokens(), _tokens())
+    loads = [m.load.clone() for m in model.moe_layers]
+    assert all(load.sum() == 2 * 17 * 3 for load in loads)
+    model.balance()
+    for moe, load, bias in zip(model.moe_layers, loads, before, strict=True):
+        torch.testing.assert_close(moe.router.correction_bias - bias, 0.5 * torch.sign(load.float().mean() - load))
+        assert not moe.load.any()
+
+
+def test_balance_evens_out_the_loads() -> None:
+    """Aux-free balancing alone: a router that sends everything to few experts is corrected within some steps."""
+    model = _model(bias_update_rate=0.02, num_groups=1, top_groups=1).train()
+    tokens = _tokens(4, 64)
+
+    def worst() -> float:
+        with torch.no_grad():
+            model(tokens, tokens)
+        return max((m.load.max() / m.load.float().mean()).item() for m in model.moe_layers)
+
+    first = worst()
+    for _ in range(60):
+        model.balance()
+        last = worst()
+    assert first > 1.5 and last < 1.2
+
+
+def test_training_in_bfloat16_keeps_the_bias_in_float32() -> None:
+    model = _model()
+    bias = model.moe_layers[0].router.correction_bias.clone()
+    model.to(torch.bfloat16)
+    router = model.moe_layers[0].router
+    assert router.weight.dtype is torch.bfloat16 and router.correction_bias.dtype is torch.float32
+    assert torch.equal(router.correction_bias, bias)
+    model.train()(_tokens(), _tokens()).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_meta_build_then_empty_then_weights() -> None:
+    model: Model = build(configure(**SMALL))
+    assert next(model.parameters()).is_meta
+    model.to_empty(device="cpu")
+    model.init_weights(1)
+    other: Model = build(configure(**SMALL), device="cpu")
+    other.init_weights(1)
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert not any(m.load.any() for m in model.moe_layers)
