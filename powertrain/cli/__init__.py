@@ -3,12 +3,15 @@
 Importing this package must stay cheap (no torch, no triton): commands import what they need when they run.
 """
 
+from collections.abc import Callable
+
 import typer
 
-from powertrain.cli import demo, doctor, explain, facts, kernels, prebuild, tour, tune
+from powertrain.cli import demo, doctor, explain, facts, kernels, lint, prebuild, preprocess, tour, tune
 
-_COMMANDS = {
+_COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Start here": (demo.demo, tour.tour),
+    "Train": (lint.lint, preprocess.preprocess),
     "Kernels": (prebuild.prebuild, kernels.kernels, tune.tune),
     "This machine": (facts.target, facts.env, doctor.doctor, explain.explain),
 }
@@ -30,6 +33,7 @@ def main() -> None:
     powertrain demo                   this machine, and every op against float64
     powertrain demo rms_norm rope     some ops only
     powertrain tour                   the field's pains, before and after, on this machine
+    powertrain lint run.yml           a training config, checked without training
     powertrain prebuild --arch H100   compile kernels ahead for GPUs that are not here
     powertrain kernels                what is compiled, and whether it is whole
     powertrain tune rms_norm          measure this GPU's tiles (only when asked)

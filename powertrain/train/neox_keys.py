@@ -291,18 +291,18 @@ _IGNORED = """
     mup_embedding_mult              float       of use_mup
     mup_rp_embedding_mult           float       of use_mup
     mup_width_scale                 int         of use_mup
-    text_gen_type                   str         of generation: `powertrain generate` takes options
-    precompute_model_name           str         of generation: `powertrain generate` takes options
-    temperature                     float       of generation: `powertrain generate --temperature`
-    top_p                           float       of generation: `powertrain generate --top-p`
-    top_k                           int         of generation: `powertrain generate --top-k`
-    return_logits                   bool        of generation: `powertrain generate` takes options
-    maximum_tokens                  int         of generation: `powertrain generate` takes options
-    prompt_end                      str         of generation: `powertrain generate` takes options
-    sample_input_file               str         of generation: `powertrain generate` takes options
-    sample_output_file              str         of generation: `powertrain generate` takes options
-    num_samples                     int         of generation: `powertrain generate` takes options
-    recompute                       bool        of generation: `powertrain generate` takes options
+    text_gen_type                   str         of generation: powertrain generate takes options
+    precompute_model_name           str         of generation: powertrain generate takes options
+    temperature                     float       of generation: powertrain generate --temperature
+    top_p                           float       of generation: powertrain generate --top-p
+    top_k                           int         of generation: powertrain generate --top-k
+    return_logits                   bool        of generation: powertrain generate takes options
+    maximum_tokens                  int         of generation: powertrain generate takes options
+    prompt_end                      str         of generation: powertrain generate takes options
+    sample_input_file               str         of generation: powertrain generate takes options
+    sample_output_file              str         of generation: powertrain generate takes options
+    num_samples                     int         of generation: powertrain generate takes options
+    recompute                       bool        of generation: powertrain generate takes options
     eval_results_prefix             str         of GPT-NeoX's evaluation harness
     eval_tasks                      list        of GPT-NeoX's evaluation harness
     eval_task_limit                 int         of GPT-NeoX's evaluation harness
@@ -344,8 +344,8 @@ _REFUSED = """
     elasticity                      dict        remove it; torchrun restarts ranks, train_batch_size stays as written
     train_epochs                    int         give train_iters
     exit_interval                   int         give train_iters, and lr_decay_iters to keep the schedule
-    finetune                        bool        `powertrain convert` the checkpoint to weights, and train from those
-    no_load_optim                   bool        `powertrain convert` the checkpoint to weights, and train from those
+    finetune                        bool        powertrain convert the checkpoint to weights, and train from those
+    no_load_optim                   bool        powertrain convert the checkpoint to weights, and train from those
     no_load_rng                     bool        set it to false; a run resumes with its random states
     use_checkpoint_lr_scheduler     bool        write the checkpoint's schedule into the config
     te_fp8_mha                      bool        set it to false; training in FP8 is not there yet

@@ -1,0 +1,107 @@
+"""Makes the tables of docs/configuration.md and docs/coming-from-gpt-neox.md from the code; a test compares them.
+
+python scripts/config_tables.py    writes them between their marks
+"""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from powertrain.train.config import RunConfig
+from powertrain.train.neox_keys import KEYS
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+_FATES = {
+    "honoured": ("Honoured", "is"),
+    "mapped": ("Mapped", "becomes"),
+    "ignored": ("Ignored: no effect on the result", "because"),
+    "refused": ("Refused when switched on", "instead"),
+}
+
+
+def sections() -> str:
+    """A table of fields for each section of a RunConfig."""
+    parts = []
+    for name, field in RunConfig.model_fields.items():
+        parts += [f"### {name}", ""]
+        if name == "model":
+            parts += [MODEL, ""]
+            continue
+        schema = field.annotation
+        assert schema is not None
+        parts += [
+            "```",
+            inspect.cleandoc(schema.__doc__ or ""),
+            "```",
+            "",
+            "| key | default | values |",
+            "|---|---|---|",
+        ]
+        for key, inner in schema.model_fields.items():
+            default = "" if inner.is_required() else _default(inner.default)
+            parts.append(f"| `{key}` | {default} | {_kind(inner)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+MODEL = """`architecture` names the fields (`gpt_neox`, `llama` ...); `preset` fills them in, other keys change them:
+
+```
+model: llama-1b
+model: {preset: pythia-160m, num_layers: 6}
+model: {architecture: llama, vocab_size: 32000, hidden_size: 512, num_layers: 8, num_heads: 8, intermediate_size: 1376}
+```
+
+Each architecture's file in powertrain/models/ begins with its fields and ends with its presets."""
+
+
+def _default(value: object) -> str:
+    if isinstance(value, BaseModel):
+        return "its own"
+    if value is None or isinstance(value, (bool, str)):
+        return f"`{yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}`"
+    return f"`{list(value) if isinstance(value, tuple) else value}`"
+
+
+def _kind(field: FieldInfo) -> str:
+    kind = field.annotation
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    text = str(getattr(kind, "__name__", kind) if get_origin(kind) is None else kind)
+    text = re.sub(r"typing\.(Annotated\[(\w+), .*?\)\])?|powertrain\.[\w.]+\.", r"\2", text)
+    text = re.sub(r"tuple\[(.*?)(, \.\.\.)?\]", r"list of \1", text).replace("|", "or")
+    bounds = {"Gt(gt=0)": "above 0", "Ge(ge=0)": "at least 0", "MinLen(min_length=1)": "at least one"}
+    return ", ".join([text, *(bounds[str(bound)] for bound in field.metadata)])
+
+
+def keys() -> str:
+    """A table of GPT-NeoX's keys for each fate."""
+    parts = []
+    for fate, (title, heading) in _FATES.items():
+        chosen = {key: row for key, row in KEYS.items() if row.fate == fate}
+        parts += [f"### {title} ({len(chosen)})", "", f"| key | type | {heading} |", "|---|---|---|"]
+        parts += [f"| `{key}` | {row.kind.replace('|', ' or ')} | {row.words} |" for key, row in sorted(chosen.items())]
+        parts.append("")
+    return "\n".join(parts)
+
+
+TABLES = {"configuration.md": sections, "coming-from-gpt-neox.md": keys}
+
+
+def with_tables(page: str, text: str) -> str:
+    """The page with its table made anew."""
+    begin, end = "<!-- made by scripts/config_tables.py -->\n", "<!-- until here -->\n"
+    head, _, rest = text.partition(begin)
+    tail = rest.partition(end)[2]
+    return f"{head}{begin}{TABLES[page]()}{end}{tail}"
+
+
+if __name__ == "__main__":
+    for page in TABLES:
+        path = DOCS / page
+        path.write_text(with_tables(page, path.read_text()))
