@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from powertrain.models import build
 from powertrain.models.flops import flops_per_token
 from powertrain.train import checkpoint
+from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.config import RunConfig
 from powertrain.train.data.loader import Batch, batches
 from powertrain.train.metrics import EvaluationRecord, Sink, StepRecord
@@ -58,15 +59,21 @@ class Trainer:
         self.checkpoints = _checkpoints(config, ranks)
         self.flops_per_token = flops_per_token(self.model, config.train.seq_length)
         self.peak_flops = _peak_flops(config, ranks)
+        self.should_stop = False
+        self._stopping = False
+        self._spikes = SpikeWatch(config.train.spike_factor)
         self._unread: _Unread | None = None
         self._clock = time.perf_counter()
 
     def fit(self) -> Progress:
-        """Train to the configured number of steps, from wherever the run is."""
+        """Train to the configured number of steps, from wherever the run is.
+
+        `should_stop`, set on any rank (by a signal handler, say), ends it early with a checkpoint on all.
+        """
         train = self.config.train
         stream = self._stream()
         self._clock = time.perf_counter()
-        while self.progress.step < train.steps:
+        while self.progress.step < train.steps and not self._stopping:
             step = self.progress.step
             seed_step(train.seed, step, self.ranks.dp_rank)
             micro_batches = [next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)]
@@ -74,8 +81,9 @@ class Trainer:
             self._read()  # the step before: if it went bad nothing is updated any more
             lr = learning_rate(step, self.config.optimizer.lr, self.config.schedule, train.steps)
             stepped = self.optimizer.step(lr)
+            _balance_experts(self.model, self.ranks)
             self._advance(loss, stepped, lr, micro_batches)
-            if self._due(self.config.evaluation.every):
+            if self._evaluation_is_due():
                 self._read()
                 self.evaluate()
             if self._save_is_due():
@@ -83,11 +91,13 @@ class Trainer:
                 self.save()
             self.checkpoints.poll()
         self._read()
+        if self._stopping and self.config.checkpoint.folder and not self._save_is_due():
+            self.save()
         self.checkpoints.wait()
         return self.progress
 
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
-        """Gradients of the mean loss over the micro-batches; returns that loss, on the device."""
+        """Gradients of the mean loss over the micro-batches; returns that loss, and whether any rank wants to stop."""
         count = len(micro_batches)
         total = torch.zeros((), device=self.ranks.device)
         for index, batch in enumerate(micro_batches):
@@ -95,7 +105,7 @@ class Trainer:
             loss = self._loss(batch) / count
             self.optimizer.scaled(loss).backward()
             total += loss.detach()
-        return self.ranks.mean(total)
+        return self.ranks.mean(torch.stack([total, torch.full_like(total, float(self.should_stop))]))
 
     def _loss(self, batch: Batch) -> Tensor:
         return self.model(
@@ -168,7 +178,7 @@ class Trainer:
         progress.samples += samples
         progress.tokens += samples * train.seq_length
         scale = self.optimizer.scaler.scale if self.optimizer.scaler else torch.ones((), device=loss.device)
-        numbers = torch.stack([loss, stepped.grad_norm, stepped.skipped, scale])
+        numbers = torch.cat([loss, torch.stack([stepped.grad_norm, stepped.skipped, scale])])
         self._unread = _Unread(progress.step, progress.tokens, lr, _to_host(numbers), micro_batches)
 
     def _read(self) -> None:
@@ -176,7 +186,8 @@ class Trainer:
         unread, self._unread = self._unread, None
         if unread is None:
             return
-        loss, grad_norm, skipped, scale = unread.numbers()
+        loss, stop, grad_norm, skipped, scale = unread.numbers()
+        self._stopping = stop > 0
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         tokens = self.config.train.seq_length * len(unread.batches) * unread.batches[0].tokens.shape[0]
@@ -188,9 +199,37 @@ class Trainer:
             unread.step, loss, grad_norm, unread.lr, bool(skipped), scale, unread.tokens, seconds, rate, mfu, _memory()
         )
         self._tell("step", record)
+        self._stop_if_bad(record, unread.batches)
 
-    def _due(self, every: int) -> bool:
-        return bool(every) and self.progress.step % every == 0
+    def _stop_if_bad(self, record: StepRecord, micro_batches: list[Batch]) -> None:
+        """Raise TrainingStopped for gradients that are not finite (fp16: once its scale cannot fall) and for a spike."""
+        config = self.config.train
+        may_shrink = config.precision == "fp16" and config.loss_scale.static is None
+        if record.skipped and not (may_shrink and record.loss_scale > config.loss_scale.minimum):
+            what = f"loss {record.loss:.4g} and gradient norm {record.grad_norm:.4g}; nothing was updated"
+        else:
+            median = self._spikes.median_if_spike(record.loss)
+            if median is None:
+                return
+            what = f"a loss of {record.loss:.4g} where the median of the last steps is {median:.4g}"
+        batch = micro_batches[-1]
+        for candidate in micro_batches:
+            with torch.no_grad():
+                if not self._loss(candidate).isfinite():
+                    batch = candidate
+                    break
+        found = diagnose(self.model, lambda: self._loss(batch))
+        everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {found}")
+        newest = checkpoint.find(self.checkpoints.folder)
+        lines = "\n".join(f"  rank {rank}, {text}" for rank, text in enumerate(everywhere))
+        message = f"training stopped at step {record.step}: {what}.\n{lines}\nThe last checkpoint is {newest}."
+        self._note(message)
+        raise TrainingStopped(message)
+
+    def _evaluation_is_due(self) -> bool:
+        config, step = self.config.evaluation, self.progress.step
+        last = config.at_end and step == self.config.train.steps
+        return self.data.validation is not None and (last or (config.every > 0 and step % config.every == 0))
 
     def _save_is_due(self) -> bool:
         config, step = self.config.checkpoint, self.progress.step
@@ -275,6 +314,12 @@ def _set_gradient_sync(model: Any, last: bool) -> None:
     """FSDP reduces gradients with the last micro-batch only."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(last)
+
+
+def _balance_experts(model: Any, ranks: Ranks) -> None:
+    """A model with experts moves its routers' biases after every step, by the loads that all ranks saw."""
+    if hasattr(model, "balance"):
+        model.balance(ranks.dp_group)
 
 
 def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint.Checkpoints:
