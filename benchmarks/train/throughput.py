@@ -98,7 +98,7 @@ def ours(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], 
     def step() -> torch.Tensor:
         loss = trainer._forward_backward([batch])
         trainer.optimizer.step(1e-4)
-        return loss
+        return loss[0]
 
     return step, trainer.model
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from powertrain.models.config import ModelConfig, configure
 
@@ -14,6 +15,15 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic takes true for 1."""
+        kinds = str(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and "bool" not in kinds and ("int" in kinds or "float" in kinds):
+            raise PydanticCustomError("not_a_number", "Input should be a number")
+        return value
 
 
 class DataSource(Section):
@@ -70,6 +80,7 @@ class TrainConfig(Section):
     micro_batch_size     sequences in one forward, per data-parallel rank
     activation_checkpointing   none; selective: all but matmuls and attention is computed again; full: whole layers
     deterministic        the same bits every run, on a GPU too
+    spike_factor         a loss so many times the median of the last 100 steps stops the run; 0: never
     recompiles           what a kernel's compile after the first step is: a warning, or an error
     """
 
@@ -85,7 +96,7 @@ class TrainConfig(Section):
     deterministic: bool = False
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     z_loss: NonNegative = 0.0
-    spike_factor: NonNegative = 0.0
+    spike_factor: NonNegative = 3.0
     recompiles: Literal["warn", "error"] = "warn"
 
 

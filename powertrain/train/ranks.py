@@ -1,6 +1,7 @@
 """Who we are among the processes of a run, and the process groups they share."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,13 @@ class Ranks:
             dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self.dp_group)
             value /= self.dp_size
         return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank. For messages, not for speed."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
 
 def single() -> Ranks:

@@ -202,7 +202,7 @@ class Trainer:
         self._stop_if_bad(record, unread.batches)
 
     def _stop_if_bad(self, record: StepRecord, micro_batches: list[Batch]) -> None:
-        """Raise TrainingStopped for gradients that are not finite (fp16: once its scale cannot fall) and for a spike."""
+        """Raise TrainingStopped for a spike, and for gradients that are not finite (fp16: where its scale cannot fall)."""
         config = self.config.train
         may_shrink = config.precision == "fp16" and config.loss_scale.static is None
         if record.skipped and not (may_shrink and record.loss_scale > config.loss_scale.minimum):

@@ -1,0 +1,77 @@
+"""When the loss or the gradients go bad: the same batch again, watched, to name the module where it begins."""
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_WINDOW, _FEWEST = 100, 20
+
+
+class SpikeWatch:
+    """Tells a loss that is more than `factor` times the median of the last 100; 0 never does."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+
+    def median_if_spike(self, loss: float) -> float | None:
+        """The median that this loss stands out from, or None; the first 20 losses are never spikes."""
+        median = statistics.median(self._losses) if len(self._losses) >= _FEWEST else None
+        if self.factor and median is not None and loss > self.factor * median:
+            return median
+        self._losses.append(loss)
+        return None
+
+
+def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
+    """One forward and backward under hooks; a sentence with the first module whose output or gradient is not finite.
+
+    Slow: it waits for the device at every module. Parameters are not changed; their gradients are dropped.
+    """
+    outputs: list[tuple[str, Tensor]] = []
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: outputs.append((name, _worst(output))))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        loss = loss_of_batch()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, p in model.named_parameters():
+        if not _local(p).isfinite().all():
+            return f"the weight {name} is not finite"
+    for name, worst in outputs:
+        if not worst.isfinite():
+            return f"the first module whose output is not finite is {name}"
+    largest = max(outputs, key=lambda item: float(item[1]))
+    said = f"every output is finite, the largest is {float(largest[1]):.3g}, of {largest[0]}"
+    if not loss.isfinite():
+        return f"{said}; the loss itself is not finite"
+    return f"{said}; {_bad_gradients(model, loss)}"
+
+
+def _bad_gradients(model: nn.Module, loss: Tensor) -> str:
+    loss.backward()
+    # backward goes from the last parameter to the first
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not _local(p.grad).isfinite().all()]
+    model.zero_grad()
+    return f"the first gradient that is not finite is that of {bad[-1]}" if bad else "every gradient is finite"
+
+
+def _worst(output: Any) -> Tensor:
+    """The largest magnitude in a module's output, nan and inf included."""
+    tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, Tensor)]
+    values = [_local(t).detach().abs().max().float() for t in tensors if t.is_floating_point() and t.numel()]
+    # max() of values with a nan among them is nan in torch
+    return torch.stack(values).max() if values else torch.zeros(())
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
