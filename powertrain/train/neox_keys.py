@@ -259,7 +259,7 @@ _IGNORED = """
     mmap_warmup                     bool        pages are read when used
     s3_path                         str         checkpoints stay in `save`; copy them from there
     s3_chunk_size                   int         checkpoints stay in `save`; copy them from there
-    checkpoint_validation_with_forward_pass  bool  every tensor of a checkpoint is checked when loaded
+    checkpoint_validation_with_forward_pass  bool  no logits are kept with a checkpoint
     no_save_optim                   bool        the optimizer's state is always saved
     no_save_rng                     bool        random states are always saved
     deepspeed_activation_checkpointing  bool    deprecated in GPT-NeoX too

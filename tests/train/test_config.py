@@ -105,6 +105,8 @@ def test_errors_name_file_line_and_key(text: str, words: str, tmp_path: Path) ->
         ("train.steps=many", "command line: train.steps must be a valid integer"),
         ("model.hidden_size=65", "model.hidden_size must be a multiple of num_heads (4), got 65"),
         ("train.seq_length=4096", "train.seq_length must be at most model.max_position_embeddings (128), got 4096"),
+        ("train.steps=true", "command line: train.steps must be a number, got 'True'"),
+        ("checkpoint.keep_last=false", "checkpoint.keep_last must be a number"),
         ("data.train=null", "data.train must be right: Tuple should have at least 1 item"),
         ("model=null", "model must be a section or the name of a preset"),
         ("model.architecture=rwkv", "model.architecture must be one of gpt_neox, llama"),
