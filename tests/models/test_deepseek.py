@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,6 +13,10 @@ from torch import Tensor
 
 from powertrain.models import build, configure
 from powertrain.models.deepseek import Config, Model, from_hf, from_hf_config, to_hf, to_hf_config
+from powertrain.train.config import RunConfig
+from powertrain.train.data.packed import Sample
+from powertrain.train.ranks import Ranks
+from powertrain.train.trainer import Trainer
 
 SMALL: dict[str, Any] = {
     "architecture": "deepseek", "vocab_size": 97, "hidden_size": 48, "num_layers": 3, "num_heads": 4,
@@ -233,3 +239,43 @@ def test_meta_build_then_empty_then_weights() -> None:
     for name, tensor in other.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     assert not any(m.load.any() for m in model.moe_layers)
+
+
+class _Samples:
+    """Documents of counting numbers, the same ones every time."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def sample(self, index: int) -> Any:
+        tokens = (np.arange(17, dtype=np.int64) * (1 + index % 5) + index) % SMALL["vocab_size"]
+        return Sample(tokens[:-1], tokens[1:], None)
+
+
+def test_training_resumes_with_the_biases(tmp_path: Path) -> None:
+    """Six steps at once, and three, a checkpoint, three: the same bits, routers' biases included."""
+
+    def trainer(folder: str, steps: int) -> Trainer:
+        config = RunConfig(
+            model=configure(**SMALL, balance_loss=0.01),
+            data={"train": "quickstart", "num_workers": 0},
+            train={"steps": steps, "seq_length": 16, "micro_batch_size": 4, "precision": "fp32"},
+            optimizer={"lr": 3e-3},
+            schedule={"kind": "constant"},
+            checkpoint={"folder": str(tmp_path / folder), "asynchronous": False},
+            evaluation={"every": 0},
+        )
+        return Trainer(config, Ranks(torch.device("cpu")), SimpleNamespace(train=_Samples(), validation=None, test=None))
+
+    whole = trainer("whole", 6)
+    whole.fit()
+    half = trainer("half", 3)
+    half.fit()
+    half.save()
+    half.checkpoints.wait()
+    rest = trainer("half", 6)
+    assert rest.resume()
+    rest.fit()
+    expected, found = whole.model.state_dict(), rest.model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert any(m.router.correction_bias.any() for m in whole.model.moe_layers)
