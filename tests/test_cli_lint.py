@@ -129,3 +129,19 @@ def test_prebuild_takes_a_training_config(tmp_path: Path, monkeypatch: pytest.Mo
     config = read_config([OURS], ["train.precision=bf16"]).config
     assert len(asked) == sum(len(rehearse(config, Target.parse(arch))) for arch in ("sm_80", "sm_90"))
     assert out.exists()
+
+
+def test_experts_and_latent_attention(tmp_path: Path) -> None:
+    """Layers that differ: the first is dense, the others have experts, whose kernels are foreseen too."""
+    run = tmp_path / "run.yml"
+    run.write_text(
+        "model: {preset: deepseek-1b, vocab_size: 512, hidden_size: 64, num_layers: 6, num_experts: 8}\n"
+        "data: {train: x}\ntrain: {steps: 1, seq_length: 64, precision: bf16}\n"
+    )
+    config = read_config([run]).config
+    report = lint(config, [Target.parse("H100")])
+    (finding,) = report.findings
+    names = " ".join(spec.describe() for spec in finding.kernels)
+    assert "grouped" in names and "route" in names and finding.attention.chosen
+    assert {spec.key for spec in finding.kernels} == {spec.key for spec in rehearse(config, finding.target)}
+    assert report.parameters == build(config.model).num_parameters()

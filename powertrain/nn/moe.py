@@ -18,6 +18,7 @@ from powertrain.ops.moe import (
     moe_unpermute,
     moe_update_bias_,
 )
+from powertrain.runtime.dispatch import without_autocast
 
 
 class Router(nn.Module):
@@ -51,7 +52,7 @@ class Router(nn.Module):
         self.expert_weights_per_token = num_experts * hidden_size
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             logits = F.linear(x.float(), self.weight.float())
         weights, experts = moe_route(logits.flatten(0, -2), self.correction_bias, **self.options)
         return logits, weights, experts

@@ -98,7 +98,7 @@ class Report:
 def lint(config: RunConfig, targets: list[Target], *, world_size: int = 1) -> Report:
     """Everything that can be known of a run before it starts. Raises ValueError where the model refuses its config."""
     model = build(config.model)
-    activations = _activations(config)
+    activations = _activations(config, model)
     memory = _memory(config, model, activations, world_size)
     findings = tuple(_finding(config, model, target, memory, world_size) for target in targets)
     return Report(tuple(_groups(model)), memory, findings)
@@ -169,24 +169,24 @@ def _groups(model: nn.Module) -> list[Group]:
     return [Group(name, shape, n, n * torch.Size(shape).numel()) for (name, shape), n in found.items()]
 
 
-def _activations(config: RunConfig) -> dict[str, int]:
-    """Bytes kept for backward in each checkpointing mode; measured on two and one layers, the rest follows.
+def _activations(config: RunConfig, model: nn.Module) -> dict[str, int]:
+    """Bytes kept for backward in each checkpointing mode; measured on a few layers, the rest are like the last.
 
     none        everything autograd saves
     selective   outputs of matrix products and of attention, and each layer's input; one layer while it is recomputed
     full        each layer's input; one layer while it is recomputed
     """
-    layers = config.model.num_layers
-    one, two = (_saved(_with_layers(config, n)) for n in (1, 2))
-    each = _Saved(two.everything - one.everything, two.products - one.products)
-    if layers == 1:
-        each = _Saved(0, 0)
-    outside = one.everything - each.everything
-    inputs = 2 * _stream_bytes(config)  # x and the residual
+    layers, measured = config.model.num_layers, _kinds_of_layers(model)
+    some, more = (_saved(_with_layers(config, n)) for n in (measured, measured + 1))
+    each = _Saved(more.everything - some.everything, more.products - some.products)
+    everything = some.everything + (layers - measured) * each.everything
+    products = some.products + (layers - measured) * each.products
+    outside = max(everything - layers * each.everything, 0)
+    inputs = layers * 2 * _stream_bytes(config)  # x and the residual
     return {
-        "none": outside + layers * each.everything,
-        "selective": outside + layers * (inputs + each.products) + max(each.everything - each.products, 0),
-        "full": outside + layers * inputs + each.everything,
+        "none": everything,
+        "selective": outside + inputs + products + max(each.everything - each.products, 0),
+        "full": outside + inputs + each.everything,
     }
 
 
