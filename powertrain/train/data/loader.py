@@ -4,6 +4,7 @@ A micro-batch of the whole run is `micro_batch_size * dp_size` samples that foll
 part of it, so that gradient accumulation walks the global batch in order. That is GPT-NeoX's DistributedBatchSampler.
 """
 
+import traceback
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from powertrain.train.data.packed import SampleSource
+from powertrain.train.data.packed import Sample, SampleSource
 
 _PATIENCE = 600.0  # seconds a batch may take before its worker counts as stuck
 
@@ -94,29 +95,31 @@ class _Numbers(Sampler[list[int]]):
         return list(range(first, first + self.micro))
 
 
-class _Reader(Dataset[Batch]):
+class _Reader(Dataset[list[Sample]]):
     def __init__(self, source: SampleSource) -> None:
         self.source = source
 
-    def __getitem__(self, numbers: list[int]) -> Batch:
-        tokens, labels, documents = [], [], []
+    def __getitem__(self, numbers: list[int]) -> list[Sample]:
+        samples = []
         for number in numbers:
             try:
-                sample = self.source.sample(number)
+                samples.append(self.source.sample(number))
             except Exception as error:
                 raise RuntimeError(f"sample {number} of the run cannot be read: {error}") from error
-            tokens.append(sample.tokens)
-            labels.append(sample.labels)
-            if sample.document_ids is not None:
-                documents.append(sample.document_ids)
-        ids = np.stack(documents) if documents else None
-        return Batch(
-            torch.from_numpy(np.stack(tokens)),
-            torch.from_numpy(np.stack(labels)),
-            None if ids is None else torch.from_numpy(ids),
-            None if ids is None else torch.from_numpy(positions(ids)),
-            tuple(numbers),
-        )
+        return samples
+
+
+def _stacked(samples: list[Sample], numbers: list[int]) -> Batch:
+    ids = [sample.document_ids for sample in samples if sample.document_ids is not None]
+    documents = np.stack(ids) if ids else None
+    batch = Batch(
+        torch.from_numpy(np.stack([sample.tokens for sample in samples])),
+        torch.from_numpy(np.stack([sample.labels for sample in samples])),
+        None if documents is None else torch.from_numpy(documents),
+        None if documents is None else torch.from_numpy(positions(documents)),
+        tuple(numbers),
+    )
+    return batch.pin_memory() if torch.cuda.is_available() else batch
 
 
 def positions(document_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
@@ -126,31 +129,41 @@ def positions(document_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     return here - np.maximum.accumulate(starts, axis=1)
 
 
-def _itself(batch: Batch) -> Batch:
-    return batch
+def _itself(samples: list[Sample]) -> list[Sample]:
+    return samples
 
 
 def _read(source: SampleSource, numbers: _Numbers, num_workers: int) -> Iterator[Batch]:
-    loader: DataLoader[Batch] = DataLoader(
+    # workers send arrays, not tensors: those would travel as file descriptors, which a worker that dies takes with it
+    loader: DataLoader[list[Sample]] = DataLoader(
         _Reader(source),
         sampler=numbers,  # each of its items is the key of a whole batch
         batch_size=None,
-        collate_fn=_itself,  # type: ignore[arg-type]
+        collate_fn=_itself,
         num_workers=num_workers,
         timeout=_PATIENCE if num_workers else 0,
-        pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # without it the loader draws from the global one, and dropout would change
     )
     arrived = 0
     try:
-        for batch in loader:
-            yield batch
+        for samples in loader:
+            yield _stacked(samples, numbers.of(arrived))
             arrived += 1
+        return
     except RuntimeError as error:
         if "DataLoader" not in str(error) or "cannot be read" in str(error):
             raise
-        wanted = numbers.of(arrived)
-        raise RuntimeError(
-            f"samples {wanted[0]} to {wanted[-1]} of the run did not arrive: {error}. A killed worker is mostly out of "
-            "memory or of /dev/shm; with num_workers = 0 the samples are read in this process"
-        ) from error
+        death = str(error)
+        _let_go(error)
+    wanted = numbers.of(arrived)
+    raise RuntimeError(
+        f"samples {wanted[0]} to {wanted[-1]} of the run did not arrive: {death} A killed worker is mostly out of "
+        "memory; with num_workers = 0 the samples are read in this process"
+    )
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop what an error's frames hold: the loader, whose handler of dead children would raise again, anywhere."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
