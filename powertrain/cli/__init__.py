@@ -7,11 +7,24 @@ from collections.abc import Callable
 
 import typer
 
-from powertrain.cli import demo, doctor, explain, facts, kernels, lint, prebuild, preprocess, tour, tune
+from powertrain.cli import (
+    demo,
+    doctor,
+    explain,
+    facts,
+    generate,
+    kernels,
+    lint,
+    prebuild,
+    preprocess,
+    tour,
+    train,
+    tune,
+)
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Start here": (demo.demo, tour.tour),
-    "Train": (lint.lint, preprocess.preprocess),
+    "Train": (train.train, generate.generate, lint.lint, preprocess.preprocess),
     "Kernels": (prebuild.prebuild, kernels.kernels, tune.tune),
     "This machine": (facts.target, facts.env, doctor.doctor, explain.explain),
 }
@@ -33,6 +46,8 @@ def main() -> None:
     powertrain demo                   this machine, and every op against float64
     powertrain demo rms_norm rope     some ops only
     powertrain tour                   the field's pains, before and after, on this machine
+    powertrain train run.yml          train, resume; a GPT-NeoX YAML is read as it is
+    powertrain generate runs/NAME --prompt "def "   text out of a checkpoint
     powertrain lint run.yml           a training config, checked without training
     powertrain prebuild --arch H100   compile kernels ahead for GPUs that are not here
     powertrain kernels                what is compiled, and whether it is whole

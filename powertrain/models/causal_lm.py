@@ -24,6 +24,7 @@ class CausalLM(nn.Module):
         forward(tokens, labels [B, S] int64) -> mean loss over labels that are not -100, in nats, float32 []
         position_ids [B, S], document_ids [B, S]: packed documents; see Context
         cache: keys and values of earlier tokens; tokens are the new ones. `lengths` [B] int32 says how many of S count
+        logits_at [B] int64: the one position of each row whose logits are wanted -> [B, V]
     Built on the meta device it takes no memory; `to_empty` and `init_weights` follow.
     """
 
@@ -60,12 +61,15 @@ class CausalLM(nn.Module):
         document_ids: Tensor | None = None,
         cache: KVCache | None = None,
         lengths: Tensor | None = None,
+        logits_at: Tensor | None = None,
         z_loss: float = 0.0,
     ) -> Tensor:
         states = self.hidden_states(tokens, Context(position_ids, document_ids, cache))
         if cache is not None:
             cache.advance(tokens.shape[1] if lengths is None else lengths)
         weight, bias = (self.embed.weight, None) if self.head is None else (self.head.weight, self.head.bias)
+        if logits_at is not None:
+            states = states[torch.arange(len(states), device=states.device), logits_at]
         if labels is None:
             return F.linear(states, weight, bias)
         return linear_cross_entropy(states, weight, labels, bias=bias, z_loss=z_loss)

@@ -143,7 +143,9 @@ class ParallelConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """every: steps between checkpoints, 0: at the end only; scale log: at steps every, every^2 ... (GPT-NeoX's)."""
+    """folder   where; None: none are written.   load: where to start from, if `folder` holds none
+    every       steps between checkpoints, 0: at the end only; scale log: after every, every^2 ... steps (GPT-NeoX's)
+    """
 
     folder: str | None = None
     load: str | None = None
@@ -199,6 +201,10 @@ class RunConfig(Section):
             got = self.train.seq_length
             raise ValueError(f"train.seq_length must be at most model.max_position_embeddings ({longest}), got {got}")
         return self
+
+    def checkpoint_folder(self) -> Path:
+        """Where checkpoints stand: checkpoint.folder, or `checkpoints` in the run's folder."""
+        return Path(self.checkpoint.folder) if self.checkpoint.folder else self.folder() / "checkpoints"
 
     def folder(self) -> Path:
         """Where the run writes: logging's folder, or the checkpoints', or ./runs/default."""

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from powertrain.train.config import RunConfig
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -46,8 +48,29 @@ class Ranks:
         return values
 
 
-def single() -> Ranks:
-    """One process: the first GPU, or the CPU."""
-    return Ranks(
-        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    )
+@dataclass(frozen=True)
+class Seat:
+    """What the launcher says of this process, before it has met any other."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launcher: str = "none"
+
+
+def seat() -> Seat:
+    """The seat that the environment names; alone, on the first GPU or the CPU, if it names none."""
+    return Seat(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+
+
+def connect(seat: Seat, config: RunConfig) -> Ranks:
+    """Join the others: process groups and the mesh that config.parallel asks for."""
+    return Ranks(seat.device)
+
+
+def disconnect(ranks: Ranks) -> None:
+    """Leave the process groups, if there are any."""
+    if ranks.world_size > 1:
+        dist.destroy_process_group()

@@ -19,7 +19,7 @@ from powertrain.train.data.loader import Batch, batches
 from powertrain.train.metrics import EvaluationRecord, Sink, StepRecord
 from powertrain.train.optim import DTYPES, Optimizer, Stepped
 from powertrain.train.peak import peak_tflops
-from powertrain.train.ranks import Ranks
+from powertrain.train.ranks import Ranks, disconnect
 from powertrain.train.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -135,6 +135,13 @@ class Trainer:
         self._clock = time.perf_counter()
         return loss
 
+    def close(self) -> None:
+        """Finish what is being written and leave the other ranks."""
+        self.checkpoints.wait()
+        for sink in self.sinks:
+            sink.close()
+        disconnect(self.ranks)
+
     def save(self) -> None:
         """Begin a checkpoint of this very state."""
         facts = {
@@ -202,7 +209,7 @@ class Trainer:
         self._stop_if_bad(record, unread.batches)
 
     def _stop_if_bad(self, record: StepRecord, micro_batches: list[Batch]) -> None:
-        """Raise TrainingStopped for a spike, and for gradients that are not finite (fp16: where its scale cannot fall)."""
+        """Raise TrainingStopped for a spike, or for gradients that are not finite (fp16: if its scale cannot fall)."""
         config = self.config.train
         may_shrink = config.precision == "fp16" and config.loss_scale.static is None
         if record.skipped and not (may_shrink and record.loss_scale > config.loss_scale.minimum):
@@ -323,8 +330,9 @@ def _balance_experts(model: Any, ranks: Ranks) -> None:
 
 
 def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint.Checkpoints:
-    folder = Path(config.checkpoint.folder or config.folder() / "checkpoints")
-    return checkpoint.Checkpoints(folder, keep_last=config.checkpoint.keep_last, group=ranks.checkpoint_group)
+    return checkpoint.Checkpoints(
+        config.checkpoint_folder(), keep_last=config.checkpoint.keep_last, group=ranks.checkpoint_group
+    )
 
 
 def _peak_flops(config: RunConfig, ranks: Ranks) -> float | None:

@@ -1,0 +1,72 @@
+"""`powertrain generate`: text out of a trained model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from powertrain.train.data.tokenizer import Tokenizer
+
+
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run's folder: its newest")],
+    prompt: Annotated[list[str], typer.Option(help="repeatable: several are a batch")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0: the most likely token, always")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="only the k most likely tokens", show_default=False)] = None,
+    top_p: Annotated[float | None, typer.Option(help="only the fewest that make up p", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
+    device: Annotated[str | None, typer.Option(help="such as cuda:1; default: the first GPU, or the CPU")] = None,
+) -> None:
+    """Continue each prompt. One is written as it comes, several when all are done.
+
+    \b
+    powertrain generate runs/quickstart --prompt "def main(" --temperature 0
+    """
+    import torch
+
+    from powertrain.models.generate import Sampler, stream
+    from powertrain.models.generate import generate as new_tokens
+    from powertrain.train.data.sources import open_tokenizer
+    from powertrain.train.load import load_model
+
+    console = Console(soft_wrap=True)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        model, config = load_model(checkpoint, device=where)
+        tokenizer = open_tokenizer(config.data)
+        sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        prompts = [tokenizer.encode(text) for text in prompt]
+        if len(prompts) == 1:
+            tokens = stream(model, prompts, max_new_tokens=max_new_tokens, sampler=sampler)
+            _write(console, prompt[0], prompts[0], tokens, tokenizer)
+            return
+        rows = new_tokens(model, prompts, max_new_tokens=max_new_tokens, sampler=sampler, eod=tokenizer.eod)
+    except (ValueError, FileNotFoundError) as error:
+        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
+        raise typer.Exit(2) from None
+    for text, row in zip(prompt, rows, strict=True):
+        console.rule(style="dim")
+        console.print(text + tokenizer.decode(row), markup=False, highlight=False)
+
+
+def _write(console: Console, text: str, ids: list[int], tokens: "Iterator[Tensor]", tokenizer: "Tokenizer") -> None:
+    """The prompt and what follows it, as it comes; a character that is not whole yet waits for its other bytes."""
+    ids, shown = list(ids), ""
+    start = len(tokenizer.decode(ids))
+    console.print(text, end="", style="bold", markup=False, highlight=False)
+    for token in tokens:
+        if int(token) == tokenizer.eod:
+            break
+        ids.append(int(token))
+        new = tokenizer.decode(ids)[start:]
+        if not new.endswith("\ufffd"):
+            console.print(new[len(shown) :], end="", markup=False, highlight=False)
+            shown = new
+    console.print()

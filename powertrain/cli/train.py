@@ -1,0 +1,127 @@
+"""`powertrain train`: a config to a trained model; `powertrain generate`: text out of one."""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from powertrain.cli.lint import read_run
+
+if TYPE_CHECKING:
+    from powertrain.train.config import RunConfig
+    from powertrain.train.metrics import Sink
+    from powertrain.train.reader import Run
+    from powertrain.train.trainer import Trainer
+
+
+def train(
+    files: Annotated[list[str], typer.Argument(help="config files, ours or GPT-NeoX's, and key=value overrides")],
+    strict: Annotated[bool, typer.Option("--strict", help="a key that would be ignored is an error")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="two real steps at the real shapes, with a checkpoint and a resume between")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="an error, instead of a resume, where the folder holds a checkpoint")
+    ] = False,
+    format: Annotated[str | None, typer.Option(help="powertrain or gpt_neox; default: told by content")] = None,
+) -> None:
+    """Train, from a Powertrain or a GPT-NeoX YAML, on this CPU, this GPU, or every rank of torchrun, srun or mpiexec.
+
+    A run whose folder holds a checkpoint goes on from it. SIGTERM and Ctrl-C end it after the step under way, with a
+    checkpoint. Ends with 0 when all steps are done, 1 when training went bad, 2 when the config cannot be read.
+
+    \b
+    powertrain train configs/quickstart.yml
+    powertrain train configs/neox/125M.yml configs/neox/local_setup.yml train_iters=100
+    torchrun --nproc-per-node 8 -m powertrain train run.yml parallel.shard=8
+    """
+    from powertrain.train import ranks
+
+    console = Console()
+    seat = ranks.seat()
+    run = read_run(files, world_size=seat.world_size, strict=strict, format=format)
+    if seat.rank == 0:
+        _show(run, console)
+    if smoke:
+        _smoke(run, seat, console)
+        return
+    if fresh and seat.rank == 0:
+        _refuse_checkpoint(run)
+    _fit(run, seat, console)
+
+
+def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Trainer":
+    from powertrain.train.run import start, stop_on_signals
+    from powertrain.train.trainer import TrainingStopped
+
+    def sinks(config: "RunConfig", resumed_at: int) -> Sequence["Sink"]:
+        return [] if quiet else _sinks(config, resumed_at, console)
+
+    trainer = start(run, seat, sinks)
+    try:
+        with stop_on_signals(trainer):
+            trainer.fit()
+    except TrainingStopped as stopped:
+        if seat.rank == 0:
+            console.print(str(stopped), markup=False, highlight=False)
+        raise typer.Exit(1) from None
+    finally:
+        trainer.close()
+    return trainer
+
+
+def _smoke(run: "Run", seat: Any, console: Console) -> None:
+    """One step, a checkpoint, another process's view of it: a trainer that resumes and takes the second step."""
+    with tempfile.TemporaryDirectory(prefix="powertrain-smoke-") as folder:
+        started = time.monotonic()
+        for steps in (1, 2):
+            short = _shortened(run, Path(folder), steps)
+            trainer = _fit(short, seat, console, quiet=True)
+            assert trainer.progress.step == steps
+            if seat.rank == 0:
+                said = "trained, checkpoint written" if steps == 1 else "resumed and trained"
+                console.print(f"step {steps}: {said}, {time.monotonic() - started:.1f} s since the start")
+    if seat.rank == 0:
+        console.print("[green]smoke test passed[/]")
+
+
+def _shortened(run: "Run", folder: Path, steps: int) -> "Run":
+    import dataclasses
+
+    config = run.config
+    sections = {
+        "train": config.train.model_copy(update={"steps": steps}),
+        "checkpoint": config.checkpoint.model_copy(
+            update={"folder": str(folder / "checkpoints"), "load": None, "every": 1, "asynchronous": False}
+        ),
+        "evaluation": config.evaluation.model_copy(update={"every": 0, "at_end": False}),
+        "logging": config.logging.model_copy(update={"folder": str(folder)}),
+    }
+    return dataclasses.replace(run, config=config.model_copy(update=sections))
+
+
+def _refuse_checkpoint(run: "Run") -> None:
+    from powertrain.train.checkpoint import find
+
+    folder = run.config.checkpoint_folder()
+    if find(folder) is not None:
+        raise typer.BadParameter(
+            f"{folder} holds a checkpoint; without --fresh the run resumes it", param_hint="--fresh"
+        )
+
+
+def _show(run: "Run", console: Console) -> None:
+    from powertrain.train.config_table import render
+
+    console.print(run.note, highlight=False)
+    render(run.table, console)
+
+
+def _sinks(config: "RunConfig", resumed_at: int, console: Console) -> "Sequence[Sink]":
+    from powertrain.train.metrics import JsonLines
+
+    return [JsonLines(config.folder() / "metrics.jsonl", resumed_at=resumed_at)]

@@ -1,0 +1,104 @@
+"""New tokens from a model, one forward each, over a KV cache."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from powertrain.models.causal_lm import CausalLM
+
+
+class Sampler:
+    """Logits to tokens.
+
+    temperature   0: the most likely token;  top_k, top_p: only the k most likely, or the fewest that make up p
+    seed          the same seed and prompts give the same tokens
+    Raises ValueError naming the argument.
+    """
+
+    def __init__(
+        self, *, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0
+    ) -> None:
+        if temperature < 0:
+            raise ValueError(f"temperature must be at least 0, got {temperature}")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {top_k}")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+        self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
+        self._generator: torch.Generator | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """[B, V] -> [B] int64."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        if self._generator is None:
+            self._generator = torch.Generator(logits.device).manual_seed(self.seed)
+        chances = self._kept(logits.float() / self.temperature).softmax(-1)
+        return torch.multinomial(chances, 1, generator=self._generator).squeeze(-1)
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        """Logits with -inf where top_k and top_p leave out."""
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -torch.inf)
+        if self.top_p is not None and self.top_p < 1:
+            ordered, order = logits.sort(descending=True)
+            chances = ordered.softmax(-1)
+            # a token goes when those before it make up p already, so one always stays
+            left_out = chances.cumsum(-1) - chances >= self.top_p
+            logits = logits.masked_fill(left_out.scatter(-1, order, left_out), -torch.inf)
+        return logits
+
+
+@torch.no_grad()
+def stream(
+    model: CausalLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampler: Sampler | None = None
+) -> Iterator[Tensor]:
+    """The next token of every prompt, [B] int64 on the model's device, `max_new_tokens` times.
+
+    prompts   token ids, at least one each; their lengths may differ: none sees another's padding
+    Memory: a KV cache of the longest prompt and `max_new_tokens`.
+    Raises ValueError naming the argument, what it must be and what it was.
+    """
+    device, longest = model.embed.weight.device, max(map(len, prompts), default=0)
+    if not prompts or not all(prompts):
+        raise ValueError(f"prompts must hold at least one token each, got lengths {[len(p) for p in prompts]}")
+    limit = model.config.max_position_embeddings
+    if longest + max_new_tokens > limit:
+        raise ValueError(
+            f"max_new_tokens must be at most {limit - longest} after a prompt of {longest} tokens "
+            f"(model.max_position_embeddings is {limit}), got {max_new_tokens}"
+        )
+    sampler = sampler or Sampler()
+    model.eval()
+    cache = model.new_cache(len(prompts), longest + max_new_tokens)
+    lengths = torch.tensor([len(p) for p in prompts], dtype=torch.int32, device=device)
+    padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
+    logits = model(padded, cache=cache, lengths=lengths, logits_at=lengths.long() - 1)
+    for number in range(max_new_tokens):
+        tokens = sampler(logits)
+        yield tokens
+        if number + 1 < max_new_tokens:
+            logits = model(tokens[:, None], cache=cache)[:, -1]
+
+
+def generate(
+    model: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler | None = None,
+    eod: int | None = None,
+) -> list[list[int]]:
+    """The new tokens of each prompt, up to its first `eod` (left out). See `stream`."""
+    steps: list[Tensor] = []
+    ended: Tensor | None = None
+    for tokens in stream(model, prompts, max_new_tokens=max_new_tokens, sampler=sampler):
+        steps.append(tokens)
+        if eod is not None:
+            ended = tokens == eod if ended is None else ended | (tokens == eod)
+            # now and then, since looking waits for the device
+            if len(steps) % 16 == 0 and bool(ended.all()):
+                break
+    rows = torch.stack(steps, 1).tolist() if steps else [[] for _ in prompts]
+    return [row[: row.index(eod)] if eod in row else row for row in rows]

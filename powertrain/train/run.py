@@ -1,0 +1,115 @@
+"""From a config to a trained model: ranks, kernels, data, the trainer, and those who watch it."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from powertrain.runtime import prebuild, tracing
+from powertrain.runtime.target import Target
+from powertrain.train.checkpoint import write_json
+from powertrain.train.config import RunConfig
+from powertrain.train.data.sources import Data, open_data, open_tokenizer
+from powertrain.train.data.tokenizer import Tokenizer, padded_vocab_size
+from powertrain.train.lint import rehearse
+from powertrain.train.metrics import Sink
+from powertrain.train.ranks import Seat, connect
+from powertrain.train.reader import Run
+from powertrain.train.trainer import Trainer
+
+MakeSinks = Callable[[RunConfig, int], Sequence[Sink]]
+
+
+def with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """The config with model.vocab_size filled in from the tokenizer where it is 0, padded to data.vocab_multiple.
+
+    Raises ValueError if the model's vocabulary is smaller than the tokenizer's.
+    """
+    wanted, size = config.model.vocab_size, tokenizer.vocab_size
+    if wanted and wanted < size:
+        raise ValueError(f"model.vocab_size must be at least the tokenizer's {size}, got {wanted}")
+    if wanted:
+        return config
+    padded = padded_vocab_size(size, config.data.vocab_multiple, config.parallel.tensor)
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": padded})})
+
+
+def build_kernels(config: RunConfig, device: torch.device, world_size: int) -> prebuild.Report | None:
+    """Compile, or find, every kernel that a step will launch on this GPU: before any process waits for another.
+
+    Ranks of one machine share the work through the store's locks. Nothing on a CPU.
+    """
+    if device.type != "cuda":
+        return None
+    specs = rehearse(config, Target.of(device), world_size=world_size, layers=2)
+    started = time.monotonic()
+    report = prebuild.build(specs)
+    sources = ", ".join(f"{count} {source}" for source, count in sorted(report.sources.items()))
+    tracing.event("prebuild", f"{len(specs)} kernels in {time.monotonic() - started:.1f} s: {sources}")
+    for failure in report.failures.values():
+        raise failure
+    return report
+
+
+def open_run_data(config: RunConfig, tokenizer: Tokenizer, dp_size: int) -> Data:
+    """The samples that a run of this config reads."""
+    train, evaluation = config.train, config.evaluation
+    per_step = train.micro_batch_size * train.gradient_accumulation_steps * dp_size
+    evaluated = evaluation.steps * train.micro_batch_size * dp_size if evaluation.every or evaluation.at_end else 0
+    return open_data(
+        config.data, seq_length=train.seq_length, num_samples=(train.steps * per_step, evaluated, 0), seed=train.seed,
+        tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+def start(run: Run, seat: Seat, make_sinks: MakeSinks) -> Trainer:
+    """A trainer that stands where its newest checkpoint left it, or at the beginning.
+
+    Kernels are built before the ranks meet, so that no collective waits for a compiler.
+    make_sinks  (config, step resumed from) -> who is told of each step; called on the first rank only
+    """
+    tokenizer = open_tokenizer(run.config.data)
+    config = with_vocabulary(run.config, tokenizer)
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    build_kernels(config, seat.device, seat.world_size)
+    ranks = connect(seat, config)
+    data = open_run_data(config, tokenizer, ranks.dp_size)
+    trainer = Trainer(config, ranks, data)
+    path = Path(config.checkpoint.load) if config.checkpoint.load else None
+    resumed = trainer.resume() or (path is not None and trainer.resume(path))
+    if ranks.is_first:
+        trainer.sinks = make_sinks(config, trainer.progress.step)
+        keep_texts(config.folder() / "config", run, config)
+    if path is not None and not resumed:
+        tracing.warn(f"checkpoint.load: no checkpoint at {path}; the run starts at step 0")
+    return trainer
+
+
+def keep_texts(folder: Path, run: Run, config: RunConfig) -> None:
+    """The config files as they were, and what became of them, beside the run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in run.texts.items():
+        (folder / name).write_text(text)
+    write_json(folder / "run.json", config.model_dump(mode="json"))
+    write_json(folder / "overrides.json", list(run.overrides))
+
+
+@contextmanager
+def stop_on_signals(trainer: Trainer) -> Iterator[None]:
+    """SIGTERM and SIGINT end the run after the step under way, with a checkpoint; a second SIGINT ends it at once."""
+
+    def stop(number: int, _frame: Any) -> None:
+        trainer.should_stop = True
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
