@@ -95,17 +95,19 @@ class _Numbers(Sampler[list[int]]):
         return list(range(first, first + self.micro))
 
 
-class _Reader(Dataset[list[Sample]]):
+class _Reader(Dataset[list[Sample] | str]):
+    """The samples of a batch, or why they cannot be read: an exception would come with its worker's whole traceback."""
+
     def __init__(self, source: SampleSource) -> None:
         self.source = source
 
-    def __getitem__(self, numbers: list[int]) -> list[Sample]:
+    def __getitem__(self, numbers: list[int]) -> list[Sample] | str:
         samples = []
         for number in numbers:
             try:
                 samples.append(self.source.sample(number))
             except Exception as error:
-                raise RuntimeError(f"sample {number} of the run cannot be read: {error}") from error
+                return f"sample {number} of the run cannot be read: {error or type(error).__name__}"
         return samples
 
 
@@ -129,13 +131,13 @@ def positions(document_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     return here - np.maximum.accumulate(starts, axis=1)
 
 
-def _itself(samples: list[Sample]) -> list[Sample]:
-    return samples
+def _itself(read: list[Sample] | str) -> list[Sample] | str:
+    return read
 
 
 def _read(source: SampleSource, numbers: _Numbers, num_workers: int) -> Iterator[Batch]:
     # workers send arrays, not tensors: those would travel as file descriptors, which a worker that dies takes with it
-    loader: DataLoader[list[Sample]] = DataLoader(
+    loader: DataLoader[list[Sample] | str] = DataLoader(
         _Reader(source),
         sampler=numbers,  # each of its items is the key of a whole batch
         batch_size=None,
@@ -146,12 +148,14 @@ def _read(source: SampleSource, numbers: _Numbers, num_workers: int) -> Iterator
     )
     arrived = 0
     try:
-        for samples in loader:
-            yield _stacked(samples, numbers.of(arrived))
+        for read in loader:
+            if isinstance(read, str):
+                raise RuntimeError(read)
+            yield _stacked(read, numbers.of(arrived))
             arrived += 1
         return
     except RuntimeError as error:
-        if "DataLoader" not in str(error) or "cannot be read" in str(error):
+        if not str(error).startswith("DataLoader"):
             raise
         death = str(error)
         _let_go(error)

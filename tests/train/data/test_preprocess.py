@@ -1,0 +1,105 @@
+"""`powertrain preprocess`."""
+
+import json
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from powertrain.cli import app
+from powertrain.train.data.indexed import IndexedData
+from powertrain.train.data.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["preprocess", *map(str, arguments)], env={"COLUMNS": "200"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"line {n} of some text"}) + "\n" for n in range(200)))
+    return path
+
+
+def test_bytes_are_what_gpt_neox_would_write(tmp_path: Path) -> None:
+    """The published layout packed by hand, from byte ids, with and without end-of-document."""
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "c"}\n')
+    for flags, values, sizes in (((), b"abc", (2, 1)), (("--append-eod",), b"ab\0c\0", (3, 2))):
+        code, output = run(
+            tmp_path / "a.jsonl", "--output", tmp_path / "o", "--tokenizer", "bytes", "--overwrite", *flags
+        )
+        assert code == 0 and f"2 documents, {len(values)} tokens of 256" in output
+        assert (tmp_path / "o.bin").read_bytes() == struct.pack(f"<{len(values)}H", *values)
+        wanted = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3) + struct.pack("<2i", *sizes)
+        assert (tmp_path / "o.idx").read_bytes() == wanted + struct.pack("<2q3q", 0, 2 * sizes[0], 0, 1, 2)
+
+
+def test_trains_a_tokenizer_and_works_in_parallel(tmp_path: Path, jsonl: Path) -> None:
+    tokenizer = tmp_path / "new" / "t.json"
+    code, output = run(jsonl, "--output", tmp_path / "one", "--tokenizer", tokenizer, "--train-tokenizer", 300)
+    assert code == 0 and "200 documents" in output, output
+    code, output = run(jsonl, "--output", tmp_path / "two", "--tokenizer", tokenizer, "--workers", 2)
+    assert code == 0, output
+    for ending in ("bin", "idx"):
+        assert (tmp_path / f"one.{ending}").read_bytes() == (tmp_path / f"two.{ending}").read_bytes()
+    text = load_tokenizer(str(tokenizer)).decode(IndexedData(tmp_path / "one")[7].tolist())
+    assert text == "line 7 of some text"
+    code, output = run(jsonl, "--output", tmp_path / "x", "--tokenizer", tokenizer, "--train-tokenizer", 300)
+    assert code == 1 and "exists already; leave --train-tokenizer out to use it" in output
+
+
+def test_damaged_lines(tmp_path: Path, jsonl: Path) -> None:
+    with jsonl.open("a") as file:
+        file.write('{"text": ["[red]a", 3]}\n{broken\n')
+    arguments = (jsonl, "--output", tmp_path / "o", "--tokenizer", "bytes")
+    code, output = run(*arguments)
+    assert code == 1 and f"{jsonl}:201: must hold a string under 'text', got ['[red]a', 3]" in output
+    assert not list(tmp_path.glob("o.*")) and not list(tmp_path.glob(".*"))
+    code, output = run(*arguments, "--skip-bad")
+    assert code == 0 and f"{jsonl}:202: must be a line of JSON" in output
+    assert "200 documents" in output and "left out: 2 bad, 0 empty" in output
+    code, output = run(*arguments)
+    assert code == 1 and "o.idx: exists already" in output
+
+
+def test_wrong_arguments(tmp_path: Path, jsonl: Path) -> None:
+    output = ("--output", tmp_path / "o", "--tokenizer")
+    for arguments, words in (
+        ((tmp_path / "none.txt", *output, "bytes"), "none.txt: no such file or folder"),
+        ((jsonl, *output, "none.json"), "no such file none.json"),
+        ((jsonl, *output, "bytes", "--train-tokenizer", 300), "--tokenizer must be the .json file to write"),
+        ((jsonl, *output, "bytes", "--jsonl-key", "body"), "a.jsonl:1: must have a key 'body', got keys 'text'"),
+    ):
+        code, said = run(*arguments)
+        assert code == 1 and words in said, said
+
+
+def test_kill_leaves_no_file(tmp_path: Path) -> None:
+    """Killed while it reads: the input is a pipe that stays open, so the command cannot be done."""
+    import os
+
+    pipe = tmp_path / "endless.jsonl"
+    os.mkfifo(pipe)
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-m", "powertrain", "preprocess", str(pipe), "--output", str(out / "o")]
+    with subprocess.Popen([*command, "--tokenizer", "bytes"], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        with pipe.open("wb", buffering=0) as feed:
+            # more than two blocks and the pipe hold: when it is written, documents have gone into the output
+            line = json.dumps({"text": "x" * 1000}).encode() + b"\n"
+            for _ in range(2500):
+                feed.write(line)
+            time.sleep(0.1)
+            assert process.poll() is None
+            process.send_signal(signal.SIGKILL)
+    assert not list(out.iterdir())
