@@ -67,8 +67,8 @@ def test_route_of_nan_and_of_sigmoids_that_are_zero(device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["i32", "i64"])
-# 1100 assignments: three programs of 512 and a ragged block; 5 experts: one gets none
-@pytest.mark.parametrize("T, E, k", [(1, 1, 1), (550, 5, 2)])
+# 300 assignments: three programs of 128, the last block ragged; 5 experts: one gets none
+@pytest.mark.parametrize("T, E, k", [(1, 1, 1), (150, 5, 2)])
 def test_permute_sorts_stably(T: int, E: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
     experts = torch.rand(T, max(1, E - 1), device=device).argsort(-1)[:, :k].to(dtype)
     x = torch.randn(T, 8, device=device)
