@@ -38,13 +38,16 @@ def _rows(E: int, N: int, K: int, rows: int) -> Iterator[str]:
     variants = {**_variants(x, w, offsets), "one dense GEMM": lambda: F.linear(x, w[0])}
     label, flops = f"E{E} N{N} K{K} T{T} bf16", 2 * T * N * K
     yield table(f"{label} fwd", measure(variants), flops=flops)
-    # one leaf at a time: an autograd function in Python makes the gradients of all
     for name, leaf in (("dgrad", x), ("wgrad", w)):
-        leaf.requires_grad_()
-        outputs = {n: f() for n, f in _variants(x, w, offsets).items()}
-        steps = {n: lambda y=y: torch.autograd.grad(y, leaf, dy, retain_graph=True) for n, y in outputs.items()}
-        yield table(f"{label} {name}", measure(steps), flops=flops)
+        yield table(f"{label} {name}", measure(_gradients(x, w, offsets, leaf, dy)), flops=flops)
         leaf.requires_grad_(False)
+
+
+def _gradients(x: Tensor, w: Tensor, offsets: Tensor, leaf: Tensor, dy: Tensor) -> dict[str, Callable[[], object]]:
+    """The gradient of one leaf alone: an autograd function in Python makes those of all that want one."""
+    leaf.requires_grad_()
+    outputs = {name: f() for name, f in _variants(x, w, offsets).items()}
+    return {n: lambda y=y: torch.autograd.grad(y, leaf, dy, retain_graph=True) for n, y in outputs.items()}
 
 
 def run() -> Iterator[str]:

@@ -315,16 +315,16 @@ class _Plan(NamedTuple):
 @tunable("NVIDIA H200, 2026-11-21")
 def _plan_route(places: int, target: Target) -> _Plan:
     """Tokens a program."""
-    # one warp, so that no reduction waits for others; us, tokens and warps. 16384 tokens, 6 of 64: 4 and 1 13.6, 1 and 1
-    # 14.8, 4 and 4 24.0, 16 and 4 24.3; 8192, 8 of 256: 1 and 1 16.6, 2 and 1 16.9, 4 and 1 19.6, 4 and 4 32.7
+    # one warp, so that no reduction waits for others; tokens and warps, us. 16384 tokens, 6 of 64: 4 and 1 13.6, 1 and
+    # 1 14.8, 4 and 4 24.0, 16 and 4 24.3; 8192, 8 of 256: 1 and 1 16.6, 2 and 1 16.9, 4 and 1 19.6, 4 and 4 32.7
     return _Plan(max(1, 256 // places), 1 if places <= 512 else 4)
 
 
 @tunable("NVIDIA H200, 2026-11-21")
 def _plan_rows(H: int, target: Target) -> _Plan:
     """Elements of a row at a time."""
-    # TB/s, a copy 4.2: gathering 4.0 to 4.2 whatever the tile from 512 to 4096; scattering 3.6 to 3.7 likewise, with the
-    # weights' gradients 1024 3.9, 2048 3.8, 4096 3.4 to 3.7, 8192 2.2 to 3.0
+    # TB/s, a copy 4.2: gathering 4.0 to 4.2 whatever the tile from 512 to 4096; scattering 3.6 to 3.7 likewise, with
+    # the weights' gradients 1024 3.9, 2048 3.8, 4096 3.4 to 3.7, 8192 2.2 to 3.0
     block = min(1024, next_power_of_2(H))
     return _Plan(block, max(1, block // 256))
 
