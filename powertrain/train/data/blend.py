@@ -66,9 +66,9 @@ class BlendedSamples:
     ) -> None:
         self.sources, self.chosen, self.within = list(sources), chosen, within
         for number, source in enumerate(sources):
-            mine = within[chosen == number]
-            if len(mine) and mine[-1] >= len(source):
-                raise ValueError(f"sources[{number}] must have {mine[-1] + 1} samples, got {len(source)}")
+            used = int(np.count_nonzero(chosen == number))
+            if used > len(source):
+                raise ValueError(f"sources[{number}] must have {used} samples, got {len(source)}")
 
     def __len__(self) -> int:
         return len(self.chosen)

@@ -14,6 +14,7 @@ import filelock
 from powertrain.runtime import tracing
 
 _STALE = 3600.0  # seconds without a write after which a temporary file has no writer left
+_QUIET = 2.0  # seconds to wait before saying so
 _PATIENCE = 600.0  # seconds to wait for another process's work before doing it too
 
 
@@ -76,7 +77,7 @@ def one_at_a_time(path: Path, doing: str) -> Iterator[None]:
     lock = filelock.FileLock(path)
     try:
         try:
-            lock.acquire(timeout=2.0)
+            lock.acquire(timeout=_QUIET)
         except filelock.Timeout:
             tracing.progress(f"waiting for another process that is {doing}, at most {_PATIENCE:.0f} s")
             lock.acquire(timeout=_PATIENCE)
