@@ -1,0 +1,118 @@
+"""The layer of experts against every expert on every token, its counts, casts and FLOPs; latent attention."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from powertrain.models.flops import flops_per_token
+from powertrain.nn.attention import Context, Rotary
+from powertrain.nn.mla import LatentAttention
+from powertrain.nn.moe import MoE, Router
+from powertrain.ops.moe import moe_route_ref
+
+H, F, E, K = 32, 24, 8, 3
+
+
+def _layer(shared_size: int = 16, **options: Any) -> MoE:
+    layer = MoE(Router(H, E, K, **options), H, F, shared_size=shared_size)
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.3)
+    return layer
+
+
+def _dense(layer: MoE, x: Tensor) -> Tensor:
+    """Every expert on every token."""
+    weights, chosen = moe_route_ref(
+        x.flatten(0, -2) @ layer.router.weight.T, layer.router.correction_bias, **layer.router.options
+    )
+    gates = torch.zeros(weights.shape[0], E, dtype=weights.dtype).scatter(1, chosen.long(), weights)
+    gate, up = torch.einsum("th,efh->tef", x.flatten(0, -2), layer.experts.gate_up).chunk(2, -1)
+    every = torch.einsum("tef,ehf->teh", torch.nn.functional.silu(gate) * up, layer.experts.down)
+    y = (gates[..., None] * every).sum(1).view_as(x)
+    return y if layer.shared is None else y + layer.shared(x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"score": "softmax"}, {"num_groups": 4, "top_groups": 2, "scaling_factor": 2.5}],
+    ids=["softmax", "groups"],
+)
+@pytest.mark.parametrize("shared_size", [0, 16])
+def test_layer_equals_every_expert_on_every_token(shared_size: int, options: dict[str, Any]) -> None:
+    layer = _layer(shared_size, **options)
+    layer.router.correction_bias.uniform_(-0.1, 0.1)
+    x = torch.randn(2, 9, H, requires_grad=True)
+    leaves = (x, *layer.parameters())
+    dy = torch.randn_like(x)
+    ours, expected = (torch.autograd.grad(f(x), leaves, dy) for f in (layer, lambda x: _dense(layer, x)))
+    torch.testing.assert_close(layer(x), _dense(layer, x), rtol=1e-4, atol=1e-4)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_counts_only_while_training() -> None:
+    layer, x = _layer(), torch.randn(2, 9, H)
+    layer.eval()(x)
+    assert not layer.load.any() and layer.balance_loss is None
+    layer.train()(x), layer(x)
+    assert layer.load.sum() == 2 * 2 * 9 * K
+    assert "load" not in layer.state_dict() and "router.correction_bias" in layer.state_dict()
+
+
+def test_under_autocast_the_router_stays_float32() -> None:
+    layer, x = _layer(), torch.randn(2, 9, H)
+    expected, _, experts = layer.router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, weights, again = layer.router(x)
+        y = layer(x)
+    assert torch.equal(logits, expected) and torch.equal(again, experts) and weights.dtype is torch.float32
+    assert y.dtype is torch.bfloat16 and y.isfinite().all()
+
+
+def test_flops_count_the_experts_that_a_token_meets() -> None:
+    layer = _layer()
+    layer.config = type("Config", (), {"tie_embeddings": False})  # type: ignore[assignment]
+    assert flops_per_token(layer, 8) == 6 * (E * H + K * 3 * H * F + 3 * H * 16)
+
+
+def _attention(**options: Any) -> LatentAttention:
+    module = LatentAttention(
+        H, 4, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, rotary=Rotary(4, 32), **options
+    )
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.3) if p.dim() > 1 else nn.init.uniform_(p, 0.5, 1.5)
+    return module
+
+
+@pytest.mark.parametrize("options", [{}, {"q_lora_rank": 10, "bias": True, "scale": 0.2}], ids=["plain", "q-latent"])
+def test_latent_attention_as_the_paper_writes_it(options: dict[str, Any]) -> None:
+    module, x = _attention(**options), torch.randn(2, 7, H)
+    position = torch.arange(7)
+    angle = position[:, None] / 10000.0 ** (torch.arange(0, 4, 2) / 4)
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def turned(t: Tensor) -> Tensor:  # [B, S, heads, 4], pairs are neighbours
+        pairs = torch.view_as_complex(t.contiguous().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turn[:, None]).flatten(-2)
+
+    q = module.q(x) if module.q is not None else module.q_up(module.q_norm(module.q_down(x)))
+    q = q.unflatten(-1, (4, 12))
+    latent, r = module.kv_down(x).split((12, 4), -1)
+    k, v = module.kv_up(module.kv_norm(latent)).unflatten(-1, (4, 14)).split((8, 6), -1)
+    q = torch.cat((turned(q[..., :4]), q[..., 4:]), -1)
+    k = torch.cat((turned(r[:, :, None]).expand(-1, -1, 4, -1), k), -1)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (options.get("scale") or 12**-0.5)
+    scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)
+    expected = module.out(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(-2))
+    torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_move_what_is_turned_only() -> None:
+    """Shifting all positions changes nothing; stretching them does."""
+    module, x = _attention(), torch.randn(1, 5, H)
+    position = torch.arange(5)[None]
+    expected = module(x)
+    torch.testing.assert_close(module(x, Context(position_ids=position + 9)), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(module(x, Context(position_ids=position * 3)), expected, rtol=1e-2)
