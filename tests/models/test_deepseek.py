@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from powertrain.models import build, configure
 from powertrain.models.deepseek import Config, Model, from_hf, from_hf_config, to_hf, to_hf_config
@@ -265,7 +268,9 @@ def test_training_resumes_with_the_biases(tmp_path: Path) -> None:
             checkpoint={"folder": str(tmp_path / folder), "asynchronous": False},
             evaluation={"every": 0},
         )
-        return Trainer(config, Ranks(torch.device("cpu")), SimpleNamespace(train=_Samples(), validation=None, test=None))
+        return Trainer(
+            config, Ranks(torch.device("cpu")), SimpleNamespace(train=_Samples(), validation=None, test=None)
+        )
 
     whole = trainer("whole", 6)
     whole.fit()
@@ -279,3 +284,38 @@ def test_training_resumes_with_the_biases(tmp_path: Path) -> None:
     expected, found = whole.model.state_dict(), rest.model.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert any(m.router.correction_bias.any() for m in whole.model.moe_layers)
+
+
+def _sharded_rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init{world}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    model: Model = build(configure(**SMALL, balance_loss=0.1, bias_update_rate=0.1))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
+    model.to_empty(device="cpu")
+    model.init_weights(1)
+    tokens = torch.randint(0, SMALL["vocab_size"], (4, 17), generator=torch.Generator().manual_seed(0))
+    mine = tokens.chunk(world)[rank]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        loss = model(mine, mine.roll(-1, 1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.balance(dist.group.WORLD)
+        dist.all_reduce(loss := loss.detach() / world)
+    if rank == 0:
+        biases = torch.stack([moe.router.correction_bias for moe in model.moe_layers])
+        torch.save({"loss": loss, "biases": biases}, f"{folder}/{world}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_sharded_ranks_equal_one(tmp_path: Path) -> None:
+    """FSDP2 on gloo: the loss after three steps, and the biases, which follow the loads of both."""
+    for world in (1, 2):
+        torch.multiprocessing.spawn(_sharded_rank, (world, str(tmp_path)), nprocs=world)
+    one, two = (torch.load(tmp_path / f"{world}.pt", weights_only=True) for world in (1, 2))
+    torch.testing.assert_close(two["loss"], one["loss"], rtol=1e-5, atol=1e-5)
+    assert torch.equal(two["biases"], one["biases"]) and one["biases"].any()
