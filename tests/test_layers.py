@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "runtime/triton_compat.py": "Triton takes its interpreter switch from the environment alone",
     "runtime/compile.py": "hands its workers an environment",
     "runtime/worker.py": "gives its compiler a private folder",
+    "train/ranks.py": "reads what launchers say of rank and meeting place; cuBLAS takes its workspace from there",
     "compat/transformer_engine.py": "reads TransformerEngine's own switches, at every call",
     "cli/explain.py": "honours other libraries' switches where it speaks for them",
     "cli/tour.py": "hands the processes it starts an environment",

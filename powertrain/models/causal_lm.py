@@ -1,6 +1,7 @@
 """The frame of every decoder here: embedding, layers, final norm, head and loss."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.dropout = config, dropout
+        # under tensor parallelism: parallelize.LossShare
+        self.loss_share: Callable[..., Tensor] | None = None
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned_positions else None
         self.layers = nn.ModuleList(layers)
@@ -72,7 +75,8 @@ class CausalLM(nn.Module):
             states = states[torch.arange(len(states), device=states.device), logits_at]
         if labels is None:
             return F.linear(states, weight, bias)
-        return linear_cross_entropy(states, weight, labels, bias=bias, z_loss=z_loss)
+        loss = partial(linear_cross_entropy, weight=weight, bias=bias, z_loss=z_loss)
+        return loss(states, target=labels) if self.loss_share is None else self.loss_share(loss, states, labels)
 
     def hidden_states(self, tokens: Tensor, context: Context) -> Tensor:
         """What the head sees [B, S, hidden_size]."""

@@ -67,7 +67,7 @@ def build(config: ModelConfig, device: Any = None) -> Any:
 
 
 def architecture(name: str) -> Any:
-    """The module of an architecture: Config, Model, PRESETS."""
+    """The module of an architecture: Config, Model, PRESETS, divided_by_tensor, and TENSOR_PLAN if that has keys."""
     if name not in ARCHITECTURES:
         raise ValueError(f"model.architecture must be one of {', '.join(ARCHITECTURES)}, got {name!r}")
     return importlib.import_module(ARCHITECTURES[name])

@@ -157,6 +157,10 @@ def _moe(config: Config) -> MoE:
     return MoE(router, config.hidden_size, config.moe_intermediate_size, shared_size=shared_size)
 
 
+def divided_by_tensor(config: Config) -> None:
+    """Tensor parallelism does not spread these layers: experts are to be spread over ranks instead."""
+
+
 # sizes as their publishers' config files state them; deepseek-1b is ours, a small one of the same kind
 PRESETS: dict[str, dict[str, Any]] = {
     "deepseek-1b": {

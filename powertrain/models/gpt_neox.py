@@ -110,6 +110,22 @@ def _norm(config: Config) -> nn.Module:
     return norm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
 
 
+# what tensor parallelism spreads in a layer (parallelize.py)
+TENSOR_PLAN = {
+    "attention.qkv": "columns",
+    "attention.out": "rows",
+    "mlp": "input",
+    "mlp.gate": "columns",
+    "mlp.up": "columns",
+    "mlp.down": "rows",
+}
+
+
+def divided_by_tensor(config: Config) -> dict[str, int]:
+    """The sizes that the number of tensor-parallel ranks must divide, by key."""
+    return {"num_kv_heads": config.num_kv_heads or config.num_heads, "intermediate_size": config.ffn}
+
+
 def _gpt3(hidden_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:
     return {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads, "vocab_size": 50304}
 

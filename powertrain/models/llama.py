@@ -66,6 +66,24 @@ def _block(config: Config, layer: int) -> Block:
     return Block(attention, mlp, RMSNorm(hidden_size, eps=eps), RMSNorm(hidden_size, eps=eps))
 
 
+# what tensor parallelism spreads in a layer (parallelize.py)
+TENSOR_PLAN = {
+    "attention.qkv": "columns",
+    "attention.q_norm": "heads_norm",
+    "attention.k_norm": "heads_norm",
+    "attention.out": "rows",
+    "mlp": "input",
+    "mlp.gate": "columns",
+    "mlp.up": "columns",
+    "mlp.down": "rows",
+}
+
+
+def divided_by_tensor(config: Config) -> dict[str, int]:
+    """The sizes that the number of tensor-parallel ranks must divide, by key."""
+    return {"num_kv_heads": config.num_kv_heads or config.num_heads, "intermediate_size": config.intermediate_size}
+
+
 _LLAMA3 = {"vocab_size": 128256, "rope_theta": 500000.0, "num_kv_heads": 8, "max_position_embeddings": 8192}
 
 # sizes as their publishers' config files state them; llama-1b is Llama 3.2 1B without its tied embeddings

@@ -31,7 +31,8 @@ class SpikeWatch:
 def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
     """One forward and backward under hooks; a sentence with the first module whose output or gradient is not finite.
 
-    Slow: it waits for the device at every module. Parameters are not changed; their gradients are dropped.
+    Slow: it waits for the device at every module. Parameters are not changed; their gradients are dropped. Always one
+    forward and one backward: other ranks may find something else, and wait for this one's part in both.
     """
     outputs: list[tuple[str, Tensor]] = []
     hooks = [
@@ -44,6 +45,7 @@ def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
     finally:
         for hook in hooks:
             hook.remove()
+    gradients = _bad_gradients(model, loss)
     for name, p in model.named_parameters():
         if not _local(p).isfinite().all():
             return f"the weight {name} is not finite"
@@ -54,7 +56,7 @@ def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
     said = f"every output is finite, the largest is {float(largest[1]):.3g}, of {largest[0]}"
     if not loss.isfinite():
         return f"{said}; the loss itself is not finite"
-    return f"{said}; {_bad_gradients(model, loss)}"
+    return f"{said}; {gradients}"
 
 
 def _bad_gradients(model: nn.Module, loss: Tensor) -> str:

@@ -1,22 +1,70 @@
-"""Who we are among the processes of a run, and the process groups they share."""
+"""Who we are among the processes of a run, and the process groups they share.
 
+The launcher says it in the environment: torchrun in RANK, WORLD_SIZE ..., Open MPI in OMPI_COMM_WORLD_*, MPICH and
+Intel MPI in PMI_* and MPI_LOCAL*, srun in SLURM_*. They are asked in that order, so the innermost of several counts.
+"""
+
+import functools
+import itertools
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from powertrain.train.config import RunConfig
+from powertrain.models.parallelize import check_tensor
+from powertrain.runtime import tracing
+from powertrain.train import preflight
+from powertrain.train.config import ParallelConfig, RunConfig
+
+_QUIET = 5.0  # seconds a wait may take before a line says what for
+_FAREWELL = 10.0  # seconds that the first rank stays, after an error, for the others to read it
+
+
+class Meeting(NamedTuple):
+    """Where the processes of a run find each other.
+
+    attempt     counts elastic restarts: an earlier attempt's words are not heard
+    by_agent    torchrun keeps the store, else rank 0 does
+    """
+
+    host: str
+    port: int
+    attempt: int = 0
+    by_agent: bool = False
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What the launcher says of this process, before it has met any other."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launcher: str = "none"
+    meeting: Meeting | None = None
 
 
 @dataclass(frozen=True)
 class Ranks:
     """rank, world_size     among all processes;  local_rank: on this host
     dp_rank, dp_size        among those that read different data
-    mesh                    None: one process, nothing distributed
-    checkpoint_group        a gloo group for checkpoints alone
+    mesh                    replicate x shard x tensor; None: one process, nothing distributed
+    dp_group                those that read different data
+    checkpoint_group        a gloo group for checkpoints alone: they are written beside the training, and the order of
+                            collectives within a group must be the same on every rank
     """
 
     device: torch.device
@@ -34,10 +82,19 @@ class Ranks:
         return self.rank == 0
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a value over the ranks that read different data; the tensor itself is changed."""
+        """The mean of a value over all ranks, which is that over the data-parallel ones; the tensor itself is changed.
+
+        Over all, so that ranks which share their data cannot differ in what they read off it.
+        """
+        if self.world_size > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.SUM)
+            value /= self.world_size
+        return value
+
+    def sum_over_data(self, value: Tensor) -> Tensor:
+        """The sum over the ranks that read different data; the tensor itself is changed."""
         if self.dp_group is not None:
             dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self.dp_group)
-            value /= self.dp_size
         return value
 
     def gather(self, value: Any) -> list[Any]:
@@ -48,29 +105,271 @@ class Ranks:
         return values
 
 
-@dataclass(frozen=True)
-class Seat:
-    """What the launcher says of this process, before it has met any other."""
+class _Launcher(NamedTuple):
+    """A launcher's variables. Only rank and size are sure to be there; `hint` says how to hand it MASTER_ADDR."""
 
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    launcher: str = "none"
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    hint: str
 
 
-def seat() -> Seat:
-    """The seat that the environment names; alone, on the first GPU or the CPU, if it names none."""
-    return Seat(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+_LAUNCHERS = (
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+              "torchrun sets both; started by hand, export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500"),
+    _Launcher("mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+              "OMPI_COMM_WORLD_LOCAL_SIZE", "mpiexec -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."),
+    _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+              "mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ..."),
+    # of the step: in a batch script's own shell SLURM_PROCID and SLURM_NTASKS are there too, though it runs alone
+    _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "",
+              "export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500 before srun"),
+)  # fmt: skip
+
+
+def seat(environment: Mapping[str, str] | None = None) -> Seat:
+    """The seat that the environment names; alone, on the first GPU or the CPU, if it names none.
+
+    Raises ValueError naming the variable for one that is missing or no number, and for a GPU that is not there.
+    """
+    env = os.environ if environment is None else environment
+    spoken = [launcher for launcher in _LAUNCHERS if launcher.rank in env and _speaks(launcher, env)]
+    if not spoken:
+        if "PMIX_RANK" in env:
+            raise ValueError(
+                "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must be set: PMIx names no number of ranks, "
+                f"got PMIX_RANK {env['PMIX_RANK']} alone"
+            )
+        return Seat(_device(0, 1))
+    first, *others = spoken
+    rank, size = _number(env, first.rank), _number(env, first.size)
+    if not 0 <= rank < size:
+        raise ValueError(f"{first.rank} must be in [0, {first.size} = {size}), got {rank}")
+    local_rank = _number(env, first.local_rank, 0)
+    local_size = _number(env, first.local_size, 1) if first.local_size else _slurm_local_size(env)
+    if others and rank == 0:
+        names = ", ".join(f"{other.rank}={env[other.rank]}" for other in others)
+        tracing.event("launcher", f"rank and number of processes are {first.name}'s ({first.rank}); {names} not read")
+    device = _device(local_rank, local_size)
+    meeting = _meeting(first, size, env) if size > 1 else None
+    return Seat(device, rank, size, local_rank, local_size, first.name, meeting)
+
+
+def _speaks(launcher: _Launcher, env: Mapping[str, str]) -> bool:
+    """srun's rank stands in a batch script's environment too, its step's size does not; srun can speak PMI as well."""
+    if launcher.name == "srun":
+        return launcher.size in env
+    return launcher.rank != "PMI_RANK" or launcher.local_rank in env or "SLURM_STEP_NUM_TASKS" not in env
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = env.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None or not value.strip().isdecimal():
+        raise ValueError(f"{name} must be a number, as the launcher sets it, got {value or 'nothing'!r}")
+    return int(value)
+
+
+def _device(local_rank: int, local_size: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 1 and local_size > 1:
+        return torch.device("cuda", 0)  # the launcher shows each process its own; preflight sees it if not
+    if local_rank >= count:
+        raise ValueError(
+            f"local rank must be below the {count} GPUs that this process sees, got {local_rank}: "
+            "start fewer processes a host, or check CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _meeting(launcher: _Launcher, size: int, env: Mapping[str, str]) -> Meeting:
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    nodes = env.get("SLURM_STEP_NODELIST") if launcher.name == "srun" else None
+    if nodes:
+        host = host or first_host(nodes)
+        # the same on every rank, another one for the next job on these hosts
+        port = port or str(20000 + _number(env, "SLURM_JOB_ID", 0) % 10000 + _number(env, "SLURM_STEP_ID", 0) % 10)
+    if not host or not port:
+        missing = " and ".join(name for name, v in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not v)
+        raise ValueError(
+            f"{missing} must be set for {size} processes of {launcher.name} to meet, got nothing: {launcher.hint}"
+        )
+    if not port.isdecimal():
+        raise ValueError(f"MASTER_PORT must be a number, got {port!r}")
+    attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
+    return Meeting(host, int(port), attempt, env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's compressed list: `gpu[03-07,11],cpu1` -> gpu03."""
+    first = re.match(r"[^,\[]+(\[[^\]]*\][^,\[]*)*", nodes)
+    if first is None:
+        raise ValueError(f"SLURM_STEP_NODELIST must be a list of hosts, got {nodes!r}")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+def _slurm_local_size(env: Mapping[str, str]) -> int:
+    """Tasks on this host: `2(x3),1` is 2 on each of three hosts and 1 on the fourth."""
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    counts = [(int(n), int(times or 1)) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)]
+    each = [n for n, times in counts for _ in range(times)]
+    node = _number(env, "SLURM_NODEID", 0)
+    return each[node] if node < len(each) else 1
+
+
+def be_deterministic(device: torch.device) -> None:
+    """The same bits every run: PyTorch's switch and, before the first use of the GPU, cuBLAS's workspace."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def mesh_shape(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int]:
+    """replicate x shard x tensor of so many processes. Raises ValueError naming the keys."""
+    replicate, shard, tensor = parallel.replicate, parallel.shard, parallel.tensor
+    if parallel.strategy == "ddp":
+        if shard > 1:
+            raise ValueError(f"parallel.shard must be 1 with parallel.strategy ddp, got {shard}")
+        shard, replicate = 1, replicate if replicate > 1 else max(world_size // tensor, 1)
+    elif shard == -1:
+        shard = max(world_size // (replicate * tensor), 1)
+    if replicate * shard * tensor != world_size:
+        raise ValueError(
+            f"parallel.replicate * shard * tensor must be the number of processes, {world_size}, "
+            f"got {replicate} * {shard} * {tensor}"
+        )
+    return replicate, shard, tensor
+
+
+def check_parallel(config: RunConfig, world_size: int) -> None:
+    """Raise ValueError, naming the key, if so many processes cannot train this model as config.parallel says."""
+    _, _, tensor = mesh_shape(config.parallel, world_size)
+    if tensor > 1:
+        check_tensor(config.model, tensor)
 
 
 def connect(seat: Seat, config: RunConfig) -> Ranks:
-    """Join the others: process groups and the mesh that config.parallel asks for."""
-    return Ranks(seat.device)
+    """Join the others: they are found alike (powertrain/train/preflight.py), then groups and the mesh are made.
+
+    Waits for ranks that are late, while they build kernels say: after 5 s a line names them, after
+    parallel.timeout_minutes an error does.
+    """
+    check_parallel(config, seat.world_size)
+    if seat.world_size == 1:
+        return Ranks(seat.device)
+    timeout = timedelta(minutes=config.parallel.timeout_minutes)
+    store = _meet(seat, preflight.facts(seat.device, config), timeout.total_seconds())
+    shape = mesh_shape(config.parallel, seat.world_size)
+    on_gpu = seat.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(seat.device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=seat.rank, world_size=seat.world_size,
+        timeout=timeout, device_id=seat.device if on_gpu else None,
+    )  # fmt: skip
+    mesh = init_device_mesh(seat.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    data = mesh["replicate", "shard"]._flatten("data")
+    return Ranks(
+        seat.device, seat.rank, seat.world_size, seat.local_rank, data.get_local_rank(), data.size(), mesh,
+        data.get_group(), dist.new_group(backend="gloo", timeout=timeout),
+    )  # fmt: skip
 
 
 def disconnect(ranks: Ranks) -> None:
     """Leave the process groups, if there are any."""
     if ranks.world_size > 1:
         dist.destroy_process_group()
+
+
+@functools.cache
+def _store(meeting: Meeting, world_size: int, is_host: bool, seconds: float) -> Store:
+    """Kept for the life of the process: several runs in one may meet there."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        meeting.host, meeting.port, world_size, is_host, timedelta(seconds=seconds), wait_for_workers=False,
+        multi_tenant=True,
+    )  # fmt: skip
+
+
+_meetings = itertools.count()
+
+
+def _meet(seat: Seat, facts: dict[str, str], seconds: float) -> Store:
+    """The store that the ranks share, once every rank has come and all are alike.
+
+    Raises RuntimeError, on every rank, naming the ranks that did not come, or what differs between which.
+    """
+    meeting = seat.meeting
+    assert meeting is not None
+    where = f"{meeting.host}:{meeting.port} (MASTER_ADDR, MASTER_PORT)"
+    late = threading.Timer(_QUIET, tracing.progress, (f"rank {seat.rank} waits for rank 0 to open {where}",))
+    late.daemon = True
+    late.start()
+    try:
+        tcp = _store(meeting, seat.world_size, seat.rank == 0 and not meeting.by_agent, seconds)
+    except dist.DistError as error:
+        raise RuntimeError(f"rank {seat.rank} found nobody at {where} for {seconds:.0f} s: {error}") from None
+    finally:
+        late.cancel()
+    store = dist.PrefixStore(  # type: ignore[attr-defined]
+        f"powertrain/{meeting.attempt}/{next(_meetings)}", tcp
+    )
+    store.set(f"facts {seat.rank}", json.dumps(facts))
+    if seat.rank == 0:
+        _judge(store, seat.world_size, seconds)
+    _wait(lambda: [] if store.check(["verdict"]) else [0], seconds + _FAREWELL, seat.rank)
+    verdict = json.loads(store.get("verdict"))
+    readers = store.add("readers", 1)
+    if verdict["error"]:
+        deadline = time.monotonic() + _FAREWELL
+        # the store goes with rank 0
+        while seat.rank == 0 and readers < verdict["came"] and time.monotonic() < deadline:
+            time.sleep(0.05)
+            readers = store.add("readers", 0)
+        raise RuntimeError(verdict["error"])
+    if seat.rank == 0:
+        for note in verdict["notes"]:
+            tracing.progress(note)
+    return store
+
+
+def _judge(store: Store, world_size: int, seconds: float) -> None:
+    """On the first rank: wait for everybody's facts, compare them, say what came of it."""
+    missing = _wait(lambda: [r for r in range(world_size) if not store.check([f"facts {r}"])], seconds, 0, fail=False)
+    came = [rank for rank in range(world_size) if rank not in missing]
+    error, notes = "", []
+    if missing:
+        error = (
+            f"{_ranks(missing)} of {world_size} did not come within {seconds:.0f} s (parallel.timeout_minutes): "
+            "look there for an error, or for a process that was not started"
+        )
+    else:
+        found = preflight.compare([json.loads(store.get(f"facts {rank}")) for rank in came])
+        error, notes = found.error, list(found.notes)
+    store.set("verdict", json.dumps({"error": error, "notes": notes, "came": len(came)}))
+
+
+def _wait(missing: Callable[[], list[int]], seconds: float, rank: int, *, fail: bool = True) -> list[int]:
+    """Until nobody is missing; a line after 5 s. At the deadline the missing ranks, as an error if `fail`."""
+    started, said, pause = time.monotonic(), False, 0.005
+    while left := missing():
+        waited = time.monotonic() - started
+        if waited > seconds:
+            if fail:
+                raise RuntimeError(f"rank {rank} waited {seconds:.0f} s for {_ranks(left)}")
+            return left
+        if waited > _QUIET and not said and rank == 0:
+            tracing.progress(f"waiting for {_ranks(left)}, which may be building kernels")
+            said = True
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
+    return []
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{' ...' if len(ranks) > 8 else ''}"

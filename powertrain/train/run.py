@@ -17,7 +17,7 @@ from powertrain.train.data.sources import Data, open_data, open_tokenizer
 from powertrain.train.data.tokenizer import Tokenizer, padded_vocab_size
 from powertrain.train.lint import rehearse
 from powertrain.train.metrics import Sink
-from powertrain.train.ranks import Seat, connect
+from powertrain.train.ranks import Seat, be_deterministic, check_parallel, connect
 from powertrain.train.reader import Run
 from powertrain.train.trainer import Trainer
 
@@ -74,8 +74,9 @@ def start(run: Run, seat: Seat, make_sinks: MakeSinks) -> Trainer:
     """
     tokenizer = open_tokenizer(run.config.data)
     config = with_vocabulary(run.config, tokenizer)
+    check_parallel(config, seat.world_size)
     if config.train.deterministic:
-        torch.use_deterministic_algorithms(True)
+        be_deterministic(seat.device)
     build_kernels(config, seat.device, seat.world_size)
     ranks = connect(seat, config)
     data = open_run_data(config, tokenizer, ranks.dp_size)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from powertrain.models import build
 from powertrain.models.flops import flops_per_token
+from powertrain.models.parallelize import parallelize, weighed
 from powertrain.train import checkpoint
 from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.config import RunConfig
@@ -97,12 +98,18 @@ class Trainer:
         return self.progress
 
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
-        """Gradients of the mean loss over the micro-batches; returns that loss, and whether any rank wants to stop."""
-        count = len(micro_batches)
-        total = torch.zeros((), device=self.ranks.device)
+        """Gradients of the mean loss over the global batch's counted tokens; returns that loss, and whether any rank
+        wants to stop.
+
+        FSDP averages gradients over the ranks that read different data, so each states its part times their number.
+        """
+        ranks = self.ranks
+        counted = ranks.sum_over_data(_counted(micro_batches))
+        total = torch.zeros((), device=ranks.device)
         for index, batch in enumerate(micro_batches):
-            _set_gradient_sync(self.model, index == count - 1)
-            loss = self._loss(batch) / count
+            _set_gradient_sync(self.model, index == len(micro_batches) - 1)
+            labels, weight = weighed(batch.labels, counted)
+            loss = self._loss(batch._replace(labels=labels)) * (weight * ranks.dp_size)
             self.optimizer.scaled(loss).backward()
             total += loss.detach()
         return self.ranks.mean(torch.stack([total, torch.full_like(total, float(self.should_stop))]))
@@ -121,16 +128,19 @@ class Trainer:
             return None
         train, ranks = self.config.train, self.ranks
         self.model.eval()
-        total = torch.zeros((), device=ranks.device)
+        sums = torch.zeros(2, device=ranks.device)  # losses, tokens
         limit = min(len(source), self.config.evaluation.steps * train.micro_batch_size * ranks.dp_size)
         count = 0
         for batch in self._batches(source, 0, limit):
-            total += self._loss(batch.to(ranks.device))
+            batch = batch.to(ranks.device)
+            labels, weight = weighed(batch.labels, torch.ones((), device=ranks.device))
+            sums += torch.stack([self._loss(batch._replace(labels=labels)) * weight, weight])
             count += 1
         self.model.train()
         if not count:
             return None
-        loss = float(ranks.mean(total / count))
+        ranks.sum_over_data(sums)
+        loss = float(sums[0] / sums[1])
         self._tell("evaluation", EvaluationRecord(self.progress.step, name, loss, count))
         self._clock = time.perf_counter()
         return loss
@@ -219,12 +229,10 @@ class Trainer:
             if median is None:
                 return
             what = f"a loss of {record.loss:.4g} where the median of the last steps is {median:.4g}"
-        batch = micro_batches[-1]
-        for candidate in micro_batches:
-            with torch.no_grad():
-                if not self._loss(candidate).isfinite():
-                    batch = candidate
-                    break
+        # ranks must take the same steps here, whatever each finds
+        with torch.no_grad():
+            bad = [candidate for candidate in micro_batches if not self._loss(candidate).isfinite()]
+        batch = bad[0] if bad else micro_batches[-1]
         found = diagnose(self.model, lambda: self._loss(batch))
         everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {found}")
         newest = checkpoint.find(self.checkpoints.folder)
@@ -293,10 +301,16 @@ def save_step(step: int, every: int, scale: str) -> bool:
 
 
 def _model(config: RunConfig, ranks: Ranks) -> nn.Module:
-    """The model on the device, in float32, with its first weights."""
+    """The model on the device, in float32, with its first weights, spread over the ranks if there are several."""
     model = build(config.model)
     for block in model.layers:
         block.recompute = config.train.activation_checkpointing
+    if ranks.mesh is not None:
+        parallelize(
+            model, ranks.mesh, param_dtype=DTYPES[config.train.precision],
+            reduce_dtype=DTYPES[config.train.reduce_dtype],
+            reshard_after_forward=config.parallel.reshard_after_forward,
+        )  # fmt: skip
     model.to_empty(device=ranks.device)
     model.init_weights(config.train.seed)
     return model.train()
@@ -315,6 +329,11 @@ def _lower(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ran
     if config.train.gradient_accumulation_steps > 1:
         for p in model.parameters():
             p.grad_dtype = torch.float32
+
+
+def _counted(micro_batches: list[Batch]) -> Tensor:
+    """Labels that count, float32 []."""
+    return torch.stack([(batch.labels != -100).sum() for batch in micro_batches]).sum().float()
 
 
 def _set_gradient_sync(model: Any, last: bool) -> None:

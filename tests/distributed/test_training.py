@@ -1,0 +1,76 @@
+"""Many ranks train as one does: FSDP, DDP, HSDP and tensor parallel, and checkpoints between different numbers of ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from powertrain.train.ranks import Ranks
+from tests.distributed.launch import run_ranks
+from tests.distributed.worker import fit
+
+TWO: dict[str, dict[str, Any]] = {
+    "fsdp-gpt_neox": {"model": "gpt_neox"},
+    "fsdp-llama": {"model": "llama", "parallel": {"reshard_after_forward": False}},
+    "fsdp-deepseek": {"model": "deepseek", "train": {"activation_checkpointing": "full"}},
+    "ddp-gpt_neox": {"model": "gpt_neox_rotary", "parallel": {"strategy": "ddp"}},
+    "ddp-llama": {"model": "llama", "parallel": {"strategy": "ddp"}},
+    "tp-gpt_neox": {"model": "gpt_neox", "parallel": {"tensor": 2}},
+    "tp-rotary": {"model": "gpt_neox_rotary", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "full"}},
+    "tp-llama": {"model": "llama", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "selective"}},
+}
+FOUR: dict[str, dict[str, Any]] = {
+    "hsdp-gpt_neox": {"model": "gpt_neox", "parallel": {"replicate": 2}},
+    "hsdp-llama": {"model": "llama", "parallel": {"replicate": 2}},
+    "tp-fsdp-gpt_neox": {"model": "gpt_neox", "parallel": {"tensor": 2}},
+    "tp-fsdp-llama": {"model": "llama", "parallel": {"tensor": 2}},
+    "tp-ddp-llama": {"model": "llama", "parallel": {"tensor": 2, "strategy": "ddp"}},
+}
+
+
+def alone(case: dict[str, Any]) -> dict[str, Any]:
+    return fit({**case, "parallel": {}}, Ranks(torch.device("cpu")))
+
+
+def together(world_size: int, cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    out = folder / "out.pt"
+    ranks = run_ranks(world_size, "-m", "tests.distributed.worker", json.dumps(cases), str(out))
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout[-3000:] for rank in ranks)
+    found: list[dict[str, Any]] = torch.load(out, weights_only=True)
+    return found
+
+
+def check_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Losses to 1e-5 relative over all steps; weights as close as AdamW's division by small numbers lets them be."""
+    assert len(got["losses"]) == len(expected["losses"]) == 20
+    torch.testing.assert_close(got["losses"], expected["losses"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(got["norms"], expected["norms"], rtol=1e-3, atol=0)
+    torch.testing.assert_close(got["evaluations"], expected["evaluations"], rtol=1e-5, atol=0)
+    for name, tensor in expected["tensors"].items():
+        if name.startswith("model."):
+            torch.testing.assert_close(got["tensors"][name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    found = together(2, list(TWO.values()), tmp_path_factory.mktemp("two"))
+    return dict(zip(TWO, found, strict=True))
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_equal_one(name: str, two: dict[str, dict[str, Any]]) -> None:
+    check_equal(two[name], alone(TWO[name]))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    found = together(4, list(FOUR.values()), tmp_path_factory.mktemp("four"))
+    return dict(zip(FOUR, found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_equal_one(name: str, four: dict[str, dict[str, Any]]) -> None:
+    check_equal(four[name], alone(FOUR[name]))

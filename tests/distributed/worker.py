@@ -1,0 +1,126 @@
+"""What one rank of these tests does: trains small models as each case says. `python -m tests.distributed.worker CASES OUT`.
+
+The first rank writes to OUT what each case came to; the tests train the same cases in one process beside it.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from powertrain.train.config import RunConfig
+from powertrain.train.data.packed import IGNORED, Sample
+from powertrain.train.metrics import StepRecord
+from powertrain.train.ranks import Ranks, connect, disconnect, seat
+from powertrain.train.trainer import Trainer
+
+SEQ_LENGTH, GLOBAL_BATCH = 12, 8
+_SMALL = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 16}
+# every option of a layer that tensor parallelism must know of is in one of them; 61 and 12 divide by no number of ranks
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {**_SMALL, "architecture": "gpt_neox", "position_embedding": "alibi", "parallel_residual": True,
+                 "tie_embeddings": True},
+    "gpt_neox_rotary": {**_SMALL, "architecture": "gpt_neox", "rotary_pct": 0.5, "activation": "swiglu"},
+    "llama": {**_SMALL, "architecture": "llama", "intermediate_size": 48, "num_kv_heads": 2, "qk_norm": True,
+              "qkv_bias": True},
+    "deepseek": {**_SMALL, "architecture": "deepseek", "intermediate_size": 48, "moe_intermediate_size": 24,
+                 "num_experts": 6, "experts_per_token": 2, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+                 "qk_rope_head_dim": 8, "v_head_dim": 8, "balance_loss": 0.0},
+}  # fmt: skip
+
+
+class Tokens:
+    """Random samples of which every third counts in part only, and each fifth not at all."""
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def sample(self, index: int) -> Sample:
+        tokens = np.random.default_rng(index % 16).integers(0, 61, SEQ_LENGTH + 1)
+        labels = tokens[1:].copy()
+        labels[: {0: 7, 1: 0, 2: 0}[index % 3]] = IGNORED
+        if index % 5 == 0:
+            labels[:] = IGNORED
+        return Sample(tokens[:-1], labels, None)
+
+
+class Losses:
+    """A sink that keeps each step's loss and gradient norm."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.evaluations: list[float] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def evaluation(self, record: Any) -> None:
+        self.evaluations.append(record.loss)
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def run_config(case: dict[str, Any], dp_size: int) -> RunConfig:
+    train = {
+        "steps": 20, "seq_length": SEQ_LENGTH, "micro_batch_size": GLOBAL_BATCH // 2 // dp_size,
+        "gradient_accumulation_steps": 2, "precision": "fp32", "spike_factor": 0, **case.get("train", {}),
+    }  # fmt: skip
+    sections: dict[str, Any] = {
+        "model": MODELS[case["model"]],
+        "data": {"train": "nothing", "num_workers": 0},
+        "train": train,
+        "optimizer": {"lr": 3e-3},
+        "parallel": {"timeout_minutes": 1, **case.get("parallel", {})},
+        "checkpoint": {"folder": case.get("folder"), "load": case.get("load")},
+        "evaluation": {"every": 10, "steps": 2},
+        "logging": {"folder": case.get("folder", "/nonexistent")},
+    }
+    return RunConfig(**sections)
+
+
+def fit(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Train a case; its losses, gradient norms, evaluations and, whole, everything a checkpoint holds."""
+    sink = Losses()
+    data: Any = SimpleNamespace(train=Tokens(), validation=Tokens())
+    trainer = Trainer(run_config(case, ranks.dp_size), ranks, data, [sink])
+    if "load" in case:
+        assert trainer.resume(Path(case["load"]))
+    resumed = {name: whole(tensor) for name, tensor in trainer.optimizer.tensors().items()}
+    trainer.fit()
+    return {
+        "losses": [record.loss for record in sink.steps],
+        "norms": [record.grad_norm for record in sink.steps],
+        "skipped": [record.skipped for record in sink.steps],
+        "evaluations": sink.evaluations,
+        "resumed": resumed,
+        "tensors": {name: whole(tensor) for name, tensor in trainer.optimizer.tensors().items()},
+    }
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def main(cases: list[dict[str, Any]], out: str) -> None:
+    torch.set_num_threads(1)
+    results = []
+    for case in cases:
+        here = seat()
+        dp_size = here.world_size // case.get("parallel", {}).get("tensor", 1)
+        ranks = connect(here, run_config(case, dp_size))
+        results.append(fit(case, ranks))
+        disconnect(ranks)
+    if ranks.is_first:
+        torch.save(results, out)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2])
