@@ -236,6 +236,20 @@ class disable:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+SPAN = "powertrain."
+_spans = False
+
+
+@contextmanager
+def named_spans(wanted: bool = True) -> Iterator[None]:
+    """Inside, a profiler sees every call of a public op as a span `powertrain.NAME`."""
+    global _spans
+    before, _spans = _spans, wanted
+    try:
+        yield
+    finally:
+        _spans = before
+
 
 def falls_back(name: str) -> Callable[[F], F]:
     """Let a public op go on in plain PyTorch when its kernel cannot be compiled and the user has said so.
@@ -247,6 +261,9 @@ def falls_back(name: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if _spans:
+                with torch.profiler.record_function(SPAN + name):
+                    return function(*args, **kwargs)
             try:
                 return function(*args, **kwargs)
             except CompileError as error:

@@ -181,6 +181,8 @@ class Kernel:
         key = (device.index, spec.key, emulated)
         loaded = self._loaded.get(key)
         if loaded is None:
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            tracing.event("load", f"{spec.describe()}: wanted on {device}", key=spec.key, shapes=shapes)
             loaded = self._loaded[key] = self._load(spec, device.index, emulated)
         # a launch with int64 sizes, or an int for a float, shares its warm key with the usual one: it stays here
         if warm_key is not None and not emulated and "i64" not in spec.signature.values():

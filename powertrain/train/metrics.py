@@ -1,9 +1,11 @@
 """What a step came to, and those who want to know."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from powertrain.train.kernels_seen import KernelTable
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class Sink(Protocol):
 
     def evaluation(self, record: EvaluationRecord) -> None: ...
 
+    def kernels(self, table: KernelTable) -> None:
+        """What served each op in one step; once in a process."""
+
     def note(self, text: str) -> None:
         """Something to know: a checkpoint was written, a kernel was compiled late."""
 
@@ -55,28 +60,71 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: a line per step or evaluation. A resumed run goes on behind the step it resumed from."""
+    """metrics.jsonl: a line per step, evaluation, kernel table or note.
+
+    A resumed run goes on behind the step it resumed from; what the file held of later ones is dropped.
+    """
 
     def __init__(self, file: Path, *, resumed_at: int = 0) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(file) if json.loads(line).get("step", 0) <= resumed_at] if resumed_at else []
-        self._file = open(file, "w", buffering=1)
-        self._file.writelines(kept)
+        kept = [line for line in _lines(file) if json.loads(line)["step"] <= resumed_at] if resumed_at else []
+        aside = file.with_suffix(".partial")
+        aside.write_text("".join(kept))
+        aside.replace(file)
+        self._file = open(file, "a", buffering=1)
+        self._step = resumed_at
 
     def step(self, record: StepRecord) -> None:
+        self._step = record.step
         self._write("step", asdict(record))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._write("evaluation", asdict(record))
 
+    def kernels(self, table: KernelTable) -> None:
+        self._write("kernels", asdict(table))
+
     def note(self, text: str) -> None:
-        self._write("note", {"text": text})
+        self._write("note", {"step": self._step, "text": text})
 
     def close(self) -> None:
         self._file.close()
 
     def _write(self, kind: str, fields: dict[str, object]) -> None:
         self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
+
+
+@dataclass
+class Metrics:
+    """What a metrics.jsonl holds, in order; `kernels` is the last table."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    notes: list[tuple[int, str]] = field(default_factory=list)  # (last step before it, text)
+    kernels: KernelTable | None = None
+
+
+def read_metrics(file: Path) -> Metrics:
+    """Everything in a metrics.jsonl, which a killed process may have left in the middle of a line.
+
+    Raises ValueError naming file and line for one that is not ours.
+    """
+    found = Metrics()
+    for number, line in enumerate(_lines(file), 1):
+        try:
+            fields = json.loads(line)
+            kind = fields.pop("kind")
+            if kind == "step":
+                found.steps.append(StepRecord(**fields))
+            elif kind == "evaluation":
+                found.evaluations.append(EvaluationRecord(**fields))
+            elif kind == "kernels":
+                found.kernels = KernelTable.of(fields)
+            else:
+                found.notes.append((fields["step"], fields["text"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}:{number}: a line must be a step, evaluation, table or note: {error!r}") from None
+    return found
 
 
 def _lines(file: Path) -> list[str]:

@@ -17,6 +17,7 @@ from powertrain.train import checkpoint
 from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.config import RunConfig
 from powertrain.train.data.loader import Batch, batches
+from powertrain.train.kernels_seen import StepWatch
 from powertrain.train.metrics import EvaluationRecord, Sink, StepRecord
 from powertrain.train.optim import DTYPES, Optimizer, Stepped
 from powertrain.train.peak import peak_tflops
@@ -63,6 +64,7 @@ class Trainer:
         self.should_stop = False
         self._stopping = False
         self._spikes = SpikeWatch(config.train.spike_factor)
+        self._watch = StepWatch(ranks.device, config.train.recompiles, self._tell, profiles=ranks.is_first)
         self._unread: _Unread | None = None
         self._clock = time.perf_counter()
 
@@ -76,14 +78,15 @@ class Trainer:
         self._clock = time.perf_counter()
         while self.progress.step < train.steps and not self._stopping:
             step = self.progress.step
-            seed_step(train.seed, step, self.ranks.dp_rank)
-            micro_batches = [next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)]
-            loss = self._forward_backward(micro_batches)
-            self._read()  # the step before: if it went bad nothing is updated any more
-            lr = learning_rate(step, self.config.optimizer.lr, self.config.schedule, train.steps)
-            stepped = self.optimizer.step(lr)
-            _balance_experts(self.model, self.ranks)
-            self._advance(loss, stepped, lr, micro_batches)
+            with self._watch.step(step + 1):
+                seed_step(train.seed, step, self.ranks.dp_rank)
+                micro_batches = [next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)]
+                loss = self._forward_backward(micro_batches)
+                self._read()  # the step before: if it went bad nothing is updated any more
+                lr = learning_rate(step, self.config.optimizer.lr, self.config.schedule, train.steps)
+                stepped = self.optimizer.step(lr)
+                _balance_experts(self.model, self.ranks)
+                self._advance(loss, stepped, lr, micro_batches)
             if self._evaluation_is_due():
                 self._read()
                 self.evaluate()

@@ -1,0 +1,277 @@
+"""What serves each op of a run, why, and its share of a step: one step under torch.profiler; and late compiles."""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from powertrain.ops.attention.select import describe, order_of
+from powertrain.runtime import dispatch, tracing
+
+PROFILED = 3  # the step of a process whose kernels are timed: the first two still load, allocate and choose
+PRODUCTS, ATTENTION, OTHERS = "matrix products", "attention", "other PyTorch operators"
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One op in one step.
+
+    backend        "Triton, ours", "cuBLAS", "PyTorch" ...;  kernels: their names, the longest-running first
+    why            what decided for it
+    milliseconds   of the device, all calls together;  share: of the whole step
+    """
+
+    op: str
+    backend: str
+    device: str
+    kernels: tuple[str, ...]
+    why: str
+    calls: int
+    milliseconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """The rows of one step, the longest first; milliseconds: of that step, under the profiler."""
+
+    step: int
+    device: str
+    milliseconds: float
+    rows: tuple[KernelRow, ...]
+
+    @staticmethod
+    def of(fields: dict[str, Any]) -> "KernelTable":
+        """The table whose `asdict` came through JSON."""
+        rows = (KernelRow(**{**row, "kernels": tuple(row["kernels"])}) for row in fields["rows"])
+        return KernelTable(**{**fields, "rows": tuple(rows)})
+
+
+class LateCompile(RuntimeError):
+    """A kernel was compiled after the first step, and train.recompiles is "error"."""
+
+
+class StepWatch:
+    """Looks on while steps run: profiles one of them, and reports kernels that are compiled after the first.
+
+    tell         (what, value) for "kernels" with a KernelTable and "note" with a text
+    recompiles   "warn" tells a note, "error" raises LateCompile; compiles of an evaluation between steps are neither
+    profiles     whether this process profiles at all
+    The profiled step takes longer: about 1 us an operator on a CPU, and on a GPU a wait for it before and after.
+    """
+
+    def __init__(
+        self, device: torch.device, recompiles: str, tell: Callable[[str, Any], None], *, profiles: bool = True
+    ) -> None:
+        self.device, self.recompiles, self.tell = device, recompiles, tell
+        self._count = 0
+        self._profiled = PROFILED if profiles else 0
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around step `number` of the run."""
+        self._count += 1
+        before = len(tracing.trace())
+        if self._count != self._profiled:
+            yield
+        elif torch.autograd._profiler_enabled():
+            self.tell("note", f"step {number}: no kernel table, another profiler is running")
+            yield
+        else:
+            with _profiled(self.device, number) as tables:
+                yield
+            self.tell("kernels", tables[0])
+        if self._count > 1:
+            self._report(late_compiles(tracing.trace()[before:]), number)
+
+    def _report(self, late: list[str], step: int) -> None:
+        for text in late:
+            said = f"step {step}: compiled after the first step: {text}"
+            if self.recompiles == "error":
+                raise LateCompile(f"{said}. train.recompiles is error; warn lets the run go on")
+            self.tell("note", said)
+
+
+def late_compiles(events: Iterable[tracing.Event]) -> list[str]:
+    """Of each kernel that was compiled, its name, constants and time, and the shapes of the launch that needed it."""
+    events = list(events)
+    shapes = {e.facts["key"]: e.facts["shapes"] for e in events if e.kind == "load"}
+    lines = []
+    for event in events:
+        if event.kind == "kernel" and event.facts["source"] == "compiled":
+            tensors = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.get(event.facts["key"], {}).items())
+            constants = ", ".join(f"{name}={value}" for name, value in event.facts["constants"].items())
+            lines.append(f"{event.text} for {tensors or 'a rehearsed launch'} ({constants})")
+    return lines
+
+
+@contextmanager
+def _profiled(device: torch.device, step: int) -> Iterator[list[KernelTable]]:
+    """Profiles what is inside; the list it yields holds the table afterwards."""
+    tables: list[KernelTable] = []
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        torch.cuda.synchronize(device)
+    activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
+    started = time.perf_counter()
+    with profile(activities=[activity]) as profiler, dispatch.named_spans(not is_gpu):
+        yield tables
+        if is_gpu:
+            torch.cuda.synchronize(device)
+        milliseconds = (time.perf_counter() - started) * 1e3
+    events = profiler.events()
+    found = _on_gpu(events) if is_gpu else _on_cpu(events)
+    name = torch.cuda.get_device_name(device) if is_gpu else "CPU"
+    if is_gpu and found:
+        milliseconds = _span(events)
+    tables.append(_table(found, name, step, milliseconds))
+
+
+Found = tuple[str, str, str, float]  # op, backend, kernel, milliseconds
+
+
+def _table(found: list[Found], device: str, step: int, milliseconds: float) -> KernelTable:
+    groups: dict[tuple[str, str], list[Found]] = {}
+    for item in found:
+        groups.setdefault(item[:2], []).append(item)
+    why = _reasons()
+    rows = []
+    for (op, backend), items in groups.items():
+        spent = sum(item[3] for item in items)
+        share = spent / milliseconds if milliseconds else 0.0
+        reason = why.get(op, _WHY.get(op, ""))
+        rows.append(KernelRow(op, backend, device, _names(items), reason, len(items), spent, share))
+    rest = milliseconds - sum(row.milliseconds for row in rows)
+    if rest > 0:
+        waiting = "between kernels: the device waits for the host" if found and device != "CPU" else _HOST
+        rows.append(KernelRow("no operator", "-", device, (), waiting, 0, rest, rest / milliseconds))
+    return KernelTable(step, device, milliseconds, tuple(sorted(rows, key=lambda row: -row.milliseconds)))
+
+
+_HOST = "Python, PyTorch's dispatch and autograd, reading data, and the profiler itself"
+_WHY = {
+    PRODUCTS: "linear layers are PyTorch's",
+    OTHERS: "PyTorch's, in the model and the loop: residual sums, copies, zeros",
+    "communication": "torch.distributed",
+    "copies": "between host and device, and zeros",
+}
+
+
+def _names(items: list[Found]) -> tuple[str, ...]:
+    """Each kernel's name once, the longest-running first."""
+    spent: dict[str, float] = {}
+    for _, _, kernel, milliseconds in items:
+        spent[kernel] = spent.get(kernel, 0.0) + milliseconds
+    return tuple(sorted(spent, key=lambda name: -spent[name]))
+
+
+def _reasons() -> dict[str, str]:
+    """Op -> why it is served as it is, of the decisions that were traced."""
+    reasons = {}
+    for event in tracing.trace():
+        if event.kind == "dispatch":
+            reasons[event.facts["op"]] = event.text.partition(": ")[2]
+        elif event.kind == "attention" and "problem" in event.facts:
+            problem = event.facts["problem"]
+            order = order_of(problem)
+            reasons[ATTENTION] = f"first of {', '.join(order.names)} to serve {describe(problem)}; order: {order.known}"
+        elif event.kind == "kernel":
+            op = _op_of(event.facts["module"])
+            if op != ATTENTION:
+                reasons[op] = f"its tensors are on a GPU; code for sm_{event.facts['arch']}"
+    return reasons
+
+
+def _op_of(module: str) -> str:
+    return ATTENTION if ".attention." in module else module.rpartition(".")[2]
+
+
+# kernels of others by the words in their names; the first that fits
+_LIBRARIES = (
+    (r"nccl", "communication", "NCCL"),
+    (r"cudnn.*(sdpa|fprop|bprop|attention)|cudnn_generated", ATTENTION, "cuDNN"),
+    (r"flash|fmha|attention", ATTENTION, "flash attention"),
+    (r"nvjet|gemm|cutlass|cublas|gemv|splitk", PRODUCTS, "cuBLAS or CUTLASS"),
+    (r"^mem(cpy|set)", "copies", "driver"),
+    (r"^triton_", "torch.compile", "Inductor"),
+)
+
+
+def _on_gpu(events: Iterable[Any]) -> list[Found]:
+    ours = {e.facts["kernel"]: _op_of(e.facts["module"]) for e in tracing.trace() if e.kind == "kernel"}
+    return [(*_served(event.name, ours), event.time_range.elapsed_us() / 1e3) for event in _kernels(events)]
+
+
+def _kernels(events: Iterable[Any]) -> list[Any]:
+    return [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def _served(name: str, ours: dict[str, str]) -> tuple[str, str, str]:
+    """(op, backend, short name) of a GPU kernel."""
+    if name in ours:
+        return ours[name], "Triton, ours", name
+    for pattern, op, backend in _LIBRARIES:
+        if re.search(pattern, name.lower()):
+            return op, backend, _short(name)
+    return OTHERS, "PyTorch", _short(name)
+
+
+def _short(name: str) -> str:
+    """A C++ kernel's name without its return type, namespaces and arguments."""
+    plain = re.sub(r"^(void|static)\s+", "", name).partition("(")[0].partition("<")[0]
+    return (plain.rpartition("::")[2] or plain or name)[:60]
+
+
+def _span(events: Iterable[Any]) -> float:
+    """Milliseconds from the first kernel's start to the last one's end."""
+    ranges = [event.time_range for event in _kernels(events)]
+    return (max(r.end for r in ranges) - min(r.start for r in ranges)) / 1e3
+
+
+_PRODUCTS_ON_CPU = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation"}
+
+
+def _on_cpu(events: Iterable[Any]) -> list[Found]:
+    """Time of every PyTorch operator itself, given to the op of ours around it, or around its forward."""
+    operators = [e for e in events if e.name.startswith(("aten::", "c10d::", "gloo:"))]
+    of_forward: dict[int, str] = {}
+    for event in operators:
+        # an operator that is not differentiated carries the number of the next one that is: the last one counts
+        if event.sequence_nr >= 0 and not _backward_number(event):
+            of_forward[event.sequence_nr] = _around(event)
+    found = []
+    for event in operators:
+        op = _around(event) or of_forward.get(_backward_number(event) or -1, "")
+        if event.name in _PRODUCTS_ON_CPU and not op:
+            op = PRODUCTS
+        elif "scaled_dot_product" in event.name:
+            op = ATTENTION
+        elif event.name.startswith(("c10d::", "gloo:")):
+            op = "communication"
+        found.append((op or OTHERS, "PyTorch", event.name, event.self_cpu_time_total / 1e3))
+    return found
+
+
+def _around(event: Any) -> str:
+    """The innermost op of ours, or the optimizer, whose span the event lies in; "" for none."""
+    while event is not None:
+        if event.name.startswith(dispatch.SPAN):
+            return str(event.name.removeprefix(dispatch.SPAN))
+        if event.name.startswith("Optimizer.step"):
+            return "adamw"
+        event = event.cpu_parent
+    return ""
+
+
+def _backward_number(event: Any) -> int | None:
+    """The sequence number of the forward operator whose gradient the event computes; None outside backward."""
+    while event is not None:
+        if event.name.startswith("autograd::engine::evaluate_function"):
+            return int(event.sequence_nr)
+        event = event.cpu_parent
+    return None
