@@ -15,6 +15,7 @@ For bfloat16 whose rows are aligned PyTorch's own kernel (CUTLASS) makes dweight
 Sources: Gale et al., MegaBlocks, arXiv:2211.15841; torch.nn.functional.grouped_mm for the layout of offsets.
 """
 
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.tail import zero_tail
 from powertrain.ops.layout import acc_dtype, as_rows, cdiv, next_power_of_2
-from powertrain.runtime import checks
+from powertrain.runtime import checks, tracing
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -250,6 +251,11 @@ def _torch_serves(archs: tuple[int, ...], target: Target, *tensors: Tensor) -> b
     )
 
 
+@cache
+def _note(what: str, arch: int) -> None:
+    tracing.event("dispatch", f"grouped_gemm: {what} by torch's grouped_mm on sm_{arch}", op="grouped_gemm")
+
+
 def _fwd_outputs(x: Tensor, weight: Tensor, offsets: Tensor, kernel: bool) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[1]))
 
@@ -273,6 +279,7 @@ def _product(x: Tensor, weight: Tensor, offsets: Tensor, kernel: bool, *, transp
     target = Target.of(x.device)
     x, weight = as_rows(x), weight if weight.stride(-1) == 1 else weight.contiguous()
     if _torch_serves(_TORCH_PRODUCT, target, x, weight):
+        _note("dx" if transposed else "the product", target.arch)
         found = F.grouped_mm(x, weight if transposed else weight.mT, offs=offsets)
         return zero_tail(found, offsets)
     T, (E, *inner) = x.shape[0], weight.shape
@@ -305,6 +312,7 @@ def _wgrad(dy: Tensor, x: Tensor, offsets: Tensor, kernel: bool) -> Tensor:
     target = Target.of(x.device)
     dy, x = as_rows(dy), as_rows(x)
     if _torch_serves(_TORCH_WGRAD, target, dy, x):
+        _note("dweight", target.arch)
         return F.grouped_mm(dy.t(), x, offs=offsets)
     dw = _wgrad_outputs(dy, x, offsets, kernel)
     if not x.numel():
