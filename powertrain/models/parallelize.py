@@ -9,15 +9,16 @@ data-parallel there, each takes its part of the tokens through the head. FSDP av
 ranks that share it; `LossShare` states its loss so that this average is right.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -27,6 +28,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from powertrain.models.config import ModelConfig, architecture
+
+# a layer hands on the stream that it was given; nothing here writes into it
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 # of a layer's module: which dim of its weight is spread; `input`: it makes a DTensor of its input, once for all in it
 Spread = Literal["rows", "columns", "heads_norm", "input"]
@@ -46,15 +50,15 @@ def parallelize(
     Raises ValueError naming the key for sizes that `tensor` does not divide.
     """
     tensor, shard = mesh["tensor"], mesh["replicate", "shard"]
-    whole = mesh["replicate", "shard"]
+    whole = shard
     if tensor.size() > 1:
         check_tensor(model.config, tensor.size())
         _spread_layers(model, tensor)
-        mesh["shard", "tensor"]._flatten("shard_tensor")
-        whole = mesh["replicate", "shard_tensor"]
         model.loss_share = LossShare(tensor)
+        names = ("replicate", "shard")
+        whole = init_device_mesh(mesh.device_type, (mesh.shape[0], mesh.shape[1] * mesh.shape[2]), mesh_dim_names=names)
     if mesh["replicate"].size() == 1:
-        shard, whole = mesh["shard"], whole[whole.mesh_dim_names[1]]  # type: ignore[index]
+        shard, whole = mesh["shard"], whole["shard"]
     reshard_after_forward = reshard_after_forward and mesh["shard"].size() > 1
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype)
     for block in model.layers:
@@ -126,7 +130,7 @@ class LossShare:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()
 
     def __call__(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:
         states, labels = states.flatten(0, -2), labels.flatten()
@@ -149,9 +153,7 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dpart: Tensor) -> tuple[Tensor, None]:
         share = ctx.share
-        dx = dpart.new_empty(len(dpart) * share.size, *dpart.shape[1:])
-        torch.distributed.all_gather_into_tensor(dx, dpart.contiguous() / share.size, group=share.group)
-        return dx, None
+        return DTensor.from_local(dpart / share.size, share.mesh, [Shard(0)]).full_tensor(), None
 
 
 class _MeanOfRanks(torch.autograd.Function):
@@ -160,7 +162,7 @@ class _MeanOfRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, share: LossShare) -> Tensor:
         total = loss.clone()
-        torch.distributed.all_reduce(total, group=share.group)
+        torch.distributed.all_reduce(total, group=share.mesh.get_group())
         return total / share.size
 
     @staticmethod

@@ -13,7 +13,8 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI
 def clean_environment() -> dict[str, str]:
     """Ours without what a launcher may have put there; one thread a process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def free_port() -> int:
@@ -33,9 +34,13 @@ def run_ranks(world_size: int, *command: str, timeout: float = 240) -> list[subp
         }  # fmt: skip
         ranks.append(
             subprocess.Popen(
-                [sys.executable, *command], env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                [sys.executable, *command],
+                env=environment,
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            )
         )
     try:
         said = [process.communicate(timeout=timeout)[0] for process in ranks]

@@ -1,4 +1,4 @@
-"""What one rank of these tests does: trains small models as each case says. `python -m tests.distributed.worker CASES OUT`.
+"""`python -m tests.distributed.worker CASES OUT`, one rank of these tests: trains small models as each case says.
 
 The first rank writes to OUT what each case came to; the tests train the same cases in one process beside it.
 """
@@ -63,6 +63,8 @@ class Losses:
     def evaluation(self, record: Any) -> None:
         self.evaluations.append(record.loss)
 
+    def kernels(self, table: Any) -> None: ...
+
     def note(self, text: str) -> None: ...
 
     def close(self) -> None: ...
@@ -74,7 +76,7 @@ def run_config(case: dict[str, Any], dp_size: int) -> RunConfig:
         "gradient_accumulation_steps": 2, "precision": "fp32", "spike_factor": 0, **case.get("train", {}),
     }  # fmt: skip
     sections: dict[str, Any] = {
-        "model": MODELS[case["model"]],
+        "model": {**MODELS[case["model"]], **case.get("sizes", {})},
         "data": {"train": "nothing", "num_workers": 0},
         "train": train,
         "optimizer": {"lr": 3e-3},
