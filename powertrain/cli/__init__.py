@@ -17,6 +17,7 @@ from powertrain.cli import (
     lint,
     prebuild,
     preprocess,
+    report,
     tour,
     train,
     tune,
@@ -24,7 +25,7 @@ from powertrain.cli import (
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Start here": (demo.demo, tour.tour),
-    "Train": (train.train, generate.generate, lint.lint, preprocess.preprocess),
+    "Train": (train.train, generate.generate, report.report, lint.lint, preprocess.preprocess),
     "Kernels": (prebuild.prebuild, kernels.kernels, tune.tune),
     "This machine": (facts.target, facts.env, doctor.doctor, explain.explain),
 }
@@ -48,6 +49,7 @@ def main() -> None:
     powertrain tour                   the field's pains, before and after, on this machine
     powertrain train run.yml          train, resume; a GPT-NeoX YAML is read as it is
     powertrain generate runs/NAME --prompt "def "   text out of a checkpoint
+    powertrain report runs/NAME       report.html of a run, made anew
     powertrain lint run.yml           a training config, checked without training
     powertrain prebuild --arch H100   compile kernels ahead for GPUs that are not here
     powertrain kernels                what is compiled, and whether it is whole

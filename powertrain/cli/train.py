@@ -12,7 +12,6 @@ from rich.console import Console
 from powertrain.cli.lint import read_run
 
 if TYPE_CHECKING:
-    from powertrain.train.config import RunConfig
     from powertrain.train.metrics import Sink
     from powertrain.train.reader import Run
     from powertrain.train.trainer import Trainer
@@ -55,22 +54,42 @@ def train(
 
 
 def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Trainer":
+    from powertrain.train.about import About, about
+    from powertrain.train.kernels_seen import LateCompile
+    from powertrain.train.progress import closing, opening
     from powertrain.train.run import start, stop_on_signals
+    from powertrain.train.sinks import check, open_sinks
     from powertrain.train.trainer import TrainingStopped
 
-    def sinks(config: "RunConfig", resumed_at: int) -> Sequence["Sink"]:
-        return [] if quiet else _sinks(config, resumed_at, console)
+    known: list[About] = []
 
+    def sinks(trainer: "Trainer") -> Sequence["Sink"]:
+        if quiet:
+            return []
+        known.append(about(trainer, run))
+        console.print(opening(known[0]))
+        return open_sinks(trainer.config, known[0], console)
+
+    try:
+        check(run.config)
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(str(error)) from None
     trainer = start(run, seat, sinks)
+    stopped: Exception | None = None
     try:
         with stop_on_signals(trainer):
             trainer.fit()
-    except TrainingStopped as stopped:
-        if seat.rank == 0:
-            console.print(str(stopped), markup=False, highlight=False)
-        raise typer.Exit(1) from None
+    except (TrainingStopped, LateCompile) as error:
+        stopped = error
     finally:
         trainer.close()
+    if stopped and seat.rank == 0:
+        console.print(str(stopped), markup=False, highlight=False, soft_wrap=True)
+    for one in known:
+        for line in closing(one, report=run.config.logging.report):
+            console.print(line, highlight=False, soft_wrap=True)
+    if stopped:
+        raise typer.Exit(1)
     return trainer
 
 
@@ -119,9 +138,3 @@ def _show(run: "Run", console: Console) -> None:
 
     console.print(run.note, highlight=False)
     render(run.table, console)
-
-
-def _sinks(config: "RunConfig", resumed_at: int, console: Console) -> "Sequence[Sink]":
-    from powertrain.train.metrics import JsonLines
-
-    return [JsonLines(config.folder() / "metrics.jsonl", resumed_at=resumed_at)]

@@ -1,9 +1,10 @@
 """What serves each op of a run, why, and its share of a step: one step under torch.profiler; and late compiles."""
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,7 @@ class StepWatch:
         before = len(tracing.trace())
         if self._count != self._profiled:
             yield
-        elif torch.autograd._profiler_enabled():
+        elif torch._C._autograd._profiler_enabled():
             self.tell("note", f"step {number}: no kernel table, another profiler is running")
             yield
         else:
@@ -119,8 +120,13 @@ def _profiled(device: torch.device, step: int) -> Iterator[list[KernelTable]]:
         torch.cuda.synchronize(device)
     activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
     started = time.perf_counter()
-    with profile(activities=[activity]) as profiler, dispatch.named_spans(not is_gpu):
-        yield tables
+    profiler = profile(activities=[activity])
+    with ExitStack() as stack:
+        with _silent_kineto():
+            profiler.start()
+        stack.callback(_stop, profiler)
+        with dispatch.named_spans(not is_gpu):
+            yield tables
         if is_gpu:
             torch.cuda.synchronize(device)
         milliseconds = (time.perf_counter() - started) * 1e3
@@ -130,6 +136,24 @@ def _profiled(device: torch.device, step: int) -> Iterator[list[KernelTable]]:
     if is_gpu and found:
         milliseconds = _span(events)
     tables.append(_table(found, name, step, milliseconds))
+
+
+def _stop(profiler: profile) -> None:
+    with _silent_kineto():
+        profiler.stop()
+
+
+@contextmanager
+def _silent_kineto() -> Iterator[None]:
+    """Kineto (torch 2.13) writes "USDT: ... profiler_start" to stderr, past Python, into the middle of a bar."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # a process without stderr has nothing to keep quiet
+            stderr = os.dup(2)
+            stack.callback(os.close, stderr)
+            stack.callback(os.dup2, stderr, 2)
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 2)
+        yield
 
 
 Found = tuple[str, str, str, float]  # op, backend, kernel, milliseconds
@@ -208,7 +232,7 @@ def _on_gpu(events: Iterable[Any]) -> list[Found]:
 
 
 def _kernels(events: Iterable[Any]) -> list[Any]:
-    return [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event for event in events if event.device_type.name == "CUDA"]
 
 
 def _served(name: str, ours: dict[str, str]) -> tuple[str, str, str]:

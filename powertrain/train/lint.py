@@ -254,7 +254,7 @@ def _memory(config: RunConfig, model: nn.Module, activations: dict[str, int], wo
 
 def _finding(config: RunConfig, model: nn.Module, target: Target, memory: Memory, world_size: int) -> Finding:
     kernels = rehearse(config, target, world_size=world_size, layers=_kinds_of_layers(model))
-    finding = Finding(target, _attention(config, model, target), kernels, memory_of(target))
+    finding = Finding(target, explain_run_attention(config, model, target.name), kernels, memory_of(target))
     if config.train.precision == "bf16" and not target.has_bf16:
         finding.problems.append(f"{target.name} has no bfloat16 arithmetic: train.precision fp16 or fp32")
     if finding.attention.chosen is None:
@@ -282,8 +282,8 @@ def _kinds_of_layers(model: Any) -> int:
     return max((i + 1 for i in range(len(shapes)) if i == 0 or shapes[i] != shapes[i - 1]), default=1)
 
 
-def _attention(config: RunConfig, model: Any, target: Target) -> Explanation:
-    """Which backend serves the first layer's attention."""
+def explain_run_attention(config: RunConfig, model: Any, arch: str) -> Explanation:
+    """Which backend serves the first layer's attention, on a GPU by its name or arch, or on the "cpu"."""
     module = model.layers[0].attention
     heads, tensor = module.head_dims, config.parallel.tensor
     kv_heads = getattr(module, "num_kv_heads", module.num_heads)
@@ -297,7 +297,7 @@ def _attention(config: RunConfig, model: Any, target: Target) -> Explanation:
     if getattr(module, "dropout", 0.0):
         arguments["dropout_p"] = module.dropout
     return explain_attention(
-        arch=target.name, dtype=DTYPES[config.train.precision], head_dim_qk=heads[0], head_dim_v=heads[1],
+        arch=arch, dtype=DTYPES[config.train.precision], head_dim_qk=heads[0], head_dim_v=heads[1],
         num_heads=module.num_heads // tensor, num_kv_heads=kv_heads // tensor, batch=config.train.micro_batch_size,
         queries=config.train.seq_length, **arguments,
     )  # fmt: skip

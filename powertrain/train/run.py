@@ -15,13 +15,14 @@ from powertrain.train.checkpoint import write_json
 from powertrain.train.config import RunConfig
 from powertrain.train.data.sources import Data, open_data, open_tokenizer
 from powertrain.train.data.tokenizer import Tokenizer, padded_vocab_size
+from powertrain.train.host_memory import keep_freed_memory
 from powertrain.train.lint import rehearse
 from powertrain.train.metrics import Sink
 from powertrain.train.ranks import Seat, be_deterministic, check_parallel, connect
 from powertrain.train.reader import Run
 from powertrain.train.trainer import Trainer
 
-MakeSinks = Callable[[RunConfig, int], Sequence[Sink]]
+MakeSinks = Callable[[Trainer], Sequence[Sink]]
 
 
 def with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
@@ -70,13 +71,15 @@ def start(run: Run, seat: Seat, make_sinks: MakeSinks) -> Trainer:
     """A trainer that stands where its newest checkpoint left it, or at the beginning.
 
     Kernels are built before the ranks meet, so that no collective waits for a compiler.
-    make_sinks  (config, step resumed from) -> who is told of each step; called on the first rank only
+    make_sinks  (trainer, where it resumed) -> who is told of each step; called on the first rank only
     """
     tokenizer = open_tokenizer(run.config.data)
     config = with_vocabulary(run.config, tokenizer)
     check_parallel(config, seat.world_size)
     if config.train.deterministic:
         be_deterministic(seat.device)
+    if seat.device.type == "cpu":
+        keep_freed_memory()
     build_kernels(config, seat.device, seat.world_size)
     ranks = connect(seat, config)
     data = open_run_data(config, tokenizer, ranks.dp_size)
@@ -84,8 +87,8 @@ def start(run: Run, seat: Seat, make_sinks: MakeSinks) -> Trainer:
     path = Path(config.checkpoint.load) if config.checkpoint.load else None
     resumed = trainer.resume() or (path is not None and trainer.resume(path))
     if ranks.is_first:
-        trainer.sinks = make_sinks(config, trainer.progress.step)
         keep_texts(config.folder() / "config", run, config)
+        trainer.sinks = make_sinks(trainer)
     if path is not None and not resumed:
         tracing.warn(f"checkpoint.load: no checkpoint at {path}; the run starts at step 0")
     return trainer

@@ -208,8 +208,7 @@ class Trainer:
             return
         loss, stop, grad_norm, skipped, scale = unread.numbers()
         self._stopping = stop > 0
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        seconds, self._clock = unread.ended - self._clock, unread.ended
         tokens = self.config.train.seq_length * len(unread.batches) * unread.batches[0].tokens.shape[0]
         rate = tokens * self.ranks.dp_size / seconds
         mfu = None
@@ -270,6 +269,7 @@ class _Unread:
     def __init__(self, step: int, tokens: int, lr: float, host: Tensor, batches: list[Batch]) -> None:
         self.step, self.tokens, self.lr, self.host, self.batches = step, tokens, lr, host, batches
         self.event = None
+        self.ended = time.perf_counter()
         if host.is_pinned():
             self.event = torch.cuda.Event()
             self.event.record()
@@ -277,6 +277,7 @@ class _Unread:
     def numbers(self) -> list[float]:
         if self.event is not None:
             self.event.synchronize()
+            self.ended = time.perf_counter()
         return self.host.tolist()
 
 

@@ -1,0 +1,25 @@
+"""`powertrain report`: a run's report.html, made anew."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="the run's folder: logging.folder of its config")],
+) -> None:
+    """Make report.html anew from what lies in a run's folder, also while the run goes on or after it was killed.
+
+    \b
+    powertrain report runs/quickstart
+    """
+    from powertrain.train.report import write_report
+
+    try:
+        path = write_report(folder)
+    except (FileNotFoundError, ValueError) as error:
+        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
+        raise typer.Exit(2) from None
+    Console(soft_wrap=True).print(str(path), markup=False, highlight=False)

@@ -1,0 +1,159 @@
+"""Line charts as SVG that stands in a page and takes its colours from the page's style sheet."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+MOST_POINTS = 400
+_WIDTH, _HEIGHT = 640, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 30
+
+
+@dataclass(frozen=True)
+class Point:
+    """The mean of the values of neighbouring steps, and their range."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve. style: "a", "b" ..., a colour of the page; dots: mark each point (few of them)."""
+
+    name: str
+    points: tuple[Point, ...]
+    style: str = "a"
+    dots: bool = False
+
+
+def series(
+    name: str, values: Sequence[tuple[float, float]], *, style: str = "a", dots: bool = False, most: int = MOST_POINTS
+) -> Series:
+    """A curve of (x, y) pairs in order of x, of at most `most` points; what is not finite is left out."""
+    finite = [(x, y) for x, y in values if math.isfinite(y)]
+    size = math.ceil(len(finite) / most) or 1
+    groups = [finite[i : i + size] for i in range(0, len(finite), size)]
+    return Series(name, tuple(_mean(group) for group in groups), style, dots)
+
+
+def _mean(group: Sequence[tuple[float, float]]) -> Point:
+    ys = [y for _, y in group]
+    return Point(group[-1][0], sum(ys) / len(ys), min(ys), max(ys))
+
+
+def line_chart(
+    curves: Sequence[Series], *, unit: str = "", marks: Sequence[float] = (), log: bool | None = None
+) -> Markup:
+    """An SVG of the curves over steps; "" where no curve has a point.
+
+    unit   what the values are, for the reader
+    marks  steps with a vertical line: where the run was resumed
+    log    a logarithmic axis; None: where the largest value is over 50 times the smallest
+    """
+    curves = [curve for curve in curves if curve.points]
+    if not curves:
+        return Markup("")
+    lows = [point.low for curve in curves for point in curve.points]
+    highs = [point.high for curve in curves for point in curve.points]
+    if log is None:
+        log = min(lows) > 0 and max(highs) > 50 * min(lows)
+    x = _Axis(
+        min(p.x for c in curves for p in c.points), max(p.x for c in curves for p in c.points), _LEFT, _WIDTH - _RIGHT
+    )
+    low, high = (min(lows), max(highs)) if log else _padded(min(lows), max(highs))
+    y = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP, log)
+    parts = [*_grid(x, y), *(_mark(x, at) for at in marks if x.low <= at <= x.high)]
+    for curve in curves:
+        parts += _curve(curve, x, y)
+    data = [{"name": c.name, "style": c.style, "points": [[p.x, p.y] for p in c.points]} for c in curves]
+    frame = json.dumps({"left": _LEFT, "right": _WIDTH - _RIGHT, "x": [x.low, x.high], "unit": unit, "curves": data})
+    return Markup(
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" data-chart="{escape(frame)}">'
+        f'{"".join(parts)}<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/></svg>'
+    )
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    margin = 0.04 * (high - low) or 0.04 * abs(high) or 1.0
+    return (0.0 if 0 <= low <= margin else low - margin), high + margin
+
+
+class _Axis:
+    """From values to pixels."""
+
+    def __init__(self, low: float, high: float, start: float, end: float, log: bool = False) -> None:
+        if high <= low:
+            high = low * 1.1 if log else low + 1
+        self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
+
+    def __call__(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.log:
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        """Round values within, about five; powers of ten (and 2, 5 between them) where it is logarithmic."""
+        if not self.log:
+            step = _round_step((self.high - self.low) / 5)
+            return [n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step + 1e-9) + 1)]
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        digits = (1, 2, 5) if last - first <= 3 else (1,)
+        values = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
+        return [value for value in values if self.low <= value <= self.high]
+
+
+def _round_step(step: float) -> float:
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= step * 0.999)
+
+
+def _grid(x: _Axis, y: _Axis) -> list[str]:
+    bottom = _HEIGHT - _BOTTOM
+    parts = [
+        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
+        f'<text class="tick" x="{_LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">{tick(v)}</text>'
+        for v in y.ticks()
+    ]
+    parts += [
+        f'<text class="tick" x="{x(v):.1f}" y="{bottom + 18}" text-anchor="middle">{tick(v)}</text>'
+        for v in x.ticks()
+        if v == int(v)
+    ]
+    return [*parts, f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>']
+
+
+def _mark(x: _Axis, at: float) -> str:
+    return f'<line class="mark" x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+
+
+def _curve(curve: Series, x: _Axis, y: _Axis) -> list[str]:
+    points, parts = curve.points, []
+    if any(p.low < p.high for p in points):
+        above = [f"{x(p.x):.1f},{y(p.high):.1f}" for p in points]
+        below = [f"{x(p.x):.1f},{y(p.low):.1f}" for p in reversed(points)]
+        parts.append(f'<polygon class="band {curve.style}" points="{" ".join(above + below)}"/>')
+    line = " ".join(f"{x(p.x):.1f},{y(p.y):.1f}" for p in points)
+    parts.append(f'<polyline class="line {curve.style}" points="{line}"/>')
+    if curve.dots or len(points) == 1:
+        parts += [f'<circle class="dot {curve.style}" cx="{x(p.x):.1f}" cy="{y(p.y):.1f}" r="3.5"/>' for p in points]
+    return parts
+
+
+def tick(value: float) -> str:
+    """A value on an axis: 0.003, 1.5, 20k, 3M."""
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-2:
+        mantissa, exponent = f"{value:.0e}".split("e") if float(f"{value:.0e}") == value else f"{value:.1e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
+    return f"{value:.4g}"

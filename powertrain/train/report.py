@@ -1,0 +1,187 @@
+"""report.html: one file that says what a run was and came to, made from what lies in its folder."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from powertrain.train.about import About
+from powertrain.train.chart import MOST_POINTS, line_chart, series
+from powertrain.train.checkpoint import checkpoints_in
+from powertrain.train.kernels_seen import KernelTable
+from powertrain.train.metrics import EvaluationRecord, Metrics, StepRecord, read_metrics
+from powertrain.train.progress import Pace, opening_facts, si
+
+NAME = "report.html"
+_SHARE = 100  # reports written while a run goes on take at most a hundredth of its time
+
+
+def write_report(folder: Path) -> Path:
+    """Make report.html of a run's folder anew; it appears whole or not at all. Returns its path.
+
+    Raises FileNotFoundError or ValueError naming the file, where the folder is not a run's.
+    """
+    about, metrics = About.read(folder), read_metrics(folder / "metrics.jsonl")
+    aside = folder / f"{NAME}.partial"
+    aside.write_text(render(about, metrics, _checkpoints(folder, about)), encoding="utf-8")
+    return aside.replace(folder / NAME)
+
+
+class ReportFile:
+    """The sink that writes the report: at evaluations, unless that took long, and at the end, however it came."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ready = 0.0
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        started = time.monotonic()
+        if started >= self._ready:
+            write_report(self.folder)
+            now = time.monotonic()
+            self._ready = now + _SHARE * (now - started)
+
+    def kernels(self, table: KernelTable) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None:
+        write_report(self.folder)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """step, path and size on disk of one that is there now."""
+
+    step: int
+    path: str
+    gib: float
+
+
+def _checkpoints(folder: Path, about: About) -> list[Checkpoint]:
+    """The run's checkpoints, also where its folder was moved after it."""
+    places = (Path(about.checkpoints), folder / "checkpoints", folder)
+    found = next((paths for place in places if (paths := checkpoints_in(place))), [])
+    return [
+        Checkpoint(
+            int(path.name.removeprefix("step_")), str(path), sum(f.stat().st_size for f in path.iterdir()) / 2**30
+        )
+        for path in found
+    ]
+
+
+def render(about: About, metrics: Metrics, checkpoints: list[Checkpoint] | None = None) -> str:
+    """The page's HTML. Curves have at most 400 points however long the run; nothing is read from elsewhere."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    facts = opening_facts(about)
+    last = metrics.steps[-1].step if metrics.steps else about.resumed_at
+    return environment.get_template("report.html.j2").render(
+        about=about, facts=facts, last=last, state=_state(about, metrics, last), tiles=_tiles(about, metrics),
+        stopped=[text for _, text in metrics.notes if text.startswith("training stopped")][-1:],
+        charts=_charts(about, metrics), table=metrics.kernels, groups=_config(about), mfu=_mfu(about, metrics),
+        checkpoints=checkpoints or [], notes=metrics.notes, per_point=-(-len(metrics.steps) // MOST_POINTS), si=si,
+    )  # fmt: skip
+
+
+def _state(about: About, metrics: Metrics, last: int) -> tuple[str, str]:
+    """(class, words) of how far the run is."""
+    if metrics.notes and metrics.notes[-1][1].startswith("training stopped"):
+        return "bad", f"stopped at step {last:,} of {about.steps:,}"
+    if last >= about.steps:
+        return "good", f"all {about.steps:,} steps"
+    return "open", f"step {last:,} of {about.steps:,}"
+
+
+def _tiles(about: About, metrics: Metrics) -> list[tuple[str, str, str]]:
+    """(label, number, remark) of what one looks for first."""
+    steps = metrics.steps
+    if not steps:
+        return []
+    pace = Pace(about.steps)
+    for record in steps:
+        pace.see(record)
+    tiles = [("training loss", f"{pace.loss:.3f}", f"smoothed; {steps[0].loss:.3f} at step {steps[0].step}")]
+    for name in dict.fromkeys(record.name for record in metrics.evaluations):
+        mine = [record for record in metrics.evaluations if record.name == name]
+        best = min(mine, key=lambda record: record.loss)
+        tiles.append((f"{name} loss", f"{mine[-1].loss:.3f}", f"best {best.loss:.3f} at step {best.step:,}"))
+    tiles.append(("tokens seen", si(steps[-1].tokens), f"{about.tokens_per_step:,} a step"))
+    tiles.append(("tokens/s", f"{_rate(steps):,.0f}", "median of all steps"))
+    if (mfu := _median_mfu(steps)) is not None:
+        tiles.append(("MFU", f"{mfu:.1%}", "median of all steps"))
+    tiles.append(("memory", f"{max(r.memory_bytes for r in steps) / 2**30:.2f} GiB", "at most, of the first rank"))
+    spent = timedelta(seconds=round(sum(record.seconds for record in steps)))
+    tiles.append(("time in steps", str(spent), f"{len(steps):,} steps"))
+    return tiles
+
+
+def _rate(steps: list[StepRecord]) -> float:
+    return statistics.median(record.tokens_per_second for record in steps)
+
+
+def _median_mfu(steps: list[StepRecord]) -> float | None:
+    known = [record.mfu for record in steps if record.mfu is not None]
+    return statistics.median(known) if known else None
+
+
+def _charts(about: About, metrics: Metrics) -> list[tuple[str, str, list[tuple[str, str]], Markup]]:
+    """(title, unit, legend of (style, name), SVG)."""
+    steps, evaluations = metrics.steps, metrics.evaluations
+    names = dict.fromkeys(record.name for record in evaluations)
+    losses = [series("training", [(r.step, r.loss) for r in steps])]
+    losses += [
+        series(name, [(r.step, r.loss) for r in evaluations if r.name == name], style=style, dots=True)
+        for name, style in zip(names, "bcd", strict=False)
+    ]
+    curves = [
+        ("Loss", "nats per token", losses),
+        ("Throughput", "tokens/s", [series("tokens/s", [(r.step, r.tokens_per_second) for r in steps])]),
+        ("Gradient norm", "before clipping", [series("norm", [(r.step, r.grad_norm) for r in steps])]),
+        ("Learning rate", "", [series("rate", [(r.step, r.lr) for r in steps])]),
+        ("Memory", "GiB, of the first rank", [series("GiB", [(r.step, r.memory_bytes / 2**30) for r in steps])]),
+    ]
+    if _median_mfu(steps) is not None:
+        percent = [(r.step, 100 * r.mfu) for r in steps if r.mfu is not None]
+        curves.insert(2, ("MFU", "% of peak", [series("MFU", percent)]))
+    marks = [about.resumed_at] if about.resumed_at else []
+    found = []
+    for title, unit, lines in curves:
+        legend = [(line.style, line.name) for line in lines if line.points] if len(lines) > 1 else []
+        logarithmic = None if title == "Gradient norm" else False
+        found.append((title, unit, legend, line_chart(lines, unit=unit, marks=marks, log=logarithmic)))
+    return found
+
+
+def _config(about: About) -> list[tuple[str, list[dict[str, Any]]]]:
+    """(disposition, rows), what needs attention first."""
+    order = ("changes numerics", "ignored", "mapped", "honoured")
+    groups = [(kind, [row for row in about.table if row["disposition"] == kind]) for kind in order]
+    return [(kind, rows) for kind, rows in groups if rows]
+
+
+def _mfu(about: About, metrics: Metrics) -> dict[str, str]:
+    """The formula's numbers."""
+    numbers = {
+        "products": f"{si(about.flops_per_token - about.flops_attention)}FLOP",
+        "attention": f"{si(about.flops_attention)}FLOP",
+        "together": f"{si(about.flops_per_token)}FLOP",
+        "peak": "" if about.peak_flops is None else f"{about.peak_flops / 1e12:,.1f} TFLOP/s",
+        "rate": f"{_rate(metrics.steps):,.0f}" if metrics.steps else "",
+        "achieved": "",
+        "mfu": "",
+    }
+    if metrics.steps:
+        achieved = _rate(metrics.steps) * about.flops_per_token / about.world_size
+        numbers["achieved"] = f"{achieved / 1e12:,.3g} TFLOP/s"
+        numbers["mfu"] = f"{achieved / about.peak_flops:.1%}" if about.peak_flops else ""
+    return numbers
