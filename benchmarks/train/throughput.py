@@ -1,4 +1,4 @@
-"""`python -m benchmarks.train.throughput [CASE...]`: training steps of our trainer and of a compiled plain-PyTorch twin.
+"""`python -m benchmarks.train.throughput [CASE...]`: steps of our trainer and of a compiled plain-PyTorch twin.
 
 In turns, in one process, the same batches; MFU counts model FLOPs (powertrain/models/flops.py) against the card's dense
 bfloat16 rate. The twin: float32 weights under autocast, torch.compile, PyTorch's best attention, fused AdamW, clipping.
@@ -108,7 +108,11 @@ def twin(case: Case, device: torch.device, state: dict[str, torch.Tensor]) -> Ca
     with device:
         model = Twin(config.model)
     model.load_state_dict(state)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, (0.9, 0.95), fused=True)
+    decayed = {True: [], False: []}
+    for p in model.parameters():
+        decayed[p.dim() > 1].append(p)
+    groups = [{"params": decayed[True], "weight_decay": 0.1}, {"params": decayed[False], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, 1e-4, (0.9, 0.95), fused=True)
     compiled = torch.compile(model)
     data = RandomTokens(config.model.vocab_size, case.seq_length)
     samples = [data.sample(i) for i in range(case.batch)]

@@ -628,11 +628,12 @@ def _rope_torch(tensors: tuple[Tensor, Tensor | None], at: _Positions) -> tuple[
 def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     acc, pairs = acc_dtype(x.dtype), cos.shape[-1]
     cos, sin = (t.to(acc)[0] if x.dim() == 3 else t.to(acc) for t in (cos, sin))
-    turning = x[..., : 2 * pairs]
-    a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
+    # split, since the backward of a slice fills a tensor of x's size with zeros
+    turning, rest = x.split((2 * pairs, x.shape[-1] - 2 * pairs), -1)
+    a, b = turning.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else turning.split(pairs, -1)
     a, b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     parts = [torch.stack((a, b), -1).flatten(-2)] if interleaved else [a, b]
-    return torch.cat((*parts, x[..., 2 * pairs :]), -1)
+    return torch.cat((*parts, rest), -1)
 
 
 def _cos_sin(x: Tensor, at: _Positions) -> tuple[Tensor, Tensor]:

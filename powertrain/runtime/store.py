@@ -184,7 +184,8 @@ def _write_whole(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
         try:
-            os.link(f"/proc/self/fd/{file.fileno()}", path, follow_symlinks=True)
+            # with a src_dir_fd Python calls linkat, which follows the link; without it link, which never does
+            os.link(f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=file.fileno(), follow_symlinks=True)
         except FileExistsError:
             pass  # another process published the same key
         except OSError:

@@ -1,5 +1,6 @@
 """Entries, packs and keys."""
 
+import os
 import zipfile
 from pathlib import Path
 
@@ -146,3 +147,15 @@ def test_clear_and_list(fresh: Path) -> None:  # noqa: F811
     home = store.user_store()
     assert list(home.keys()) == [spec_of().key]
     assert home.clear() == 1 and not list(home.keys())
+
+
+def test_an_entry_appears_whole_without_a_second_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system has nameless files, nothing is left behind by a kill at any moment."""
+    try:
+        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_WRONLY, 0o600))
+    except OSError as error:
+        pytest.skip(f"no O_TMPFILE here: {error}")
+    monkeypatch.setattr(store, "_write_renamed", lambda path, data: pytest.fail("took the way with a temporary name"))
+    store._write_whole(tmp_path / "entry", b"all of it")
+    assert (tmp_path / "entry").read_bytes() == b"all of it"
+    assert [path.name for path in tmp_path.iterdir()] == ["entry"]
