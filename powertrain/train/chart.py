@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 MOST_POINTS = 400
-_WIDTH, _HEIGHT = 640, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 30
+WIDE, NARROW = 1090, 530  # the page shows a unit as about a pixel, so that letters are of one size in all charts
+_HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 240, 52, 10, 10, 26
 
 
 @dataclass(frozen=True)
@@ -48,33 +48,31 @@ def _mean(group: Sequence[tuple[float, float]]) -> Point:
 
 
 def line_chart(
-    curves: Sequence[Series], *, unit: str = "", marks: Sequence[float] = (), log: bool | None = None
+    curves: Sequence[Series], *, width: int = NARROW, marks: Sequence[float] = (), log: bool = False, zero: bool = False
 ) -> Markup:
     """An SVG of the curves over steps; "" where no curve has a point.
 
-    unit   what the values are, for the reader
     marks  steps with a vertical line: where the run was resumed
-    log    a logarithmic axis; None: where the largest value is over 50 times the smallest
+    log    a logarithmic axis, if all values are positive and the largest is over 50 times the smallest
+    zero   the axis begins at 0
     """
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return Markup("")
-    lows = [point.low for curve in curves for point in curve.points]
-    highs = [point.high for curve in curves for point in curve.points]
-    if log is None:
-        log = min(lows) > 0 and max(highs) > 50 * min(lows)
-    x = _Axis(
-        min(p.x for c in curves for p in c.points), max(p.x for c in curves for p in c.points), _LEFT, _WIDTH - _RIGHT
-    )
-    low, high = (min(lows), max(highs)) if log else _padded(min(lows), max(highs))
+    points = [point for curve in curves for point in curve.points]
+    low, high = min(p.low for p in points), max(p.high for p in points)
+    log = log and low > 0 and high > 50 * low
+    if not log:
+        low, high = _padded(0.0 if zero else low, high)
+    x = _Axis(min(p.x for p in points), max(p.x for p in points), _LEFT, width - _RIGHT)
     y = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP, log)
     parts = [*_grid(x, y), *(_mark(x, at) for at in marks if x.low <= at <= x.high)]
     for curve in curves:
         parts += _curve(curve, x, y)
-    data = [{"name": c.name, "style": c.style, "points": [[p.x, p.y] for p in c.points]} for c in curves]
-    frame = json.dumps({"left": _LEFT, "right": _WIDTH - _RIGHT, "x": [x.low, x.high], "unit": unit, "curves": data})
+    data = [{"name": c.name, "points": [[p.x, p.y] for p in c.points]} for c in curves]
+    facts = json.dumps({"left": x.start, "right": x.end, "x": [x.low, x.high], "curves": data})
     return Markup(
-        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" data-chart="{escape(frame)}">'
+        f'<svg class="chart" viewBox="0 0 {width} {_HEIGHT}" role="img" data-chart="{escape(facts)}">'
         f'{"".join(parts)}<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/></svg>'
     )
 
@@ -117,7 +115,7 @@ def _round_step(step: float) -> float:
 def _grid(x: _Axis, y: _Axis) -> list[str]:
     bottom = _HEIGHT - _BOTTOM
     parts = [
-        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
+        f'<line class="grid" x1="{_LEFT}" x2="{x.end}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
         f'<text class="tick" x="{_LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">{tick(v)}</text>'
         for v in y.ticks()
     ]
@@ -126,7 +124,7 @@ def _grid(x: _Axis, y: _Axis) -> list[str]:
         for v in x.ticks()
         if v == int(v)
     ]
-    return [*parts, f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>']
+    return [*parts, f'<line class="axis" x1="{_LEFT}" x2="{x.end}" y1="{bottom}" y2="{bottom}"/>']
 
 
 def _mark(x: _Axis, at: float) -> str:
@@ -148,12 +146,11 @@ def _curve(curve: Series, x: _Axis, y: _Axis) -> list[str]:
 
 def tick(value: float) -> str:
     """A value on an axis: 0.003, 1.5, 20k, 3M."""
-    if value == 0:
-        return "0"
-    if abs(value) < 1e-2:
-        mantissa, exponent = f"{value:.0e}".split("e") if float(f"{value:.0e}") == value else f"{value:.1e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    value = float(f"{value:.4g}")
+    if value and abs(value) < 1e-2:
+        mantissa, exponent = f"{value:.3e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    for size, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
-    return f"{value:.4g}"
+            return f"{value / unit:g}{letter}"
+    return f"{value:g}"

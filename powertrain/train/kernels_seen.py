@@ -39,7 +39,7 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The rows of one step, the longest first; milliseconds: of that step, under the profiler."""
+    """One step's rows, the longest first, what was outside operators last; milliseconds of that step, profiler included."""
 
     step: int
     device: str
@@ -170,11 +170,12 @@ def _table(found: list[Found], device: str, step: int, milliseconds: float) -> K
         share = spent / milliseconds if milliseconds else 0.0
         reason = why.get(op, _WHY.get(op, ""))
         rows.append(KernelRow(op, backend, device, _names(items), reason, len(items), spent, share))
+    rows.sort(key=lambda row: -row.milliseconds)
     rest = milliseconds - sum(row.milliseconds for row in rows)
     if rest > 0:
         waiting = "between kernels: the device waits for the host" if found and device != "CPU" else _HOST
-        rows.append(KernelRow("no operator", "-", device, (), waiting, 0, rest, rest / milliseconds))
-    return KernelTable(step, device, milliseconds, tuple(sorted(rows, key=lambda row: -row.milliseconds)))
+        rows.append(KernelRow("outside operators", "-", device, (), waiting, 0, rest, rest / milliseconds))
+    return KernelTable(step, device, milliseconds, tuple(rows))
 
 
 _HOST = "Python, PyTorch's dispatch and autograd, reading data, and the profiler itself"
@@ -201,9 +202,8 @@ def _reasons() -> dict[str, str]:
         if event.kind == "dispatch":
             reasons[event.facts["op"]] = event.text.partition(": ")[2]
         elif event.kind == "attention" and "problem" in event.facts:
-            problem = event.facts["problem"]
-            order = order_of(problem)
-            reasons[ATTENTION] = f"first of {', '.join(order.names)} to serve {describe(problem)}; order: {order.known}"
+            problem, backend = event.facts["problem"], event.facts["backend"]
+            reasons[ATTENTION] = f"{backend} serves {describe(problem)}; order: {order_of(problem).known}"
         elif event.kind == "kernel":
             op = _op_of(event.facts["module"])
             if op != ATTENTION:

@@ -176,6 +176,11 @@ def closing(about: About, *, report: bool) -> list[str]:
     return [*lines, f'generate  [bold]powertrain generate {escape(folder)} --prompt "def main("[/]']
 
 
+def many(number: float) -> str:
+    """A count as people say it: 115k, 1.24B."""
+    return si(number).replace(" ", "").replace("G", "B")
+
+
 def si(number: float) -> str:
     """1.23 M, 4.5 G: three digits and a decimal prefix."""
     for prefix in ("", "k", "M", "G", "T", "P"):

@@ -11,11 +11,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from powertrain.train.about import About
-from powertrain.train.chart import MOST_POINTS, line_chart, series
+from powertrain.train.chart import MOST_POINTS, WIDE, line_chart, series
 from powertrain.train.checkpoint import checkpoints_in
 from powertrain.train.kernels_seen import KernelTable
 from powertrain.train.metrics import EvaluationRecord, Metrics, StepRecord, read_metrics
-from powertrain.train.progress import Pace, opening_facts, si
+from powertrain.train.progress import Pace, many, opening_facts, si
 
 NAME = "report.html"
 _SHARE = 100  # reports written while a run goes on take at most a hundredth of its time
@@ -89,7 +89,7 @@ def render(about: About, metrics: Metrics, checkpoints: list[Checkpoint] | None 
         about=about, facts=facts, last=last, state=_state(about, metrics, last), tiles=_tiles(about, metrics),
         stopped=[text for _, text in metrics.notes if text.startswith("training stopped")][-1:],
         charts=_charts(about, metrics), table=metrics.kernels, groups=_config(about), mfu=_mfu(about, metrics),
-        checkpoints=checkpoints or [], notes=metrics.notes, per_point=-(-len(metrics.steps) // MOST_POINTS), si=si,
+        checkpoints=checkpoints or [], notes=metrics.notes, per_point=-(-len(metrics.steps) // MOST_POINTS), parameters=many(about.parameters),
     )  # fmt: skip
 
 
@@ -115,11 +115,11 @@ def _tiles(about: About, metrics: Metrics) -> list[tuple[str, str, str]]:
         mine = [record for record in metrics.evaluations if record.name == name]
         best = min(mine, key=lambda record: record.loss)
         tiles.append((f"{name} loss", f"{mine[-1].loss:.3f}", f"best {best.loss:.3f} at step {best.step:,}"))
-    tiles.append(("tokens seen", si(steps[-1].tokens), f"{about.tokens_per_step:,} a step"))
+    tiles.append(("tokens seen", many(steps[-1].tokens), f"{about.tokens_per_step:,} a step"))
     tiles.append(("tokens/s", f"{_rate(steps):,.0f}", "median of all steps"))
     if (mfu := _median_mfu(steps)) is not None:
         tiles.append(("MFU", f"{mfu:.1%}", "median of all steps"))
-    tiles.append(("memory", f"{max(r.memory_bytes for r in steps) / 2**30:.2f} GiB", "at most, of the first rank"))
+    tiles.append(("memory", f"{max(r.memory_bytes for r in steps) / 2**30:.3g} GiB", "at most, of the first rank"))
     spent = timedelta(seconds=round(sum(record.seconds for record in steps)))
     tiles.append(("time in steps", str(spent), f"{len(steps):,} steps"))
     return tiles
@@ -143,23 +143,27 @@ def _charts(about: About, metrics: Metrics) -> list[tuple[str, str, list[tuple[s
         series(name, [(r.step, r.loss) for r in evaluations if r.name == name], style=style, dots=True)
         for name, style in zip(names, "bcd", strict=False)
     ]
-    curves = [
-        ("Loss", "nats per token", losses),
-        ("Throughput", "tokens/s", [series("tokens/s", [(r.step, r.tokens_per_second) for r in steps])]),
-        ("Gradient norm", "before clipping", [series("norm", [(r.step, r.grad_norm) for r in steps])]),
-        ("Learning rate", "", [series("rate", [(r.step, r.lr) for r in steps])]),
-        ("Memory", "GiB, of the first rank", [series("GiB", [(r.step, r.memory_bytes / 2**30) for r in steps])]),
-    ]
-    if _median_mfu(steps) is not None:
-        percent = [(r.step, 100 * r.mfu) for r in steps if r.mfu is not None]
-        curves.insert(2, ("MFU", "% of peak", [series("MFU", percent)]))
+
+    def of(name: str) -> list[tuple[float, float]]:
+        return [(r.step, value) for r in steps if (value := getattr(r, name)) is not None]
+
+    gib = [(step, value / 2**30) for step, value in of("memory_bytes")]
+    percent = [(step, 100 * value) for step, value in of("mfu")]
     marks = [about.resumed_at] if about.resumed_at else []
-    found = []
-    for title, unit, lines in curves:
-        legend = [(line.style, line.name) for line in lines if line.points] if len(lines) > 1 else []
-        logarithmic = None if title == "Gradient norm" else False
-        found.append((title, unit, legend, line_chart(lines, unit=unit, marks=marks, log=logarithmic)))
-    return found
+    found = [("Loss", "nats per token", losses, line_chart(losses, width=WIDE, marks=marks))]
+    for title, unit, values, options in (
+        ("Throughput", "tokens/s", of("tokens_per_second"), {"zero": True}),
+        ("MFU", "% of peak", percent, {"zero": True}),
+        ("Gradient norm", "before clipping", of("grad_norm"), {"log": True}),
+        ("Learning rate", "", of("lr"), {"zero": True}),
+        ("Memory", "GiB, of the first rank", gib, {"zero": True}),
+    ):
+        curve = series(title, values)
+        found.append((title, unit, [curve], line_chart([curve], marks=marks, **options)))
+    return [
+        (title, unit, [(line.style, line.name) for line in lines if line.points and len(lines) > 1], svg)
+        for title, unit, lines, svg in found
+    ]
 
 
 def _config(about: About) -> list[tuple[str, list[dict[str, Any]]]]:
