@@ -17,7 +17,7 @@ from benchmarks.train.throughput import CASES, Case, RandomTokens, _Data, run_co
 from powertrain.models.flops import flops_per_token
 from powertrain.train.config import ParallelConfig
 from powertrain.train.peak import peak_tflops
-from powertrain.train.ranks import Ranks, connect, disconnect, seat
+from powertrain.train.ranks import Ranks, arrange, connect, disconnect, seat
 from powertrain.train.trainer import Trainer
 
 Step = Callable[[], torch.Tensor]
@@ -52,7 +52,7 @@ def measure(name: str, rounds: int = 5, steps: int = 4) -> list[str]:
         pairs = ParallelConfig(tensor=2)
         double = replace(case, batch=2 * case.batch)
         shape = run_config(double).model_copy(update={"parallel": pairs})
-        variants["tensor 2"] = (double, connect_again(here, shape, ranks), pairs)
+        variants["tensor 2"] = (double, arrange(here, shape), pairs)
     made: dict[str, tuple[Trainer, Step]] = {}
     facts: dict[str, str] = {}
     for variant, (shaped, whose, parallel) in variants.items():
@@ -81,18 +81,6 @@ def measure(name: str, rounds: int = 5, steps: int = 4) -> list[str]:
         )
     disconnect(ranks)
     return lines if here.rank == 0 else []
-
-
-def connect_again(here: Any, config: Any, ranks: Ranks) -> Ranks:
-    """The ranks of another mesh over the process group that is there."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from powertrain.train.ranks import mesh_shape
-
-    shape = mesh_shape(config.parallel, here.world_size)
-    mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard", "tensor"))
-    data = mesh["replicate", "shard"]._flatten("data")
-    return replace(ranks, mesh=mesh, dp_rank=data.get_local_rank(), dp_size=data.size(), dp_group=data.get_group())
 
 
 def _seconds(step: Step, steps: int, device: torch.device) -> float:

@@ -264,19 +264,25 @@ def connect(seat: Seat, config: RunConfig) -> Ranks:
         return Ranks(seat.device)
     timeout = timedelta(minutes=config.parallel.timeout_minutes)
     store = _meet(seat, preflight.facts(seat.device, config), timeout.total_seconds())
-    shape = mesh_shape(config.parallel, seat.world_size)
     on_gpu = seat.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(seat.device)
+    # no device_id: with one the mesh splits groups, which in torch 2.11 crashes when a process connects a second time
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=seat.rank, world_size=seat.world_size,
-        timeout=timeout, device_id=seat.device if on_gpu else None,
+        timeout=timeout,
     )  # fmt: skip
+    return arrange(seat, config)
+
+
+def arrange(seat: Seat, config: RunConfig) -> Ranks:
+    """The mesh that config.parallel asks for, over the process group that is there."""
+    shape = mesh_shape(config.parallel, seat.world_size)
     mesh = init_device_mesh(seat.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
     data = mesh["replicate", "shard"]._flatten("data")
     return Ranks(
         seat.device, seat.rank, seat.world_size, seat.local_rank, data.get_local_rank(), data.size(), mesh,
-        data.get_group(), dist.new_group(backend="gloo", timeout=timeout),
+        data.get_group(), dist.new_group(backend="gloo", timeout=timedelta(minutes=config.parallel.timeout_minutes)),
     )  # fmt: skip
 
 

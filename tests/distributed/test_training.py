@@ -57,10 +57,27 @@ def check_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
             assert difference <= 1e-3, f"{name} differs by {difference}"
 
 
+SHORT = {"steps": 3}
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    found = together(2, list(TWO.values()), tmp_path_factory.mktemp("two"))
-    return dict(zip(TWO, found, strict=True))
+    """What two ranks make of the cases, and of checkpoints to and from one rank."""
+    folder = tmp_path_factory.mktemp("two")
+    one = alone({"model": "llama", "train": SHORT, "folder": str(folder / "of_one")})
+    cases = {
+        **TWO,
+        "to-one": {"model": "llama", "train": SHORT, "folder": str(folder / "of_two")},
+        "from-one": {"model": "llama", "train": SHORT, "load": str(folder / "of_one")},
+        "tensor-from-one": {
+            "model": "llama",
+            "train": SHORT,
+            "load": str(folder / "of_one"),
+            "parallel": {"tensor": 2},
+        },
+    }
+    found = together(2, list(cases.values()), folder)
+    return {**dict(zip(cases, found, strict=True)), "one": one, "folder": {"path": str(folder)}}
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -68,10 +85,33 @@ def test_two_ranks_equal_one(name: str, two: dict[str, dict[str, Any]]) -> None:
     check_equal(two[name], alone(TWO[name]))
 
 
+def same_tensors(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    assert [name for name in got if not torch.equal(got[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("name", ["from-one", "tensor-from-one"])
+def test_a_checkpoint_of_one_rank_on_two(name: str, two: dict[str, dict[str, Any]]) -> None:
+    same_tensors(two[name]["resumed"], two["one"]["tensors"])
+
+
+def test_a_checkpoint_of_two_ranks_on_one(two: dict[str, dict[str, Any]]) -> None:
+    found = alone({"model": "llama", "train": SHORT, "load": two["folder"]["path"] + "/of_two"})
+    same_tensors(found["resumed"], two["to-one"]["tensors"])
+
+
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    found = together(4, list(FOUR.values()), tmp_path_factory.mktemp("four"))
-    return dict(zip(FOUR, found, strict=True))
+    folder = tmp_path_factory.mktemp("four")
+    cases = {**FOUR, "to-one": {**FOUR["tp-fsdp-llama"], "train": SHORT, "folder": str(folder / "of_four")}}
+    found = together(4, list(cases.values()), folder)
+    return {**dict(zip(cases, found, strict=True)), "folder": {"path": str(folder)}}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_four_ranks_on_one(four: dict[str, dict[str, Any]]) -> None:
+    found = alone({"model": "llama", "train": SHORT, "load": four["folder"]["path"] + "/of_four"})
+    same_tensors(found["resumed"], four["to-one"]["tensors"])
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from powertrain.train.config import RunConfig
 from powertrain.train.data.packed import IGNORED, Sample
 from powertrain.train.metrics import StepRecord
-from powertrain.train.ranks import Ranks, connect, disconnect, seat
+from powertrain.train.ranks import Ranks, arrange, connect, disconnect, seat
 from powertrain.train.trainer import Trainer
 
 SEQ_LENGTH, GLOBAL_BATCH = 12, 8
@@ -113,15 +113,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 def main(cases: list[dict[str, Any]], out: str) -> None:
     torch.set_num_threads(1)
-    results = []
+    here, results = seat(), []
+    first = connect(here, run_config({"model": "llama"}, here.world_size))
     for case in cases:
-        here = seat()
         dp_size = here.world_size // case.get("parallel", {}).get("tensor", 1)
-        ranks = connect(here, run_config(case, dp_size))
-        results.append(fit(case, ranks))
-        disconnect(ranks)
-    if ranks.is_first:
+        results.append(fit(case, arrange(here, run_config(case, dp_size))))
+    if here.rank == 0:
         torch.save(results, out)
+    disconnect(first)
 
 
 if __name__ == "__main__":

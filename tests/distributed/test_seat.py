@@ -1,0 +1,194 @@
+"""What launchers say in the environment, and what the ranks say to each other before they train."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from powertrain.train import preflight
+from powertrain.train.config import ParallelConfig
+from powertrain.train.ranks import Meeting, Seat, check_parallel, first_host, mesh_shape, seat
+from tests.distributed.launch import clean_environment, run_ranks
+from tests.distributed.worker import run_config
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "a", "MASTER_PORT": "29500"}  # fmt: skip
+MASTER = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n[08-09],x1",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1(x2)", "SLURM_NODEID": "1", "SLURM_JOB_ID": "1234567"}  # fmt: skip
+OPENMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+           "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({}, Seat(CPU)),
+        (TORCHRUN, Seat(CPU, 3, 8, 1, 2, "torchrun", Meeting("a", 29500))),
+        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+         Seat(CPU, 3, 8, 1, 2, "torchrun", Meeting("a", 29500, 2, True))),
+        # one process a pod, as Kubernetes operators start it
+        ({"RANK": "1", "WORLD_SIZE": "2", **MASTER}, Seat(CPU, 1, 2, 0, 1, "torchrun", Meeting("a", 1))),
+        (SRUN, Seat(CPU, 2, 4, 0, 1, "srun", Meeting("n08", 24567))),
+        # a batch script's own shell, which runs alone
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, Seat(CPU)),
+        ({**OPENMPI, **MASTER}, Seat(CPU, 1, 2, 1, 2, "mpiexec", Meeting("a", 1))),
+        ({**HYDRA, **MASTER}, Seat(CPU, 1, 2, 0, 1, "mpiexec", Meeting("a", 1))),
+        # the innermost counts: torchrun within srun, mpiexec within srun
+        ({**TORCHRUN, **SRUN}, Seat(CPU, 3, 8, 1, 2, "torchrun", Meeting("a", 29500))),
+        ({**OPENMPI, **SRUN, **MASTER}, Seat(CPU, 1, 2, 1, 2, "mpiexec", Meeting("a", 1))),
+        # srun --mpi=pmi2 says its rank twice, the local one only in its own words
+        ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "4"}, Seat(CPU, 2, 4, 0, 1, "srun", Meeting("n08", 24567))),
+    ],
+    ids=["none", "torchrun", "elastic", "pod", "srun", "sbatch", "openmpi", "hydra", "torchrun-srun", "openmpi-srun",
+         "pmi2"],
+)  # fmt: skip
+def test_seat(environment: dict[str, str], expected: Seat) -> None:
+    assert seat(environment) == expected
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        (
+            OPENMPI,
+            "MASTER_ADDR and MASTER_PORT must be set for 2 processes of mpiexec to meet, got nothing: mpiexec -x",
+        ),
+        ({**HYDRA, "MASTER_ADDR": "a"}, "^MASTER_PORT must be set for 2 processes .* mpiexec -genv"),
+        ({**TORCHRUN, "MASTER_PORT": "x"}, "MASTER_PORT must be a number, got 'x'"),
+        ({"RANK": "0"}, "WORLD_SIZE must be a number, as the launcher sets it, got 'nothing'"),
+        ({**TORCHRUN, "RANK": "8"}, r"RANK must be in \[0, WORLD_SIZE = 8\), got 8"),
+        ({"PMIX_RANK": "0"}, "RANK, WORLD_SIZE.* must be set: PMIx"),
+    ],
+)
+def test_seat_errors(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        seat(environment)
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert seat(TORCHRUN).device == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match="local rank must be below the 2 GPUs that this process sees, got 2"):
+        seat({**TORCHRUN, "LOCAL_RANK": "2"})
+    # one GPU shown to each process
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert seat(TORCHRUN).device == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "nodes, host",
+    [("gpu[03-07,11],cpu1", "gpu03"), ("a,b", "a"), ("r1n[2,4]", "r1n2"), ("rack[0-1]-n[1-2]", "rack0-n1"), ("x", "x")],
+)
+def test_first_host(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    "parallel, shape",
+    [
+        ({}, (1, 8, 1)),
+        ({"tensor": 2}, (1, 4, 2)),
+        ({"replicate": 2}, (2, 4, 1)),
+        ({"strategy": "ddp"}, (8, 1, 1)),
+        ({"strategy": "ddp", "tensor": 4}, (2, 1, 4)),
+    ],
+)
+def test_mesh_shape(parallel: dict[str, Any], shape: tuple[int, int, int]) -> None:
+    assert mesh_shape(ParallelConfig(**parallel), 8) == shape
+
+
+@pytest.mark.parametrize(
+    "parallel, message",
+    [
+        ({"tensor": 3}, r"parallel.replicate \* shard \* tensor must be the number of processes, 8, got 1 \* 2 \* 3"),
+        ({"shard": 4}, r"8, got 1 \* 4 \* 1"),
+        ({"strategy": "ddp", "shard": 8}, "parallel.shard must be 1 with parallel.strategy ddp, got 8"),
+    ],
+)
+def test_mesh_shape_errors(parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mesh_shape(ParallelConfig(**parallel), 8)
+
+
+def test_models_that_tensor_ranks_do_not_divide() -> None:
+    for model, message in (
+        ("llama", r"parallel.tensor must divide model.num_kv_heads \(2\), got 4"),
+        ("deepseek", "parallel.tensor must be 1 for model.architecture deepseek, got 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_parallel(run_config({"model": model, "parallel": {"tensor": 4}}, 1), 8)
+
+
+FACTS = {"host": "h0", "torch": "2.13", "GPU arch": "sm_90", "GPU": "a", "config train.seed": "1"}
+
+
+def test_alike() -> None:
+    assert preflight.compare([FACTS, {**FACTS, "GPU": "b"}, {**FACTS, "host": "h1"}]) == ("", ())
+
+
+def test_differences_are_named() -> None:
+    error, _ = preflight.compare([
+        FACTS, {**FACTS, "GPU": "b"}, {**FACTS, "host": "h1", "torch": "2.12"},
+        {**FACTS, "host": "h1", "GPU": "b", "config train.seed": "2"},
+    ])  # fmt: skip
+    assert "torch: 2.13 on ranks 0, 1, 3 (h0, h1); 2.12 on rank 2 (h1)" in error
+    assert "config train.seed: 1 on ranks 0, 1, 2 (h0, h1); 2 on rank 3 (h1)" in error
+
+
+def test_mixed_archs_are_a_note() -> None:
+    error, notes = preflight.compare([FACTS, {**FACTS, "host": "h1", "GPU arch": "sm_80"}])
+    assert not error
+    assert notes == ("ranks differ in GPU arch: sm_90 on rank 0 (h0); sm_80 on rank 1 (h1); the slowest sets the pace",)
+
+
+def test_a_shared_gpu_is_an_error() -> None:
+    assert "a GPU each, but ranks 0, 1 share one on h0" in preflight.compare([FACTS, FACTS]).error
+
+
+def test_facts_name_every_key() -> None:
+    config = run_config({"model": "llama"}, 1)
+    facts = preflight.facts(CPU, config)
+    assert facts["torch"] == torch.__version__
+    assert facts["config train.seed"] == "1234" and facts["config train.loss_scale.window"] == "1000"
+    assert facts["config model.hidden_size"] == "32"
+
+
+_CONNECT = """
+import sys
+from powertrain.train.ranks import connect, seat
+from tests.distributed.worker import run_config
+here = seat()
+if here.rank == 1 and sys.argv[1] == "absent":
+    sys.exit()
+seed = here.rank if sys.argv[1] == "seeds" else 1
+minutes = 0.1 if sys.argv[1] == "absent" else 1
+connect(here, run_config({"model": "llama", "train": {"seed": seed}, "parallel": {"timeout_minutes": minutes}}, 2))
+"""
+
+
+def test_a_different_config_is_named_on_every_rank() -> None:
+    for rank in run_ranks(2, "-c", _CONNECT, "seeds"):
+        assert rank.returncode != 0
+        assert "config train.seed: 0 on rank 0" in rank.stdout and "; 1 on rank 1" in rank.stdout
+
+
+@pytest.mark.slow
+def test_an_absent_rank_is_named() -> None:
+    first = run_ranks(2, "-c", _CONNECT, "absent")[0]
+    assert "waiting for rank 1, which may be building kernels" in first.stdout
+    assert "rank 1 of 2 did not come within 6 s (parallel.timeout_minutes)" in first.stdout
+
+
+def test_the_environment_of_tests_has_no_launcher() -> None:
+    assert seat(clean_environment()) == Seat(CPU)
