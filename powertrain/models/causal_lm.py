@@ -49,7 +49,7 @@ class CausalLM(nn.Module):
         self.norm = norm
         self.head = None
         if not config.tie_embeddings:
-            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=head_bias)
+            self.head = Head(config.hidden_size, config.vocab_size, bias=head_bias)
 
     def init_weights(self, seed: int) -> None:
         """Every parameter anew: the same values for a seed whatever the device's kind, sharding or number of ranks."""
@@ -70,13 +70,13 @@ class CausalLM(nn.Module):
         states = self.hidden_states(tokens, Context(position_ids, document_ids, cache))
         if cache is not None:
             cache.advance(tokens.shape[1] if lengths is None else lengths)
-        weight, bias = (self.embed.weight, None) if self.head is None else (self.head.weight, self.head.bias)
+        head = partial(_head, self.embed.weight, None) if self.head is None else self.head
         if logits_at is not None:
             states = states[torch.arange(len(states), device=states.device), logits_at]
         if labels is None:
-            return F.linear(states, weight, bias)
-        loss = partial(linear_cross_entropy, weight=weight, bias=bias, z_loss=z_loss)
-        return loss(states, target=labels) if self.loss_share is None else self.loss_share(loss, states, labels)
+            return head(states)
+        loss = partial(head, z_loss=z_loss)
+        return loss(states, labels) if self.loss_share is None else self.loss_share(loss, states, labels)
 
     def hidden_states(self, tokens: Tensor, context: Context) -> Tensor:
         """What the head sees [B, S, hidden_size]."""
@@ -104,6 +104,21 @@ class CausalLM(nn.Module):
         heads, dim, dim_v = attention.cache_shape
         weight = self.embed.weight
         return KVCache(len(self.layers), batch, max_length, heads, dim, dim_v, device=weight.device, dtype=weight.dtype)
+
+
+class Head(nn.Linear):
+    """states [..., D] -> logits [..., V]; with labels [...] their mean loss, and no logits are stored."""
+
+    def forward(self, states: Tensor, labels: Tensor | None = None, *, z_loss: float = 0.0) -> Tensor:
+        return _head(self.weight, self.bias, states, labels, z_loss=z_loss)
+
+
+def _head(
+    weight: Tensor, bias: Tensor | None, states: Tensor, labels: Tensor | None = None, *, z_loss: float = 0.0
+) -> Tensor:
+    if labels is None:
+        return F.linear(states, weight, bias)
+    return linear_cross_entropy(states, weight, labels, bias=bias, z_loss=z_loss)
 
 
 def _positions(tokens: Tensor, context: Context) -> Tensor:

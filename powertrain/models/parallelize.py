@@ -63,8 +63,11 @@ def parallelize(
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype)
     for block in model.layers:
         fully_shard(block, mesh=shard, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    # the head runs last and first again in backward: it stays gathered
-    fully_shard(model, mesh=whole, mp_policy=policy, reshard_after_forward=False)
+    # the head's backward follows its forward, and the embedding's needs no weights: they stay gathered until then.
+    # Apart, as the head's gradients are there first, to be summed while the layers run, and the embedding's last
+    outside = [] if model.head is None else [model.embed, model.head]
+    for module in (*outside, model):
+        fully_shard(module, mesh=whole, mp_policy=policy, reshard_after_forward=False)
 
 
 def check_tensor(config: ModelConfig, size: int) -> None:
@@ -125,7 +128,7 @@ def weighed(labels: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
 class LossShare:
     """Each tensor rank takes its part of the tokens through the head, instead of all of them every one.
 
-    (mean_loss of (states, target), states [B, S, D], labels [B, S]) -> the mean loss over all, equal on every rank.
+    (mean_loss of (states, labels), states [B, S, D], labels [B, S]) -> the mean loss over all, equal on every rank.
     The average over tensor ranks of the gradients that each computes is the gradient of that mean.
     """
 
@@ -138,7 +141,7 @@ class LossShare:
         if missing:
             states, labels = F.pad(states, (0, 0, 0, missing)), F.pad(labels, (0, missing), value=-100)
         part, weight = weighed(labels.chunk(self.size)[self.rank], (labels != -100).sum())
-        loss = mean_loss(_Part.apply(states, self), target=part)
+        loss = mean_loss(_Part.apply(states, self), part)
         return _MeanOfRanks.apply(loss * (weight * self.size), self)
 
 

@@ -1,7 +1,8 @@
-"""Hugging Face's `rope_scaling` dictionaries, as our schemes."""
+"""Hugging Face's rotary parameters, as our schemes: `rope_scaling` of transformers 4, `rope_parameters` of 5."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from powertrain.ops.rope_table import DynamicNTK, Linear, Llama3, LongRoPE, Scheme, YaRN
 
@@ -36,3 +37,57 @@ def scheme(scaling: dict[str, Any] | None) -> Scheme | None:
         raise ValueError(f"rope_scaling of type {kind} must have {names}; missing {missing}, unknown {unknown}")
     made: Scheme = _SCHEMES[kind](**fields)
     return made
+
+
+class HFRope(NamedTuple):
+    """theta: base; scaling: as `scheme` takes it, or None; fraction: share of a head's channels that turn."""
+
+    theta: float
+    scaling: dict[str, Any] | None
+    fraction: float
+
+
+def from_hf_rope(values: Mapping[str, Any], *, fraction: float = 1.0) -> HFRope:
+    """The rotary embedding of a config.json, in the spelling of transformers 4 or 5; `fraction` is its default.
+
+    Raises ValueError naming what cannot be honoured.
+    """
+    rope = {k: v for k, v in (values.get("rope_scaling") or values.get("rope_parameters") or {}).items() if v is not None}
+    for key, value in rope.items():
+        if isinstance(value, Mapping):
+            raise ValueError(f"config.json: rope_parameters must be one set for all layers, got one for {key}")
+    spelled = rope.pop("type", "default")
+    kind = rope.pop("rope_type", spelled)
+    theta = rope.pop("rope_theta", values.get("rope_theta", values.get("rotary_emb_base", 10000.0)))
+    fraction = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor", values.get("rotary_pct", fraction)))
+    if kind == "default":
+        return HFRope(float(theta), None, float(fraction))
+    longest = values.get("max_position_embeddings")
+    if kind == "longrope":
+        raise ValueError("config.json: rope_type longrope is not supported: its angles there depend on the batch")
+    if kind in ("yarn", "llama3", "dynamic"):
+        given = values.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", longest))
+        rope["original_max_position_embeddings"] = given
+    if kind == "dynamic" and rope["original_max_position_embeddings"] != longest:
+        raise ValueError(
+            "config.json: rope_type dynamic must have original_max_position_embeddings equal to "
+            f"max_position_embeddings ({longest}), got {rope['original_max_position_embeddings']}: beyond it the angles "
+            "depend on the batch"
+        )
+    scaling = {"rope_type": kind, **rope}
+    scheme(scaling)
+    return HFRope(float(theta), scaling, float(fraction))
+
+
+def to_hf_rope(theta: float, scaling: dict[str, Any] | None, fraction: float = 1.0) -> dict[str, Any]:
+    """The keys of a config.json, in both spellings, so that transformers 4 and 5 read the same.
+
+    Raises ValueError for a scheme whose angles are fixed here and depend on the batch there.
+    """
+    kind = (scaling or {}).get("rope_type", "default")
+    if kind == "longrope":
+        raise ValueError("model.rope_scaling must not be longrope: its angles depend on the batch in transformers")
+    rope = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+    if fraction != 1.0:
+        rope["partial_rotary_factor"] = fraction
+    return {"rope_theta": theta, "rope_scaling": None if scaling is None else dict(rope), "rope_parameters": rope}
