@@ -39,7 +39,7 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """One step's rows, the longest first, what was outside operators last; milliseconds of that step, profiler included."""
+    """One step's rows, the longest first, what was outside operators last; its milliseconds, profiler included."""
 
     step: int
     device: str
@@ -180,7 +180,7 @@ def _table(found: list[Found], device: str, step: int, milliseconds: float) -> K
 
 _HOST = "Python, PyTorch's dispatch and autograd, reading data, and the profiler itself"
 _WHY = {
-    PRODUCTS: "linear layers are PyTorch's",
+    PRODUCTS: "of linear layers, and inside linear_cross_entropy: PyTorch's",
     OTHERS: "PyTorch's, in the model and the loop: residual sums, copies, zeros",
     "communication": "torch.distributed",
     "copies": "between host and device, and zeros",
@@ -201,7 +201,7 @@ def _reasons() -> dict[str, str]:
     for event in tracing.trace():
         if event.kind == "dispatch":
             reasons[event.facts["op"]] = event.text.partition(": ")[2]
-        elif event.kind == "attention" and "problem" in event.facts:
+        elif _is_choice(event):
             problem, backend = event.facts["problem"], event.facts["backend"]
             reasons[ATTENTION] = f"{backend} serves {describe(problem)}; order: {order_of(problem).known}"
         elif event.kind == "kernel":
@@ -218,8 +218,7 @@ def _op_of(module: str) -> str:
 # kernels of others by the words in their names; the first that fits
 _LIBRARIES = (
     (r"nccl", "communication", "NCCL"),
-    (r"cudnn.*(sdpa|fprop|bprop|attention)|cudnn_generated", ATTENTION, "cuDNN"),
-    (r"flash|fmha|attention", ATTENTION, "flash attention"),
+    (r"sdpa|flash|fmha|attention|compute_dot_do_o|convert_dq", ATTENTION, "a library's"),
     (r"nvjet|gemm|cutlass|cublas|gemv|splitk", PRODUCTS, "cuBLAS or CUTLASS"),
     (r"^mem(cpy|set)", "copies", "driver"),
     (r"^triton_", "torch.compile", "Inductor"),
@@ -228,20 +227,31 @@ _LIBRARIES = (
 
 def _on_gpu(events: Iterable[Any]) -> list[Found]:
     ours = {e.facts["kernel"]: _op_of(e.facts["module"]) for e in tracing.trace() if e.kind == "kernel"}
-    return [(*_served(event.name, ours), event.time_range.elapsed_us() / 1e3) for event in _kernels(events)]
+    attention = _attention_backend()
+    return [(*served(event.name, ours, attention), event.time_range.elapsed_us() / 1e3) for event in _kernels(events)]
 
 
 def _kernels(events: Iterable[Any]) -> list[Any]:
     return [event for event in events if event.device_type.name == "CUDA"]
 
 
-def _served(name: str, ours: dict[str, str]) -> tuple[str, str, str]:
-    """(op, backend, short name) of a GPU kernel."""
+def _attention_backend() -> str | None:
+    """The backend that was chosen for attention last, with gradients."""
+    return next((str(e.facts["backend"]) for e in reversed(tracing.trace()) if _is_choice(e)), None)
+
+
+def _is_choice(event: tracing.Event) -> bool:
+    """A backend was chosen for an attention that has a backward."""
+    return event.kind == "attention" and "problem" in event.facts and event.facts["problem"].needs_grad
+
+
+def served(name: str, ours: dict[str, str], attention: str | None) -> tuple[str, str, str]:
+    """(op, backend, short name) of a GPU kernel. ours: kernel -> op; attention: the backend it was given to."""
     if name in ours:
         return ours[name], "Triton, ours", name
     for pattern, op, backend in _LIBRARIES:
         if re.search(pattern, name.lower()):
-            return op, backend, _short(name)
+            return op, attention or backend if op == ATTENTION else backend, _short(name)
     return OTHERS, "PyTorch", _short(name)
 
 

@@ -89,7 +89,8 @@ def render(about: About, metrics: Metrics, checkpoints: list[Checkpoint] | None 
         about=about, facts=facts, last=last, state=_state(about, metrics, last), tiles=_tiles(about, metrics),
         stopped=[text for _, text in metrics.notes if text.startswith("training stopped")][-1:],
         charts=_charts(about, metrics), table=metrics.kernels, groups=_config(about), mfu=_mfu(about, metrics),
-        checkpoints=checkpoints or [], notes=metrics.notes, per_point=-(-len(metrics.steps) // MOST_POINTS), parameters=many(about.parameters),
+        checkpoints=checkpoints or [], notes=metrics.notes, per_point=-(-len(metrics.steps) // MOST_POINTS),
+        parameters=many(about.parameters),
     )  # fmt: skip
 
 

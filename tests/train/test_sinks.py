@@ -1,0 +1,228 @@
+"""The screen, metrics.jsonl, W&B; which kernels were seen, and those compiled late."""
+
+import importlib.machinery
+import io
+import json
+import sys
+import types
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from powertrain.runtime import tracing
+from powertrain.train.kernels_seen import KernelTable, LateCompile, StepWatch, served
+from powertrain.train.metrics import EvaluationRecord, JsonLines, StepRecord, read_metrics
+from powertrain.train.progress import Lines, Live, Pace, many, si
+from powertrain.train.sinks import WandB, check
+from tests.train.tiny_run import read
+
+
+def _step(number: int, loss: float = 2.0, **changed: Any) -> StepRecord:
+    fields: dict[str, Any] = dict(
+        step=number, loss=loss, grad_norm=1.5, lr=1e-3, skipped=False, loss_scale=1.0, tokens=number * 64, seconds=2.0,
+        tokens_per_second=32.0, mfu=0.5, memory_bytes=2**30,
+    )  # fmt: skip
+    return StepRecord(**(fields | changed))
+
+
+def test_metrics_behind_the_resumed_step_are_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    first = JsonLines(file)
+    for number in range(1, 8):
+        first.step(_step(number))
+        first.note(f"after {number}")
+    first.evaluation(EvaluationRecord(6, "validation", 1.0, 2))
+    with open(file, "a") as torn:
+        torn.write('{"kind": "step", "step": 8, "lo')
+    second = JsonLines(file, resumed_at=5)
+    second.note("resumed")
+    second.step(_step(6, loss=7.0))
+    second.close()
+    metrics = read_metrics(file)
+    assert [(r.step, r.loss) for r in metrics.steps] == [(n, 2.0) for n in range(1, 6)] + [(6, 7.0)]
+    assert metrics.notes == [(n, f"after {n}") for n in range(1, 6)] + [(5, "resumed")]
+    assert metrics.evaluations == []
+    JsonLines(file).close()
+    assert file.read_text() == ""  # a run from the beginning has no past
+
+
+def test_pace() -> None:
+    pace = Pace(steps=10)
+    pace.see(_step(1, loss=4.0, seconds=99.0))  # the first step compiles
+    assert pace.left == "-:--:--" and pace.loss == 4.0
+    pace.see(_step(2, loss=2.0))
+    assert pace.left == "0:00:16"
+    assert pace.loss == pytest.approx((0.95 * 4 + 2) / 1.95)
+
+
+def test_lines() -> None:
+    out = io.StringIO()
+    lines = Lines(Console(file=out, width=60), steps=25, every=10)
+    for number in range(1, 26):
+        lines.step(_step(number, skipped=number == 7))
+    lines.note("checkpoint [of] step 20")
+    printed = out.getvalue().splitlines()
+    assert [line.split()[1] for line in printed[:-1]] == ["1/25", "7/25", "10/25", "20/25", "25/25"]
+    assert printed[2] == (
+        "step 10/25  loss 2.0000 (last 2.0000)  lr 1.00e-03  grad norm 1.5  32 tokens/s  MFU 50.0%  1.00 GiB  "
+        "0:00:30 left"
+    )
+    assert printed[1].split("  ")[-2] == "skipped" and printed[-1] == "checkpoint [of] step 20"
+
+
+def test_a_live_bar() -> None:
+    out = io.StringIO()
+    live = Live(Console(file=out, width=160, force_terminal=True, color_system=None), steps=40, resumed_at=10)
+    for number in range(11, 21):
+        live.step(_step(number, skipped=number == 15))
+    live.evaluation(EvaluationRecord(20, "validation", 1.25, 4))
+    live.note("checkpoint [of] step 20")
+    live.close()
+    text = out.getvalue()
+    for said in ("20/40", "0:00:40 left", "loss 2.0000", "MFU 50.0%", "step 15 skipped", "checkpoint [of] step 20",
+                 "step 20: validation loss 1.2500 over 4 batches"):  # fmt: skip
+        assert said in text, said
+
+
+def test_numbers_in_words() -> None:
+    assert [si(n) for n in (0.5, 999, 1e6, 1.2345e10, 3e18)] == ["0.5 ", "999 ", "1 M", "12.3 G", "3 E"]
+    assert [many(n) for n in (115_008, 1.24e9)] == ["115k", "1.24B"]
+
+
+def test_wandb_that_is_not_there_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check(read(tmp_path).config)
+    with pytest.raises(ModuleNotFoundError, match=r"logging\.wandb must be null where wandb is not installed, got"):
+        check(read(tmp_path, "logging.wandb={project: x}").config)
+
+
+class _FakeRun:
+    id = "abc"
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments, self.logged, self.summary, self.finished = arguments, [], {}, False
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_wandb_is_told_and_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[_FakeRun] = []
+    wandb: Any = types.ModuleType("wandb")
+    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    wandb.init = lambda **arguments: runs.append(_FakeRun(**arguments)) or runs[-1]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = read(tmp_path, "logging.wandb={project: x}").config
+    check(config)
+    for _ in range(2):
+        assert config.logging.wandb is not None
+        sink = WandB(config.logging.wandb, config, tmp_path)
+        sink.step(_step(1))
+        sink.evaluation(EvaluationRecord(1, "validation", 1.0, 2))
+        sink.note("a note")
+        sink.close()
+    assert "id" not in runs[0].arguments and runs[1].arguments["id"] == "abc"
+    assert runs[0].arguments["project"] == "x" and runs[0].arguments["config"]["train"]["steps"] == 12
+    assert runs[0].finished and runs[0].summary == {"last note": "a note"}
+    assert [(step, sorted(values)[:1]) for step, values in runs[0].logged] == [
+        (1, ["memory/gib"]), (1, ["validation/loss"])
+    ]  # fmt: skip
+
+
+def _compile(step: str) -> None:
+    """The events of a launch that needs a kernel compiled."""
+    tracing.event("load", "wanted", key=step, shapes={"x_ptr": (7, 4096)})
+    tracing.event(
+        "kernel", "_k for sm_90: compiled, 900 ms", kernel="_k", module="powertrain.ops.norm", arch=90,
+        constants={"BLOCK_N": 4096}, source="compiled", key=step,
+    )  # fmt: skip
+
+
+def test_a_late_compile_is_told_with_its_shapes() -> None:
+    told: list[tuple[str, Any]] = []
+    watch = StepWatch(torch.device("cpu"), "warn", lambda *what: told.append(what), profiles=False)
+    with watch.step(1):
+        _compile("first")
+    assert told == []  # the first step of a process may compile
+    tracing.event("kernel", "_k: store, 1 ms", kernel="_k", module="powertrain.ops.norm", arch=90, constants={},
+                  source="store", key="found")  # fmt: skip
+    with watch.step(2):
+        _compile("late")
+    ((kind, text),) = told
+    assert kind == "note" and text.startswith("step 2: compiled after the first step: _k for sm_90: compiled, 900 ms")
+    assert "x_ptr [7, 4096]" in text and "BLOCK_N=4096" in text
+
+
+def test_a_late_compile_can_be_an_error() -> None:
+    watch = StepWatch(torch.device("cpu"), "error", lambda *what: None, profiles=False)
+    with watch.step(1):
+        _compile("first")
+    with pytest.raises(LateCompile, match=r"step 2: compiled .* x_ptr \[7, 4096\] .* train\.recompiles is error"):
+        with watch.step(2):
+            _compile("late")
+
+
+def test_another_profiler_is_left_alone() -> None:
+    told: list[tuple[str, Any]] = []
+    watch = StepWatch(torch.device("cpu"), "warn", lambda *what: told.append(what))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        for number in (1, 2, 3):
+            with watch.step(number):
+                torch.ones(3).sum()
+    assert told == [("note", "step 3: no kernel table, another profiler is running")]
+
+
+def test_the_table_survives_json() -> None:
+    told: list[Any] = []
+    watch = StepWatch(torch.device("cpu"), "warn", lambda kind, value: told.append(value))
+    for number in (5, 6, 7):
+        with watch.step(number):
+            torch.randn(64, 64) @ torch.randn(64, 64)
+    (table,) = told
+    assert table.step == 7 and [row.op for row in table.rows].count("matrix products") == 1
+    assert KernelTable.of(json.loads(json.dumps(asdict(table)))) == table
+
+
+# names as torch 2.11 on an H200 has them
+@pytest.mark.parametrize(
+    ("kernel", "op", "backend", "short"),
+    [
+        ("_norm_fwd_kernel", "norm", "Triton, ours", "_norm_fwd_kernel"),
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "matrix products", "cuBLAS or CUTLASS", None),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention", "cudnn", None),
+        ("void fmha_reduce_head<true>(int)", "attention", "cudnn", "fmha_reduce_head"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication", "NCCL", None),
+        ("Memcpy HtoD (Pinned -> Device)", "copies", "driver", None),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float> >(int)",
+         "other PyTorch operators", "PyTorch", "vectorized_elementwise_kernel"),
+    ],
+)  # fmt: skip
+def test_gpu_kernels_by_name(kernel: str, op: str, backend: str, short: str | None) -> None:
+    found = served(kernel, {"_norm_fwd_kernel": "norm"}, "cudnn")
+    assert found[:2] == (op, backend)
+    assert short is None or found[2] == short
+
+
+@pytest.mark.gpu
+def test_a_gpu_step_is_seen() -> None:
+    import powertrain
+
+    told: list[Any] = []
+    watch = StepWatch(torch.device("cuda"), "warn", lambda kind, value: told.append((kind, value)))
+    x = torch.randn(512, 1000, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(1000, device="cuda", dtype=torch.bfloat16)
+    for number in (1, 2, 3):
+        with watch.step(number):
+            powertrain.rms_norm(x, weight) @ x.T
+    table = dict(told)["kernels"]
+    rows = {row.op: row for row in table.rows}
+    assert rows["norm"].backend == "Triton, ours" and rows["matrix products"].calls == 1
+    loads = [event.facts for event in tracing.trace() if event.kind == "load"]
+    assert any((512, 1000) in facts["shapes"].values() for facts in loads)
