@@ -1,8 +1,10 @@
 """`powertrain train`: a config to a trained model; `powertrain generate`: text out of one."""
 
+import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,10 +97,10 @@ def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Tr
 
 def _smoke(run: "Run", seat: Any, console: Console) -> None:
     """One step, a checkpoint, another process's view of it: a trainer that resumes and takes the second step."""
-    with tempfile.TemporaryDirectory(prefix="powertrain-smoke-") as folder:
+    with _smoke_folder(run, seat) as folder:
         started = time.monotonic()
         for steps in (1, 2):
-            short = _shortened(run, Path(folder), steps)
+            short = _shortened(run, folder, steps)
             trainer = _fit(short, seat, console, quiet=True)
             assert trainer.progress.step == steps
             if seat.rank == 0:
@@ -106,6 +108,21 @@ def _smoke(run: "Run", seat: Any, console: Console) -> None:
                 console.print(f"step {steps}: {said}, {time.monotonic() - started:.1f} s since the start")
     if seat.rank == 0:
         console.print("[green]smoke test passed[/]")
+
+
+@contextmanager
+def _smoke_folder(run: "Run", seat: Any) -> Iterator[Path]:
+    """A new folder; for several ranks, which may be on several hosts, one beside the run. The first rank clears it."""
+    if seat.world_size == 1:
+        with tempfile.TemporaryDirectory(prefix="powertrain-smoke-") as name:
+            yield Path(name)
+        return
+    folder = run.config.folder() / "smoke"
+    if seat.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    yield folder
+    if seat.rank == 0:
+        shutil.rmtree(folder)
 
 
 def _shortened(run: "Run", folder: Path, steps: int) -> "Run":

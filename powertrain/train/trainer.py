@@ -327,9 +327,9 @@ def _lower(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ran
         return
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.to(dtype)
-    for name, tensor in optimizer.tensors().items():
-        if name.startswith("model."):
-            tensor.copy_(full[name.removeprefix("model.")])
+    masters = optimizer.tensors()
+    for name, values in full.items():
+        masters[f"model.{name}"].copy_(values)
     if config.train.gradient_accumulation_steps > 1:
         for p in model.parameters():
             p.grad_dtype = torch.float32
