@@ -13,7 +13,8 @@ from torch import Tensor
 
 from powertrain.models.causal_lm import CausalLM
 from powertrain.models.config import ModelConfig, Positive
-from powertrain.models.rope_scaling import scheme
+from powertrain.models.huggingface import only, required
+from powertrain.models.rope_scaling import from_hf_rope, scheme, to_hf_rope
 from powertrain.nn.attention import Rotary
 from powertrain.nn.block import Block
 from powertrain.nn.mla import LatentAttention
@@ -219,15 +220,13 @@ def from_hf_config(values: Mapping[str, Any]) -> Config:
     """The config of a DeepseekV3ForCausalLM's config.json; raises ValueError naming what we cannot honour."""
     if values.get("model_type") != "deepseek_v3":
         raise ValueError(f"config.json: model_type must be 'deepseek_v3', got {values.get('model_type')!r}")
-    for key, only in (("hidden_act", "silu"), ("attention_dropout", 0.0), ("scoring_func", "sigmoid")):
-        if values.get(key, only) != only:
-            raise ValueError(f"config.json: {key} must be {only!r}, got {values[key]!r}")
-    fields = {ours: values[theirs] for ours, theirs in _HF_FIELDS.items() if theirs in values}
-    # transformers 5 keeps rope_theta beside the scaling, earlier ones apart
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-    theta = rope.get("rope_theta", values.get("rope_theta", 10000.0))
-    return Config(**fields, rope_theta=theta, rope_scaling=dict(rope) if scaled else None)
+    only(values, hidden_act="silu", attention_dropout=0.0, scoring_func="sigmoid", topk_method="noaux_tc")
+    only(values, moe_layer_freq=1, num_key_value_heads=values.get("num_attention_heads"))
+    required(values, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    # null stands for a default there, but for q_lora_rank, where it means none
+    fields = {ours: values[theirs] for ours, theirs in _HF_FIELDS.items() if values.get(theirs) is not None}
+    rope = from_hf_rope(values)
+    return Config(**fields, rope_theta=rope.theta, rope_scaling=rope.scaling)
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
@@ -238,9 +237,9 @@ def to_hf_config(config: Config) -> dict[str, Any]:
             f"got {config.score} and {config.num_shared_experts}"
         )
     fields = {theirs: getattr(config, ours) for ours, theirs in _HF_FIELDS.items()}
-    rope = {"rope_theta": config.rope_theta, **(config.rope_scaling or {"rope_type": "default"})}
+    rope = to_hf_rope(config.rope_theta, config.rope_scaling)
     known = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_act": "silu"}
-    return {**known, **fields, "num_key_value_heads": config.num_heads, "rope_parameters": rope, "num_mtp_layers": 0}
+    return {**known, **fields, "num_key_value_heads": config.num_heads, **rope, "num_nextn_predict_layers": 0}
 
 
 # our module -> theirs, within a layer
@@ -260,24 +259,27 @@ _HF_LAYER = {
 }
 
 
-def to_hf(config: Config, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A state dict's tensors under the names, and in the layout, of a published DeepseekV3ForCausalLM."""
-    for name, tensor in tensors.items():
-        if name in _HF_OUTSIDE or name == "head.weight":
-            yield _HF_OUTSIDE.get(name, "lm_head.weight"), tensor
-            continue
-        _, layer, inside = name.split(".", 2)
-        prefix = f"model.layers.{layer}."
-        if inside == "mlp.experts.gate_up":
-            for e, expert in enumerate(tensor):
-                for half, part in zip(("gate", "up"), expert.chunk(2), strict=True):
-                    yield f"{prefix}mlp.experts.{e}.{half}_proj.weight", part
-        elif inside == "mlp.experts.down":
-            for e, expert in enumerate(tensor):
-                yield f"{prefix}mlp.experts.{e}.down_proj.weight", expert
-        else:
-            rotary_last = inside in _QUERIES
-            yield prefix + _HF_LAYER[inside], _rolled(tensor, config, -1) if rotary_last else tensor
+# multi-token prediction, a layer more
+HF_LEFT_OUT = r"^model\.layers\.{num_layers}\.|rotary_emb\.inv_freq$"
+
+
+def hf_parts(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """One tensor of ours under the names, and in the layout, of a published DeepseekV3ForCausalLM."""
+    if name in _HF_OUTSIDE or name == "head.weight":
+        yield _HF_OUTSIDE.get(name, "lm_head.weight"), tensor
+        return
+    _, layer, inside = name.split(".", 2)
+    prefix = f"model.layers.{layer}."
+    if inside == "mlp.experts.gate_up":
+        for e, expert in enumerate(tensor):
+            for half, part in zip(("gate", "up"), expert.chunk(2), strict=True):
+                yield f"{prefix}mlp.experts.{e}.{half}_proj.weight", part
+    elif inside == "mlp.experts.down":
+        for e, expert in enumerate(tensor):
+            yield f"{prefix}mlp.experts.{e}.down_proj.weight", expert
+    else:
+        rotary_last = inside in _QUERIES
+        yield prefix + _HF_LAYER[inside], _rolled(tensor, config, -1) if rotary_last else tensor
 
 
 _QUERIES = ("attention.q.weight", "attention.q_up.weight")
@@ -289,31 +291,8 @@ def _rolled(weight: Tensor, config: Config, direction: int) -> Tensor:
     return heads.roll(direction * config.qk_rope_head_dim, 1).flatten(0, 1)
 
 
-def from_hf(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of `Model(config)` from a published DeepseekV3ForCausalLM's tensors.
-
-    `tensors` may be lazy: each is read once. Raises ValueError naming a tensor that is missing, or that is not ours.
-    """
-    with torch.device("meta"):
-        expected = Model(config).state_dict()
-    theirs = {name: list(hf) for name, hf in _sources(config, expected).items()}
-    wanted = {name for names in theirs.values() for name in names}
-    left_out = (f"model.layers.{config.num_layers}.",)  # multi-token prediction
-    unknown = sorted(name for name in tensors if name not in wanted and not name.startswith(left_out))
-    missing = sorted(wanted - set(tensors))
-    if missing or unknown:
-        raise ValueError(
-            f"checkpoint must have the tensors of its config; missing {missing[:5]}, unknown {unknown[:5]}"
-        )
-    return {name: _from_parts(name, [tensors[part] for part in parts], config) for name, parts in theirs.items()}
-
-
-def _sources(config: Config, expected: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Our tensor -> theirs that it is made of, in order."""
-    return {name: [theirs for theirs, _ in to_hf(config, {name: tensor})] for name, tensor in expected.items()}
-
-
-def _from_parts(name: str, parts: list[Tensor], config: Config) -> Tensor:
+def from_hf_parts(config: Config, name: str, parts: list[Tensor]) -> Tensor:
+    """`hf_parts` backwards: one tensor of ours from theirs, in that order."""
     if name.endswith("mlp.experts.gate_up"):
         return torch.stack([torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
     if name.endswith("mlp.experts.down"):

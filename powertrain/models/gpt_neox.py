@@ -1,12 +1,16 @@
 """GPT-NeoX: everything a GPT-NeoX YAML can ask of a dense decoder, GPT-2 and GPT-3 like ones and Pythia among them."""
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
-from torch import nn
+from torch import Tensor, nn
 
+from powertrain.models import llama
 from powertrain.models.causal_lm import CausalLM
 from powertrain.models.config import Fraction, Init, ModelConfig, Positive, Probability, check_heads
+from powertrain.models.huggingface import chosen, required
+from powertrain.models.rope_scaling import from_hf_rope, to_hf_rope
 from powertrain.nn.attention import Rotary, SelfAttention
 from powertrain.nn.block import Block
 from powertrain.nn.mlp import MLP, GatedMLP
@@ -150,3 +154,127 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pythia-1.4b": _pythia(2048, 24, 16),
     "pythia-6.9b": _pythia(4096, 32, 32),
 }
+
+
+# hidden_act -> our activation
+_HF_ACTIVATIONS = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu", "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu_squared",
+}  # fmt: skip
+
+
+def from_hf_config(values: Mapping[str, Any]) -> Config:
+    """The config of a GPTNeoXForCausalLM's config.json; raises ValueError naming what we cannot honour."""
+    rope = from_hf_rope(values, fraction=0.25)
+    if rope.scaling is not None:
+        raise ValueError(f"config.json: rope_scaling must be null for gpt_neox, got {rope.scaling}")
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    vocab, hidden, ffn, layers, heads = required(values, *names)
+    parallel, attention_bias = values.get("use_parallel_residual"), values.get("attention_bias")
+    return Config(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_layers=layers, num_heads=heads,
+        max_position_embeddings=required(values, "max_position_embeddings")[0],
+        norm_eps=values.get("layer_norm_eps") or 1e-5, tie_embeddings=bool(values.get("tie_word_embeddings")),
+        activation=chosen(values, "hidden_act", "gelu", _HF_ACTIVATIONS),
+        rotary_pct=rope.fraction, rope_theta=rope.theta,
+        parallel_residual=True if parallel is None else parallel,
+        attention_bias=True if attention_bias is None else attention_bias,
+        hidden_dropout=values.get("hidden_dropout") or 0.0, attention_dropout=values.get("attention_dropout") or 0.0,
+        init_method="normal", output_init_method="normal", init_std=values.get("initializer_range") or 0.02,
+    )  # fmt: skip
+
+
+def to_hf_config(config: Config) -> dict[str, Any]:
+    """config.json of a GPTNeoXForCausalLM, or of a Llama, Mistral or Qwen 2 if it is one of those.
+
+    Raises ValueError naming the field that neither has.
+    """
+    twin = hf_twin(config)
+    if isinstance(twin, llama.Config):
+        return llama.to_hf_config(twin)
+    acts = {ours: theirs for theirs, ours in reversed(_HF_ACTIVATIONS.items())}
+    return {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "layer_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": acts[config.activation],
+        "use_parallel_residual": config.parallel_residual,
+        "attention_bias": config.attention_bias,
+        "hidden_dropout": config.hidden_dropout,
+        "attention_dropout": config.attention_dropout,
+        "initializer_range": config.init_std,
+        "rotary_pct": config.rotary_pct,
+        "rotary_emb_base": config.rope_theta,
+        **to_hf_rope(config.rope_theta, None, config.rotary_pct),
+        # 1.0 must be said: a quarter is the default there
+        "partial_rotary_factor": config.rotary_pct,
+    }
+
+
+def hf_twin(config: Config) -> Config | llama.Config:
+    """The config itself if GPTNeoXForCausalLM computes it, or the same model as a Llama; ValueError if neither."""
+    neox = _lacks(config, {
+        "norm": ("layer_norm",), "norm_bias": (True,), "activation": tuple(_HF_ACTIVATIONS.values()),
+        "position_embedding": ("rotary",), "num_kv_heads": (None, config.num_heads), "mlp_bias": (True,),
+        "sliding_window": (None,),
+    })  # fmt: skip
+    if neox is None:
+        return config
+    as_llama = _lacks(config, {
+        "norm": ("rms_norm",), "norm_bias": (False,), "activation": get_args(Gated), "position_embedding": ("rotary",),
+        "rotary_pct": (1.0,), "parallel_residual": (False,), "hidden_dropout": (0.0,), "attention_dropout": (0.0,),
+    })  # fmt: skip
+    if as_llama is not None:
+        raise ValueError(
+            f"model.{neox} for a GPTNeoXForCausalLM, or model.{as_llama} for a LlamaForCausalLM: "
+            "transformers has no class for both"
+        )
+    return llama.Config(
+        **{name: getattr(config, name) for name in config.__class__.model_fields.keys() & llama.Config.model_fields}
+        | {"architecture": "llama", "intermediate_size": config.ffn},
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+    )
+
+
+def _lacks(config: Config, needs: dict[str, tuple[Any, ...]]) -> str | None:
+    """The first field whose value is not among those needed, as words for an error."""
+    for name, values in needs.items():
+        if getattr(config, name) not in values:
+            wanted = " or ".join(map(str, dict.fromkeys(values)))
+            return f"{name} must be {wanted}, got {getattr(config, name)}"
+    return None
+
+
+HF_LEFT_OUT = r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"
+_HF_OUTSIDE = {"embed": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"}
+_HF_MODULES = {
+    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "mlp.up": "mlp.dense_h_to_4h",
+    "attention.qkv": "attention.query_key_value", "attention.out": "attention.dense", "mlp.down": "mlp.dense_4h_to_h",
+}  # fmt: skip
+
+
+def hf_parts(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """One tensor of ours under the names of a GPTNeoXForCausalLM, which packs queries, keys and values as we do."""
+    module, kind = name.rsplit(".", 1)
+    if module in _HF_OUTSIDE:
+        yield f"{_HF_OUTSIDE[module]}.{kind}", tensor
+        return
+    _, layer, inside = module.split(".", 2)
+    prefix = f"gpt_neox.layers.{layer}."
+    yield f"{prefix}{_HF_MODULES[inside]}.{kind}", tensor
+    if inside == "attention_norm" and config.shared_norm:
+        # both halves read this norm; there each has one
+        yield f"{prefix}post_attention_layernorm.{kind}", tensor.clone()
+
+
+def from_hf_parts(config: Config, name: str, parts: list[Tensor]) -> Tensor:
+    """`hf_parts` backwards: one tensor of ours from theirs."""
+    return parts[0]

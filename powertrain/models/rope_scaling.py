@@ -52,14 +52,18 @@ def from_hf_rope(values: Mapping[str, Any], *, fraction: float = 1.0) -> HFRope:
 
     Raises ValueError naming what cannot be honoured.
     """
-    rope = {k: v for k, v in (values.get("rope_scaling") or values.get("rope_parameters") or {}).items() if v is not None}
+    rope = {
+        k: v for k, v in (values.get("rope_scaling") or values.get("rope_parameters") or {}).items() if v is not None
+    }
     for key, value in rope.items():
         if isinstance(value, Mapping):
             raise ValueError(f"config.json: rope_parameters must be one set for all layers, got one for {key}")
     spelled = rope.pop("type", "default")
     kind = rope.pop("rope_type", spelled)
     theta = rope.pop("rope_theta", values.get("rope_theta", values.get("rotary_emb_base", 10000.0)))
-    fraction = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor", values.get("rotary_pct", fraction)))
+    fraction = rope.pop(
+        "partial_rotary_factor", values.get("partial_rotary_factor", values.get("rotary_pct", fraction))
+    )
     if kind == "default":
         return HFRope(float(theta), None, float(fraction))
     longest = values.get("max_position_embeddings")
@@ -71,8 +75,8 @@ def from_hf_rope(values: Mapping[str, Any], *, fraction: float = 1.0) -> HFRope:
     if kind == "dynamic" and rope["original_max_position_embeddings"] != longest:
         raise ValueError(
             "config.json: rope_type dynamic must have original_max_position_embeddings equal to "
-            f"max_position_embeddings ({longest}), got {rope['original_max_position_embeddings']}: beyond it the angles "
-            "depend on the batch"
+            f"max_position_embeddings ({longest}), got {rope['original_max_position_embeddings']}: beyond it the "
+            "angles depend on the batch"
         )
     scaling = {"rope_type": kind, **rope}
     scheme(scaling)

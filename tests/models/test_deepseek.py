@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from powertrain.models import build, configure
-from powertrain.models.deepseek import Config, Model, from_hf, from_hf_config, to_hf, to_hf_config
+from powertrain.models.deepseek import Config, Model, from_hf_config, to_hf_config
+from powertrain.models.huggingface import from_hf, to_hf
 from powertrain.train.config import RunConfig
 from powertrain.train.data.packed import Sample
 from powertrain.train.ranks import Ranks
@@ -53,7 +54,7 @@ def _transformers(model: Model, dtype: torch.dtype = torch.float32) -> Any:
     theirs.set_experts_implementation("eager")  # the only one that takes float64
     with torch.no_grad():
         names = {name: p for name, p in theirs.state_dict().items()}
-        for name, tensor in to_hf(model.config, model.state_dict()):
+        for name, tensor in to_hf(model.config, model.state_dict().items()):
             _put(names, name, tensor)
     return theirs.to(dtype)
 
@@ -93,7 +94,7 @@ def test_safetensors_both_ways(tmp_path: Path) -> None:
     """A file written here is read by transformers, and one written by transformers is read here."""
     transformers = pytest.importorskip("transformers")
     model, tokens = _model().eval(), _tokens()
-    tensors = {name: tensor.contiguous() for name, tensor in to_hf(model.config, model.state_dict())}
+    tensors = {name: tensor.contiguous() for name, tensor in to_hf(model.config, model.state_dict().items())}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(to_hf_config(model.config)))
     theirs = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path).eval()
@@ -101,7 +102,7 @@ def test_safetensors_both_ways(tmp_path: Path) -> None:
 
     config = from_hf_config(json.loads((tmp_path / "back" / "config.json").read_text()))
     again: Model = build(config, device="cpu")
-    again.load_state_dict(from_hf(config, load_file(tmp_path / "back" / "model.safetensors")))
+    again.load_state_dict(dict(from_hf(config, load_file(tmp_path / "back" / "model.safetensors"))))
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     with torch.no_grad():
@@ -110,15 +111,15 @@ def test_safetensors_both_ways(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_does_not_fit_is_named() -> None:
     model = _model()
-    tensors = dict(to_hf(model.config, model.state_dict()))
+    tensors = dict(to_hf(model.config, model.state_dict().items()))
     tensors["model.layers.3.embed_tokens.weight"] = torch.zeros(1)  # of the multi-token prediction layer
-    assert from_hf(model.config, tensors).keys() == model.state_dict().keys()
+    assert dict(from_hf(model.config, tensors)).keys() == model.state_dict().keys()
     tensors["model.layers.0.mlp.gate_proj.weight_scale_inv"] = torch.zeros(1)
     del tensors["model.norm.weight"]
     with pytest.raises(
         ValueError, match=r"missing \['model.norm.weight'\], unknown \['model.layers.0.mlp.gate_proj.we"
     ):
-        from_hf(model.config, tensors)
+        list(from_hf(model.config, tensors))
 
 
 @pytest.mark.parametrize("key, value", [("hidden_act", "gelu"), ("model_type", "llama"), ("scoring_func", "softmax")])

@@ -1,0 +1,256 @@
+"""Hugging Face folders: config.json and safetensors, read and written one tensor at a time.
+
+An architecture's file has the facts: `from_hf_config` and `to_hf_config`, `hf_parts` (one of our tensors under their
+names and in their layout), `from_hf_parts` (its inverse) and HF_LEFT_OUT (their tensors that hold no weights). Here is
+what all of them share.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from powertrain.models.config import ARCHITECTURES, ModelConfig, architecture
+from powertrain.models.pickles import load_pickle
+
+Named = Iterable[tuple[str, Tensor]]
+
+_SHARD_BYTES = 4 << 30
+_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model of a folder's config.json. Raises ValueError naming the file and what it must be."""
+    file = folder / "config.json"
+    try:
+        values = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} must be JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} must hold an object, got {type(values).__name__}")
+    try:
+        return from_hf_config(values)
+    except ValueError as error:
+        raise ValueError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
+
+
+def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
+    """Our config of a config.json's values. Raises ValueError naming the key, what it must be and what it was."""
+    names = values.get("architectures") or [None]
+    known = {hf: module for module in map(architecture, ARCHITECTURES) for hf in module.Config.hf_architectures}
+    if names[0] not in known:
+        raise ValueError(f"config.json: architectures must name one of {', '.join(known)}, got {names[0]!r}")
+    if values.get("quantization_config") is not None:
+        raise ValueError("config.json: quantization_config must be absent (weights in 16 or 32 bits), got one")
+    config: ModelConfig = known[names[0]].from_hf_config(values)
+    return config
+
+
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+    """What config.json says of a model. Raises ValueError naming what no class of transformers has."""
+    values: dict[str, Any] = architecture(config.architecture).to_hf_config(config)
+    return values
+
+
+def to_hf(config: ModelConfig, tensors: Named) -> Iterator[tuple[str, Tensor]]:
+    """A state dict's tensors under Hugging Face's names and in its layout: views where possible."""
+    module = architecture(hf_twin(config).architecture)
+    for name, tensor in tensors:
+        yield from module.hf_parts(config, name, tensor)
+
+
+def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The state dict of `build(config)` from a checkpoint's tensors, each read when it is yielded.
+
+    Raises ValueError naming tensors that are missing, or unknown, and one whose shape differs.
+    """
+    module = architecture(config.architecture)
+    expected = shapes(config)
+    parts = {name: [theirs for theirs, _ in module.hf_parts(config, name, t)] for name, t in expected.items()}
+    _check_names(config, module, {name for names in parts.values() for name in names}, set(tensors))
+    for name, names in parts.items():
+        tensor = module.from_hf_parts(config, name, [tensors[part] for part in names])
+        if tensor.shape != expected[name].shape:
+            got, must = list(tensor.shape), list(expected[name].shape)
+            raise ValueError(f"checkpoint: {' with '.join(names[:3])} must make {name} {must}, got {got}")
+        yield name, tensor
+
+
+def _check_names(config: ModelConfig, module: Any, wanted: set[str], found: set[str]) -> None:
+    left_out = re.compile(module.HF_LEFT_OUT.format(num_layers=config.num_layers))
+    heads = ("lm_head.weight", "embed_out.weight") if config.tie_embeddings else ()
+    unknown = sorted(name for name in found - wanted if name not in heads and not left_out.search(name))
+    missing = sorted(wanted - found)
+    if missing or unknown:
+        raise ValueError(
+            f"checkpoint must have the tensors of its config; missing {missing[:5]}, unknown {unknown[:5]}"
+        )
+
+
+def shapes(config: ModelConfig) -> dict[str, Tensor]:
+    """The state dict of `build(config)`, on the meta device."""
+    with torch.device("meta"):
+        found: dict[str, Tensor] = architecture(config.architecture).Model(config).state_dict()
+    return found
+
+
+def hf_twin(config: ModelConfig) -> ModelConfig:
+    """The config whose architecture has the Hugging Face class: a Llama written as a GPT-NeoX config is a Llama."""
+    module = architecture(config.architecture)
+    twin: ModelConfig = module.hf_twin(config) if hasattr(module, "hf_twin") else config
+    return twin
+
+
+def open_tensors(folder: Path) -> Mapping[str, Tensor]:
+    """A folder's tensors by name, read when they are asked for.
+
+    safetensors; where there are none, pytorch_model.bin files that hold nothing but tensors.
+    Raises FileNotFoundError, or ValueError naming the file.
+    """
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{name}.index.json"
+        files = [folder / name] if (folder / name).is_file() else _indexed(index) if index.is_file() else []
+        if files:
+            return _Safetensors(files) if name.endswith("safetensors") else _pickled(files)
+    raise FileNotFoundError(f"{folder} must hold model.safetensors, or an index of its parts, got neither")
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} must be an index with a weight_map: {error!r}") from None
+    for name in names:
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise ValueError(f"{index}: weight_map must name files beside it, got {name!r}")
+    return [index.parent / name for name in names]
+
+
+class _Safetensors(Mapping[str, Tensor]):
+    """Tensors of several files; each is read when it is asked for, and not kept."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files: dict[str, Any] = {}
+        for file in files:
+            try:
+                handle = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{file} must be a safetensors file: {error}") from None
+            self._files |= dict.fromkeys(handle.keys(), handle)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _pickled(files: Iterable[Path]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in files:
+        content = load_pickle(file)
+        if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+            raise ValueError(f"{file} must be a dictionary of tensors, got something else")
+        found |= content
+    return found
+
+
+def write(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Named,
+    *,
+    eod: int | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """config.json, safetensors and, if there are several, their index, into `folder`.
+
+    tensors   our state dict; one shard of it is in memory at a time
+    dtype     of the written tensors, but for buffers such as a router's biases; None: as they are
+    eod       the id that ends a document, or None
+    """
+    values = to_hf_config(config)
+    plan = _plan(config, shard_bytes, dtype)
+    lacking = Counter(plan.values())
+    open_shards: dict[int, dict[str, Tensor]] = {number: {} for number in lacking}
+    names, size = {}, 0
+    for name, tensor in to_hf(config, _cast(tensors, dtype)):
+        number = plan[name]
+        names[name] = _shard_name(number, len(lacking))
+        size += tensor.numel() * tensor.element_size()
+        open_shards[number][name] = tensor.contiguous()
+        lacking[number] -= 1
+        if not lacking[number]:
+            save_file(open_shards.pop(number), folder / names[name], metadata={"format": "pt"})
+    assert not open_shards and names.keys() == plan.keys()
+    if len(lacking) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": names}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    values |= {
+        "torch_dtype": _DTYPES[dtype or tensor.dtype],
+        "bos_token_id": eod,
+        "eos_token_id": eod,
+        "pad_token_id": None,
+    }
+    (folder / "config.json").write_text(json.dumps(values, indent=1))
+
+
+def _cast(tensors: Named, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor if dtype is None or is_buffer(name) else tensor.to(dtype)
+
+
+def is_buffer(name: str) -> bool:
+    """A router's biases stay in float32, whatever the weights are in."""
+    return name.endswith("correction_bias")
+
+
+def _shard_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _plan(config: ModelConfig, shard_bytes: int, dtype: torch.dtype | None) -> dict[str, int]:
+    """Their tensor -> the shard it goes to, in the order they come; sizes are those of float32, or of `dtype`."""
+    plan, filled, number = {}, 0, 0
+    for name, tensor in to_hf(config, shapes(config).items()):
+        size = tensor.numel() * (dtype or torch.float32).itemsize
+        if filled and filled + size > shard_bytes:
+            number, filled = number + 1, 0
+        plan[name] = number
+        filled += size
+    return plan
+
+
+def required(values: Mapping[str, Any], *names: str) -> list[Any]:
+    """The values of these keys of a config.json. Raises ValueError naming one that is not there."""
+    missing = [name for name in names if values.get(name) is None]
+    if missing:
+        raise ValueError(f"config.json: {missing[0]} must be given, got none")
+    return [values[name] for name in names]
+
+
+def only(values: Mapping[str, Any], **expected: Any) -> None:
+    """Raise ValueError naming a key of config.json that is set to something else, which we could not honour."""
+    for name, must in expected.items():
+        if values.get(name) not in (None, must):
+            raise ValueError(f"config.json: {name} must be {must!r}, got {values[name]!r}")
+
+
+def chosen(values: Mapping[str, Any], name: str, default: Any, choices: Mapping[str, Any]) -> Any:
+    """What a key's value stands for here. Raises ValueError naming the key and what it may be."""
+    value = values.get(name) or default
+    if value not in choices:
+        raise ValueError(f"config.json: {name} must be one of {', '.join(choices)}, got {value!r}")
+    return choices[value]
