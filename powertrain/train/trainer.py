@@ -66,7 +66,7 @@ class Trainer:
         self._spikes = SpikeWatch(config.train.spike_factor)
         self._watch = StepWatch(ranks.device, config.train.recompiles, self._tell, profiles=ranks.is_first)
         self._unread: _Unread | None = None
-        self._clock = time.perf_counter()
+        self._clock = Moment(self.ranks.device)
 
     def fit(self) -> Progress:
         """Train to the configured number of steps, from wherever the run is.
@@ -75,7 +75,7 @@ class Trainer:
         """
         train = self.config.train
         stream = self._stream()
-        self._clock = time.perf_counter()
+        self._clock = Moment(self.ranks.device)
         while self.progress.step < train.steps and not self._stopping:
             step = self.progress.step
             with self._watch.step(step + 1):
@@ -145,7 +145,7 @@ class Trainer:
         ranks.sum_over_data(sums)
         loss = float(sums[0] / sums[1])
         self._tell("evaluation", EvaluationRecord(self.progress.step, name, loss, count))
-        self._clock = time.perf_counter()
+        self._clock = Moment(self.ranks.device)
         return loss
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Trainer:
         }
         self.checkpoints.save(self.optimizer.tensors(), facts, asynchronous=self.config.checkpoint.asynchronous)
         self._note(f"checkpoint of step {self.progress.step} in {self.checkpoints.folder}")
-        self._clock = time.perf_counter()
+        self._clock = Moment(self.ranks.device)
 
     def resume(self, path: Path | None = None) -> bool:
         """Load the newest checkpoint of the run (or the one at `path`); False if there is none."""
@@ -208,7 +208,7 @@ class Trainer:
             return
         loss, stop, grad_norm, skipped, scale = unread.numbers()
         self._stopping = stop > 0
-        seconds, self._clock = unread.ended - self._clock, unread.ended
+        seconds, self._clock = unread.ended.since(self._clock), unread.ended
         tokens = self.config.train.seq_length * len(unread.batches) * unread.batches[0].tokens.shape[0]
         rate = tokens * self.ranks.dp_size / seconds
         mfu = None
@@ -268,17 +268,32 @@ class _Unread:
 
     def __init__(self, step: int, tokens: int, lr: float, host: Tensor, batches: list[Batch]) -> None:
         self.step, self.tokens, self.lr, self.host, self.batches = step, tokens, lr, host, batches
-        self.event = None
-        self.ended = time.perf_counter()
-        if host.is_pinned():
-            self.event = torch.cuda.Event()
-            self.event.record()
+        self.ended = Moment(batches[0].tokens.device)
 
     def numbers(self) -> list[float]:
-        if self.event is not None:
-            self.event.synchronize()
-            self.ended = time.perf_counter()
+        self.ended.wait()
         return self.host.tolist()
+
+
+class Moment:
+    """When the device is done with all that it was given until now: of a GPU an event, of a CPU the time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._time = time.perf_counter()
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: "Moment") -> float:
+        """Seconds from an earlier moment of the same device to this one, which was waited for."""
+        if self._event is None:
+            return self._time - earlier._time
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 def _to_host(numbers: Tensor) -> Tensor:
