@@ -1,6 +1,7 @@
 """`python -m tests.distributed.worker CASES OUT`, one rank of these tests: trains small models as each case says.
 
-The first rank writes to OUT what each case came to; the tests train the same cases in one process beside it.
+The first rank writes to OUT what each case came to; the tests train the same cases in one process beside it. Before
+that the ranks meet with different configs, which every one of them must be told.
 """
 
 import json
@@ -114,6 +115,12 @@ def whole(tensor: Tensor) -> Tensor:
 def main(cases: list[dict[str, Any]], out: str) -> None:
     torch.set_num_threads(1)
     here, results = seat(), []
+    refused = ""
+    try:
+        connect(here, run_config({"model": "llama", "train": {"seed": here.rank}}, here.world_size))
+    except RuntimeError as error:
+        refused = str(error)
+    assert "config train.seed: 0 on rank 0" in refused and "; 1 on rank 1" in refused, refused
     first = connect(here, run_config({"model": "llama"}, here.world_size))
     for case in cases:
         dp_size = here.world_size // case.get("parallel", {}).get("tensor", 1)
