@@ -165,7 +165,9 @@ class EvaluationConfig(Section):
 
 
 class LoggingConfig(Section):
-    """folder: metrics.jsonl, report.html, TensorBoard's events."""
+    """folder        metrics.jsonl, report.html, TensorBoard's events
+    phase_timers  how long data, forward, backward and optimizer take, in every step's numbers
+    """
 
     folder: str | None = None
     every: Positive = 10

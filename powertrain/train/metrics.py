@@ -17,6 +17,7 @@ class StepRecord:
     grad_norm         before clipping;  skipped: gradients were not finite, nothing was updated
     tokens            seen since the run began
     seconds           since the step before ended;  tokens_per_second, mfu: over the same time
+    phases            seconds of data, forward, backward and optimizer on this rank, with logging.phase_timers
     memory_bytes      highest allocated on this rank's GPU (resident size of the process on a CPU)
     """
 
@@ -31,6 +32,7 @@ class StepRecord:
     tokens_per_second: float
     mfu: float | None
     memory_bytes: int
+    phases: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

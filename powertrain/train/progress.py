@@ -124,6 +124,7 @@ def numbers(record: StepRecord, pace: Pace) -> str:
     words += [f"{record.memory_bytes / 2**30:.2f} GiB"]
     words += [f"scale {record.loss_scale:g}"] if record.loss_scale != 1.0 else []
     words += ["skipped"] if record.skipped else []
+    words += [f"{name} {1e3 * spent:.1f} ms" for name, spent in (record.phases or {}).items()]
     return "  ".join(words)
 
 

@@ -59,6 +59,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
     }
     if record.mfu is not None:
         found["speed/mfu"] = record.mfu
+    found |= {f"phases/{name}_ms": 1e3 * spent for name, spent in (record.phases or {}).items()}
     if record.loss_scale != 1.0:
         found["train/loss_scale"] = record.loss_scale
     return found

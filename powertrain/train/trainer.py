@@ -1,6 +1,5 @@
 """The loop: forward, backward, clip and step, log, maybe evaluate, maybe save."""
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from powertrain.models.flops import flops_per_token
 from powertrain.models.parallelize import parallelize, weighed
 from powertrain.train import checkpoint
 from powertrain.train.anomaly import SpikeWatch, diagnose
+from powertrain.train.clock import Moment, PhaseTimers, Spans, seconds
 from powertrain.train.config import RunConfig
 from powertrain.train.data.loader import Batch, batches
 from powertrain.train.kernels_seen import StepWatch
@@ -65,6 +65,7 @@ class Trainer:
         self._stopping = False
         self._spikes = SpikeWatch(config.train.spike_factor)
         self._watch = StepWatch(ranks.device, config.train.recompiles, self._tell, profiles=ranks.is_first)
+        self._timed = PhaseTimers(ranks.device, wanted=config.logging.phase_timers)
         self._unread: _Unread | None = None
         self._clock = Moment(self.ranks.device)
 
@@ -80,11 +81,15 @@ class Trainer:
             step = self.progress.step
             with self._watch.step(step + 1):
                 seed_step(train.seed, step, self.ranks.dp_rank)
-                micro_batches = [next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)]
+                with self._timed("data"):
+                    micro_batches = [
+                        next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)
+                    ]
                 loss = self._forward_backward(micro_batches)
                 self._read()  # the step before: if it went bad nothing is updated any more
                 lr = learning_rate(step, self.config.optimizer.lr, self.config.schedule, train.steps)
-                stepped = self.optimizer.step(lr)
+                with self._timed("optimizer"):
+                    stepped = self.optimizer.step(lr)
                 _balance_experts(self.model, self.ranks)
                 self._advance(loss, stepped, lr, micro_batches)
             if self._evaluation_is_due():
@@ -112,8 +117,10 @@ class Trainer:
         for index, batch in enumerate(micro_batches):
             _set_gradient_sync(self.model, index == len(micro_batches) - 1)
             labels, weight = weighed(batch.labels, counted)
-            loss = self._loss(batch._replace(labels=labels)) * (weight * ranks.dp_size)
-            self.optimizer.scaled(loss).backward()
+            with self._timed("forward"):
+                loss = self._loss(batch._replace(labels=labels)) * (weight * ranks.dp_size)
+            with self._timed("backward"):
+                self.optimizer.scaled(loss).backward()
             total += loss.detach()
         return self.ranks.mean(torch.stack([total, torch.full_like(total, float(self.should_stop))]))
 
@@ -199,7 +206,7 @@ class Trainer:
         progress.tokens += samples * train.seq_length
         scale = self.optimizer.scaler.scale if self.optimizer.scaler else torch.ones((), device=loss.device)
         numbers = torch.cat([loss, torch.stack([stepped.grad_norm, stepped.skipped, scale])])
-        self._unread = _Unread(progress.step, progress.tokens, lr, _to_host(numbers), micro_batches)
+        self._unread = _Unread(progress.step, progress.tokens, lr, _to_host(numbers), micro_batches, self._timed.take())
 
     def _read(self) -> None:
         """Read the numbers of the last step, tell everybody, and stop if they are bad."""
@@ -208,15 +215,16 @@ class Trainer:
             return
         loss, stop, grad_norm, skipped, scale = unread.numbers()
         self._stopping = stop > 0
-        seconds, self._clock = unread.ended.since(self._clock), unread.ended
+        spent, self._clock = unread.ended.since(self._clock), unread.ended
         tokens = self.config.train.seq_length * len(unread.batches) * unread.batches[0].tokens.shape[0]
-        rate = tokens * self.ranks.dp_size / seconds
+        rate = tokens * self.ranks.dp_size / spent
         mfu = None
         if self.peak_flops:
             mfu = rate * self.flops_per_token / (self.peak_flops * self.ranks.world_size)
         record = StepRecord(
-            unread.step, loss, grad_norm, unread.lr, bool(skipped), scale, unread.tokens, seconds, rate, mfu, _memory()
-        )
+            unread.step, loss, grad_norm, unread.lr, bool(skipped), scale, unread.tokens, spent, rate, mfu, _memory(),
+            seconds(unread.spans) or None,
+        )  # fmt: skip
         self._tell("step", record)
         self._stop_if_bad(record, unread.batches)
 
@@ -266,34 +274,14 @@ class Trainer:
 class _Unread:
     """The numbers of a step that may still be computing."""
 
-    def __init__(self, step: int, tokens: int, lr: float, host: Tensor, batches: list[Batch]) -> None:
+    def __init__(self, step: int, tokens: int, lr: float, host: Tensor, batches: list[Batch], spans: Spans) -> None:
         self.step, self.tokens, self.lr, self.host, self.batches = step, tokens, lr, host, batches
+        self.spans = spans
         self.ended = Moment(batches[0].tokens.device)
 
     def numbers(self) -> list[float]:
         self.ended.wait()
         return self.host.tolist()
-
-
-class Moment:
-    """When the device is done with all that it was given until now: of a GPU an event, of a CPU the time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._time = time.perf_counter()
-        self._event: Any = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record(torch.cuda.current_stream(device))
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def since(self, earlier: "Moment") -> float:
-        """Seconds from an earlier moment of the same device to this one, which was waited for."""
-        if self._event is None:
-            return self._time - earlier._time
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 def _to_host(numbers: Tensor) -> Tensor:

@@ -58,6 +58,22 @@ def test_metrics_count_tokens_and_mfu_by_the_formula(whole: tuple[Path, str, str
     assert known.parameters == 2 * (layer + 2 * 32) + 2 * 32 * VOCAB + 32
 
 
+def test_parts_of_a_step_are_timed_where_wanted(whole: tuple[Path, str, str], tmp_path: Path) -> None:
+    assert all(record.phases is None for record in read_metrics(whole[0] / "metrics.jsonl").steps)
+    words = ["train", str(write_config(tmp_path)), "logging.phase_timers=true", "train.gradient_accumulation_steps=2"]
+    result = CliRunner().invoke(app, [*words, "logging.tensorboard=true", "train.steps=4"])
+    assert result.exit_code == 0, result.output
+    assert " ms  optimizer " in result.output
+    for record in read_metrics(tmp_path / "run/metrics.jsonl").steps:
+        assert record.phases is not None and list(record.phases) == ["data", "forward", "backward", "optimizer"]
+        assert all(spent > 0 for spent in record.phases.values())
+        assert sum(record.phases.values()) <= record.seconds
+    assert "Parts of a step" in (tmp_path / "run/report.html").read_text()
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    assert len(events.Scalars("phases/backward_ms")) == 4
+
+
 def test_tensorboard_has_every_step_once(whole: tuple[Path, str, str]) -> None:
     events = EventAccumulator(str(whole[0] / "tensorboard"))
     events.Reload()

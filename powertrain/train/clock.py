@@ -1,0 +1,62 @@
+"""How long steps and their parts take on the device, measured without waiting for it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Spans = list[tuple[str, "Moment", "Moment"]]
+
+
+class Moment:
+    """When the device is done with all that it was given until now: of a GPU an event, of a CPU the time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._time = time.perf_counter()
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: "Moment") -> float:
+        """Seconds from an earlier moment of the same device to this one, which was waited for."""
+        if self._event is None:
+            return self._time - earlier._time
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class PhaseTimers:
+    """Times the parts of a step by name; nothing at all unless `wanted`."""
+
+    def __init__(self, device: torch.device, *, wanted: bool) -> None:
+        self.device, self.wanted = device, wanted
+        self._spans: Spans = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Around a part of the step; parts of one name add up."""
+        if not self.wanted:
+            yield
+            return
+        start = Moment(self.device)
+        yield
+        self._spans.append((name, start, Moment(self.device)))
+
+    def take(self) -> Spans:
+        """What was timed since the last time, to be read with `seconds` when the device is done with it."""
+        taken, self._spans = self._spans, []
+        return taken
+
+
+def seconds(spans: Spans) -> dict[str, float]:
+    """Name -> seconds of the parts of that name together."""
+    found: dict[str, float] = {}
+    for name, start, end in spans:
+        found[name] = found.get(name, 0.0) + end.since(start)
+    return found
