@@ -26,7 +26,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDED = ("torch", "triton", "numpy", "platformdirs", "psutil", "rich", "typer", "pytest", "ruff", "mypy")
+NEEDED = (
+    "torch", "triton", "numpy", "platformdirs", "psutil", "rich", "typer", "pydantic", "yaml", "safetensors", "tokenizers",
+    "zstandard", "filelock", "jinja2", "tensorboard", "pytest", "ruff", "mypy",
+)  # fmt: skip
 
 
 def pins(triton: str | None) -> dict[str, tuple[str, float]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from powertrain.cli import app, demo, facts
+from powertrain.cli import app, check, facts
 from powertrain.ops.catalog import Case, cases
 from powertrain.runtime import settings as settings_module
 from powertrain.runtime.settings import VARIABLES
@@ -27,7 +27,7 @@ def test_help_teaches_and_groups() -> None:
     code, output = _run("--help")
     assert code == 0 and "Start here" in output and "This machine" in output
     assert 'powertrain target "RTX 3090 Ti"' in output
-    for command in ("demo", "target", "env"):
+    for command in ("check", "target", "env"):
         assert _run(command, "--help")[0] == 0
 
 
@@ -89,19 +89,19 @@ def test_environment_page_is_in_step() -> None:
     assert page == facts.environment_page(), "run: powertrain env --markdown > docs/environment.md"
 
 
-def test_demo() -> None:
-    code, output = _run("demo", "rms_norm", "--dtype", "fp32", "--device", "cpu")
+def test_check() -> None:
+    code, output = _run("check", "rms_norm", "--dtype", "fp32", "--device", "cpu")
     assert code == 0, output
     assert "kernel store" in output and "rms_norm residual" in output and "layer_norm" not in output
 
 
-def test_demo_of_an_unknown_op() -> None:
-    code, output = _run("demo", "rms_form", "--device", "cpu")
+def test_check_of_an_unknown_op() -> None:
+    code, output = _run("check", "rms_form", "--device", "cpu")
     assert code == 2 and "no op rms_form" in output and "rms_norm" in output
 
 
 @pytest.mark.parametrize("how", ["wrong", "nan", "raises"])
-def test_demo_fails_when_an_op_does(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_fails_when_an_op_does(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = cases("layer_norm")[0]
 
     def run(**tensors: torch.Tensor) -> torch.Tensor:
@@ -111,13 +111,13 @@ def test_demo_fails_when_an_op_does(how: str, monkeypatch: pytest.MonkeyPatch) -
 
     broken = Case("layer_norm", "", run, real.reference, real.plain, real.inputs, real.tiny, real.full)
     monkeypatch.setattr("powertrain.ops.catalog.cases", lambda: [broken])
-    code, output = _run("demo", "--device", "cpu")
+    code, output = _run("check", "--device", "cpu")
     assert code == 1 and "1 of 1 calls" in output
     assert how != "raises" or "no kernel today" in output
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
-def test_demo_shapes_suit_every_op(case: Case) -> None:
-    shape = demo.shape_for(case, torch.device("cpu"))
+def test_check_shapes_suit_every_op(case: Case) -> None:
+    shape = check.shape_for(case, torch.device("cpu"))
     assert len(shape) == len(case.full) and all(shape)
     case.run(**case.inputs(shape, torch.bfloat16, torch.device("cpu")))

@@ -75,7 +75,7 @@ def test_layers(file: Path) -> None:
         ("runtime/x.py", "def f():\n    import powertrain.ops"),
         ("runtime/x.py", "from powertrain import ops"),
         ("runtime/x.py", "from ..ops import norm"),
-        ("runtime/x.py", "import importlib\nimportlib.import_module('powertrain.cli.demo')"),
+        ("runtime/x.py", "import importlib\nimportlib.import_module('powertrain.cli.check')"),
         ("testing/x.py", "from powertrain.ops import norm"),
         ("ops/x.py", "from powertrain.testing import bench"),
         ("ops/attention/x.py", "from ...nn import linear"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import typer
 
 from powertrain.cli import (
+    check,
     demo,
     doctor,
     explain,
@@ -24,7 +25,7 @@ from powertrain.cli import (
 )
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Start here": (demo.demo, tour.tour),
+    "Start here": (demo.demo, tour.tour, check.check),
     "Train": (train.train, generate.generate, report.report, lint.lint, preprocess.preprocess),
     "Kernels": (prebuild.prebuild, kernels.kernels, tune.tune),
     "This machine": (facts.target, facts.env, doctor.doctor, explain.explain),
@@ -44,8 +45,9 @@ def main() -> None:
     """Transformer training and inference in PyTorch, accelerated in pure Python.
 
     \b
-    powertrain demo                   this machine, and every op against float64
-    powertrain demo rms_norm rope     some ops only
+    powertrain demo                   train a small GPT, kill it, resume it, generate from it
+    powertrain check                  this machine, and every op against float64
+    powertrain check rms_norm rope    some ops only
     powertrain tour                   the field's pains, before and after, on this machine
     powertrain train run.yml          train, resume; a GPT-NeoX YAML is read as it is
     powertrain generate runs/NAME --prompt "def "   text out of a checkpoint

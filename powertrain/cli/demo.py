@@ -1,203 +1,110 @@
-"""`powertrain demo`: what this machine is, and every op's error and time beside plain PyTorch's."""
+"""`powertrain demo`: train a small GPT on real text, kill it, resume it, generate from it."""
 
-import platform
+import importlib.resources
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
-if TYPE_CHECKING:
-    import torch
-
-    from powertrain.ops.catalog import Case
-    from powertrain.testing.numerics import Error
-
-# elements of the largest input: what a CPU computes in well under a second, and what fits a GPU of 8 GB in float64
-CPU_ELEMENTS, GPU_ELEMENTS = 1 << 20, 1 << 25
-
-
-class Dtype(str, Enum):
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-
-    @property
-    def torch(self) -> "torch.dtype":
-        import torch
-
-        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
+VOCABULARY = 256  # bytes
+PROMPT = "def "
 
 
 def demo(
-    ops: Annotated[list[str] | None, typer.Argument(help="the ops to run; all if none", show_default=False)] = None,
-    dtype: Annotated[Dtype, typer.Option(help="of the inputs")] = Dtype.bf16,
-    device: Annotated[str | None, typer.Option(help="such as cuda:1; default: the first GPU, or the CPU")] = None,
+    folder: Annotated[Path, typer.Option(help="what the run leaves behind; an earlier demo's is replaced")] = Path(
+        "runs/demo"
+    ),
 ) -> None:
-    """Say what this machine is, then run every op, forward and backward, against its float64 reference.
+    """Train a small GPT on the Python standard library's own source; kill -9 it and resume it; generate from it.
 
-    The error may be twice plain PyTorch's in the same dtype plus one rounding; over that, the exit code is 1. Times are
-    of forward and backward together; the ratio is plain PyTorch's time over ours.
-
-    \b
-    powertrain demo
-    powertrain demo rms_norm rope --dtype fp32
+    About a minute of training on two quiet CPU cores, nothing to download. Ends with 1 if the held-out loss does not
+    fall by more than half of ln(vocabulary).
     """
-    import torch
-
-    from powertrain.ops.catalog import cases
-
     console = Console()
-    console = console if console.is_terminal else Console(width=130)
-    console.print(machine())
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen = [case for case in cases() if not ops or case.op in ops]
-    unknown = set(ops or ()) - {case.op for case in chosen}
-    if unknown:
-        known = ", ".join(dict.fromkeys(case.op for case in cases()))
-        raise typer.BadParameter(f"no op {', '.join(sorted(unknown))}; there are {known}")
-    console.print(_what_runs(where))
-    table = Table("op", "shape", "worst", title=f"forward and backward, {dtype.value} on {where}", title_justify="left")
-    for column in ("error", "PyTorch's", "allowed", "ms", "PyTorch's ms", "ratio"):
-        table.add_column(column, justify="right")
-    bad = 0
-    with Live(table, console=console, vertical_overflow="visible"):
-        for case in chosen:
-            row, ok = _row(case, dtype.torch, where)
-            table.add_row(*row, style=None if ok else "bold red")
-            bad += not ok
-    console.print()
-    if bad:
-        console.print(f"[bold red]{bad} of {len(chosen)} calls err more than allowed, or failed")
+    _clear(folder)
+    console.rule("[bold]train[/]: a GPT of 2.7 M parameters, 369,000 bytes of Python's standard library", align="left")
+    train = _Train(folder)
+    killed_at = train.until_killed()
+    console.show_cursor()
+    if killed_at is None:
+        console.print("[red]the training ended before it could be killed[/]")
         raise typer.Exit(1)
-    console.print(f"all {len(chosen)} calls within twice plain PyTorch's error plus one rounding")
+    console.print()
+    console.rule(f"[bold]kill -9[/] after step {killed_at}; the same command again resumes", align="left")
+    if train.to_the_end():
+        raise typer.Exit(1)
+    console.print()
+    console.rule(f"[bold]generate[/] from the checkpoint: --prompt {PROMPT!r}", align="left")
+    options = ["--prompt", PROMPT, "--max-new-tokens", "160", "--temperature", "0.7"]
+    if subprocess.call([*_POWERTRAIN, "generate", str(folder), *options]):
+        raise typer.Exit(1)
+    console.print()
+    _judge(folder, console)
 
 
-def machine() -> Table:
-    """What this machine is, as far as kernels care."""
-    import torch
-    import triton
+_POWERTRAIN = [sys.executable, "-m", "powertrain"]
 
-    from powertrain import __version__
-    from powertrain.runtime.jobs import available_memory, usable_cores
-    from powertrain.runtime.store import default_root
-    from powertrain.runtime.target import Target
 
-    table = Table(show_header=False, title="this machine", title_justify="left")
-    versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}"
-    table.add_row("powertrain", f"{__version__} with {versions}")
-    (cores, cores_why), (memory, memory_why) = usable_cores(), available_memory()
-    table.add_row(
-        "CPU", f"{platform.machine()}, {cores} {cores_why}, {memory / 2**30:.1f} GiB available ({memory_why})"
+class _Train:
+    """The training, as a process of its own, so that it can be killed."""
+
+    def __init__(self, folder: Path) -> None:
+        config = importlib.resources.files("powertrain.train") / "quickstart.yml"
+        where = [f"logging.folder={folder}", f"checkpoint.folder={folder / 'checkpoints'}"]
+        self.command = [*_POWERTRAIN, "train", str(config), *where]
+        self.folder = folder
+
+    def until_killed(self) -> int | None:
+        """Run, and SIGKILL it a few steps after its first checkpoint; the step, or None if it ended by itself."""
+        process = subprocess.Popen(self.command)
+        while process.poll() is None:
+            checkpoint = min(self.folder.glob("checkpoints/step_*/checkpoint.json"), default=None)
+            step = max((record["step"] for record in _records(self.folder) if record["kind"] == "step"), default=0)
+            if checkpoint is not None and step > json.loads(checkpoint.read_text())["step"] + 2:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                return int(step)
+            time.sleep(0.1)
+        return None
+
+    def to_the_end(self) -> int:
+        return subprocess.call(self.command)
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    """Whole lines of the run's metrics.jsonl."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
+def _clear(folder: Path) -> None:
+    """Remove an earlier demo; anything else in the way is an error."""
+    if not folder.exists():
+        return
+    if any(folder.iterdir()) and not (folder / "metrics.jsonl").is_file():
+        raise typer.BadParameter(f"{folder} must be new or an earlier demo's, got other files", param_hint="--folder")
+    shutil.rmtree(folder)
+
+
+def _judge(folder: Path, console: Console) -> None:
+    losses = [record["loss"] for record in _records(folder) if record["kind"] == "evaluation"]
+    start, end = math.log(VOCABULARY), losses[-1]
+    fell = start - end
+    console.print(
+        f"held-out loss {end:.2f} nats a byte; a model that knows nothing has ln({VOCABULARY}) = {start:.2f}. "
+        f"It fell by {fell / start:.0%}.",
+        highlight=False,
     )
-    for index in range(torch.cuda.device_count()):
-        gpu = Target.of(torch.device("cuda", index))
-        memory = torch.cuda.get_device_properties(index).total_memory
-        sizes = f"{gpu.num_sms} SMs, {memory / 2**30:.0f} GiB, {gpu.bandwidth / 1e9:.0f} GB/s"
-        table.add_row(f"GPU {index}", f"{gpu.name}: sm_{gpu.arch}, {sizes}")
-    if not torch.cuda.device_count():
-        table.add_row("GPU", "none that torch can see")
-    table.add_row("kernel store", str(default_root()))
-    return table
-
-
-def _what_runs(where: "torch.device") -> str:
-    from powertrain.runtime.settings import settings
-
-    if where.type == "cuda":
-        return "The kernels run on the GPU."
-    if settings().interpret:
-        return "The kernels run in Triton's interpreter: for their values, not their times."
-    return (
-        "On a CPU every op takes its PyTorch path, so times differ little (but for attention, which trades time for "
-        "memory there); on a GPU it takes its kernel. "
-        "To see the kernels' own values here: POWERTRAIN_INTERPRET=1 powertrain demo"
-    )
-
-
-def shape_for(case: "Case", where: "torch.device") -> tuple[int, ...]:
-    """The benchmark's shape, its largest dims halved until it suits the device; the tiny one in the interpreter."""
-    from powertrain.runtime.settings import settings
-
-    if where.type != "cuda" and settings().interpret:
-        return case.tiny
-    shape, limit = case.full, GPU_ELEMENTS if where.type == "cuda" else CPU_ELEMENTS
-    while _largest_input(case, shape) > limit:
-        largest = max(shape)
-        shape = tuple(size // 2 if size == largest else size for size in shape)
-    return shape
-
-
-def _largest_input(case: "Case", shape: tuple[int, ...]) -> int:
-    import torch
-
-    inputs = case.inputs(shape, torch.bfloat16, torch.device("meta"))
-    return max(tensor.numel() for tensor in inputs.values() if tensor is not None)
-
-
-def _row(case: "Case", dtype: "torch.dtype", where: "torch.device") -> tuple[list[str], bool]:
-    import torch
-
-    from powertrain.testing.numerics import errors
-
-    shape = shape_for(case, where)
-    head = [f"{case.op} {case.label}".strip(), "x".join(map(str, shape))]
-    try:
-        torch.manual_seed(1)  # the judge draws the output gradients from seed 0
-        tensors = case.inputs(shape, dtype, where)
-        worst = max(errors(case.run, case.plain, case.reference, tensors, slack=case.slack), key=_share)
-        ours, plain = _times(_Step(case.run, tensors), _Step(case.plain, tensors), where)
-    except Exception as error:
-        return [*head, f"{type(error).__name__}: {error}"], False
-    numbers = [f"{e:.2e}" for e in (worst.ours, worst.plain, worst.allowed)]
-    times = [f"{ours:.3f}", f"{plain:.3f}", f"{plain / ours:.2f}"]
-    return [*head, worst.name, *numbers, *times], worst.ok
-
-
-def _share(error: "Error") -> float:
-    """Of what is allowed; more than anything for NaN."""
-    if error.ours != error.ours:
-        return float("inf")
-    return error.ours / error.allowed if error.allowed else error.ours
-
-
-@dataclass
-class _Step:
-    """Forward and backward of one call."""
-
-    function: Callable[..., Any]
-    tensors: "dict[str, torch.Tensor | None]"
-
-    def __call__(self) -> None:
-        import torch
-
-        result = self.function(**self.tensors)
-        outputs = [out for out in (result if isinstance(result, tuple) else (result,)) if out.requires_grad]
-        leaves = [t for t in self.tensors.values() if t is not None and t.requires_grad]
-        if outputs and leaves:
-            torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
-
-
-def _times(ours: _Step, plain: _Step, where: "torch.device") -> tuple[float, float]:
-    """Milliseconds of each, taken in turns: medians on a GPU, the least on a CPU, which others use too."""
-    if where.type == "cuda":
-        import torch
-
-        from powertrain.testing.bench import measure
-
-        with torch.cuda.device(where):
-            timings = measure({"ours": ours, "plain": plain})
-        return timings["ours"].ms, timings["plain"].ms
-    samples: tuple[list[float], list[float]] = ([], [])
-    deadline = time.perf_counter() + 0.3
-    while len(samples[0]) < 5 or (time.perf_counter() < deadline and len(samples[0]) < 50):
-        for step, times in zip((ours, plain), samples, strict=True):
-            start = time.perf_counter()
-            step()
-            times.append((time.perf_counter() - start) * 1e3)
-    return min(samples[0]), min(samples[1])
+    console.print(f"the report: {folder / 'report.html'}", highlight=False)
+    if not fell > start / 2:
+        console.print(f"[red]the held-out loss must fall by more than half of {start:.2f}, it fell by {fell:.2f}[/]")
+        raise typer.Exit(1)

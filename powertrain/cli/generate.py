@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run's folder: its newest")],
+    checkpoint: Annotated[Path, typer.Argument(help="a run's folder, a checkpoint of ours, Hugging Face's or GPT-NeoX's")],
     prompt: Annotated[list[str], typer.Option(help="repeatable: several are a batch")],
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0: the most likely token, always")] = 0.8,
@@ -33,14 +33,13 @@ def generate(
 
     from powertrain.models.generate import Sampler, stream
     from powertrain.models.generate import generate as new_tokens
-    from powertrain.train.data.sources import open_tokenizer
     from powertrain.train.load import load_model
 
     console = Console(soft_wrap=True)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        model, config = load_model(checkpoint, device=where)
-        tokenizer = open_tokenizer(config.data)
+        model, weights = load_model(checkpoint, device=where)
+        tokenizer = weights.open_tokenizer()
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         prompts = [tokenizer.encode(text) for text in prompt]
         if len(prompts) == 1:

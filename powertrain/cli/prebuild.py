@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from powertrain.cli.demo import Dtype
+from powertrain.cli.check import Dtype
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:

@@ -152,7 +152,7 @@ def _hang(console: Console) -> None:
 
 
 def _archs(console: Console) -> None:
-    from powertrain.cli.demo import Dtype
+    from powertrain.cli.check import Dtype
     from powertrain.cli.prebuild import build_with_progress, recorded
     from powertrain.runtime.target import Target
 

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from powertrain.cli.demo import Dtype
+from powertrain.cli.check import Dtype
 
 if TYPE_CHECKING:
     from powertrain.ops.catalog import Case

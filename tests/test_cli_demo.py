@@ -1,0 +1,44 @@
+"""`powertrain demo`: what it judges and what it may remove. `make demo` runs it whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer import BadParameter, Exit
+
+from powertrain.cli import demo
+
+
+def _metrics(folder: Path, *losses: float, torn: str = "") -> None:
+    lines = [json.dumps({"kind": "evaluation", "step": i, "loss": loss}) + "\n" for i, loss in enumerate(losses)]
+    (folder / "metrics.jsonl").write_text("".join(lines) + torn)
+
+
+def test_half_of_what_there_is_to_learn(tmp_path: Path) -> None:
+    _metrics(tmp_path, 5.0, 2.7)
+    demo._judge(tmp_path, Console())
+    _metrics(tmp_path, 2.0, 2.8)
+    with pytest.raises(Exit):
+        demo._judge(tmp_path, Console())
+
+
+def test_a_torn_last_line_is_not_read(tmp_path: Path) -> None:
+    _metrics(tmp_path, 3.0, torn='{"kind": "eval')
+    assert [record["loss"] for record in demo._records(tmp_path)] == [3.0]
+
+
+def test_only_a_demo_is_replaced(tmp_path: Path) -> None:
+    precious = tmp_path / "thesis.tex"
+    precious.write_text("")
+    with pytest.raises(BadParameter, match="other files"):
+        demo._clear(tmp_path)
+    assert precious.exists()
+    _metrics(tmp_path, 3.0)
+    demo._clear(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_one_config_for_demo_and_reader() -> None:
+    linked = Path(__file__).parent.parent / "configs" / "quickstart.yml"
+    assert linked.resolve() == Path(demo.__file__).parent.parent / "train" / "quickstart.yml"
