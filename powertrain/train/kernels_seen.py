@@ -86,7 +86,10 @@ class StepWatch:
         else:
             with _profiled(self.device, number) as tables:
                 yield
-            self.tell("kernels", tables[0])
+            for table in tables:
+                self.tell("kernels", table)
+            if not tables:
+                self.tell("note", f"step {number}: no kernel table, the profiler saw nothing run on {self.device}")
         if self._count > 1:
             self._report(late_compiles(tracing.trace()[before:]), number)
 
@@ -113,7 +116,7 @@ def late_compiles(events: Iterable[tracing.Event]) -> list[str]:
 
 @contextmanager
 def _profiled(device: torch.device, step: int) -> Iterator[list[KernelTable]]:
-    """Profiles what is inside; the list it yields holds the table afterwards."""
+    """Profiles what is inside; the list it yields holds the table afterwards, or nothing where CUPTI may not look."""
     tables: list[KernelTable] = []
     is_gpu = device.type == "cuda"
     if is_gpu:
@@ -135,7 +138,8 @@ def _profiled(device: torch.device, step: int) -> Iterator[list[KernelTable]]:
     name = torch.cuda.get_device_name(device) if is_gpu else "CPU"
     if is_gpu and found:
         milliseconds = _span(events)
-    tables.append(_table(found, name, step, milliseconds))
+    if found:
+        tables.append(_table(found, name, step, milliseconds))
 
 
 def _stop(profiler: profile) -> None:

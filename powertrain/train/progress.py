@@ -3,14 +3,16 @@
 import shlex
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from powertrain.train.about import About
 from powertrain.train.kernels_seen import KernelTable
@@ -75,24 +77,32 @@ class Lines:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+class _Bar(Progress):
+    """The bar, and the last step's numbers under it: beside it they would not fit in 80 columns."""
+
+    numbers = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.numbers)
+
+
 class Live:
     """A bar that stays at the bottom of a terminal; evaluations and notes scroll by above it."""
 
     def __init__(self, console: Console, steps: int, resumed_at: int) -> None:
         self.pace = Pace(steps)
-        self.progress = Progress(
-            TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[left]}"),
-            TextColumn("{task.description}"), console=console, refresh_per_second=4,
+        self.progress = _Bar(
+            TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(), TaskProgressColumn(),
+            TextColumn("[cyan]{task.fields[left]} left"), console=console, refresh_per_second=4,
         )  # fmt: skip
-        self.task: TaskID = self.progress.add_task("", total=steps, completed=resumed_at, left="-:--:-- left")
+        self.task: TaskID = self.progress.add_task("", total=steps, completed=resumed_at, left=self.pace.left)
         self.progress.start()
 
     def step(self, record: StepRecord) -> None:
         self.pace.see(record)
-        words = escape(numbers(record, self.pace))
-        self.progress.update(
-            self.task, completed=record.step, description=words, left=f"[cyan]{self.pace.left} left[/]"
-        )
+        self.progress.numbers = numbers(record, self.pace)
+        self.progress.update(self.task, completed=record.step, left=self.pace.left)
         if record.skipped:
             self.note(f"step {record.step} skipped: its gradients were not finite")
 
@@ -146,7 +156,7 @@ def opening(about: About) -> Panel:
     for label, text in opening_facts(about).items():
         table.add_row(label, escape(text))
     where = f"goes on after step {about.resumed_at}" if about.resumed_at else "starts"
-    return Panel(Group(table), title=f"{about.architecture} {where}", title_align="left", border_style="cyan")
+    return Panel(table, title=f"{about.architecture} {where}", title_align="left", border_style="cyan")
 
 
 def opening_facts(about: About) -> dict[str, str]:
