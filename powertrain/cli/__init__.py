@@ -9,6 +9,7 @@ import typer
 
 from powertrain.cli import (
     check,
+    convert,
     demo,
     doctor,
     explain,
@@ -26,7 +27,7 @@ from powertrain.cli import (
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Start here": (demo.demo, tour.tour, check.check),
-    "Train": (train.train, generate.generate, report.report, lint.lint, preprocess.preprocess),
+    "Train": (train.train, generate.generate, convert.convert, report.report, lint.lint, preprocess.preprocess),
     "Kernels": (prebuild.prebuild, kernels.kernels, tune.tune),
     "This machine": (facts.target, facts.env, doctor.doctor, explain.explain),
 }
@@ -51,6 +52,7 @@ def main() -> None:
     powertrain tour                   the field's pains, before and after, on this machine
     powertrain train run.yml          train, resume; a GPT-NeoX YAML is read as it is
     powertrain generate runs/NAME --prompt "def "   text out of a checkpoint
+    powertrain convert runs/NAME OUT --to hf        to and from Hugging Face and GPT-NeoX, logits compared
     powertrain report runs/NAME       report.html of a run, made anew
     powertrain lint run.yml           a training config, checked without training
     powertrain prebuild --arch H100   compile kernels ahead for GPUs that are not here

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="a run's folder, a checkpoint of ours, Hugging Face's or GPT-NeoX's")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="a run's folder, or a checkpoint: ours, Hugging Face's, GPT-NeoX's")
+    ],
     prompt: Annotated[list[str], typer.Option(help="repeatable: several are a batch")],
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0: the most likely token, always")] = 0.8,

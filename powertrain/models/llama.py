@@ -1,6 +1,6 @@
 """Llama, Mistral (sliding window), Qwen 2 (biases of q, k, v), Qwen 3 (qk-norm): RMSNorm, SwiGLU, grouped queries."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -142,7 +142,12 @@ def from_hf_config(values: Mapping[str, Any]) -> Config:
     vocab, hidden, ffn, layers, heads = required(values, *names)
     length, eps = required(values, "max_position_embeddings", "rms_norm_eps")
     has_bias = bool(values.get("attention_bias"))
-    switches = {"qkv_bias": has_bias, "out_bias": has_bias, "mlp_bias": bool(values.get("mlp_bias")), **always}
+    switches: dict[str, Any] = {
+        "qkv_bias": has_bias,
+        "out_bias": has_bias,
+        "mlp_bias": bool(values.get("mlp_bias")),
+        **always,
+    }
     return Config(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_layers=layers, num_heads=heads,
         num_kv_heads=values.get("num_key_value_heads") or heads, head_dim=values.get("head_dim"),
@@ -247,7 +252,7 @@ def hf_parts(config: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tens
     module, kind = inside.rsplit(".", 1)
     prefix = f"model.layers.{layer}."
     if module == "attention.qkv":
-        for letter, part in zip("qkv", split_qkv(config, tensor), strict=True):
+        for letter, part in zip("qkv", split_qkv(tensor, config.num_heads, config.num_kv_heads), strict=True):
             yield f"{prefix}self_attn.{letter}_proj.{kind}", part
     else:
         yield f"{prefix}{_HF_MODULES[module]}.{kind}", tensor
@@ -255,20 +260,20 @@ def hf_parts(config: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tens
 
 def from_hf_parts(config: Any, name: str, parts: list[Tensor]) -> Tensor:
     """`hf_parts` backwards: one tensor of ours from theirs, in that order."""
-    return join_qkv(config, parts) if ".attention.qkv." in name else parts[0]
+    return join_qkv(parts, config.num_heads, config.num_kv_heads) if ".attention.qkv." in name else parts[0]
 
 
-def split_qkv(config: Any, packed: Tensor) -> list[Tensor]:
+def split_qkv(packed: Tensor, num_heads: int, num_kv_heads: int | None) -> list[Tensor]:
     """Rows packed by kv head as all queries' rows, all keys', all values'."""
-    kv_heads = config.num_kv_heads or config.num_heads
-    group = config.num_heads // kv_heads
+    kv_heads = num_kv_heads or num_heads
+    group = num_heads // kv_heads
     groups = packed.unflatten(0, (kv_heads, group + 2, -1))
     return [part.flatten(0, 2) for part in groups.split((group, 1, 1), 1)]
 
 
-def join_qkv(config: Any, parts: list[Tensor]) -> Tensor:
+def join_qkv(parts: Sequence[Tensor], num_heads: int, num_kv_heads: int | None) -> Tensor:
     """`split_qkv` backwards."""
-    kv_heads = config.num_kv_heads or config.num_heads
-    sizes = (config.num_heads // kv_heads, 1, 1)
+    kv_heads = num_kv_heads or num_heads
+    sizes = (num_heads // kv_heads, 1, 1)
     groups = [part.unflatten(0, (kv_heads, size, -1)) for part, size in zip(parts, sizes, strict=True)]
     return torch.cat(groups, 1).flatten(0, 2)

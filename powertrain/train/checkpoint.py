@@ -16,9 +16,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
@@ -163,6 +165,12 @@ def load(checkpoint: Path, tensors: Mapping[str, Tensor], *, group: dist.Process
             raise CheckpointError(f"{checkpoint}: {name} must have shape {list(tensor.shape)}, got {got}")
     dcp_load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     return facts
+
+
+def dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
+    """The dtype of every stored tensor."""
+    stored = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
+    return {name: entry.properties.dtype for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:

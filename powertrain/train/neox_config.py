@@ -44,6 +44,24 @@ def translate(source: Source, world_size: int) -> tuple[dict[str, Any], tuple[Ro
     return parts, tuple(keys.rows()), _origins(keys)
 
 
+def model_fields(source: Source) -> dict[str, Any]:
+    """The fields of a gpt_neox model's config from the keys that say them; the others are checked by name only.
+
+    Raises ConfigError and UnsupportedConfig as `translate` does.
+    """
+    keys = _Keys(source)
+    fields = _model(keys)
+    keys.finish()
+    return fields
+
+
+def tokenizer_name(source: Source) -> str | None:
+    """The tokenizer as `load_tokenizer` takes it; None if the keys name none that is read here."""
+    keys = _Keys(source)
+    name = _tokenizer(keys)
+    return None if keys.mistakes or keys.missing else name
+
+
 class _Keys:
     """The config's keys: typed on reading, with what is said of each in the table, and the mistakes so far."""
 

@@ -17,6 +17,7 @@ from powertrain.train.data.sources import Data, open_data, open_tokenizer
 from powertrain.train.data.tokenizer import Tokenizer, padded_vocab_size
 from powertrain.train.host_memory import keep_freed_memory
 from powertrain.train.lint import rehearse
+from powertrain.train.load import kinds_at
 from powertrain.train.metrics import Sink
 from powertrain.train.ranks import Seat, be_deterministic, check_parallel, connect
 from powertrain.train.reader import Run
@@ -85,11 +86,14 @@ def start(run: Run, seat: Seat, make_sinks: MakeSinks) -> Trainer:
     data = open_run_data(config, tokenizer, ranks.dp_size)
     trainer = Trainer(config, ranks, data)
     path = Path(config.checkpoint.load) if config.checkpoint.load else None
-    resumed = trainer.resume() or (path is not None and trainer.resume(path))
+    resumed = trainer.resume()
+    begun = resumed or path is None or bool(kinds_at(path))
+    if path is not None and begun and not resumed:
+        trainer.start_from(path)
     if ranks.is_first:
         keep_texts(config.folder() / "config", run, config)
         trainer.sinks = make_sinks(trainer)
-    if path is not None and not resumed:
+    if not begun:
         tracing.warn(f"checkpoint.load: no checkpoint at {path}; the run starts at step 0")
     return trainer
 

@@ -18,6 +18,7 @@ from powertrain.train.clock import Moment, PhaseTimers, Spans, seconds
 from powertrain.train.config import RunConfig
 from powertrain.train.data.loader import Batch, batches
 from powertrain.train.kernels_seen import StepWatch
+from powertrain.train.load import NAMES, fill, fitted, open_weights
 from powertrain.train.metrics import EvaluationRecord, Sink, StepRecord
 from powertrain.train.optim import DTYPES, Optimizer, Stepped
 from powertrain.train.peak import peak_tflops
@@ -180,11 +181,31 @@ class Trainer:
         found = checkpoint.find(path or self.checkpoints.folder)
         if found is None:
             return False
+        if checkpoint.read_facts(found).get("weights_only"):
+            raise checkpoint.CheckpointError(
+                f"{found} holds weights only, of another run; name it in checkpoint.load and keep it out of "
+                f"{self.checkpoints.folder}"
+            )
         facts = checkpoint.load(found, self.optimizer.tensors(), group=self.ranks.checkpoint_group)
         self.optimizer.weights_from_masters()
         self.progress = Progress(facts["step"], facts["samples"], facts["tokens"])
         self._note(f"resumed step {self.progress.step} from {found}")
         return True
+
+    def start_from(self, path: Path) -> None:
+        """Resume the run's checkpoint at `path`; or begin at step 0 with the weights there (Hugging Face, GPT-NeoX).
+
+        Raises FileNotFoundError where there are none, ValueError naming what does not fit this run's model.
+        """
+        weights = open_weights(path)
+        if weights.is_run:
+            self.resume(path if checkpoint.find(path) else weights.path)
+            return
+        tensors = self.optimizer.tensors()
+        ours = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        fill(ours, fitted(weights, self.config.model).tensors())
+        self.optimizer.weights_from_masters()
+        self._note(f"weights from {weights.path} ({NAMES[weights.kind]})")
 
     def _stream(self) -> Iterator[Batch]:
         train = self.config.train

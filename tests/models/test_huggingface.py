@@ -145,7 +145,7 @@ def test_logits_in_bfloat16(case: str, tmp_path: Path) -> None:
             {"rope_parameters": {**YARN, "original_max_position_embeddings": 64}},
         ),
         (
-            {"rope_theta": 1e4, "original_max_position_embeddings": 16, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            {"rope_theta": 1e4, "original_max_position_embeddings": 16, "rope_scaling": {"type": "yarn", "factor": 4}},
             {"rope_parameters": YARN},
         ),
     ],

@@ -1,0 +1,70 @@
+"""`powertrain convert`: checkpoints of Powertrain, Hugging Face and GPT-NeoX into each other."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+class Kind(str, Enum):
+    """What a checkpoint can be."""
+
+    powertrain = "powertrain"
+    hf = "hf"
+    neox = "neox"
+
+
+class DType(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="a run's folder, or a checkpoint: ours, Hugging Face's, GPT-NeoX's")],
+    destination: Annotated[Path, typer.Argument(help="a folder that does not exist yet")],
+    to: Annotated[Kind, typer.Option(help="what to write")],
+    from_: Annotated[Kind | None, typer.Option("--from", help="default: told by content", show_default=False)] = None,
+    config: Annotated[
+        list[Path] | None, typer.Option(help="YAML of a GPT-NeoX checkpoint whose folder has none; repeatable")
+    ] = None,
+    dtype: Annotated[DType | None, typer.Option(help="of the weights; default: as they are")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="rows of embedding and head; default: as they are")] = None,
+    check: Annotated[bool, typer.Option(help="run both on the CPU in float32 and compare their logits")] = True,
+    pipe_parallel_size: Annotated[int, typer.Option(help="GPT-NeoX: 0, a file per rank; 1, a file per layer")] = 1,
+    model_parallel_size: Annotated[int, typer.Option(help="GPT-NeoX: tensor-parallel ranks to write for")] = 1,
+) -> None:
+    """Convert a checkpoint. Source and result are run on a few tokens; if their logits differ nothing is kept.
+
+    \b
+    powertrain convert runs/quickstart quickstart-hf --to hf --dtype bf16
+    powertrain convert checkpoints/global_step143000 pythia-hf --to hf --config 160M.yml
+    powertrain convert pythia-160m pythia-neox --to neox --model-parallel-size 2
+    """
+    from powertrain.train.convert import LogitsDiffer
+    from powertrain.train.convert import convert as write
+    from powertrain.train.load import NAMES, open_weights
+    from powertrain.train.optim import DTYPES
+
+    console = Console(soft_wrap=True, highlight=False)
+    try:
+        weights = open_weights(source, from_.value if from_ else None, config or ())
+        model = weights.config
+        console.print(f"{weights.path}: {NAMES[weights.kind]}, {model.architecture}, {model.num_layers} layers")
+        done = write(
+            weights, destination, to.value, dtype=DTYPES[dtype.value] if dtype else None, vocab_size=vocab_size,
+            check=check, pipe_parallel_size=pipe_parallel_size, model_parallel_size=model_parallel_size,
+        )  # fmt: skip
+    except (ValueError, OSError, LogitsDiffer, NotImplementedError) as error:
+        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
+        raise typer.Exit(1 if isinstance(error, LogitsDiffer) else 2) from None
+    console.print(f"{destination}: {NAMES[to.value]}")
+    for note in done.notes:
+        console.print(note, markup=False)
+    if done.compared:
+        c = done.compared
+        console.print(
+            f"largest difference of logits {c.difference:.3g}, of {c.largest:.4g} ({c.source} and {c.result}, float32)"
+        )
