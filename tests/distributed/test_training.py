@@ -81,8 +81,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
             "parallel": {"tensor": 2},
         },
     }
-    found = together(2, list(cases.values()), folder)
-    return {**dict(zip(cases, found, strict=True)), "one": one, "folder": {"path": str(folder)}}
+    *found, stopped = together(2, list(cases.values()), folder)
+    return {**dict(zip(cases, found, strict=True)), "one": one, "folder": {"path": str(folder)}, "stopped": stopped}
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -92,7 +92,7 @@ def test_two_ranks_equal_one(name: str, two: dict[str, dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def two_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    found = together(2, list(TWO_MORE.values()), tmp_path_factory.mktemp("two_more"))
+    *found, _ = together(2, list(TWO_MORE.values()), tmp_path_factory.mktemp("two_more"))
     return dict(zip(TWO_MORE, found, strict=True))
 
 
@@ -125,11 +125,20 @@ def test_a_checkpoint_of_two_ranks_on_one(two: dict[str, dict[str, Any]]) -> Non
     same_tensors(found["resumed"], two["to-one"]["tensors"])
 
 
+def test_a_bad_weight_on_one_rank_stops_all(two: dict[str, dict[str, Any]]) -> None:
+    said = two["stopped"]["said"]
+    assert "training stopped at step 1" in said
+    assert (
+        "rank 0, samples [0, 1" in said and "the first module whose output is not finite is layers.1.mlp.down" in said
+    )
+    assert "rank 1, samples " in said and "the weight layers.1.mlp.down.weight is not finite" in said
+
+
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("four")
     cases = {**FOUR, "to-one": {**FOUR["tp-fsdp-llama"], "train": SHORT, "folder": str(folder / "of_four")}}
-    found = together(4, list(cases.values()), folder)
+    *found, _ = together(4, list(cases.values()), folder)
     return {**dict(zip(cases, found, strict=True)), "folder": {"path": str(folder)}}
 
 

@@ -19,7 +19,7 @@ from powertrain.train.config import RunConfig
 from powertrain.train.data.packed import IGNORED, Sample
 from powertrain.train.metrics import StepRecord
 from powertrain.train.ranks import Ranks, arrange, connect, disconnect, seat
-from powertrain.train.trainer import Trainer
+from powertrain.train.trainer import Trainer, TrainingStopped
 
 SEQ_LENGTH, GLOBAL_BATCH = 12, 8
 _SMALL = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 16}
@@ -108,6 +108,20 @@ def fit(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def stopped_by_nan(ranks: Ranks) -> str:
+    """What a run says whose second rank has a weight that is not finite."""
+    data: Any = SimpleNamespace(train=Tokens(), validation=None)
+    trainer = Trainer(run_config({"model": "llama"}, ranks.dp_size), ranks, data)
+    weight = trainer.model.get_parameter("layers.1.mlp.down.weight")
+    if ranks.rank == 1:
+        weight.data.to_local().fill_(float("nan"))
+    try:
+        trainer.fit()
+    except TrainingStopped as stopped:
+        return str(stopped)
+    raise AssertionError("a run with bad weights must stop")
+
+
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -125,6 +139,7 @@ def main(cases: list[dict[str, Any]], out: str) -> None:
     for case in cases:
         dp_size = here.world_size // case.get("parallel", {}).get("tensor", 1)
         results.append(fit(case, arrange(here, run_config(case, dp_size))))
+    results.append({"said": stopped_by_nan(first)})
     if here.rank == 0:
         torch.save(results, out)
     disconnect(first)
