@@ -261,7 +261,8 @@ def served(name: str, ours: dict[str, str], attention: str | None) -> tuple[str,
 
 def _short(name: str) -> str:
     """A C++ kernel's name without its return type, namespaces and arguments."""
-    plain = re.sub(r"^(void|static)\s+", "", name).partition("(")[0].partition("<")[0]
+    plain = re.sub(r"^(void|static)\s+|<unnamed>::|\(anonymous namespace\)::", "", name)
+    plain = plain.partition("(")[0].partition("<")[0]
     return (plain.rpartition("::")[2] or plain or name)[:60]
 
 

@@ -35,6 +35,9 @@ def open_sinks(config: RunConfig, about: About, console: Console) -> list[Sink]:
         sinks.append(WandB(logging.wandb, config, folder))
     if logging.report:
         sinks.append(ReportFile(folder))  # the last: it reads what the others wrote
+    if about.resumed_at:
+        for sink in sinks:
+            sink.note(f"resumed after step {about.resumed_at} from {about.checkpoints}")
     return sinks
 
 

@@ -202,6 +202,8 @@ def test_the_table_survives_json() -> None:
         ("Memcpy HtoD (Pinned -> Device)", "copies", "driver", None),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float> >(int)",
          "other PyTorch operators", "PyTorch", "vectorized_elementwise_kernel"),
+        ("void at::native::<unnamed>::vectorized_gather_kernel<16, long>(char*)",
+         "other PyTorch operators", "PyTorch", "vectorized_gather_kernel"),
     ],
 )  # fmt: skip
 def test_gpu_kernels_by_name(kernel: str, op: str, backend: str, short: str | None) -> None:
