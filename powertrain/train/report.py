@@ -166,7 +166,7 @@ def _charts(about: About, metrics: Metrics) -> list[tuple[str, str, list[tuple[s
             series(name, [(r.step, 1e3 * r.phases[name]) for r in steps if r.phases], style=style)
             for name, style in zip(steps[-1].phases, "dabc", strict=False)
         ]
-        found.append(("Parts of a step", "ms, of the first rank", lines, line_chart(lines, marks=marks, zero=True)))
+        found.append(("Parts of a step", "ms, of the first rank", lines, line_chart(lines, marks=marks, log=True)))
     return [
         (title, unit, [(line.style, line.name) for line in lines if line.points and len(lines) > 1], svg)
         for title, unit, lines, svg in found
