@@ -33,7 +33,7 @@ def train(
     """Train, from a Powertrain or a GPT-NeoX YAML, on this CPU, this GPU, or every rank of torchrun, srun or mpiexec.
 
     A run whose folder holds a checkpoint goes on from it. SIGTERM and Ctrl-C end it after the step under way, with a
-    checkpoint. Ends with 0 when all steps are done, 1 when training went bad, 2 when the config cannot be read.
+    checkpoint. Ends with 0 when all steps are done, 1 when training went bad, 2 when it cannot begin.
 
     \b
     powertrain train configs/quickstart.yml
@@ -43,8 +43,12 @@ def train(
     from powertrain.train import ranks
 
     console = Console()
-    seat = ranks.seat()
-    run = read_run(files, world_size=seat.world_size, strict=strict, format=format)
+    try:
+        seat = ranks.seat()
+        run = read_run(files, world_size=seat.world_size, strict=strict, format=format)
+        ranks.check_parallel(run.config, seat.world_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     if seat.rank == 0:
         _show(run, console)
     if smoke:
@@ -59,6 +63,7 @@ def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Tr
     from powertrain.train.about import About, about
     from powertrain.train.kernels_seen import LateCompile
     from powertrain.train.progress import closing, opening
+    from powertrain.train.ranks import NotTogether
     from powertrain.train.run import start, stop_on_signals
     from powertrain.train.sinks import check, open_sinks
     from powertrain.train.trainer import TrainingStopped
@@ -76,7 +81,11 @@ def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Tr
         check(run.config)
     except ModuleNotFoundError as error:
         raise typer.BadParameter(str(error)) from None
-    trainer = start(run, seat, sinks)
+    try:
+        trainer = start(run, seat, sinks)
+    except NotTogether as error:
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
     stopped: Exception | None = None
     try:
         with stop_on_signals(trainer):

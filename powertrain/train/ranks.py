@@ -31,6 +31,10 @@ _QUIET = 5.0  # seconds a wait may take before a line says what for
 _FAREWELL = 10.0  # seconds that the first rank stays, after an error, for the others to read it
 
 
+class NotTogether(RuntimeError):
+    """The ranks did not find each other, or must not train together: which, and why."""
+
+
 class Meeting(NamedTuple):
     """Where the processes of a run find each other.
 
@@ -257,7 +261,7 @@ def connect(seat: Seat, config: RunConfig) -> Ranks:
     """Join the others: they are found alike (powertrain/train/preflight.py), then groups and the mesh are made.
 
     Waits for ranks that are late, while they build kernels say: after 5 s a line names them, after
-    parallel.timeout_minutes an error does.
+    parallel.timeout_minutes NotTogether does.
     """
     check_parallel(config, seat.world_size)
     if seat.world_size == 1:
@@ -307,7 +311,7 @@ _meetings = itertools.count()
 def _meet(seat: Seat, facts: dict[str, str], seconds: float) -> Store:
     """The store that the ranks share, once every rank has come and all are alike.
 
-    Raises RuntimeError, on every rank, naming the ranks that did not come, or what differs between which.
+    Raises NotTogether, on every rank, naming the ranks that did not come, or what differs between which.
     """
     meeting = seat.meeting
     assert meeting is not None
@@ -318,7 +322,7 @@ def _meet(seat: Seat, facts: dict[str, str], seconds: float) -> Store:
     try:
         tcp = _store(meeting, seat.world_size, seat.rank == 0 and not meeting.by_agent, seconds)
     except dist.DistError as error:
-        raise RuntimeError(f"rank {seat.rank} found nobody at {where} for {seconds:.0f} s: {error}") from None
+        raise NotTogether(f"rank {seat.rank} found nobody at {where} for {seconds:.0f} s: {error}") from None
     finally:
         late.cancel()
     store = dist.PrefixStore(  # type: ignore[attr-defined]
@@ -336,7 +340,7 @@ def _meet(seat: Seat, facts: dict[str, str], seconds: float) -> Store:
         while seat.rank == 0 and readers < verdict["came"] and time.monotonic() < deadline:
             time.sleep(0.05)
             readers = store.add("readers", 0)
-        raise RuntimeError(verdict["error"])
+        raise NotTogether(verdict["error"])
     if seat.rank == 0:
         for note in verdict["notes"]:
             tracing.progress(note)
@@ -366,7 +370,7 @@ def _wait(missing: Callable[[], list[int]], seconds: float, rank: int, *, fail: 
         waited = time.monotonic() - started
         if waited > seconds:
             if fail:
-                raise RuntimeError(f"rank {rank} waited {seconds:.0f} s for {_ranks(left)}")
+                raise NotTogether(f"rank {rank} waited {seconds:.0f} s for {_ranks(left)}")
             return left
         if waited > _QUIET and not said and rank == 0:
             tracing.progress(f"waiting for {_ranks(left)}, which may be building kernels")
