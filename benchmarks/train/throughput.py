@@ -39,6 +39,8 @@ CASES = {
     "gpt-neox-125m": Case({"preset": "gpt-neox-125m", **_NEOX}, 2048, 16),
     "gpt-neox-1.3b": Case({"preset": "gpt-neox-1.3b", **_NEOX}, 2048, 8),
     "pythia-1.4b": Case({"preset": "pythia-1.4b", **_NEOX}, 2048, 8),
+    # no twin: the experts' layer has one of its own (benchmarks/ops/moe.py)
+    "deepseek-1b": Case({"preset": "deepseek-1b", "max_position_embeddings": 4096}, 4096, 4, twin=False),
 }
 
 

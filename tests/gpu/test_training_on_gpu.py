@@ -1,0 +1,96 @@
+"""The loop on a GPU: bit-exact resume, precisions, generation, and what stops it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from powertrain.models.generate import Sampler, generate
+from powertrain.train.load import load_model
+from powertrain.train.trainer import Trainer, TrainingStopped
+from tests.train.tiny_run import At, open_trainer
+
+pytestmark = pytest.mark.gpu
+
+_MODELS: dict[str, tuple[str, ...]] = {
+    "llama": ("model.num_kv_heads=1", "model.hidden_size=128"),
+    "gpt_neox": ("model.architecture=gpt_neox", "model.hidden_size=128", "model.hidden_dropout=0.1", "model.attention_dropout=0.1"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _undo_determinism() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class _Losses(At):
+    def __init__(self) -> None:
+        super().__init__(0, lambda: None)
+        self.seen: list[str] = []
+
+    def step(self, record: Any) -> None:
+        self.seen.append(f"{record.step} {record.loss!r} {record.grad_norm!r}")
+
+
+def _run(folder: Path, *overrides: str) -> tuple[Trainer, list[str]]:
+    losses = _Losses()
+    trainer = open_trainer(folder, *overrides, sinks=lambda trainer: [losses])
+    trainer.fit()
+    trainer.close()
+    return trainer, losses.seen
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("model", list(_MODELS))
+def test_a_resumed_run_has_the_same_bits(model: str, precision: str, tmp_path: Path) -> None:
+    options = (*_MODELS[model], f"train.precision={precision}", "train.deterministic=true")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    trainer, losses = _run(tmp_path / "whole", *options)
+    first = open_trainer(tmp_path / "parts", *options, sinks=lambda t: [At(4, lambda: setattr(t, "should_stop", True))])
+    first.fit()
+    first.close()
+    assert first.progress.step < 12
+    resumed, rest = _run(tmp_path / "parts", *options)
+    assert losses[-len(rest) :] == rest and len(rest) == 12 - first.progress.step
+    for name, t in trainer.optimizer.tensors().items():
+        assert torch.equal(t, resumed.optimizer.tensors()[name]), name
+
+
+def test_half_precision_follows_float32(tmp_path: Path) -> None:
+    losses = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        (tmp_path / precision).mkdir()
+        _, seen = _run(tmp_path / precision, *_MODELS["llama"], f"train.precision={precision}")
+        losses[precision] = [float(line.split()[1]) for line in seen]
+    for precision in ("bf16", "fp16"):
+        assert losses[precision] == pytest.approx(losses["fp32"], rel=2e-2)
+
+
+def test_greedy_tokens_are_the_full_forwards(tmp_path: Path) -> None:
+    _run(tmp_path, *_MODELS["llama"], "train.precision=fp32")
+    model, _ = load_model(tmp_path / "run", device=torch.device("cuda"))
+    prompts = [[1, 2, 3, 4, 5], [7]]
+    rows = generate(model, prompts, max_new_tokens=12, sampler=Sampler(temperature=0))
+    for prompt, row in zip(prompts, rows, strict=True):
+        tokens = torch.tensor([prompt + row], device="cuda")
+        with torch.no_grad():
+            expected = model(tokens)[0].argmax(-1)[len(prompt) - 1 : -1]
+        assert row == expected.tolist()
+
+
+def test_a_bad_weight_stops_the_run(tmp_path: Path) -> None:
+    def poison(trainer: Trainer) -> Any:
+        def act() -> None:
+            with torch.no_grad():
+                trainer.model.layers[1].mlp.down.weight[0, 0] = float("nan")
+
+        return [At(3, act)]
+
+    trainer = open_trainer(tmp_path, *_MODELS["llama"], "train.precision=bf16", sinks=poison)
+    with pytest.raises(TrainingStopped, match=r"layers\.1\.mlp\.down\.weight is not finite"):
+        trainer.fit()
+    trainer.close()

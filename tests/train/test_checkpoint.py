@@ -1,0 +1,143 @@
+"""Checkpoints: whole or not there, without pickle, and errors that name the file."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from powertrain.train import checkpoint
+from powertrain.train.checkpoint import CheckpointError, Checkpoints, checkpoints_in, find, load, read_facts
+from tests.distributed.launch import ROOT, clean_environment
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    return {
+        "model.weight": torch.arange(12.0).reshape(3, 4),
+        "step.weight": torch.tensor([3.0]),
+        "exp_avg.weight": torch.randn(3, 4, dtype=torch.bfloat16),
+        "model.bias": torch.arange(4),
+    }
+
+
+def _zeros() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(t) for name, t in _tensors().items()}
+
+
+def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    saved = _tensors()
+    wanted = {name: t.clone() for name, t in saved.items()}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(saved, {"step": 7, "note": "x"})
+    for t in saved.values():
+        t.zero_()  # training goes on while the files are written
+    checkpoints.wait()
+    loaded = _zeros()
+    facts = load(tmp_path / "step_00000007", loaded)
+    assert facts["step"] == 7 and facts["note"] == "x"
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_large_states_go_to_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 64)
+    Checkpoints(tmp_path).save(_tensors(), {"step": 1}, asynchronous=False)
+    loaded = _zeros()
+    load(tmp_path / "step_00000001", loaded)
+    assert len(list((tmp_path / "step_00000001").glob("*.safetensors"))) > 1
+    assert torch.equal(loaded["model.weight"], _tensors()["model.weight"])
+
+
+def test_the_last_n_stay(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step in (1, 2, 10):
+        checkpoints.save(_tensors(), {"step": step}, asynchronous=False)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step_00000002", "step_00000010"]
+    found = find(tmp_path)
+    assert found is not None and found.name == "step_00000010"
+
+
+def test_what_a_kill_left_is_removed_and_never_found(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).save(_tensors(), {"step": 1}, asynchronous=False)
+    left = tmp_path / "step_00000002.partial"
+    left.mkdir()
+    (left / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"half")
+    (tmp_path / "step_00000003").mkdir()  # no checkpoint.json: not a checkpoint
+    found = find(tmp_path)
+    assert found is not None and found.name == "step_00000001"
+    Checkpoints(tmp_path)
+    assert not left.exists()
+
+
+_KILLED = """
+import sys, torch
+from pathlib import Path
+from powertrain.train.checkpoint import Checkpoints
+checkpoints, n = Checkpoints(Path(sys.argv[1])), 0
+while True:
+    n += 1
+    checkpoints.save({"value": torch.full((200_000,), float(n))}, {"step": n}, asynchronous=n % 2 == 0)
+    print(n, flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_environment(), cwd=ROOT) as process:
+        assert process.stdout is not None
+        for _ in range(5):
+            process.stdout.readline()
+        time.sleep(0.013)
+        process.send_signal(signal.SIGKILL)
+    steps = checkpoints_in(tmp_path)
+    assert len(steps) >= 4
+    for folder in steps:
+        value = {"value": torch.zeros(200_000)}
+        facts = load(folder, value)
+        assert bool((value["value"] == facts["step"]).all())
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).save(_tensors(), {"step": 1}, asynchronous=False)
+    folder = tmp_path / "step_00000001"
+    (file,) = folder.glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=f"{file.name} must have {len(whole)} bytes, got {len(whole) - 1}"):
+        load(folder, _zeros())
+    file.write_bytes(b"\xff" * len(whole))
+    with pytest.raises(CheckpointError, match=r"step_00000001: a file is damaged"):
+        load(folder, _zeros())
+    file.unlink()
+    with pytest.raises(CheckpointError, match="got no file"):
+        load(folder, _zeros())
+    (folder / "checkpoint.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"checkpoint.json must be a checkpoint's JSON"):
+        read_facts(folder)
+    (folder / "checkpoint.json").write_text(json.dumps({"format": 99, "files": {}}))
+    with pytest.raises(CheckpointError, match="format must be 1, got 99"):
+        read_facts(folder)
+
+
+def test_another_models_checkpoint_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).save(_tensors(), {"step": 1}, asynchronous=False)
+    wanted = {**_zeros(), "model.weight": torch.zeros(5, 4)}
+    with pytest.raises(CheckpointError, match=r"model.weight must have shape \[5, 4\], got \[3, 4\]"):
+        load(tmp_path / "step_00000001", wanted)
+    with pytest.raises(CheckpointError, match=r"must hold model.other \[2\]"):
+        load(tmp_path / "step_00000001", {**_zeros(), "model.other": torch.zeros(2)})
+    assert not any(t.any() for t in wanted.values())
+
+
+def test_no_pickle_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pickle
+
+    Checkpoints(tmp_path).save(_tensors(), {"step": 1}, asynchronous=False)
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, lambda *a, **k: pytest.fail("a pickle was read"))
+    load(tmp_path / "step_00000001", _zeros())
+    assert {path.suffix for path in (tmp_path / "step_00000001").iterdir()} == {".safetensors", ".json"}

@@ -1,0 +1,184 @@
+"""The loop: resumed runs are bit-exact, precisions, accumulation, schedules, the optimizer's parts."""
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.train.curves import distance, losses_of_ours, losses_of_twin, run_config
+from powertrain.models import build, configure
+from powertrain.train.config import LossScale, OptimizerConfig, ScheduleConfig, TrainConfig
+from powertrain.train.optim import Optimizer, Scaler, global_norm
+from powertrain.train.run import stop_on_signals
+from powertrain.train.schedule import learning_rate
+from powertrain.train.trainer import Trainer, save_step
+from tests.train.tiny_run import At, open_trainer
+
+
+class _Losses(At):
+    def __init__(self) -> None:
+        super().__init__(0, lambda: None)
+        self.seen: list[tuple[int, float, float]] = []
+
+    def step(self, record: Any) -> None:
+        self.seen.append((record.step, record.loss, record.grad_norm))
+
+
+def _run(folder: Path, *overrides: str) -> tuple[Trainer, list[tuple[int, float, float]]]:
+    losses = _Losses()
+    trainer = open_trainer(folder, *overrides, sinks=lambda trainer: [losses])
+    trainer.fit()
+    trainer.close()
+    return trainer, losses.seen
+
+
+_DROPOUT = ("model.architecture=gpt_neox", "model.hidden_dropout=0.1", "model.attention_dropout=0.1")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.precision=fp32",),
+        ("train.precision=bf16", "train.gradient_accumulation_steps=2", *_DROPOUT),
+        ("train.precision=fp16", "train.loss_scale.initial_power=30", *_DROPOUT),
+    ],
+    ids=["fp32", "bf16-accumulated-dropout", "fp16-dropout"],
+)
+def test_a_resumed_run_has_the_same_bits(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    trainer, losses = _run(whole, *overrides)
+    # ends after 5 of the same 12 steps
+    first = open_trainer(parts, *overrides, sinks=lambda t: [At(4, lambda: setattr(t, "should_stop", True))])
+    first.fit()
+    first.close()
+    assert first.progress.step < 12
+    resumed, rest = _run(parts, *overrides)
+    # as text, since a norm may be nan where a step was skipped
+    assert repr(losses[-len(rest) :]) == repr(rest) and len(rest) == 12 - first.progress.step
+    for name, t in trainer.optimizer.tensors().items():
+        assert torch.equal(t, resumed.optimizer.tensors()[name]), name
+
+
+def test_recomputation_changes_no_bit(tmp_path: Path) -> None:
+    runs = []
+    for mode in ("none", "selective", "full"):
+        (tmp_path / mode).mkdir()
+        runs.append(_run(tmp_path / mode, f"train.activation_checkpointing={mode}", *_DROPOUT)[1])
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_accumulation_equals_a_larger_batch(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    _, small = _run(tmp_path / "a", "train.micro_batch_size=2", "train.gradient_accumulation_steps=4")
+    _, large = _run(tmp_path / "b", "train.micro_batch_size=8")
+    assert [a[1] for a in small] == pytest.approx([b[1] for b in large], rel=1e-5)
+
+
+def test_sigterm_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    trainer = open_trainer(tmp_path, sinks=lambda t: [At(3, lambda: os.kill(os.getpid(), signal.SIGTERM))])
+    with stop_on_signals(trainer):
+        trainer.fit()
+    trainer.close()
+    assert 3 <= trainer.progress.step < 12
+    again = open_trainer(tmp_path, sinks=lambda t: [])
+    assert again.progress.step == trainer.progress.step
+    again.close()
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "llama"])
+def test_200_steps_follow_the_plain_twin(architecture: str) -> None:
+    """In float32; `python -m benchmarks.train.curves` draws larger ones."""
+    sizes = {"hidden_size": 48, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
+    kind: dict[str, Any] = {
+        "gpt_neox": {"rotary_pct": 0.25, "parallel_residual": True},
+        "llama": {"num_kv_heads": 2, "intermediate_size": 96},
+    }
+    model = {"architecture": architecture, **sizes, **kind[architecture]}
+    config = run_config(model, precision="fp32", seq_length=64, micro_batch_size=4)
+    ours, first = losses_of_ours(config, torch.device("cpu"))
+    twin = losses_of_twin(config, torch.device("cpu"), first)
+    assert len(ours) == 200 and ours[-1] < 0.75 * ours[0]
+    assert distance(ours, twin)[0] < 1e-4
+
+
+def test_schedules() -> None:
+    cosine = ScheduleConfig(kind="cosine", warmup_steps=10, decay_steps=110, min_lr=0.1)
+    assert [learning_rate(s, 1.0, cosine, 200) for s in (0, 5, 10)] == [0.0, 0.5, 1.0]
+    assert learning_rate(60, 1.0, cosine, 200) == pytest.approx(0.55)
+    assert learning_rate(110, 1.0, cosine, 200) == learning_rate(160, 1.0, cosine, 200) == pytest.approx(0.1)
+    rising = cosine.model_copy(update={"clamp": "neox"})
+    assert learning_rate(160, 1.0, rising, 200) == pytest.approx(0.55)
+    wsd = ScheduleConfig(kind="wsd", wsd_decay_steps=20)
+    rates = [learning_rate(s, 1.0, wsd, 100) for s in (0, 79, 80, 90, 100)]
+    assert rates == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
+    assert learning_rate(50, 1.0, ScheduleConfig(kind="linear"), 100) == pytest.approx(0.5)
+    assert learning_rate(50, 1.0, ScheduleConfig(kind="constant"), 100) == 1.0
+
+
+def test_checkpoint_steps() -> None:
+    assert [s for s in range(30) if save_step(s, 10, "linear")] == [10, 20]
+    assert [s for s in range(1001) if save_step(s, 10, "log")] == [10, 100, 1000]
+    assert not any(save_step(s, 0, "linear") for s in range(5))
+
+
+def test_the_loss_scale_follows_deepspeeds_rules() -> None:
+    scaler = Scaler(LossScale(initial_power=4, window=3, hysteresis=2, minimum=4), torch.device("cpu"))
+    bad, good = torch.tensor(1.0), torch.tensor(0.0)
+    scales = []
+    for skipped in (bad, bad, bad, bad, good, good, good, bad, bad):
+        scaler.update(skipped)
+        scales.append(float(scaler.scale))
+    # the first is forgiven; then halves, not below 4; three good ones double it and forgive one again
+    assert scales == [16, 8, 4, 4, 4, 4, 8, 8, 4]
+    fixed = Scaler(LossScale(static=128.0), torch.device("cpu"))
+    fixed.update(bad)
+    assert float(fixed.scale) == 128
+
+
+def _model() -> Any:
+    model = build(configure(architecture="llama", vocab_size=64, hidden_size=16, num_layers=1, num_heads=2,
+                            intermediate_size=32), "cpu")  # fmt: skip
+    model.init_weights(0)
+    return model
+
+
+def test_a_step_clips_as_torch_does_and_leaves_norms_undecayed() -> None:
+    models = [_model(), _model()]
+    tokens = torch.randint(0, 64, (2, 16))
+    train = TrainConfig(steps=1, seq_length=16, precision="fp32", gradient_clipping=0.1)
+    optimizer = Optimizer(models[0], OptimizerConfig(weight_decay=0.5), train)
+    models[0](tokens, tokens).backward()
+    norm = optimizer.step(1e-2).grad_norm
+
+    models[1](tokens, tokens).backward()
+    expected = torch.nn.utils.clip_grad_norm_(models[1].parameters(), 0.1)
+    groups = [
+        {"params": [p for p in models[1].parameters() if p.dim() > 1], "weight_decay": 0.5},
+        {"params": [p for p in models[1].parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, 1e-2, (0.9, 0.95)).step()
+    torch.testing.assert_close(norm, expected)
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_bad_gradients_change_nothing() -> None:
+    model = _model()
+    optimizer = Optimizer(model, OptimizerConfig(), TrainConfig(steps=1, seq_length=16, precision="fp32"))
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.inf if p.dim() > 1 else 1.0)
+    stepped = optimizer.step(1.0)
+    assert float(stepped.skipped) == 1.0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_norm_of_no_gradients() -> None:
+    assert float(global_norm([])) == 0.0
