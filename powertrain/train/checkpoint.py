@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep_last: int | None = None, group: dist.ProcessGroup | None = None) -> None:
         self.folder, self.keep_last, self.group = folder, keep_last, group
-        self._pending: Any = None
-        self._publish: Callable[[], None] = lambda: None
+        self._pending: Future[None] | None = None
+        # one thread that publishes: removing an old checkpoint of many GB takes seconds
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="powertrain-checkpoint")
         self._is_first = group is None or dist.get_rank(group) == 0
         if self._is_first and folder.is_dir():
             for left in folder.glob("*.partial"):
@@ -71,29 +73,30 @@ class Checkpoints:
         writer = HuggingFaceStorageWriter(
             str(partial), fqn_to_index_mapping=_files_of(tensors), save_distributed=True, thread_count=1
         )
-        self._pending = dcp_async_save(
+        written: Any = dcp_async_save(
             dict(tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None
         )
-        self._publish = lambda: self._finish(partial, final, dict(facts))
+        self._pending = self._publisher.submit(self._publish, written, partial, final, dict(facts))
         if not asynchronous:
             self.wait()
 
     def poll(self) -> None:
-        """Publish a save that is done; raise what went wrong in it. Call it now and then; it waits for nobody."""
+        """Raise what went wrong in a save that has ended. Call it now and then; it waits for nobody."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
         """Until the save that is under way is on disk under its final name."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        pending.result()
-        # the first rank's future ends after every rank has told it that its files are written
-        if self._is_first:
-            self._publish()
+        if pending is not None:
+            pending.result()
 
-    def _finish(self, partial: Path, final: Path, facts: dict[str, Any]) -> None:
+    def _publish(self, written: Any, partial: Path, final: Path, facts: dict[str, Any]) -> None:
+        """Once all files are written: their sizes and the facts beside them, then the final name."""
+        # the first rank's future ends after every rank has told it that its files are there
+        written.result()
+        if not self._is_first:
+            return
         files = {file.name: file.stat().st_size for file in sorted(partial.glob("*.safetensors"))}
         write_json(partial / "checkpoint.json", {"format": FORMAT, "files": files, **facts})
         if final.exists():

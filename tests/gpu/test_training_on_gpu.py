@@ -16,7 +16,10 @@ pytestmark = pytest.mark.gpu
 
 _MODELS: dict[str, tuple[str, ...]] = {
     "llama": ("model.num_kv_heads=1", "model.hidden_size=128"),
-    "gpt_neox": ("model.architecture=gpt_neox", "model.hidden_size=128", "model.hidden_dropout=0.1", "model.attention_dropout=0.1"),
+    "gpt_neox": (
+        "model.architecture=gpt_neox", "model.hidden_size=128", "model.hidden_dropout=0.1",
+        "model.attention_dropout=0.1",
+    ),
 }  # fmt: skip
 
 
