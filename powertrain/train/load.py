@@ -211,8 +211,11 @@ def fitted(weights: Weights, config: ModelConfig) -> Weights:
 
     Raises ValueError naming the first field that makes it another model.
     """
+    # a Llama can be written as either, with the same tensors
     if config.architecture == "gpt_neox":
         weights = replace(weights, config=neox_checkpoint.as_gpt_neox(weights.config))
+    elif config.architecture == "llama":
+        weights = replace(weights, config=huggingface.hf_twin(weights.config))
     theirs, ours = weights.config.model_dump(), config.model_dump()
     for name, value in ours.items():
         if name not in _MAY_DIFFER and _plain(weights.config, name, theirs.get(name)) != _plain(config, name, value):

@@ -159,8 +159,13 @@ class NeoXCheckpoint:
         tensor = self._find(shard, module, kind)
         if module == "attention.qkv" and _has_groups(self.config):
             heads, kv_heads = _heads(self.config, self.num_ranks)
-            head_dim = self.config.hidden_size // self.config.num_heads
-            return join_qkv(tensor.split([heads * head_dim, *[kv_heads * head_dim] * 2]), heads, kv_heads)
+            sizes = [n * self.config.hidden_size // self.config.num_heads for n in (heads, kv_heads, kv_heads)]
+            if len(tensor) != sum(sizes):
+                raise ValueError(
+                    f"{self.folder}: attention.query_key_value must have {sum(sizes)} rows on each rank (num_kv_heads "
+                    f"{self.config.num_kv_heads}), got {len(tensor)}"
+                )
+            return join_qkv(tensor.split(sizes), heads, kv_heads)
         return tensor
 
 

@@ -1,0 +1,289 @@
+"""Conversion: runs, Hugging Face and GPT-NeoX into each other, checked by logits; training that starts from them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from typer.testing import CliRunner
+
+from powertrain.cli import app
+from powertrain.models import build, configure, huggingface
+from powertrain.models.generate import Sampler, generate
+from powertrain.train import convert as convert_module
+from powertrain.train.checkpoint import CheckpointError
+from powertrain.train.convert import LogitsDiffer, convert
+from powertrain.train.data.tokenizer import train_tokenizer
+from powertrain.train.load import fill, load_model, open_weights
+from tests.train.tiny_run import open_trainer
+
+CPU = torch.device("cpu")
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    return dict(open_weights(path).tensors())
+
+
+def _same(first: Path, second: Path) -> None:
+    expected, found = _weights(first), _weights(second)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps, with a checkpoint and a tokenizer of its own."""
+    folder = tmp_path_factory.mktemp("run")
+    train_tokenizer(iter([f"line {n} of the text, of {n * n} lines" for n in range(200)]), 300).save(
+        folder / "tokenizer.json"
+    )
+    trainer = open_trainer(
+        folder, "train.steps=2", f"data.tokenizer={folder}/tokenizer.json", "evaluation.at_end=false",
+        sinks=lambda _: [],
+    )  # fmt: skip
+    trainer.fit()
+    trainer.close()
+    return folder / "run"
+
+
+def _small(folder: Path, **fields: Any) -> Path:
+    """A Hugging Face folder of a small model, without a tokenizer."""
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
+    model = build(configure(**{"architecture": "gpt_neox", **sizes, **fields}), device="cpu")
+    model.init_weights(1)
+    folder.mkdir(parents=True)
+    huggingface.write(folder, model.config, model.state_dict().items())
+    return folder
+
+
+def test_a_run_to_everything_and_back(run: Path, tmp_path: Path) -> None:
+    """A Llama: run, Hugging Face, GPT-NeoX (two layouts), ours again. The same bits, tokenizer and text."""
+    places = {name: tmp_path / name for name in ("hf", "neox", "ours", "neox0", "hf2")}
+    steps = [("hf", "hf", {}), ("neox", "neox", {}), ("ours", "powertrain", {}),
+             ("neox0", "neox", {"pipe_parallel_size": 0, "model_parallel_size": 2}), ("hf2", "hf", {})]  # fmt: skip
+    source = run
+    for name, kind, sizes in steps:
+        done = convert(open_weights(source), places[name], kind, **sizes)  # type: ignore[arg-type]
+        assert done.compared is not None and done.compared.ok and done.compared.largest > 0.01 and not done.notes
+        _same(run, places[name])
+        source = places[name]
+    expected = load_file(places["hf"] / "model.safetensors")
+    found = load_file(places["hf2"] / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    prompt = open_weights(run).open_tokenizer().encode("line 7 of")
+    texts = []
+    for path in (run, *places.values()):
+        model, weights = load_model(path, device=CPU)
+        assert weights.open_tokenizer().encode("line 7 of") == prompt
+        texts.append(generate(model, [prompt], max_new_tokens=5, sampler=Sampler(temperature=0)))
+    assert all(text == texts[0] for text in texts)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_transformers_reads_a_converted_run_and_its_tokenizer(run: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    done = convert(open_weights(run), tmp_path / "hf", "hf", dtype=torch.bfloat16)
+    assert done.compared is not None and (done.compared.source, done.compared.result) == ("powertrain", "transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours = open_weights(run).open_tokenizer()
+    assert tokenizer("line 7 of the text")["input_ids"] == ours.encode("line 7 of the text")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.dtype is torch.bfloat16 and model.config.eos_token_id == ours.eod == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("fields", [
+    {"parallel_residual": True, "rotary_pct": 0.25},
+    {"architecture": "deepseek", "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4,
+     "experts_per_token": 2, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+], ids=["neox", "deepseek"])  # fmt: skip
+def test_hugging_face_to_ours_and_back(fields: dict[str, Any], tmp_path: Path) -> None:
+    source = _small(tmp_path / "hf", **fields)
+    for number, kind in enumerate(("powertrain", "hf")):
+        done = convert(open_weights(source), tmp_path / str(number), kind)  # type: ignore[arg-type]
+        assert done.compared is not None and done.compared.ok
+        assert done.notes[0].startswith("no tokenizer: ")
+        source = tmp_path / str(number)
+    _same(tmp_path / "hf", source)
+
+
+@pytest.mark.parametrize("rows", [128, 90])
+def test_rows_of_vocabulary(rows: int, tmp_path: Path) -> None:
+    """More: zeros. Fewer: the last ones go."""
+    source = _small(tmp_path / "hf")
+    done = convert(open_weights(source), tmp_path / "out", "hf", vocab_size=rows)
+    assert done.compared is not None and done.compared.ok
+    before, after = _weights(source), _weights(tmp_path / "out")
+    for name in ("embed.weight", "head.weight"):
+        assert after[name].shape == (rows, 32)
+        assert torch.equal(after[name][:90], before[name][:90]) and not after[name][96:].any()
+    assert torch.equal(after["norm.weight"], before["norm.weight"])
+
+
+def test_padding_that_config_json_does_not_count(tmp_path: Path) -> None:
+    source = _small(tmp_path / "hf")
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**values, "vocab_size": 90}))
+    assert open_weights(source).config.vocab_size == 96
+    done = convert(open_weights(source), tmp_path / "out", "hf", vocab_size=90)
+    assert done.compared is not None and done.compared.source == "powertrain" and done.compared.ok
+    assert open_weights(tmp_path / "out").config.vocab_size == 90
+
+
+def test_fewer_rows_than_the_tokenizer_has(run: Path, tmp_path: Path) -> None:
+    size = open_weights(run).open_tokenizer().vocab_size
+    with pytest.raises(ValueError, match=f"vocab_size must be at least {size}, the tokenizer's, got {size - 1}"):
+        convert(open_weights(run), tmp_path / "out", "hf", vocab_size=size - 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_result_that_computes_something_else_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_weights(_small(tmp_path / "hf"))
+    right = convert_module.neox_checkpoint.write
+
+    def wrong(folder: Path, config: Any, tensors: Any, **sizes: Any) -> None:
+        turned = ((n, t.roll(1, 0) if n == "layers.1.attention.qkv.weight" else t) for n, t in tensors)
+        right(folder, config, turned, **sizes)
+
+    monkeypatch.setattr(convert_module.neox_checkpoint, "write", wrong)
+    with pytest.raises(LogitsDiffer, match=r"out: logits must be those of .*hf to 0.0001 .* nothing was kept"):
+        convert(source, tmp_path / "out", "neox")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert convert(source, tmp_path / "out", "neox", check=False).compared is None
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    source = open_weights(_small(tmp_path / "hf"))
+    with pytest.raises(ValueError, match="model_parallel_size must divide"):
+        convert(source, tmp_path / "out", "neox", model_parallel_size=3)
+    with pytest.raises(FileExistsError, match="hf must not exist yet"):
+        convert(source, tmp_path / "hf", "neox")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_what_is_no_checkpoint(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere must be a checkpoint .* got no such path"):
+        open_weights(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="got nothing of the kind"):
+        open_weights(tmp_path)
+    both = _small(tmp_path / "both")
+    (both / "global_step3").mkdir()
+    with pytest.raises(FileNotFoundError, match="got Hugging Face and GPT-NeoX"):
+        open_weights(both)
+    assert open_weights(both, "hf").kind == "hf"
+    with pytest.raises(ValueError, match="--config must be given for a GPT-NeoX checkpoint only, got Powertrain's"):
+        open_weights(run, configs=[tmp_path / "x.yml"])
+
+
+def test_commands(run: Path, tmp_path: Path) -> None:
+    cli = CliRunner()
+    done = cli.invoke(app, ["convert", str(run), str(tmp_path / "hf"), "--to", "hf", "--dtype", "bf16"])
+    assert done.exit_code == 0, done.output
+    assert "Powertrain, llama, 2 layers" in done.output and "largest difference of logits" in done.output
+    for path in (run, tmp_path / "hf"):
+        said = cli.invoke(
+            app, ["generate", str(path), "--prompt", "line 7", "--max-new-tokens", "3", "--device", "cpu"]
+        )
+        assert said.exit_code == 0 and said.output.startswith("line 7"), said.output
+    again = cli.invoke(app, ["convert", str(run), str(tmp_path / "hf"), "--to", "neox"])
+    assert again.exit_code == 2 and "must not exist yet" in again.output
+    wrong = cli.invoke(app, ["convert", str(run), str(tmp_path / "x"), "--to", "neox", "--from", "hf"])
+    assert wrong.exit_code == 2 and "config.json" in wrong.output
+    bare = cli.invoke(app, ["generate", str(_small(tmp_path / "bare")), "--prompt", "x"])
+    assert bare.exit_code == 2 and "must hold a tokenizer.json" in bare.output
+
+
+LLAMA = {"architecture": "llama", "intermediate_size": 64, "num_heads": 2, "vocab_size": 250}
+
+
+def _trainer(folder: Path, source: Path, *overrides: str) -> Any:
+    options = ("train.steps=1", "evaluation.at_end=false", f"checkpoint.load={source}", "model.vocab_size=256")
+    return open_trainer(folder, *options, *overrides, sinks=lambda _: [])
+
+
+@pytest.mark.parametrize("kind", ["hf", "neox", "powertrain"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_starts_from_weights(kind: Any, precision: str, tmp_path: Path) -> None:
+    """At step 0, with float32 masters that are those weights, and rows of padding that are zeros."""
+    source = _small(tmp_path / "hf", **LLAMA)
+    if kind != "hf":
+        convert(open_weights(source), tmp_path / kind, kind, check=False)
+    trainer = _trainer(tmp_path, tmp_path / kind, f"train.precision={precision}")
+    assert trainer.progress.step == 0
+    found, expected = trainer.optimizer.tensors(), _weights(source)
+    for name, tensor in expected.items():
+        assert torch.equal(found[f"model.{name}"][: len(tensor)], tensor), name
+    assert not found["model.embed.weight"][250:].any()
+    computed = trainer.model.embed.weight
+    assert torch.equal(computed[:250], expected["embed.weight"].to(computed.dtype))
+    trainer.fit()
+    assert trainer.progress.step == 1
+    trainer.close()
+    # its own checkpoint comes first from now on
+    again = _trainer(tmp_path, tmp_path / kind, f"train.precision={precision}")
+    assert again.progress.step == 1
+    again.close()
+
+
+def test_training_from_a_run_resumes_it(run: Path, tmp_path: Path) -> None:
+    rows = open_weights(run).config.vocab_size
+    trainer = _trainer(tmp_path, run, f"model.vocab_size={rows}", "train.steps=3")
+    assert trainer.progress.step == 2
+    trainer.close()
+
+
+@pytest.mark.parametrize("fields, overrides, message", [
+    ({"norm_eps": 1e-6}, (), "checkpoint.load: model.norm_eps must be 1e-06 as in .*hf, got 1e-05"),
+    ({"num_layers": 3}, (), "checkpoint.load: model.num_layers must be 3 as in .*hf, got 2"),
+    ({"vocab_size": 300}, (), "checkpoint.load: model.vocab_size must be at least 300 as in .*hf, got 256"),
+    ({"architecture": "gpt_neox"}, (), "checkpoint.load: model.architecture must be gpt_neox"),
+])  # fmt: skip
+def test_weights_of_another_model(
+    fields: dict[str, Any], overrides: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    source = _small(tmp_path / "hf", **{**LLAMA, **fields})
+    with pytest.raises(ValueError, match=message):
+        _trainer(tmp_path, source, *overrides)
+
+
+def test_what_may_differ(tmp_path: Path) -> None:
+    source = _small(tmp_path / "hf", **LLAMA)
+    trainer = _trainer(tmp_path, source, "model.rope_theta=5e5", "model.sliding_window=8", "model.num_kv_heads=2")
+    assert torch.equal(trainer.optimizer.tensors()["model.norm.weight"], _weights(source)["norm.weight"])
+    trainer.close()
+
+
+def test_weights_alone_are_not_resumed(tmp_path: Path) -> None:
+    source = _small(tmp_path / "hf", **LLAMA)
+    convert(open_weights(source), tmp_path / "run" / "checkpoints", "powertrain", check=False)
+    with pytest.raises(CheckpointError, match=r"step_00000000 holds weights only, .* name it in checkpoint.load"):
+        _trainer(tmp_path, source)
+
+
+def test_damaged_weights_change_no_run(tmp_path: Path) -> None:
+    source = _small(tmp_path / "hf", **LLAMA)
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing \['model.norm.weight'\]"):
+        _trainer(tmp_path, source)
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_sharded_parameters_get_their_shard(mesh: Any) -> None:
+    full = torch.randn(6, 4)
+    sharded = distribute_tensor(torch.zeros(6, 4, dtype=torch.bfloat16), mesh, [Shard(0)])
+    fill({"w": sharded}, iter([("w", full)]))
+    assert isinstance(sharded, DTensor) and torch.equal(sharded.full_tensor(), full.to(torch.bfloat16))
