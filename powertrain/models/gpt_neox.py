@@ -152,7 +152,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pythia-160m": _pythia(768, 12, 12),
     "pythia-410m": _pythia(1024, 24, 16),
     "pythia-1.4b": _pythia(2048, 24, 16),
-    "pythia-6.9b": _pythia(4096, 32, 32),
+    "pythia-6.9b": {**_pythia(4096, 32, 32), "vocab_size": 50432},
 }
 
 

@@ -260,7 +260,7 @@ def _small(folder: Path, pipe: int = 1, ranks: int = 2, **client_state: Any) -> 
 
 
 def test_copies_that_drifted_apart_are_averaged(tmp_path: Path) -> None:
-    """GPT-NeoX-20B's norms differ between ranks; its own converter averages them."""
+    """As GPT-NeoX's own converter does."""
     made = _made(NEOX_20B, 2, "linear1 linear2")
     made[LAYERS + 3] = [{"norm.weight": torch.full((HIDDEN,), v), "norm.bias": torch.zeros(HIDDEN)} for v in (1.0, 2.0)]
     _save(tmp_path, NEOX_20B, made, 1)

@@ -1,0 +1,157 @@
+"""Generation: greedy tokens are the full forward's argmax, for every kind of position and mask; sampling; errors."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.models import build, configure
+from powertrain.models.generate import Sampler, generate, stream
+
+SIZES = {
+    "architecture": "gpt_neox", "vocab_size": 97, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
+    "max_position_embeddings": 32, "init_method": "normal", "output_init_method": "normal", "init_std": 0.3,
+}  # fmt: skip
+LLAMA = {"architecture": "llama", "intermediate_size": 44, "num_kv_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "pythia": {"parallel_residual": True, "rotary_pct": 0.25},
+    "gpt3": {"position_embedding": "learned", "tie_embeddings": True},
+    "alibi": {"position_embedding": "alibi"},
+    # prompts and answers are longer than the window
+    "alibi-window": {"position_embedding": "alibi", "sliding_window": 4, "num_kv_heads": 2},
+    "no-positions": {"position_embedding": "none"},
+    "mistral": {**LLAMA, "sliding_window": 4},
+    "qwen3": {**LLAMA, "qk_norm": True, "head_dim": 12},
+    "llama-yarn": {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 16}},
+    "deepseek": {"architecture": "deepseek", "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4,
+                 "experts_per_token": 2, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+                 "v_head_dim": 8},
+}  # fmt: skip
+PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [90, 3, 14, 15]]
+
+
+def _model(**fields: Any) -> Any:
+    model = build(configure(**{**SIZES, **fields}), device="cpu")
+    model.init_weights(1)
+    return model.eval()
+
+
+def _greedy_by_full_forward(model: Any, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_the_argmax_of_the_full_forward(name: str) -> None:
+    """Prompts of three lengths in one batch: none sees another's padding."""
+    model = _model(**MODELS[name])
+    found = generate(model, PROMPTS, max_new_tokens=8, sampler=Sampler(temperature=0))
+    assert found == [_greedy_by_full_forward(model, prompt, 8) for prompt in PROMPTS]
+    assert len({tuple(row) for row in found}) == 3
+
+
+def test_up_to_the_last_position() -> None:
+    model = _model()
+    prompt = list(range(30))
+    assert generate(model, [prompt], max_new_tokens=2, sampler=Sampler(temperature=0)) == [
+        _greedy_by_full_forward(model, prompt, 2)
+    ]
+
+
+def test_no_new_tokens() -> None:
+    assert generate(_model(), PROMPTS, max_new_tokens=0) == [[], [], []]
+
+
+def test_a_model_that_trained_is_in_evaluation_mode() -> None:
+    model = _model(hidden_dropout=0.5).train()
+    first, second = (generate(model, PROMPTS, max_new_tokens=4, sampler=Sampler(temperature=0)) for _ in range(2))
+    assert first == second and not model.training
+
+
+def test_rows_end_at_their_end_of_document() -> None:
+    model = _model()
+    whole = generate(model, PROMPTS, max_new_tokens=20, sampler=Sampler(temperature=0))
+    eod = whole[1][6]
+    cut = generate(model, PROMPTS, max_new_tokens=20, sampler=Sampler(temperature=0), eod=eod)
+    assert cut == [row[: row.index(eod)] if eod in row else row for row in whole]
+    assert len(cut[1]) <= 6 and all(eod not in row for row in cut)
+
+
+def test_seeds() -> None:
+    """The same seed and prompts give the same tokens, whatever else was drawn."""
+    model = _model()
+
+    def rows(seed: int) -> list[list[int]]:
+        torch.rand(seed + 3)
+        return generate(model, PROMPTS, max_new_tokens=8, sampler=Sampler(seed=seed))
+
+    assert rows(1) == rows(1) != rows(2)
+
+
+def test_stream_gives_the_tokens_one_by_one() -> None:
+    model = _model()
+    steps = list(stream(model, PROMPTS, max_new_tokens=5, sampler=Sampler(seed=4)))
+    assert [step.shape for step in steps] == [(3,)] * 5 and steps[0].dtype is torch.int64
+    assert torch.stack(steps, 1).tolist() == generate(model, PROMPTS, max_new_tokens=5, sampler=Sampler(seed=4))
+
+
+def _drawn(logits: Tensor, **options: Any) -> Tensor:
+    """Shares of the tokens among 4000 draws."""
+    tokens = Sampler(**options)(logits.expand(4000, -1))
+    return torch.bincount(tokens, minlength=logits.shape[-1]) / 4000
+
+
+LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, [0.5, 0.3, 0.15, 0.05]),
+        ({"temperature": 0}, [1, 0, 0, 0]),
+        ({"temperature": 0.5}, [0.6849, 0.2466, 0.0616, 0.0068]),  # squares
+        ({"top_k": 2}, [0.625, 0.375, 0, 0]),
+        ({"top_k": 9}, [0.5, 0.3, 0.15, 0.05]),
+        ({"top_p": 0.7}, [0.625, 0.375, 0, 0]),  # the fewest that make up 0.7: 0.5 + 0.3
+        ({"top_p": 0.81}, [0.5263, 0.3158, 0.1579, 0]),
+        ({"top_p": 0.1}, [1, 0, 0, 0]),
+        ({"top_p": 1.0}, [0.5, 0.3, 0.15, 0.05]),
+        ({"top_k": 3, "top_p": 0.6}, [0.625, 0.375, 0, 0]),
+    ],
+)
+def test_what_is_sampled(options: dict[str, Any], expected: list[float]) -> None:
+    # in an order that sorting must undo; 4000 draws: a deviation is at most 0.008
+    order = torch.tensor([2, 0, 3, 1])
+    shares, wanted = _drawn(LOGITS[order], **options), torch.tensor(expected, dtype=torch.float32)[order]
+    assert torch.allclose(shares, wanted, atol=0.04) and not shares[wanted == 0].any()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.1}, r"top_p must be in \(0, 1\], got 1.1"),
+    ],
+)
+def test_samplers_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampler(**options)
+
+
+@pytest.mark.parametrize(
+    "prompts, count, message",
+    [
+        ([], 1, r"prompts must hold at least one token each, got lengths \[\]"),
+        ([[1], []], 1, r"prompts must hold at least one token each, got lengths \[1, 0\]"),
+        ([[1] * 30], 3, r"max_new_tokens must be at most 2 after a prompt of 30 tokens .* got 3"),
+    ],
+)
+def test_prompts_that_cannot_be(prompts: list[list[int]], count: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(_model(), prompts, max_new_tokens=count)
