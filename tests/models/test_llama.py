@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from powertrain.models import build, configure
-from tests.models.test_gpt_neox import _gradients, check_against_plain, make_model
+from tests.models.test_gpt_neox import check_against_plain, check_bfloat16_against_plain, gradients, make_model
 
 LLAMA = {"architecture": "llama", "intermediate_size": 44, "num_kv_heads": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -19,21 +19,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_loss_and_gradients(variant: str) -> None:
+def test_loss_andgradients(variant: str) -> None:
     check_against_plain(make_model(**{**LLAMA, **VARIANTS[variant]}))
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3"])
 def test_loss_and_gradients_in_bfloat16(variant: str) -> None:
-    check_against_plain(make_model(**{**LLAMA, **VARIANTS[variant]}).to(torch.bfloat16))
+    check_bfloat16_against_plain(make_model(**{**LLAMA, **VARIANTS[variant]}))
 
 
 @pytest.mark.parametrize("variant", ["mistral", "qwen3"])
 def test_recomputation_changes_no_gradient(variant: str) -> None:
     model = make_model(**{**LLAMA, **VARIANTS[variant]}).train()
-    expected = _gradients(model, "none")
+    expected = gradients(model, "none")
     for recompute in ("selective", "full"):
-        for name, grad in _gradients(model, recompute).items():
+        for name, grad in gradients(model, recompute).items():
             assert torch.equal(grad, expected[name]), (recompute, name)
 
 
