@@ -222,8 +222,10 @@ def from_hf_config(values: Mapping[str, Any]) -> Config:
         raise ValueError(f"config.json: model_type must be 'deepseek_v3', got {values.get('model_type')!r}")
     only(values, hidden_act="silu", attention_dropout=0.0, scoring_func="sigmoid", topk_method="noaux_tc")
     only(values, moe_layer_freq=1, num_key_value_heads=values.get("num_attention_heads"))
-    required(values, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    # null stands for a default there, but for q_lora_rank, where it means none
+    optional = ("tie_word_embeddings", "initializer_range", "q_lora_rank", "attention_bias", "rope_interleave")
+    required(values, *(name for name in _HF_FIELDS.values() if name not in optional))
+    if "q_lora_rank" not in values:
+        raise ValueError("config.json: q_lora_rank must be given, or null for queries without a latent, got none")
     fields = {ours: values[theirs] for ours, theirs in _HF_FIELDS.items() if values.get(theirs) is not None}
     rope = from_hf_rope(values)
     return Config(**fields, rope_theta=rope.theta, rope_scaling=rope.scaling)

@@ -112,6 +112,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+_QWEN = {"num_key_value_heads": 32, "max_window_layers": 28, "sliding_window": 4096}
 # model_type -> class, what it always has, and what config.json may leave out
 _HF_CLASSES: dict[str, tuple[str, dict[str, bool], dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"qk_norm": False}, {}),
@@ -120,8 +121,8 @@ _HF_CLASSES: dict[str, tuple[str, dict[str, bool], dict[str, Any]]] = {
         {"qkv_bias": False, "out_bias": False, "mlp_bias": False, "qk_norm": False},
         {"num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "qwen2": ("Qwen2ForCausalLM", {"qkv_bias": True, "out_bias": False, "mlp_bias": False, "qk_norm": False}, {}),
-    "qwen3": ("Qwen3ForCausalLM", {"mlp_bias": False, "qk_norm": True}, {"head_dim": 128}),
+    "qwen2": ("Qwen2ForCausalLM", {"qkv_bias": True, "out_bias": False, "mlp_bias": False, "qk_norm": False}, _QWEN),
+    "qwen3": ("Qwen3ForCausalLM", {"mlp_bias": False, "qk_norm": True}, {**_QWEN, "head_dim": 128}),
 }
 # hidden_act -> our activation
 _HF_ACTIVATIONS = {
@@ -135,7 +136,7 @@ def from_hf_config(values: Mapping[str, Any]) -> Config:
     kind = chosen(values, "model_type", None, {name: name for name in _HF_CLASSES})
     _, always, defaults = _HF_CLASSES[kind]
     values = {**defaults, **values}
-    only(values, attention_dropout=0.0, pretraining_tp=1, residual_dropout=0.0)
+    only(values, attention_dropout=0.0, pretraining_tp=1, use_mrope=False)
     rope = from_hf_rope(values)
     only({"partial_rotary_factor": rope.fraction}, partial_rotary_factor=1.0)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -150,7 +151,7 @@ def from_hf_config(values: Mapping[str, Any]) -> Config:
     }
     return Config(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_layers=layers, num_heads=heads,
-        num_kv_heads=values.get("num_key_value_heads") or heads, head_dim=values.get("head_dim"),
+        num_kv_heads=values.get("num_key_value_heads") or heads, head_dim=values.get("head_dim") or hidden // heads,
         max_position_embeddings=length, norm_eps=eps, tie_embeddings=bool(values.get("tie_word_embeddings")),
         init_std=values.get("initializer_range") or 0.02, rope_theta=rope.theta, rope_scaling=rope.scaling,
         sliding_window=_hf_window(kind, values, layers), **switches,
@@ -167,8 +168,8 @@ def _hf_window(kind: str, values: Mapping[str, Any], layers: int) -> int | None:
     elif kind == "mistral":
         types = values.get("layer_types") or ["full_attention" if window is None else "sliding_attention"]
     else:
-        first = values.get("max_window_layers", 28)
-        window = (4096 if window is None else window) if values.get("use_sliding_window") else None
+        first = values["max_window_layers"]
+        window = window if values.get("use_sliding_window") else None
         types = values.get("layer_types") or [
             "sliding_attention" if window is not None and layer >= first else "full_attention"
             for layer in range(layers)

@@ -174,7 +174,7 @@ def test_neox_spellings_of_4_and_5() -> None:
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6, **SIZES,
 }  # fmt: skip
-_QWEN = {**_LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+_QWEN = {**_LLAMA, **GQA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 _NEOX = {**_LLAMA, "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
 
 
@@ -209,6 +209,27 @@ def test_what_cannot_be_honoured_is_named(values: dict[str, Any], changes: dict[
     from_hf_config(values)
     with pytest.raises(ValueError, match=message):
         from_hf_config({**values, **changes})
+
+
+def test_defaults_are_those_of_the_classes() -> None:
+    """A config.json may leave out what its class has a default for."""
+    transformers = pytest.importorskip("transformers")
+    for kind in ("Mistral", "Qwen2", "Qwen3", "Llama", "GPTNeoX"):
+        whole = getattr(transformers, f"{kind}Config")(num_attention_heads=32, hidden_size=4096).to_dict()
+        whole["architectures"] = [f"{kind}ForCausalLM"]
+        needed = ("architectures", "model_type", "rms_norm_eps", "rope_parameters", *SIZES)
+        bare = {name: value for name, value in whole.items() if name in needed}
+        assert from_hf_config(bare) == from_hf_config(whole), kind
+
+
+@pytest.mark.parametrize("missing", ["q_lora_rank", "n_group", "vocab_size"])
+def test_deepseek_needs_its_sizes(missing: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    values = {**transformers.DeepseekV3Config().to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}
+    from_hf_config(values)
+    del values[missing]
+    with pytest.raises(ValueError, match=f"{missing} must be given, .*got none"):
+        from_hf_config(values)
 
 
 @pytest.mark.parametrize(
