@@ -22,7 +22,8 @@ from powertrain.train.checkpoint import CheckpointError
 from powertrain.train.convert import LogitsDiffer, convert
 from powertrain.train.data.tokenizer import train_tokenizer
 from powertrain.train.load import fill, load_model, open_weights
-from tests.train.tiny_run import open_trainer
+from tests.distributed.launch import run_ranks
+from tests.train.tiny_run import open_trainer, write_config
 
 CPU = torch.device("cpu")
 
@@ -287,3 +288,17 @@ def test_sharded_parameters_get_their_shard(mesh: Any) -> None:
     sharded = distribute_tensor(torch.zeros(6, 4, dtype=torch.bfloat16), mesh, [Shard(0)])
     fill({"w": sharded}, iter([("w", full)]))
     assert isinstance(sharded, DTensor) and torch.equal(sharded.full_tensor(), full.to(torch.bfloat16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2], ids=["fsdp", "tensor-parallel"])
+def test_two_ranks_start_from_weights(tensor: int, tmp_path: Path) -> None:
+    """A step that moves nothing, and the checkpoint that two ranks wrote holds what they were given."""
+    source, config = _small(tmp_path / "hf", **LLAMA), write_config(tmp_path)
+    options = (f"checkpoint.load={source}", "train.steps=1", "model.vocab_size=256", f"parallel.tensor={tensor}",
+               "optimizer.lr=1e-12", "evaluation.at_end=false", "logging.report=false")  # fmt: skip
+    ranks = run_ranks(2, "-m", "powertrain", "train", str(config), *options)
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout[-3000:] for rank in ranks)
+    found = _weights(tmp_path / "run")
+    for name, expected in _weights(source).items():
+        torch.testing.assert_close(found[name][: len(expected)], expected, rtol=0, atol=1e-10, msg=name)
