@@ -5,6 +5,7 @@ bfloat16 rate. The twin: float32 weights under autocast, torch.compile, PyTorch'
 """
 
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -189,7 +190,8 @@ def measure(name: str, rounds: int = 5, steps: int = 4) -> list[str]:
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or list(CASES):
-        for line in measure(chosen):
-            print(line, flush=True)
-        torch.cuda.empty_cache()
+    cases = sys.argv[1:] or list(CASES)
+    if len(cases) == 1:
+        print("\n".join(measure(cases[0])), flush=True)
+    for case in cases if len(cases) > 1 else ():  # a process each, so that one's memory is not counted as another's
+        subprocess.run([sys.executable, "-m", "benchmarks.train.throughput", case], check=True)
