@@ -48,7 +48,9 @@ def render(rows: Sequence[Row], console: "Console") -> None:
         table.add_column("where", style="dim")
         table.add_column("what it means", overflow="fold")
         for row in chosen:
-            table.add_row(*(escape(cell) for cell in (row.key, shown(row.value), Path(row.place).name, row.explanation)))
+            table.add_row(
+                *(escape(cell) for cell in (row.key, shown(row.value), Path(row.place).name, row.explanation))
+            )
         console.print(table)
         console.print()
     honoured = [f"{row.key}={shown(row.value)}" for row in rows if row.disposition == "honoured"]
