@@ -1,7 +1,9 @@
-"""`powertrain doctor --kernels`: a tile of every attention backend, on every GPU of this machine and its CPU."""
+"""`powertrain doctor`: what is wrong with this machine; --kernels: every attention backend on all its devices."""
 
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,23 +15,114 @@ from rich.table import Table
 if TYPE_CHECKING:
     import torch
 
+    from powertrain.doctor.finding import Check, Finding
+    from powertrain.doctor.machine import Machine
     from powertrain.ops.attention.select import Backend
 
 TILE = (2, 256, 4, 64)  # batch, queries, heads, head dim: what is judged
 LOAD = (4, 4096, 16, 128)  # what is timed on a GPU
 CPU_LOAD = (1, 512, 4, 64)
 
+_EXIT = {"problem": 1, "warning": 3}
+_STYLE = {"ok": "green", "warning": "bold yellow", "problem": "bold red"}
+
 
 def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="apply the safe fixes: they rename, and delete nothing")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="findings as JSON, one object")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="run this check only; may be repeated")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="leave this check out; may be repeated")] = None,
+    hostfile: Annotated[Path | None, typer.Option(help="check the hosts of this file instead")] = None,
+    overlap: Annotated[bool, typer.Option("--overlap", help="can tensor parallelism be overlapped here?")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="run every attention backend on every device")] = False,
 ) -> None:
-    """Check this machine. Exit code 1 if something errs.
+    """Check this machine: what is wrong, the evidence, and the command that fixes it.
 
-    --kernels runs causal attention, forward and backward, by every backend that takes it, on every GPU and the CPU,
-    judges it against float64, and times it. TFLOP/s count 3.5 forwards for forward and backward.
+    \b
+    powertrain doctor                     every check; changes nothing
+    powertrain doctor --fix               and apply the safe fixes
+    powertrain doctor --hostfile hosts    are several hosts ready to train together? ssh, versions, ports
+    powertrain doctor --overlap           what tensor-parallel overlap needs here, for us and for TransformerEngine
+    powertrain doctor --kernels           every attention backend on every device, judged against float64 and timed
+
+    Exit code 0: all ok; 1: a problem; 3: warnings only. --kernels runs causal attention, forward and backward; its
+    TFLOP/s count 3.5 forwards for forward and backward.
     """
-    if not kernels:
-        raise typer.BadParameter("say what to check: --kernels")
+    from powertrain.doctor.checks import CHECKS
+    from powertrain.doctor.machine import Machine
+
+    if kernels:
+        if fix or as_json or only or skip or hostfile or overlap:
+            raise typer.BadParameter("--kernels stands alone: it prints its own table")
+        _kernels()
+        return
+    if hostfile and overlap:
+        raise typer.BadParameter("choose one of --hostfile and --overlap")
+    if hostfile and not hostfile.is_file():
+        raise typer.BadParameter(f"{hostfile}: no such file", param_hint="--hostfile")
+    machine = Machine.here()
+    checks = list(CHECKS)
+    if hostfile:
+        from powertrain.doctor.hosts import check_hosts
+
+        checks = [check_hosts(hostfile)]
+    if overlap:
+        from powertrain.doctor.overlap import CHECKS as OVERLAP
+
+        checks = list(OVERLAP)
+    _examine(_chosen(checks, only, skip), machine, fix, as_json)
+
+
+def _chosen(checks: "list[Check]", only: list[str] | None, skip: list[str] | None) -> "list[Check]":
+    known = [check.name for check in checks]
+    for name in (*(only or ()), *(skip or ())):
+        if name not in known:
+            raise typer.BadParameter(f"unknown check {name!r}; known: {', '.join(known)}")
+    return [check for check in checks if (not only or check.name in only) and check.name not in (skip or ())]
+
+
+def _examine(checks: "list[Check]", machine: "Machine", fix: bool, as_json: bool) -> None:
+    from powertrain.doctor.finding import examine, worst
+
+    console = Console(soft_wrap=True, highlight=False)
+    found, fixed = [], []
+    for check, finding in examine(checks, machine):
+        found.append((check, finding))
+        done = finding.apply() if fix and finding.apply else None
+        if done is not None:
+            fixed.append({"check": check.name, "did": done})
+        if not as_json:
+            _show(console, check.name, finding, done)
+    level = worst(finding for _, finding in found)
+    if as_json:
+        findings = [finding.as_json(check.name) for check, finding in found]
+        print(json.dumps({"worst": level, "findings": findings, "fixed": fixed}, indent=2))
+    else:
+        _sum_up(console, [finding for _, finding in found], fix)
+    if level != "ok":
+        raise typer.Exit(_EXIT[level])
+
+
+def _show(console: Console, name: str, finding: "Finding", done: str | None) -> None:
+    console.print(f"[{_STYLE[finding.level]}]{finding.level:8}[/]{name:18}{escape(finding.says)}")
+    if finding.level == "ok":
+        return
+    for line in finding.evidence:
+        console.print(f"{'':26}[dim]{escape(line)}[/]")
+    console.print(f"{'':26}fix: [bold]{escape(finding.fix or '')}[/]")
+    for line in (done or "").splitlines():
+        console.print(f"{'':26}[green]done: {escape(line)}[/]")
+
+
+def _sum_up(console: Console, findings: "list[Finding]", fix: bool) -> None:
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
+    words = ", ".join(f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items() if count)
+    console.print(f"\n{words or 'all is well'}")
+    if not fix and any(finding.apply for finding in findings):
+        console.print("powertrain doctor --fix applies what is safe")
+
+
+def _kernels() -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=150)
     bad = 0

@@ -1,0 +1,11 @@
+"""What is wrong with this machine, and what fixes it: `powertrain doctor` and `powertrain diagnose`.
+
+    finding.py      Check, Finding, and how checks are run
+    machine.py      the machine as a check sees it: files, environment, processes, programs
+    fatbin.py       which GPUs a shared library has code for
+    one file each   gpus, code, versions, builds, limits, links, kernel_store, echo, hosts, overlap
+    diagnose.py     a log, searched for the errors in causes.py
+
+A check is a function over a `Machine`; it imports no torch and starts no CUDA, so that a broken installation can still
+be looked at. What needs torch runs in a process of its own, with a deadline.
+"""

@@ -1,0 +1,94 @@
+"""Which GPUs a shared library has code for, read from its ELF sections: no cuobjdump, no driver, no decompression.
+
+nvcc puts a fatbin for each source file into the section .nv_fatbin (relocatable device code: __nv_relfatbin). A fatbin
+is a header and a chain of entries, each the PTX or the machine code (SASS) for one arch. Only the headers are read, so
+a library of a gigabyte takes a moment. The layout is not documented by NVIDIA; what is used here was compared with
+cuobjdump (tests/doctor/test_fatbin.py).
+"""
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_MAGIC = struct.pack("<I", 0xBA55ED50)
+_FATBIN = struct.Struct("<IHHQ")  # magic, version, size of this header, size of what follows
+_ENTRY = struct.Struct("<HHIQ12xI8xQ")  # kind, version, size of this header, size of the code, ..., arch, ..., flags
+_KINDS: dict[int, Literal["ptx", "sass"]] = {1: "ptx", 2: "sass"}
+_SPECIFIC, _FAMILY = 0x100000, 0x200000  # sm_90a; sm_100f
+_SECTIONS = (b".nv_fatbin", b"__nv_relfatbin")
+
+
+@dataclass(frozen=True, order=True)
+class Code:
+    """Code for one arch: 90 for sm_90 or compute_90; suffix "a" for that arch only, "f" for its family only."""
+
+    arch: int
+    suffix: str = ""
+    kind: Literal["ptx", "sass"] = "sass"
+
+    def __str__(self) -> str:
+        return f"{'sm' if self.kind == 'sass' else 'compute'}_{self.arch}{self.suffix}"
+
+    def runs_on(self, arch: int) -> bool:
+        """SASS runs on its own major version from its minor on; PTX on anything as new. Suffixes narrow both.
+
+        Source: CUDA C++ Programming Guide, "Compute Capability and Streaming Multiprocessor Versions".
+        """
+        same_major = arch // 10 == self.arch // 10
+        if self.suffix == "a":
+            return arch == self.arch
+        if self.kind == "sass" or self.suffix == "f":
+            return same_major and arch >= self.arch
+        return arch >= self.arch
+
+
+def fatbins(path: Path) -> list[frozenset[Code]]:
+    """What each fatbin of a library holds, one for each source file; empty: it is no ELF file, or has no GPU code."""
+    with path.open("rb") as file:
+        if file.read(4) != b"\x7fELF":
+            return []
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return [codes for start, size in _sections(data) for codes in _in_section(data, start, start + size)]
+
+
+def codes(path: Path) -> frozenset[Code]:
+    """All the code of a library."""
+    return frozenset().union(*fatbins(path))
+
+
+def _sections(data: mmap.mmap) -> Iterator[tuple[int, int]]:
+    """(offset, size) of the sections that hold fatbins. 64-bit little-endian ELF: every platform CUDA has."""
+    if data[4:6] != b"\x02\x01":
+        return
+    table, entry, count, names = struct.unpack_from("<Q10xHHH", data, 0x28)
+    if not table:
+        return
+    header = struct.Struct("<I20xQQ")  # name, ..., offset, size
+    _, names_at, _ = header.unpack_from(data, table + names * entry)
+    for index in range(count):
+        name, offset, size = header.unpack_from(data, table + index * entry)
+        if data[names_at + name : data.find(b"\0", names_at + name)] in _SECTIONS:
+            yield offset, size
+
+
+def _in_section(data: mmap.mmap, at: int, end: int) -> Iterator[frozenset[Code]]:
+    while (at := data.find(_MAGIC, at, end)) >= 0:
+        _, version, header, size = _FATBIN.unpack_from(data, at)
+        if version != 1 or at + header + size > end:
+            at += 4
+            continue
+        yield frozenset(_entries(data, at + header, at + header + size))
+        at += header + size
+
+
+def _entries(data: mmap.mmap, at: int, end: int) -> Iterator[Code]:
+    while at + _ENTRY.size <= end:
+        kind, _, header, size, arch, flags = _ENTRY.unpack_from(data, at)
+        if header < _ENTRY.size:
+            return
+        if kind in _KINDS:
+            yield Code(arch, "a" if flags & _SPECIFIC else "f" if flags & _FAMILY else "", _KINDS[kind])
+        at += header + size

@@ -1,0 +1,98 @@
+"""How GPUs reach each other: NVLink, peer access, and what symmetric memory and multicast need."""
+
+import re
+from collections.abc import Iterator
+
+from powertrain.doctor.finding import Check, Finding
+from powertrain.doctor.machine import Machine
+
+
+def links(machine: Machine) -> Iterator[Finding]:
+    """The matrix of nvidia-smi topo, and pairs without peer access."""
+    if len(machine.gpus) < 2:
+        yield Finding("ok", f"{len(machine.gpus)} GPU{'' if len(machine.gpus) == 1 else 's'} here: nothing to connect")
+        return
+    topology = machine.run(["nvidia-smi", "topo", "-m"], 20.0)
+    if topology is None or topology.status:
+        said = (topology.output.strip()[:200],) if topology else ()
+        yield Finding("warning", "the links between GPUs are unknown", said, "nvidia-smi topo -m")
+        return
+    pairs = matrix(topology.output)
+    nvlink = [pair for pair, link in pairs.items() if link.startswith("NV")]
+    slow = {pair: link for pair, link in pairs.items() if link in ("SYS", "NODE")}
+    evidence = tuple(topology.output.rstrip().splitlines()[: len(machine.gpus) + 1])
+    if len(nvlink) == len(pairs):
+        yield Finding("ok", "NVLink between every pair of GPUs", evidence)
+    elif slow:
+        (one, other), link = next(iter(slow.items()))
+        says = f"{len(slow)} of {len(pairs)} pairs of GPUs meet over the CPU (GPU {one} and {other}: {link})"
+        yield Finding("warning", says, evidence, "keep tensor parallelism within GPUs joined by NVLink or one switch")
+    else:
+        yield Finding(
+            "ok", f"NVLink between {len(nvlink)} of {len(pairs)} pairs, one PCIe tree for the others", evidence
+        )
+    yield from _peers(machine)
+
+
+def matrix(topology: str) -> dict[tuple[int, int], str]:
+    """{(0, 1): "NV18"} from `nvidia-smi topo -m` or `-p2p r`, each pair once."""
+    links = {}
+    for line in re.sub(r"\x1b\[[\d;]*m", "", topology).splitlines():
+        words = line.split()
+        if words and (row := re.fullmatch(r"GPU(\d+)", words[0])):
+            for column, word in enumerate(words[1:]):
+                if column > int(row[1]) and re.fullmatch(r"NV\d+|SYS|NODE|PHB|PXB|PIX|OK|CNS|GNS|TNS|NS|U|X", word):
+                    links[int(row[1]), column] = word
+    return {pair: link for pair, link in links.items() if link != "X"}
+
+
+def _peers(machine: Machine) -> Iterator[Finding]:
+    ran = machine.run(["nvidia-smi", "topo", "-p2p", "r"], 20.0)
+    if ran is None or ran.status:
+        return
+    without = {pair: said for pair, said in matrix(ran.output).items() if said != "OK"}
+    if not without:
+        yield Finding("ok", "every GPU can read every other's memory (P2P)")
+        return
+    (one, other), said = next(iter(without.items()))
+    says = f"{len(without)} pairs of GPUs have no peer access (GPU {one} and {other}: {said}): NCCL copies via the CPU"
+    fix = "normal for GeForce cards without NVLink; else turn off ACS and the IOMMU in the BIOS"
+    yield Finding("warning", says, tuple(ran.output.rstrip().splitlines()[: len(machine.gpus) + 1]), fix)
+
+
+def symmetric(machine: Machine) -> Iterator[Finding]:
+    """What torch's symmetric memory and NVLink multicast need of this machine."""
+    if len(machine.gpus) < 2:
+        return
+    lacks = list(multicast_lacks(machine))
+    if lacks:
+        fix = "nothing to do where that is the hardware; collectives then run over NCCL"
+        yield Finding("warning", "no NVLink multicast: " + "; ".join(lacks), fix=fix)
+    else:
+        yield Finding("ok", "the hardware has NVLink multicast, and symmetric memory can use it")
+
+
+def multicast_lacks(machine: Machine) -> Iterator[str]:
+    """Multicast needs NVSwitch, sm_90 and a 535 driver; the fabric manager must have joined the GPUs.
+
+    Source: CUDA driver API, cuMulticastCreate; research of TransformerEngine's Userbuffers.
+    """
+    old = [gpu for gpu in machine.gpus if (gpu.arch or 0) < 90]
+    if old:
+        yield f"GPU {old[0].index} is sm_{old[0].arch}, it needs sm_90"
+    if machine.gpus and int(machine.gpus[0].driver.split(".")[0]) < 535:
+        yield f"driver {machine.gpus[0].driver}, it needs 535"
+    topology = machine.run(["nvidia-smi", "topo", "-m"], 20.0)
+    pairs = matrix(topology.output) if topology and not topology.status else {}
+    if not pairs or not all(link.startswith("NV") for link in pairs.values()):
+        yield "not every pair of GPUs has NVLink"
+    ran = machine.run(["nvidia-smi", "--query-gpu=fabric.state", "--format=csv,noheader"], 20.0)
+    states = {line.strip() for line in ran.output.splitlines()} if ran and not ran.status else set()
+    if states & {"Not Started", "In Progress"}:
+        yield f"the fabric manager is not ready ({', '.join(sorted(states))}; systemctl start nvidia-fabricmanager)"
+
+
+CHECKS = (
+    Check("links", "how do the GPUs reach each other?", links),
+    Check("symmetric-memory", "can symmetric memory and multicast be used?", symmetric),
+)

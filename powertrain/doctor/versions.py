@@ -1,0 +1,136 @@
+"""Versions that do not go together, and libraries that are here twice."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+
+from powertrain.doctor.finding import Check, Finding
+from powertrain.doctor.machine import Machine
+
+SHOWN = ("torch", "triton", "transformer-engine", "flash-attn", "xformers", "apex", "deepspeed", "vllm", "numpy")
+
+# what pins what: their own metadata says which versions they were built and tested with
+PINNED_BY = ("torch", "xformers", "vllm", "flash-attn", "transformer-engine-torch", "torchvision", "torchaudio")
+
+# (package, versions, with, versions, what happens, what to install, source)
+KNOWN_BAD = (
+    ("flash-attn", "<2.1.1", "transformer-engine", ">=1.0", "TransformerEngine takes no flash-attn before 2.1.1",
+     "flash-attn>=2.1.1", "TransformerEngine, dot_product_attention/utils.py, FlashAttentionUtils.version_required"),
+    ("flash-attn", "==2.6.3", "torch", ">=2.5", "its wheels were built for torch 2.4 and older: undefined symbols",
+     "flash-attn>=2.8.3", "https://github.com/Dao-AILab/flash-attention/issues/1832"),
+    ("numpy", ">=2", "torch", "<2.3", "torch before 2.3 was built against NumPy 1: 'Numpy is not available'",
+     "numpy<2", "https://github.com/pytorch/pytorch/issues/107302"),
+    ("nvidia-cudnn-cu12", "==9.10.0.*", "transformer-engine", ">=1.0", "FP8 attention is refused with cuDNN 9.10.0",
+     "nvidia-cudnn-cu12>=9.10.1", "TransformerEngine, fused_attn.cpp, nvte_get_fused_attn_backend"),
+)  # fmt: skip
+
+
+def versions(machine: Machine) -> Iterator[Finding]:
+    shown = [f"{name} {version}" for name in SHOWN if (version := machine.version(name))]
+    if machine.torch_cuda:
+        shown.append(f"CUDA {machine.torch_cuda} (torch's)")
+    cuda = [name for name in sorted(machine.installed) if re.fullmatch(r"nvidia-(cudnn|nccl)-cu\d+", name)]
+    shown += [f"{name} {machine.version(name)}" for name in cuda]
+    bad = [*_unmet(machine), *_known_bad(machine), *_two_majors(machine)]
+    yield Finding("ok", ", ".join(shown) or "none of the libraries of this field is installed")
+    yield from bad
+
+
+def _unmet(machine: Machine) -> Iterator[Finding]:
+    """Requirements in the metadata of what is installed that the installed versions do not meet."""
+    for name in PINNED_BY:
+        distribution = machine.installed.get(name)
+        for text in (distribution.requires or []) if distribution else []:
+            try:
+                requirement = Requirement(text)
+            except InvalidRequirement:
+                continue
+            if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            have = machine.version(re.sub(r"[-_.]+", "-", requirement.name).lower())
+            if have and not requirement.specifier.contains(have, prereleases=True):
+                says = f"{name} {machine.version(name)} needs {requirement.name}{requirement.specifier}, here is {have}"
+                fix = f"pip install '{requirement.name}{requirement.specifier}'"
+                yield Finding("problem", says, (f"Requires-Dist of {name}: {text}",), fix)
+
+
+def _known_bad(machine: Machine) -> Iterator[Finding]:
+    for name, range_, other, other_range, says, install, source in KNOWN_BAD:
+        have, beside = machine.version(name), machine.version(other)
+        if have and beside and _within(have, range_) and _within(beside, other_range):
+            evidence = (f"{name} {have} with {other} {beside}", f"source: {source}")
+            yield Finding("problem", says, evidence, f"pip install '{install}'")
+
+
+def _within(version: str, range_: str) -> bool:
+    return SpecifierSet(range_).contains(version, prereleases=True)
+
+
+def _two_majors(machine: Machine) -> Iterator[Finding]:
+    """nvidia-*-cu12 beside nvidia-*-cu13, and packages that were built for the other one."""
+    if machine.torch_cuda is None:
+        return
+    major = machine.torch_cuda.split(".")[0]
+    others = [
+        name for name in sorted(machine.installed)
+        if (match := re.fullmatch(r"(?:nvidia-[a-z-]+|transformer-engine)-cu(\d+)", name)) and match[1] != major
+    ]  # fmt: skip
+    if others:
+        says = f"packages for another CUDA than torch's {machine.torch_cuda}: {', '.join(others)}"
+        fix = f"pip uninstall {' '.join(others)}, then install their cu{major} builds"
+        yield Finding("problem", says, tuple(f"{name} {machine.version(name)}" for name in others), fix)
+
+
+_TWICE = {"cuDNN": "libcudnn.so.*", "the CUDA runtime": "libcudart.so.*", "NCCL": "libnccl.so.*", "cuBLAS": "libcublas.so.*"}  # fmt: skip  # noqa: E501
+
+
+def twice(machine: Machine) -> Iterator[Finding]:
+    """Shared libraries that a process could load from two places."""
+    clean = True
+    for what, pattern in _TWICE.items():
+        places = _places(machine, pattern)
+        if len(places) < 2:
+            continue
+        clean = False
+        evidence = tuple(f"{file} -> {real.name}" for file, real in places.items())
+        if len({real.name for real in places.values()}) == 1:
+            yield Finding("ok", f"{what} is here {len(places)} times, in one version", evidence)
+            continue
+        first = next(iter(places)).parent
+        paths = machine.environ.get("LD_LIBRARY_PATH", "")
+        if any(file.parent == Path(part) or str(file.parent) == str(machine.path(part)) for file in places
+               for part in paths.split(":") if part):  # fmt: skip
+            says = f"{what} is here in {len(places)} versions, and LD_LIBRARY_PATH puts one before torch's own"
+            yield Finding("problem", says, (*evidence, f"LD_LIBRARY_PATH={paths}"), "unset LD_LIBRARY_PATH")
+        else:
+            says = f"{what} is here in {len(places)} versions; whichever is loaded first serves the whole process"
+            fix = f"keep one: uninstall the package of the others than {first}, or set none of them in LD_LIBRARY_PATH"
+            yield Finding("warning", says, evidence, fix)
+    if clean:
+        yield Finding("ok", f"{', '.join(_TWICE)}: none is here twice")
+
+
+def _places(machine: Machine, pattern: str) -> dict[Path, Path]:
+    """{library: the file it is} by folder: installed packages, LD_LIBRARY_PATH, the system's own."""
+    folders = [folder for root in machine.packages for folder in (*root.glob("nvidia/*/lib"), root / "torch" / "lib")]
+    folders += [machine.path(part) for part in machine.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
+    folders += [
+        machine.path(part) for part in ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
+    ]
+    folders += [part for part in machine.path("/usr/local").glob("cuda*/lib64")]
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        for file in sorted(folder.glob(pattern), key=lambda file: len(file.name))[:1]:
+            real = file.resolve()
+            if real not in found.values():
+                found[file] = real
+    return found
+
+
+CHECKS = (
+    Check("versions", "do the installed versions go together?", versions),
+    Check("twice", "are there two cuDNNs or CUDA runtimes?", twice),
+)
