@@ -27,8 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = (
-    "torch", "triton", "numpy", "platformdirs", "psutil", "rich", "typer", "pydantic", "yaml", "safetensors", "tokenizers",
-    "zstandard", "filelock", "jinja2", "tensorboard", "pytest", "ruff", "mypy",
+    "torch", "triton", "numpy", "platformdirs", "psutil", "rich", "typer", "pydantic", "yaml", "safetensors",
+    "tokenizers", "zstandard", "filelock", "jinja2", "tensorboard", "pytest", "ruff", "mypy",
 )  # fmt: skip
 
 

@@ -295,11 +295,8 @@ def use_kernel(name: str, x: Tensor) -> bool:
         if not _is_disabled(name):
             return True
         kind = "disabled"
-    if not torch.compiler.is_compiling() and (name, kind) not in _plain_noted:
-        _plain_noted.add((name, kind))
+    if not torch.compiler.is_compiling() and tracing.first((name, kind)):
         why = "it is disabled" if kind == "disabled" else f"its tensors are on {kind}"
         tracing.event("dispatch", f"{name}: plain PyTorch, because {why}", op=name)
     return False
 
-
-_plain_noted: set[tuple[str, str]] = set()

@@ -19,6 +19,7 @@ class Event:
 
 
 _events: list[Event] = []
+_keys: set[object] = set()
 _lock = threading.Lock()
 
 
@@ -31,6 +32,15 @@ def trace() -> list[Event]:
 def clear() -> None:
     with _lock:
         _events.clear()
+        _keys.clear()
+
+
+def first(key: object) -> bool:
+    """Whether nobody asked for this key since the events were last cleared: for decisions noted once each."""
+    if key in _keys:
+        return False
+    _keys.add(key)
+    return True
 
 
 def _print(text: str) -> None:
