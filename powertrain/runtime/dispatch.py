@@ -299,4 +299,3 @@ def use_kernel(name: str, x: Tensor) -> bool:
         why = "it is disabled" if kind == "disabled" else f"its tensors are on {kind}"
         tracing.event("dispatch", f"{name}: plain PyTorch, because {why}", op=name)
     return False
-

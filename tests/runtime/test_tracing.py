@@ -10,7 +10,6 @@ from powertrain.runtime import dispatch, settings, tracing
 
 
 def test_the_way_of_an_op_is_traced_once() -> None:
-    dispatch._plain_noted.clear()
     tracing.clear()
     for _ in range(2):
         with powertrain.disable("rms_norm"):
@@ -40,3 +39,12 @@ def test_warnings_are_said_once_and_the_log_goes_to_a_file(
     assert text.count("the disk is full") == 1 and "_k for sm_80: compiled {'arch': 80}" in text
     assert capsys.readouterr().err == ""
     assert [event.kind for event in tracing.trace()] == ["warning", "kernel"]
+
+
+def test_a_decision_is_noted_again_after_clear() -> None:
+    x = torch.zeros(1, dtype=torch.float64)
+    for _ in range(2):
+        tracing.clear()
+        dispatch.use_kernel("rms_norm", x)
+        dispatch.use_kernel("rms_norm", x)
+        assert [e.facts["op"] for e in tracing.trace() if e.kind == "dispatch"] == ["rms_norm"]
