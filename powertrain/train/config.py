@@ -144,7 +144,7 @@ class ParallelConfig(Section):
 
 class CheckpointConfig(Section):
     """folder   where; None: none are written.   load: where to start from, if `folder` holds none
-    every       steps between checkpoints, 0: at the end only; scale log: after every, every^2 ... steps (GPT-NeoX's)
+    every       steps between checkpoints, 0: at the end only; scale log: after 1, every, every^2 ... steps (GPT-NeoX's)
     """
 
     folder: str | None = None

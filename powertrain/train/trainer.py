@@ -318,8 +318,8 @@ def seed_step(seed: int, step: int, dp_rank: int) -> None:
 
 
 def save_step(step: int, every: int, scale: str) -> bool:
-    """Whether a checkpoint is due after `step` steps; scale log: after every, every^2, every^3 ..."""
-    if not every or step < every:
+    """Whether a checkpoint is due after `step` steps; scale log: after 1, every, every^2 ..."""
+    if not every or not step:
         return False
     if scale == "linear" or every == 1:
         return step % every == 0

@@ -124,7 +124,7 @@ def test_schedules() -> None:
 
 def test_checkpoint_steps() -> None:
     assert [s for s in range(30) if save_step(s, 10, "linear")] == [10, 20]
-    assert [s for s in range(1001) if save_step(s, 10, "log")] == [10, 100, 1000]
+    assert [s for s in range(1001) if save_step(s, 10, "log")] == [1, 10, 100, 1000]
     assert not any(save_step(s, 0, "linear") for s in range(5))
 
 
