@@ -104,14 +104,14 @@ def _examine(checks: "list[Check]", machine: "Machine", fix: bool, as_json: bool
 
 
 def _show(console: Console, name: str, finding: "Finding", done: str | None) -> None:
-    console.print(f"[{_STYLE[finding.level]}]{finding.level:8}[/]{name:18}{escape(finding.says)}")
+    console.print(f"[{_STYLE[finding.level]}]{finding.level:8}[/]{name:20} {escape(finding.says)}")
     if finding.level == "ok":
         return
     for line in finding.evidence:
-        console.print(f"{'':26}[dim]{escape(line)}[/]")
-    console.print(f"{'':26}fix: [bold]{escape(finding.fix or '')}[/]")
+        console.print(f"{'':29}[dim]{escape(line)}[/]")
+    console.print(f"{'':29}fix: [bold]{escape(finding.fix or '')}[/]")
     for line in (done or "").splitlines():
-        console.print(f"{'':26}[green]done: {escape(line)}[/]")
+        console.print(f"{'':29}[green]done: {escape(line)}[/]")
 
 
 def _sum_up(console: Console, findings: "list[Finding]", fix: bool) -> None:

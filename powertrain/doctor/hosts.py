@@ -4,6 +4,7 @@ A line of a hostfile is a host, with its GPUs after it: `node1 slots=8` (DeepSpe
 name alone. The first host is where rank 0 runs.
 """
 
+import json
 import re
 import shlex
 from collections import Counter
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from powertrain.doctor.finding import Check, Finding
 from powertrain.doctor.machine import Machine
@@ -79,25 +81,22 @@ def hosts(machine: Machine, file: Path) -> Iterator[Finding]:
         yield from _meeting(machine, listed, {host: len(answer["gpus"]) for host, answer in answers.items()})
 
 
-def ask(machine: Machine, host: Host) -> dict[str, object] | str:
+def ask(machine: Machine, host: Host) -> dict[str, Any] | str:
     """The host's facts, or why there are none."""
-    import json
-
     command = f"{shlex.quote(machine.python)} -c {shlex.quote(_ASK)}"
     ran = machine.run([*_SSH, host.name, command], SSH_SECONDS + 25.0)
     if ran is None:
         return "there is no ssh here"
     facts = re.search(r"^FACTS (\{.*\})$", ran.output, re.M)
     if facts:
-        return json.loads(facts[1])  # type: ignore[no-any-return]
+        return json.loads(facts[1])
     last = [line for line in ran.output.splitlines() if line.strip()]
     return last[-1] if last else f"ssh ended with {ran.status}"
 
 
-def _greeting(host: Host, answer: dict[str, object] | str) -> Finding:
+def _greeting(host: Host, answer: dict[str, Any] | str) -> Finding:
     if isinstance(answer, dict):
-        gpus = answer["gpus"]
-        count = len(gpus) if isinstance(gpus, list) else 0
+        count = len(answer["gpus"])
         if host.slots is not None and 0 < count < host.slots:
             says = f"{host.name} has {count} GPUs, the file gives it {host.slots} ranks"
             return Finding("problem", says, fix=f"write slots={count}")
@@ -115,7 +114,7 @@ def _greeting(host: Host, answer: dict[str, object] | str) -> Finding:
     return Finding("problem", f"{host.name} cannot be reached by ssh", (answer,), f"ssh -v {host.name}")
 
 
-def _versions(answers: dict[Host, dict[str, object]]) -> Iterator[Finding]:
+def _versions(answers: dict[Host, dict[str, Any]]) -> Iterator[Finding]:
     if len(answers) < 2:
         return
     differ = False
@@ -127,8 +126,7 @@ def _versions(answers: dict[Host, dict[str, object]]) -> Iterator[Finding]:
             evidence = tuple(f"{host}: {version}" for host, version in values.items())
             fix = f"install {name}=={most} everywhere" if name != "python" else f"use Python {most} everywhere"
             yield Finding("problem", f"{name} differs between hosts", evidence, fix)
-    kinds = {host.name: tuple(map(str, gpus)) for host, answer in answers.items()
-             if isinstance(gpus := answer["gpus"], list)}  # fmt: skip
+    kinds = {host.name: tuple(answer["gpus"]) for host, answer in answers.items()}
     if len(set(kinds.values())) > 1:
         evidence = tuple(f"{host}: {', '.join(gpus) or 'no GPU'}" for host, gpus in kinds.items())
         yield Finding("warning", "GPUs or drivers differ between hosts", evidence, "group equal hosts into one job")
@@ -150,7 +148,7 @@ def _meeting(machine: Machine, listed: list[Host], gpus: dict[Host, int]) -> Ite
         return
     yield from _reach(machine, listed, address, int(port))
     counts = [host.slots or gpus[host] or 1 for host in listed]
-    yield Finding("ok", "the lines below start a job on these hosts", launch_lines(listed, counts, address, port))
+    yield from (Finding("ok", line) for line in launch_lines(listed, counts, address, port))
 
 
 _LISTEN = """
