@@ -1,0 +1,251 @@
+"""Machine: what a CUDA build depends on, found without importing torch and without creating a CUDA context."""
+
+import ctypes
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from powertrain.runtime.jobs import available_memory, usable_cores
+from powertrain.runtime.target import Target
+
+_SECONDS = 30  # for any one program that is only asked its version
+
+# run by the Python that the build will use, which need not be ours
+_ASK_PYTHON = """
+import importlib.util, json, os, platform, sysconfig
+spec = importlib.util.find_spec("torch")
+roots = list(spec.submodule_search_locations) if spec else []
+paths = sysconfig.get_paths()
+headers = os.path.exists(os.path.join(paths["include"], "Python.h"))
+print(json.dumps({"version": platform.python_version(), "headers": headers,
+                  "site": paths["purelib"], "torch": roots[0] if roots else None}))
+"""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    arch: int  # 90 for sm_90
+
+    def __str__(self) -> str:
+        return self.name if self.name == f"sm_{self.arch}" else f"{self.name} (sm_{self.arch})"
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    path: str
+    home: str  # the toolkit's folder
+    version: tuple[int, int]
+    archs: tuple[int, ...]  # those it can compile for, ascending
+    newest_gcc: int | None  # the last major version that its headers accept
+
+
+@dataclass(frozen=True)
+class Compiler:
+    path: str
+    version: str
+    gcc: int | None  # its major version, if it is gcc
+
+
+@dataclass(frozen=True)
+class Python:
+    path: str
+    version: str
+    headers: bool
+    site: str
+    torch: str | None  # version
+    torch_cuda: str | None  # "13.0"; None for a build without CUDA, or no torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Sizes in bytes."""
+
+    cores: int
+    cores_why: str
+    memory: int
+    memory_why: str
+    tmp: str
+    disk: int  # free in `tmp`
+    gpus: tuple[Gpu, ...]
+    gpus_why: str
+    nvcc: Nvcc | None
+    compiler: Compiler | None
+    python: Python | None
+    headers: Mapping[str, str | None]  # "cudnn.h", "nccl.h": where found
+
+    @property
+    def archs(self) -> tuple[int, ...]:
+        """Those of the GPUs, ascending, each once."""
+        return tuple(sorted({gpu.arch for gpu in self.gpus}))
+
+
+def look(
+    command: Sequence[str], environment: Mapping[str, str], archs: Sequence[str] = (), memory: int | None = None
+) -> Machine:
+    """This machine, as `command` would meet it.
+
+    environment  the variables that the command will be given
+    archs        names of GPUs to build for ("8.6", "sm_90", "RTX 3090") instead of those present
+    memory       bytes the build may use instead of all that is available
+    """
+    path = environment.get("PATH", "")
+    cores, cores_why = usable_cores()
+    available, memory_why = available_memory()
+    if memory is not None and memory < available:
+        available, memory_why = memory, "--memory"
+    tmp = environment.get("TMPDIR") or tempfile.gettempdir()
+    gpus, gpus_why = _named(archs) if archs else present_gpus()
+    nvcc = _nvcc(environment)
+    python = _python(python_of(command, environment))
+    return Machine(
+        cores,
+        cores_why,
+        available,
+        memory_why,
+        tmp,
+        shutil.disk_usage(tmp).free if Path(tmp).is_dir() else 0,
+        gpus,
+        gpus_why,
+        nvcc,
+        _compiler(environment.get("CXX"), path),
+        python,
+        {name: _header(name, nvcc, python, environment) for name in ("cudnn.h", "nccl.h")},
+    )
+
+
+def _named(archs: Sequence[str]) -> tuple[tuple[Gpu, ...], str]:
+    targets = [Target.parse(name) for text in archs for name in re.split(r"[;,]", text) if name.strip()]
+    return tuple(Gpu(target.name, target.arch) for target in targets), "--arch"
+
+
+def present_gpus() -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs that the driver's management library (NVML) lists, and what was asked or why there are none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return (), "no libnvidia-ml.so.1: no NVIDIA driver here"
+    status = nvml.nvmlInit_v2()
+    if status:
+        return (), f"NVML does not start: error {status}"
+    try:
+        count = ctypes.c_uint()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        return tuple(filter(None, (_gpu(nvml, index) for index in range(count.value)))), "NVML"
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu | None:
+    device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
+        return None  # lost or not ours
+    nvml.nvmlDeviceGetName(device, name, len(name))
+    if nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)):
+        return None
+    return Gpu(name.value.decode(), major.value * 10 + minor.value)
+
+
+def _nvcc(environment: Mapping[str, str]) -> Nvcc | None:
+    """The nvcc that torch's extensions would take: of CUDA_HOME or CUDA_PATH, on PATH, or in /usr/local/cuda."""
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    found = shutil.which("nvcc", path=environment.get("PATH", ""))
+    for path in [f"{home}/bin/nvcc"] if home else [found, "/usr/local/cuda/bin/nvcc"]:
+        if path and Path(path).is_file():
+            return nvcc_at(path)
+    return None
+
+
+def nvcc_at(path: str) -> Nvcc | None:
+    """What this nvcc is; None if it does not answer."""
+    version = re.search(r"release (\d+)\.(\d+)", _ask(path, "--version"))
+    if not version:
+        return None
+    archs = sorted(int(arch) for arch in re.findall(r"compute_(\d+)$", _ask(path, "--list-gpu-arch"), re.MULTILINE))
+    # a script in front of nvcc would mislead; nvcc itself says where its toolkit is
+    top = re.search(r"_HERE_=(\S+)", _ask(path, "-dryrun", "-x", "cu", "-E", "/dev/null"))
+    home = Path(top.group(1)).parent if top else Path(path).resolve().parent.parent
+    if (home / "bin/nvcc").is_file():
+        path = str(home / "bin/nvcc")
+    return Nvcc(path, str(home), (int(version[1]), int(version[2])), tuple(archs), _newest_gcc(home))
+
+
+def _newest_gcc(home: Path) -> int | None:
+    for header in [home / "include/crt/host_config.h", *home.glob("targets/*/include/crt/host_config.h")]:
+        if header.is_file():
+            found = re.search(r"gcc versions later than (\d+)", header.read_text(errors="replace"))
+            return int(found[1]) if found else None
+    return None
+
+
+def _compiler(cxx: str | None, path: str) -> Compiler | None:
+    names = [cxx.split()[0]] if cxx else ["c++", "g++", "clang++"]
+    found = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
+    if not found:
+        return None
+    text = _ask(found, "--version")
+    number = re.search(r"(\d+)\.\d+\.\d+", text)
+    is_gcc = "Free Software Foundation" in text
+    return Compiler(found, (text.splitlines() or ["?"])[0], int(number[1]) if number and is_gcc else None)
+
+
+def python_of(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The Python that `command` builds for: itself, pip's own, the active environment's, or ours."""
+    path = environment.get("PATH", "")
+    program = Path(shutil.which(command[0], path=path) or command[0])
+    if re.fullmatch(r"python[\d.]*", program.name) and program.is_file():
+        return str(program)
+    if program.name.startswith("pip"):
+        beside = program.parent / "python"
+        if beside.is_file():
+            return str(beside)
+    active = environment.get("VIRTUAL_ENV")
+    if active and Path(active, "bin/python").is_file():
+        return str(Path(active, "bin/python"))
+    return sys.executable
+
+
+def _python(path: str) -> Python | None:
+    try:
+        facts = json.loads(_ask(path, "-c", _ASK_PYTHON))
+    except ValueError:
+        return None
+    torch, cuda = None, None
+    if facts["torch"]:
+        file = Path(facts["torch"], "version.py")
+        text = file.read_text() if file.is_file() else ""
+        torch, cuda = _assigned("__version__", text), _assigned("cuda", text)
+    return Python(path, facts["version"], facts["headers"], facts["site"], torch, cuda)
+
+
+def _assigned(name: str, text: str) -> str | None:
+    found = re.search(rf"^{name}\b[^=\n]*= *'([^']+)'", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _header(name: str, nvcc: Nvcc | None, python: Python | None, environment: Mapping[str, str]) -> str | None:
+    library = name.removesuffix(".h")
+    homes = [environment.get(f"{library.upper()}_{end}") for end in ("PATH", "HOME", "ROOT", "ROOT_DIR")]
+    folders = [f"{home}/include" for home in homes if home]
+    folders += [environment.get("CPATH", ""), environment.get(f"{library.upper()}_INCLUDE_DIR", "")]
+    folders += [f"{nvcc.home}/include"] if nvcc else []
+    folders += [f"{python.site}/nvidia/{part}/include" for part in (library, "cu13")] if python else []
+    folders += ["/usr/include", "/usr/local/include", "/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu"]
+    places = (Path(part, name) for folder in folders for part in folder.split(":") if part)
+    return next((str(place) for place in places if place.is_file()), None)
+
+
+def _ask(*command: str) -> str:
+    """What a program prints, both streams; nothing if it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
