@@ -31,8 +31,16 @@ def code(machine: Machine) -> Iterator[Finding]:
     archs = sorted({gpu.arch for gpu in machine.gpus if gpu.arch})
     found = False
     for library, patterns in LIBRARIES.items():
-        files = _files(machine, patterns)
-        held = {file: inside for file in files if (inside := codes(file))}
+        held = {}
+        for file in _files(machine, patterns):
+            try:
+                if inside := codes(file):
+                    held[file] = inside
+            except ValueError as error:
+                found = True
+                yield Finding(
+                    "problem", f"{library}: {error}", fix=f"install {library} again: pip install --force-reinstall"
+                )
         if held:
             found = True
             yield _verdict(machine, library, held, archs)

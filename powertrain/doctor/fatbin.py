@@ -46,12 +46,18 @@ class Code:
 
 
 def fatbins(path: Path) -> list[frozenset[Code]]:
-    """What each fatbin of a library holds, one for each source file; empty: it is no ELF file, or has no GPU code."""
+    """What each fatbin of a library holds, one for each source file; empty: it is no ELF file, or has no GPU code.
+
+    Raises ValueError naming the file if it is an ELF file cut short.
+    """
     with path.open("rb") as file:
         if file.read(4) != b"\x7fELF":
             return []
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return [codes for start, size in _sections(data) for codes in _in_section(data, start, start + size)]
+            try:
+                return [codes for start, size in _sections(data) for codes in _in_section(data, start, start + size)]
+            except struct.error:
+                raise ValueError(f"{path}: must be a whole ELF file, is cut short at {len(data)} bytes") from None
 
 
 def codes(path: Path) -> frozenset[Code]:

@@ -19,7 +19,7 @@ from powertrain.doctor.finding import Check, Finding
 from powertrain.doctor.machine import Machine
 
 SSH_SECONDS = 5
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS}", "-o", "StrictHostKeyChecking=accept-new")
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS}")
 
 # what each host is asked to run by its own Python: versions without importing torch, the arch of its GPUs
 _ASK = """
@@ -107,7 +107,8 @@ def _greeting(host: Host, answer: dict[str, Any] | str) -> Finding:
         fix = f"add {host.name} to DNS or /etc/hosts, or write its address into the hostfile"
         return Finding("problem", f"{host.name} has no address", (answer,), fix)
     if re.search(r"verification failed|IDENTIFICATION HAS CHANGED", answer):
-        return Finding("problem", f"{host.name} has another key than before", (answer,), f"ssh-keygen -R {host.name}")
+        fix = f"ssh {host.name}   # once, to look at its key; if it changed for a reason: ssh-keygen -R {host.name}"
+        return Finding("problem", f"{host.name}'s key is unknown, or another than before", (answer,), fix)
     if "No such file" in answer or "not found" in answer:
         fix = "install the same environment at the same path on every host"
         return Finding("problem", f"{host.name} has no Python at the path of this one", (answer,), fix)

@@ -1,0 +1,85 @@
+"""`powertrain doctor` and `powertrain diagnose` as commands."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from powertrain.cli import app
+from powertrain.doctor import checks
+from powertrain.doctor.finding import Check, Finding
+
+
+def _run(*args: str, input: str | None = None) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(args), env={"COLUMNS": "200"}, input=input)
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    done: list[str] = []
+
+    def apply() -> str:
+        done.append("renamed")
+        return "/x/lock: renamed to lock.stale"
+
+    made = (
+        Check("good", "?", lambda machine: [Finding("ok", "all fine")]),
+        Check("odd", "?", lambda machine: [Finding("warning", "it is slow", ("4 of 5 [bold]",), "go faster")]),
+        Check("bad", "?", lambda machine: [Finding("problem", "it is broken", ("see here",), "mv a b", apply)]),
+    )
+    monkeypatch.setattr(checks, "CHECKS", made)
+    return done
+
+
+def test_every_finding_is_shown(faked: list[str]) -> None:
+    code, said = _run("doctor")
+    assert code == 1 and not faked
+    for words in ("all fine", "it is slow", "4 of 5 [bold]", "fix: go faster", "see here", "fix: mv a b"):
+        assert words in said
+    assert "1 problem, 1 warning" in said and "doctor --fix applies what is safe" in said
+
+
+def test_fix_applies_what_is_safe(faked: list[str]) -> None:
+    code, said = _run("doctor", "--fix")
+    assert code == 1 and faked == ["renamed"] and "done: /x/lock: renamed to lock.stale" in said
+
+
+def test_exit_codes(faked: list[str]) -> None:
+    assert _run("doctor", "--only", "good")[0] == 0
+    assert _run("doctor", "--skip", "bad")[0] == 3
+
+
+def test_json(faked: list[str]) -> None:
+    code, said = _run("doctor", "--json", "--fix")
+    found = json.loads(said)
+    assert code == 1 and found["worst"] == "problem"
+    assert [finding["level"] for finding in found["findings"]] == ["ok", "warning", "problem"]
+    assert found["findings"][2]["fixable"] and found["fixed"] == [
+        {"check": "bad", "did": "/x/lock: renamed to lock.stale"}
+    ]
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (("doctor", "--only", "gpu"), "unknown check 'gpu'; known: gpus, driver"),
+        (("doctor", "--hostfile", "/no/such/file"), "no such file"),
+        (("doctor", "--hostfile", "/dev/null", "--overlap"), "choose one of"),
+        (("doctor", "--kernels", "--json"), "--kernels stands alone"),
+    ],
+)
+def test_mistakes_are_named(args: tuple[str, ...], words: str) -> None:
+    code, said = _run(*args)
+    assert code == 2 and words in " ".join(said.replace("│", " ").split())
+
+
+def test_every_check_has_a_name_of_its_own() -> None:
+    names = [check.name for check in checks.CHECKS]
+    assert len(set(names)) == len(names) and all(check.asks.endswith("?") for check in checks.CHECKS)
+
+
+def test_the_page_lists_every_check() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text()
+    assert not [check.name for check in checks.CHECKS if f"`{check.name}`" not in page]
