@@ -145,3 +145,14 @@ def test_experts_and_latent_attention(tmp_path: Path) -> None:
     assert "grouped" in names and "route" in names and finding.attention.chosen
     assert {spec.key for spec in finding.kernels} == {spec.key for spec in rehearse(config, finding.target)}
     assert report.parameters == build(config.model).num_parameters()
+
+
+def test_the_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
+    """A tokenizer that a run would train first counts as one of its size; one that is not there is said."""
+    quickstart = str(ROOT / "configs/quickstart.yml")
+    code, output = _run(quickstart, "data.tokenizer=train:4000", "model.vocab_size=0", "--arch", "A100")
+    assert code == 0 and "[4096, " in output
+    code, output = _run(OURS, "data.tokenizer=bytes", "model.vocab_size=0", "--arch", "A100")
+    assert code == 0 and "[256, " in output
+    code, output = _run(OURS, f"data.tokenizer={tmp_path}/no.json", "model.vocab_size=0", "--arch", "A100")
+    assert code == 2 and f"{tmp_path}/no.json" in output and "Traceback" not in output

@@ -60,7 +60,7 @@ def run_config(model: dict[str, Any], *, seed: int = 1234, steps: int = 200, **t
         "evaluation": {"at_end": False},
     }
     config = RunConfig(**sections)
-    return with_vocabulary(config, open_tokenizer(config.data))
+    return with_vocabulary(config, open_tokenizer(config.data).vocab_size)
 
 
 def losses_of_ours(config: RunConfig, device: torch.device) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:
+    from powertrain.train.config import RunConfig
     from powertrain.train.lint import Finding, Memory, Report
     from powertrain.train.reader import Run
 
@@ -42,7 +43,7 @@ def lint(
         raise typer.BadParameter(str(error), param_hint="--arch") from None
     console.print(run.note, highlight=False)
     render(run.table, console)
-    report = inspect(run.config, targets, world_size=world_size)
+    report = inspect(sized(run), targets, world_size=world_size)
     show(report, run, console)
     if not report.passed:
         raise typer.Exit(1)
@@ -59,6 +60,20 @@ def read_run(words: list[str], *, world_size: int = 1, strict: bool = False, for
         return read_config(files, overrides, world_size=world_size, strict=strict, format=format)  # type: ignore[arg-type]
     except ConfigError as error:
         Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
+        raise typer.Exit(2) from None
+
+
+def sized(run: "Run") -> "RunConfig":
+    """The run's config with its vocabulary's size; a tokenizer that cannot be read is said, and ends with 2."""
+    from powertrain.train.data.sources import vocabulary_size
+    from powertrain.train.run import with_vocabulary
+
+    if run.config.model.vocab_size:
+        return run.config
+    try:
+        return with_vocabulary(run.config, vocabulary_size(run.config.data))
+    except (ValueError, OSError) as error:
+        Console(stderr=True, soft_wrap=True).print(f"data.tokenizer: {error}", markup=False, highlight=False)
         raise typer.Exit(2) from None
 
 

@@ -66,10 +66,10 @@ def prebuild(
 def recorded(what: list[str], target: Target, dtype: Dtype, world_size: int = 1) -> "list[Spec]":
     """The specializations that a training step, a file, or ops at their benchmark's size would launch."""
     if any(word.endswith((".yml", ".yaml", ".json")) for word in what):
-        from powertrain.cli.lint import read_run
+        from powertrain.cli.lint import read_run, sized
         from powertrain.train.lint import rehearse
 
-        return rehearse(read_run(what, world_size=world_size).config, target, world_size=world_size)
+        return rehearse(sized(read_run(what, world_size=world_size)), target, world_size=world_size)
     import torch
 
     from powertrain.ops.catalog import cases

@@ -83,7 +83,7 @@ def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Tr
         raise typer.BadParameter(str(error)) from None
     try:
         trainer = start(run, seat, sinks)
-    except NotTogether as error:
+    except (NotTogether, ValueError, OSError) as error:
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     stopped: Exception | None = None

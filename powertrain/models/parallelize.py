@@ -122,7 +122,7 @@ def weighed(labels: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     Where none counts the mean would be nan and so would be its gradients, times zero too; all count then, for nothing.
     """
     count = (labels != -100).sum()
-    return torch.where(count > 0, labels, 0), count / total
+    return torch.where(count > 0, labels, 0), count / total.clamp(min=1)
 
 
 class LossShare:

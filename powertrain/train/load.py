@@ -216,18 +216,21 @@ def fitted(weights: Weights, config: ModelConfig) -> Weights:
         weights = replace(weights, config=neox_checkpoint.as_gpt_neox(weights.config))
     elif config.architecture == "llama":
         weights = replace(weights, config=huggingface.hf_twin(weights.config))
-    theirs, ours = weights.config.model_dump(), config.model_dump()
-    for name, value in ours.items():
-        if name not in _MAY_DIFFER and _plain(weights.config, name, theirs.get(name)) != _plain(config, name, value):
-            raise ValueError(
-                f"checkpoint.load: model.{name} must be {theirs.get(name)} as in {weights.path}, got {value}"
-            )
+    refuse_another(weights.config, config, weights.path)
     if config.vocab_size < weights.config.vocab_size:
         raise ValueError(
-            f"checkpoint.load: model.vocab_size must be at least {weights.config.vocab_size} as in {weights.path}, "
+            f"model.vocab_size must be at least {weights.config.vocab_size} as in {weights.path}, "
             f"got {config.vocab_size}"
         )
     return weights.with_vocabulary(config.vocab_size)
+
+
+def refuse_another(theirs: ModelConfig, ours: ModelConfig, path: Path) -> None:
+    """Raise ValueError naming the first field that makes `ours` another model than `theirs`, whose weights `path` has."""
+    values = theirs.model_dump()
+    for name, value in ours.model_dump().items():
+        if name not in _MAY_DIFFER and _plain(theirs, name, values.get(name)) != _plain(ours, name, value):
+            raise ValueError(f"model.{name} must be {values.get(name)} as in {path}, got {value}")
 
 
 def _plain(config: ModelConfig, name: str, value: object) -> object:

@@ -26,12 +26,12 @@ from powertrain.train.trainer import Trainer
 MakeSinks = Callable[[Trainer], Sequence[Sink]]
 
 
-def with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
-    """The config with model.vocab_size filled in from the tokenizer where it is 0, padded to data.vocab_multiple.
+def with_vocabulary(config: RunConfig, size: int) -> RunConfig:
+    """The config with model.vocab_size filled in where it is 0: the tokenizer's `size`, padded to data.vocab_multiple.
 
     Raises ValueError if the model's vocabulary is smaller than the tokenizer's.
     """
-    wanted, size = config.model.vocab_size, tokenizer.vocab_size
+    wanted = config.model.vocab_size
     if wanted and wanted < size:
         raise ValueError(f"model.vocab_size must be at least the tokenizer's {size}, got {wanted}")
     if wanted:
@@ -75,7 +75,7 @@ def start(run: Run, seat: Seat, make_sinks: MakeSinks) -> Trainer:
     make_sinks  (trainer, where it resumed) -> who is told of each step; called on the first rank only
     """
     tokenizer = open_tokenizer(run.config.data)
-    config = with_vocabulary(run.config, tokenizer)
+    config = with_vocabulary(run.config, tokenizer.vocab_size)
     check_parallel(config, seat.world_size)
     if config.train.deterministic:
         be_deterministic(seat.device)

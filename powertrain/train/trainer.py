@@ -9,16 +9,17 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from powertrain.models import build
+from powertrain.models import build, configure
 from powertrain.models.flops import flops_per_token
 from powertrain.models.parallelize import parallelize, weighed
+from powertrain.runtime import tracing
 from powertrain.train import checkpoint
 from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.clock import Moment, PhaseTimers, Spans, seconds
 from powertrain.train.config import RunConfig
 from powertrain.train.data.loader import Batch, batches
 from powertrain.train.kernels_seen import StepWatch
-from powertrain.train.load import NAMES, fill, fitted, open_weights
+from powertrain.train.load import NAMES, fill, fitted, open_weights, refuse_another
 from powertrain.train.metrics import EvaluationRecord, Sink, StepRecord
 from powertrain.train.optim import DTYPES, Optimizer, Stepped
 from powertrain.train.peak import peak_tflops
@@ -181,15 +182,20 @@ class Trainer:
         found = checkpoint.find(path or self.checkpoints.folder)
         if found is None:
             return False
-        if checkpoint.read_facts(found).get("weights_only"):
+        facts = checkpoint.read_facts(found)
+        if facts.get("weights_only"):
             raise checkpoint.CheckpointError(
                 f"{found} holds weights only, of another run; name it in checkpoint.load and keep it out of "
                 f"{self.checkpoints.folder}"
             )
-        facts = checkpoint.load(found, self.optimizer.tensors(), group=self.ranks.checkpoint_group)
+        refuse_another(configure(**facts["config"]["model"]), self.config.model, found)
+        checkpoint.load(found, self.optimizer.tensors(), group=self.ranks.checkpoint_group)
         self.optimizer.weights_from_masters()
         self.progress = Progress(facts["step"], facts["samples"], facts["tokens"])
         self._note(f"resumed step {self.progress.step} from {found}")
+        changed = _changed(facts["config"], self.config.model_dump(mode="json"))
+        if changed and self.ranks.is_first:
+            tracing.progress(f"{found} was written with other settings: {', '.join(changed)}")
         return True
 
     def start_from(self, path: Path) -> None:
@@ -255,6 +261,8 @@ class Trainer:
         may_shrink = config.precision == "fp16" and config.loss_scale.static is None
         if record.skipped and not (may_shrink and record.loss_scale > config.loss_scale.minimum):
             what = f"loss {record.loss:.4g} and gradient norm {record.grad_norm:.4g}; nothing was updated"
+        elif record.skipped:
+            return  # fp16's scale falls; a loss that is not finite would spoil the median of spikes
         else:
             median = self._spikes.median_if_spike(record.loss)
             if median is None:
@@ -344,6 +352,14 @@ def _model(config: RunConfig, ranks: Ranks) -> nn.Module:
     return model.train()
 
 
+def _changed(before: Any, now: Any, name: str = "") -> list[str]:
+    """`key old -> new` of settings that differ, but for those of what is written where."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [key for key in now if name or key not in ("checkpoint", "evaluation", "logging")]
+        return [line for key in keys for line in _changed(before.get(key), now[key], f"{name}.{key}".lstrip("."))]
+    return [] if before == now else [f"{name} {before} -> {now}"]
+
+
 def _lower(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ranks) -> None:
     """Compute in 16 bits where that is wanted and nobody else sees to it; the float32 weights become masters."""
     dtype = DTYPES[config.train.precision]
@@ -377,9 +393,10 @@ def _balance_experts(model: Any, ranks: Ranks) -> None:
 
 
 def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint.Checkpoints:
-    return checkpoint.Checkpoints(
-        config.checkpoint_folder(), keep_last=config.checkpoint.keep_last, group=ranks.checkpoint_group
-    )
+    folder = config.checkpoint_folder()
+    if config.checkpoint.folder and ranks.is_first:
+        folder.mkdir(parents=True, exist_ok=True)  # where that fails it should now, not at the first checkpoint
+    return checkpoint.Checkpoints(folder, keep_last=config.checkpoint.keep_last, group=ranks.checkpoint_group)
 
 
 def _peak_flops(config: RunConfig, ranks: Ranks) -> float | None:

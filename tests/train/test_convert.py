@@ -240,10 +240,10 @@ def test_training_from_a_run_resumes_it(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fields, overrides, message", [
-    ({"norm_eps": 1e-6}, (), "checkpoint.load: model.norm_eps must be 1e-06 as in .*hf, got 1e-05"),
-    ({"num_layers": 3}, (), "checkpoint.load: model.num_layers must be 3 as in .*hf, got 2"),
-    ({"vocab_size": 300}, (), "checkpoint.load: model.vocab_size must be at least 300 as in .*hf, got 256"),
-    ({"architecture": "gpt_neox"}, (), "checkpoint.load: model.architecture must be gpt_neox"),
+    ({"norm_eps": 1e-6}, (), "model.norm_eps must be 1e-06 as in .*hf, got 1e-05"),
+    ({"num_layers": 3}, (), "model.num_layers must be 3 as in .*hf, got 2"),
+    ({"vocab_size": 300}, (), "model.vocab_size must be at least 300 as in .*hf, got 256"),
+    ({"architecture": "gpt_neox"}, (), "model.architecture must be gpt_neox"),
 ])  # fmt: skip
 def test_weights_of_another_model(
     fields: dict[str, Any], overrides: tuple[str, ...], message: str, tmp_path: Path

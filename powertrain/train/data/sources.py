@@ -89,21 +89,34 @@ def open_data(
 
 def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
     """The tokenizer that `config` names; "train:SIZE" trains one on the text of config.train, once for each text."""
-    if not config.tokenizer.startswith("train:"):
+    size = _size_to_train(config)
+    if size is None:
         return load_tokenizer(config.tokenizer)
-    size = config.tokenizer.removeprefix("train:")
-    if not size.isdecimal():
-        raise ValueError(f"data.tokenizer must be train:SIZE with a number of ids, got {config.tokenizer!r}")
     folder = cache or (Path(config.cache_folder) if config.cache_folder else _user_cache())
     files = [file for source in config.train for file in _text_files(source)]
     path = folder / "tokenizers" / f"{digest(files)}-{_slug(config.text_key)}-{size}.json"
     with one_at_a_time(Path(f"{path}.lock"), "training a tokenizer"):
         if not path.is_file():
             tracing.progress(f"training a tokenizer of {size} ids on {_megabytes(files):.0f} MB of text")
-            train_tokenizer(texts(files, config.text_key), int(size)).save(path)
+            train_tokenizer(texts(files, config.text_key), size).save(path)
     loaded = load_tokenizer(str(path))
     assert isinstance(loaded, FileTokenizer)
     return loaded
+
+
+def vocabulary_size(config: DataConfig) -> int:
+    """Ids of the tokenizer that `config` names; for "train:SIZE" the SIZE, and nothing is trained."""
+    return _size_to_train(config) or load_tokenizer(config.tokenizer).vocab_size
+
+
+def _size_to_train(config: DataConfig) -> int | None:
+    """SIZE of "train:SIZE"; None for a tokenizer that is there."""
+    if not config.tokenizer.startswith("train:"):
+        return None
+    size = config.tokenizer.removeprefix("train:")
+    if not size.isdecimal() or not int(size):
+        raise ValueError(f"data.tokenizer must be train:SIZE with a number of ids, got {config.tokenizer!r}")
+    return int(size)
 
 
 def _text_files(source: DataSource) -> list[Path]:

@@ -1,0 +1,74 @@
+"""`powertrain train` and what it cannot begin with: one line that names it, and no traceback."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from powertrain.cli import app
+from tests.train.tiny_run import open_trainer, write_config
+
+
+def _train(folder: Path, *words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["train", str(write_config(folder)), "logging.report=false", *words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("data.train={0}/no.jsonl", "{0}/no.jsonl: no such file or folder"),
+        ("data.train={0}/empty", "{0}/empty: must hold a file that is not hidden"),
+        ("data.tokenizer={0}/no.json", "{0}/no.json"),
+        ("model.vocab_size=100", "model.vocab_size must be at least the tokenizer's 256, got 100"),
+        ("logging.folder={0}/text.jsonl/run", "{0}/text.jsonl"),
+        ("checkpoint.load={0}/empty checkpoint.folder={0}/text.jsonl", "{0}/text.jsonl"),
+    ],
+)
+def test_what_cannot_begin_ends_with_2(word: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    code, output = _train(tmp_path, *word.format(tmp_path).split())
+    assert code == 2 and said.format(tmp_path) in output.replace("\n", "")
+
+
+def test_another_models_checkpoint_is_not_resumed(tmp_path: Path) -> None:
+    """Two heads or four: the weights have the same shapes."""
+    assert _train(tmp_path, "train.steps=1")[0] == 0
+    code, output = _train(tmp_path, "model.num_heads=4")
+    assert code == 2 and f"model.num_heads must be 2 as in {tmp_path}/run/checkpoints/step_00000001, got 4" in output
+    code, output = _train(tmp_path, "model.hidden_size=64")
+    assert code == 2 and "model.hidden_size must be 32 as in" in output
+
+
+def test_settings_that_changed_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _train(tmp_path, "train.steps=1")[0] == 0
+    trainer = open_trainer(tmp_path, "train.steps=2", "train.micro_batch_size=8", sinks=lambda t: [])
+    trainer.fit()
+    trainer.close()
+    assert "train.steps 1 -> 2, train.micro_batch_size 4 -> 8" in capfd.readouterr().err
+    assert trainer.progress.samples == 4 + 8
+
+
+def test_a_batch_without_a_counted_label_changes_nothing_but_the_decay(tmp_path: Path) -> None:
+    trainer = open_trainer(tmp_path, "optimizer.weight_decay=0", sinks=lambda t: [])
+    before = {name: t.clone() for name, t in trainer.optimizer.tensors().items() if name.startswith("model.")}
+    batch = next(trainer._stream())
+    loss = trainer._forward_backward([batch._replace(labels=torch.full_like(batch.labels, -100))])
+    stepped = trainer.optimizer.step(1e-3)
+    assert loss[0] == 0 and stepped.grad_norm == 0 and not stepped.skipped
+    for name, t in before.items():
+        assert torch.equal(trainer.optimizer.tensors()[name], t), name
+    trainer.close()
+
+
+def test_skipped_steps_do_not_count_for_spikes(tmp_path: Path) -> None:
+    """A loss that is not finite is no number to take a median of."""
+    trainer = open_trainer(
+        tmp_path, "train.precision=fp16", "train.loss_scale.initial_power=40", "train.steps=6", "checkpoint.every=0",
+        sinks=lambda t: [],
+    )  # fmt: skip
+    trainer.fit()
+    assert not trainer._spikes._losses  # all were skipped
+    trainer.close()
