@@ -9,6 +9,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
     from torch import Tensor
 
     from powertrain.train.data.tokenizer import Tokenizer
@@ -31,15 +32,14 @@ def generate(
     \b
     powertrain generate runs/quickstart --prompt "def main(" --temperature 0
     """
-    import torch
 
     from powertrain.models.generate import Sampler, stream
     from powertrain.models.generate import generate as new_tokens
     from powertrain.train.load import load_model
 
     console = Console(soft_wrap=True)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
+        where = _device(device)
         model, weights = load_model(checkpoint, device=where)
         tokenizer = weights.open_tokenizer()
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -57,12 +57,25 @@ def generate(
         console.print(text + tokenizer.decode(row), markup=False, highlight=False)
 
 
+def _device(name: str | None) -> "torch.device":
+    """The device of that name, or the first GPU, or the CPU. Raises ValueError for one that is not here."""
+    import torch
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, number = name.partition(":")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(kind, 0)
+    if not (number or "0").isdecimal() or int(number or 0) >= count:
+        raise ValueError(f"--device must be cpu or one of the {torch.cuda.device_count()} GPUs here, got {name}")
+    return torch.device(name)
+
+
 def _write(console: Console, text: str, ids: list[int], tokens: "Iterator[Tensor]", tokenizer: "Tokenizer") -> None:
     """The prompt and what follows it, as it comes; a character that is not whole yet waits for its other bytes."""
     ids, shown = list(ids), ""
     start = len(tokenizer.decode(ids))
-    console.print(text, end="", style="bold", markup=False, highlight=False)
-    for token in tokens:
+    for number, token in enumerate(tokens):
+        if number == 0:  # not before: what is wrong with the prompt is said instead of it
+            console.print(text, end="", style="bold", markup=False, highlight=False)
         if int(token) == tokenizer.eod:
             break
         ids.append(int(token))

@@ -64,6 +64,8 @@ def stream(
     if not prompts or not all(prompts):
         raise ValueError(f"prompts must hold at least one token each, got lengths {[len(p) for p in prompts]}")
     limit = model.config.max_position_embeddings
+    if longest >= limit:
+        raise ValueError(f"prompts must have fewer than model.max_position_embeddings ({limit}) tokens, got {longest}")
     if longest + max_new_tokens > limit:
         raise ValueError(
             f"max_new_tokens must be at most {limit - longest} after a prompt of {longest} tokens "

@@ -226,7 +226,7 @@ def fitted(weights: Weights, config: ModelConfig) -> Weights:
 
 
 def refuse_another(theirs: ModelConfig, ours: ModelConfig, path: Path) -> None:
-    """Raise ValueError naming the first field that makes `ours` another model than `theirs`, whose weights `path` has."""
+    """Raise ValueError naming the first field that makes `ours` another model than `theirs`, which `path` holds."""
     values = theirs.model_dump()
     for name, value in ours.model_dump().items():
         if name not in _MAY_DIFFER and _plain(theirs, name, values.get(name)) != _plain(ours, name, value):

@@ -64,12 +64,14 @@ class Sink(Protocol):
 class JsonLines:
     """metrics.jsonl: a line per step, evaluation, kernel table or note.
 
-    A resumed run goes on behind the step it resumed from; what the file held of later ones is dropped.
+    A resumed run goes on behind the step it resumed from; what the file held of later ones is dropped. Raises
+    ValueError naming file and line for one that is not ours.
     """
 
     def __init__(self, file: Path, *, resumed_at: int = 0) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(file) if json.loads(line)["step"] <= resumed_at] if resumed_at else []
+        lines = _lines(file) if resumed_at else []
+        kept = [line for number, line in enumerate(lines, 1) if _step_of(file, number, line) <= resumed_at]
         aside = file.with_suffix(".partial")
         aside.write_text("".join(kept))
         aside.replace(file)
@@ -125,8 +127,19 @@ def read_metrics(file: Path) -> Metrics:
             else:
                 found.notes.append((fields["step"], fields["text"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file}:{number}: a line must be a step, evaluation, table or note: {error!r}") from None
+            raise _not_ours(file, number, error) from None
     return found
+
+
+def _step_of(file: Path, number: int, line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _not_ours(file, number, error) from None
+
+
+def _not_ours(file: Path, number: int, error: Exception) -> ValueError:
+    return ValueError(f"{file}:{number}: a line must be a step, evaluation, table or note: {error!r}")
 
 
 def _lines(file: Path) -> list[str]:

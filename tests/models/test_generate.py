@@ -149,6 +149,7 @@ def test_samplers_that_cannot_be(options: dict[str, Any], message: str) -> None:
     [
         ([], 1, r"prompts must hold at least one token each, got lengths \[\]"),
         ([[1], []], 1, r"prompts must hold at least one token each, got lengths \[1, 0\]"),
+        ([[1] * 40], 3, r"prompts must have fewer than model.max_position_embeddings \(32\) tokens, got 40"),
         ([[1] * 30], 3, r"max_new_tokens must be at most 2 after a prompt of 30 tokens .* got 3"),
     ],
 )

@@ -33,6 +33,19 @@ def test_what_cannot_begin_ends_with_2(word: str, said: str, tmp_path: Path) -> 
     assert code == 2 and said.format(tmp_path) in output.replace("\n", "")
 
 
+def test_generate_says_what_is_wrong_and_nothing_else(tmp_path: Path) -> None:
+    assert _train(tmp_path, "train.steps=1")[0] == 0
+    for words, said in (
+        (["--prompt", "long " * 20], "prompts must have fewer than model.max_position_embeddings (64) tokens, got 100"),
+        (["--prompt", "abc"], "max_new_tokens must be at most 61 after a prompt of 3 tokens"),
+        (["--prompt", "abc", "--device", "cuda:77"], "--device must be cpu or one of the"),
+        (["--prompt", "abc", "--device", "cuda:x"], "--device must be cpu or one of the"),
+        (["--prompt", "abc", "--device", "tpu"], "--device must be cpu or one of the"),
+    ):
+        result = CliRunner().invoke(app, ["generate", str(tmp_path / "run"), *words])
+        assert result.exit_code == 2 and result.output.startswith(said), result.output
+
+
 def test_another_models_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     """Two heads or four: the weights have the same shapes."""
     assert _train(tmp_path, "train.steps=1")[0] == 0
