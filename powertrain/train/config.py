@@ -157,7 +157,9 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """every 0: never; steps: batches of each evaluation."""
+    """every 0: never; steps: batches of each evaluation, the set's first ones
+    at_end   validation after the last step, and data.test where that is given (the third share of a split is only kept)
+    """
 
     every: Natural = 0
     steps: Positive = 10

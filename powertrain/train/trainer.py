@@ -94,9 +94,9 @@ class Trainer:
                     stepped = self.optimizer.step(lr)
                 _balance_experts(self.model, self.ranks)
                 self._advance(loss, stepped, lr, micro_batches)
-            if self._evaluation_is_due():
+            for name in self._evaluations_due():
                 self._read()
-                self.evaluate()
+                self.evaluate(name)
             if self._save_is_due():
                 self._read()
                 self.save()
@@ -133,7 +133,7 @@ class Trainer:
         )  # fmt: skip
 
     @torch.no_grad()
-    def evaluate(self, name: str = "validation") -> float | None:
+    def evaluate(self, name: str) -> float | None:
         """The mean loss over the first batches of a held-out set; None if there is none."""
         source = getattr(self.data, name)
         if source is None:
@@ -280,10 +280,12 @@ class Trainer:
         self._note(message)
         raise TrainingStopped(message)
 
-    def _evaluation_is_due(self) -> bool:
+    def _evaluations_due(self) -> list[str]:
+        """Held-out sets to look at now: validation every so many steps, all that there are at the end."""
         config, step = self.config.evaluation, self.progress.step
         last = config.at_end and step == self.config.train.steps
-        return self.data.validation is not None and (last or (config.every > 0 and step % config.every == 0))
+        due = {"validation": last or (config.every > 0 and step % config.every == 0), "test": last}
+        return [name for name, is_due in due.items() if is_due and getattr(self.data, name) is not None]
 
     def _save_is_due(self) -> bool:
         config, step = self.config.checkpoint, self.progress.step

@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from powertrain.cli import app
+from powertrain.train.metrics import read_metrics
 from tests.train.tiny_run import open_trainer, write_config
 
 
@@ -62,6 +63,13 @@ def test_settings_that_changed_are_said(tmp_path: Path, capfd: pytest.CaptureFix
     trainer.close()
     assert "train.steps 1 -> 2, train.micro_batch_size 4 -> 8" in capfd.readouterr().err
     assert trainer.progress.samples == 4 + 8
+
+
+def test_a_test_set_is_looked_at_once_at_the_end(tmp_path: Path) -> None:
+    held_out = ["data.validation={0}/text.jsonl", "data.test={0}/text.jsonl", "evaluation.every=2", "train.steps=4"]
+    code, _ = _train(tmp_path, *(word.format(tmp_path) for word in held_out))
+    seen = [(r.step, r.name) for r in read_metrics(tmp_path / "run/metrics.jsonl").evaluations]
+    assert code == 0 and seen == [(2, "validation"), (4, "validation"), (4, "test")]
 
 
 def test_a_batch_without_a_counted_label_changes_nothing_but_the_decay(tmp_path: Path) -> None:
