@@ -8,6 +8,7 @@ from collections.abc import Callable
 import typer
 
 from powertrain.cli import (
+    build,
     check,
     convert,
     demo,
@@ -29,6 +30,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Start here": (demo.demo, tour.tour, check.check),
     "Train": (train.train, generate.generate, convert.convert, report.report, lint.lint, preprocess.preprocess),
     "Kernels": (prebuild.prebuild, kernels.kernels, tune.tune),
+    "Other projects": (build.build,),
     "This machine": (facts.target, facts.env, doctor.doctor, explain.explain),
 }
 
@@ -58,6 +60,7 @@ def main() -> None:
     powertrain prebuild --arch H100   compile kernels ahead for GPUs that are not here
     powertrain kernels                what is compiled, and whether it is whole
     powertrain tune rms_norm          measure this GPU's tiles (only when asked)
+    powertrain build -- pip install ...   a CUDA build of another project, planned and governed
     powertrain target "RTX 3090 Ti"   what is known of a GPU that need not be here
     powertrain env                    environment variables and their values
     powertrain doctor --kernels       a tile of every attention backend, on every GPU here

@@ -1,0 +1,184 @@
+"""`powertrain build -- COMMAND`: any build of a CUDA extension, planned and governed; `powertrain build history`."""
+
+import os
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import platformdirs
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from powertrain.governor.history import History, Record
+    from powertrain.governor.plan import Plan
+    from powertrain.governor.run import Outcome
+
+REFUSED = 2  # exit code of a build that was not begun
+SLOWEST = 5  # units named at the end
+_SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def build(
+    command: Annotated[list[str], typer.Argument(help="after --: the command as you would run it; or: history")],
+    plan: Annotated[bool, typer.Option("--plan", help="print the plan and stop")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="say why each value")] = False,
+    arch: Annotated[list[str] | None, typer.Option(help="build for this GPU (8.6, sm_90, 'RTX 3090'); repeat")] = None,
+    memory: Annotated[str | None, typer.Option(help="let the build use no more than this: 24G, 900M")] = None,
+    force: Annotated[bool, typer.Option("--force", help="run although the plan says that it cannot work")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="rename a lock that no process owns and the build waits for")
+    ] = False,
+    stall: Annotated[float, typer.Option(help="seconds without any movement before its cause is named")] = 180,
+) -> None:
+    """Run a build that never hangs: pip, uv, python setup.py, cmake --build, ninja, make.
+
+    \b
+    powertrain build -- pip install --no-build-isolation flash-attn
+    powertrain build --plan -- pip install transformer-engine[pytorch]
+    powertrain build history
+    """
+    from powertrain.governor.history import History
+    from powertrain.governor.machine import look
+    from powertrain.governor.plan import make_plan
+    from powertrain.governor.recipes import recipe_of
+
+    console, environment = Console(), dict(os.environ)
+    folder = platformdirs.user_data_path("powertrain") / "builds"
+    history = History(folder / "history.sqlite")
+    if command == ["history"]:
+        _print_history(console, history.last())
+        return
+    machine = look(command, environment, arch or (), _bytes(memory))
+    name = recipe_of(command).name
+    made = make_plan(command, environment, machine, history.estimate(name, _text(command), _archs(machine.archs)))
+    _print_plan(console, made, explain)
+    if made.refusals and not force:
+        console.print("[bold red]this cannot work as it stands[/] (--force runs it anyway)")
+        raise typer.Exit(REFUSED)
+    if not plan:
+        raise typer.Exit(_run(console, made, environment, folder, history, stall=stall, fix=fix))
+
+
+def _run(
+    console: Console,
+    plan: "Plan",
+    environment: dict[str, str],
+    folder: Path,
+    history: "History",
+    *,
+    stall: float,
+    fix: bool,
+) -> int:
+    from powertrain.governor.history import Record
+    from powertrain.governor.run import Governor
+    from powertrain.governor.view import LiveView, PlainView
+
+    text = _text(plan.command)
+    if not shutil.which(plan.command[0], path=environment.get("PATH")):
+        raise typer.BadParameter(f"COMMAND must be a program on PATH or a path to one, got {plan.command[0]!r}")
+    view = LiveView(console) if console.is_terminal else PlainView(console)
+    started = time.time()
+    known = history.units(plan.recipe.name, text)
+    try:
+        governor = Governor(plan, environment, folder=folder, view=view, known=known, stall_seconds=stall, fix=fix)
+        console.print(f"full output: {governor.log}", markup=False, soft_wrap=True)
+        outcome = governor.run()
+    finally:
+        if isinstance(view, LiveView):
+            view.close()
+    _print_outcome(console, outcome)
+    archs = _archs(plan.archs)
+    spent = outcome.seconds, outcome.cpu, outcome.peak, outcome.code, str(outcome.log)
+    history.add(Record(started, plan.recipe.name, text, archs, plan.jobs, *spent), outcome.units)
+    return outcome.code
+
+
+def _text(command: Sequence[str]) -> str:
+    """What stands for a build in the history: `ninja` means another one in another folder."""
+    return f"{shlex.join(command)} (in {Path.cwd()})"
+
+
+def _archs(archs: Sequence[int]) -> str:
+    return ";".join(map(str, archs))
+
+
+def _print_outcome(console: Console, outcome: "Outcome") -> None:
+    from powertrain.governor.view import duration
+
+    verdict = "[green]done[/]" if outcome.code == 0 else f"[bold red]failed[/] with exit code {outcome.code}"
+    acts = f", {outcome.paused} paused, {outcome.rerun} run again" if outcome.paused or outcome.rerun else ""
+    cost = f"CPU {duration(outcome.cpu)}, the governor's {outcome.overhead:.1f} s"
+    console.print(f"{verdict} in {duration(outcome.seconds)}, peak {_gib(outcome.peak)}, {cost}{acts}", soft_wrap=True)
+    for unit in sorted(outcome.units, key=lambda unit: -unit.seconds)[:SLOWEST]:
+        console.print(f"  {duration(unit.seconds):>8}  {_gib(unit.peak):>9}  {unit.name}", markup=False, soft_wrap=True)
+    for wheel in outcome.wheels:
+        console.print(f"made {wheel}", markup=False, soft_wrap=True)
+    if outcome.code and outcome.failure:
+        console.print(f"[bold]{escape(outcome.failure.what)}[/]: {escape(outcome.failure.line)}", soft_wrap=True)
+        console.print(f"Fix: {escape(outcome.failure.fix)}", soft_wrap=True)
+    if outcome.code:
+        console.print(f"powertrain diagnose {outcome.log} says more; all of the output is there", soft_wrap=True)
+
+
+def _print_history(console: Console, records: "Sequence[Record]") -> None:
+    from powertrain.governor.view import duration
+
+    table = Table("when", "recipe", "command", "archs", "jobs", "time", "peak", "exit")
+    for record in records:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started))
+        sizes = duration(record.seconds), _gib(record.peak), str(record.code)
+        table.add_row(when, record.recipe, escape(record.command), record.archs, str(record.jobs), *sizes)
+    console.print(table if records else "no builds yet")
+
+
+def _bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise typer.BadParameter(f"--memory must be a size such as 24G or 900M, got {text!r}")
+    return int(float(found[1]) * _SIZES[found[2].upper()])
+
+
+def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:
+    machine = plan.machine
+    facts = {
+        "recipe": f"{plan.recipe.name}: {plan.estimate.bytes / 2**30:.1f} GiB a job ({plan.estimate.why})",
+        "cores": f"{machine.cores} ({machine.cores_why})",
+        "memory": f"{machine.memory / 2**30:.1f} GiB ({machine.memory_why})",
+        "disk": f"{machine.disk / 2**30:.1f} GiB free in {machine.tmp}",
+        "GPUs": ", ".join(map(str, machine.gpus)) or f"none ({machine.gpus_why})",
+        "nvcc": f"{'.'.join(map(str, machine.nvcc.version))} {machine.nvcc.path}" if machine.nvcc else "none",
+        "host compiler": f"{machine.compiler.version} {machine.compiler.path}" if machine.compiler else "none",
+    }
+    if machine.python:
+        torch = f"torch {machine.python.torch}, CUDA {machine.python.torch_cuda or 'none'}"
+        facts["python"] = (
+            f"{machine.python.version} {machine.python.path}, {torch if machine.python.torch else 'no torch'}"
+        )
+    if plan.estimate.seconds:
+        facts["time"] = f"about {plan.estimate.seconds / 60:.0f} min ({plan.estimate.why})"
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        table.add_row(f"[bold]{name}", escape(value))
+    for variable in plan.variables:
+        why = f"  [dim]{escape(variable.why)}" if explain or variable.yours else ""
+        table.add_row(f"[cyan]{variable.name}", f"{escape(variable.value)}{why}")
+    console.print(table)
+    for note in plan.notes:
+        console.print(f"[yellow]note[/] {escape(note)}")
+    for refusal in plan.refusals:
+        console.print(f"[red]problem[/] {escape(str(refusal))}")
+    if plan.refusals and plan.recipe.wheels:
+        console.print(f"[green]instead[/] already built: {escape(plan.recipe.wheels)}")
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"

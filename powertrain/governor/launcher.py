@@ -1,0 +1,152 @@
+"""What stands where a compiler is called: asks the governor for room, runs the compiler, runs it again if told to.
+
+Started once a compile as `python -IS launcher.py SOCKETS COMPILER ARGUMENTS...`, so it imports little. The governor is
+the nearest ancestor with a socket in SOCKETS (named after its process); without one the compiler simply runs, so that
+a build folder which remembers this launcher works without us. Lines both ways:
+
+    want PID NAME      ->          a compile begins; NAME is its source file
+                       <- go       run it
+    started PID        ->          the process group of the compiler
+                       <- kill     end it; it will be run again
+    ended STATUS       ->          a wait status as os.waitstatus_to_exitcode gives it
+                       <- again    wait for the next `go` | done: that was its result
+
+An end of file means that the governor is gone: the compiler is killed, whether it was paused or not.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+
+_SOURCES = (".cu", ".cpp", ".cc", ".cxx", ".c", ".C", ".c++", ".cp")
+GONE = 1  # exit code when the governor went away
+
+
+def main(sockets: str, command: list[str]) -> int:
+    name = source(command)
+    governor = name and _governor(sockets)
+    if not name or not governor:
+        os.execv(command[0], command)  # nothing is compiled, or nobody governs
+    governor.sendall(f"want {os.getpid()} {name}\n".encode())
+    return _Launch(governor, command).run()
+
+
+def source(command: list[str]) -> str | None:
+    """The name of the file that this call of a compiler compiles; None if it links or only answers a question."""
+    found = [argument for argument in command[1:] if argument.endswith(_SOURCES) and not argument.startswith("-")]
+    return os.path.basename(found[-1]).replace(" ", "_") if found else None
+
+
+def _governor(sockets: str) -> "socket.socket | None":
+    pid = os.getppid()
+    while pid > 1:
+        path = f"{sockets}/{pid}"
+        if os.path.exists(path):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.connect(path)
+                return connection
+            except OSError:
+                connection.close()  # left behind by a governor that was killed
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                pid = int(stat.read().rpartition(")")[2].split()[1])
+        except OSError:
+            return None
+    return None
+
+
+class _Launch:
+    def __init__(self, governor: socket.socket, command: list[str]) -> None:
+        self.governor = governor
+        self.command = command
+        self.child = 0
+        self.text = b""
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        os.set_inheritable(write, False)
+        self.woken = read
+        signal.set_wakeup_fd(write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._forward)
+
+    def run(self) -> int:
+        while True:
+            if self._line() != "go":
+                return GONE
+            status = self._compile()
+            if status is None:
+                return GONE
+            self.governor.sendall(f"ended {status}\n".encode())
+            answer = self._line()
+            while answer == "kill":  # it ended by itself meanwhile
+                answer = self._line()
+            if answer != "again":
+                return _like(status)
+
+    def _compile(self) -> int | None:
+        """The compiler's exit code, or minus the signal that ended it; None if the governor went away."""
+        self.child = os.fork()
+        if not self.child:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            os.setpgid(0, 0)  # so that all of it can be paused at once
+            os.execv(self.command[0], self.command)
+        self.governor.sendall(f"started {self.child}\n".encode())
+        while True:
+            ended, status = os.waitpid(self.child, os.WNOHANG)
+            if ended:
+                self.child = 0
+                return os.waitstatus_to_exitcode(status)
+            ready, _, _ = select.select([self.governor.fileno(), self.woken], [], [])
+            if self.woken in ready:
+                os.read(self.woken, 4096)
+            if self.governor.fileno() in ready and self._line() in ("kill", None):
+                self._forward(signal.SIGKILL)
+                if not self.alive:
+                    os.waitpid(self.child, 0)
+                    return None
+
+    alive = True
+
+    def _line(self) -> str | None:
+        """The governor's next line; None, and `alive` is False, when it is gone."""
+        while b"\n" not in self.text:
+            try:
+                part = self.governor.recv(4096)
+            except OSError:
+                part = b""
+            if not part:
+                self.alive = False
+                return None
+            self.text += part
+        line, _, self.text = self.text.partition(b"\n")
+        return line.decode()
+
+    def _forward(self, number: int, *_: object) -> None:
+        """What ends us ends the compiler."""
+        if not self.child:
+            if number != signal.SIGKILL:
+                os._exit(128 + number)  # still waiting for room
+            return
+        try:
+            os.killpg(self.child, number)
+            os.killpg(self.child, signal.SIGCONT)
+        except ProcessLookupError:
+            os.kill(self.child, number)  # its own group is not there yet
+
+
+def _like(status: int) -> int:
+    """End as the compiler did, by the same signal if it was one."""
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -status)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

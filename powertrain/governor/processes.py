@@ -1,0 +1,145 @@
+"""Processes: what a build's tree of processes does and takes, sampled."""
+
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import psutil
+
+_COMPILERS = re.compile(r"(cicc|ptxas|fatbinary|cudafe\+\+|nvcc|cc1|cc1plus|lto1|clang(\+\+)?(-\d+)?|rustc)$")
+_LINKERS = re.compile(r"(ld|ld\.\w+|collect2|lld|mold|nvlink)$")
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    parent: int
+    name: str
+    status: str  # as psutil names it: running, sleeping, disk-sleep, stopped
+    rss: int  # bytes
+    cpu: float  # seconds, of its own and of the children it has waited for
+    io: int  # bytes read and written
+
+    @property
+    def compiles(self) -> bool:
+        return bool(_COMPILERS.match(self.name))
+
+    @property
+    def links(self) -> bool:
+        return bool(_LINKERS.match(self.name))
+
+
+def tree(root: int, without: Iterable[int] = ()) -> dict[int, Process]:
+    """The descendants of `root` by process id, but not those in `without`."""
+    skipped = set(without)
+    try:
+        found = psutil.Process(root).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return {}
+    return {each.pid: read for each in found if each.pid not in skipped and (read := _read(each))}
+
+
+def _read(process: psutil.Process) -> Process | None:
+    try:
+        with process.oneshot():
+            status = process.status()
+            if status == psutil.STATUS_ZOMBIE:
+                return None
+            times = process.cpu_times()
+            cpu = times.user + times.system + times.children_user + times.children_system
+            return Process(
+                process.pid, process.ppid(), process.name(), status, process.memory_info().rss, cpu, _io(process)
+            )
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _io(process: psutil.Process) -> int:
+    try:
+        counters = process.io_counters()
+    except (psutil.Error, AttributeError, OSError, NotImplementedError):
+        return 0  # not ours to read, or not kept here
+    return int(counters.read_chars + counters.write_chars) if hasattr(counters, "read_chars") else 0
+
+
+def below(pid: int, processes: dict[int, Process]) -> list[Process]:
+    """`pid` and its descendants."""
+    children: dict[int, list[Process]] = {}
+    for process in processes.values():
+        children.setdefault(process.parent, []).append(process)
+    found, queue = [], [processes[pid]] if pid in processes else []
+    while queue:
+        process = queue.pop()
+        found.append(process)
+        queue += children.get(process.pid, [])
+    return found
+
+
+def foreign_compilers(processes: dict[int, Process], launched: Iterable[int]) -> list[Process]:
+    """Compilers that no launcher of ours started: the topmost of each chain."""
+    ours = set(launched)
+    return [
+        process
+        for process in processes.values()
+        if process.compiles
+        and not any(pid in ours or (processes[pid].compiles and pid != process.pid) for pid in _up(process, processes))
+    ]
+
+
+def _up(process: Process, processes: dict[int, Process]) -> list[int]:
+    """The process and its ancestors, as far as they are known."""
+    line, pid = [], process.pid
+    while pid in processes and pid not in line:
+        line.append(pid)
+        pid = processes[pid].parent
+    return line
+
+
+def is_below(pid: int, tops: Iterable[int]) -> bool:
+    """A process is among `tops` or descends from one of them."""
+    wanted = set(tops)
+    try:
+        while pid > 1:
+            if pid in wanted:
+                return True
+            with open(f"/proc/{pid}/stat") as stat:
+                pid = int(stat.read().rpartition(")")[2].split()[1])
+    except OSError:
+        pass
+    return False
+
+
+def oom_kills() -> int:
+    """How often the kernel killed a process for want of memory, here since boot."""
+    total = 0
+    for file, key in (("/proc/vmstat", "oom_kill"), ("/sys/fs/cgroup/memory.events", "oom_kill")):
+        try:
+            with open(file) as lines:
+                total += sum(int(line.split()[1]) for line in lines if line.split()[0] == key)
+        except (OSError, IndexError, ValueError):
+            continue
+    return total
+
+
+def swap_ins() -> int:
+    """Pages read back from swap since boot."""
+    try:
+        return psutil.swap_memory().sin // os.sysconf("SC_PAGE_SIZE")
+    except (OSError, RuntimeError):
+        return 0
+
+
+class Meter:
+    """How long samples take, so that watching costs under 1% of one core."""
+
+    def __init__(self, least: float = 0.25) -> None:
+        self.least = least
+        self.pause = least
+
+    def sample(self, root: int, without: Iterable[int]) -> dict[int, Process]:
+        started = time.process_time()
+        found = tree(root, without)
+        self.pause = max(self.least, min(5.0, 100 * (time.process_time() - started)))
+        return found

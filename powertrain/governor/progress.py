@@ -1,0 +1,85 @@
+"""Progress: what a builder's own lines say of it. pip and uv swallow them unless asked not to."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+_COUNT = re.compile(r"^\s*\[(\d+)/(\d+)\]\s*(.*)")  # ninja
+_PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]\s*(.*)")  # CMake's makefiles
+_PHASES = (
+    ("resolve", r"^\s*(Collecting|Looking in indexes|Resolved \d+ packages|Using cached|Processing )"),
+    ("clone", r"^\s*(Cloning |Running command git (clone|fetch|checkout|rev-parse)|Updating https?://\S+ \()"),
+    ("submodules", r"^\s*(Running command git submodule|Submodule |Submodule path )"),
+    ("dependencies", r"^\s*(Installing build dependencies|Installing backend dependencies)"),
+    ("metadata", r"^\s*(Getting requirements to build wheel|Preparing (editable )?metadata)"),
+    ("configure", r"^\s*-- (The \w+ compiler|Configuring done|Check|Detecting|Found )"),
+    ("wheel", r"^\s*(creating '.*\.whl'|adding '|Created wheel for|Successfully built)"),
+    ("link", r"^\s*(\[\d+/\d+\]|\[ *\d+%\]) *(Linking |\S*(c\+\+|g\+\+|ld) .*-shared)"),
+    ("compile", r"^\s*(\[\d+/\d+\]|\[ *\d+%\]|building '.*' extension|running build_ext|Building wheel for )"),
+    ("install", r"^\s*(Installing collected packages|Successfully installed|Installed \d+ packages)"),
+)
+_COMPILED_PHASES = tuple((name, re.compile(pattern)) for name, pattern in _PHASES)
+_WHEEL = re.compile(r"(?:filename=|creating '|Successfully built )(\S*?[\w.+-]+\.whl)")
+_PIP = {"install": "-v", "wheel": "-v"}
+_UV = ("pip", "sync", "build", "add", "run", "tool")
+
+
+class Progress:
+    """Fed line by line; knows the phase, how many of how many are done, and the wheels made."""
+
+    def __init__(self) -> None:
+        self.phase = "start"
+        self.done = 0
+        self.total = 0
+        self.before = 0  # done by earlier runs of ninja in the same build
+        self.wheels: list[str] = []
+        self._percent = 0
+
+    def feed(self, line: str) -> bool:
+        """Whether the line changed the phase."""
+        if count := _COUNT.match(line):
+            self._count(int(count[1]), int(count[2]))
+        elif percent := _PERCENT.match(line):
+            self.done, self.total = int(percent[1]), 100
+        if wheel := _WHEEL.search(line):
+            name = Path(wheel[1]).name
+            self.wheels += [name] if name not in self.wheels else []
+        phase = next((name for name, pattern in _COMPILED_PHASES if pattern.match(line)), self.phase)
+        changed, self.phase = phase != self.phase, phase
+        return changed
+
+    def _count(self, done: int, total: int) -> None:
+        if total != self.total and self.total and done <= 1:
+            self.before += self.done
+        self.done, self.total = done, total
+
+    def eta(self, finished: Sequence[float], at_once: int, earlier: float | None, elapsed: float) -> float | None:
+        """Seconds still to go.
+
+        finished  seconds that each unit took so far
+        at_once   how many run side by side
+        earlier   seconds that the whole build took the last time
+        """
+        if earlier is not None and elapsed < earlier:
+            return earlier - elapsed
+        if not finished or not self.total or self.total == 100:
+            return elapsed * (100 - self.done) / self.done if self.total == 100 and self.done else None
+        return (self.total - self.done) * sum(finished) / len(finished) / max(1, at_once)
+
+
+def verbose(command: Sequence[str]) -> list[str]:
+    """The command, with the flag that makes pip or uv show what the builder says; others as they are."""
+    words = list(command)
+    name = Path(words[0]).name
+    start = 1
+    if re.fullmatch(r"python[\d.]*", name) and words[1:3] == ["-m", "pip"]:
+        name, start = "pip", 3
+    if any(re.fullmatch(r"-v+|--verbose|-q+|--quiet", word) for word in words[1:]):
+        return words
+    if re.fullmatch(r"pip[\d.]*", name):
+        for index in range(start, len(words)):
+            if words[index] in _PIP:
+                return [*words[: index + 1], "-v", *words[index + 1 :]]
+    if name == "uv" and len(words) > 1 and words[1] in _UV:
+        return [words[0], "-v", *words[1:]]
+    return words

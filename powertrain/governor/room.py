@@ -1,0 +1,76 @@
+"""Room: which compilers may run in the memory there is. Decisions only; run.py carries them out.
+
+In this order: a compiler starts when what it is expected to take fits beside what the running ones may still take. If
+memory runs short all the same, the youngest is paused; if only one runs and it still does, the youngest paused one is
+killed, which its launcher will run again. One always runs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+State = Literal["waiting", "running", "paused", "killed"]
+Act = Literal["go", "pause", "resume", "kill", "alone"]
+_RESERVE = 0.05  # of the memory at the start stays free
+_MOST_RESERVE = 2**30
+
+
+@dataclass(eq=False)
+class Unit:
+    """One compiler at work on one source file. Sizes in bytes, times in seconds."""
+
+    name: str
+    expected: int
+    pid: int = 0  # of the compiler's process group, once it runs
+    state: State = "waiting"
+    since: float = 0.0  # when it last started
+    rss: int = 0
+    peak: int = 0
+    cpu: float = 0.0
+    tries: int = 0  # how often it was begun
+    launched: bool = True  # by our launcher, which can run it again
+    doing: str = ""  # the program at work: cicc, ptxas, cc1plus
+    pids: list[int] = field(default_factory=list)
+    told_alone: bool = False
+
+    @property
+    def growth(self) -> int:
+        """What it is still expected to take."""
+        return max(0, self.expected - self.rss)
+
+
+def reserve(memory: int) -> int:
+    return min(_MOST_RESERVE, int(memory * _RESERVE))
+
+
+def decide(units: Sequence[Unit], available: int, memory: int, jobs: int) -> Iterator[tuple[Act, Unit]]:
+    """What to do now.
+
+    units      in the order in which they came
+    available  bytes free now
+    memory     bytes that the build may use in all
+    jobs       how many may run at once
+    """
+    running = [unit for unit in units if unit.state == "running"]
+    paused = [unit for unit in units if unit.state == "paused"]
+    left = available - reserve(memory)
+    if left < 0 and running:
+        yield from _shrink(running, [unit for unit in paused if unit.launched])
+        return
+    left -= sum(unit.growth for unit in running)
+    busy = len(running)
+    for unit in sorted(paused, key=lambda unit: unit.since) + [unit for unit in units if unit.state == "waiting"]:
+        if busy and (left < unit.growth or busy >= jobs):
+            return  # in order: a large one is not overtaken for ever
+        yield ("resume" if unit.state == "paused" else "go"), unit
+        left -= unit.growth
+        busy += 1
+
+
+def _shrink(running: list[Unit], paused: list[Unit]) -> Iterator[tuple[Act, Unit]]:
+    if len(running) > 1:
+        yield "pause", max(running, key=lambda unit: unit.since)
+    elif paused:
+        yield "kill", max(paused, key=lambda unit: unit.since)
+    elif not running[0].told_alone:
+        yield "alone", running[0]
