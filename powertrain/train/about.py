@@ -38,6 +38,7 @@ class About:
     kernels              what the prebuild came to, None on a CPU
     table                the config table's rows: key, value, place, disposition, explanation
     environment          label -> text
+    resumed_from         which checkpoint, and the settings that have changed since
     """
 
     folder: str
@@ -66,6 +67,7 @@ class About:
     kernels: str | None
     table: list[dict[str, Any]]
     environment: dict[str, str]
+    resumed_from: str = ""
 
     @property
     def tokens_per_step(self) -> int:
@@ -122,6 +124,7 @@ def about(trainer: Trainer, run: Run) -> About:
         kernels=prebuilt[-1] if prebuilt else None,
         table=[{**asdict(row), "value": shown(row.value)} for row in run.table],
         environment=environment(ranks.device),
+        resumed_from=trainer.resumed_from,
     )
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from powertrain.train.about import About
+from powertrain.train.checkpoint import find
 from powertrain.train.kernels_seen import KernelTable
 from powertrain.train.metrics import EvaluationRecord, StepRecord
 
@@ -182,8 +183,12 @@ def opening_facts(about: About) -> dict[str, str]:
 
 def closing(about: About, *, report: bool) -> list[str]:
     """The last lines of a run: where things are, and what to do next. Console markup."""
-    folder = shlex.quote(about.folder)
     lines = [f"report    [bold]{escape(str(Path(about.folder) / 'report.html'))}[/]"] if report else []
+    if find(Path(about.checkpoints)) is None:
+        return lines
+    # `generate` takes a run's folder too, where its checkpoints stand in it
+    is_inside = Path(about.checkpoints) == Path(about.folder) / "checkpoints"
+    folder = shlex.quote(about.folder if is_inside else about.checkpoints)
     return [*lines, f'generate  [bold]powertrain generate {escape(folder)} --prompt "def main("[/]']
 
 

@@ -37,7 +37,7 @@ def open_sinks(config: RunConfig, about: About, console: Console) -> list[Sink]:
         sinks.append(ReportFile(folder))  # the last: it reads what the others wrote
     if about.resumed_at:
         for sink in sinks:
-            sink.note(f"resumed after step {about.resumed_at} from {about.checkpoints}")
+            sink.note(f"resumed after step {about.resumed_at} from {about.resumed_from}")
     return sinks
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from powertrain.models import build, configure
 from powertrain.models.flops import flops_per_token
 from powertrain.models.parallelize import parallelize, weighed
-from powertrain.runtime import tracing
 from powertrain.train import checkpoint
 from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.clock import Moment, PhaseTimers, Spans, seconds
@@ -63,6 +62,7 @@ class Trainer:
         self.checkpoints = _checkpoints(config, ranks)
         self.flops_per_token = flops_per_token(self.model, config.train.seq_length)
         self.peak_flops = _peak_flops(config, ranks)
+        self.resumed_from = ""  # a checkpoint, and what has changed since
         self.should_stop = False
         self._stopping = False
         self._spikes = SpikeWatch(config.train.spike_factor)
@@ -194,8 +194,7 @@ class Trainer:
         self.progress = Progress(facts["step"], facts["samples"], facts["tokens"])
         self._note(f"resumed step {self.progress.step} from {found}")
         changed = _changed(facts["config"], self.config.model_dump(mode="json"))
-        if changed and self.ranks.is_first:
-            tracing.progress(f"{found} was written with other settings: {', '.join(changed)}")
+        self.resumed_from = str(found) + (f", with other settings: {', '.join(changed)}" if changed else "")
         return True
 
     def start_from(self, path: Path) -> None:

@@ -56,13 +56,24 @@ def test_another_models_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     assert code == 2 and "model.hidden_size must be 32 as in" in output
 
 
-def test_settings_that_changed_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_changed_are_said(tmp_path: Path) -> None:
     assert _train(tmp_path, "train.steps=1")[0] == 0
-    trainer = open_trainer(tmp_path, "train.steps=2", "train.micro_batch_size=8", sinks=lambda t: [])
-    trainer.fit()
-    trainer.close()
-    assert "train.steps 1 -> 2, train.micro_batch_size 4 -> 8" in capfd.readouterr().err
-    assert trainer.progress.samples == 4 + 8
+    code, output = _train(tmp_path, "train.steps=2", "train.micro_batch_size=8", "logging.every=1")
+    found = tmp_path / "run/checkpoints/step_00000001"
+    changed = "train.steps 1 -> 2, train.micro_batch_size 4 -> 8"
+    assert code == 0 and f"resumed after step 1 from {found}, with other settings: {changed}" in output
+    assert read_metrics(tmp_path / "run/metrics.jsonl").steps[-1].tokens == (4 + 8) * 32
+    assert "other settings" not in _train(tmp_path, "train.steps=3", "--smoke")[1]
+
+
+def test_the_last_line_is_a_command_that_works(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    code, output = _train(tmp_path, "train.steps=1", f"checkpoint.folder={elsewhere}")
+    assert code == 0 and f"powertrain generate {elsewhere} --prompt" in output
+    words = ["generate", str(elsewhere), "--prompt", "def main(", "--max-new-tokens", "2"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    code, output = _train(tmp_path, "train.steps=1", "checkpoint.folder=null", f"logging.folder={tmp_path}/other")
+    assert code == 0 and "powertrain generate" not in output
 
 
 def test_a_test_set_is_looked_at_once_at_the_end(tmp_path: Path) -> None:
