@@ -12,6 +12,7 @@ from powertrain.cli import (
     check,
     convert,
     demo,
+    diagnose,
     doctor,
     explain,
     facts,
@@ -31,7 +32,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Train": (train.train, generate.generate, convert.convert, report.report, lint.lint, preprocess.preprocess),
     "Kernels": (prebuild.prebuild, kernels.kernels, tune.tune),
     "Other projects": (build.build,),
-    "This machine": (facts.target, facts.env, doctor.doctor, explain.explain),
+    "This machine": (facts.target, facts.env, doctor.doctor, diagnose.diagnose, explain.explain),
 }
 
 app = typer.Typer(
@@ -63,7 +64,8 @@ def main() -> None:
     powertrain build -- pip install ...   a CUDA build of another project, planned and governed
     powertrain target "RTX 3090 Ti"   what is known of a GPU that need not be here
     powertrain env                    environment variables and their values
-    powertrain doctor --kernels       a tile of every attention backend, on every GPU here
+    powertrain doctor                 what is wrong with this machine, and what fixes it
+    powertrain diagnose train.log     the cause of an error, the line that shows it, and the fix
     powertrain explain attention      which attention backend a GPU would get, and why not the others
 
     `powertrain COMMAND --help` says more about each.

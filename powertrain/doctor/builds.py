@@ -40,8 +40,8 @@ def builds(machine: Machine) -> Iterator[Finding]:
 def build_folders(machine: Machine) -> list[Path]:
     """Folders that torch's loader builds in: its own, GPT-NeoX's and Megatron's of this folder, of the installed
     packages, and of the folders that running Python processes work in."""
-    chosen = machine.environ.get("TORCH_EXTENSIONS_DIR")
-    cache = machine.environ.get("XDG_CACHE_HOME") or str(machine.home / ".cache")
+    chosen = machine.variables.get("TORCH_EXTENSIONS_DIR")
+    cache = machine.variables.get("XDG_CACHE_HOME") or str(machine.home / ".cache")
     roots = [Path(chosen) if chosen else Path(cache) / "torch_extensions"]
     found = [folder for root in roots for depth in ("*", "*/*") for folder in root.glob(depth) if _is_build(folder)]
     places = dict.fromkeys([machine.cwd, *machine.packages, *_working_folders(machine)])

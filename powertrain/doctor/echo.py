@@ -45,7 +45,7 @@ def two_ranks(machine: Machine, backend: str, seconds: float) -> Ran:
         port = free.getsockname()[1]
         free.close()
         logs = [Path(folder) / f"rank{rank}" for rank in range(2)]
-        environment = {**machine.environ, "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
+        environment = {**machine.variables, "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
         ranks = []
         for rank, log in enumerate(logs):
             command = [machine.python, "-c", _RANK, backend, str(rank), str(port), str(seconds)]

@@ -45,7 +45,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _visible(machine: Machine) -> Iterator[Finding]:
-    chosen = machine.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = machine.variables.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return
     names = [name.strip() for name in chosen.split(",") if name.strip()]

@@ -137,8 +137,8 @@ def _versions(answers: dict[Host, dict[str, Any]]) -> Iterator[Finding]:
 
 def _meeting(machine: Machine, listed: list[Host], gpus: dict[Host, int]) -> Iterator[Finding]:
     """Whether every host reaches the first one's port, and the lines that start a job."""
-    first, port = listed[0].name, machine.environ.get("MASTER_PORT", "29500")
-    address = machine.environ.get("MASTER_ADDR", first)
+    first, port = listed[0].name, machine.variables.get("MASTER_PORT", "29500")
+    address = machine.variables.get("MASTER_ADDR", first)
     if address in ("localhost", "127.0.0.1") and len(listed) > 1:
         fix = f"export MASTER_ADDR={first}"
         yield Finding("problem", f"MASTER_ADDR={address} means another machine on each host", fix=fix)

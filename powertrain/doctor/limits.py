@@ -74,7 +74,7 @@ def container(machine: Machine) -> Iterator[Finding]:
 
 def disk(machine: Machine) -> Iterator[Finding]:
     """Room where builds and caches go."""
-    chosen = {"TMPDIR": machine.environ.get("TMPDIR", "/tmp"), "home": str(machine.home)}
+    chosen = {"TMPDIR": machine.variables.get("TMPDIR", "/tmp"), "home": str(machine.home)}
     for name, folder in chosen.items():
         path = Path(folder)
         if not path.is_dir():

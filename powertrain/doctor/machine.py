@@ -42,7 +42,7 @@ class Machine:
     """
 
     root: Path = Path("/")
-    environ: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
     packages: tuple[Path, ...] = ()  # folders on sys.path that hold installed packages
     cwd: Path = Path(".")
     home: Path = Path("~")

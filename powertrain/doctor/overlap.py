@@ -82,7 +82,7 @@ def userbuffers(machine: Machine) -> Iterator[Finding]:
         fix = "pip install --no-build-isolation 'transformer_engine[pytorch]>=2'"
         yield Finding("problem", f"TransformerEngine {text} has no Userbuffers", fix=fix)
         return
-    wants_mpi = version < _NO_MPI or machine.environ.get("NVTE_UB_WITH_MPI") == "1"
+    wants_mpi = version < _NO_MPI or machine.variables.get("NVTE_UB_WITH_MPI") == "1"
     yield Finding(
         "ok", f"TransformerEngine {text}: Userbuffers starts over {'MPI' if wants_mpi else 'torch.distributed'}"
     )
@@ -94,7 +94,7 @@ def userbuffers(machine: Machine) -> Iterator[Finding]:
 
 def _mpi(machine: Machine, version: Version) -> Iterator[Finding]:
     variable = "NVTE_UB_WITH_MPI" if version >= _NO_MPI else "NVTE_WITH_USERBUFFERS"
-    home = machine.environ.get("MPI_HOME")
+    home = machine.variables.get("MPI_HOME")
     rebuild = f"{variable}=1 MPI_HOME=/usr/local/mpi pip install --no-build-isolation transformer_engine[pytorch]"
     if not home or not machine.path(home).joinpath("include/mpi.h").is_file():
         says = f"MPI_HOME must be MPI's root (include/mpi.h in it) while it is built, got {home or 'nothing'}"
@@ -116,7 +116,7 @@ def _multicast(machine: Machine) -> Iterator[Finding]:
     lacks = tuple(multicast_lacks(machine))
     if not lacks:
         yield Finding("ok", "NVLink multicast is there")
-    elif machine.environ.get("UB_SKIPMC") == "1":
+    elif machine.variables.get("UB_SKIPMC") == "1":
         yield Finding("ok", "no multicast, and UB_SKIPMC=1 says so: CUDA IPC is used", lacks)
     else:
         says = "no NVLink multicast: initialize_ub stops with an error"
@@ -124,7 +124,7 @@ def _multicast(machine: Machine) -> Iterator[Finding]:
 
 
 def _connections(machine: Machine) -> Iterator[Finding]:
-    found = machine.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    found = machine.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if found == "1":
         yield Finding("ok", "CUDA_DEVICE_MAX_CONNECTIONS=1")
     else:

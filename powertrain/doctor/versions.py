@@ -100,7 +100,7 @@ def twice(machine: Machine) -> Iterator[Finding]:
             yield Finding("ok", f"{what} is here {len(places)} times, in one version", evidence)
             continue
         first = next(iter(places)).parent
-        paths = machine.environ.get("LD_LIBRARY_PATH", "")
+        paths = machine.variables.get("LD_LIBRARY_PATH", "")
         if any(file.parent == Path(part) or str(file.parent) == str(machine.path(part)) for file in places
                for part in paths.split(":") if part):  # fmt: skip
             says = f"{what} is here in {len(places)} versions, and LD_LIBRARY_PATH puts one before torch's own"
@@ -116,7 +116,7 @@ def twice(machine: Machine) -> Iterator[Finding]:
 def _places(machine: Machine, pattern: str) -> dict[Path, Path]:
     """{library: the file it is} by folder: installed packages, LD_LIBRARY_PATH, the system's own."""
     folders = [folder for root in machine.packages for folder in (*root.glob("nvidia/*/lib"), root / "torch" / "lib")]
-    folders += [machine.path(part) for part in machine.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
+    folders += [machine.path(part) for part in machine.variables.get("LD_LIBRARY_PATH", "").split(":") if part]
     folders += [
         machine.path(part) for part in ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
     ]

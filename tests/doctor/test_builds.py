@@ -17,7 +17,7 @@ from tests.doctor.machines import machine, told
 @pytest.fixture
 def here(tmp_path: Path) -> Machine:
     """This machine's processes, with a home, a work folder and packages of its own."""
-    return replace(Machine.here(), environ={}, cwd=tmp_path / "work", home=tmp_path / "home", packages=())
+    return replace(Machine.here(), variables={}, cwd=tmp_path / "work", home=tmp_path / "home", packages=())
 
 
 def _lock(folder: Path) -> Path:
@@ -53,7 +53,7 @@ def test_a_stale_lock_is_found_and_renamed(here: Machine, tmp_path: Path, folder
 def test_torch_extensions_dir(here: Machine, tmp_path: Path) -> None:
     lock = _lock(tmp_path / "elsewhere" / "fused")
     assert "no build is locked" in told(builds.builds(here))
-    chosen = replace(here, environ={"TORCH_EXTENSIONS_DIR": str(tmp_path / "elsewhere")})
+    chosen = replace(here, variables={"TORCH_EXTENSIONS_DIR": str(tmp_path / "elsewhere")})
     assert str(lock) in told(builds.builds(chosen))
 
 

@@ -74,7 +74,7 @@ def test_a_sick_driver(tmp_path: Path, ran: Ran, words: str) -> None:
     [("0,1", "ok", None), ("", "warning", "hidden"), ("-1", "warning", "hidden"), ("0,4", "problem", "GPU 4 does not")],
 )
 def test_visible_devices(tmp_path: Path, value: str, level: str, words: str | None) -> None:
-    findings = list(gpus.gpus(machine(tmp_path, A100, A100, environ={"CUDA_VISIBLE_DEVICES": value})))
+    findings = list(gpus.gpus(machine(tmp_path, A100, A100, variables={"CUDA_VISIBLE_DEVICES": value})))
     assert worst(findings) == level and (words or "GPU 0") in told(findings)
 
 
@@ -211,7 +211,7 @@ def test_two_cudnns(tmp_path: Path) -> None:
     system.mkdir(parents=True)
     (system / "libcudnn.so.9.1.0").touch()
     assert "cuDNN is here in 2 versions" in told(versions.twice(here))
-    (finding,) = versions.twice(replace(here, environ={"LD_LIBRARY_PATH": "/usr/local/cuda-12.4/lib64"}))
+    (finding,) = versions.twice(replace(here, variables={"LD_LIBRARY_PATH": "/usr/local/cuda-12.4/lib64"}))
     assert finding.level == "problem" and finding.fix == "unset LD_LIBRARY_PATH"
 
 
@@ -250,7 +250,7 @@ def test_container(tmp_path: Path, gib: int, level: str) -> None:
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = machine(tmp_path, environ={"TMPDIR": str(tmp_path / "gone")})
+    here = machine(tmp_path, variables={"TMPDIR": str(tmp_path / "gone")})
     assert "TMPDIR is" in told(limits.disk(here)) and "mkdir -p" in told(limits.disk(here))
     monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: _Usage(2**30))
     (tmp_path / "gone").mkdir()
@@ -333,7 +333,7 @@ def test_a_rank_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho RuntimeError: no route >&2\nexec sleep 600\n")
     python.chmod(0o755)
-    here = machine(tmp_path, python=str(python), environ={"PATH": os.environ["PATH"]})
+    here = machine(tmp_path, python=str(python), variables={"PATH": os.environ["PATH"]})
     install_torch(here, "2.11.0", None)
     monkeypatch.setattr(echo, "SECONDS", 0.5)
     (finding,) = echo.echo(here)
@@ -355,7 +355,7 @@ def test_overlap_of_a_good_machine(tmp_path: Path) -> None:
         "nvlink -s": Ran(0, "GPU 0: NVIDIA H100\n" + "".join(f"\t Link {n}: 26.562 GB/s\n" for n in range(18))),
         "python -c": Ran(0, "GBPS 350.2\n"),
     }
-    here = machine(tmp_path, H100, H100, answers=answers, environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    here = machine(tmp_path, H100, H100, answers=answers, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     install_torch(here, "2.9.0", "12.8")
     install(here, "transformer_engine", "2.6.0")
     said = _overlap(here)

@@ -30,15 +30,15 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         free.bind(("", 0))
         port = free.getsockname()[1]
 
-    def run(hostfile: str, *cases: str, **environ: str) -> list[Finding]:
+    def run(hostfile: str, *cases: str, **variables: str) -> list[Finding]:
         (tmp_path / "bin").mkdir(exist_ok=True)
         ssh = tmp_path / "bin" / "ssh"
         ssh.write_text(SSH.format(log=tmp_path / "options", cases="\n".join(cases) or "none) ;;"))
         ssh.chmod(0o755)
         monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
         (tmp_path / "hosts").write_text(hostfile)
-        environ = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(port), **environ}
-        here = Machine(environ=environ, python=sys.executable, run=run_program)
+        variables = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(port), **variables}
+        here = Machine(variables=variables, python=sys.executable, run=run_program)
         return list(check_hosts(tmp_path / "hosts").run(here))
 
     return run

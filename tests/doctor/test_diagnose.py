@@ -1,0 +1,169 @@
+"""`powertrain diagnose`: every literal text gets its cause; what is unknown is said to be."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from powertrain.cli import app
+from powertrain.doctor.causes import CAUSES
+from powertrain.doctor.diagnose import attention_call, diagnose, first_error
+from tests.doctor.texts import TE_LOG, TEXTS
+
+NOISE = "INFO step 17 loss 2.31\nDownloading torch-2.9.0.whl (899 MB)\n"
+
+
+@pytest.mark.parametrize("name, text", TEXTS, ids=[f"{index}-{name}" for index, (name, _) in enumerate(TEXTS)])
+def test_literal_texts(name: str, text: str) -> None:
+    first = diagnose(NOISE + text)[0]
+    assert first.cause.name == name
+    assert first.evidence and first.evidence in re.sub(r" +", " ", text) + text
+    for language in ("en", "zh"):
+        assert first.says(language) and first.fix(language)
+    if "{" in first.cause.cause and all(f"?P<{key}>" in first.cause.pattern for key in first.groups):
+        assert not re.search(
+            r"\{(?!" + "|".join(set(_groups(first.cause.pattern)) - set(first.groups)) + r")\w+\}", first.says()
+        )
+
+
+def _groups(pattern: str) -> list[str]:
+    return re.findall(r"\?P<(\w+)>", pattern) or ["-"]
+
+
+def test_there_are_forty_and_every_cause_has_one() -> None:
+    assert len(TEXTS) >= 40
+    assert {cause.name for cause in CAUSES} == {name for name, _ in TEXTS}
+
+
+def test_causes_are_well_formed() -> None:
+    names = [cause.name for cause in CAUSES]
+    assert len(set(names)) == len(names)
+    for cause in CAUSES:
+        assert cause.source.startswith("https://")
+        assert re.search(r"[\u4e00-\u9fff]", cause.cause_zh) and not re.search(r"[\u4e00-\u9fff]", cause.cause)
+        used = set(re.findall(r"\{(\w+)\}", cause.cause + cause.fix + cause.cause_zh + cause.fix_zh))
+        assert used <= set(_groups(cause.pattern)), cause.name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        NOISE,
+        "Building wheel for flash-attn (setup.py) ... done\nSuccessfully installed flash-attn-2.8.3\n",
+        "Building extension module fused...\n" + NOISE * 4,
+        "ModuleNotFoundError: No module named 'torchvision'\n",
+        "Building extension module fused...\nValueError: bad\n",
+    ],
+)
+def test_texts_without_a_known_cause(text: str) -> None:
+    assert diagnose(text) == []
+
+
+def test_a_cause_comes_before_its_consequences() -> None:
+    text = dict(TEXTS)["compiler-killed"] + "RuntimeError: Error building extension 'fused_adam'\n"
+    assert [one.cause.name for one in diagnose(text)] == ["compiler-killed"]
+    both = (
+        dict(TEXTS)["compiler-killed"]
+        + "\nImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi"
+    )
+    assert [one.cause.name for one in diagnose(both)] == ["compiler-killed", "undefined-symbol"]
+
+
+def test_lines_and_colors() -> None:
+    (one,) = diagnose("first\n\x1b[31mnvcc fatal   : Unsupported gpu architecture 'compute_120'\x1b[0m\nlast\n")
+    assert (one.line, one.evidence) == (2, "nvcc fatal   : Unsupported gpu architecture 'compute_120'")
+    assert "does not know compute_120" in one.says() and "不认识 compute_120" in one.says("zh")
+
+
+def test_a_spinner_is_read_to_its_end() -> None:
+    (one,) = diagnose("Building wheel for transformer-engine (setup.py) ... -\rBuilding wheel for transformer-engine "
+                      "(setup.py) ... \\\r")  # fmt: skip
+    assert one.cause.name == "wheel-stuck" and "transformer-engine compiles" in one.says()
+
+
+def test_a_long_line_takes_no_time() -> None:
+    assert diagnose("nvcc " + "-I/x " * 200_000) == []
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("× pip did not run successfully\nerror: subprocess-exited-with-error\nfoo.cu(12): error: no instance\n",
+         (3, "foo.cu(12): error: no instance")),
+        ('Traceback:\n  File "a.py", line 3\n[rank0]: torch.cuda.CudaFlux: hm\nzap.ZapError: it broke\n',
+         (4, "zap.ZapError: it broke")),
+        ("Segmentation fault (core dumped)\n", (1, "Segmentation fault (core dumped)")),
+        ("g++ -Wno-error x.cpp\ncopying errors.py -> build\n", None),
+    ],
+)  # fmt: skip
+def test_first_real_error(text: str, found: tuple[int, str] | None) -> None:
+    assert first_error(text) == found
+
+
+def test_the_attention_call_of_a_log() -> None:
+    call = attention_call(TE_LOG)
+    assert call is not None
+    line = " ".join(call)
+    for words in ("--as transformer-engine --version 2.8.0 --arch sm_100", "--head-dim-qk 192 --head-dim-v 128",
+                  "--heads 64 --kv-heads 64", "--layout thd", "--dtype bf16", "--mask padding_causal", "--cudnn 9.10.1",
+                  "--flash-attn 2.7.3", "--seqlen 8192"):  # fmt: skip
+        assert words in line
+    assert "--window" not in line and attention_call("nothing") is None
+    other = TE_LOG.replace("(-1, 0)", "(1023, 0)").replace(
+        "'max_seqlen_q': 8192", "'max_seqlen_q': tensor(5743, dtype=x)"
+    )
+    other = other.replace("'2.7.3'", "'not installed'") + "Disabling FusedAttention due to NVTE_FUSED_ATTN=0\n"
+    line = " ".join(attention_call(other) or [])
+    for words in ("--window 1023,0", "--seqlen 5743", "--flash-attn none", "--set NVTE_FUSED_ATTN=0"):
+        assert words in line
+
+
+# the command
+
+
+def _run(*args: str, input: str | None = None, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["diagnose", *args], input=input, env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_a_pasted_log() -> None:
+    said = _run(input=dict(TEXTS)["compiler-killed"])
+    assert "compiler-killed" in said and "line 1: c++: fatal error" in said and "fix: powertrain build" in said
+
+
+def test_a_file_in_chinese(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(dict(TEXTS)["fused-kernels-stuck"])
+    said = _run(str(log), "--lang", "zh")
+    assert "原因: " in said and "powertrain doctor --only builds --fix" in said
+
+
+def test_an_unknown_text() -> None:
+    said = _run(input="hello\nWidgetError: the widget is bent\n", code=1)
+    assert "none of the known causes" in said and "(line 2): WidgetError: the widget is bent" in said
+    assert "give the whole log" in _run(input="hello\n", code=1)
+    assert "不在已知原因之列" in _run("--lang", "zh", input="hello\n", code=1)
+
+
+def test_the_attention_log_is_explained() -> None:
+    said = _run(input=TE_LOG)
+    assert "powertrain explain attention --as transformer-engine" in said
+    assert "TransformerEngine 2.8.0" in said or "transformer-engine" in said
+    assert "triton" in said
+
+
+def test_json() -> None:
+    found = json.loads(_run("--json", input=dict(TEXTS)["driver-old"]))
+    assert found["causes"][0]["name"] == "driver-old" and "11040" in found["causes"][0]["cause"]
+    assert json.loads(_run("--json", input="x\nfoo: error: y", code=1)) == {
+        "causes": [],
+        "first_error": [2, "foo: error: y"],
+    }
+
+
+def test_a_missing_file() -> None:
+    assert "must be a file or -" in " ".join(_run("nowhere.log", code=2).replace("│", " ").split())

@@ -1,0 +1,327 @@
+"""Literal texts, as people pasted them, and the causes they show: (cause, text). The threads are in causes.py."""
+
+_TE_CONFIG = (
+    "DEBUG:DotProductAttention:Running with config={'transformer_engine_version': '2.8.0', 'compute_capability': "
+    "'sm100', "
+    "'flash_attn_version': '2.7.3', 'flash_attn_3_version': 'not installed', 'cudnn_version': '9.10.1', 'qkv_type': "
+    "<class 'torch.Tensor'>, 'qkv_dtype': torch.bfloat16, 'qkv_layout': 'thd_thd_thd', 'batch_size': 1, "
+    "'num_heads': 64, "
+    "'num_gqa_groups': 64, 'max_seqlen_q': 8192, 'max_seqlen_kv': 8192, 'head_dim_qk': 192, 'head_dim_v': 128, "
+    "'attn_mask_type': 'padding_causal', 'window_size': (-1, 0), 'alibi_slopes_shape': None, "
+    "'core_attention_bias_type': "
+    "'no_bias', 'core_attention_bias_shape': None, 'core_attention_bias_requires_grad': False, 'pad_between_seqs': "
+    "False, "
+    "'attention_dropout': 0.0, 'context_parallel': False, 'cp_comm_type': 'p2p', 'deterministic': False, "
+    "'is_training': "
+    "True, 'fp8': False, 'fp8_meta': {'fp8_checkpoint': False, 'fp8_group': None}, 'inference_params': None, "
+    "'softmax_type': 'vanilla'}\n"
+)
+
+TE_LOG = (
+    _TE_CONFIG
+    + "DEBUG:DotProductAttention:Disabling FlashAttention 2 as it does not support MLA.\n"
+    + "DEBUG:DotProductAttention:Disabling UnfusedDotProductAttention for qkv_format = thd\n"
+    + "DEBUG:DotProductAttention:Disabling FusedAttention as no backend supports the provided input\n"
+    + "ValueError: No dot product attention backend is available for the provided inputs. Please run with NVTE_DEBUG=1 "
+    "NVTE_DEBUG_LEVEL=2 to find out the reasons for disabling all backends.\n"
+)
+
+TEXTS = [
+    (
+        "wheel-stuck",
+        """\
+  Resolved https://github.com/NVIDIA/TransformerEngine.git to commit 3ec998e96c82bc30247560ced6170c4221ca2b5a
+  Running command git submodule update --init --recursive -q
+  Preparing metadata (setup.py) ... done
+Requirement already satisfied: packaging in /usr/lib/python3/dist-packages (from transformer-engine==1.8.0) (21.3)
+Building wheels for collected packages: transformer-engine
+  Building wheel for transformer-engine (setup.py) ... -
+""",
+    ),
+    (
+        "wheel-stuck",
+        "Building wheels for collected packages: flash-attn\n  Building wheel for flash-attn (pyproject.toml): "
+        "started\n"
+        "  Building wheel for flash-attn (pyproject.toml): still running...",
+    ),
+    (
+        "fused-kernels-stuck",
+        """\
+> setting random seeds to 1234 ...
+> compiling dataset index builder ...
+make: Nothing to be done for 'default'.
+>>> done with dataset index builder. Compilation time: 0.115 seconds
+> compiling and loading fused kernels ...
+""",
+    ),
+    (
+        "fused-kernels-stuck",
+        """\
+Detected CUDA files, patching ldflags
+Emitting ninja build file /workspace/gpt-neox/megatron/fused_kernels/build/build.ninja...
+Building extension module scaled_upper_triang_masked_softmax_cuda...
+Allowing ninja to set a default number of workers... (overridable by setting the environment variable MAX_JOBS=N)
+""",
+    ),
+    ("fused-kernels-stuck", "Using /home/me/.cache/torch_extensions/py310_cu117 as PyTorch extensions root...\n"),
+    (
+        "fused-kernels-missing",
+        "ERROR: Fused kernels configured but not installed. Please run `python "
+        "/home/gpt-neox/megatron/fused_kernels/setup.py install` to install them",
+    ),
+    (
+        "mpi-not-started",
+        """\
+*** The MPI_Comm_rank() function was called before MPI_INIT was invoked.
+*** This is disallowed by the MPI standard.
+*** Your MPI job will now abort.
+[montblanc1:07616] Local abort before MPI_INIT completed completed successfully, but am not able to aggregate error
+""",
+    ),
+    ("mpi-not-started", "MPI_Comm_rank() called before MPI_INIT"),
+    ("userbuffers-not-initialized", "AssertionError: ub_manager not initialized"),
+    (
+        "userbuffers-multicast",
+        "AssertionError: CUDA device, driver and/or toolkit version does not support comm+GEMM overlap with CUDA "
+        "Multicast. Launch app with UB_SKIPMC=1 to try CUDA IPC instead.",
+    ),
+    (
+        "gdrcopy-missing",
+        "transformer_engine/pytorch/csrc/userbuffers/userbuffers.h:16:10: fatal error: gdrapi.h: No such file or "
+        "directory",
+    ),
+    ("gdrcopy-missing", 'GDRCOPY library "libgdrapi.so" unable to open GDR driver, is gdrdrv.ko loaded?'),
+    ("gdrcopy-missing", "gdr_open error: Is gdrdrv driver installed and loaded?"),
+    ("no-attention-backend", TE_LOG),
+    ("no-attention-backend", "ValueError: No dot product attention support for the provided inputs!"),
+    (
+        "kernel-for-another-gpu",
+        "FATAL: kernel `fmha_cutlassF_f16_aligned_64x128_rf_sm80` is for sm80-sm100, but was built for sm75",
+    ),
+    (
+        "kernel-for-another-gpu",
+        "FATAL: kernel `fmha_cutlassF_f32_aligned_64x64_rf_sm80` is for sm80-sm100, but was built for sm37",
+    ),
+    ("kernel-for-another-gpu", "FATAL: this function is for sm80, but was built for sm750"),
+    (
+        "compiler-killed",
+        """\
+FAILED: /tmp/build/temp.linux-x86_64-cpython-310/csrc/flash_attn/src/flash_bwd_hdim256_bf16_sm80.o
+nvcc error   : 'cicc' died due to signal 9 (Kill signal)
+ninja: build stopped: subcommand failed.
+""",
+    ),
+    ("compiler-killed", "c++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.\n"),
+    ("gpu-architecture-unknown", "nvcc fatal   : Unsupported gpu architecture 'compute_120'"),
+    ("gpu-architecture-unknown", "nvcc fatal   : Unsupported gpu architecture 'compute_30'"),
+    (
+        "cuda-mismatch",
+        """\
+RuntimeError:
+      The detected CUDA version (11.8) mismatches the version that was used to compile
+      PyTorch (12.4). Please make sure to use the same CUDA versions.
+""",
+    ),
+    (
+        "host-compiler-too-new",
+        "/usr/local/cuda/include/crt/host_config.h:143:2: error: #error -- unsupported GNU version! gcc versions "
+        "later than "
+        "12 are not supported! The nvcc flag '-allow-unsupported-compiler' can be used to override this version check",
+    ),
+    (
+        "torch-missing-at-build",
+        """\
+  Getting requirements to build wheel ... error
+  error: subprocess-exited-with-error
+
+  × Getting requirements to build wheel did not run successfully.
+      ModuleNotFoundError: No module named 'torch'
+      [end of output]
+  note: This error originates from a subprocess, and is likely not a problem with pip.
+""",
+    ),
+    (
+        "nvcc-missing",
+        "/tmp/pip-install-kvw31738/flash-attn/setup.py:95: UserWarning: flash_attn was requested, but nvcc was not "
+        "found.  "
+        "Are you sure your environment has nvcc available?",
+    ),
+    ("cuda-home", "OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root."),
+    ("ninja-missing", "RuntimeError: Ninja is required to load C++ extensions"),
+    (
+        "cudnn-headers",
+        "/envs/megatron/lib/python3.9/site-packages/torch/include/ATen/cudnn/cudnn-wrapper.h:3:10: fatal error: "
+        "cudnn.h: "
+        "No such file or directory",
+    ),
+    ("cudnn-headers", "  Could not find cudnn_LIBRARY using the following names: cudnn, libcudnn.so."),
+    (
+        "submodules",
+        "/opt/transformer-engine/transformer_engine/common/fused_attn/utils.h:11:10: fatal error: "
+        "cudnn_frontend.h: No such "
+        "file or directory",
+    ),
+    ("python-headers", "/tmp/tmps1rkq3y3/main.c:5:10: fatal error: Python.h: No such file or directory"),
+    ("libcuda-link", "/usr/bin/ld: cannot find -lcuda\ncollect2: error: ld returned 1 exit status\n"),
+    ("extension-build", "RuntimeError: Error building extension 'fused_adam'"),
+    ("disk-full", "OSError: [Errno 28] No space left on device: '/root/.cache/pip/wheels'"),
+    (
+        "cublas-older",
+        "lib/python3.12/site-packages/transformer_engine/wheel_lib/libtransformer_engine.so: undefined symbol: "
+        "cublasLtGroupedMatrixLayoutInit_internal, version libcublasLt.so.13",
+    ),
+    (
+        "undefined-symbol",
+        "ImportError: /opt/lib/python3.12/site-packages/flash_attn_2_cuda.cpython-312-x86_64-linux-gnu.so: "
+        "undefined symbol: "
+        "_ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE",
+    ),
+    (
+        "undefined-symbol",
+        "ImportError: "
+        "/usr/local/lib/python3.10/dist-packages/transformer_engine_extensions.cpython-310-x86_64-linux-gnu.so: "
+        "undefined symbol: _ZN2at4_ops5zeros4callEN3c108ArrayRefINS2_6SymIntEEE",
+    ),
+    (
+        "library-of-another-cuda",
+        "OSError: libcublas.so.13: cannot open shared object file: No such file or directory",
+    ),
+    (
+        "cudnn-not-found",
+        "transformer_engine failed to import with exception libcudnn_adv.so.9: cannot open shared object file: No "
+        "such file",
+    ),
+    (
+        "te-extension-missing",
+        "FileNotFoundError: Could not find shared object file for Transformer Engine torch lib.",
+    ),
+    ("te-extension-missing", "AssertionError: Could not find libtransformer_engine.so when using wheel."),
+    (
+        "glibc",
+        "ImportError: /lib64/libc.so.6: version `GLIBC_2.32' not found (required by flash_attn_2_cuda.cpython-312.so)",
+    ),
+    (
+        "libstdcxx",
+        "ImportError: /home/ubuntu/anaconda3/envs/k/bin/../lib/libstdc++.so.6: version `GLIBCXX_3.4.32' not found",
+    ),
+    (
+        "numpy-major",
+        "A module that was compiled using NumPy 1.x cannot be run in\nNumPy 2.1.0 as it may crash. To support both "
+        "1.x and 2.x",
+    ),
+    ("apex-extensions", "ModuleNotFoundError: No module named 'fused_layer_norm_cuda'"),
+    ("driver-updated", "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.144\n"),
+    (
+        "driver-old",
+        "RuntimeError: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
+        "driver",
+    ),
+    (
+        "no-kernel-image",
+        "RuntimeError: CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors "
+        "might be "
+        "asynchronously reported at some other API call, so the stacktrace below might be incorrect.",
+    ),
+    ("flash-attention-old-gpu", "RuntimeError: FlashAttention only supports Ampere GPUs or newer."),
+    (
+        "xformers-no-operator",
+        """\
+NotImplementedError: No operator found for `memory_efficient_attention_forward` with inputs:
+     query       : shape=(2, 498, 8, 32) (torch.float16)
+`fa3F@0.0.0` is not supported because:
+    requires device with capability > (9, 0) but your GPU has capability (8, 9) (too old)
+""",
+    ),
+    (
+        "cudnn-sublibrary",
+        """\
+RuntimeError: /TransformerEngine/transformer_engine/common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu:417 in function
+cuDNN Error: CUDNN_BACKEND_TENSOR_DESCRIPTOR cudnnFinalize failed
+ptrDesc->finalize() cudnn_status: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED
+""",
+    ),
+    (
+        "cudnn-execution",
+        """\
+E! CuDNN (v90100 70) function cudnnBackendFinalize() called:
+e!         Error: CUDNN_STATUS_EXECUTION_FAILED; Reason: rtc->loadModule()
+""",
+    ),
+    (
+        "fp8-shape",
+        "AssertionError: FP8 execution requires 2D input matrices with height divisible by 8 and width divisible "
+        "by 16, but "
+        "got tensor with dims=[896, 712]",
+    ),
+    ("illegal-memory-access", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+    (
+        "triton-shared-memory",
+        "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: "
+        "101376. "
+        "Reducing block sizes or `num_stages` may help.",
+    ),
+    (
+        "cuda-out-of-memory",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "79.15 GiB",
+    ),
+    (
+        "triton-cache-race",
+        "FileNotFoundError: [Errno 2] No such file or directory: "
+        "'/home/vllm/.triton/cache/1feb415f3280ca46eea8c4407a58c23e/"
+        "fused_moe_kernel.json.tmp.pid_72_c0a0033e-6147-4520-ae3a-3847d02598f8'",
+    ),
+    (
+        "triton-cache-network",
+        '  File "triton/runtime/cache.py", line 148, in put\n    os.removedirs(temp_dir)\nOSError: [Errno 16] '
+        "Device or resource "
+        "busy: '/nfs/cache'",
+    ),
+    (
+        "duplicate-gpu",
+        """\
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10
+""",
+    ),
+    (
+        "port-taken",
+        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+        "The server "
+        "socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).",
+    ),
+    (
+        "ranks-missing",
+        "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/3 clients joined.",
+    ),
+    (
+        "nccl-shared-memory",
+        "ubuntu:9621:9691 [6] misc/shmutils.cc:71 NCCL WARN Error: failed to extend /dev/shm/nccl-fjwOOB to "
+        "5967876 bytes\n"
+        "misc/shmutils.cc:132 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-WU88OE (size "
+        "9637888), "
+        "error: No space left on device (28)",
+    ),
+    (
+        "dataloader-shared-memory",
+        "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible that dataloader's "
+        "workers are out of shared memory. Please try to raise your shared memory limit.",
+    ),
+    ("file-descriptors", "RuntimeError: received 0 items of ancdata"),
+    (
+        "nccl-timeout",
+        "[rank1]:[E ProcessGroupNCCL.cpp:563] [Rank 1] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=158046, OpType=GATHER, NumelIn=2867200, NumelOut=0, Timeout(ms)=600000) ran for 600027 "
+        "milliseconds before timing out.",
+    ),
+    (
+        "nccl-timeout-while-compiling",
+        """\
+> compiling and loading fused kernels ...
+Building extension module scaled_masked_softmax_cuda...
+[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE, \
+NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600411 milliseconds before timing out.
+""",
+    ),
+]
