@@ -1,7 +1,7 @@
 """Plan: how many compilers at once, for which GPUs, and what cannot work; made before anything runs.
 
 Formats, each as its reader parses it: NVTE_CUDA_ARCHS and CMAKE_CUDA_ARCHITECTURES "75;86" (TransformerEngine's
-setup.py, CMake's documentation), TORCH_CUDA_ARCH_LIST "7.5 8.6" (torch.utils.cpp_extension), FLASH_ATTN_CUDA_ARCHS
+setup.py; CMake itself reads the environment's CUDAARCHS), TORCH_CUDA_ARCH_LIST "7.5 8.6" (torch.utils.cpp_extension), FLASH_ATTN_CUDA_ARCHS
 "80;90", families only (flash-attention's setup.py). vLLM divides MAX_JOBS by NVCC_THREADS (its issue 20079).
 """
 
@@ -116,7 +116,8 @@ def _arch_lists(machine: Machine) -> list[Variable]:
     variables = [
         Variable("TORCH_CUDA_ARCH_LIST", dotted, f"{why}; {ptx}"),
         Variable("NVTE_CUDA_ARCHS", plain, why),
-        Variable("CMAKE_CUDA_ARCHITECTURES", plain, why),
+        Variable("CUDAARCHS", plain, f"CMake's own variable; {why}"),
+        Variable("CMAKE_CUDA_ARCHITECTURES", plain, "for setup.py files that hand it to CMake"),
     ]
     families = sorted({family for arch in archs if (family := _flash_family(arch))})
     if families:

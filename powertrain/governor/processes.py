@@ -132,7 +132,7 @@ def swap_ins() -> int:
 
 
 class Meter:
-    """How long samples take, so that watching costs under 1% of one core."""
+    """How long samples take, so that watching costs 0.5% of one core."""
 
     def __init__(self, least: float = 0.25) -> None:
         self.least = least
@@ -141,5 +141,5 @@ class Meter:
     def sample(self, root: int, without: Iterable[int]) -> dict[int, Process]:
         started = time.process_time()
         found = tree(root, without)
-        self.pause = max(self.least, min(5.0, 100 * (time.process_time() - started)))
+        self.pause = max(self.least, min(5.0, 200 * (time.process_time() - started)))
         return found

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,16 +106,20 @@ def find_locks(folders: Iterable[Path]) -> list[Path]:
 
 def owners(lock: Path) -> list[int]:
     """The processes that have the file open: FileBaton's owner keeps it so, and no other opens it."""
-    target = os.stat(lock)
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
+    target = str(lock.resolve())
+    return [int(name) for name in filter(str.isdigit, os.listdir("/proc")) if target in _opened(name)]
+
+
+def _opened(pid: str) -> Iterator[str]:
+    try:
+        numbers = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return  # not ours to see, or gone
+    for number in numbers:
         try:
-            opened = [os.stat(f"/proc/{name}/fd/{number}") for number in os.listdir(f"/proc/{name}/fd")]
+            yield os.readlink(f"/proc/{pid}/fd/{number}")
         except OSError:
-            continue
-        if any((each.st_dev, each.st_ino) == (target.st_dev, target.st_ino) for each in opened):
-            found.append(int(name))
-    return found
+            continue  # closed meanwhile
 
 
 def set_aside(lock: Path) -> Path:

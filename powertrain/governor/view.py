@@ -14,6 +14,7 @@ from powertrain.governor.run import Status
 from powertrain.governor.stall import slow_but_working
 
 _EVERY = 15  # seconds between plain lines
+_REDRAW = 1  # seconds; drawing takes more than watching
 _SHOWN = 12  # units
 _SLOW = 300  # seconds after which a unit is named as slow but working
 
@@ -46,13 +47,17 @@ class LiveView:
     """A table that is redrawn in place; what is said stays above it."""
 
     def __init__(self, console: Console) -> None:
-        self.live = Live(console=console, refresh_per_second=4, transient=True)
+        self.live = Live(console=console, auto_refresh=False, transient=True)
         self.live.start()
+        self.drawn = 0.0
 
     def say(self, text: str) -> None:
         self.live.console.print(escape(text))
 
     def show(self, status: Status) -> None:
+        if status.now - self.drawn < _REDRAW:
+            return
+        self.drawn = status.now
         table = Table.grid(padding=(0, 2))
         for unit in status.units[:_SHOWN]:
             style = {"running": "", "paused": "yellow", "waiting": "dim", "killed": "red"}[unit.state]
@@ -60,7 +65,7 @@ class LiveView:
         if len(status.units) > _SHOWN:
             table.add_row(f"and {len(status.units) - _SHOWN} more")
         bar = ProgressBar(total=status.total or None, completed=status.done, width=40, pulse=not status.total)
-        self.live.update(Group(Text(summary(status)), bar, table))
+        self.live.update(Group(Text(summary(status)), bar, table), refresh=True)
 
     def close(self) -> None:
         self.live.stop()

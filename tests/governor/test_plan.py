@@ -39,7 +39,8 @@ def problems(machine: Machine, command: list[str] = TE) -> str:
 def test_each_variable_in_its_own_format() -> None:
     environment = plan().environment
     assert environment["TORCH_CUDA_ARCH_LIST"] == "7.5 8.6"
-    assert environment["NVTE_CUDA_ARCHS"] == environment["CMAKE_CUDA_ARCHITECTURES"] == "75;86"
+    assert environment["NVTE_CUDA_ARCHS"] == environment["CUDAARCHS"] == "75;86"
+    assert environment["CMAKE_CUDA_ARCHITECTURES"] == "75;86"
     assert environment["FLASH_ATTN_CUDA_ARCHS"] == "80"
     assert environment["CUDA_HOME"] == "/cuda"
     assert environment["MAX_JOBS"] == environment["CMAKE_BUILD_PARALLEL_LEVEL"] == "11"  # 0.7 of 64 GiB, 4 each

@@ -1,0 +1,173 @@
+"""Shims, the history and the causes of standing still, each alone."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from powertrain.governor import stall
+from powertrain.governor.history import History, Record, UnitRecord
+from powertrain.governor.launcher import source
+from powertrain.governor.machine import Nvcc
+from powertrain.governor.processes import Process, foreign_compilers, tree
+from powertrain.governor.shims import Shims, make_shims, shimmed
+
+NVCC = Nvcc("/cuda/bin/nvcc", "/cuda", (13, 0), (75, 80), 15)
+
+
+@pytest.fixture
+def shims(tmp_path: Path) -> Shims:
+    compiler = tmp_path / "real/gcc"
+    compiler.parent.mkdir()
+    compiler.write_text('#!/bin/sh\nfor word; do echo "<$word>"; done\nexit 7\n')
+    compiler.chmod(0o755)
+    return make_shims(tmp_path / "shims", tmp_path / "sockets", str(compiler.parent), NVCC)
+
+
+def test_without_a_governor_a_shim_is_the_compiler(shims: Shims) -> None:
+    for command in ([str(shims.bin / "gcc")], [str(shims.launch), str(shims.bin / "gcc")]):
+        done = subprocess.run([*command, "-c", "a b.c", "-DX='1'"], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (7, "<-c>\n<a b.c>\n<-DX='1'>\n")
+
+
+def test_a_shim_outlives_our_python(shims: Shims) -> None:
+    shim = shims.bin / "gcc"
+    shim.write_text(shim.read_text().replace(sys.executable, "/gone/python"))
+    assert subprocess.run([shim, "x.c"], capture_output=True, text=True).stdout == "<x.c>\n"
+
+
+def test_the_same_shims_are_made_once(shims: Shims, tmp_path: Path) -> None:
+    assert make_shims(tmp_path / "shims", tmp_path / "sockets", str(tmp_path / "real"), NVCC) == shims
+    other = make_shims(tmp_path / "shims", tmp_path / "sockets", str(tmp_path / "real"), None)
+    assert other.bin != shims.bin and (shims.bin / "nvcc").exists() and not (other.bin / "nvcc").exists()
+
+
+def test_only_what_the_user_left_open_is_set(shims: Shims) -> None:
+    added = shimmed({"PATH": "/usr/bin"}, shims, NVCC)
+    assert added == {
+        "PATH": f"{shims.bin}:/usr/bin",
+        "PYTORCH_NVCC": str(shims.bin / "nvcc"),
+        "CUDACXX": str(shims.bin / "nvcc"),
+    }
+    yours = {"PATH": "/usr/bin", "CXX": "/opt/g++", "CUDACXX": "/opt/nvcc", "PYTORCH_NVCC": "ccache nvcc"}
+    added = shimmed(yours, shims, NVCC)
+    launch = str(shims.launch)
+    assert added == {
+        "PATH": f"{shims.bin}:/usr/bin",
+        "CMAKE_CXX_COMPILER_LAUNCHER": launch,
+        "CMAKE_CUDA_COMPILER_LAUNCHER": launch,
+    }
+
+
+@pytest.mark.parametrize(
+    "command, name",
+    [
+        ("nvcc -c /x/flash_bwd.cu -o y.o", "flash_bwd.cu"),
+        ("g++ -shared a.o b.o -o c.so", None),
+        ("g++ --version", None),
+        ("c++ -Ix.cpp -c y.cpp", "y.cpp"),
+    ],
+)
+def test_only_compiles_ask_for_room(command: str, name: str | None) -> None:
+    assert source(command.split()) == name
+
+
+def test_compilers_that_no_launcher_started() -> None:
+    def process(pid: int, parent: int, name: str) -> Process:
+        return Process(pid, parent, name, "running", 0, 0.0, 0)
+
+    processes = {
+        each.pid: each
+        for each in (
+            *(process(1, 0, "ninja"), process(2, 1, "nvcc"), process(3, 2, "cicc")),
+            *(process(4, 1, "sh"), process(5, 4, "nvcc"), process(6, 5, "ptxas")),
+        )
+    }
+    assert [each.pid for each in foreign_compilers(processes, launched=[2])] == [5]
+
+
+def _record(code: int = 0, seconds: float = 60.0) -> Record:
+    return Record(time.time(), "flash-attn", "pip install flash-attn", "80", 2, seconds, 100.0, 2**31, code, "/x.log")
+
+
+def test_the_history_makes_the_next_estimate(tmp_path: Path) -> None:
+    history = History(tmp_path / "a/history.sqlite")
+    assert history.last() == [] and history.estimate("flash-attn", "pip install flash-attn", "80") is None
+    history.add(_record(), [UnitRecord("a.cu", 30, 2**30), UnitRecord("b.cu", 10, 2**28)])
+    history.add(_record(code=1, seconds=1), [UnitRecord("a.cu", 31, 2**29)])
+    estimate = history.estimate("flash-attn", "pip install flash-attn", "80")
+    assert estimate and estimate.seconds == 60 and estimate.bytes == int(1.2 * 2**30)
+    assert "a.cu" in estimate.why
+    other = history.estimate("flash-attn", "pip install flash-attn", "80;90")
+    assert other and other.seconds is None  # the time of one arch is not that of two
+    assert [record.code for record in history.last()] == [1, 0]
+
+
+def test_a_history_of_another_version_is_not_touched(tmp_path: Path) -> None:
+    history = History(tmp_path / "history.sqlite")
+    history.add(_record(), [])
+    with history._open() as connection:
+        connection.execute("pragma user_version = 9")
+    with pytest.raises(ValueError, match="must have version 1, got 9"):
+        history.last()
+
+
+@pytest.fixture
+def reader() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits for a line which does not come."""
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    yield process
+    process.communicate()
+
+
+def test_a_process_that_waits_for_input(reader: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    wchan = Path(f"/proc/{reader.pid}/wchan")
+    deadline = time.monotonic() + 30
+    while wchan.read_text() in ("", "0") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if "read" not in wchan.read_text():
+        pytest.skip("this kernel does not say what a process waits for")
+    cause = stall.cause({reader.pid: tree(os.getpid())[reader.pid]}, [tmp_path])
+    assert f"cat (process {reader.pid}) waits for input on pipe" in cause.what
+
+
+def test_swapping_is_named(tmp_path: Path) -> None:
+    assert "MAX_JOBS=1" in stall.cause({}, [tmp_path], swap_rate=5000).fix
+
+
+def test_a_lock_with_an_owner_is_left_alone(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    owner = os.open(lock, os.O_CREAT | os.O_EXCL)  # as torch's FileBaton takes it
+    assert stall.find_locks([tmp_path]) == [lock] and stall.owners(lock) == [os.getpid()]
+    assert stall.cause({}, [tmp_path]).lock is None
+    os.close(owner)
+    assert stall.cause({}, [tmp_path]).lock == lock
+
+
+def test_what_holds_something_is_no_lock_of_torch(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("1234")
+    assert stall.find_locks([tmp_path]) == []
+
+
+def test_movement_of_any_kind_ends_stillness() -> None:
+    def tree_of(cpu: float, io: int = 0) -> dict[int, Process]:
+        return {1: Process(1, 0, "cicc", psutil.STATUS_RUNNING, 0, cpu, io)}
+
+    stillness = stall.Stillness(0.0)
+    assert stillness.observe(tree_of(0.01), 10.0) == 10
+    assert stillness.observe(tree_of(0.05), 20.0) == 20  # what polling costs
+    assert stillness.observe(tree_of(5.0), 30.0) == 0
+    assert stillness.observe(tree_of(5.0, io=10**8), 40.0) == 0
+    assert stillness.observe(tree_of(5.0, io=10**8), 45.0) == 5
+    stillness.spoke(46.0)
+    assert stillness.observe(tree_of(5.0, io=10**8), 50.0) == 4
+
+
+def test_slow_but_working() -> None:
+    assert stall.slow_but_working(10, "a.cu", "ptxas", 10) is None
+    assert "ptxas on a.cu, 6 min" in (stall.slow_but_working(360, "a.cu", "ptxas", 360) or "")
