@@ -23,6 +23,7 @@ TILE = (2, 256, 4, 64)  # batch, queries, heads, head dim: what is judged
 LOAD = (4, 4096, 16, 128)  # what is timed on a GPU
 CPU_LOAD = (1, 512, 4, 64)
 
+_GOOD = "every backend that takes this errs no more than allowed"  # what --kernels ends with
 _EXIT = {"problem": 1, "warning": 3}
 _STYLE = {"ok": "green", "warning": "bold yellow", "problem": "bold red"}
 
@@ -61,7 +62,7 @@ def doctor(
     if hostfile and not hostfile.is_file():
         raise typer.BadParameter(f"{hostfile}: no such file", param_hint="--hostfile")
     machine = Machine.here()
-    checks = list(CHECKS)
+    checks = [*CHECKS, *_contributed()]
     if hostfile:
         from powertrain.doctor.hosts import check_hosts
 
@@ -71,6 +72,27 @@ def doctor(
 
         checks = list(OVERLAP)
     _examine(_chosen(checks, only, skip), machine, fix, as_json)
+
+
+def _contributed() -> "list[Check]":
+    """Checks of packages above the doctor's; they run in processes of their own, with a deadline."""
+    from powertrain.doctor.finding import Check
+
+    return [Check("attention", "does every attention backend err no more than allowed?", _attention)]
+
+
+def _attention(machine: "Machine") -> "Iterator[Finding]":
+    from powertrain.doctor.finding import Finding
+
+    seconds = 300.0  # a first run compiles kernels
+    ran = machine.run([machine.python, "-m", "powertrain", "doctor", "--kernels"], seconds)
+    if ran is not None and ran.status == 0:
+        yield Finding("ok", ran.output[ran.output.rindex(_GOOD) :].strip())
+        return
+    lines = ran.output.strip().splitlines() if ran else []
+    bad = [line.strip() for line in lines if " WRONG " in line or " error " in line] or lines[-3:]
+    ended = f"was ended after {seconds:.0f} s" if ran and ran.status == 124 else "found backends that err or fail"
+    yield Finding("problem", f"powertrain doctor --kernels {ended}", tuple(bad), "powertrain doctor --kernels")
 
 
 def _chosen(checks: "list[Check]", only: list[str] | None, skip: list[str] | None) -> "list[Check]":
@@ -95,7 +117,7 @@ def _examine(checks: "list[Check]", machine: "Machine", fix: bool, as_json: bool
             _show(console, check.name, finding, done)
     level = worst(finding for _, finding in found)
     if as_json:
-        findings = [finding.as_json(check.name) for check, finding in found]
+        findings = [finding.as_json(check) for check, finding in found]
         print(json.dumps({"worst": level, "findings": findings, "fixed": fixed}, indent=2))
     else:
         _sum_up(console, [finding for _, finding in found], fix)
@@ -141,7 +163,7 @@ def _kernels() -> None:
         raise typer.Exit(1)
     gpus = len(_devices()) - 1
     where = f"{gpus} GPU{'s' if gpus > 1 else ''} and the CPU" if gpus else "the CPU; torch sees no GPU"
-    console.print(f"every backend that takes this errs no more than allowed, on {where}")
+    console.print(f"{_GOOD}, on {where}")
 
 
 def _devices() -> list["torch.device"]:

@@ -3,7 +3,8 @@
     finding.py      Check, Finding, and how checks are run
     machine.py      the machine as a check sees it: files, environment, processes, programs
     fatbin.py       which GPUs a shared library has code for
-    one file each   gpus, code, versions, builds, limits, links, kernel_store, echo, hosts, overlap
+    elf.py          sections and symbols of a shared library
+    one file each   gpus, code, versions, symbols, builds, limits, links, kernel_store, echo, hosts, overlap
     diagnose.py     a log, searched for the errors in causes.py
 
 A check is a function over a `Machine`; it imports no torch and starts no CUDA, so that a broken installation can still

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from powertrain.doctor.elf import opened, sections
+
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 _FATBIN = struct.Struct("<IHHQ")  # magic, version, size of this header, size of what follows
 _ENTRY = struct.Struct("<HHIQ12xI8xQ")  # kind, version, size of this header, size of the code, ..., arch, ..., flags
@@ -50,34 +52,16 @@ def fatbins(path: Path) -> list[frozenset[Code]]:
 
     Raises ValueError naming the file if it is an ELF file cut short.
     """
-    with path.open("rb") as file:
-        if file.read(4) != b"\x7fELF":
+    with opened(path) as data:
+        if data is None:
             return []
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            try:
-                return [codes for start, size in _sections(data) for codes in _in_section(data, start, start + size)]
-            except struct.error:
-                raise ValueError(f"{path}: must be a whole ELF file, is cut short at {len(data)} bytes") from None
+        held = [section for section in sections(data) if section.name in _SECTIONS]
+        return [codes for one in held for codes in _in_section(data, one.offset, one.offset + one.size)]
 
 
 def codes(path: Path) -> frozenset[Code]:
     """All the code of a library."""
     return frozenset().union(*fatbins(path))
-
-
-def _sections(data: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """(offset, size) of the sections that hold fatbins. 64-bit little-endian ELF: every platform CUDA has."""
-    if data[4:6] != b"\x02\x01":
-        return
-    table, entry, count, names = struct.unpack_from("<Q10xHHH", data, 0x28)
-    if not table:
-        return
-    header = struct.Struct("<I20xQQ")  # name, ..., offset, size
-    _, names_at, _ = header.unpack_from(data, table + names * entry)
-    for index in range(count):
-        name, offset, size = header.unpack_from(data, table + index * entry)
-        if data[names_at + name : data.find(b"\0", names_at + name)] in _SECTIONS:
-            yield offset, size
 
 
 def _in_section(data: mmap.mmap, at: int, end: int) -> Iterator[frozenset[Code]]:

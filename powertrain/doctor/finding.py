@@ -27,9 +27,10 @@ class Finding:
         if self.level != "ok" and not self.fix:
             raise ValueError(f"a {self.level} must come with its fix: {self.says!r} has none")
 
-    def as_json(self, check: str) -> dict[str, Any]:
+    def as_json(self, check: "Check") -> dict[str, Any]:
         return {
-            "check": check,
+            "check": check.name,
+            "asks": check.asks,
             "level": self.level,
             "says": self.says,
             "evidence": list(self.evidence),

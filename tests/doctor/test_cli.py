@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from powertrain.cli import app
+from powertrain.cli import app, doctor
 from powertrain.doctor import checks
 from powertrain.doctor.finding import Check, Finding
+from powertrain.doctor.machine import Ran
+from tests.doctor.machines import machine, told
 
 
 def _run(*args: str, input: str | None = None) -> tuple[int, str]:
@@ -30,6 +32,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         Check("bad", "?", lambda machine: [Finding("problem", "it is broken", ("see here",), "mv a b", apply)]),
     )
     monkeypatch.setattr(checks, "CHECKS", made)
+    monkeypatch.setattr(doctor, "_contributed", list)
     return done
 
 
@@ -75,6 +78,21 @@ def test_mistakes_are_named(args: tuple[str, ...], words: str) -> None:
     assert code == 2 and words in " ".join(said.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(
+    "ran, level, words",
+    [
+        (Ran(0, "└──┘every backend that takes this errs no more than allowed, on the CPU\n"), "ok", "on the CPU"),
+        (Ran(1, "│ cpu │ reference │ WRONG │\n│ cpu │ cpu │ PASS │\n1 backends err\n"), "problem", "reference │ WRONG"),
+        (Ran(1, "ImportError: libtorch.so\n"), "problem", "ImportError: libtorch.so"),
+        (Ran(124, ""), "problem", "ended after 300 s"),
+    ],
+)
+def test_the_attention_check(tmp_path: Path, ran: Ran, level: str, words: str) -> None:
+    (check,) = doctor._contributed()
+    (finding,) = check.run(machine(tmp_path, answers={"doctor --kernels": ran}))
+    assert finding.level == level and words in told([finding]) and "└" not in finding.says
+
+
 def test_every_check_has_a_name_of_its_own() -> None:
     names = [check.name for check in checks.CHECKS]
     assert len(set(names)) == len(names) and all(check.asks.endswith("?") for check in checks.CHECKS)
@@ -82,4 +100,4 @@ def test_every_check_has_a_name_of_its_own() -> None:
 
 def test_the_page_lists_every_check() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text()
-    assert not [check.name for check in checks.CHECKS if f"`{check.name}`" not in page]
+    assert not [check.name for check in [*checks.CHECKS, *doctor._contributed()] if f"`{check.name}`" not in page]

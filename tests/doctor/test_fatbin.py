@@ -30,7 +30,7 @@ def elf(*parts: list[bytes], section: bytes = b".nv_fatbin") -> bytes:
     header = header.ljust(64, b"\0")
 
     def row(name: int, offset: int, size: int) -> bytes:
-        return struct.pack("<I20xQQ", name, offset, size).ljust(64, b"\0")
+        return struct.pack("<II16xQQ", name, 1, offset, size).ljust(64, b"\0")
 
     sections = row(0, 0, 0) + row(1, 64 + len(body), len(names)) + row(11, 64, len(body))
     return header + body + names + sections
