@@ -75,7 +75,8 @@ def _kind(field: FieldInfo) -> str:
     text = str(getattr(kind, "__name__", kind) if get_origin(kind) is None else kind)
     text = re.sub(r"typing\.(Annotated\[(\w+), .*?\)\])?|powertrain\.[\w.]+\.", r"\2", text)
     text = re.sub(r"tuple\[(.*?)(, \.\.\.)?\]", r"list of \1", text).replace("|", "or")
-    bounds = {"Gt(gt=0)": "above 0", "Ge(ge=0)": "at least 0", "MinLen(min_length=1)": "at least one"}
+    bounds = {"Gt(gt=0)": "above 0", "Ge(ge=0)": "at least 0", "MinLen(min_length=1)": "at least one",
+              "Lt(lt=4294967296)": "below 2^32"}  # fmt: skip
     return ", ".join([text, *(bounds[str(bound)] for bound in field.metadata)])
 
 

@@ -11,10 +11,11 @@ from powertrain.models.config import ModelConfig, configure
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -68,11 +69,11 @@ class DataConfig(Section):
 class LossScale(Section):
     """fp16's loss scaling: a fixed scale, or None for a dynamic one (GPT-NeoX's names and rules)."""
 
-    static: float | None = None
+    static: Annotated[float | None, Field(gt=0)] = None
     initial_power: Natural = 16
     window: Positive = 1000
     hysteresis: Positive = 2
-    minimum: float = 1.0
+    minimum: Above0 = 1.0
 
 
 class TrainConfig(Section):
@@ -92,7 +93,7 @@ class TrainConfig(Section):
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: LossScale = LossScale()
     gradient_clipping: NonNegative = 1.0
-    seed: int = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     deterministic: bool = False
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     z_loss: NonNegative = 0.0
@@ -103,12 +104,19 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """AdamW, decoupled weight decay. decay_norms_and_biases: as torch's default; GPT-NeoX leaves them out."""
 
-    lr: Annotated[float, Field(gt=0)] = 3e-4
+    lr: Above0 = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Above0 = 1e-8
     weight_decay: NonNegative = 0.1
     decay_norms_and_biases: bool = False
     state_dtype: Literal["fp32", "bf16"] = "fp32"
+
+    @field_validator("betas")
+    @classmethod
+    def _below_1(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"optimizer.betas must be in [0, 1), got {list(betas)}")
+        return betas
 
 
 class ScheduleConfig(Section):
@@ -139,7 +147,7 @@ class ParallelConfig(Section):
     shard: int = -1
     tensor: Positive = 1
     reshard_after_forward: bool = True
-    timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
+    timeout_minutes: Above0 = 30.0
 
 
 class CheckpointConfig(Section):
@@ -176,7 +184,7 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     wandb: dict[str, Any] | None = None
     report: bool = True
-    peak_tflops: float | None = None
+    peak_tflops: Annotated[float | None, Field(gt=0)] = None
     phase_timers: bool = False
 
 

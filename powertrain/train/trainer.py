@@ -323,7 +323,7 @@ def _to_host(numbers: Tensor) -> Tensor:
 
 def seed_step(seed: int, step: int, dp_rank: int) -> None:
     """Every step draws its dropout from a seed of its own, so a resumed run has nothing to restore."""
-    torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + dp_rank)
+    torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + dp_rank) % 2**64)
 
 
 def save_step(step: int, every: int, scale: str) -> bool:

@@ -23,6 +23,11 @@ def _train(folder: Path, *words: str) -> tuple[int, str]:
         ("data.train={0}/no.jsonl", "{0}/no.jsonl: no such file or folder"),
         ("data.train={0}/empty", "{0}/empty: must hold a file that is not hidden"),
         ("data.tokenizer={0}/no.json", "{0}/no.json"),
+        ("data.split=0,0,0", "data.split must be one to three shares"),
+        ("train.seed=-1", "train.seed must be greater than or equal to 0, got '-1'"),
+        ("optimizer.betas=[0.9,1.5]", "optimizer.betas must be in [0, 1), got [0.9, 1.5]"),
+        ("optimizer.lr=inf", "optimizer.lr must be a finite number"),
+        ("train.loss_scale.static=0", "train.loss_scale.static must be greater than 0"),
         ("model.vocab_size=100", "model.vocab_size must be at least the tokenizer's 256, got 100"),
         ("logging.folder={0}/text.jsonl/run", "{0}/text.jsonl"),
         ("checkpoint.load={0}/empty checkpoint.folder={0}/text.jsonl", "{0}/text.jsonl"),
@@ -81,6 +86,11 @@ def test_a_test_set_is_looked_at_once_at_the_end(tmp_path: Path) -> None:
     code, _ = _train(tmp_path, *(word.format(tmp_path) for word in held_out))
     seen = [(r.step, r.name) for r in read_metrics(tmp_path / "run/metrics.jsonl").evaluations]
     assert code == 0 and seen == [(2, "validation"), (4, "validation"), (4, "test")]
+
+
+def test_any_seed_of_32_bits(tmp_path: Path) -> None:
+    """A date is one."""
+    assert _train(tmp_path, "train.steps=1", "train.seed=4294967295")[0] == 0
 
 
 def test_a_batch_without_a_counted_label_changes_nothing_but_the_decay(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or not sum(shares) > 0:
-        raise ValueError(f"split must be one to three shares such as '969, 30, 1', not all 0, got {split!r}")
+        raise ValueError(f"data.split must be one to three shares such as '969, 30, 1', not all 0, got {split!r}")
     shares += [0.0] * (3 - len(shares))
     total, bounds = sum(shares), [0]
     for share in shares:
