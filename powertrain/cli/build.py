@@ -32,6 +32,9 @@ def build(
     arch: Annotated[list[str] | None, typer.Option(help="build for this GPU (8.6, sm_90, 'RTX 3090'); repeat")] = None,
     memory: Annotated[str | None, typer.Option(help="let the build use no more than this: 24G, 900M")] = None,
     force: Annotated[bool, typer.Option("--force", help="run although the plan says that it cannot work")] = False,
+    online: Annotated[
+        bool, typer.Option("--online", help="ask pip whether a wheel is there that need not be built")
+    ] = False,
     fix: Annotated[
         bool, typer.Option("--fix", help="rename a lock that no process owns and the build waits for")
     ] = False,
@@ -59,6 +62,8 @@ def build(
     name = recipe_of(command).name
     made = make_plan(command, environment, machine, history.estimate(name, _text(command), _archs(machine.archs)))
     _print_plan(console, made, explain)
+    if online:
+        _print_wheel(console, made)
     if made.refusals and not force:
         console.print("[bold red]this cannot work as it stands[/] (--force runs it anyway)")
         raise typer.Exit(REFUSED)
@@ -125,6 +130,23 @@ def _print_outcome(console: Console, outcome: "Outcome") -> None:
         console.print(f"Fix: {escape(outcome.failure.fix)}", soft_wrap=True)
     if outcome.code:
         console.print(f"powertrain diagnose {outcome.log} says more; all of the output is there", soft_wrap=True)
+
+
+def _print_wheel(console: Console, plan: "Plan") -> None:
+    from powertrain.governor.wheels import prebuilt
+
+    package, python = plan.recipe.package, plan.machine.python
+    if not package or not python:
+        console.print(f"[yellow]note[/] --online knows no wheels of {escape(plan.recipe.name)}")
+        return
+    try:
+        found = prebuilt(package, python.path)
+    except (TimeoutError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    if found:
+        console.print(f"[green]instead[/] pip has a wheel: pip install --only-binary=:all: {package}  ({found})")
+    else:
+        console.print(f"[yellow]note[/] pip has no wheel of {package} for Python {python.version}")
 
 
 def _print_history(console: Console, records: "Sequence[Record]") -> None:

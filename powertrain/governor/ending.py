@@ -66,8 +66,17 @@ _KNOWN = (
         "CMake refused",
         "the lines after it say why",
     ),
-    (r"(?:^|\s)(?:fatal )?error\s*:|: error:|\berror C\d+", "the compiler refused the source", "see the line"),
-    (r"^\w*(Error|Exception): ", "the build script failed", "see the line"),
+    (
+        r"invalid command 'bdist_wheel'",
+        "setuptools cannot make wheels",
+        "pip install --upgrade setuptools wheel in the environment that builds",
+    ),
+    (
+        r"[\w.+/-]+[:(]\d+[):,\d]*.*\berror\b\s*:|\bnvcc fatal\b|\bptxas fatal\b",
+        "the compiler refused the source",
+        "see the line",
+    ),
+    (r"^\s*\w*([Ee]rror|ERROR|Exception): ", "the build script failed", "see the line"),
     (r"^ninja: (error|fatal)|^make.*: \*\*\* ", "the builder stopped", "see the lines before it"),
 )
 _PATTERNS = tuple((re.compile(pattern), what, fix) for pattern, what, fix in _KNOWN)

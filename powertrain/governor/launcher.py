@@ -8,7 +8,7 @@ a build folder which remembers this launcher works without us. Lines both ways:
                        <- go       run it
     started PID        ->          the process group of the compiler
                        <- kill     end it; it will be run again
-    ended STATUS       ->          a wait status as os.waitstatus_to_exitcode gives it
+    ended STATUS BYTES ->          as os.waitstatus_to_exitcode gives it; the most that one of its processes took
                        <- again    wait for the next `go` | done: that was its result
 
 An end of file means that the governor is gone: the compiler is killed, whether it was paused or not.
@@ -80,7 +80,7 @@ class _Launch:
             status = self._compile()
             if status is None:
                 return GONE
-            self.governor.sendall(f"ended {status}\n".encode())
+            self.governor.sendall(f"ended {status} {self.most}\n".encode())
             answer = self._line()
             while answer == "kill":  # it ended by itself meanwhile
                 answer = self._line()
@@ -98,8 +98,9 @@ class _Launch:
             os.execv(self.command[0], self.command)
         self.governor.sendall(f"started {self.child}\n".encode())
         while True:
-            ended, status = os.waitpid(self.child, os.WNOHANG)
+            ended, status, usage = os.wait4(self.child, os.WNOHANG)
             if ended:
+                self.most = usage.ru_maxrss * 1024
                 self.child = 0
                 return os.waitstatus_to_exitcode(status)
             ready, _, _ = select.select([self.governor.fileno(), self.woken], [], [])
@@ -112,6 +113,7 @@ class _Launch:
                     return None
 
     alive = True
+    most = 0  # bytes
 
     def _line(self) -> str | None:
         """The governor's next line; None, and `alive` is False, when it is gone."""

@@ -1,8 +1,8 @@
 """Plan: how many compilers at once, for which GPUs, and what cannot work; made before anything runs.
 
-Formats, each as its reader parses it: NVTE_CUDA_ARCHS and CMAKE_CUDA_ARCHITECTURES "75;86" (TransformerEngine's
-setup.py; CMake itself reads the environment's CUDAARCHS), TORCH_CUDA_ARCH_LIST "7.5 8.6" (torch.utils.cpp_extension), FLASH_ATTN_CUDA_ARCHS
-"80;90", families only (flash-attention's setup.py). vLLM divides MAX_JOBS by NVCC_THREADS (its issue 20079).
+Formats, each as its reader parses it: NVTE_CUDA_ARCHS "75;86" (TransformerEngine's setup.py), CUDAARCHS "75;86" (what
+CMake reads), TORCH_CUDA_ARCH_LIST "7.5 8.6" (torch.utils.cpp_extension), FLASH_ATTN_CUDA_ARCHS "80;90", families only
+(flash-attention's setup.py). vLLM divides MAX_JOBS by NVCC_THREADS (its issue 20079).
 """
 
 from collections.abc import Mapping, Sequence

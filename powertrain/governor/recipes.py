@@ -18,6 +18,7 @@ class Recipe:
     archs: tuple[int, ...] = ()  # the code families its build knows; () for any
     disk: float = 5.0  # GiB in the temporary folder
     wheels: str = ""  # where somebody has built it already
+    package: str = ""  # its name on PyPI
 
     @property
     def bytes(self) -> int:
@@ -45,6 +46,7 @@ RECIPES = (
         archs=(80, 90, 100, 110, 120),
         disk=10,
         wheels="github.com/Dao-AILab/flash-attention/releases, for the torch, CUDA and C++ ABI in the wheel's name",
+        package="flash-attn",
     ),
     Recipe(
         "transformer-engine",
@@ -54,6 +56,7 @@ RECIPES = (
         headers=("cudnn.h", "nccl.h"),
         disk=10,
         wheels="pip install transformer_engine_cu12 or _cu13 (the core; only the torch extension is then built)",
+        package="transformer-engine",
     ),
     Recipe(
         "xformers",
@@ -62,15 +65,24 @@ RECIPES = (
         "not measured; github.com/facebookresearch/xformers issue 822: 24 jobs exhaust 96 GB",
         disk=10,
         wheels="pip install xformers (PyPI has wheels, each for one torch version)",
+        package="xformers",
     ),
     Recipe("apex", r"\bapex\b", 2, _GUESS, disk=5),
-    Recipe("deepspeed", r"deepspeed", 2, _GUESS, wheels="pip install deepspeed: its ops are built at first use"),
+    Recipe(
+        "deepspeed",
+        r"deepspeed",
+        2,
+        _GUESS,
+        wheels="pip install deepspeed: its ops are built at first use",
+        package="deepspeed",
+    ),
     Recipe(
         "mamba-ssm",
         r"mamba[-_]ssm|state-spaces/mamba",
         3,
         _GUESS,
         wheels="github.com/state-spaces/mamba/releases",
+        package="mamba-ssm",
     ),
     Recipe(
         "causal-conv1d",
@@ -78,6 +90,7 @@ RECIPES = (
         2,
         _GUESS,
         wheels="github.com/Dao-AILab/causal-conv1d/releases",
+        package="causal-conv1d",
     ),
     Recipe(
         "vllm",
@@ -86,6 +99,7 @@ RECIPES = (
         "github.com/vllm-project/vllm issue 14452: 4 jobs are safe in 64 GB, 3 to 4 hours",
         disk=30,
         wheels="pip install vllm, or VLLM_USE_PRECOMPILED=1",
+        package="vllm",
     ),
     Recipe("gpt-neox fused kernels", r"gpt[-_]?neox|fused[-_]kernels", 1.5, _GUESS),
 )

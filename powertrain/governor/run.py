@@ -230,7 +230,7 @@ class Governor:
                 launcher.unit.pid = int(rest[0])
                 launcher.kills = oom_kills()
             elif word == "ended":
-                self._ended(launcher, int(rest[0]))
+                self._ended(launcher, int(rest[0]), int(rest[1]))
 
     def _wants(self, launcher: _Launcher, pid: int, name: str) -> None:
         running = [each.unit.pid for each in self.launchers if each.unit and each.unit.pid]
@@ -247,11 +247,12 @@ class Governor:
             return max(_LEAST, int(max(peaks) * _MARGIN))
         return self.plan.estimate.bytes
 
-    def _ended(self, launcher: _Launcher, status: int) -> None:
+    def _ended(self, launcher: _Launcher, status: int, most: int) -> None:
         unit = launcher.unit
         if not unit:
             self._send(launcher, "done")
             return
+        unit.peak = max(unit.peak, most)  # samples miss what is short
         starved = status and (status in (-signal.SIGKILL, 128 + signal.SIGKILL) or oom_kills() > launcher.kills)
         if unit.state == "killed" or (starved and unit.tries < _RETRIES and not self.signals):
             if unit.state != "killed":

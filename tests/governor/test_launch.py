@@ -1,9 +1,11 @@
 """Shims, the history and the causes of standing still, each alone."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from powertrain.governor.launcher import source
 from powertrain.governor.machine import Nvcc
 from powertrain.governor.processes import Process, foreign_compilers, tree
 from powertrain.governor.shims import Shims, make_shims, shimmed
+from powertrain.governor.wheels import prebuilt
 
 NVCC = Nvcc("/cuda/bin/nvcc", "/cuda", (13, 0), (75, 80), 15)
 
@@ -171,3 +174,18 @@ def test_movement_of_any_kind_ends_stillness() -> None:
 def test_slow_but_working() -> None:
     assert stall.slow_but_working(10, "a.cu", "ptxas", 10) is None
     assert "ptxas on a.cu, 6 min" in (stall.slow_but_working(360, "a.cu", "ptxas", 360) or "")
+
+
+def test_a_wheel_that_need_not_be_built(tmp_path: Path) -> None:
+    wheel = tmp_path / "tinyext-1.5-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tinyext-1.5.dist-info/METADATA", "Metadata-Version: 2.1\nName: tinyext\nVersion: 1.5\n")
+        archive.writestr("tinyext-1.5.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tinyext-1.5.dist-info/RECORD", "")
+    if importlib.util.find_spec("pip") is None:
+        with pytest.raises(RuntimeError, match="--online asks pip"):
+            prebuilt("tinyext", sys.executable)
+        return
+    offline = ["--no-index", "--find-links", str(tmp_path)]
+    assert prebuilt("tinyext", sys.executable, offline) == "tinyext-1.5"
+    assert prebuilt("other", sys.executable, offline) is None
