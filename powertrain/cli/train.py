@@ -61,6 +61,7 @@ def train(
 
 def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Trainer":
     from powertrain.train.about import About, about
+    from powertrain.train.data.loader import UnreadableSample
     from powertrain.train.kernels_seen import LateCompile
     from powertrain.train.progress import closing, opening
     from powertrain.train.ranks import NotTogether
@@ -87,14 +88,17 @@ def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Tr
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     stopped: Exception | None = None
+    is_said = seat.rank == 0
     try:
         with stop_on_signals(trainer):
             trainer.fit()
     except (TrainingStopped, LateCompile) as error:
         stopped = error
+    except (UnreadableSample, OSError) as error:
+        stopped, is_said = error, True  # the other ranks know nothing of it
     finally:
         trainer.close()
-    if stopped and seat.rank == 0:
+    if stopped and is_said:
         console.print(str(stopped), markup=False, highlight=False, soft_wrap=True)
     for one in known:
         for line in closing(one, report=run.config.logging.report):

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from powertrain.cli import app
+from powertrain.train.data.indexed import IndexedWriter
 from powertrain.train.metrics import read_metrics
 from tests.train.tiny_run import open_trainer, write_config
 
@@ -86,6 +88,13 @@ def test_a_test_set_is_looked_at_once_at_the_end(tmp_path: Path) -> None:
     code, _ = _train(tmp_path, *(word.format(tmp_path) for word in held_out))
     seen = [(r.step, r.name) for r in read_metrics(tmp_path / "run/metrics.jsonl").evaluations]
     assert code == 0 and seen == [(2, "validation"), (4, "validation"), (4, "test")]
+
+
+def test_a_sample_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "data", np.uint16) as writer:
+        writer.add(np.arange(100, 400, dtype=np.uint16))
+    code, output = _train(tmp_path, f"data.train={tmp_path}/data", "data.split=1,0,0")
+    assert code == 1 and "of the run cannot be read" in output and "256" in output
 
 
 def test_any_seed_of_32_bits(tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ from powertrain.train.data.packed import Sample, SampleSource
 _PATIENCE = 600.0  # seconds a batch may take before its worker counts as stuck
 
 
+class UnreadableSample(RuntimeError):
+    """Samples of the run, by number, that could not be read or did not arrive, and why."""
+
+
 class Batch(NamedTuple):
     """tokens, labels [B, S] int64, label -100: not counted
     document_ids [B, S] int32, in each row from 0 upwards, or None
@@ -57,7 +61,7 @@ def batches(
     as if it had not stopped. A last micro-batch that cannot be full on every rank is left out.
     num_workers: processes that read ahead, 0 to read here. Batches are the same for any number; they are pinned where
     there is a GPU. No random state is read or changed.
-    Raises ValueError naming the argument; RuntimeError naming the samples, if reading fails or a worker dies or hangs.
+    Raises ValueError naming the argument; UnreadableSample naming the samples: reading fails, a worker dies or hangs.
     """
     end = len(source) if limit is None else limit
     _check(len(source), micro_batch_size, dp_rank, dp_size, start_sample, end, num_workers)
@@ -150,17 +154,17 @@ def _read(source: SampleSource, numbers: _Numbers, num_workers: int) -> Iterator
     try:
         for read in loader:
             if isinstance(read, str):
-                raise RuntimeError(read)
+                raise UnreadableSample(read)
             yield _stacked(read, numbers.of(arrived))
             arrived += 1
         return
-    except RuntimeError as error:
+    except RuntimeError as error:  # the loader has no kind of its own
         if not str(error).startswith("DataLoader"):
             raise
         death = str(error)
         _let_go(error)
     wanted = numbers.of(arrived)
-    raise RuntimeError(
+    raise UnreadableSample(
         f"samples {wanted[0]} to {wanted[-1]} of the run did not arrive: {death} A killed worker is mostly out of "
         "memory; with num_workers = 0 the samples are read in this process"
     )
