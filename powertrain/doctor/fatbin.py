@@ -1,9 +1,10 @@
 """Which GPUs a shared library has code for, read from its ELF sections: no cuobjdump, no driver, no decompression.
 
-nvcc puts a fatbin for each source file into the section .nv_fatbin (relocatable device code: __nv_relfatbin). A fatbin
-is a header and a chain of entries, each the PTX or the machine code (SASS) for one arch. Only the headers are read, so
-a library of a gigabyte takes a moment. The layout is not documented by NVIDIA; what is used here was compared with
-cuobjdump (tests/doctor/test_fatbin.py).
+nvcc puts a fatbin for each source file into the section .nv_fatbin. With relocatable device code (-rdc) the files'
+fatbins are in __nv_relfatbin, and one linked from them in .nv_fatbin: that alone is run. A fatbin is a header and a
+chain of entries, each the PTX or the machine code (SASS) for one arch. Only the headers are read, so a library of a
+gigabyte takes a moment. NVIDIA documents no layout; what is used here was compared with cuobjdump, on libraries of CUDA
+11.8 to 13.2 and in tests/doctor/test_fatbin.py.
 """
 
 import mmap
@@ -20,7 +21,7 @@ _FATBIN = struct.Struct("<IHHQ")  # magic, version, size of this header, size of
 _ENTRY = struct.Struct("<HHIQ12xI8xQ")  # kind, version, size of this header, size of the code, ..., arch, ..., flags
 _KINDS: dict[int, Literal["ptx", "sass"]] = {1: "ptx", 2: "sass"}
 _SPECIFIC, _FAMILY = 0x100000, 0x200000  # sm_90a; sm_100f
-_SECTIONS = (b".nv_fatbin", b"__nv_relfatbin")
+_LINKED, _RELOCATABLE = b".nv_fatbin", b"__nv_relfatbin"
 
 
 @dataclass(frozen=True, order=True)
@@ -55,8 +56,11 @@ def fatbins(path: Path) -> list[frozenset[Code]]:
     with opened(path) as data:
         if data is None:
             return []
-        held = [section for section in sections(data) if section.name in _SECTIONS]
-        return [codes for one in held for codes in _in_section(data, one.offset, one.offset + one.size)]
+        by_name: dict[bytes, list[frozenset[Code]]] = {_LINKED: [], _RELOCATABLE: []}
+        for section in sections(data):
+            if section.name in by_name:
+                by_name[section.name] += _in_section(data, section.offset, section.offset + section.size)
+        return by_name[_LINKED] or by_name[_RELOCATABLE]
 
 
 def codes(path: Path) -> frozenset[Code]:

@@ -50,6 +50,18 @@ def test_an_extension_for_another_torch(here: Machine) -> None:
     assert f"undefined symbol {SET_DEVICE}" in finding.evidence[0] and ERROR not in finding.evidence[0]
 
 
+def test_a_build_for_another_torch_is_set_aside(here: Machine) -> None:
+    build = here.cwd / "megatron/fused_kernels/build"
+    _library(build / "rope.so", f"void {SET_DEVICE}(void); void go(void) {{ {SET_DEVICE}(); }}")
+    (build / "build.ninja").touch()
+    (finding,) = undefined(here)
+    assert finding.level == "problem" and "was built for another torch than 2.8.0" in finding.says and finding.apply
+    (build / "lock").touch()
+    assert "left alone" in finding.apply() and build.exists()
+    (build / "lock").unlink()
+    assert "renamed to build.stale-" in finding.apply() and not build.exists()
+
+
 def test_torch_itself_is_whole() -> None:
     import torch
 
