@@ -50,7 +50,7 @@ class Trainer:
     data      from `open_data`
     sinks     who is told of each step (on the first rank)
     Nothing in a step waits for the device: a step's numbers are read while the next one computes, before that updates
-    anything, so a run stops with the weights from before the bad step.
+    anything. A step whose gradients are not finite changes no weight; a spike is seen after its own update.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, data: "Data", sinks: Sequence[Sink] = ()) -> None:
