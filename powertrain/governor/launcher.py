@@ -5,7 +5,7 @@ the nearest ancestor with a socket in SOCKETS (named after its process); without
 a build folder which remembers this launcher works without us. Lines both ways:
 
     want PID NAME      ->          a compile begins; NAME is its source file
-                       <- go       run it
+                       <- go       run it | pass: another compiler that has room called this one; it may just run
     started PID        ->          the process group of the compiler
                        <- kill     end it; it will be run again
     ended STATUS BYTES ->          as os.waitstatus_to_exitcode gives it; the most that one of its processes took
@@ -19,6 +19,10 @@ import select
 import signal
 import socket
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing takes longer than the rest of this
+    import typing
 
 _SOURCES = (".cu", ".cpp", ".cc", ".cxx", ".c", ".C", ".c++", ".cp")
 GONE = 1  # exit code when the governor went away
@@ -75,7 +79,10 @@ class _Launch:
 
     def run(self) -> int:
         while True:
-            if self._line() != "go":
+            word = self._line()
+            if word == "pass":
+                self._become()
+            if word != "go":
                 return GONE
             status = self._compile()
             if status is None:
@@ -91,11 +98,8 @@ class _Launch:
         """The compiler's exit code, or minus the signal that ended it; None if the governor went away."""
         self.child = os.fork()
         if not self.child:
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
-            os.setpgid(0, 0)  # so that all of it can be paused at once
-            os.execv(self.command[0], self.command)
+            os.setpgid(0, 0)  # so that all of it can be ended at once
+            self._become()
         self.governor.sendall(f"started {self.child}\n".encode())
         while True:
             ended, status, usage = os.wait4(self.child, os.WNOHANG)
@@ -111,6 +115,12 @@ class _Launch:
                 if not self.alive:
                     os.waitpid(self.child, 0)
                     return None
+
+    def _become(self) -> "typing.NoReturn":
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        os.execv(self.command[0], self.command)
 
     alive = True
     most = 0  # bytes

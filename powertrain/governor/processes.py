@@ -97,15 +97,19 @@ def _up(process: Process, processes: dict[int, Process]) -> list[int]:
     return line
 
 
-def is_below(pid: int, tops: Iterable[int]) -> bool:
-    """A process is among `tops` or descends from one of them."""
-    wanted = set(tops)
+def called_by_compiler(pid: int, launched: Iterable[int]) -> bool:
+    """A process descends from a compiler: one in `launched`, or any by its name.
+
+    Such a caller waits for it, so to let it wait for the caller's end would be for ever.
+    """
+    callers = set(launched)
     try:
         while pid > 1:
-            if pid in wanted:
-                return True
             with open(f"/proc/{pid}/stat") as stat:
-                pid = int(stat.read().rpartition(")")[2].split()[1])
+                head, _, tail = stat.read().rpartition(")")
+            if pid in callers or _COMPILERS.match(head.partition("(")[2]):
+                return True
+            pid = int(tail.split()[1])
     except OSError:
         pass
     return False

@@ -21,7 +21,7 @@ from powertrain.governor import stall, watchdog
 from powertrain.governor.ending import Failure, first_error
 from powertrain.governor.history import UnitRecord
 from powertrain.governor.plan import Plan
-from powertrain.governor.processes import Meter, Process, below, foreign_compilers, is_below, oom_kills
+from powertrain.governor.processes import Meter, Process, below, called_by_compiler, foreign_compilers, oom_kills
 from powertrain.governor.progress import Progress, verbose
 from powertrain.governor.room import Act, Unit, decide, reserve
 from powertrain.governor.shims import make_shims, shimmed
@@ -76,7 +76,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class _Launcher:
-    """A connection from a launcher.py; `unit` is None for a compiler that another one, already let in, has called."""
+    """A connection from a launcher.py, with the compiler that it runs or wants to run."""
 
     connection: socket.socket
     text: bytes = b""
@@ -153,8 +153,11 @@ class Governor:
     def _start(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans stay in our tree
         self.sockets.mkdir(mode=0o700, exist_ok=True)
-        if self.sockets.stat().st_uid != os.getuid():
+        if self.sockets.lstat().st_uid != os.getuid():
             raise PermissionError(f"{self.sockets} must belong to user {os.getuid()}: remove it")
+        for left in self.sockets.iterdir():
+            if not psutil.pid_exists(int(left.name)):
+                left.unlink(missing_ok=True)
         self.address = self.sockets / str(os.getpid())
         self.address.unlink(missing_ok=True)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -234,8 +237,8 @@ class Governor:
 
     def _wants(self, launcher: _Launcher, pid: int, name: str) -> None:
         running = [each.unit.pid for each in self.launchers if each.unit and each.unit.pid]
-        if is_below(pid, running):
-            self._send(launcher, "go")
+        if called_by_compiler(pid, running):
+            self._send(launcher, "pass")
             return
         launcher.unit = Unit(name, self._expected(name))
 
@@ -249,9 +252,7 @@ class Governor:
 
     def _ended(self, launcher: _Launcher, status: int, most: int) -> None:
         unit = launcher.unit
-        if not unit:
-            self._send(launcher, "done")
-            return
+        assert unit
         unit.peak = max(unit.peak, most)  # samples miss what is short
         starved = status and (status in (-signal.SIGKILL, 128 + signal.SIGKILL) or oom_kills() > launcher.kills)
         if unit.state == "killed" or (starved and unit.tries < _RETRIES and not self.signals):
@@ -273,8 +274,8 @@ class Governor:
         self.selector.unregister(launcher.connection)
         launcher.connection.close()
         self.launchers.remove(launcher)
-        if launcher.unit:
-            _signal(launcher.unit.pids, signal.SIGKILL)
+        if launcher.unit and launcher.unit.pid:
+            _signal([*launcher.unit.pids, -launcher.unit.pid], signal.SIGKILL)
 
     def _give_room(self) -> None:
         if not (units := self._units()):

@@ -163,7 +163,8 @@ def _waits_for_input(pid: int) -> str | None:
 def _peer(pid: int) -> str | None:
     try:
         process = psutil.Process(pid)
-        connections = getattr(process, "net_connections", process.connections)("inet")
+        ask = getattr(process, "net_connections", None) or process.connections  # its name before psutil 6
+        connections = ask("inet")
     except (psutil.Error, OSError):
         return None
     waiting = [each for each in connections if each.raddr and each.status in ("ESTABLISHED", "SYN_SENT")]

@@ -1,6 +1,7 @@
 """Whole builds with compilers made up here: what they eat, how they hang, and what is left of them."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +35,8 @@ elif words[0] == "hang":
 elif words[0] == "killed" and not os.path.exists("once"):  # as the kernel does when memory is out
     open("once", "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
+elif words[0] == "calls":  # as nvcc calls gcc: by its name, and waits for it
+    os.spawnvp(os.P_WAIT, "gcc", ["gcc", "-c", "called.c"])
 elif words[0] == "missing":
     print(name + ":1:10: fatal error: cudnn.h: No such file or directory")
     sys.exit(3)
@@ -150,6 +153,14 @@ def test_one_killed_for_memory_runs_again(box: Box) -> None:
     code, output = box.run("gcc -c killed.c")
     assert (code, box.made()) == (0, {"killed"}), output
     assert "killed.c was killed" in output and "runs again" in output
+
+
+def test_a_compiler_that_a_compiler_calls_does_not_wait_for_it(box: Box) -> None:
+    nvcc = box.folder / "toolkit/nvcc"  # called by its path: no launcher knows it
+    nvcc.parent.mkdir()
+    shutil.copy(box.folder / "bin/gcc", nvcc)
+    code, output = box.run("gcc -c calls.c && rm called.c.o && toolkit/nvcc -c calls.c", "--memory", "300M")
+    assert (code, box.made()) == (0, {"calls", "called"}), output
 
 
 def test_the_exit_code_stays_and_the_first_error_is_explained(box: Box) -> None:
