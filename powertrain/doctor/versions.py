@@ -88,46 +88,48 @@ _TWICE = {"cuDNN": "libcudnn.so.*", "the CUDA runtime": "libcudart.so.*", "NCCL"
 
 
 def twice(machine: Machine) -> Iterator[Finding]:
-    """Shared libraries that a process could load from two places."""
+    """Shared libraries that a process could load from two places, in two versions."""
     clean = True
     for what, pattern in _TWICE.items():
-        places = _places(machine, pattern)
-        if len(places) < 2:
-            continue
-        clean = False
-        evidence = tuple(f"{file} -> {real.name}" for file, real in places.items())
-        if len({real.name for real in places.values()}) == 1:
-            yield Finding("ok", f"{what} is here {len(places)} times, in one version", evidence)
-            continue
-        first = next(iter(places)).parent
-        paths = machine.variables.get("LD_LIBRARY_PATH", "")
-        if any(file.parent == Path(part) or str(file.parent) == str(machine.path(part)) for file in places
-               for part in paths.split(":") if part):  # fmt: skip
-            says = f"{what} is here in {len(places)} versions, and LD_LIBRARY_PATH puts one before torch's own"
-            yield Finding("problem", says, (*evidence, f"LD_LIBRARY_PATH={paths}"), "unset LD_LIBRARY_PATH")
-        else:
-            says = f"{what} is here in {len(places)} versions; whichever is loaded first serves the whole process"
-            fix = f"keep one: uninstall the package of the others than {first}, or set none of them in LD_LIBRARY_PATH"
-            yield Finding("warning", says, evidence, fix)
+        own, chosen, system = (_first(folders, pattern) for folders in _folders(machine))
+        before = _other_versions(chosen, own or system)
+        if before:
+            clean = False
+            says = f"{what} is here in several versions, and LD_LIBRARY_PATH puts {before[0].name} before the others"
+            yield Finding("problem", says, _shown(own, chosen, system), "unset LD_LIBRARY_PATH")
+        elif _other_versions(own + system, own):
+            clean = False
+            says = f"{what} is here in several versions; whichever is loaded first serves the whole process"
+            fix = "import torch before anything else; uninstall the package or system library that torch does not need"
+            yield Finding("warning", says, _shown(own, chosen, system), fix)
     if clean:
-        yield Finding("ok", f"{', '.join(_TWICE)}: none is here twice")
+        yield Finding("ok", f"{', '.join(_TWICE)}: no process can load two versions")
 
 
-def _places(machine: Machine, pattern: str) -> dict[Path, Path]:
-    """{library: the file it is} by folder: installed packages, LD_LIBRARY_PATH, the system's own."""
-    folders = [folder for root in machine.packages for folder in (*root.glob("nvidia/*/lib"), root / "torch" / "lib")]
-    folders += [machine.path(part) for part in machine.variables.get("LD_LIBRARY_PATH", "").split(":") if part]
-    folders += [
-        machine.path(part) for part in ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
-    ]
-    folders += [part for part in machine.path("/usr/local").glob("cuda*/lib64")]
-    found: dict[Path, Path] = {}
-    for folder in folders:
-        for file in sorted(folder.glob(pattern), key=lambda file: len(file.name))[:1]:
-            real = file.resolve()
-            if real not in found.values():
-                found[file] = real
-    return found
+def _folders(machine: Machine) -> tuple[list[Path], list[Path], list[Path]]:
+    """Where libraries are loaded from: installed packages, LD_LIBRARY_PATH, the system's own. A toolkit in
+    /usr/local/cuda is none of them unless it is named: compilers look there, torch loads its own."""
+    own = [folder for root in machine.packages for folder in (*root.glob("nvidia/*/lib"), root / "torch" / "lib")]
+    paths = machine.variables.get("LD_LIBRARY_PATH", "").split(":")
+    chosen = [machine.path(part) for part in paths if part]
+    system = [machine.path(part) for part in ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")]
+    return own, chosen, system
+
+
+def _first(folders: list[Path], pattern: str) -> list[Path]:
+    """The library of each folder, as the file it is."""
+    found = (sorted(folder.glob(pattern), key=lambda file: len(file.name))[:1] for folder in folders)
+    return list(dict.fromkeys(file.resolve() for files in found for file in files))
+
+
+def _other_versions(files: list[Path], than: list[Path]) -> list[Path]:
+    """Told by size: a wheel calls its cuDNN libcudnn.so.9 whatever it is, a system's is called libcudnn.so.9.1.0."""
+    sizes = {file.stat().st_size for file in than[:1]}
+    return [file for file in files if sizes and file.stat().st_size not in sizes]
+
+
+def _shown(*places: list[Path]) -> tuple[str, ...]:
+    return tuple(str(file) for files in places for file in files)
 
 
 CHECKS = (

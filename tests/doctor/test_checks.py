@@ -206,13 +206,24 @@ def test_packages_of_another_cuda(tmp_path: Path) -> None:
 def test_two_cudnns(tmp_path: Path) -> None:
     here = machine(tmp_path)
     install(here, "nvidia-cudnn-cu12", "9.10", files=["nvidia/cudnn/lib/libcudnn.so.9"])
-    assert "none is here twice" in told(versions.twice(here))
-    system = tmp_path / "usr/local/cuda-12.4/lib64"
-    system.mkdir(parents=True)
-    (system / "libcudnn.so.9.1.0").touch()
-    assert "cuDNN is here in 2 versions" in told(versions.twice(here))
-    (finding,) = versions.twice(replace(here, variables={"LD_LIBRARY_PATH": "/usr/local/cuda-12.4/lib64"}))
-    assert finding.level == "problem" and finding.fix == "unset LD_LIBRARY_PATH"
+    toolkit, system = tmp_path / "usr/local/cuda-12.4/lib64", tmp_path / "usr/lib/x86_64-linux-gnu"
+    for folder, name in ((toolkit, "libcudnn.so.9.1.0"), (system, "libcudnn.so.9.2.0")):
+        assert "no process can load two versions" in told(versions.twice(here))
+        folder.mkdir(parents=True)
+        (folder / name).write_text(name)
+    (finding,) = versions.twice(here)
+    assert finding.level == "warning" and "cuDNN is here in several versions" in finding.says
+    assert len(finding.evidence) == 2 and "9.2.0" in finding.evidence[1]
+    (finding,) = versions.twice(replace(here, variables={"LD_LIBRARY_PATH": "/usr/local/cuda-12.4/lib64:"}))
+    assert finding.level == "problem" and finding.fix == "unset LD_LIBRARY_PATH" and "9.1.0" in finding.says
+
+
+def test_the_same_library_twice_is_fine(tmp_path: Path) -> None:
+    here = machine(tmp_path, variables={"LD_LIBRARY_PATH": "/opt/cuda"})
+    install(here, "nvidia-nccl-cu12", "2.27", files=["nvidia/nccl/lib/libnccl.so.2"])
+    (tmp_path / "opt/cuda").mkdir(parents=True)
+    (tmp_path / "opt/cuda/libnccl.so.2").touch()
+    assert worst(versions.twice(here)) == "ok"
 
 
 # limits
