@@ -134,7 +134,7 @@ CAUSES = (
     ),
     Cause(
         "gdrcopy-missing",
-        r"fatal error: gdrapi\.h: No such file|libgdrapi\.so|gdr_open error|gdrdrv",
+        r"fatal error: gdrapi\.h: No such file|libgdrapi\.so.*(?:unable to|cannot) open|gdr_open error",
         "GDRCopy is not installed, or its kernel module gdrdrv is not loaded",
         "TransformerEngine 1.9 and newer need no GDRCopy: upgrade; else install it and `sudo modprobe gdrdrv`",
         "没有安装 GDRCopy，或没有加载其内核模块 gdrdrv",
@@ -455,7 +455,7 @@ CAUSES = (
     ),
     Cause(
         "userbuffers-multicast",
-        r"does not support comm\+GEMM overlap with CUDA Multicast|UB_SKIPMC",
+        r"does not support comm\+GEMM overlap with CUDA Multicast|with UB_SKIPMC=1 to try",
         "GPU, driver or toolkit have no NVLink multicast, which Userbuffers asks for by default",
         "export UB_SKIPMC=1   # CUDA IPC instead; powertrain doctor --overlap says what is missing",
         "GPU、驱动或工具包不支持 Userbuffers 默认使用的 NVLink multicast",

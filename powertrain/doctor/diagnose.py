@@ -52,7 +52,8 @@ class Diagnosis:
 def diagnose(text: str) -> list[Diagnosis]:
     """Every known cause in a text, root causes first; empty: none is known."""
     lines = lines_of(text)
-    found = [diagnosis for cause in CAUSES if (diagnosis := _search(cause, lines))]
+    whole = "\n".join(lines)  # one search of it is far cheaper than one of every line
+    found = [one for cause in CAUSES if re.search(cause.pattern, whole) and (one := _search(cause, lines))]
     names = {diagnosis.cause.name for diagnosis in found}
     return [diagnosis for diagnosis in found if not _covered(diagnosis.cause.name, names)]
 

@@ -35,15 +35,15 @@ def links(machine: Machine) -> Iterator[Finding]:
 
 
 def matrix(topology: str) -> dict[tuple[int, int], str]:
-    """{(0, 1): "NV18"} from `nvidia-smi topo -m` or `-p2p r`, each pair once."""
-    links = {}
-    for line in re.sub(r"\x1b\[[\d;]*m", "", topology).splitlines():
-        words = line.split()
-        if words and (row := re.fullmatch(r"GPU(\d+)", words[0])):
-            for column, word in enumerate(words[1:]):
-                if column > int(row[1]) and re.fullmatch(r"NV\d+|SYS|NODE|PHB|PXB|PIX|OK|CNS|GNS|TNS|NS|U|X", word):
-                    links[int(row[1]), column] = word
-    return {pair: link for pair, link in links.items() if link != "X"}
+    """{(0, 1): "NV18"} from `nvidia-smi topo -m` or `-p2p r`, each pair of GPUs once; columns of NICs are left out."""
+    plain = re.sub(r"\x1b\[[\d;]*m", "", topology)
+    rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s+(?!GPU|NIC)\S", line)]
+    return {
+        (row, column): link
+        for row, (_, *links) in enumerate(rows)
+        for column, link in enumerate(links[: len(rows)])
+        if column > row
+    }
 
 
 def _peers(machine: Machine) -> Iterator[Finding]:

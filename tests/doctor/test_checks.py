@@ -15,9 +15,10 @@ from tests.doctor.machines import A100, H100, QUERY, RTX_2080, RTX_3090, install
 from tests.doctor.test_fatbin import elf, entry
 
 TOPOLOGY = """\
-\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity
-GPU0\t X \t{link}\t0-23\t0
-GPU1\t{link}\t X \t0-23\t0
+\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \t{link}\tPIX\t0-23\t0
+GPU1\t{link}\t X \tSYS\t0-23\t0
+NIC0\tPIX\tSYS\t X
 
 Legend:
   X    = Self
@@ -314,6 +315,12 @@ def test_links(tmp_path: Path, link: str, level: str, words: str) -> None:
     answers = {"topo -m": Ran(0, TOPOLOGY.format(link=link)), "topo -p2p": Ran(0, TOPOLOGY.format(link="OK"))}
     first, peers = links.links(machine(tmp_path, H100, H100, answers=answers))
     assert first.level == level and words in first.says and peers.level == "ok"
+
+
+def test_the_matrix_has_each_pair_of_gpus_once() -> None:
+    text = "\tGPU0\tGPU1\tGPU2\nGPU0\tX\tOK\tCNS\nGPU1\tOK\tX\tOK\nGPU2\tCNS\tOK\tX\n\nLegend:\n  OK  = Status Ok\n"
+    assert links.matrix(text) == {(0, 1): "OK", (0, 2): "CNS", (1, 2): "OK"}
+    assert links.matrix(TOPOLOGY.format(link="NV18")) == {(0, 1): "NV18"} and links.matrix("") == {}
 
 
 def test_no_peer_access(tmp_path: Path) -> None:
