@@ -53,18 +53,24 @@ class Progress:
             self.before += self.done
         self.done, self.total = done, total
 
-    def eta(self, finished: Sequence[float], at_once: int, earlier: float | None, elapsed: float) -> float | None:
-        """Seconds still to go.
+    def eta(
+        self, finished: Sequence[float], running: Sequence[float], earlier: float | None, elapsed: float
+    ) -> float | None:
+        """Seconds still to go, None while nothing tells.
 
-        finished  seconds that each unit took so far
-        at_once   how many run side by side
+        finished  seconds that each unit took since the builder began to count
+        running   seconds that those at work have had
         earlier   seconds that the whole build took the last time
         """
         if earlier is not None and elapsed < earlier:
             return earlier - elapsed
-        if not finished or not self.total or self.total == 100:
-            return elapsed * (100 - self.done) / self.done if self.total == 100 and self.done else None
-        return (self.total - self.done) * sum(finished) / len(finished) / max(1, at_once)
+        if self.total == 100:
+            return elapsed * (100 - self.done) / self.done if self.done else None
+        if not finished or not self.total:
+            return None
+        mean = sum(finished) / len(finished)
+        left = (self.total - self.done) * mean - sum(min(seconds, mean) for seconds in running)
+        return max(0.0, left) / max(1, len(running))
 
 
 def verbose(command: Sequence[str]) -> list[str]:

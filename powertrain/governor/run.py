@@ -121,6 +121,7 @@ class Governor:
         self.foreign: dict[int, Unit] = {}
         self.processes: dict[int, Process] = {}
         self.finished: list[UnitRecord] = []
+        self.timed: list[float] = []  # seconds of those that the builder counts
         self.peaks: dict[str, list[int]] = {}  # of finished units, by suffix
         self.used = self.peak = self.paused = self.rerun = 0
         self.available = plan.machine.memory
@@ -264,7 +265,9 @@ class Governor:
             self._send(launcher, "again")
             return
         if not status:
-            self.finished.append(UnitRecord(unit.name, time.time() - unit.since, unit.peak))
+            seconds = time.time() - unit.since
+            self.finished.append(UnitRecord(unit.name, seconds, unit.peak))
+            self.timed += [seconds] if self.progress.total else []  # a configuration's probes are small
             self.peaks.setdefault(Path(unit.name).suffix, []).append(unit.peak)
         launcher.unit = None
         self._send(launcher, "done")
@@ -357,8 +360,8 @@ class Governor:
             self.complained = now
             self._complain(moving, still)
         running = [unit for unit in self._units() if unit.state == "running"]
-        finished = [record.seconds for record in self.finished]
-        eta = self.progress.eta(finished, max(1, len(running)), self.plan.estimate.seconds, now - self.started)
+        seconds = [now - unit.since for unit in running]
+        eta = self.progress.eta(self.timed, seconds, self.plan.estimate.seconds, now - self.started)
         progress = self.progress
         self.view.show(
             Status(

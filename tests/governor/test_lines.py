@@ -41,16 +41,17 @@ def test_percents_of_make() -> None:
     progress = Progress()
     progress.feed("[ 12%] Building CXX object CMakeFiles/x.dir/h.cpp.o")
     assert (progress.phase, progress.done, progress.total) == ("compile", 12, 100)
-    assert progress.eta([], 1, None, elapsed=12) == pytest.approx(88)
+    assert progress.eta([], [], None, elapsed=12) == pytest.approx(88)
 
 
 def test_time_left() -> None:
     progress = Progress()
-    assert progress.eta([], 1, None, 5) is None
+    assert progress.eta([], [], None, 5) is None
     progress.feed("[4/10] c++ -c x.cpp")
-    assert progress.eta([10, 20], 2, None, 30) == pytest.approx(6 * 15 / 2)
-    assert progress.eta([10, 20], 2, earlier=100, elapsed=30) == 70
-    assert progress.eta([10, 20], 2, earlier=20, elapsed=30) == pytest.approx(45)  # it took longer than the last time
+    assert progress.eta([10, 20], [5, 99], None, 30) == pytest.approx((6 * 15 - 5 - 15) / 2)
+    assert progress.eta([10, 20], [], None, 30) == pytest.approx(6 * 15)
+    assert progress.eta([10, 20], [], earlier=100, elapsed=30) == 70
+    assert progress.eta([10, 20], [], earlier=20, elapsed=30) == pytest.approx(90)  # longer than the last time
 
 
 @pytest.mark.parametrize(
