@@ -217,11 +217,30 @@ def test_a_build_that_is_ended_leaves_nothing(box: Box, number: int, code: int) 
     assert not box.processes()
 
 
-def test_a_killed_governor_leaves_nothing_paused(box: Box) -> None:
+@pytest.mark.parametrize("watchdog_too", [False, True])
+def test_a_killed_governor_leaves_nothing_paused(box: Box, watchdog_too: bool) -> None:
     build = hanging(box)
+    if watchdog_too:  # the launchers see it for themselves
+        (watchdog,) = (each for each in psutil.Process(build.pid).children() if "watchdog.py" in each.cmdline()[-1])
+        watchdog.kill()
     build.kill()
     build.wait(DEADLINE)
     until(lambda: not box.processes(), "everything that the build started has ended")
+
+
+def test_what_cannot_work_is_not_begun_unless_forced(box: Box) -> None:
+    script = "touch begun; : flash-attn"
+    code, output = box.run(script, "--arch", "7.5")
+    assert code == 2 and "flash-attn has no code for sm_75" in output and "releases" in output
+    assert not (box.folder / "begun").exists() and box.history.last() == []
+    code, output = box.run(script, "--arch", "7.5", "--force")
+    assert code == 0 and (box.folder / "begun").exists()
+
+
+def test_a_plan_begins_nothing(box: Box) -> None:
+    code, output = box.run("touch begun", "--plan", "--explain", "--arch", "9.0", "--arch", "8.0")
+    assert code == 0 and not (box.folder / "begun").exists()
+    assert "8.0 9.0" in output and "+PTX" in output
 
 
 def test_what_cannot_start(box: Box) -> None:
