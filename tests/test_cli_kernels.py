@@ -57,7 +57,7 @@ def test_kernels_lists_verifies_and_clears(own_store: Path) -> None:
         (("prebuild", "missing.py"), "no such file"),
         (("prebuild", "rms_norm", "--arch", "Voodoo 2"), "Voodoo 2"),
         (("kernels", "clear", "--pack", "p.ptp"), "read-only"),
-        (("tour", "elsewhere"), "must be one of hang, archs"),
+        (("tour", "elsewhere"), "must be one of hang, build, archs"),
     ],
 )
 def test_bad_arguments_are_named(own_store: Path, args: tuple[str, ...], words: str) -> None:

@@ -1,6 +1,7 @@
 """`powertrain tour`: a screen for each pain of the field, before and after, on this machine."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -43,19 +44,21 @@ for spec in wanted.specs:
 
 def tour(
     screen: Annotated[
-        str | None, typer.Argument(help="one screen only: hang, archs, attention or mixed", show_default=False)
+        str | None, typer.Argument(help="one screen only: hang, build, archs, attention or mixed", show_default=False)
     ] = None,
 ) -> None:
     """Show, on this machine and its CPU, what the field's pains look like before and after.
 
     \b
     hang       a fused-kernel build killed half-way: the next run of torch's loader waits for ever, ours finishes
+    build      "Building wheel for transformer-engine": what this machine would do with it, planned before it starts
     archs      kernels for eight GPU generations compiled here, with no GPU
     attention  "No dot product attention backend is available": DeepSeek-V3's attention on an A100
     mixed      an RTX 2080 and an RTX 3090 in one process
     """
     screens: dict[str, Callable[[Console], None]] = {
         "hang": _hang,
+        "build": _build,
         "archs": _archs,
         "attention": _attention,
         "mixed": _mixed,
@@ -205,6 +208,22 @@ def _attention(console: Console) -> None:
     title = f"after: powertrain.varlen_attention is served by {ours.chosen}"
     console.print(Panel(_plain("\n".join(lines)), title=title, border_style="green"))
     console.print("powertrain explain attention --help  answers the same for any problem and GPU.")
+
+
+def _build(console: Console) -> None:
+    command = ["pip", "install", "--no-build-isolation", "transformer_engine[pytorch]"]
+    console.rule("[bold]Building wheel for transformer-engine … (stuck)")
+    console.print(
+        "By itself it compiles for every GPU generation, with as many compilers at once as there are cores, until "
+        "memory is full, and prints nothing meanwhile (NVIDIA/TransformerEngine issues 976, 978, 1077).\n"
+    )
+    silence = f"{shlex.join(command)}\nBuilding wheel for transformer-engine (pyproject.toml): started"
+    console.print(Panel(_plain(silence), title="before: all that is said for an hour", border_style="red"))
+    build = [sys.executable, "-m", "powertrain", "build", "--plan", "--", *command]
+    inside = {**os.environ, "COLUMNS": str(console.width - 4)}
+    said = subprocess.run(build, capture_output=True, text=True, env=inside)
+    title = "after: powertrain build --plan -- pip install …"
+    console.print(Panel(_plain((said.stdout + said.stderr).strip()), title=title, border_style="green"))
 
 
 def _mixed(console: Console) -> None:
