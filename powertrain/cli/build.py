@@ -58,7 +58,10 @@ def build(
     if command == ["history"]:
         _print_history(console, history.last())
         return
-    machine = look(command, environment, arch or (), _bytes(memory))
+    try:
+        machine = look(command, environment, arch or (), _bytes(memory))
+    except ValueError as error:
+        raise typer.BadParameter(f"--arch: {error}") from None
     name = recipe_of(command).name
     made = make_plan(command, environment, machine, history.estimate(name, _text(command), _archs(machine.archs)))
     _print_plan(console, made, explain)

@@ -243,8 +243,24 @@ def test_a_plan_begins_nothing(box: Box) -> None:
     assert "8.0 9.0" in output and "+PTX" in output
 
 
-def test_what_cannot_start(box: Box) -> None:
-    environment = {**os.environ, "XDG_DATA_HOME": str(box.folder), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "powertrain", "build", "--memory", "lots", "--", "true"]
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--memory", "lots", "--", "true"], "24G"),
+        (["--arch", "1.0", "--", "true"], "--arch"),
+        (["--", "/no/such/program"], "/no/such/program"),
+    ],
+)
+def test_what_cannot_start(words: list[str], says: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "powertrain", "build", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE)
-    assert done.returncode == 2 and "24G" in done.stderr
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_earlier_builds_are_listed(box: Box) -> None:
+    box.run("true")
+    environment = {**os.environ, "XDG_DATA_HOME": str(box.folder / "data"), "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "powertrain", "build", "history"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0 and "sh -c true" in done.stdout

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from powertrain.governor.processes import Process, foreign_compilers, tree
 from powertrain.governor.shims import Shims, make_shims, shimmed
 from powertrain.governor.wheels import prebuilt
 
+ROOT = Path(__file__).resolve().parents[2]
 NVCC = Nvcc("/cuda/bin/nvcc", "/cuda", (13, 0), (75, 80), 15)
 
 
@@ -189,3 +191,35 @@ def test_a_wheel_that_need_not_be_built(tmp_path: Path) -> None:
     offline = ["--no-index", "--find-links", str(tmp_path)]
     assert prebuilt("tinyext", sys.executable, offline) == "tinyext-1.5"
     assert prebuilt("other", sys.executable, offline) is None
+
+
+NVML = """
+#include <string.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 3; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
+    if (index == 1) return 15; /* lost */
+    *device = (void *)(0x7000000000000000 + index);
+    return 0;
+}
+int nvmlDeviceGetName(void *device, char *name, unsigned length) {
+    strncpy(name, (long)device & 2 ? "NVIDIA B200" : "NVIDIA GeForce RTX 3090", length);
+    return 0;
+}
+int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) {
+    *major = (long)device & 2 ? 10 : 8;
+    *minor = (long)device & 2 ? 0 : 6;
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+def test_gpus_are_those_that_nvml_lists(tmp_path: Path) -> None:
+    (tmp_path / "nvml.c").write_text(NVML)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "nvml.c"], cwd=tmp_path, check=True)
+    ask = "from powertrain.governor.machine import present_gpus; print(*present_gpus()[0], sep='; ')"
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "NVIDIA GeForce RTX 3090 (sm_86); NVIDIA B200 (sm_100)"
