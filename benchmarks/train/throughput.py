@@ -20,7 +20,6 @@ from benchmarks.train.twin import Twin
 from powertrain.models.flops import flops_per_token
 from powertrain.train.config import RunConfig
 from powertrain.train.data.packed import Sample
-from powertrain.train.metrics import StepRecord
 from powertrain.train.peak import peak_tflops
 from powertrain.train.ranks import Ranks
 from powertrain.train.trainer import Trainer
@@ -64,22 +63,6 @@ class _Data:
     train: RandomTokens
     validation: None = None
     test: None = None
-
-
-class _Times:
-    """A sink that keeps what steps took."""
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def step(self, record: StepRecord) -> None:
-        self.records.append(record)
-
-    def evaluation(self, record: Any) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def run_config(case: Case, **train: Any) -> RunConfig:
