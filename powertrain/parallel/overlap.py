@@ -1,0 +1,105 @@
+"""The ranks of one group, and how rows travel between them while they compute."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from powertrain.parallel.ladder import open_transport
+from powertrain.parallel.planner import Planner
+from powertrain.parallel.transport import Rows, Transport
+from powertrain.runtime import checks
+
+_open: dict[str, "Overlap"] = {}  # by the group's name, which is how a traced call finds its overlap
+
+
+class Overlap:
+    """One group's transport and planner: the last argument of the functions in powertrain.parallel.
+
+        overlap = Overlap(mesh["tp"])
+        y = all_gather_gemm(x, weight, overlap)
+
+    group       a ProcessGroup, or one axis of a DeviceMesh
+    transport   "auto" (the best whose probes pass), "symmetric", "pipelined" or "sequential"
+    strict      raise TransportUnavailable instead of stepping down to the next one; a step down is said once either way
+    debug       ranks compare each call's shapes and order first: CollectiveMismatch instead of a hang
+
+    Collective: every rank of the group makes it, and its calls, in the same order. Several groups may have one each;
+    one group has one: making it again gives the same object, until `close()`.
+    Raises ValueError naming the argument.
+    """
+
+    group: dist.ProcessGroup
+    transport: Transport
+    planner: Planner
+
+    def __new__(cls, group: dist.ProcessGroup | DeviceMesh, **options: Any) -> "Overlap":
+        group = _process_group(group)
+        found = _open.get(group.group_name)
+        return found if found is not None and found.group is group else cls._opened(group, **options)
+
+    @classmethod
+    def _opened(
+        cls, group: dist.ProcessGroup, *, transport: str = "auto", strict: bool = False, debug: bool = False
+    ) -> "Overlap":
+        self = object.__new__(cls)
+        self._adopt(open_transport(group, transport, strict=strict, debug=debug), group.group_name)
+        self.group = group
+        return self
+
+    @classmethod
+    def over(cls, transport: Transport, key: str) -> "Overlap":
+        """Over a transport that was made elsewhere: a rank of powertrain.parallel.simulate."""
+        self = object.__new__(cls)
+        self._adopt(transport, key)
+        return self
+
+    def _adopt(self, transport: Transport, key: str) -> None:
+        self.transport, self.key = transport, key
+        self.rank, self.size = transport.rank, transport.size
+        self.planner = Planner(transport)
+        _open[key] = self
+
+    def rows(self, count: int, counts: Sequence[int] | None = None) -> Rows:
+        """Whose rows are whose: `count` on every rank, or as `counts` says."""
+        if counts is None:
+            return Rows((count,) * self.size)
+        checks.require(len(counts) == self.size, "Overlap", "rows", f"have {self.size} entries", list(counts))
+        checks.require(
+            counts[self.rank] == count, "Overlap", "rows", f"be {count}, x's rows, at rank {self.rank}", list(counts)
+        )
+        return Rows(tuple(counts))
+
+    def exchange_rows(self, count: int) -> list[int]:
+        """Every rank's count, for calls whose ranks hold different numbers of rows. Waits for the others' counts."""
+        device = "cuda" if "nccl" in dist.get_backend(self.group) else "cpu"
+        mine = torch.tensor([count], device=device)
+        found = mine.new_empty(self.size)
+        dist.all_gather(list(found.split(1)), mine, group=self.group)
+        counts: list[int] = found.tolist()
+        return counts
+
+    def explain(self) -> str:
+        """What was chosen for each product so far, and why."""
+        return self.planner.explain()
+
+    def close(self) -> None:
+        """Give back memory and threads; the group itself stays."""
+        _open.pop(self.key, None)
+        self.transport.close()
+
+
+def find(key: str) -> Overlap:
+    """The open overlap of a group's name."""
+    return _open[key]
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
+    if isinstance(group, DeviceMesh):
+        checks.require(group.ndim == 1, "Overlap", "group", 'be one axis of a mesh, as mesh["tp"]', group)
+        return group.get_group()
+    good = isinstance(group, dist.ProcessGroup)
+    checks.require(good, "Overlap", "group", "be a ProcessGroup or one axis of a DeviceMesh", repr(group))
+    return group

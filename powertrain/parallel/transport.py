@@ -1,0 +1,217 @@
+"""How rows travel between the ranks of a group: one interface, several ways.
+
+A *gathering* brings the other ranks' rows here while products run on those that are here already. A *scattering* takes
+products to the ranks that own them while the next are made, and sums what the others sent. Whichever way they travel,
+the sum is the same: partial results are rounded once to the tensors' dtype, then added in float32 in the order of the
+ranks, so it does not depend on who was early.
+
+    symmetric    NVLink, copy engines, flags in each other's memory (powertrain/parallel/symmetric.py)
+    pipelined    sends and receives, one peer at a time (NCCL or gloo): this file
+    sequential   a collective, then the product (NCCL or gloo): this file; the baseline of the others
+    simulated    ranks that are threads of one process (powertrain/parallel/simulate.py)
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from powertrain.ops.sum_parts import sum_parts
+
+
+# named so from torch 2.13 on
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Rows(NamedTuple):
+    """Which rows of a gathered tensor are whose: rank r has `counts[r]` of them, after those of the ranks before it."""
+
+    counts: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def even(self) -> bool:
+        return min(self.counts) == max(self.counts)
+
+    def of(self, rank: int) -> slice:
+        start = sum(self.counts[:rank])
+        return slice(start, start + self.counts[rank])
+
+
+class Gathering(ABC):
+    """All ranks' rows, on their way.
+
+    order    the ranks as their rows come, this one first
+    whole    [rows.total, K]: complete, this rank's own rows included, once `wait` was called for every rank and if
+             the gathering was asked to keep it
+    """
+
+    order: Sequence[int]
+    whole: Tensor
+
+    @abstractmethod
+    def wait(self, rank: int) -> Tensor:
+        """That rank's rows [rows.counts[rank], K]; the current stream waits until they are here."""
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:
+        """After the last product, whose results are given: what this holds may be used again."""
+
+
+class Scattering(ABC):
+    """Partial results [rows.total, N], on their way to the ranks that own the rows.
+
+    order    the ranks to make parts for, this one last
+    """
+
+    order: Sequence[int]
+
+    @abstractmethod
+    def part(self, rank: int) -> Tensor:
+        """Where to write the product for that rank, [rows.counts[rank], N]."""
+
+    @abstractmethod
+    def send(self, rank: int) -> None:
+        """The part for that rank is written on the current stream: take it there."""
+
+    @abstractmethod
+    def reduce(self, bias: Tensor | None = None) -> Tensor:
+        """The sum of all ranks' parts for this one, [rows.counts[own], N], with bias [N] added."""
+
+
+class Transport(ABC):
+    """The ways of one group. Calls come in the same order on every rank."""
+
+    name: str
+    rank: int
+    size: int
+
+    @abstractmethod
+    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
+        """Start to bring every rank's shard [rows.counts[rank], K] here."""
+
+    @abstractmethod
+    def scatter(self, like: Tensor, rows: Rows, width: int) -> Scattering:
+        """Get ready to send parts [rows.counts[rank], width] of like's dtype and device."""
+
+    @abstractmethod
+    def all_gather(self, shard: Tensor, rows: Rows) -> Tensor:
+        """Every rank's rows, [rows.total, K], by one collective."""
+
+    @abstractmethod
+    def reduce_scatter(self, parts: Tensor, rows: Rows) -> Tensor:
+        """parts [rows.total, N] -> this rank's rows of their sum, by one collective."""
+
+    def compare(self, op: str, counts: Sequence[int], operands: Sequence[Tensor | None]) -> None:
+        """In debug mode: raise CollectiveMismatch unless every rank makes this very call now."""
+
+    def close(self) -> None:
+        """Give back memory and threads."""
+
+
+class CollectiveTransport(Transport):
+    """Over torch.distributed: NCCL for CUDA tensors, gloo for the CPU's."""
+
+    name = "pipelined"
+
+    def __init__(self, group: dist.ProcessGroup, *, debug: bool = False) -> None:
+        self.group, self.debug = group, debug
+        self.rank, self.size = group.rank(), group.size()
+
+    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
+        return _SentGathering(self, shard, rows, keep)
+
+    def scatter(self, like: Tensor, rows: Rows, width: int) -> Scattering:
+        return _SentScattering(self, like, rows, width)
+
+    def all_gather(self, shard: Tensor, rows: Rows) -> Tensor:
+        if not rows.even:
+            return gather_all(self, shard, rows)
+        whole = shard.new_empty((rows.total, *shard.shape[1:]))
+        _all_gather(whole, shard.contiguous(), group=self.group)
+        return whole
+
+    def reduce_scatter(self, parts: Tensor, rows: Rows) -> Tensor:
+        if not rows.even:
+            return scatter_all(self, parts, rows)
+        mine = parts.new_empty((rows.counts[self.rank], *parts.shape[1:]))
+        _reduce_scatter(mine, parts.contiguous(), group=self.group)
+        return mine
+
+    def exchange(self, send: Tensor, to: int, receive: Tensor, source: int) -> list[dist.Work]:
+        """Start to send one tensor and to receive another; ranks within the group."""
+        ops = []
+        if send.numel():
+            ops.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=to))
+        if receive.numel():
+            ops.append(dist.P2POp(dist.irecv, receive, group=self.group, group_peer=source))
+        return dist.batch_isend_irecv(ops) if ops else []
+
+
+def gather_all(transport: Transport, shard: Tensor, rows: Rows) -> Tensor:
+    """All rows by a gathering, for groups whose collective does not serve."""
+    gathering = transport.gather(shard, rows, keep=True)
+    for rank in gathering.order:
+        gathering.wait(rank)
+    gathering.finish([])
+    return gathering.whole
+
+
+def scatter_all(transport: Transport, parts: Tensor, rows: Rows) -> Tensor:
+    """The sum of all ranks' parts for this one by a scattering."""
+    scattering = transport.scatter(parts, rows, parts.shape[1])
+    for rank in scattering.order:
+        scattering.part(rank).copy_(parts[rows.of(rank)])
+        scattering.send(rank)
+    return scattering.reduce()
+
+
+class _SentGathering(Gathering):
+    """Step i sends to the rank i before and receives from the rank i behind, so that no two send to one at once."""
+
+    def __init__(self, transport: CollectiveTransport, shard: Tensor, rows: Rows, keep: bool) -> None:
+        self.shard, self.rows, self.rank = shard.contiguous(), rows, transport.rank
+        self.order = [(transport.rank + step) % transport.size for step in range(transport.size)]
+        self.whole = shard.new_empty((rows.total, *shard.shape[1:]))
+        self.works: dict[int, list[dist.Work]] = {}
+        for step, source in enumerate(self.order[1:], start=1):
+            to = (transport.rank - step) % transport.size
+            self.works[source] = transport.exchange(self.shard, to, self.whole[rows.of(source)], source)
+        if keep:
+            self.whole[rows.of(self.rank)] = shard
+
+    def wait(self, rank: int) -> Tensor:
+        if rank == self.rank:
+            return self.shard
+        for work in self.works[rank]:
+            work.wait()
+        return self.whole[self.rows.of(rank)]
+
+
+class _SentScattering(Scattering):
+    def __init__(self, transport: CollectiveTransport, like: Tensor, rows: Rows, width: int) -> None:
+        self.transport, self.rank = transport, transport.rank
+        self.order = [(transport.rank + step) % transport.size for step in range(1, transport.size + 1)]
+        self.inbox = like.new_empty((transport.size, rows.counts[self.rank], width))
+        self.parts = {rank: like.new_empty((rows.counts[rank], width)) for rank in self.order[:-1]}
+        self.parts[self.rank] = self.inbox[self.rank]
+        self.works: list[dist.Work] = []
+
+    def part(self, rank: int) -> Tensor:
+        return self.parts[rank]
+
+    def send(self, rank: int) -> None:
+        if rank == self.rank:
+            return
+        source = (2 * self.rank - rank) % self.transport.size
+        self.works += self.transport.exchange(self.parts[rank], rank, self.inbox[source], source)
+
+    def reduce(self, bias: Tensor | None = None) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return sum_parts(self.inbox, bias)
