@@ -349,3 +349,21 @@ def merge_attentions(
             first.dtype if last else torch.float32,
         )  # fmt: skip
     return from_bhsd(out, layout), lse[0] if layout == "thd" else lse
+
+
+@torch.no_grad()
+def merge_pair(
+    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, *, layout: Layout = "bshd"
+) -> tuple[Tensor, Tensor]:
+    """`merge_attentions` of two parts, not rounded: (out, lse) in float32 (float64 for float64), without gradients.
+
+    Shapes: those of `merge_attentions`; `out` and `other` may differ in dtype, as a sum and what is added to it do.
+    """
+    packed = layout == "thd"
+    if use_kernel("merge_attentions", out):
+        parts = (to_bhsd(out, layout), to_bhsd(other, layout), *((x[None] if packed else x) for x in (lse, other_lse)))
+        merged, merged_lse = _merge_op(*parts, torch.float32)
+        return from_bhsd(merged, layout), merged_lse[0] if packed else merged_lse
+    dtype = acc_dtype(out.dtype)
+    with without_autocast(out.device):
+        return merge_attentions_ref([out.to(dtype), other.to(dtype)], [lse, other_lse], layout=layout)

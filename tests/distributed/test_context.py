@@ -1,0 +1,60 @@
+"""Context parallelism on 2 and 4 gloo ranks gives, in float64, what one rank gives: results and every gradient."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import run_ranks
+
+MOVING = ("ring", "all_gather")
+MODES = (*MOVING, "all_to_all")
+CAUSAL = {"is_causal": True}
+# several documents: long, odd, shorter than there are pieces, of one token, empty
+DOCUMENTS = [37, 1, 0, 3, 20, 2, 8]
+
+
+def case(name: str, modes: tuple[str, ...] = MODES, **facts: Any) -> list[dict[str, Any]]:
+    return [{"name": f"{name}-{mode}", "mode": mode, **facts} for mode in modes]
+
+
+CASES = [
+    *case("causal", length=45, options=CAUSAL, batch=2),
+    *case("full", length=45, batch=2),
+    *case("fewer_tokens_than_pieces", length=3, options=CAUSAL),
+    *case("window", length=61, options={"is_causal": True, "window_size": (9, 0)}),
+    # the keys of most ranks are not seen, nor sent
+    *case("narrow_window", length=64, options={"is_causal": True, "window_size": (2, 0)}),
+    *case("window_both_ways", length=61, options={"window_size": (13, 5)}, batch=2),
+    *case("window_ahead", length=61, options={"window_size": (-1, 4)}),
+    *case("alibi", length=45, options=CAUSAL, alibi=True, batch=2),
+    *case("alibi_full_window", length=45, options={"window_size": (11, 30)}, alibi=True),
+    *case("softcap_scale", length=33, options={**CAUSAL, "softcap": 3.0, "scale": 0.5}),
+    *case("sinks", length=33, options=CAUSAL, sinks=True, batch=2),
+    *case("bhsd", length=29, options=CAUSAL, layout="bhsd", batch=2),
+    *case("sbhd", length=29, options=CAUSAL, layout="sbhd", batch=2),
+    *case("one_key_head", length=29, options=CAUSAL, heads=[4, 1]),
+    *case("three_key_heads", length=29, options=CAUSAL, heads=[12, 3]),
+    *case("odd_heads", MOVING, length=29, options=CAUSAL, heads=[3, 3]),
+    *case("chunks", ("all_to_all",), length=29, options={**CAUSAL, "chunk_size": 8}),
+    *case("prefix", ("all_to_all",), length=29, options={**CAUSAL, "prefix_lengths": [7, 20]}, batch=2),
+    *case("auto", ("auto",), length=45, options=CAUSAL),
+    *case("documents", documents=DOCUMENTS, options=CAUSAL),
+    *case("documents_full", documents=DOCUMENTS),
+    *case("documents_sinks_softcap", documents=DOCUMENTS, options={**CAUSAL, "softcap": 3.0}, sinks=True),
+    *case("documents_window", ("all_to_all", "auto"), documents=DOCUMENTS, options={"window_size": (5, 2)}),
+    *case("documents_alibi", ("all_to_all",), documents=DOCUMENTS, options=CAUSAL, alibi=True),
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_equals_one_rank(world_size: int, tmp_path: Path) -> None:
+    out = str(tmp_path / "errors")
+    ranks = run_ranks(world_size, "-m", "tests.distributed.context_worker", json.dumps(CASES), out)
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout for rank in ranks)
+    for rank in range(world_size):
+        errors = torch.load(f"{out}.{rank}")
+        bad = {c["name"]: e for c, e in zip(CASES, errors, strict=True) if not max(e) < 1e-12}
+        assert not bad, f"rank {rank}: errors of out, dq, dk, dv, dsinks: {bad}"
