@@ -6,7 +6,6 @@ Adds in float32 (float64 for float64) in the order of the first dimension, so th
 first. No backward of its own: the functions of powertrain.parallel call it inside theirs. Bytes: W + 1 times the result.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 

@@ -59,7 +59,7 @@ class Overlap:
     def _adopt(self, transport: Transport, key: str) -> None:
         self.transport, self.key = transport, key
         self.rank, self.size = transport.rank, transport.size
-        self.planner = Planner(transport)
+        self.planner = Planner(transport, transport.rates())
         _open[key] = self
 
     def rows(self, count: int, counts: Sequence[int] | None = None) -> Rows:

@@ -1,12 +1,29 @@
-"""Which way a product takes: overlapped with what travels, or after it."""
+"""Which way a product takes: overlapped with what travels, in how many lanes, or after it.
+
+The times are predicted, not measured: a product by the waves of 128 x 256 tiles it takes on the device's SMs, what
+travels by the link rate that was measured when the transport was opened. All ranks have the same numbers, so all
+choose alike without asking each other.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from powertrain.runtime import checks
+
 if TYPE_CHECKING:
     from powertrain.parallel.transport import Transport
+
+_TILE_M, _TILE_N = 128, 256
+# measured on four H200s (benchmarks/results/2026-11-21_h200_overlap.md), in seconds, bytes/s and share
+_PRODUCT_START = 5e-6  # from one product's end to the next one's start
+_COPY_START = 12e-6  # a copy engine's time for a small copy, with the words around it
+_CALL = 25e-6  # what an overlapped call adds: publishing or summing, the words of all peers
+_COLLECTIVE_START = 30e-6
+_COLLECTIVE_RATE = 0.85  # of the link rate
+_IN_TURN = 0.88  # of the link rate, when copies from one peer follow those from another
+_WORTH = 0.98  # an overlapped call must be predicted to take less than this share of the sequential one
 
 
 class Product(NamedTuple):
@@ -21,20 +38,104 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
+    """lanes: streams that products take turns on. Seconds, predicted; 0 where nothing was predicted."""
+
     sequential: bool
+    lanes: int
     why: str
+    product: float = 0.0
+    collective: float = 0.0
+    overlapped: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """The share of the collective's own time that is not hidden."""
+        taken = self.product + self.collective if self.sequential else self.overlapped
+        return (taken - self.product) / self.collective if self.collective else 0.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device and its links do. flops: dense, of the tensors' dtype; link: bytes/s from one peer."""
+
+    sms: int
+    flops: float
+    link: float
 
 
 class Planner:
-    def __init__(self, transport: "Transport") -> None:
-        self.transport = transport
+    """Chooses once for each product, and keeps what it chose."""
+
+    def __init__(self, transport: "Transport", rates: Rates | None = None) -> None:
+        self.transport, self.rates = transport, rates
         self.choices: dict[Product, Choice] = {}
 
     def choose(self, product: Product) -> Choice:
         found = self.choices.get(product)
         if found is None:
-            found = self.choices[product] = Choice(self.transport.name == "sequential", "asked for")
+            found = self.choices[product] = self._chosen(product)
         return found
 
+    def _chosen(self, product: Product) -> Choice:
+        name = self.transport.name
+        if name == "sequential":
+            return Choice(True, 1, "asked for")
+        if product.rows < self.transport.size:
+            return Choice(True, 1, "fewer rows than ranks")
+        if self.rates is None:
+            return Choice(False, 1, f"{name}: nothing is known of this device's speed")
+        return predict(product, self.transport.size, self.rates)
+
     def explain(self) -> str:
-        return "\n".join(f"{product}: {choice}" for product, choice in self.choices.items())
+        """A line for each product: alone, collective alone, exposed, bound, choice and why."""
+        return "\n".join(_line(product, choice) for product, choice in self.choices.items())
+
+
+def product_seconds(rows: int, width: int, depth: int, rates: Rates, *, whole_waves: bool = True) -> float:
+    """Of [rows, depth] x [depth, width]; without whole waves: with another product to fill the last one."""
+    tiles = -(-rows // _TILE_M) * -(-width // _TILE_N)
+    waves = -(-tiles // rates.sms) if whole_waves else tiles / rates.sms
+    return waves * 2 * _TILE_M * _TILE_N * depth / (rates.flops / rates.sms)
+
+
+def predict(product: Product, size: int, rates: Rates) -> Choice:
+    """The faster way for one product on `size` ranks."""
+    _, rows, width, depth, _ = product
+    chunk = -(-rows // size)
+    travels = chunk * (depth if product.kind == "gather" else width) * product.dtype.itemsize
+    alone = product_seconds(rows, width, depth, rates)
+    collective = _COLLECTIVE_START + (size - 1) * travels / (_COLLECTIVE_RATE * rates.link)
+    step = _COPY_START + travels / (_IN_TURN * rates.link)
+    one = product_seconds(chunk, width, depth, rates)
+    filled = product_seconds(chunk, width, depth, rates, whole_waves=False)
+    takes = {1: _pipeline(one, step, size), 2: _pipeline(filled, step, size) + (one - filled)}
+    lanes = min(takes, key=takes.__getitem__)
+    overlapped = takes[lanes] + _CALL
+    sequential = alone + collective
+    facts = (lanes, alone, collective, overlapped)
+    if overlapped > _WORTH * sequential:
+        return Choice(True, 1, f"overlapped would take {overlapped * 1e3:.3f} ms, one after the other less", *facts[1:])
+    why = "the last wave of one product is filled by the next" if lanes > 1 else "each product fills the device"
+    return Choice(False, lanes, why, *facts[1:])
+
+
+def _pipeline(product: float, step: float, size: int) -> float:
+    """Seconds until the last of `size` products ends, one of which needs nothing to travel, the others a step each."""
+    ended = product + _PRODUCT_START
+    for peer in range(1, size):
+        ended = max(ended, peer * step) + product + _PRODUCT_START
+    return ended
+
+
+def _line(product: Product, choice: Choice) -> str:
+    p, c = product, choice
+    shape = f"{'all-gather, then' if p.kind == 'gather' else ''} {p.rows}x{p.depth} by {p.depth}x{p.width}".strip()
+    name = f"{shape}{', then reduce-scatter' if p.kind == 'scatter' else ''}, {checks.name(p.dtype)}"
+    way = "in sequence" if c.sequential else f"overlapped, {c.lanes} lane{'s' * (c.lanes > 1)}"
+    if not c.collective:
+        return f"{name}: {way} ({c.why})"
+    bound = (c.product + c.collective) / max(c.product, c.collective)
+    return (
+        f"{name}: {way} ({c.why}); predicted: product {c.product * 1e3:.3f} ms, collective {c.collective * 1e3:.3f} ms, "
+        f"exposed {c.exposed:.0%}, at best {bound:.2f}x"
+    )

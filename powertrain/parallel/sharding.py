@@ -19,10 +19,13 @@ from powertrain.runtime import checks
 
 
 class Rows(NamedTuple):
-    """A part of each document on one rank, int32: where it begins among the rank's tokens, and how long it is."""
+    """A part of each document on one rank, int32: where it begins among the rank's tokens, and how long it is.
 
-    starts: Tensor  # [documents + 1]
-    lengths: Tensor  # [documents]
+    Before them stands an empty one at 0: rows of no document get zeros from attention only behind one.
+    """
+
+    starts: Tensor  # [documents + 2]
+    lengths: Tensor  # [documents + 1]
 
 
 class Piece(NamedTuple):
@@ -107,8 +110,8 @@ class Sharding:
         key = ("rows", rank, first, second, device)
         if key not in self._kept:
             pairs = self.pieces(rank)
-            starts = [one.row if first else two.row for one, two in pairs] + [self.length(rank)]
-            lengths = [first * one.length + second * two.length for one, two in pairs]
+            starts = [0, *(one.row if first else two.row for one, two in pairs), self.length(rank)]
+            lengths = [0] + [first * one.length + second * two.length for one, two in pairs]
             self._kept[key] = Rows(*(torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths)))
         kept = self._kept[key]
         assert isinstance(kept, Rows)

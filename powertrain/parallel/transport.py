@@ -12,14 +12,16 @@ ranks, so it does not depend on who was early.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.ops.sum_parts import sum_parts
-
+from powertrain.parallel.peers import CollectiveMismatch
+from powertrain.parallel.planner import Rates
 
 # named so from torch 2.13 on
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -44,6 +46,9 @@ class Rows(NamedTuple):
         return slice(start, start + self.counts[rank])
 
 
+Lane = Callable[[int], AbstractContextManager[Any]]
+
+
 class Gathering(ABC):
     """All ranks' rows, on their way.
 
@@ -59,7 +64,7 @@ class Gathering(ABC):
     def wait(self, rank: int) -> Tensor:
         """That rank's rows [rows.counts[rank], K]; the current stream waits until they are here."""
 
-    def finish(self, outputs: Sequence[Tensor]) -> None:
+    def finish(self, outputs: Sequence[Tensor]) -> None:  # noqa: B027
         """After the last product, whose results are given: what this holds may be used again."""
 
 
@@ -107,10 +112,21 @@ class Transport(ABC):
     def reduce_scatter(self, parts: Tensor, rows: Rows) -> Tensor:
         """parts [rows.total, N] -> this rank's rows of their sum, by one collective."""
 
-    def compare(self, op: str, counts: Sequence[int], operands: Sequence[Tensor | None]) -> None:
+    def rates(self) -> Rates | None:
+        """How fast this device and its links are, where that is known."""
+        return None
+
+    @contextmanager
+    def lanes(self, count: int) -> Iterator[Lane]:
+        """Streams for products to take turns on: enter lane(i) for the i-th. After it all of them have ended."""
+        yield lambda index: nullcontext()
+
+    def compare(  # noqa: B027
+        self, op: str, counts: Sequence[int], operands: Sequence[Tensor | None]
+    ) -> None:
         """In debug mode: raise CollectiveMismatch unless every rank makes this very call now."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Give back memory and threads."""
 
 
@@ -119,9 +135,25 @@ class CollectiveTransport(Transport):
 
     name = "pipelined"
 
-    def __init__(self, group: dist.ProcessGroup, *, debug: bool = False) -> None:
-        self.group, self.debug = group, debug
+    def __init__(self, group: dist.ProcessGroup, *, sequential: bool = False, debug: bool = False) -> None:
+        self.group, self.debug, self.calls = group, debug, 0
         self.rank, self.size = group.rank(), group.size()
+        if sequential:
+            self.name = "sequential"
+
+    def compare(self, op: str, counts: Sequence[int], operands: Sequence[Tensor | None]) -> None:
+        if not self.debug:
+            return
+        shapes = [None if t is None else [*t.shape, str(t.dtype)] for t in operands]
+        self.calls += 1
+        mine = f"call {self.calls}: {op}, rows {list(counts)}, operands {shapes}"
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, mine, group=self.group)
+        other = next((rank for rank, text in enumerate(everyone) if text != everyone[0]), None)
+        if other is not None:
+            raise CollectiveMismatch(
+                f"ranks must make the same calls: rank 0 makes {everyone[0]}; rank {other} makes {everyone[other]}"
+            )
 
     def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
         return _SentGathering(self, shard, rows, keep)

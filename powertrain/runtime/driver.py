@@ -5,6 +5,8 @@ nothing but libcuda, which every machine with a GPU has.
 """
 
 import ctypes
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,6 +42,8 @@ def _cuda() -> Any:
     library.cuFuncGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
     library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     library.cuCtxSetCurrent.argtypes = [pointer]
+    library.cuStreamBatchMemOp_v2.argtypes = [pointer, uint, pointer, uint]
+    library.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
     return library
 
 
@@ -108,3 +112,34 @@ def load(image: bytes, name: str, shared: int, device: int) -> Function:
 def launcher() -> Any:
     """cuLaunchKernel itself: (function, gx, gy, gz, bx, by, bz, shared, stream, params, extra) -> CUresult."""
     return _cuda().cuLaunchKernel
+
+
+class MemoryOps:
+    """Waits and writes of 32-bit words in device memory, made by a stream in order: no kernel, so no SM is needed.
+
+    Made once for words that are used again and again; `enqueue` is then one call of the driver. Also in a captured
+    graph. A write is made after everything before it on the stream is visible to every device.
+    """
+
+    _WAIT, _WRITE, _EQUAL = 1, 2, 1
+    _LAYOUT = struct.Struct("@IxxxxQQIxxxxQQ")  # CUstreamBatchMemOpParams: operation, address, value, flags, alias, -
+
+    def __init__(self, *, wait: Sequence[tuple[int, int]] = (), write: Sequence[tuple[int, int]] = ()) -> None:
+        """(address, value) pairs: first every wait until a word equals the value, then every write."""
+        ops = [(self._WAIT, a, v, self._EQUAL) for a, v in wait] + [(self._WRITE, a, v, 0) for a, v in write]
+        self._count = len(ops)
+        self._params = ctypes.create_string_buffer(b"".join(self._LAYOUT.pack(*op, 0, 0) for op in ops))
+        self._address = ctypes.addressof(self._params)
+        self._call = _cuda().cuStreamBatchMemOp_v2
+
+    def enqueue(self, stream: int) -> None:
+        code = self._call(stream, self._count, self._address, 0)
+        if code:
+            raise LaunchError(f"cannot wait for or write words in device memory: {describe(code)}")
+
+
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Copy device memory, a peer's too, by a copy engine: addresses and bytes."""
+    code = _cuda().cuMemcpyAsync(target, source, nbytes, stream)
+    if code:
+        raise LaunchError(f"cannot copy {nbytes} bytes between devices: {describe(code)}")

@@ -1,0 +1,120 @@
+"""Who the other ranks are, whether they live, and how far they have come: told to each other through the group's store.
+
+Every rank notes a beat each second. On its own host a peer is alive while its process is there, beat or none, since
+a process that compiles or saves may be too busy to beat; elsewhere a peer is gone after 15 seconds without one.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+BEAT = 1.0  # seconds between a rank's beats
+_SILENCE = 15.0  # seconds without a beat after which a peer on another host is gone
+
+
+class PeerTimeout(RuntimeError):
+    """A rank is gone, or did not come in time; the message names it, its host, and the call that waited."""
+
+
+class CollectiveMismatch(RuntimeError):
+    """Ranks made different calls, or the same with other shapes; the message has both."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a rank of a group lives. `machine`: what tells hosts, and process namespaces of one, apart."""
+
+    rank: int
+    global_rank: int
+    host: str
+    machine: str
+    pid: int
+    started: float
+
+    @staticmethod
+    def here(rank: int) -> "Peer":
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        namespace = Path("/proc/self/ns/pid")
+        machine = boot.read_text().strip() if boot.is_file() else socket.gethostname()
+        machine += os.readlink(namespace) if namespace.exists() else ""
+        process = psutil.Process()
+        return Peer(rank, dist.get_rank(), socket.gethostname(), machine, process.pid, process.create_time())
+
+    def __str__(self) -> str:
+        return f"rank {self.global_rank} (host {self.host}, process {self.pid})"
+
+    def runs(self) -> bool:
+        """Whether its process is there; for peers on this machine."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started) < 1.0
+            return same and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
+            return False
+
+
+class Peers:
+    """The ranks of a group as they see each other. `calls` tells how many calls this rank has begun."""
+
+    def __init__(self, group: dist.ProcessGroup, calls: Callable[[], int]) -> None:
+        self.rank, self.size, self._calls = group.rank(), group.size(), calls
+        store = dist.distributed_c10d._get_default_store()
+        self._store: Any = dist.PrefixStore(f"powertrain/peers/{group.group_name}", store)  # type: ignore[attr-defined]
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._beat = 0
+        mine = Peer.here(self.rank)
+        self._store.set(f"peer {self.rank}", json.dumps(mine.__dict__))
+        self.all = [Peer(**json.loads(self._store.get(f"peer {rank}"))) for rank in range(self.size)]
+        self.here = mine
+
+    def beat(self) -> None:
+        """Tell the others that this rank lives. A store that is gone is no reason to fail: pids still tell."""
+        self._beat += 1
+        try:
+            self._store.set(f"beat {self.rank}", f"{self._beat} {self._calls()}")
+        except dist.DistError:
+            pass
+
+    def _heard(self, rank: int) -> tuple[int, int] | None:
+        """(beat, calls) as last told."""
+        try:
+            key = f"beat {rank}"
+            if not self._store.check([key]):
+                return None
+            beat, calls = self._store.get(key).split()
+        except dist.DistError:
+            return None
+        return int(beat), int(calls)
+
+    def gone(self) -> list[Peer]:
+        """Those that are certainly not there any more."""
+        now, lost = time.monotonic(), []
+        for peer in self.all:
+            if peer.rank == self.rank:
+                continue
+            if peer.machine == self.here.machine:
+                if not peer.runs():
+                    lost.append(peer)
+                continue
+            heard = self._heard(peer.rank)
+            beat = heard[0] if heard is not None else -1
+            last, since = self._beats.get(peer.rank, (beat, now))
+            if beat != last:
+                since = now
+            self._beats[peer.rank] = beat, since
+            if now - since > _SILENCE:
+                lost.append(peer)
+        return lost
+
+    def behind(self, calls: int) -> list[Peer]:
+        """Those that have begun fewer calls than this one, as far as they told."""
+        told = [(peer, self._heard(peer.rank)) for peer in self.all if peer.rank != self.rank]
+        return [peer for peer, heard in told if heard is None or heard[1] < calls]
