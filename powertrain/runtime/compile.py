@@ -28,7 +28,7 @@ from powertrain.runtime import store, tracing, worker
 from powertrain.runtime.errors import CompileError, CompileTimeout
 from powertrain.runtime.jobs import jobs
 from powertrain.runtime.settings import settings
-from powertrain.runtime.triton_compat import VERSION_TEXT, lower, ptxas_version
+from powertrain.runtime.triton_compat import VERSION_TEXT, is_gluon, lower, ptxas_version
 
 PER_JOB_BYTES = 768 << 20  # a worker without torch peaks at 150 to 230 MiB, ptxas at 43 to 363 MiB
 _SPEAK_AFTER = 2.0
@@ -183,6 +183,7 @@ class Service:
             "ttir": ttir,
             "options": dict(spec.options),
             "arch": spec.arch,
+            "gluon": is_gluon(spec.kernel.jit),
             "about": spec.about(),
             "store": None if home.trouble else str(home.root),
             "lock_timeout": min(settings().lock_timeout, limit / 2),

@@ -94,11 +94,12 @@ class Loaded:
 
 
 class Kernel:
-    """A Triton kernel under our launch rules. Made by `@kernel`."""
+    """A Triton or Gluon kernel under our launch rules. Made by `@kernel`; Gluon's is made for `archs` alone."""
 
-    def __init__(self, fn: Any, aligned: tuple[str, ...]) -> None:
+    def __init__(self, fn: Any, aligned: tuple[str, ...], jit: Any = triton.jit, archs: tuple[int, ...] = ()) -> None:
         self.fn = fn
-        self.jit = triton.jit(fn)
+        self.jit = jit(fn)
+        self.archs = archs
         self.name = fn.__name__
         self.module = fn.__module__
         self.parameters = inspect.signature(fn).parameters
@@ -111,7 +112,9 @@ class Kernel:
             raise TypeError(f"kernel {self.name}: aligned names {sorted(unknown)}, which are no arguments")
         self._tables: dict[int, dict[Any, Loaded]] = {}  # device -> warm path's key -> kernel
         self._loaded: dict[Any, Loaded] = {}  # (device, specialization) -> kernel
-        self.launch = self._interpret if settings().interpret else _generate(self)
+        self.launch: Callable[..., None] = _generate(self)
+        if settings().interpret:
+            self.launch = self._refuse_to_interpret if archs else self._interpret
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self.launch, grid)
@@ -127,6 +130,9 @@ class Kernel:
             return
         self.jit[grid](*args, **constants)
 
+    def _refuse_to_interpret(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        raise NotImplementedError(f"{self.name}: Gluon has no interpreter; unset POWERTRAIN_INTERPRET")
+
     def _device(self, tensors: dict[str, Tensor]) -> torch.device:
         devices = {tensor.device for tensor in tensors.values()}
         if len(devices) > 1:
@@ -141,6 +147,9 @@ class Kernel:
         """The Spec of a launch: argument values and constants to types, alignment and options."""
         from powertrain.runtime.compile import Spec
 
+        if self.archs and arch not in self.archs:
+            known = ", ".join(f"sm_{known}" for known in self.archs)
+            raise NotImplementedError(f"{self.name}: written for {known}, asked of sm_{arch}")
         options = {name: constants[name] for name in OPTIONS if constants[name] is not None}
         constants = {name: value for name, value in constants.items() if name not in OPTIONS}
         constants.update({name: None for name in self.pointers if values[name] is None})
@@ -309,3 +318,10 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
 def kernel(*, aligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]:
     """Declare a kernel. `aligned` names integers, besides the strides, worth specializing on being multiples of 16."""
     return lambda fn: Kernel(fn, aligned)
+
+
+def gluon_kernel(*, archs: tuple[int, ...], aligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]:
+    """Declare a Gluon kernel written for the instructions of `archs`; asked of another, it is refused by name."""
+    from powertrain.runtime.gluon_compat import gluon
+
+    return lambda fn: Kernel(fn, aligned, gluon.jit, archs)

@@ -116,6 +116,10 @@ def _parse(backend: Any, options: Mapping[str, Any]) -> Any:
     return backend.parse_options({"enable_fp_fusion": True, **options})
 
 
+def is_gluon(jit: Any) -> bool:
+    return bool(jit.is_gluon())
+
+
 def lower(
     jit: Any,
     signature: Mapping[str, str],
@@ -124,13 +128,17 @@ def lower(
     options: Mapping[str, Any],
     arch: int,
 ) -> str:
-    """A kernel's TTIR, as text without source locations, so that equal kernels give equal cubins."""
+    """A kernel's TTIR (Gluon's: TTGIR), as text without source locations, so that equal kernels give equal cubins."""
     from triton._C.libtriton import ir
     from triton.compiler.compiler import ASTSource
 
+    if is_gluon(jit):
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        Source = ASTSource
     names = list(jit.arg_names)
     backend = _backend(arch)
-    source = ASTSource(
+    source = Source(
         jit,
         dict(signature),
         {(names.index(name),): value for name, value in constants.items()},
@@ -146,8 +154,9 @@ def lower(
     return str(module)
 
 
-def compile_ttir(path: Path, options: Mapping[str, Any], arch: int) -> tuple[dict[str, Any], bytes, str]:
-    """TTIR in a file to (launch facts, cubin, PTX). May hang or abort the process: only workers call it."""
+def compile_ir(path: Path, options: Mapping[str, Any], arch: int, gluon: bool) -> tuple[dict[str, Any], bytes, str]:
+    """TTIR (Gluon's: TTGIR) in a file to (launch facts, cubin, PTX). May hang or abort the process (LLVM does when
+    sm_90's wgmma is asked of another arch): only workers call it."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import Language
 
@@ -159,7 +168,7 @@ def compile_ttir(path: Path, options: Mapping[str, Any], arch: int) -> tuple[dic
     module = ir.parse_mlir_module(str(path), context)
     module.context = context
     stages: dict[str, Any] = {}
-    backend.add_stages(stages, parsed, Language.TRITON)
+    backend.add_stages(stages, parsed, Language.GLUON if gluon else Language.TRITON)
     metadata: dict[str, Any] = {**parsed.__dict__, "target": backend.target}
     results: dict[str, Any] = {}
     for name, stage in stages.items():

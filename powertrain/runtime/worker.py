@@ -146,7 +146,7 @@ def _compile(request: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byt
         started = time.monotonic()
         source = folder / f"{key[:16]}.ttir"
         source.write_text(request["ttir"])
-        facts, cubin, ptx = triton_compat.compile_ttir(source, request["options"], request["arch"])
+        facts, cubin, ptx = triton_compat.compile_ir(source, request["options"], request["arch"], request["gluon"])
         image = folder / f"{key[:16]}.cubin"
         image.write_bytes(cubin)
         facts.update(triton_compat.resource_usage(image))

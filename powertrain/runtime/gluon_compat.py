@@ -1,0 +1,142 @@
+"""Gluon (Triton's lower-level language) as our kernels use it: one name for what differs between Triton 3.6 and 3.9.
+
+    name here       Triton 3.6, 3.7                    3.8                3.9
+    tma_load        tma.async_copy_global_to_shared    both names         tma.async_load
+    tma_store       tma.async_copy_shared_to_global    both names         tma.async_store
+    tma_store_add   the builder's create_async_tma_reduce                 tma.async_atomic_add
+    barrier         gl.thread_barrier                  gl.thread_barrier  gl.barrier
+    expect          keyword `bytes`                                       keyword `bytes_per_cta`; here by position
+
+Below them, what Gluon has no word for, as PTX: flags between GPUs and the fences that go with TMA. Scalars given to
+inline assembly are the same in every thread, so each runs in all threads of the partition that calls it.
+"""
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+__all__ = [
+    "add_and_fetch",
+    "barrier",
+    "fence_proxy_async",
+    "gl",
+    "gluon",
+    "hopper",
+    "kept",
+    "load_acquire",
+    "mbarrier",
+    "store_release",
+    "stores_landed",
+    "tma",
+    "tma_load",
+    "tma_store",
+    "tma_store_add",
+    "trouble",
+]
+
+tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
+@_core.builtin
+def _tma_reduce_add(tensor_desc, coord, src, _semantic=None):  # type: ignore[no-untyped-def]
+    from triton._C.libtriton import ir
+
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+tma_store_add: Any = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
+
+
+def trouble() -> str | None:
+    """What this Triton lacks of what our Gluon kernels use, or None."""
+    wanted = {
+        "tma.make_tensor_descriptor": tma,
+        "warpgroup_mma": hopper,
+        "warpgroup_mma_wait": hopper,
+        "fence_async_shared": hopper,
+        "mbarrier.expect": mbarrier,
+        "warp_specialize": gl,
+        "inline_asm_elementwise": gl,
+        "NVMMADistributedLayout": gl,
+        "NVMMASharedLayout": gl,
+    }
+    missing = [name for name, place in wanted.items() if not hasattr(place, name.rpartition(".")[2])]
+    return f"this Triton's Gluon has no {', '.join(missing)}" if missing else None
+
+
+@gluon.jit
+def kept(value):  # type: ignore[no-untyped-def]
+    """`value`, which the compiler must not take for unused: Triton 3.6 drops what a loop carries when it serves as
+    the bound of an inner loop alone, and the inner loop then starts anew each time."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load_acquire(ptr):  # type: ignore[no-untyped-def]
+    """The int32 at `ptr`, which any GPU or copy engine may write; what it was written after is seen from here on."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def store_release(ptr, value):  # type: ignore[no-untyped-def]
+    """Write the int32 `value` to `ptr`, a peer's perhaps, after everything this thread has seen written."""
+    gl.inline_asm_elementwise(
+        "st.release.sys.global.b32 [$1], $2; mov.u32 $0, $2;",
+        "=r,l,r",
+        [ptr, value],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def add_and_fetch(ptr, value):  # type: ignore[no-untyped-def]
+    """What the int32 at `ptr` was before the calling warp added `value` to it, once; acquires and releases."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        bar.warp.sync 0xffffffff;
+        @first atom.acq_rel.sys.global.add.s32 lane, [$1], $2;
+        shfl.sync.idx.b32 $0, lane, 0, 31, 0xffffffff;
+        }""",
+        "=r,l,r",
+        [ptr, value],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def fence_proxy_async(value):  # type: ignore[no-untyped-def]
+    """What this thread has acquired may be read by TMA (the async proxy) from here on. Returns `value`."""
+    return gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def stores_landed(value):  # type: ignore[no-untyped-def]
+    """Wait until this thread's TMA stores are written, not only read from shared memory; then make them part of what
+    it releases, to other GPUs too. Returns `value`."""
+    return gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; fence.acq_rel.sys; mov.b32 $0, $1;",
+        "=r,r",
+        [value],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
