@@ -9,9 +9,9 @@ One CTA an SM walks over tiles of c. A *loader* warp fetches blocks of a and b b
 *consumer* warpgroups multiply, half a tile each; two *storer* warps write the halves by TMA while the next tile is
 being multiplied. Descriptors are made on the device, so pointers may come from device memory.
 
-`Gathered` input: a's rows come in chunks that other GPUs or copy engines write while the GEMM runs. The loader waits for
-a chunk's flag once, before its first tile of that chunk. Nothing else waits, and no host and no other kernel is needed
-for a flag to be seen. Whoever writes the chunk must not need an SM: this kernel may hold them all.
+`Gathered` input: a's rows come in chunks that other GPUs or copy engines write while the GEMM runs. The loader waits
+for a chunk's flag once, before its first tile of that chunk. Nothing else waits, and no host and no other kernel is
+needed for a flag to be seen. Whoever writes the chunk must not need an SM: this kernel may hold them all.
 
 `Scattered` output: the rows of each chunk go to an address of their own, another GPU's memory perhaps. When all of a
 chunk's tiles are written the last storer sets the chunk's flag, over there.
@@ -25,7 +25,7 @@ Source: CUTLASS's warp-specialised persistent kernels for the division of labour
 and async proxy.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def _chunk(bounds_ptr, order_ptr, position, M, CHUNKED: gl.constexpr):
 
 @gluon.jit
 def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
-    """Tile number to (row, column) of tiles: GROUP_M rows of tiles by all columns, so that what they read stays in L2."""
+    """Tile number to (row, column): GROUP_M rows of tiles by all columns, so that what they read stays in L2."""
     first = tile // (GROUP_M * tiles_n) * GROUP_M
     height = gl.minimum(tiles_m - first, GROUP_M)
     tile -= first * tiles_n
@@ -150,8 +150,12 @@ def _load(
     tile = gl.program_id(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
+    chunk, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
     for position in range(chunks):
-        chunk, start, end = _chunk(bounds_ptr, order_ptr, position, M, CHUNKED)
+        # asked for now, used after this chunk's tiles
+        next_chunk, next_start, next_end = _chunk(
+            bounds_ptr, order_ptr, gl.minimum(position + 1, chunks - 1), M, CHUNKED
+        )
         tiles_m = gl.cdiv(end - start, BLOCK_M)
         tiles = tiles_m * tiles_n
         is_local = (chunk >= local_first) & (chunk < local_end)
@@ -185,6 +189,7 @@ def _load(
                     tma_load(b_desc, [col, k], bar, b_smem.index(stage))
                 stage, phase = _advance(stage, phase, STAGES)
         tile = _behind(tile, tiles)
+        chunk, start, end = next_chunk, next_start, next_end
 
 
 @gluon.jit
@@ -242,8 +247,10 @@ def _consume(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     c_phase = gl.to_tensor(1)
+    _, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
     for position in range(chunks):
-        _, start, end = _chunk(bounds_ptr, order_ptr, position, M, CHUNKED)
+        # asked for now, used after this chunk's tiles
+        _, next_start, next_end = _chunk(bounds_ptr, order_ptr, gl.minimum(position + 1, chunks - 1), M, CHUNKED)
         tiles_m = gl.cdiv(end - start, BLOCK_M)
         tiles = tiles_m * tiles_n
         for t in range(tile, tiles, gl.num_programs(0)):
@@ -283,6 +290,28 @@ def _consume(
                     right, c_smem.index(CONSUMER), c_full.index(CONSUMER), c_empty.index(CONSUMER), c_phase
                 )
         tile = _behind(tile, tiles)
+        start, end = next_start, next_end
+
+
+@gluon.jit
+def _copy_out(c_smem, base, row, col, rows, N, stride_cm):
+    """Shared memory to [rows, N] at `base` by one warp's ordinary stores; N and its place in multiples of 8."""
+    ROWS: gl.constexpr = c_smem.shape[0]
+    COUNT: gl.constexpr = ROWS // 8 * c_smem.shape[1] // 64
+    # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
+    swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], c_smem.dtype)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    pieces = c_smem._reinterpret(c_smem.dtype, [COUNT, 8, 64], swizzle)
+    for piece in range(COUNT):
+        r = row + piece % (ROWS // 8) * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
+        c = col + piece // (ROWS // 8) * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))
+        place = base + gl.expand_dims(r.to(gl.int64) * stride_cm, 1) + gl.expand_dims(c, 0)
+        mask = gl.expand_dims(r < rows, 1) & gl.expand_dims(c < N, 0)
+        gl.store(
+            gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16]),
+            pieces.index(piece).load(layout),
+            mask=gl.max_constancy(mask, [1, 8]),
+        )
 
 
 @gluon.jit
@@ -304,6 +333,7 @@ def _store(
     CHUNKED: gl.constexpr,
     SCATTERED: gl.constexpr,
     ADD: gl.constexpr,
+    PLAIN: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -318,8 +348,12 @@ def _store(
     tiles_n = gl.cdiv(N, BLOCK_N)
     tile = gl.program_id(0)
     phase = gl.to_tensor(0)
+    chunk, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
     for position in range(chunks):
-        chunk, start, end = _chunk(bounds_ptr, order_ptr, position, M, CHUNKED)
+        # asked for now, used after this chunk's tiles
+        next_chunk, next_start, next_end = _chunk(
+            bounds_ptr, order_ptr, gl.minimum(position + 1, chunks - 1), M, CHUNKED
+        )
         tiles_m = gl.cdiv(end - start, BLOCK_M)
         tiles = tiles_m * tiles_n
         # a descriptor that ends where the chunk ends: a tile that reaches beyond writes nothing there
@@ -335,7 +369,11 @@ def _store(
             row = tile_m * BLOCK_M + CONSUMER * ROWS
             for part in gl.static_range(SPLIT):
                 mbarrier.wait(c_full.index(CONSUMER), phase)
-                if ADD:
+                if PLAIN:
+                    _copy_out(
+                        c_smem.index(CONSUMER), base, row, tile_n * BLOCK_N + part * COLS, end - start, N, stride_cm
+                    )
+                elif ADD:
                     tma_store_add(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))
                 else:
                     tma_store(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))
@@ -353,6 +391,7 @@ def _store(
                 if CONSUMER == 0:
                     store_release(gl.load(signals_ptr + chunk).to(gl.pointer_type(gl.int32)), ready)
         tile = _behind(tile, tiles)
+        chunk, start, end = next_chunk, next_start, next_end
     stores_landed(tile)
 
 
@@ -383,6 +422,7 @@ def _gemm_kernel(
     local_end,
     LAYOUT: gl.constexpr,
     ADD: gl.constexpr,
+    PLAIN: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -435,7 +475,7 @@ def _gemm_kernel(
         )),
         (_store, (
             c_ptr, targets_ptr, counters_ptr, signals_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
-            stride_c, ready, CHUNKED, SCATTERED, ADD, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
+            stride_c, ready, CHUNKED, SCATTERED, ADD, PLAIN, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
         )),
         ], [1, 1], [40, 40])  # fmt: skip
     else:
@@ -455,11 +495,11 @@ def _gemm_kernel(
         )),
         (_store, (
             c_ptr, targets_ptr, counters_ptr, signals_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
-            stride_c, ready, CHUNKED, SCATTERED, ADD, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
+            stride_c, ready, CHUNKED, SCATTERED, ADD, PLAIN, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
         )),
         (_store, (
             c_ptr, targets_ptr, counters_ptr, signals_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
-            stride_c, ready, CHUNKED, SCATTERED, ADD, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 1,
+            stride_c, ready, CHUNKED, SCATTERED, ADD, PLAIN, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 1,
         )),
         ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
 
@@ -494,7 +534,8 @@ class Plan(NamedTuple):
     stages: int = 3
     group_m: int = 16
     consumers: int = 2
-    split: int = 1
+    split: int = 1  # parts in which a consumer hands over its half
+    plain_stores: bool = False  # by ordinary stores, should TMA not reach the targets
 
 
 def why_not(a: Tensor, b: Tensor, out: Tensor | None) -> str | None:
@@ -548,19 +589,23 @@ def hopper_gemm(
         raise ValueError("hopper_gemm: gathered must be None for layout tn, whose a has no rows of the result")
     if plan is None:
         plan = Plan(split=2 if accumulate else 1)
-    device = a.device
-    per_sm = num_sms or Target.of(device).num_sms
-    tiles = (cdiv(M, plan.block_m) + (chunked.order.numel() if chunked else 0)) * cdiv(N, plan.block_n)
+    if plan.plain_stores:
+        checks.require(N % 8 == 0, "hopper_gemm", "N", "be a multiple of 8 with plain_stores", N)
+    chunks = chunked.order.numel() if chunked else 1
+    local = gathered.local if gathered else None
+    local_first, local_end = gathered.local_chunks if gathered else (0, 0)
+    tiles = (cdiv(M, plan.block_m) + (chunks if chunked else 0)) * cdiv(N, plan.block_n)
     g, s = gathered, scattered
-    local_first, local_end = g.local_chunks if g else (0, 0)
-    _gemm_kernel[(min(per_sm, tiles),)](
-        a, b, out, bias, g.local if g else None,
+    stride_c = s.stride if s else 0 if out is None else out.stride(0)
+    _gemm_kernel[(min(num_sms or Target.of(a.device).num_sms, tiles),)](
+        a, b, out, bias, local,
         chunked.bounds if chunked else None, chunked.order if chunked else None, g.flags if g else None,
         s.targets if s else None, s.counters if s else None, s.signals if s else None,
-        M, N, K, chunked.order.numel() if chunked else 1,
-        a.stride(0), b.stride(0), s.stride if s else out.stride(0), g.local.stride(0) if g and g.local is not None else 0,
+        M, N, K, chunks,
+        a.stride(0), b.stride(0), stride_c, 0 if local is None else local.stride(0),
         g.flags.stride(0) if g else 0, chunked.ready if chunked else 0, local_first, local_end,
-        LAYOUT=layout, ADD=accumulate, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
+        LAYOUT=layout, ADD=accumulate, PLAIN=plan.plain_stores,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
         STAGES=plan.stages, GROUP_M=plan.group_m, CONSUMERS=plan.consumers, SPLIT=plan.split,
         num_warps=8 // plan.consumers,
     )  # fmt: skip
