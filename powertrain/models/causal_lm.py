@@ -41,8 +41,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.dropout = config, dropout
-        # under tensor parallelism: parallelize.LossShare
-        self.loss_share: Callable[..., Tensor] | None = None
+        self.spread = Whole()
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned_positions else None
         self.layers = nn.ModuleList(layers)
@@ -67,33 +66,35 @@ class CausalLM(nn.Module):
         logits_at: Tensor | None = None,
         z_loss: float = 0.0,
     ) -> Tensor:
-        states = self.hidden_states(tokens, Context(position_ids, document_ids, cache))
+        states = self.hidden_states(tokens, self.spread.context(tokens, Context(position_ids, document_ids, cache)))
         if cache is not None:
             cache.advance(tokens.shape[1] if lengths is None else lengths)
         head = partial(_head, self.embed.weight, None) if self.head is None else self.head
+        if labels is None:
+            states = self.spread.gathered(states, tokens)
         if logits_at is not None:
             states = states[torch.arange(len(states), device=states.device), logits_at]
         if labels is None:
             return head(states)
-        loss = partial(head, z_loss=z_loss)
-        return loss(states, labels) if self.loss_share is None else self.loss_share(loss, states, labels)
+        return self.spread.loss(partial(head, z_loss=z_loss), states, labels)
 
     def hidden_states(self, tokens: Tensor, context: Context) -> Tensor:
-        """What the head sees [B, S, hidden_size]."""
+        """What the head sees [B, S, hidden_size]; under tensor parallelism this rank's tokens [t, hidden_size]."""
         x, residual = self._embedded(tokens, context), None
         for layer in self.layers:
             x, residual = layer(x, residual, context)
         if residual is not None and self.dropout and self.training:
             x, residual = bias_dropout_add(x, None, residual, self.dropout), None
+        x, residual = self.spread.left(x), None if residual is None else self.spread.left(residual)
         if self.norm is None:
             return x if residual is None else x + residual
         return self.norm(x) if residual is None else self.norm(x, residual)[0]
 
     def _embedded(self, tokens: Tensor, context: Context) -> Tensor:
-        x = self.embed(tokens)
+        x = self.embed(self.spread.own(tokens, tokens))
         if self.positions is not None:
-            x = x + self.positions(_positions(tokens, context))
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+            x = x + self.positions(self.spread.own(_positions(tokens, context), tokens))
+        return self.spread.entered(F.dropout(x, self.dropout, self.training) if self.dropout else x)
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
@@ -104,6 +105,34 @@ class CausalLM(nn.Module):
         heads, dim, dim_v = attention.cache_shape
         weight = self.embed.weight
         return KVCache(len(self.layers), batch, max_length, heads, dim, dim_v, device=weight.device, dtype=weight.dtype)
+
+
+class Whole:
+    """Where a model's tokens are: all of them here. Tensor parallelism has another way (parallelize.TokenSpread)."""
+
+    def context(self, tokens: Tensor, context: Context) -> Context:
+        """What layers are told of `tokens` [B, S]."""
+        return context
+
+    def own(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """What this rank has of something that each of `tokens` [B, S] has one of, x [B, S] or [S]."""
+        return x
+
+    def entered(self, x: Tensor) -> Tensor:
+        """The stream before the first layer."""
+        return x
+
+    def left(self, x: Tensor) -> Tensor:
+        """The stream after the last layer."""
+        return x
+
+    def gathered(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """What the head sees, of all `tokens`: [B, S, D]."""
+        return states
+
+    def loss(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:
+        """The mean over all labels [B, S], by a function (states, labels) -> mean."""
+        return mean_loss(states, labels)
 
 
 class Head(nn.Linear):

@@ -116,9 +116,10 @@ def _norm(config: Config) -> nn.Module:
 
 # what tensor parallelism spreads in a layer (parallelize.py)
 TENSOR_PLAN = {
+    "attention_norm": "own",
+    "mlp_norm": "own",
     "attention.qkv": "columns",
     "attention.out": "rows",
-    "mlp": "input",
     "mlp.gate": "columns",
     "mlp.up": "columns",
     "mlp.down": "rows",

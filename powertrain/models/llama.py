@@ -77,11 +77,12 @@ def _block(config: Config, layer: int) -> Block:
 
 # what tensor parallelism spreads in a layer (parallelize.py)
 TENSOR_PLAN = {
+    "attention_norm": "own",
+    "mlp_norm": "own",
     "attention.qkv": "columns",
-    "attention.q_norm": "heads_norm",
-    "attention.k_norm": "heads_norm",
+    "attention.q_norm": "own",
+    "attention.k_norm": "own",
     "attention.out": "rows",
-    "mlp": "input",
     "mlp.gate": "columns",
     "mlp.up": "columns",
     "mlp.down": "rows",

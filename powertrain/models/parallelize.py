@@ -1,12 +1,12 @@
-"""Spread a model over a mesh of processes: tensor parallel by DTensor, then FSDP2, from outside the model.
+"""Spread a model over a mesh of processes: tensor parallel, overlapped, then FSDP2, from outside the model.
 
-    tensor     each rank has some heads and some MLP columns of every layer; the residual stream is whole on all of
-               them, so a layer's two output projections each end in an all-reduce
+    tensor     each rank has some heads and some MLP columns of every layer (powertrain/nn/parallel.py), and between
+               them some of the tokens: the residual stream, its norms and dropout are spread by tokens
     shard      FSDP: a layer's parameters are gathered when it runs;  replicate: copies of that whole arrangement (HSDP)
 
 What stands outside the layers (embeddings, final norm, head) is sharded over shard x tensor together: tensor ranks are
-data-parallel there, each takes its part of the tokens through the head. FSDP averages a parameter's gradients over the
-ranks that share it; `LossShare` states its loss so that this average is right.
+data-parallel there, each embeds its own tokens and takes them through the head, and no state travels. FSDP averages a
+parameter's gradients over the ranks that share it; `TokenSpread` scales gradients so that this average is right.
 """
 
 import warnings
@@ -14,26 +14,22 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
 
+from powertrain.models.causal_lm import Whole
 from powertrain.models.config import ModelConfig, architecture
+from powertrain.nn.attention import Context
+from powertrain.nn.parallel import ColumnParallelLinear, RowParallelLinear, replicate
+from powertrain.nn.tokens import even_rows, gather_tokens
+from powertrain.parallel.overlap import Overlap
 
 # a layer hands on the stream that it was given; nothing here writes into it
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
-# of a layer's module: which dim of its weight is spread; `input`: it makes a DTensor of its input, once for all in it
-Spread = Literal["rows", "columns", "heads_norm", "input"]
+# of a layer's module: columns, rows: its weight is spread; own: whole on every rank, used on its own tokens or heads
+Style = Literal["columns", "rows", "own"]
 
 
 def parallelize(
@@ -43,18 +39,22 @@ def parallelize(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool = True,
-) -> None:
+    transport: str = "auto",
+) -> Overlap | None:
     """Spread a model, on the meta device or not, over a mesh replicate x shard x tensor. In place.
 
     Parameters become DTensors; in a forward they are gathered in `param_dtype`, and gradients summed in `reduce_dtype`.
+    transport   how states travel between tensor ranks; see Overlap
+    Returns the tensor ranks' overlap, None if there is one rank.
     Raises ValueError naming the key for sizes that `tensor` does not divide.
     """
     tensor, shard = mesh["tensor"], mesh["replicate", "shard"]
-    whole = shard
+    whole, overlap = shard, None
     if tensor.size() > 1:
         check_tensor(model.config, tensor.size())
+        overlap = Overlap(tensor, transport=transport)
         _spread_layers(model, tensor)
-        model.loss_share = LossShare(tensor)
+        model.spread = TokenSpread(overlap)
         names = ("replicate", "shard")
         whole = init_device_mesh(mesh.device_type, (mesh.shape[0], mesh.shape[1] * mesh.shape[2]), mesh_dim_names=names)
     if mesh["replicate"].size() == 1:
@@ -68,6 +68,7 @@ def parallelize(
     outside = [] if model.head is None else [model.embed, model.head]
     for module in (*outside, model):
         fully_shard(module, mesh=whole, mp_policy=policy, reshard_after_forward=False)
+    return overlap
 
 
 def check_tensor(config: ModelConfig, size: int) -> None:
@@ -81,39 +82,27 @@ def check_tensor(config: ModelConfig, size: int) -> None:
 
 
 def _spread_layers(model: Any, mesh: DeviceMesh) -> None:
-    plan: dict[str, Spread] = architecture(model.config.architecture).TENSOR_PLAN
+    plan: dict[str, Style] = architecture(model.config.architecture).TENSOR_PLAN
     for block in model.layers:
-        there = {name: _style(spread) for name, spread in plan.items() if _has(block, name)}
-        parallelize_module(block, mesh, there)
+        for name, style in plan.items():
+            _spread_module(block, name, style, mesh)
         block.attention.first_head = mesh.get_local_rank() * block.attention.num_heads // mesh.size()
 
 
-def _has(block: nn.Module, name: str) -> bool:
+def _spread_module(block: nn.Module, name: str, style: Style, mesh: DeviceMesh) -> None:
+    """The module of that name, if the block has it, in place."""
     parent, _, last = name.rpartition(".")
-    return getattr(block.get_submodule(parent), last, None) is not None
-
-
-def _style(spread: Spread) -> ParallelStyle:
-    match spread:
+    owner = block.get_submodule(parent)
+    module = getattr(owner, last, None)
+    if module is None:
+        return
+    match style:
         case "columns":
-            return ColwiseParallel()
+            setattr(owner, last, ColumnParallelLinear.from_linear(module, mesh))
         case "rows":
-            return RowwiseParallel()
-        case "input":
-            return PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
-        case "heads_norm":
-            return _HeadsNorm()
-
-
-class _HeadsNorm(ParallelStyle):
-    """A norm over this rank's heads, one weight for all: a DTensor, whose gradient powertrain/nn/norm.py sums."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def replicate(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            for name, p in part.named_parameters(recurse=False):
-                part.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [Replicate()])))
-
-        return distribute_module(module, device_mesh, replicate)
+            setattr(owner, last, RowParallelLinear.from_linear(module, mesh))
+        case "own":
+            replicate(module, mesh)
 
 
 def weighed(labels: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,48 +114,70 @@ def weighed(labels: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(count > 0, labels, 0), count / total.clamp(min=1)
 
 
-class LossShare:
-    """Each tensor rank takes its part of the tokens through the head, instead of all of them every one.
+class TokenSpread(Whole):
+    """Each tensor rank has consecutive tokens of the batch, one sequence behind the other, in and outside the layers.
 
-    (mean_loss of (states, labels), states [B, S, D], labels [B, S]) -> the mean loss over all, equal on every rank.
-    The average over tensor ranks of the gradients that each computes is the gradient of that mean.
+    The loss is equal on every rank; each differentiates its own part of it, times the number of ranks. So the average
+    over tensor ranks of the gradients outside the layers is the gradient of that loss. In the layers gradients are
+    summed over the ranks: there they are divided, behind the last layer, and multiplied again before the first.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()
+    def __init__(self, overlap: Overlap) -> None:
+        self.overlap = overlap
 
-    def __call__(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:
-        states, labels = states.flatten(0, -2), labels.flatten()
-        missing = -len(labels) % self.size
-        if missing:
-            states, labels = F.pad(states, (0, 0, 0, missing)), F.pad(labels, (0, missing), value=-100)
-        part, weight = weighed(labels.chunk(self.size)[self.rank], (labels != -100).sum())
-        loss = mean_loss(_Part.apply(states, self), part)
-        return _MeanOfRanks.apply(loss * (weight * self.size), self)
+    def context(self, tokens: Tensor, context: Context) -> Context:
+        if context.cache is not None:
+            raise NotImplementedError("CausalLM: cache must be None under tensor parallelism, got a KVCache")
+        if tokens.numel() < self.overlap.size:
+            raise ValueError(
+                f"CausalLM: tokens must be at least as many as tensor-parallel ranks ({self.overlap.size}), "
+                f"got {list(tokens.shape)}"
+            )
+        return context._replace(shape=(tokens.shape[0], tokens.shape[1]))
+
+    def own(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x.expand_as(tokens).flatten().split(self._rows(tokens))[self.overlap.rank]
+
+    def entered(self, x: Tensor) -> Tensor:
+        return _ScaledGradient.apply(x, float(self.overlap.size))
+
+    def left(self, x: Tensor) -> Tensor:
+        return _ScaledGradient.apply(x, 1.0 / self.overlap.size)
+
+    def gathered(self, states: Tensor, tokens: Tensor) -> Tensor:
+        # what follows is the same on every rank, and stated as often as there are ranks: see `left`
+        whole = gather_tokens(_ScaledGradient.apply(states, float(self.overlap.size)), self.overlap, self._rows(tokens))
+        return whole.unflatten(0, tokens.shape)
+
+    def loss(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:
+        part, weight = weighed(self.own(labels, labels), (labels != -100).sum())
+        return _MeanOfRanks.apply(mean_loss(states, part) * (weight * self.overlap.size), self.overlap)
+
+    def _rows(self, tokens: Tensor) -> list[int]:
+        return list(even_rows(tokens.numel(), self.overlap.size))
 
 
-class _Part(torch.autograd.Function):
-    """x [N, D], the same on every rank -> its part [N / size, D]; backward gathers, and divides by size (LossShare)."""
+class _ScaledGradient(torch.autograd.Function):
+    """x as it is; its gradient times a factor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: LossShare) -> Tensor:
-        ctx.share = share
-        return x.chunk(share.size)[share.rank].clone()
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dpart: Tensor) -> tuple[Tensor, None]:
-        share = ctx.share
-        return DTensor.from_local(dpart / share.size, share.mesh, [Shard(0)]).full_tensor(), None
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx * ctx.factor, None
 
 
 class _MeanOfRanks(torch.autograd.Function):
     """The mean over the ranks of a group; the gradient goes through unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, share: LossShare) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, overlap: Overlap) -> Tensor:
         total = loss.clone()
-        torch.distributed.all_reduce(total, group=share.mesh.get_group())
-        return total / share.size
+        torch.distributed.all_reduce(total, group=overlap.group)
+        return total / overlap.size
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:

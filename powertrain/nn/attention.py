@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from powertrain.nn.cache import KVCache
 from powertrain.nn.norm import RMSNorm
+from powertrain.nn.parallel import columns
 from powertrain.ops.attention import attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.rope import rope, rope_qkv
@@ -21,11 +22,13 @@ class Context(NamedTuple):
     position_ids   [B, S] int64: where tokens stand, if not at 0, 1, 2 ...
     document_ids   [B, S] int32: tokens see those with their own id only
     cache          keys and values of earlier tokens, while generating
+    shape          (B, S) where x is this rank's share of the tokens, [t, hidden_size]; None: x is [B, S, hidden_size]
     """
 
     position_ids: Tensor | None = None
     document_ids: Tensor | None = None
     cache: KVCache | None = None
+    shape: tuple[int, int] | None = None
 
 
 class Rotary(NamedTuple):
@@ -58,7 +61,7 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """x [B, S, hidden_size] -> [B, S, hidden_size], causal.
+    """x [B, S, hidden_size] -> [B, S, hidden_size], causal; with Context.shape [t, hidden_size] -> the same.
 
     The projection is packed by kv head, "grouped" as GPT-NeoX and Megatron do: for each its query heads, its key, its
     value. So it can be sharded by kv head. For one query head each that is GPT-NeoX's own layout.
@@ -108,7 +111,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
         # heads are counted from what came out: under tensor parallelism it is this rank's share of them
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        (qkv,) = columns(x, self.qkv, shape=context.shape)
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))
         cache = context.cache
         if cache is None:
             q, k, v = self._rotated(qkv, context.position_ids)

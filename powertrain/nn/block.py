@@ -16,8 +16,9 @@ Recompute = Literal["none", "selective", "full"]
 class Block(nn.Module):
     """(x, residual) -> (x, residual): the stream is their sum, which the next norm takes in the same kernel.
 
-    Shapes: x and residual [B, S, hidden_size]; residual None: x alone, before the first layer.
-        attention, mlp            modules; attention takes (x, Context)
+    Shapes: x and residual [B, S, hidden_size], or a rank's tokens (Context.shape); residual None: x alone, before the
+    first layer.
+        attention, mlp            modules that take (x, Context)
         attention_norm, mlp_norm  modules that take (x, residual); with mlp_norm None both halves read attention_norm
         parallel                  stream + attention(norm(stream)) + mlp(norm'(stream)) (GPT-J, GPT-NeoX)
         dropout                   of what each half adds
@@ -52,12 +53,12 @@ class Block(nn.Module):
         x = self.attention(y, context)
         assert self.mlp_norm is not None
         y, stream = self._normed(self.mlp_norm, x, stream)
-        return self.mlp(y), stream
+        return self.mlp(y, context), stream
 
     def _parallel(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         y, stream = self._normed(self.attention_norm, x, residual)
         mlp_input = y if self.mlp_norm is None else self.mlp_norm(stream)
-        return self.attention(y, context) + self.mlp(mlp_input), stream
+        return self.attention(y, context) + self.mlp(mlp_input, context), stream
 
     def _normed(self, norm: Callable[..., Any], x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """norm(stream) and the stream itself."""
@@ -79,7 +80,7 @@ _KEPT = {
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in _KEPT or "attention" in op.name() or "grouped" in op.name()
+    kept = op in _KEPT or "attention" in op.name() or "gemm" in op.name()
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from powertrain.nn.attention import Context
+from powertrain.nn.parallel import columns
 from powertrain.ops.activations import Activation, Gated, activation, gated_activation
 
 
@@ -16,8 +18,9 @@ class MLP(nn.Module):
         self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(activation(self.up(x), self.kind))
+    def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+        (up,) = columns(x, self.up, shape=context.shape)
+        return self.down(activation(up, self.kind))
 
 
 class GatedMLP(nn.Module):
@@ -30,5 +33,6 @@ class GatedMLP(nn.Module):
         self.up = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(gated_activation(self.gate(x), self.kind, up=self.up(x)))
+    def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+        gate, up = columns(x, self.gate, self.up, shape=context.shape)
+        return self.down(gated_activation(gate, self.kind, up=up))

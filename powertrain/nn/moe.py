@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from powertrain.nn.attention import Context
 from powertrain.nn.mlp import GatedMLP
 from powertrain.ops.activations import gated_activation
 from powertrain.ops.grouped_gemm import grouped_gemm
@@ -98,7 +99,7 @@ class MoE(nn.Module):
         self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.balance_loss: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
         logits, weights, experts = self.router(x)
         rows, offsets, positions = moe_permute(x.flatten(0, -2), experts, self.load.shape[0])
         y = moe_unpermute(self.experts(rows, offsets), positions, weights).view_as(x)
@@ -106,7 +107,7 @@ class MoE(nn.Module):
             self.load += offsets.diff(prepend=offsets.new_zeros(1))
             per_sequence = experts.view(*x.shape[:-1], experts.shape[-1])
             self.balance_loss = moe_load_balancing_loss(logits, per_sequence, score=self.router.options["score"])
-        return y if self.shared is None else y + self.shared(x)
+        return y if self.shared is None else y + self.shared(x, context)
 
     @torch.no_grad()
     def balance(self, rate: float, group: Any = None) -> None:

@@ -1,10 +1,12 @@
-"""RMSNorm and LayerNorm as modules, over `powertrain.rms_norm` and `layer_norm`."""
+"""RMSNorm and LayerNorm as modules, over `powertrain.rms_norm` and `layer_norm`.
 
-from typing import Any
+Weights that are DTensors, the same on every rank of a mesh, serve a rank's own tokens or heads: gradients are summed.
+"""
 
 import torch
 from torch import Tensor, nn
 
+from powertrain.nn.parallel import summed
 from powertrain.ops.norm import layer_norm, rms_norm
 
 
@@ -21,7 +23,7 @@ class RMSNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        return rms_norm(x, _local(self.weight), _local(self.bias), residual=residual, eps=self.eps)
+        return rms_norm(x, summed(self.weight), _summed(self.bias), residual=residual, eps=self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -34,13 +36,8 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        return layer_norm(x, _local(self.weight), _local(self.bias), residual=residual, eps=self.eps)
+        return layer_norm(x, summed(self.weight), _summed(self.bias), residual=residual, eps=self.eps)
 
 
-def _local(weight: Tensor | None) -> Any:
-    """A DTensor weight as a plain one: x is then this rank's part of the rows, and the gradient is summed over all."""
-    if weight is None or not hasattr(weight, "to_local"):
-        return weight
-    from torch.distributed.tensor import Partial
-
-    return weight.to_local(grad_placements=[Partial()])
+def _summed(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else summed(bias)

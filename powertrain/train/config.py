@@ -140,6 +140,7 @@ class ParallelConfig(Section):
     fsdp   parameters, gradients and optimizer are sharded over `shard` ranks and replicated over `replicate` (HSDP)
     ddp    nothing is sharded; the same as replicate = all, shard = 1
     reshard_after_forward   False: parameters stay gathered from forward to backward (ZeRO 1 and 2)
+    transport               of states between tensor ranks: auto takes the best that this machine has (docs/overlap.md)
     """
 
     strategy: Literal["fsdp", "ddp"] = "fsdp"
@@ -147,6 +148,7 @@ class ParallelConfig(Section):
     shard: int = -1
     tensor: Positive = 1
     reshard_after_forward: bool = True
+    transport: Literal["auto", "symmetric", "pipelined", "sequential"] = "auto"
     timeout_minutes: Above0 = 30.0
 
 

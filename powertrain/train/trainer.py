@@ -82,7 +82,7 @@ class Trainer:
         while self.progress.step < train.steps and not self._stopping:
             step = self.progress.step
             with self._watch.step(step + 1):
-                seed_step(train.seed, step, self.ranks.dp_rank)
+                seed_step(train.seed, step, self.ranks.rank)
                 with self._timed("data"):
                     micro_batches = [
                         next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)
@@ -321,9 +321,12 @@ def _to_host(numbers: Tensor) -> Tensor:
     return host.copy_(numbers, non_blocking=True)
 
 
-def seed_step(seed: int, step: int, dp_rank: int) -> None:
-    """Every step draws its dropout from a seed of its own, so a resumed run has nothing to restore."""
-    torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + dp_rank) % 2**64)
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Every step draws its dropout from a seed of its own, so a resumed run has nothing to restore.
+
+    So does every rank: no two drop elements of the same tokens and heads.
+    """
+    torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**64)
 
 
 def save_step(step: int, every: int, scale: str) -> bool:
@@ -346,7 +349,7 @@ def _model(config: RunConfig, ranks: Ranks) -> nn.Module:
         parallelize(
             model, ranks.mesh, param_dtype=DTYPES[config.train.precision],
             reduce_dtype=DTYPES[config.train.reduce_dtype],
-            reshard_after_forward=config.parallel.reshard_after_forward,
+            reshard_after_forward=config.parallel.reshard_after_forward, transport=config.parallel.transport,
         )  # fmt: skip
     model.to_empty(device=ranks.device)
     model.init_weights(config.train.seed)
