@@ -226,12 +226,33 @@ class Queries:
         return out, lse
 
 
+class Sum:
+    """A gradient in float32 that blocks add to, row by row; what the first one leaves out becomes zero."""
+
+    def __init__(self, total: Tensor, dim: int) -> None:
+        self.total, self.dim = total, dim
+        self._is_begun = False
+
+    def add(self, rows: tuple[int, int], share: Tensor) -> None:
+        if self._is_begun:
+            _cut(self.total, rows, self.dim).add_(share)
+            return
+        for rest in ((0, rows[0]), (rows[1], self.total.shape[self.dim])):
+            _cut(self.total, rest, self.dim).zero_()
+        _cut(self.total, rows, self.dim).copy_(share)
+        self._is_begun = True
+
+    def result(self) -> Tensor:
+        return self.total if self._is_begun else self.total.zero_()
+
+
 def gradients(
     sharding: Sharding, source: int, mask: Mask, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
-    lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    lse: Tensor, dq: Sum, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
-    """Add to dq, dk and dv, float32, what this rank's queries and the keys of `source` give."""
-    dim = 0 if sharding.is_packed else 1
+    """Write to dk and dv, float32, what this rank's queries give the keys of `source`; add to dq what those give."""
+    dim = dq.dim
+    sums = (dq, Sum(dk, dim), Sum(dv, dim))
     for part in parts(sharding, source, mask, query):
         rows = slice(*part.q)
         part_lse = lse[..., rows] if part.shift is None else lse[..., rows] - part.shift
@@ -240,8 +261,10 @@ def gradients(
             for x, at in ((query, part.q), (key, part.k), (value, part.k), (out, part.q), (grad, part.q))
         )
         shares = _block_backward(do, q, k, v, o, part_lse.contiguous(), part.options, sharding.is_packed)
-        for total, at, share in ((dq, part.q, shares[0]), (dk, part.k, shares[1]), (dv, part.k, shares[2])):
-            _cut(total, at, dim).add_(share)
+        for total, at, share in zip(sums, (part.q, part.k, part.k), shares, strict=True):
+            total.add(at, share)
+    for total in sums[1:]:
+        total.result()
 
 
 def _block_backward(

@@ -49,14 +49,15 @@ class Choice:
 
     mode: Mode
     why: str
-    bytes_received: dict[Mode, int]  # per rank, forward and backward
+    bytes_received: dict[Mode, int]  # by each rank, forward and backward
     impossible: dict[Mode, str]
 
     def __str__(self) -> str:
         lines = [f"{self.mode}: {self.why}"]
         for mode in _MODES:
             said = self.impossible.get(mode, "possible")
-            lines.append(f"  {mode:10} {self.bytes_received[mode] / 1e6:10.1f} MB received a rank and step  {said}")
+            megabytes = self.bytes_received[mode] / 1e6
+            lines.append(f"  {mode:10} {megabytes:10.1f} MB received, forward and backward  {said}")
         return "\n".join(lines)
 
 

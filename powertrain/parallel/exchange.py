@@ -63,15 +63,15 @@ class Chunk:
         flat = torch.cat([key.reshape(-1), value.reshape(-1)])
         return Chunk._over(flat, key.shape, value.shape)
 
-    @staticmethod
-    def empty(like: "Chunk", dim: int, rows: int, dtype: torch.dtype | None = None) -> "Chunk":
-        """As `like`, with another number of rows."""
-        shapes = [torch.Size((*x.shape[:dim], rows, *x.shape[dim + 1 :])) for x in (like.key, like.value)]
-        flat = like.flat.new_empty(sum(shape.numel() for shape in shapes), dtype=dtype)
+    def of_rows(self, dim: int, rows: int, dtype: torch.dtype | None = None) -> "Chunk":
+        """An empty one of another number of rows."""
+        shapes = [torch.Size((*x.shape[:dim], rows, *x.shape[dim + 1 :])) for x in (self.key, self.value)]
+        flat = self.flat.new_empty(sum(shape.numel() for shape in shapes), dtype=dtype)
         return Chunk._over(flat, *shapes)
 
-    def zeros(self, dtype: torch.dtype | None = None) -> "Chunk":
-        return Chunk._over(torch.zeros_like(self.flat, dtype=dtype), self.key.shape, self.value.shape)
+    def like(self, dtype: torch.dtype | None = None) -> "Chunk":
+        """An empty one of the same rows."""
+        return Chunk._over(torch.empty_like(self.flat, dtype=dtype), self.key.shape, self.value.shape)
 
     @staticmethod
     def _over(flat: Tensor, key: torch.Size, value: torch.Size) -> "Chunk":
@@ -88,7 +88,7 @@ def passed_round(peers: Peers, own: Chunk, sharding: Sharding, dim: int) -> Iter
         if step == world_size - 1:
             yield source, held
             return
-        coming = Chunk.empty(own, dim, sharding.length((source - 1) % world_size))
+        coming = own.of_rows(dim, sharding.length((source - 1) % world_size))
         transfer = peers.exchange(held.flat, (rank + 1) % world_size, coming.flat, (rank - 1) % world_size)
         yield source, held
         transfer.wait()
@@ -106,7 +106,7 @@ def fetched(
     coming: list[tuple[int, Chunk | None, Transfer]] = []
     for step in range(1, world_size):
         to, source = (rank + step) % world_size, (rank - step) % world_size
-        chunk = Chunk.empty(own, dim, sharding.length(source)) if needs(rank, source) else None
+        chunk = own.of_rows(dim, sharding.length(source)) if needs(rank, source) else None
         sent = own.flat if needs(to, rank) else None
         transfer = peers.exchange(sent, to, None if chunk is None else chunk.flat, source)
         coming.append((source, chunk, transfer))

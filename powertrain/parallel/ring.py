@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.layout import acc_dtype
-from powertrain.parallel.blocks import Mask, Queries, dense_blocks, gradients
+from powertrain.parallel.blocks import Mask, Queries, Sum, dense_blocks, gradients
 from powertrain.parallel.exchange import Chunk, Peers, Transfer, fetched, passed_round
 from powertrain.parallel.sharding import Sharding
 
@@ -46,15 +46,16 @@ class RingAttention(torch.autograd.Function):
         mask = mask._replace(slopes=slopes)
         grad = grad.contiguous()
         own = Chunk.of(key, value)
-        dq = torch.zeros_like(query, dtype=acc_dtype(query.dtype))
+        dq = Sum(torch.empty_like(query, dtype=acc_dtype(query.dtype)), 0 if sharding.is_packed else 1)
         dkv = (_Travelling if is_ring else _Sent)(peers, own, sharding, mask)
         for source, chunk in _chunks(peers, own, sharding, mask, is_ring):
-            share = chunk.zeros(dq.dtype)
+            share = chunk.like(dq.total.dtype)
             gradients(sharding, source, mask, grad, query, chunk.key, chunk.value, out, lse, dq, share.key, share.value)
             dkv.add(source, share)
         total = dkv.total()
         dsinks = None if sinks is None or not ctx.needs_input_grad[3] else _sinks_grad(grad, out, lse, sinks)
-        return dq.to(query.dtype), total.key.to(key.dtype), total.value.to(value.dtype), dsinks, None, None, None, None
+        dquery = dq.result().to(query.dtype)
+        return dquery, total.key.to(key.dtype), total.value.to(value.dtype), dsinks, None, None, None, None
 
 
 def _chunks(peers: Peers, own: Chunk, sharding: Sharding, mask: Mask, is_ring: bool) -> Iterator[tuple[int, Chunk]]:
@@ -85,7 +86,7 @@ class _Travelling:
             share.flat.add_(self.coming.flat)
         dim = 0 if self.sharding.is_packed else 1
         rows = self.sharding.length((source - 1) % world_size)
-        self.coming = Chunk.empty(self.own, dim, rows, share.flat.dtype)
+        self.coming = self.own.of_rows(dim, rows, share.flat.dtype)
         self.transfer = self.peers.exchange(
             share.flat, (rank + 1) % world_size, self.coming.flat, (rank - 1) % world_size
         )
@@ -120,7 +121,7 @@ class _Sent:
             to, source = (rank - self.step) % world_size, (rank + self.step) % world_size
             coming = None
             if _sees(self.sharding, source, rank, self.mask):
-                coming = self.shares[source] = self.shares[rank].zeros()
+                coming = self.shares[source] = self.shares[rank].like()
             sent = share.flat if share is not None and self.step == until else None
             received = None if coming is None else coming.flat
             self.transfers.append(self.peers.exchange(sent, to, received, source))

@@ -58,3 +58,12 @@ def test_equals_one_rank(world_size: int, tmp_path: Path) -> None:
         errors = torch.load(f"{out}.{rank}")
         bad = {c["name"]: e for c, e in zip(CASES, errors, strict=True) if not max(e) < 1e-12}
         assert not bad, f"rank {rank}: errors of out, dq, dk, dv, dsinks: {bad}"
+
+
+@pytest.mark.slow
+def test_benchmark_runs() -> None:
+    sizes = ["--tokens", "65", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--rounds", "1"]
+    ranks = run_ranks(2, "-m", "benchmarks.parallel.context", *sizes)
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout for rank in ranks)
+    said = ranks[0].stdout
+    assert all(name in said for name in ("one cpu alone", "all_gather", "ring", "all_to_all", "nothing sent"))

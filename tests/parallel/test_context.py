@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.ops.attention import attention, varlen_attention
-from powertrain.parallel.blocks import Mask, Queries, dense_blocks, gradients
+from powertrain.parallel.blocks import Mask, Queries, Sum, dense_blocks, gradients
 from powertrain.parallel.context import FLOPS_PER_BYTE, ContextParallel, choose_mode, context_parallel
 from powertrain.parallel.sharding import Sharding
 
@@ -115,19 +115,23 @@ def test_blocks_are_few() -> None:
 def of_emulated_ranks(ranks: list[Sharding], mask: Mask, made: list[Tensor], dim: int) -> list[Tensor]:
     """out, dq, dk, dv of all ranks, computed here one after another."""
     query, key, value, grad = ([sharding.shard(x, dim=dim)[0] for sharding in ranks] for x in made)
-    sums = [[torch.zeros_like(x, dtype=torch.float32) for x in xs] for xs in (query, key, value)]
-    outs = []
+    outs, dqs = [], []
+    dks, dvs = ([torch.zeros_like(x, dtype=torch.float32) for x in xs] for xs in (key, value))
     for rank, sharding in enumerate(ranks):
         queries = Queries(query[rank], sharding, mask)
         for source in range(len(ranks)):
             queries.attend(source, key[source], value[source])
         out, lse = queries.result(made[2].shape[-1], None)
+        dq = Sum(torch.empty_like(query[rank], dtype=torch.float32), dim)
         for n in range(len(ranks)):
-            shares = (sums[0][rank], sums[1][n], sums[2][n])
-            gradients(sharding, n, mask, grad[rank], query[rank], key[n], value[n], out, lse, *shares)
+            shares = (torch.empty_like(dks[n]), torch.empty_like(dvs[n]))
+            gradients(sharding, n, mask, grad[rank], query[rank], key[n], value[n], out, lse, dq, *shares)
+            dks[n] += shares[0]
+            dvs[n] += shares[1]
         outs.append(out)
+        dqs.append(dq.result())
     order = ranks[0].order(made[0].device)
-    return [torch.cat(x, dim).index_select(dim, order) for x in (outs, *sums)]
+    return [torch.cat(x, dim).index_select(dim, order) for x in (outs, dqs, dks, dvs)]
 
 
 @pytest.mark.kernels
