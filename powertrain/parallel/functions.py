@@ -23,7 +23,7 @@ from torch import Tensor
 
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.planner import Product
-from powertrain.parallel.transport import Rows
+from powertrain.parallel.transport import Gathering, Rows
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op
 
@@ -49,20 +49,29 @@ def _gather_multiply(x: Tensor, weights: Tensors, biases: Sequence[Maybe], rows:
     ys = [x.new_empty((rows.total, w.shape[0])) for w in weights]
     product = Product("gather", rows.total, sum(w.shape[0] for w in weights), x.shape[1], x.dtype)
     choice = overlap.planner.choose(product)
-    if choice.sequential:
+    if choice.way == "sequential":
         whole = overlap.transport.all_gather(x, rows)
         for w, bias, y in zip(weights, biases, ys, strict=True):
             _multiply(whole, w, bias, y)
         return ys
-    gathering = overlap.transport.gather(x, rows, keep=False)
-    with overlap.transport.lanes(choice.lanes) as lane:
-        for i, rank in enumerate(gathering.order):
-            with lane(i):
-                part = gathering.wait(rank)
-                for w, bias, y in zip(weights, biases, ys, strict=True):
-                    _multiply(part, w, bias, y[rows.of(rank)])
+    fused = overlap.transport.fused(choice, x, weights, ys)
+    if fused is not None:
+        gathering = fused.all_gather_gemm(x, weights, biases, rows, ys, keep=False)
+    else:
+        gathering = overlap.transport.gather(x, rows, keep=False)
+        _multiply_gathered(gathering, weights, biases, rows, ys)
     gathering.finish(ys)
     return ys
+
+
+def _multiply_gathered(
+    gathering: Gathering, weights: Tensors, biases: Sequence[Maybe], rows: Rows, ys: Tensors
+) -> None:
+    """ys[i] = gathered rows weights[i]ᵀ + biases[i], each rank's rows as they come."""
+    for rank in gathering.order:
+        part = gathering.wait(rank)
+        for w, bias, y in zip(weights, biases, ys, strict=True):
+            _multiply(part, w, bias, y[rows.of(rank)])
 
 
 def _multiply_scatter(
@@ -72,7 +81,7 @@ def _multiply_scatter(
     width, depth = weights[0].shape[0], sum(x.shape[1] for x in xs)
     product = Product("scatter", rows.total, width, depth, xs[0].dtype)
     choice = overlap.planner.choose(product)
-    if choice.sequential:
+    if choice.way == "sequential":
         whole = xs[0].new_empty((rows.total, width))
         for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
             _multiply(x, w, None, whole, add=i > 0)
@@ -80,14 +89,16 @@ def _multiply_scatter(
         if meanwhile is not None:
             meanwhile()
         return y if bias is None else y + bias
-    scattering = overlap.transport.scatter(xs[0], rows, width)
-    with overlap.transport.lanes(choice.lanes) as lane:
-        for i, rank in enumerate(scattering.order):
-            with lane(i):
-                part = scattering.part(rank)
-                for term, (x, w) in enumerate(zip(xs, weights, strict=True)):
-                    _multiply(x[rows.of(rank)], w, None, part, add=term > 0)
-                scattering.send(rank)
+    fused = overlap.transport.fused(choice, xs[0], weights, [None]) if len(xs) == 1 else None
+    if fused is not None:
+        scattering = fused.gemm_scatter(xs[0], weights[0], rows)
+    else:
+        scattering = overlap.transport.scatter(xs[0], rows, width)
+        for rank in scattering.order:
+            part = scattering.part(rank)
+            for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
+                _multiply(x[rows.of(rank)], w, None, part, add=i > 0)
+            scattering.send(rank)
     if meanwhile is not None:
         meanwhile()
     return scattering.reduce(bias)
@@ -223,14 +234,15 @@ def _reduce_scatter_grads(
     """dx = gather(dy) w as dy's rows come; dw and db from all of them."""
     overlap, rows = find(key), Rows(tuple(counts))
     dx = x.new_empty(x.shape) if need_x else None
-    gathering = overlap.transport.gather(dy, rows, keep=need_w or need_b)
+    keep = need_w or need_b
     choice = overlap.planner.choose(Product("gather", rows.total, w.shape[1], w.shape[0], dy.dtype))
-    with overlap.transport.lanes(choice.lanes) as lane:
-        for i, rank in enumerate(gathering.order):
-            with lane(i):
-                part = gathering.wait(rank)
-                if dx is not None:
-                    _multiply(part, w.T, None, dx[rows.of(rank)])
+    fused = overlap.transport.fused(choice, dy, [w.T], [dx]) if dx is not None else None
+    if fused is not None and dx is not None:
+        gathering = fused.all_gather_gemm(dy, [w.T], [None], rows, [dx], keep=keep)
+    else:
+        gathering = overlap.transport.gather(dy, rows, keep=keep)
+        outputs = _present(dx)
+        _multiply_gathered(gathering, [w.T] * len(outputs), [None] * len(outputs), rows, outputs)
     dw = _weight_grad(gathering.whole, x, w) if need_w else None
     # every rank has the bias, so every one sums all rows
     db = gathering.whole.sum(0) if need_b else None

@@ -1,4 +1,4 @@
-"""Which way a product takes: overlapped with what travels, in how many lanes, or after it.
+"""Which way a product takes: overlapped with what travels, in one kernel or in chunks, or after it.
 
 The times are predicted, not measured: a product by the waves of 128 x 256 tiles it takes on the device's SMs, what
 travels by the link rate that was measured when the transport was opened. All ranks have the same numbers, so all
@@ -26,6 +26,9 @@ _IN_TURN = 0.88  # of the link rate, when copies from one peer follow those from
 _WORTH = 0.98  # an overlapped call must be predicted to take less than this share of the sequential one
 
 
+Way = Literal["sequential", "chunked", "fused"]
+
+
 class Product(NamedTuple):
     """gather: [rows, depth] travels, then is multiplied; scatter: [rows, width] is the product, and travels."""
 
@@ -38,10 +41,13 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """lanes: streams that products take turns on. Seconds, predicted; 0 where nothing was predicted."""
+    """Seconds, predicted; 0 where nothing was predicted.
 
-    sequential: bool
-    lanes: int
+    way    "sequential": the collective, then the product; "chunked": a product for each rank's rows, by cuBLAS;
+           "fused": one kernel that waits for the rows, or sends them, itself
+    """
+
+    way: Way
     why: str
     product: float = 0.0
     collective: float = 0.0
@@ -50,7 +56,7 @@ class Choice:
     @property
     def exposed(self) -> float:
         """The share of the collective's own time that is not hidden."""
-        taken = self.product + self.collective if self.sequential else self.overlapped
+        taken = self.product + self.collective if self.way == "sequential" else self.overlapped
         return (taken - self.product) / self.collective if self.collective else 0.0
 
 
@@ -79,11 +85,11 @@ class Planner:
     def _chosen(self, product: Product) -> Choice:
         name = self.transport.name
         if name == "sequential":
-            return Choice(True, 1, "asked for")
+            return Choice("sequential", "asked for")
         if product.rows < self.transport.size:
-            return Choice(True, 1, "fewer rows than ranks")
+            return Choice("sequential", "fewer rows than ranks")
         if self.rates is None:
-            return Choice(False, 1, f"{name}: nothing is known of this device's speed")
+            return Choice("chunked", f"{name}: nothing is known of this device's speed")
         return predict(product, self.transport.size, self.rates)
 
     def explain(self) -> str:
@@ -91,10 +97,9 @@ class Planner:
         return "\n".join(_line(product, choice) for product, choice in self.choices.items())
 
 
-def product_seconds(rows: int, width: int, depth: int, rates: Rates, *, whole_waves: bool = True) -> float:
-    """Of [rows, depth] x [depth, width]; without whole waves: with another product to fill the last one."""
-    tiles = -(-rows // _TILE_M) * -(-width // _TILE_N)
-    waves = -(-tiles // rates.sms) if whole_waves else tiles / rates.sms
+def product_seconds(rows: int, width: int, depth: int, rates: Rates) -> float:
+    """Of [rows, depth] x [depth, width], by whole waves of tiles."""
+    waves = -(-(-(-rows // _TILE_M) * -(-width // _TILE_N)) // rates.sms)
     return waves * 2 * _TILE_M * _TILE_N * depth / (rates.flops / rates.sms)
 
 
@@ -106,17 +111,11 @@ def predict(product: Product, size: int, rates: Rates) -> Choice:
     alone = product_seconds(rows, width, depth, rates)
     collective = _COLLECTIVE_START + (size - 1) * travels / (_COLLECTIVE_RATE * rates.link)
     step = _COPY_START + travels / (_IN_TURN * rates.link)
-    one = product_seconds(chunk, width, depth, rates)
-    filled = product_seconds(chunk, width, depth, rates, whole_waves=False)
-    takes = {1: _pipeline(one, step, size), 2: _pipeline(filled, step, size) + (one - filled)}
-    lanes = min(takes, key=takes.__getitem__)
-    overlapped = takes[lanes] + _CALL
-    sequential = alone + collective
-    facts = (lanes, alone, collective, overlapped)
-    if overlapped > _WORTH * sequential:
-        return Choice(True, 1, f"overlapped would take {overlapped * 1e3:.3f} ms, one after the other less", *facts[1:])
-    why = "the last wave of one product is filled by the next" if lanes > 1 else "each product fills the device"
-    return Choice(False, lanes, why, *facts[1:])
+    chunked = _CALL + _pipeline(product_seconds(chunk, width, depth, rates), step, size)
+    if chunked > _WORTH * (alone + collective):
+        why = f"overlapped it would take {chunked * 1e3:.3f} ms, one after the other less"
+        return Choice("sequential", why, alone, collective, chunked)
+    return Choice("chunked", "what travels hides behind the products", alone, collective, chunked)
 
 
 def _pipeline(product: float, step: float, size: int) -> float:
@@ -131,11 +130,10 @@ def _line(product: Product, choice: Choice) -> str:
     p, c = product, choice
     shape = f"{'all-gather, then' if p.kind == 'gather' else ''} {p.rows}x{p.depth} by {p.depth}x{p.width}".strip()
     name = f"{shape}{', then reduce-scatter' if p.kind == 'scatter' else ''}, {checks.name(p.dtype)}"
-    way = "in sequence" if c.sequential else f"overlapped, {c.lanes} lane{'s' * (c.lanes > 1)}"
     if not c.collective:
-        return f"{name}: {way} ({c.why})"
+        return f"{name}: {c.way} ({c.why})"
     bound = (c.product + c.collective) / max(c.product, c.collective)
     return (
-        f"{name}: {way} ({c.why}); predicted: product {c.product * 1e3:.3f} ms, collective {c.collective * 1e3:.3f} ms, "
+        f"{name}: {c.way} ({c.why}); predicted: product {c.product * 1e3:.3f} ms, collective {c.collective * 1e3:.3f} ms, "
         f"exposed {c.exposed:.0%}, at best {bound:.2f}x"
     )

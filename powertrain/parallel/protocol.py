@@ -68,6 +68,10 @@ class Engine(ABC, Generic[Stream, Place]):
     def copy(self, stream: Stream, source: Place, target: Place) -> None:
         """Copy without an SM."""
 
+    def raise_flag(self, stream: Stream, flag: int) -> None:
+        """Make a flag of this device 1, for a kernel that waits for it."""
+        raise NotImplementedError
+
 
 class Protocol(Generic[Stream, Place]):
     """The steps of one rank, in the order in which a gathering or a scattering takes them."""
@@ -95,10 +99,13 @@ class Protocol(Generic[Stream, Place]):
         for peer in reversed(self.after()):  # the one before reads this rank first
             self.engine.signal(stream, peer, Word(Kind.READY, slot, self.rank))
 
-    def fetch(self, stream: Stream, slot: int, peer: int, window: Place, target: Place) -> None:
-        """Read what a peer offers."""
+    def fetch(self, stream: Stream, slot: int, peer: int, pieces: Sequence[tuple[Place, Place, int | None]]) -> None:
+        """Read what a peer offers, piece by piece: from, to, and the flag that says it is here, if a kernel waits."""
         self.engine.consume(stream, self._words(Kind.READY, slot, [peer]))
-        self.engine.copy(stream, window, target)
+        for source, target, flag in pieces:
+            self.engine.copy(stream, source, target)
+            if flag is not None:
+                self.engine.raise_flag(stream, flag)
         self.engine.signal(stream, peer, Word(Kind.FREE, slot, self.rank))
 
     # a scattering
@@ -108,6 +115,10 @@ class Protocol(Generic[Stream, Place]):
         self.engine.consume(stream, self._words(Kind.ROOM, slot, [peer]))
         self.engine.copy(stream, part, inbox)
         self.engine.signal(stream, peer, Word(Kind.FULL, slot, self.rank))
+
+    def make_room(self, stream: Stream, slot: int) -> None:
+        """Wait until every peer's inbox has room: for a kernel that writes into all of them, and makes FULL 1."""
+        self.engine.consume(stream, self._words(Kind.ROOM, slot, self.after()))
 
     def collect(self, stream: Stream, slot: int) -> None:
         """Wait for everybody's part."""

@@ -9,8 +9,7 @@ on the host.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,12 @@ from torch import Tensor
 
 from powertrain.ops.poison import poison
 from powertrain.ops.sum_parts import sum_parts
-from powertrain.parallel.planner import Rates
+from powertrain.parallel.planner import Choice, Rates
 from powertrain.parallel.protocol import CREDITS, SLOTS, Engine, Kind, Protocol, Word
-from powertrain.parallel.transport import CollectiveTransport, Gathering, Lane, Rows, Scattering
+from powertrain.parallel.transport import CollectiveTransport, Gathering, Rows, Scattering
 from powertrain.parallel.watch import Call, Watch
 from powertrain.runtime import tracing
-from powertrain.runtime.driver import MemoryOps, copy
+from powertrain.runtime.driver import MemoryOps, copy, write_word
 from powertrain.runtime.errors import WarmUpFirst
 
 _ALIGNMENT = 256  # bytes: of every part in an inbox, so that any kernel may read or write it in whole vectors
@@ -49,14 +48,18 @@ def span(x: Tensor) -> Span:
     return Span(x.data_ptr(), x.numel() * x.element_size())
 
 
-class _Shared:
-    """Memory of which every rank has the like, all of it mapped by all."""
+class Shared:
+    """Memory of which every rank has the like, all of it mapped by all, in slots."""
 
-    def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.nbytes = nbytes
-        self.mine = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, slot_bytes: int, slots: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.slot_bytes = max(1, -(-slot_bytes // _ALIGNMENT)) * _ALIGNMENT
+        self.mine = symmetric_memory.empty(slots * self.slot_bytes, dtype=torch.uint8, device=device)
         self.handle = symmetric_memory.rendezvous(self.mine, group.group_name)
         self.addresses = [int(p) for p in self.handle.buffer_ptrs]
+
+    def slot(self, rank: int, slot: int) -> int:
+        """The address of a rank's slot."""
+        return self.addresses[rank] + slot * self.slot_bytes
 
 
 class CudaEngine(Engine[int, Span]):
@@ -65,10 +68,10 @@ class CudaEngine(Engine[int, Span]):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank, self.size = group.rank(), group.size()
         count = len(Kind) * SLOTS * self.size
-        self.words = _Shared(_LINE * count, group, device)
+        self.words = Shared(_LINE * count, 1, group, device)
         torch.cuda.synchronize(device)
         self.words.mine.zero_()
-        values = self.words.mine.view(torch.int32).view(len(Kind), SLOTS, self.size, _LINE // 4)
+        values = self.words.mine[: _LINE * count].view(torch.int32).view(len(Kind), SLOTS, self.size, _LINE // 4)
         for kind in CREDITS:
             values[kind, :, :, 0] = 1
         torch.cuda.synchronize(device)
@@ -97,6 +100,29 @@ class CudaEngine(Engine[int, Span]):
         if source.nbytes:
             copy(target.address, source.address, source.nbytes, stream)
 
+    def raise_flag(self, stream: int, flag: int) -> None:
+        write_word(flag, 1, stream)
+
+
+class Lanes:
+    """Two streams for copies that take turns, so that one starts while the other ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)]
+        self._begin, self._end = torch.cuda.Event(), [torch.cuda.Event() for _ in range(2)]
+
+    def fork(self, main: torch.cuda.Stream) -> None:
+        """Copies from now on come after what the main stream holds."""
+        self._begin.record(main)
+        for stream in self.streams:
+            stream.wait_event(self._begin)
+
+    def join(self, main: torch.cuda.Stream) -> None:
+        """The main stream goes on when all copies are made."""
+        for stream, event in zip(self.streams, self._end, strict=True):
+            event.record(stream)
+            main.wait_event(event)
+
 
 class SymmetricTransport(CollectiveTransport):
     """NCCL for what is taken in sequence, and this file for what overlaps."""
@@ -112,19 +138,20 @@ class SymmetricTransport(CollectiveTransport):
         self.steps = Protocol(self.engine)
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         self.watch = Watch(group, device, self.error, self.engine.values)
-        self.pull, self.push, self.side = (torch.cuda.Stream(device, priority=-1) for _ in range(3))
-        self.events = [torch.cuda.Event() for _ in range(self.size)]
-        self._shared: dict[str, _Shared] = {}
+        self.pulls, self.pushes = Lanes(device), Lanes(device)
+        self.arrived, self.made = ([torch.cuda.Event() for _ in range(self.size)] for _ in range(2))
+        self._shared: dict[str, Shared] = {}
+        self._fused: Any = None
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         dist.barrier(group)
         if self.rank == 0:
             seconds = time.monotonic() - start
             tracing.progress(f"overlap of {self.size} GPUs over NVLink started in {seconds:.1f} s")
 
-    def memory(self, kind: str, slot_bytes: int) -> _Shared:
+    def memory(self, kind: str, slot_bytes: int) -> Shared:
         """Two slots of at least so many bytes. Larger than ever before: every rank waits for all others."""
         found = self._shared.get(kind)
-        if found is None or found.nbytes < SLOTS * slot_bytes:
+        if found is None or found.slot_bytes < slot_bytes:
             if torch.cuda.is_current_stream_capturing():
                 raise WarmUpFirst(
                     f"powertrain.parallel: a call in a captured graph needs {slot_bytes} bytes of shared memory, more "
@@ -132,7 +159,7 @@ class SymmetricTransport(CollectiveTransport):
                 )
             self._wait_for_all()
             self._shared.pop(kind, None)
-            self._shared[kind] = found = _Shared(SLOTS * slot_bytes, self.group, self.device)
+            self._shared[kind] = found = Shared(slot_bytes, SLOTS, self.group, self.device)
             self._wait_for_all()
         return found
 
@@ -165,12 +192,26 @@ class SymmetricTransport(CollectiveTransport):
         self._wait_for_all()
         return best
 
+    def rates(self) -> Rates | None:
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return Rates(sms, _FLOPS_PER_SM * sms, self.link_rate)
+
+    def fused(self, choice: Choice, x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Any:
+        if choice.way != "fused":
+            return None
+        from powertrain.parallel.fused import Fused, serves  # needs Gluon
+
+        if not serves(x, weights, outputs):
+            return None
+        if self._fused is None:
+            self._fused = Fused(self)
+        return self._fused
+
     def begin(self, call: Call) -> torch.cuda.Stream:
         """A call starts on the current stream, after the one before it, whose slots it may use."""
         self.watch.raise_if_failed()
         main = torch.cuda.current_stream(self.device)
-        capturing = torch.cuda.is_current_stream_capturing()
-        if self._last is not None and self._last[0] != main and not capturing:
+        if self._last is not None and self._last[0] != main and not torch.cuda.is_current_stream_capturing():
             main.wait_event(self._last[1])
         self.watch.begin(call, main.cuda_stream)
         return main
@@ -184,25 +225,11 @@ class SymmetricTransport(CollectiveTransport):
             event.record(main)
             self._last = main, event
 
-    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
-        return _SymmetricGathering(self, shard.contiguous(), rows, keep)
+    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> "SymmetricGathering":
+        return SymmetricGathering(self, shard.contiguous(), rows, keep)
 
-    def scatter(self, like: Tensor, rows: Rows, width: int) -> Scattering:
-        return _SymmetricScattering(self, like, rows, width)
-
-    def rates(self) -> Rates | None:
-        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return Rates(sms, _FLOPS_PER_SM * sms, self.link_rate)
-
-    @contextmanager
-    def lanes(self, count: int) -> Iterator[Lane]:
-        if count == 1:
-            yield lambda index: nullcontext()
-            return
-        main = torch.cuda.current_stream(self.device)
-        self.side.wait_stream(main)
-        yield lambda index: torch.cuda.stream(self.side) if index % 2 else nullcontext()
-        main.wait_stream(self.side)
+    def scatter(self, like: Tensor, rows: Rows, width: int) -> "SymmetricScattering":
+        return SymmetricScattering(self, like, rows, width)
 
     def close(self) -> None:
         self.watch.close()
@@ -210,29 +237,39 @@ class SymmetricTransport(CollectiveTransport):
         self._shared.clear()
 
 
-class _SymmetricGathering(Gathering):
+class SymmetricGathering(Gathering):
+    """pieces: rows of the whole that are copied one by one, each rank's split into so many; see fused.py."""
+
     def __init__(self, transport: SymmetricTransport, shard: Tensor, rows: Rows, keep: bool) -> None:
         self.transport, self.shard, self.rows = transport, shard, rows
-        steps, self.rank = transport.steps, transport.rank
-        row_bytes = shard.shape[1] * shard.element_size()
-        slot_bytes = max(rows.counts) * row_bytes
-        memory = transport.memory("gather", slot_bytes)
-        self.order = [self.rank, *steps.after()]
+        self.rank = transport.rank
+        self.row_bytes = shard.shape[1] * shard.element_size()
+        memory = transport.memory("gather", max(rows.counts) * self.row_bytes)
+        self.order = [self.rank, *transport.steps.after()]
         self.buffer = shard.new_empty((rows.total, shard.shape[1]))
-        slot = steps.next_slot("gather")
         self.call = Call("all-gather", (rows.total, shard.shape[1]), shard.dtype)
         self.main = transport.begin(self.call)
-        start = slot * (memory.nbytes // SLOTS)
-        steps.publish(self.main.cuda_stream, slot, span(shard), Span(memory.addresses[self.rank] + start, 0))
-        pull = transport.pull
-        pull.wait_stream(self.main)
-        for peer in steps.after():
-            source = Span(memory.addresses[peer] + start, rows.counts[peer] * row_bytes)
-            steps.fetch(pull.cuda_stream, slot, peer, source, span(self.buffer[rows.of(peer)]))
-            transport.events[peer].record(pull)
+        self._fetch(memory, transport.steps.next_slot("gather"), keep)
+
+    def _fetch(self, memory: Shared, slot: int, keep: bool) -> None:
+        """Publish this rank's rows, and copy the others' as they are published."""
+        transport, steps = self.transport, self.transport.steps
+        window = Span(memory.slot(self.rank, slot), 0)
+        steps.publish(self.main.cuda_stream, slot, span(self.shard), window)
+        transport.pulls.fork(self.main)
+        for i, peer in enumerate(steps.after()):
+            stream = transport.pulls.streams[i % 2]
+            source = Span(memory.slot(peer, slot), self.rows.counts[peer] * self.row_bytes)
+            steps.fetch(stream.cuda_stream, slot, peer, self._pieces(source, peer))
+            transport.arrived[peer].record(stream)
         if keep:
-            transport.engine.copy(pull.cuda_stream, span(shard), span(self.buffer[rows.of(self.rank)]))
-        transport.events[self.rank].record(pull)
+            own = self.buffer[self.rows.of(self.rank)]
+            transport.engine.copy(transport.pulls.streams[0].cuda_stream, span(self.shard), span(own))
+        transport.arrived[self.rank].record(transport.pulls.streams[0])
+
+    def _pieces(self, source: Span, peer: int) -> list[tuple[Span, Span, int | None]]:
+        """What to copy of a peer's window where, in turn, and the address of a word to make 1 after each."""
+        return [(source, span(self.buffer[self.rows.of(peer)]), None)]
 
     @property
     def whole(self) -> Tensor:  # type: ignore[override]
@@ -246,32 +283,39 @@ class _SymmetricGathering(Gathering):
         return self.buffer[self.rows.of(rank)]
 
     def _wait_here(self, rank: int) -> None:
-        torch.cuda.current_stream(self.transport.device).wait_event(self.transport.events[rank])
+        torch.cuda.current_stream(self.transport.device).wait_event(self.transport.arrived[rank])
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
-        self.main.wait_stream(self.transport.pull)
+        self.transport.pulls.join(self.main)
         self.transport.end(self.call, self.main, outputs)
 
 
-class _SymmetricScattering(Scattering):
+class SymmetricScattering(Scattering):
     def __init__(self, transport: SymmetricTransport, like: Tensor, rows: Rows, width: int) -> None:
-        self.transport, self.rows = transport, rows
-        steps, self.rank = transport.steps, transport.rank
-        self.order = [*steps.after(), self.rank]
+        self.transport, self.rows, self.width = transport, rows, width
+        self.rank = transport.rank
+        self.order = [*transport.steps.after(), self.rank]
         element = like.element_size()
         # the distance between two sources' parts in each rank's inbox
         self.strides = [-(-count * width * element // _ALIGNMENT) * _ALIGNMENT for count in rows.counts]
         self.memory = transport.memory("scatter", max(self.strides) * transport.size)
-        self.slot = steps.next_slot("scatter")
-        self.start = self.slot * (self.memory.nbytes // SLOTS)
+        self.slot = transport.steps.next_slot("scatter")
         self.call = Call("reduce-scatter", (rows.total, width), like.dtype)
         self.main = transport.begin(self.call)
-        mine = self.memory.mine[self.start : self.start + self.strides[self.rank] * transport.size].view(like.dtype)
+        start = self.slot * self.memory.slot_bytes
+        mine = self.memory.mine[start : start + self.strides[self.rank] * transport.size].view(like.dtype)
         self.inbox = torch.as_strided(
             mine, (transport.size, rows.counts[self.rank], width), (self.strides[self.rank] // element, width, 1),
             mine.storage_offset(),
         )  # fmt: skip
-        self.parts = like.new_empty((rows.total, width))
+        self._make_parts(like)
+
+    def _make_parts(self, like: Tensor) -> None:
+        self.parts = like.new_empty((self.rows.total, self.width))
+
+    def inbox_of(self, rank: int) -> int:
+        """The address of this rank's part in another's inbox."""
+        return self.memory.slot(rank, self.slot) + self.rank * self.strides[rank]
 
     def part(self, rank: int) -> Tensor:
         return self.inbox[rank] if rank == self.rank else self.parts[self.rows.of(rank)]
@@ -279,14 +323,18 @@ class _SymmetricScattering(Scattering):
     def send(self, rank: int) -> None:
         if rank == self.rank:
             return
-        push = self.transport.push
-        push.wait_stream(torch.cuda.current_stream(self.transport.device))
-        target = Span(self.memory.addresses[rank] + self.start + self.rank * self.strides[rank], 0)
-        self.transport.steps.push(push.cuda_stream, self.slot, rank, span(self.parts[self.rows.of(rank)]), target)
+        transport = self.transport
+        pushes, step = transport.pushes, (rank - self.rank) % transport.size
+        stream = pushes.streams[step % 2]
+        made = transport.made[rank]
+        made.record(torch.cuda.current_stream(transport.device))
+        stream.wait_event(made)
+        part = span(self.parts[self.rows.of(rank)])
+        transport.steps.push(stream.cuda_stream, self.slot, rank, part, Span(self.inbox_of(rank), 0))
 
     def reduce(self, bias: Tensor | None = None) -> Tensor:
         steps, stream = self.transport.steps, self.main.cuda_stream
-        self.main.wait_stream(self.transport.push)
+        self.transport.pushes.join(self.main)
         steps.collect(stream, self.slot)
         y = sum_parts(self.inbox, bias)
         steps.release(stream, self.slot)

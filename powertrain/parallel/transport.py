@@ -12,8 +12,7 @@ ranks, so it does not depend on who was early.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from powertrain.ops.sum_parts import sum_parts
 from powertrain.parallel.peers import CollectiveMismatch
-from powertrain.parallel.planner import Rates
+from powertrain.parallel.planner import Choice, Rates
 
 # named so from torch 2.13 on
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -44,9 +43,6 @@ class Rows(NamedTuple):
     def of(self, rank: int) -> slice:
         start = sum(self.counts[:rank])
         return slice(start, start + self.counts[rank])
-
-
-Lane = Callable[[int], AbstractContextManager[Any]]
 
 
 class Gathering(ABC):
@@ -116,10 +112,9 @@ class Transport(ABC):
         """How fast this device and its links are, where that is known."""
         return None
 
-    @contextmanager
-    def lanes(self, count: int) -> Iterator[Lane]:
-        """Streams for products to take turns on: enter lane(i) for the i-th. After it all of them have ended."""
-        yield lambda index: nullcontext()
+    def fused(self, choice: Choice, x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Any:
+        """The kernels of powertrain/parallel/fused.py, if they were chosen and take these operands; else None."""
+        return None
 
     def compare(  # noqa: B027
         self, op: str, counts: Sequence[int], operands: Sequence[Tensor | None]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from powertrain.parallel.peers import BEAT, Peers, PeerTimeout
 from powertrain.runtime import checks, tracing
-from powertrain.runtime.driver import MemoryOps
+from powertrain.runtime.driver import write_word
 
 _QUIET = 5.0  # seconds in one call before a line says whom it waits for
 _POLL = 0.25
@@ -48,6 +48,7 @@ class Watch:
         self.peers = Peers(group, lambda: self.calls)
         # written by streams, read by the thread: the number of the call they are in, or 0
         self.running = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._address = self.running.data_ptr()
         self._names: OrderedDict[int, Call] = OrderedDict()
         self._inside: list[tuple[Call, int]] = []
         self._closed = threading.Event()
@@ -73,7 +74,7 @@ class Watch:
 
     def _mark(self, stream: int) -> None:
         number = self._inside[-1][1] if self._inside else 0
-        MemoryOps(write=[(self.running.data_ptr(), number)]).enqueue(stream)
+        write_word(self._address, number, stream)
 
     def raise_if_failed(self) -> None:
         if self.failure is not None:

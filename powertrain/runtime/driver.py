@@ -43,6 +43,7 @@ def _cuda() -> Any:
     library.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     library.cuCtxSetCurrent.argtypes = [pointer]
     library.cuStreamBatchMemOp_v2.argtypes = [pointer, uint, pointer, uint]
+    library.cuStreamWriteValue32_v2.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint32, uint]
     library.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
     return library
 
@@ -136,6 +137,13 @@ class MemoryOps:
         code = self._call(stream, self._count, self._address, 0)
         if code:
             raise LaunchError(f"cannot wait for or write words in device memory: {describe(code)}")
+
+
+def write_word(address: int, value: int, stream: int) -> None:
+    """Make a 32-bit word in device or pinned host memory this value, when the stream comes here."""
+    code = _cuda().cuStreamWriteValue32_v2(stream, address, value, 0)
+    if code:
+        raise LaunchError(f"cannot write a word in device memory: {describe(code)}")
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:

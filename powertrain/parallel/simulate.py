@@ -1,0 +1,260 @@
+"""Ranks that are threads of one process: the same protocol, on CPU tensors, with delays as wild as one likes.
+
+    world = World(4, seed=0)
+    results = world.run(lambda overlap: all_gather_gemm(x[overlap.rank], w[overlap.rank], overlap))
+
+Every stream of every rank is a thread that takes its steps one by one; before each it may sleep for a moment. So code
+over an Overlap can be tried on any number of ranks without a launcher or a GPU, under orders of events that hardware
+seldom shows.
+"""
+
+import itertools
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.sum_parts import sum_parts
+from powertrain.parallel.overlap import Overlap
+from powertrain.parallel.peers import PeerTimeout
+from powertrain.parallel.protocol import CREDITS, SLOTS, Engine, Kind, Protocol, Word
+from powertrain.parallel.transport import Gathering, Rows, Scattering, Transport, gather_all, scatter_all
+
+T = TypeVar("T")
+_worlds = itertools.count()
+
+
+class Place:
+    """A piece of memory: what was last put there."""
+
+    def __init__(self, value: Tensor | None = None) -> None:
+        self.value = value
+
+    def take(self, value: Tensor) -> None:
+        self.value = value.clone()
+
+
+class _View(Place):
+    """A piece of a tensor."""
+
+    def take(self, value: Tensor) -> None:
+        assert self.value is not None
+        self.value.copy_(value)
+
+
+class Stream:
+    """Takes its steps in order on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._steps: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, step: Callable[[], None]) -> "Future[None]":
+        done: Future[None] = Future()
+        self._steps.put((step, done))
+        return done
+
+    def end(self) -> None:
+        self._steps.put(None)
+
+    def _run(self) -> None:
+        while (item := self._steps.get()) is not None:
+            step, done = item
+            try:
+                step()
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+
+class World:
+    """`size` ranks in this process. delay: the longest sleep before a step, in seconds; 0: none."""
+
+    def __init__(self, size: int, *, seed: int = 0, delay: float = 0.0, timeout: float = 60.0) -> None:
+        self.size, self.delay, self.timeout = size, delay, timeout
+        self.random = random.Random(seed)
+        self.changed = threading.Condition()
+        self.words = {
+            (rank, Word(kind, slot, peer)): int(kind in CREDITS)
+            for rank in range(size)
+            for kind in Kind
+            for slot in range(SLOTS)
+            for peer in range(size)
+        }
+        self.windows = [[Place() for _ in range(SLOTS)] for _ in range(size)]
+        self.inboxes = [[[Place() for _ in range(size)] for _ in range(SLOTS)] for _ in range(size)]
+        self.lost: set[int] = set()
+        name = f"simulated {next(_worlds)}"
+        self.overlaps = [Overlap.over(SimulatedTransport(self, rank), f"{name} rank {rank}") for rank in range(size)]
+
+    def run(self, function: Callable[[Overlap], T]) -> list[T]:
+        """function(overlap) on every rank at once; every rank's result. Raises what the first rank to fail raised."""
+        results: list[Any] = [None] * self.size
+        errors: list[tuple[int, BaseException]] = []
+
+        def one(rank: int) -> None:
+            try:
+                results[rank] = function(self.overlaps[rank])
+            except BaseException as error:
+                errors.append((rank, error))
+                self.lose(rank)
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0][1]
+        return results
+
+    def lose(self, rank: int) -> None:
+        """The rank is gone: whoever waits for it raises PeerTimeout."""
+        with self.changed:
+            self.lost.add(rank)
+            self.changed.notify_all()
+
+    def pause(self) -> None:
+        if self.delay:
+            time.sleep(self.random.random() * self.delay)
+
+
+class ThreadEngine(Engine[Stream | None, Place]):
+    """On a Stream, or at once where it is None."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.size = world, rank, world.size
+
+    def _do(self, stream: Stream | None, step: Callable[[], None]) -> "Future[None] | None":
+        def paused() -> None:
+            self.world.pause()
+            step()
+
+        if stream is not None:
+            return stream.put(paused)
+        paused()
+        return None
+
+    def consume(self, stream: Stream | None, words: Sequence[Word]) -> None:
+        mine = [(self.rank, word) for word in words]
+        world = self.world
+
+        def step() -> None:
+            with world.changed:
+                there = world.changed.wait_for(
+                    lambda: all(world.words[word] for word in mine) or bool(world.lost), world.timeout
+                )
+                missing = [word.peer for word in words if not world.words[self.rank, word]]
+                if missing:
+                    lost = sorted(world.lost & set(missing))
+                    why = f"rank {lost[0]} is gone" if lost else f"ranks {missing} did not come" if not there else ""
+                    why = why or f"rank {min(world.lost)} is gone, and with it ranks {missing} wait"
+                    raise PeerTimeout(f"rank {self.rank} waits for {words[0].kind.name} of ranks {missing}: {why}")
+                for word in mine:
+                    world.words[word] = 0
+
+        self._do(stream, step)
+
+    def signal(self, stream: Stream | None, rank: int, word: Word) -> None:
+        world = self.world
+
+        def step() -> None:
+            with world.changed:
+                world.words[rank, word] = 1
+                world.changed.notify_all()
+
+        self._do(stream, step)
+
+    def copy(self, stream: Stream | None, source: Place, target: Place) -> None:
+        def step() -> None:
+            assert source.value is not None
+            target.take(source.value)
+
+        self._do(stream, step)
+
+    def mark(self, stream: Stream) -> "Future[None]":
+        """Done when the stream has come here."""
+        return stream.put(lambda: None)
+
+
+class SimulatedTransport(Transport):
+    """One rank of a World."""
+
+    name = "simulated"
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.size = world, rank, world.size
+        self.engine = ThreadEngine(world, rank)
+        self.steps = Protocol(self.engine)
+        self.pull, self.push = Stream(), Stream()
+
+    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
+        return _SimulatedGathering(self, shard, rows)
+
+    def scatter(self, like: Tensor, rows: Rows, width: int) -> Scattering:
+        return _SimulatedScattering(self, like, rows, width)
+
+    def all_gather(self, shard: Tensor, rows: Rows) -> Tensor:
+        return gather_all(self, shard, rows)
+
+    def reduce_scatter(self, parts: Tensor, rows: Rows) -> Tensor:
+        return scatter_all(self, parts, rows)
+
+    def close(self) -> None:
+        self.pull.end()
+        self.push.end()
+
+
+class _SimulatedGathering(Gathering):
+    def __init__(self, transport: SimulatedTransport, shard: Tensor, rows: Rows) -> None:
+        steps, world, self.rank = transport.steps, transport.world, transport.rank
+        self.shard, self.rows = shard, rows
+        self.order = [self.rank, *steps.after()]
+        self.whole = shard.new_empty((rows.total, *shard.shape[1:]))
+        self.whole[rows.of(self.rank)] = shard
+        slot = steps.next_slot("gather")
+        steps.publish(None, slot, Place(shard), world.windows[self.rank][slot])
+        self.here = {}
+        for peer in steps.after():
+            target = _View(self.whole[rows.of(peer)])
+            steps.fetch(transport.pull, slot, peer, [(world.windows[peer][slot], target, None)])
+            self.here[peer] = transport.engine.mark(transport.pull)
+
+    def wait(self, rank: int) -> Tensor:
+        if rank == self.rank:
+            return self.shard
+        self.here[rank].result()
+        return self.whole[self.rows.of(rank)]
+
+
+class _SimulatedScattering(Scattering):
+    def __init__(self, transport: SimulatedTransport, like: Tensor, rows: Rows, width: int) -> None:
+        self.transport, self.rows, self.rank = transport, rows, transport.rank
+        self.order = [*transport.steps.after(), self.rank]
+        self.parts = like.new_empty((rows.total, width))
+        self.slot = transport.steps.next_slot("scatter")
+
+    def part(self, rank: int) -> Tensor:
+        return self.parts[self.rows.of(rank)]
+
+    def send(self, rank: int) -> None:
+        if rank == self.rank:
+            return
+        inbox = self.transport.world.inboxes[rank][self.slot][self.rank]
+        self.transport.steps.push(self.transport.push, self.slot, rank, Place(self.part(rank)), inbox)
+
+    def reduce(self, bias: Tensor | None = None) -> Tensor:
+        steps, world = self.transport.steps, self.transport.world
+        self.transport.engine.mark(self.transport.push).result()
+        steps.collect(None, self.slot)
+        inbox = world.inboxes[self.rank][self.slot]
+        inbox[self.rank].take(self.part(self.rank))
+        y = sum_parts(torch.stack([place.value for place in inbox if place.value is not None]), bias)
+        steps.release(None, self.slot)
+        return y
