@@ -558,6 +558,36 @@ def sizes(a: Tensor, b: Tensor, layout: str) -> tuple[int, int, int]:
     return M, b.shape[0] if layout == "nt" else b.shape[1], K
 
 
+def _check(a: Tensor, out: Tensor | None, layout: str, gathered: Gathered | None, scattered: Scattered | None) -> None:
+    op = "hopper_gemm"
+    checks.require((out is None) == (scattered is not None), op, "out", "be None with scattered, and only then", out)
+    if gathered and scattered:
+        checks.fail(op, "scattered", "be None where gathered is given", "both")
+    if gathered and layout == "tn":
+        checks.fail(op, "gathered", "be None for layout tn, whose a does not hold rows of the result", gathered.order)
+    if not (chunked := gathered or scattered):
+        return
+    C = (chunked.order.numel(),)
+    tables = {"order": chunked.order, "flags": gathered.flags} if gathered else {"order": chunked.order}
+    checks.shape(op, "bounds", chunked.bounds, (C[0] + 1,), "one more than order")
+    if scattered:
+        tables |= {"counters": scattered.counters, "targets": scattered.targets, "signals": scattered.signals}
+    for name, table in tables.items():
+        dtype = torch.int64 if name in ("targets", "signals") else torch.int32
+        checks.shape(op, name, table, C, "one for each chunk of order")
+        checks.require(table.dtype is dtype, op, name, f"be {checks.name(dtype)}", checks.name(table.dtype))
+        checks.require(
+            name == "flags" or table.is_contiguous(), op, name, "be contiguous", f"strides {tuple(table.stride())}"
+        )
+    checks.require(chunked.bounds.dtype is torch.int32, op, "bounds", "be int32", checks.name(chunked.bounds.dtype))
+    local = gathered.local if gathered else None
+    if local is not None:
+        checks.require(local.dtype is a.dtype, op, "local", f"have a's dtype {checks.name(a.dtype)}", local.dtype)
+        checks.require(local.shape[1] == a.shape[1], op, "local", f"have {a.shape[1]} columns as a has", local.shape[1])
+        reason = why_not(local, a, None)
+        checks.require(reason is None, op, "local", "have aligned rows as a has", reason)
+
+
 def hopper_gemm(
     a: Tensor,
     b: Tensor,
@@ -583,12 +613,9 @@ def hopper_gemm(
     """
     M, N, K = sizes(a, b, layout)
     chunked = gathered or scattered
-    if gathered and scattered:
-        raise ValueError("hopper_gemm: scattered must be None where gathered is given, got both")
-    if gathered and layout == "tn":
-        raise ValueError("hopper_gemm: gathered must be None for layout tn, whose a has no rows of the result")
+    _check(a, out, layout, gathered, scattered)
     if plan is None:
-        plan = Plan(split=2 if accumulate else 1)
+        plan = Plan(split=2 if out is not None and out.dtype is torch.float32 else 1)
     if plan.plain_stores:
         checks.require(N % 8 == 0, "hopper_gemm", "N", "be a multiple of 8 with plain_stores", N)
     chunks = chunked.order.numel() if chunked else 1

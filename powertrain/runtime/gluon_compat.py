@@ -38,9 +38,9 @@ __all__ = [
     "trouble",
 ]
 
-tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
+tma_load: Any = getattr(tma, "async_load", None) or getattr(tma, "async_copy_global_to_shared", None)
+tma_store: Any = getattr(tma, "async_store", None) or getattr(tma, "async_copy_shared_to_global", None)
+barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)
 
 
 @_core.builtin
@@ -68,6 +68,7 @@ def trouble() -> str | None:
         "NVMMASharedLayout": gl,
     }
     missing = [name for name, place in wanted.items() if not hasattr(place, name.rpartition(".")[2])]
+    missing += [name for name in ("tma_load", "tma_store", "barrier") if globals()[name] is None]
     return f"this Triton's Gluon has no {', '.join(missing)}" if missing else None
 
 
