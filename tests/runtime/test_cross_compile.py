@@ -26,6 +26,7 @@ from powertrain.runtime.target import Target
 from powertrain.runtime.triton_compat import VERSION_TEXT
 from tests.ops.attention.attention_launches import launch_all_features, launch_attention_kernels
 from tests.ops.attention.decode_launches import launch_decode_kernels, launch_merge_kernels
+from tests.ops.gemm_launches import launch_gathered, launch_gemms, launch_scattered
 
 ARCHS = (75, 80, 86, 89, 90, 100, 103, 120)
 # attention's kernels are the slow ones to compile: these archs in every run, all of them in `make test-full`
@@ -40,7 +41,7 @@ SpecsOf = Callable[[int], list[Spec]]
 
 def _beyond_the_catalog(dtype: torch.dtype) -> None:
     """Kernels that the catalog's sizes do not reach: rows too long for one block, the optimizer, gradients by parts,
-    decoding and merging, tails."""
+    decoding and merging, dense GEMMs on sm_90, tails."""
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
@@ -60,6 +61,11 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
     powertrain.AdamW(parameters).step()
     launch_decode_kernels(dtype)
     launch_merge_kernels(dtype)
+    if dtype is not torch.float32 and Target.of(META).arch == 90:
+        launch_gemms(dtype)
+        launch_gathered(dtype)
+        launch_scattered(dtype)
+        launch_scattered(dtype, plain_stores=True)
     zero_tail(torch.empty(64, 4, 64, dtype=dtype, device=META), torch.empty(3, dtype=torch.int32, device=META))
 
 

@@ -1,0 +1,46 @@
+"""What tests launch of the Hopper GEMM: its operands, and every hook on meta tensors."""
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.gemm import gemm
+from powertrain.ops.hopper_gemm import Gathered, Plan, Scattered, hopper_gemm
+
+META = torch.device("meta")
+
+
+def operands(layout: str, M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """a and b of a layout, of values around 1 and products around 1."""
+    a = torch.randn((K, M) if layout == "tn" else (M, K), device=device)
+    b = torch.randn((N, K) if layout == "nt" else (K, N), device=device) * max(K, 1) ** -0.5
+    return a.to(dtype), b.to(dtype)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def launch_gathered(dtype: torch.dtype = torch.bfloat16, layout: str = "nt") -> None:
+    """On meta tensors: four chunks, one of them local."""
+    a, b = operands(layout, 512, 512, 512, dtype, META)
+    chunks = Gathered(_empty(5), _empty(4), _empty(4), _empty(128, 512, dtype=dtype), (1, 2))
+    hopper_gemm(a, b, _empty(512, 512, dtype=dtype), layout=layout, gathered=chunks)
+
+
+def launch_scattered(dtype: torch.dtype = torch.bfloat16, *, plain_stores: bool = False, layout: str = "nt") -> None:
+    """On meta tensors: four chunks to addresses of their own."""
+    a, b = operands(layout, 512, 512, 512, dtype, META)
+    places = [_empty(4, dtype=torch.int64) for _ in range(2)]
+    chunks = Scattered(_empty(5), _empty(4), *places, _empty(4), 512)
+    hopper_gemm(a, b, None, layout=layout, scattered=chunks, plan=Plan(plain_stores=plain_stores))
+
+
+def launch_gemms(dtype: torch.dtype) -> None:
+    """Every kind of launch, on meta tensors of a size that the kernel is chosen for (on sm_90, in 16 bits)."""
+    for layout in ("nt", "nn", "tn"):
+        a, b = operands(layout, 8192, 8192, 2048, dtype, META)
+        gemm(a, b, layout=layout)
+        gemm(a, b, layout=layout, out=_empty(8192, 8192, dtype=torch.float32), accumulate=True)
+    a, b = operands("nt", 8192, 8192, 2048, dtype, META)
+    gemm(a, b, bias=_empty(8192, dtype=dtype))
+    gemm(a, b, out=_empty(8192, 8192, dtype=torch.float32))
