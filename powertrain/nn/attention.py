@@ -2,7 +2,8 @@
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,14 @@ class Context(NamedTuple):
     document_ids   [B, S] int32: tokens see those with their own id only
     cache          keys and values of earlier tokens, while generating
     shape          (B, S) where x is this rank's share of the tokens, [t, hidden_size]; None: x is [B, S, hidden_size]
+    across         attention of these tokens to those of other ranks too (query, key, value and options); None: to these
     """
 
     position_ids: Tensor | None = None
     document_ids: Tensor | None = None
     cache: KVCache | None = None
     shape: tuple[int, int] | None = None
+    across: Callable[..., Tensor] | None = None
 
 
 class Rotary(NamedTuple):
@@ -116,11 +119,11 @@ class SelfAttention(nn.Module):
         cache = context.cache
         if cache is None:
             q, k, v = self._rotated(qkv, context.position_ids)
-            attended = self._attend(q, k, v, context.document_ids)
+            attended = self._attend(q, k, v, context)
         elif cache.is_empty:
             q, k, v = self._rotated(qkv, None)
             cache.fill(self.layer, k, v)
-            attended = self._attend(q, k, v, None)
+            attended = self._attend(q, k, v, Context())
         else:
             attended = self._decode(qkv, cache)
         return self.out(attended.flatten(-2))
@@ -153,11 +156,15 @@ class SelfAttention(nn.Module):
             return None
         return alibi_slopes(self.num_heads, q.device)[self.first_head : self.first_head + q.shape[2]]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) -> Tensor:
-        return attention(
-            q, k, v, is_causal=True, window_size=self.window, alibi_slopes=self._slopes(q), document_ids=document_ids,
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        options: dict[str, Any] = dict(
+            is_causal=True, window_size=self.window, alibi_slopes=self._slopes(q),
             dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
+        if context.across is not None:
+            return context.across(q, k, v, **options)
+        out: Tensor = attention(q, k, v, document_ids=context.document_ids, **options)
+        return out
 
     def _decode(self, qkv: Tensor, cache: KVCache) -> Tensor:
         q, k, v = self._split(qkv)

@@ -67,3 +67,14 @@ def test_benchmark_runs() -> None:
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout for rank in ranks)
     said = ranks[0].stdout
     assert all(name in said for name in ("one cpu alone", "all_gather", "ring", "all_to_all", "nothing sent"))
+
+
+def test_models_are_the_same_spread(tmp_path: Path) -> None:
+    """Loss, logits and gradients of models whose sequences two ranks share, dense and packed."""
+    out = str(tmp_path / "errors")
+    ranks = run_ranks(2, "-m", "tests.distributed.context_model_worker", out)
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout for rank in ranks)
+    for rank in range(2):
+        errors = torch.load(f"{out}.{rank}")
+        assert len(errors) == 10
+        assert max(errors.values()) < 1e-6, errors
