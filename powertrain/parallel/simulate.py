@@ -23,7 +23,7 @@ from torch import Tensor
 from powertrain.ops.sum_parts import sum_parts
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.peers import PeerTimeout
-from powertrain.parallel.protocol import CREDITS, SLOTS, Engine, Kind, Protocol, Word
+from powertrain.parallel.protocol import PIECES, SLOTS, Engine, Kind, Protocol, Use, Word
 from powertrain.parallel.transport import Gathering, Rows, Scattering, Transport, gather_all, scatter_all
 
 T = TypeVar("T")
@@ -38,14 +38,6 @@ class Place:
 
     def take(self, value: Tensor) -> None:
         self.value = value.clone()
-
-
-class _View(Place):
-    """A piece of a tensor."""
-
-    def take(self, value: Tensor) -> None:
-        assert self.value is not None
-        self.value.copy_(value)
 
 
 class Stream:
@@ -81,14 +73,16 @@ class World:
         self.random = random.Random(seed)
         self.changed = threading.Condition()
         self.words = {
-            (rank, Word(kind, slot, peer)): int(kind in CREDITS)
+            (rank, Word(kind, use, slot, peer, piece)): int(kind is Kind.ROOM)
             for rank in range(size)
             for kind in Kind
+            for use in Use
             for slot in range(SLOTS)
             for peer in range(size)
+            for piece in range(PIECES)
         }
-        self.windows = [[Place() for _ in range(SLOTS)] for _ in range(size)]
-        self.inboxes = [[[Place() for _ in range(size)] for _ in range(SLOTS)] for _ in range(size)]
+        # [rank][use][slot][source]
+        self.inboxes = [[[[Place() for _ in range(size)] for _ in range(SLOTS)] for _ in Use] for _ in range(size)]
         self.lost: set[int] = set()
         name = f"simulated {next(_worlds)}"
         self.overlaps = [Overlap.over(SimulatedTransport(self, rank), f"{name} rank {rank}") for rank in range(size)]
@@ -161,12 +155,12 @@ class ThreadEngine(Engine[Stream | None, Place]):
 
         self._do(stream, step)
 
-    def signal(self, stream: Stream | None, rank: int, word: Word) -> None:
+    def signal(self, stream: Stream | None, words: Sequence[tuple[int, Word]]) -> None:
         world = self.world
 
         def step() -> None:
             with world.changed:
-                world.words[rank, word] = 1
+                world.words.update(dict.fromkeys(words, 1))
                 world.changed.notify_all()
 
         self._do(stream, step)
@@ -178,10 +172,6 @@ class ThreadEngine(Engine[Stream | None, Place]):
 
         self._do(stream, step)
 
-    def mark(self, stream: Stream) -> "Future[None]":
-        """Done when the stream has come here."""
-        return stream.put(lambda: None)
-
 
 class SimulatedTransport(Transport):
     """One rank of a World."""
@@ -192,7 +182,7 @@ class SimulatedTransport(Transport):
         self.world, self.rank, self.size = world, rank, world.size
         self.engine = ThreadEngine(world, rank)
         self.steps = Protocol(self.engine)
-        self.pull, self.push = Stream(), Stream()
+        self.outward = {use: Stream() for use in Use}
 
     def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
         return _SimulatedGathering(self, shard, rows)
@@ -207,38 +197,42 @@ class SimulatedTransport(Transport):
         return scatter_all(self, parts, rows)
 
     def close(self) -> None:
-        self.pull.end()
-        self.push.end()
+        for stream in self.outward.values():
+            stream.end()
 
 
 class _SimulatedGathering(Gathering):
     def __init__(self, transport: SimulatedTransport, shard: Tensor, rows: Rows) -> None:
-        steps, world, self.rank = transport.steps, transport.world, transport.rank
-        self.shard, self.rows = shard, rows
-        self.order = [self.rank, *steps.after()]
+        self.transport, self.shard, self.rows, self.rank = transport, shard, rows, transport.rank
+        steps, self.inboxes = transport.steps, transport.world.inboxes
+        self.order = [self.rank, *steps.senders]
         self.whole = shard.new_empty((rows.total, *shard.shape[1:]))
         self.whole[rows.of(self.rank)] = shard
-        slot = steps.next_slot("gather")
-        steps.publish(None, slot, Place(shard), world.windows[self.rank][slot])
-        self.here = {}
-        for peer in steps.after():
-            target = _View(self.whole[rows.of(peer)])
-            steps.fetch(transport.pull, slot, peer, [(world.windows[peer][slot], target, None)])
-            self.here[peer] = transport.engine.mark(transport.pull)
+        self.slot = steps.next_slot(Use.GATHER)
+        for peer in steps.receivers:
+            piece = Place(shard), self.inboxes[peer][Use.GATHER][self.slot][self.rank]
+            steps.send(transport.outward[Use.GATHER], Use.GATHER, self.slot, peer, [piece])
 
     def wait(self, rank: int) -> Tensor:
         if rank == self.rank:
             return self.shard
-        self.here[rank].result()
-        return self.whole[self.rows.of(rank)]
+        self.transport.steps.receive(None, Use.GATHER, self.slot, [rank])
+        found = self.inboxes[self.rank][Use.GATHER][self.slot][rank].value
+        assert found is not None
+        self.whole[self.rows.of(rank)] = found
+        return found
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:
+        self.transport.steps.release(None, Use.GATHER, self.slot)
 
 
 class _SimulatedScattering(Scattering):
     def __init__(self, transport: SimulatedTransport, like: Tensor, rows: Rows, width: int) -> None:
         self.transport, self.rows, self.rank = transport, rows, transport.rank
-        self.order = [*transport.steps.after(), self.rank]
+        self.order = [*transport.steps.receivers, self.rank]
         self.parts = like.new_empty((rows.total, width))
-        self.slot = transport.steps.next_slot("scatter")
+        self.slot = transport.steps.next_slot(Use.SCATTER)
+        self.inboxes = transport.world.inboxes
 
     def part(self, rank: int) -> Tensor:
         return self.parts[self.rows.of(rank)]
@@ -246,15 +240,14 @@ class _SimulatedScattering(Scattering):
     def send(self, rank: int) -> None:
         if rank == self.rank:
             return
-        inbox = self.transport.world.inboxes[rank][self.slot][self.rank]
-        self.transport.steps.push(self.transport.push, self.slot, rank, Place(self.part(rank)), inbox)
+        piece = Place(self.part(rank)), self.inboxes[rank][Use.SCATTER][self.slot][self.rank]
+        self.transport.steps.send(self.transport.outward[Use.SCATTER], Use.SCATTER, self.slot, rank, [piece])
 
     def reduce(self, bias: Tensor | None = None) -> Tensor:
-        steps, world = self.transport.steps, self.transport.world
-        self.transport.engine.mark(self.transport.push).result()
-        steps.collect(None, self.slot)
-        inbox = world.inboxes[self.rank][self.slot]
+        steps = self.transport.steps
+        steps.receive(None, Use.SCATTER, self.slot, steps.senders)
+        inbox = self.inboxes[self.rank][Use.SCATTER][self.slot]
         inbox[self.rank].take(self.part(self.rank))
         y = sum_parts(torch.stack([place.value for place in inbox if place.value is not None]), bias)
-        steps.release(None, self.slot)
+        steps.release(None, Use.SCATTER, self.slot)
         return y

@@ -1,15 +1,18 @@
 """GPUs of one host that reach each other's memory over NVLink: torch's symmetric memory, copy engines, our own words.
 
 Every rank has memory that all others have mapped too. Rows are copied by copy engines, one peer at a time in an order
-that differs from rank to rank (on four H200s 330 to 370 GB/s from one peer at 32 MiB and more, 276 from three at once).
+that differs from rank to rank (on four H200s 310 to 370 GB/s to one peer from 16 MiB on, 276 to three at once).
 Words are waited for and written by the streams themselves (powertrain/parallel/protocol.py); no kernel spins, and
-nothing that a product could starve stands between a copy and the product that wants it. Any shape, any number of rows
+nothing that a product could starve stands between a copy and the product that wants it. Rows are written to where they
+are wanted, not read from there: a writer needs no answer before it starts. Any shape, any number of rows
 a call: memory grows when a call needs more than any before it, which is the one time that ranks wait for each other
 on the host.
 """
 
+import math
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +23,11 @@ from torch import Tensor
 from powertrain.ops.poison import poison
 from powertrain.ops.sum_parts import sum_parts
 from powertrain.parallel.planner import Choice, Rates
-from powertrain.parallel.protocol import CREDITS, SLOTS, Engine, Kind, Protocol, Word
+from powertrain.parallel.protocol import PIECES, SLOTS, Engine, Kind, Protocol, Use, Word
 from powertrain.parallel.transport import CollectiveTransport, Gathering, Rows, Scattering
 from powertrain.parallel.watch import Call, Watch
 from powertrain.runtime import tracing
-from powertrain.runtime.driver import MemoryOps, copy, write_word
+from powertrain.runtime.driver import MemoryOps, copy
 from powertrain.runtime.errors import WarmUpFirst
 
 _ALIGNMENT = 256  # bytes: of every part in an inbox, so that any kernel may read or write it in whole vectors
@@ -67,19 +70,19 @@ class CudaEngine(Engine[int, Span]):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank, self.size = group.rank(), group.size()
-        count = len(Kind) * SLOTS * self.size
-        self.words = Shared(_LINE * count, 1, group, device)
+        shape = (len(Kind), len(Use), SLOTS, self.size, PIECES)
+        nbytes = _LINE * math.prod(shape)
+        self.words = Shared(nbytes, 1, group, device)
         torch.cuda.synchronize(device)
         self.words.mine.zero_()
-        values = self.words.mine[: _LINE * count].view(torch.int32).view(len(Kind), SLOTS, self.size, _LINE // 4)
-        for kind in CREDITS:
-            values[kind, :, :, 0] = 1
+        self.values = self.words.mine[:nbytes].view(torch.int32).view(*shape, _LINE // 4)[..., 0]
+        self.values[Kind.ROOM] = 1
         torch.cuda.synchronize(device)
-        self.values = values[..., 0]
         self._ops: dict[Any, MemoryOps] = {}
 
     def address(self, rank: int, word: Word) -> int:
-        return self.words.addresses[rank] + _LINE * ((word.kind * SLOTS + word.slot) * self.size + word.peer)
+        index = ((word.kind * len(Use) + word.use) * SLOTS + word.slot) * self.size + word.peer
+        return self.words.addresses[rank] + _LINE * (index * PIECES + word.piece)
 
     def consume(self, stream: int, words: Sequence[Word]) -> None:
         key = tuple(words)
@@ -89,39 +92,16 @@ class CudaEngine(Engine[int, Span]):
             ops = self._ops[key] = MemoryOps(wait=[(p, 1) for p in places], write=[(p, 0) for p in places])
         ops.enqueue(stream)
 
-    def signal(self, stream: int, rank: int, word: Word) -> None:
-        key = rank, word
+    def signal(self, stream: int, words: Sequence[tuple[int, Word]]) -> None:
+        key = tuple(words)
         ops = self._ops.get(key)
         if ops is None:
-            ops = self._ops[key] = MemoryOps(write=[(self.address(rank, word), 1)])
+            ops = self._ops[key] = MemoryOps(write=[(self.address(rank, word), 1) for rank, word in words])
         ops.enqueue(stream)
 
     def copy(self, stream: int, source: Span, target: Span) -> None:
         if source.nbytes:
             copy(target.address, source.address, source.nbytes, stream)
-
-    def raise_flag(self, stream: int, flag: int) -> None:
-        write_word(flag, 1, stream)
-
-
-class Lanes:
-    """Two streams for copies that take turns, so that one starts while the other ends."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)]
-        self._begin, self._end = torch.cuda.Event(), [torch.cuda.Event() for _ in range(2)]
-
-    def fork(self, main: torch.cuda.Stream) -> None:
-        """Copies from now on come after what the main stream holds."""
-        self._begin.record(main)
-        for stream in self.streams:
-            stream.wait_event(self._begin)
-
-    def join(self, main: torch.cuda.Stream) -> None:
-        """The main stream goes on when all copies are made."""
-        for stream, event in zip(self.streams, self._end, strict=True):
-            event.record(stream)
-            main.wait_event(event)
 
 
 class SymmetricTransport(CollectiveTransport):
@@ -138,9 +118,10 @@ class SymmetricTransport(CollectiveTransport):
         self.steps = Protocol(self.engine)
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         self.watch = Watch(group, device, self.error, self.engine.values)
-        self.pulls, self.pushes = Lanes(device), Lanes(device)
-        self.arrived, self.made = ([torch.cuda.Event() for _ in range(self.size)] for _ in range(2))
-        self._shared: dict[str, Shared] = {}
+        # copies of one kind go out one after the other: two peers at once get less than one after the other
+        self.outward = {use: torch.cuda.Stream(device, priority=-1) for use in Use}
+        self._fork, self._join = torch.cuda.Event(), torch.cuda.Event()
+        self._shared: dict[Use, Shared] = {}
         self._fused: Any = None
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         dist.barrier(group)
@@ -148,9 +129,9 @@ class SymmetricTransport(CollectiveTransport):
             seconds = time.monotonic() - start
             tracing.progress(f"overlap of {self.size} GPUs over NVLink started in {seconds:.1f} s")
 
-    def memory(self, kind: str, slot_bytes: int) -> Shared:
+    def inbox(self, use: Use, slot_bytes: int) -> Shared:
         """Two slots of at least so many bytes. Larger than ever before: every rank waits for all others."""
-        found = self._shared.get(kind)
+        found = self._shared.get(use)
         if found is None or found.slot_bytes < slot_bytes:
             if torch.cuda.is_current_stream_capturing():
                 raise WarmUpFirst(
@@ -158,8 +139,8 @@ class SymmetricTransport(CollectiveTransport):
                     "than any before: run it once before capturing"
                 )
             self._wait_for_all()
-            self._shared.pop(kind, None)
-            self._shared[kind] = found = Shared(slot_bytes, SLOTS, self.group, self.device)
+            self._shared.pop(use, None)
+            self._shared[use] = found = Shared(slot_bytes, SLOTS, self.group, self.device)
             self._wait_for_all()
         return found
 
@@ -171,7 +152,7 @@ class SymmetricTransport(CollectiveTransport):
     def measure_link(self) -> float:
         """Bytes per second from the next rank's memory, all ranks at once; checks what came, too."""
         nbytes = 32 << 20
-        memory = self.memory("gather", nbytes)
+        memory = self.inbox(Use.GATHER, nbytes)
         memory.mine[:nbytes].view(torch.int32).copy_(torch.arange(nbytes // 4, device=self.device) + self.rank)
         self._wait_for_all()
         peer, stream = (self.rank + 1) % self.size, torch.cuda.current_stream(self.device)
@@ -207,6 +188,18 @@ class SymmetricTransport(CollectiveTransport):
             self._fused = Fused(self)
         return self._fused
 
+    def fork(self, use: Use, main: torch.cuda.Stream) -> int:
+        """The stream for copies that come after what the main stream holds."""
+        stream = self.outward[use]
+        self._fork.record(main)
+        stream.wait_event(self._fork)
+        return stream.cuda_stream
+
+    def join(self, use: Use, main: torch.cuda.Stream) -> None:
+        """The main stream goes on when the copies are made."""
+        self._join.record(self.outward[use])
+        main.wait_event(self._join)
+
     def begin(self, call: Call) -> torch.cuda.Stream:
         """A call starts on the current stream, after the one before it, whose slots it may use."""
         self.watch.raise_if_failed()
@@ -238,82 +231,81 @@ class SymmetricTransport(CollectiveTransport):
 
 
 class SymmetricGathering(Gathering):
-    """pieces: rows of the whole that are copied one by one, each rank's split into so many; see fused.py."""
+    """Each rank copies its rows to where they belong in the others' inboxes, which are the gathered tensors."""
+
+    pieces = 1
 
     def __init__(self, transport: SymmetricTransport, shard: Tensor, rows: Rows, keep: bool) -> None:
         self.transport, self.shard, self.rows = transport, shard, rows
-        self.rank = transport.rank
-        self.row_bytes = shard.shape[1] * shard.element_size()
-        memory = transport.memory("gather", max(rows.counts) * self.row_bytes)
-        self.order = [self.rank, *transport.steps.after()]
-        self.buffer = shard.new_empty((rows.total, shard.shape[1]))
+        self.rank, steps = transport.rank, transport.steps
+        row_bytes = shard.shape[1] * shard.element_size()
+        inbox = transport.inbox(Use.GATHER, rows.total * row_bytes)
+        self.order = [self.rank, *steps.senders]
         self.call = Call("all-gather", (rows.total, shard.shape[1]), shard.dtype)
         self.main = transport.begin(self.call)
-        self._fetch(memory, transport.steps.next_slot("gather"), keep)
-
-    def _fetch(self, memory: Shared, slot: int, keep: bool) -> None:
-        """Publish this rank's rows, and copy the others' as they are published."""
-        transport, steps = self.transport, self.transport.steps
-        window = Span(memory.slot(self.rank, slot), 0)
-        steps.publish(self.main.cuda_stream, slot, span(self.shard), window)
-        transport.pulls.fork(self.main)
-        for i, peer in enumerate(steps.after()):
-            stream = transport.pulls.streams[i % 2]
-            source = Span(memory.slot(peer, slot), self.rows.counts[peer] * self.row_bytes)
-            steps.fetch(stream.cuda_stream, slot, peer, self._pieces(source, peer))
-            transport.arrived[peer].record(stream)
+        self.slot = steps.next_slot(Use.GATHER)
+        start = self.slot * inbox.slot_bytes
+        nbytes = rows.total * row_bytes
+        self.buffer = inbox.mine[start : start + nbytes].view(shard.dtype).view(rows.total, shard.shape[1])
+        stream = transport.fork(Use.GATHER, self.main)
+        cuts = [(a * row_bytes, (b - a) * row_bytes) for a, b in pairwise(self.cuts(self.rank))]
+        first = rows.of(self.rank).start * row_bytes
+        for peer in steps.receivers:
+            base = inbox.slot(peer, self.slot)
+            pieces = [(Span(shard.data_ptr() + at - first, n), Span(base + at, n)) for at, n in cuts]
+            steps.send(stream, Use.GATHER, self.slot, peer, pieces)
         if keep:
-            own = self.buffer[self.rows.of(self.rank)]
-            transport.engine.copy(transport.pulls.streams[0].cuda_stream, span(self.shard), span(own))
-        transport.arrived[self.rank].record(transport.pulls.streams[0])
+            transport.engine.copy(stream, span(shard), Span(inbox.slot(self.rank, self.slot) + first, 0))
 
-    def _pieces(self, source: Span, peer: int) -> list[tuple[Span, Span, int | None]]:
-        """What to copy of a peer's window where, in turn, and the address of a word to make 1 after each."""
-        return [(source, span(self.buffer[self.rows.of(peer)]), None)]
+    def cuts(self, rank: int) -> list[int]:
+        """Where a rank's pieces start in the whole, and where the last one ends."""
+        start, count = self.rows.of(rank).start, self.rows.counts[rank]
+        return [start + count * i // self.pieces for i in range(self.pieces + 1)]
 
     @property
     def whole(self) -> Tensor:  # type: ignore[override]
-        self._wait_here(self.rank)
+        self.transport.join(Use.GATHER, self.main)
         return self.buffer
 
     def wait(self, rank: int) -> Tensor:
         if rank == self.rank:
             return self.shard
-        self._wait_here(rank)
+        stream = torch.cuda.current_stream(self.transport.device).cuda_stream
+        self.transport.steps.receive(stream, Use.GATHER, self.slot, [rank])
         return self.buffer[self.rows.of(rank)]
 
-    def _wait_here(self, rank: int) -> None:
-        torch.cuda.current_stream(self.transport.device).wait_event(self.transport.arrived[rank])
-
     def finish(self, outputs: Sequence[Tensor]) -> None:
-        self.transport.pulls.join(self.main)
+        self.transport.join(Use.GATHER, self.main)
+        self.transport.steps.release(self.main.cuda_stream, Use.GATHER, self.slot)
         self.transport.end(self.call, self.main, outputs)
 
 
 class SymmetricScattering(Scattering):
+    """Each part is copied to the inbox of the rank that owns its rows."""
+
     def __init__(self, transport: SymmetricTransport, like: Tensor, rows: Rows, width: int) -> None:
         self.transport, self.rows, self.width = transport, rows, width
         self.rank = transport.rank
-        self.order = [*transport.steps.after(), self.rank]
+        self.order = [*transport.steps.receivers, self.rank]
         element = like.element_size()
         # the distance between two sources' parts in each rank's inbox
         self.strides = [-(-count * width * element // _ALIGNMENT) * _ALIGNMENT for count in rows.counts]
-        self.memory = transport.memory("scatter", max(self.strides) * transport.size)
-        self.slot = transport.steps.next_slot("scatter")
+        self.memory = transport.inbox(Use.SCATTER, max(self.strides) * transport.size)
         self.call = Call("reduce-scatter", (rows.total, width), like.dtype)
         self.main = transport.begin(self.call)
+        self.slot = transport.steps.next_slot(Use.SCATTER)
         start = self.slot * self.memory.slot_bytes
         mine = self.memory.mine[start : start + self.strides[self.rank] * transport.size].view(like.dtype)
         self.inbox = torch.as_strided(
             mine, (transport.size, rows.counts[self.rank], width), (self.strides[self.rank] // element, width, 1),
             mine.storage_offset(),
         )  # fmt: skip
-        self._make_parts(like)
+        self._start(like)
 
-    def _make_parts(self, like: Tensor) -> None:
+    def _start(self, like: Tensor) -> None:
         self.parts = like.new_empty((self.rows.total, self.width))
 
-    def inbox_of(self, rank: int) -> int:
+    def place(self, rank: int) -> int:
         """The address of this rank's part in another's inbox."""
         return self.memory.slot(rank, self.slot) + self.rank * self.strides[rank]
 
@@ -323,20 +315,18 @@ class SymmetricScattering(Scattering):
     def send(self, rank: int) -> None:
         if rank == self.rank:
             return
-        transport = self.transport
-        pushes, step = transport.pushes, (rank - self.rank) % transport.size
-        stream = pushes.streams[step % 2]
-        made = transport.made[rank]
-        made.record(torch.cuda.current_stream(transport.device))
-        stream.wait_event(made)
-        part = span(self.parts[self.rows.of(rank)])
-        transport.steps.push(stream.cuda_stream, self.slot, rank, part, Span(self.inbox_of(rank), 0))
+        stream = self.transport.fork(Use.SCATTER, torch.cuda.current_stream(self.transport.device))
+        piece = span(self.parts[self.rows.of(rank)]), Span(self.place(rank), 0)
+        self.transport.steps.send(stream, Use.SCATTER, self.slot, rank, [piece])
+
+    def _sent(self) -> None:
+        self.transport.join(Use.SCATTER, self.main)
 
     def reduce(self, bias: Tensor | None = None) -> Tensor:
         steps, stream = self.transport.steps, self.main.cuda_stream
-        self.transport.pushes.join(self.main)
-        steps.collect(stream, self.slot)
+        self._sent()
+        steps.receive(stream, Use.SCATTER, self.slot, steps.senders)
         y = sum_parts(self.inbox, bias)
-        steps.release(stream, self.slot)
+        steps.release(stream, Use.SCATTER, self.slot)
         self.transport.end(self.call, self.main, [y])
         return y
