@@ -1,0 +1,199 @@
+"""The Hopper GEMM where it runs: values of every layout and hook, flags that come late, graphs, the self-test."""
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.ops import gemm as module
+from powertrain.ops.gemm import LAYOUTS, choose, gemm, gemm_ref
+from powertrain.ops.hopper_gemm import Gathered, Plan, Scattered, hopper_gemm
+from powertrain.testing.numerics import check
+from tests.ops.gemm_launches import operands
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="made for sm_90"
+    ),
+]
+CUDA = torch.device("cuda", 0)
+ROWS = (300, 0, 400, 600)  # of four chunks: none of whole tiles, one empty
+SIZE = (sum(ROWS), 520, 328)
+
+
+def _plain(a: Tensor, b: Tensor, layout: str, bias: Tensor | None) -> Tensor:
+    a, b = a.T if layout == "tn" else a, b.T if layout == "nt" else b
+    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
+# one tile of one block; nothing a multiple of a tile; more tiles than SMs
+@pytest.mark.parametrize("size", [(128, 256, 64), (1000, 520, 328), (4000, 2600, 648)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+def test_values(layout: str, size: tuple[int, int, int], dtype: torch.dtype, with_bias: bool) -> None:
+    a, b = operands(layout, *size, dtype, CUDA)
+    bias = torch.randn(size[1], device=CUDA).to(dtype) if with_bias else None
+    check(
+        lambda a, b, bias: gemm(a, b, layout=layout, bias=bias, backend="hopper"),
+        lambda a, b, bias: _plain(a, b, layout, bias),
+        lambda a, b, bias: gemm_ref(a, b, layout=layout, bias=bias),
+        {"a": a, "b": b, "bias": bias},
+    )
+
+
+@pytest.mark.parametrize("backend", ["hopper", "cublas"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float32_results(layout: str, backend: str) -> None:
+    a, b = operands(layout, 1000, 2600, 328, torch.bfloat16, CUDA)
+    exact = gemm_ref(a.double(), b.double(), layout=layout)
+    total = torch.randn(1000, 2600, device=CUDA)
+    before = total.double()
+    bound = 32 * torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (gemm(a, b, layout=layout, out=torch.empty_like(total), backend=backend) - exact).abs().max() <= bound
+    gemm(a, b, layout=layout, out=total, accumulate=True, backend=backend)
+    assert (total - (before + exact)).abs().max() <= bound
+
+
+def test_twice_gives_the_same_bits() -> None:
+    a, b = operands("tn", 1000, 2600, 4096, torch.bfloat16, CUDA)
+    totals = [torch.ones(1000, 2600, device=CUDA) for _ in range(2)]
+    for total in totals:
+        gemm(a, b, layout="tn", out=total, accumulate=True, backend="hopper")
+    assert torch.equal(*totals)
+
+
+def test_writes_its_own_rows_and_columns_only() -> None:
+    a, b = operands("nt", 200, 264, 64, torch.bfloat16, CUDA)
+    wide = torch.zeros(202, 280, device=CUDA, dtype=torch.bfloat16)
+    gemm(a, b, out=wide[1:201, 8:272], backend="hopper")
+    assert torch.equal(wide[1:201, 8:272], gemm(a, b, backend="hopper"))
+    wide[1:201, 8:272] = 0
+    assert not wide.any()
+
+
+def _int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=CUDA)
+
+
+def _bounds() -> Tensor:
+    return _int32(0, *torch.tensor(ROWS).cumsum(0).tolist())
+
+
+ORDER = (2, 3, 0, 1)
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+def test_gathered_rows_are_read_where_they_are(layout: str) -> None:
+    a, b = operands(layout, *SIZE, torch.bfloat16, CUDA)
+    expected = gemm(a, b, layout=layout, backend="hopper")
+    local, buffer = a[300:700].clone(), a.clone()
+    buffer[300:700] = float("nan")
+    flags = torch.full((4, 32), 5, dtype=torch.int32, device=CUDA)[:, 0]
+    flags[2] = 0  # the local one's is never looked at
+    out = torch.empty_like(expected)
+    chunks = Gathered(_bounds(), _int32(*ORDER), flags, local, (2, 3), ready=5)
+    hopper_gemm(buffer, b, out, layout=layout, gathered=chunks)
+    assert torch.equal(out, expected)
+
+
+def test_flags_that_come_late_are_waited_for() -> None:
+    """Chunks and flags by copy engines, from pinned memory, while the GEMM holds every SM."""
+    M, N, K = 8192, 2560, 1024
+    a, b = operands("nt", M, N, K, torch.bfloat16, CUDA)
+    expected = gemm(a, b, backend="hopper")
+    there, ready = a.cpu().pin_memory(), torch.ones(1, dtype=torch.int32).pin_memory()
+    bounds, flags = _int32(0, 2048, 4096, 6144, 8192), _int32(0, 0, 0, 0)
+    buffer, out = torch.full_like(a, float("nan")), torch.empty_like(expected)
+    chunks = Gathered(bounds, _int32(1, 2, 3, 0), flags, a[2048:4096].clone(), (1, 2))
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    hopper_gemm(buffer, b, out, gathered=chunks)
+    with torch.cuda.stream(side):
+        for chunk in (2, 3, 0):
+            time.sleep(0.002)
+            rows = slice(2048 * chunk, 2048 * (chunk + 1))
+            buffer[rows].copy_(there[rows], non_blocking=True)
+            flags[chunk : chunk + 1].copy_(ready, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+
+
+def _scattered() -> tuple[Scattered, list[Tensor], Tensor]:
+    outs = [torch.zeros(rows + 1, SIZE[1], dtype=torch.bfloat16, device=CUDA) for rows in ROWS]
+    signals = torch.zeros(4, 8, dtype=torch.int32, device=CUDA)
+    targets = torch.tensor([out.data_ptr() for out in outs], device=CUDA)
+    places = torch.tensor([signal.data_ptr() for signal in signals], device=CUDA)
+    return Scattered(_bounds(), _int32(*ORDER), targets, places, _int32(0, 0, 0, 0), SIZE[1]), outs, signals
+
+
+def _check_scattered(outs: list[Tensor], expected: Tensor) -> None:
+    assert torch.equal(torch.cat([out[:-1] for out in outs]), expected)
+    assert not any(out[-1].any() for out in outs)  # the row behind a chunk is somebody else's
+
+
+@pytest.mark.parametrize("plain_stores", [False, True], ids=["tma", "plain"])
+def test_scattered_rows_and_signals(plain_stores: bool) -> None:
+    a, b = operands("nt", *SIZE, torch.bfloat16, CUDA)
+    expected = gemm(a, b, backend="hopper")
+    chunks, outs, signals = _scattered()
+    for ready in (1, 2, 7):
+        for out in outs:
+            out.zero_()
+        plan = Plan(plain_stores=plain_stores)
+        hopper_gemm(a, b, None, scattered=chunks._replace(ready=ready), plan=plan)
+        _check_scattered(outs, expected)
+        assert signals[:, 0].tolist() == [ready] * 4
+        assert not signals[:, 1:].any() and not chunks.counters.any()
+
+
+def test_graph_replays_read_flags_and_addresses_anew() -> None:
+    a, b = operands("nt", *SIZE, torch.bfloat16, CUDA)
+    chunks, outs, signals = _scattered()
+    hopper_gemm(a, b, None, scattered=chunks)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hopper_gemm(a, b, None, scattered=chunks)
+    for _ in range(20):
+        signals.zero_()
+        a.normal_()
+        graph.replay()
+        _check_scattered(outs, gemm(a, b, backend="hopper"))
+        assert signals[:, 0].tolist() == [1] * 4
+    others = [torch.zeros_like(out) for out in outs]
+    chunks.targets.copy_(torch.tensor([out.data_ptr() for out in others]))
+    graph.replay()
+    _check_scattered(others, gemm(a, b, backend="hopper"))
+
+
+def test_fewer_sms() -> None:
+    a, b = operands("nt", *SIZE, torch.bfloat16, CUDA)
+    out = torch.empty(SIZE[:2], dtype=torch.bfloat16, device=CUDA)
+    hopper_gemm(a, b, out, num_sms=3)  # 33 tiles on 3 CTAs, which walk through all chunks below
+    assert torch.equal(out, gemm(a, b, backend="hopper"))
+    chunks, outs, signals = _scattered()
+    hopper_gemm(a, b, None, scattered=chunks, num_sms=2)
+    _check_scattered(outs, out)
+    assert signals[:, 0].tolist() == [1] * 4
+
+
+def test_self_test_passes_and_runs_once() -> None:
+    module._self_tests.clear()
+    assert module._fails_here(CUDA) is None
+    assert module._self_tests == {0: None}
+
+
+def test_a_wrong_kernel_is_found_and_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def wrong(a: Tensor, b: Tensor, out: Tensor) -> None:
+        torch.mm(a.float(), b.float().T, out=out)
+        out[3, 4] += 1
+
+    monkeypatch.setattr(module.hopper, "hopper_gemm", wrong)
+    monkeypatch.setattr(module, "_self_tests", {})
+    a, b = operands("nt", 8192, 8192, 2048, torch.bfloat16, CUDA)
+    assert choose(8192, 8192, 2048).backend == "hopper"
+    assert torch.equal(gemm(a, b), a @ b.T)
+    gemm(a, b)
+    assert capfd.readouterr().err.count("its self-test gave 1 wrong results of 32768") == 1
