@@ -68,7 +68,7 @@ _move_op = Op(
 def move_rows(x: Tensor, how: How, back: How, overlap: Overlap, rows: Sequence[int] | None = None) -> Tensor:
     """x [rows, ...] as `how` says; its gradient goes the way that `back` says. Any number of dims, any float dtype.
 
-    rows   of all ranks; None: those that there are in all, spread evenly (even_rows)
+    rows   of each rank; None: a whole x is spread evenly (even_rows), one to be gathered is as long everywhere
     """
     if overlap.size == 1:
         return x

@@ -1,0 +1,449 @@
+"""`python -m tests.distributed.layers_worker OUT`, one rank: every check below against one process, in float64.
+
+Every rank computes the whole reference itself. The first rank writes to OUT what failed: name -> traceback.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from powertrain.models import build, configure
+from powertrain.models.parallelize import parallelize
+from powertrain.nn.norm import LayerNorm, RMSNorm
+from powertrain.nn.parallel import ColumnParallelLinear, RowParallelLinear, columns, replicate
+from powertrain.nn.tokens import even_rows, gather_tokens, split_tokens
+from powertrain.nn.vocab import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+)
+from powertrain.ops.cross_entropy import cross_entropy_ref
+from powertrain.ops.norm import layer_norm, rms_norm
+from powertrain.parallel.overlap import Overlap
+from tests.distributed.worker import MODELS
+
+CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
+B, S, D, N = 3, 5, 8, 16  # 15 tokens: no number of ranks divides them
+
+
+def check(function: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def same(got: Any, expected: Any, **tolerance: float) -> None:
+    torch.testing.assert_close(got, expected, **tolerance)
+
+
+def whole(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def own(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows, differentiable by themselves."""
+    rows = even_rows(x.shape[0], mesh.size())
+    return x.detach().split(rows)[mesh.get_local_rank()].clone().requires_grad_()
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def linears(mesh: DeviceMesh, **options: Any) -> tuple[list[nn.Linear], list[Any]]:
+    """Three columns and a row layer, plain and spread, with the same weights: the generator's, whatever the ranks."""
+    shapes = ((D, N), (D, N), (D, 2 * N), (N, D))
+    torch.manual_seed(0)
+    plain = [nn.Linear(*shape, bias=n != 1, dtype=torch.float64) for n, shape in enumerate(shapes)]
+    torch.manual_seed(0)
+    kinds = (ColumnParallelLinear, ColumnParallelLinear, ColumnParallelLinear, RowParallelLinear)
+    spread = [
+        kind(*shape, mesh, bias=n != 1, dtype=torch.float64, **options)
+        for n, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
+    ]
+    return plain, spread
+
+
+def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Something of three that every rank can do for its own features."""
+    return torch.tanh(q) * k + v.unflatten(-1, (-1, 2)).prod(-1)
+
+
+def same_weights_and_grads(plain: list[nn.Linear], spread: list[Any]) -> None:
+    for one, other in zip(plain, spread, strict=True):
+        for (name, p), (_, q) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+            same(whole(q.detach()), p.detach(), rtol=0, atol=0)
+            assert isinstance(q.grad, DTensor) and q.grad.placements == q.placements, name
+            same(whole(q.grad), p.grad)
+
+
+@check
+def columns_and_rows(mesh: DeviceMesh) -> None:
+    plain, spread = linears(mesh)
+    x, dy = randn(B * S, D), randn(B * S, D, seed=1).detach()
+    y = plain[3](mixed(*(layer(x) for layer in plain[:3])))
+    y.backward(dy)
+    for _ in range(2):  # gradients add up
+        part = own(x, mesh)
+        made = spread[3](mixed(*columns(part, *spread[:3], shape=(B, S))))
+        same(made, own(y, mesh).detach())
+        made.backward(own(dy, mesh).detach())
+        same(part.grad, own(x.grad, mesh).detach())
+    y = plain[3](mixed(*(layer(x) for layer in plain[:3])))
+    y.backward(dy)
+    same_weights_and_grads(plain, spread)
+
+
+@check
+def without_sequence_parallelism(mesh: DeviceMesh) -> None:
+    plain, spread = linears(mesh, sequence_parallel=False)
+    x, dy = randn(B, S, D), randn(B, S, D, seed=1).detach()
+    y = plain[3](mixed(*(layer(x) for layer in plain[:3])))
+    y.backward(dy)
+    copy = x.detach().clone().requires_grad_()
+    made = spread[3](mixed(*columns(copy, *spread[:3])))
+    same(made, y)
+    made.backward(dy)
+    same(copy.grad, x.grad)
+    same_weights_and_grads(plain, spread)
+
+
+@check
+def gathered_features(mesh: DeviceMesh) -> None:
+    plain, _ = linears(mesh)
+    up = ColumnParallelLinear.from_linear(plain[0], mesh, gather_output=True)
+    down = RowParallelLinear.from_linear(plain[3], mesh, input_is_parallel=False)
+    x, dy = randn(B * S, D), randn(B * S, D, seed=1).detach()
+    y = plain[3](torch.tanh(plain[0](x)))
+    y.backward(dy)
+    part = own(x, mesh)
+    hidden = up(part, shape=(B, S))
+    assert hidden.shape == (B, S, N)
+    made = down(torch.tanh(hidden))
+    same(made, own(y, mesh).detach())
+    made.backward(own(dy, mesh).detach())
+    same(part.grad, own(x.grad, mesh).detach())
+    same_weights_and_grads([plain[0], plain[3]], [up, down])
+
+
+@check
+def main_grad(mesh: DeviceMesh) -> None:
+    plain, spread = linears(mesh)
+    x = randn(B * S, D)
+    (plain[3](torch.tanh(plain[0](x)))).sum().backward()
+    for layer in (spread[0], spread[3]):
+        layer.weight.main_grad = torch.ones_like(layer.weight.to_local(), dtype=torch.float32)
+    spread[3](torch.tanh(spread[0](own(x, mesh), shape=(B, S)))).sum().backward()
+    for one, layer in ((plain[0], spread[0]), (plain[3], spread[3])):
+        assert layer.weight.grad is None
+        total = DTensor.from_local(layer.weight.main_grad, mesh, layer.weight.placements).full_tensor()
+        same(total, one.weight.grad.float() + 1.0)
+
+
+@check
+def norms_on_a_part_of_the_tokens(mesh: DeviceMesh) -> None:
+    for kind, op in ((RMSNorm, rms_norm), (LayerNorm, layer_norm)):
+        norm = kind(D, bias=True).double()
+        replicate(norm, mesh)
+        weight, bias = (torch.full((D,), value, dtype=torch.float64, requires_grad=True) for value in (1.0, 0.0))
+        x = randn(B * S, D)
+        for _ in range(2):
+            norm(own(x, mesh)).square().sum().backward()
+            op(x, weight, bias, eps=norm.eps).square().sum().backward()
+        for p, q in ((norm.weight, weight), (norm.bias, bias)):
+            assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements
+            same(p.grad.to_local(), q.grad)
+
+
+@check
+def embedding(mesh: DeviceMesh) -> None:
+    tokens = torch.randint(0, N, (B, S), generator=torch.Generator().manual_seed(0))
+    dy = randn(B, S, D).detach()
+    torch.manual_seed(0)
+    plain = nn.Embedding(N, D, dtype=torch.float64)
+    y = plain(tokens)
+    y.backward(dy)
+    for sequence_parallel in (True, False):
+        torch.manual_seed(0)
+        spread = VocabParallelEmbedding(N, D, mesh, sequence_parallel=sequence_parallel, dtype=torch.float64)
+        made = spread(tokens)
+        expected, gradient = (own(t.flatten(0, 1), mesh).detach() if sequence_parallel else t for t in (y, dy))
+        same(made, expected, rtol=0, atol=0)
+        made.backward(gradient)
+        same(whole(spread.weight.grad), plain.weight.grad)
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"reduction": "sum", "label_smoothing": 0.1, "softcap": 3.0},
+    {"z_loss": 0.01, "ignore_index": 3},
+)
+
+
+def labels() -> Tensor:
+    target = torch.randint(0, N, (B, S), generator=torch.Generator().manual_seed(0))
+    target[0, :3] = -100
+    return target
+
+
+@check
+def cross_entropy(mesh: DeviceMesh) -> None:
+    overlap = Overlap(mesh)
+    for options in (*OPTIONS, {"reduction": "none", "label_smoothing": 0.2, "z_loss": 0.1}):
+        target = labels().clamp(min=options.get("ignore_index", -100))
+        logits = randn(B, S, N)
+        loss = cross_entropy_ref(logits, target, **options)
+        part = logits.detach().chunk(mesh.size(), -1)[mesh.get_local_rank()].clone().requires_grad_()
+        made = vocab_parallel_cross_entropy(part, target, overlap, **options)
+        same(made, loss)
+        weight = randn(*loss.shape, seed=2).detach()
+        loss.backward(weight)
+        made.backward(weight)
+        same(part.grad, logits.grad.chunk(mesh.size(), -1)[mesh.get_local_rank()])
+    bad = labels().fill_(N)
+    assert vocab_parallel_cross_entropy(part, bad, overlap, reduction="none").isnan().all()
+
+
+@check
+def linear_cross_entropy(mesh: DeviceMesh) -> None:
+    overlap = Overlap(mesh)
+    for options in OPTIONS:
+        for sequence_parallel in (True, False):
+            target = labels().clamp(min=options.get("ignore_index", -100))
+            x, weight, bias = randn(B * S, D), randn(N, D, seed=1), randn(N, seed=2)
+            loss = 2.0 * cross_entropy_ref(F.linear(x, weight, bias).view(B, S, N), target, **options)
+            loss.backward()
+            mine = own(x, mesh) if sequence_parallel else x.detach().clone().requires_grad_()
+            w, b = (
+                t.detach().chunk(mesh.size())[mesh.get_local_rank()].clone().requires_grad_() for t in (weight, bias)
+            )
+            made = 2.0 * vocab_parallel_linear_cross_entropy(
+                mine, w, target, overlap, bias=b, sequence_parallel=sequence_parallel, **options
+            )
+            same(made, loss)
+            made.backward()
+            same(mine.grad, own(x.grad, mesh).detach() if sequence_parallel else x.grad)
+            same(w.grad, weight.grad.chunk(mesh.size())[mesh.get_local_rank()])
+            same(b.grad, bias.grad.chunk(mesh.size())[mesh.get_local_rank()])
+
+
+@check
+def linear_cross_entropy_in_blocks(mesh: DeviceMesh) -> None:
+    from powertrain.ops import linear_cross_entropy as module
+
+    before, module.SCRATCH_BYTES = module.SCRATCH_BYTES, 4 * 8 * N // mesh.size()  # four rows a block
+    try:
+        linear_cross_entropy(mesh)
+    finally:
+        module.SCRATCH_BYTES = before
+
+
+@check
+def head(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    spread = VocabParallelHead(D, N, mesh, bias=False)
+    spread.weight.main_grad = torch.ones_like(spread.weight.to_local())  # type: ignore[attr-defined]
+    weight = whole(spread.weight.detach()).requires_grad_()
+    x = randn(B * S, D).detach().float().requires_grad_()
+    loss = cross_entropy_ref(F.linear(x, weight), labels().flatten(), z_loss=0.1)
+    loss.backward()
+    part = own(x, mesh)
+    made = spread(part, labels(), z_loss=0.1)
+    same(made, loss)
+    made.backward()
+    same(part.grad, own(x.grad, mesh).detach())
+    assert spread.weight.grad is None
+    start = mesh.get_local_rank() * N // mesh.size()
+    same(spread.weight.main_grad, weight.grad[start : start + N // mesh.size()] + 1.0)  # type: ignore[attr-defined]
+    logits = spread(part, shape=(B, S))
+    same(logits, F.linear(x, weight).view(B, S, N)[..., start : start + N // mesh.size()])
+
+
+@check
+def tokens_there_and_back(mesh: DeviceMesh) -> None:
+    overlap = Overlap(mesh)
+    x, weight = randn(B * S, D), randn(B * S, D, seed=1).detach()
+    rows = even_rows(B * S, mesh.size())
+    y = gather_tokens(torch.tanh(split_tokens(x, overlap)), overlap, rows)
+    same(y, torch.tanh(x))
+    (y * weight).sum().backward()
+    same(x.grad, weight * (1.0 - torch.tanh(x.detach()).square()))
+    part = own(x, mesh)
+    (gather_tokens(part, overlap, rows, gradient="parts") * weight).sum().backward()
+    same(part.grad, own(weight, mesh).detach() * mesh.size())
+
+
+def model_of(name: str, **sizes: Any) -> Any:
+    model = build(configure(**{**MODELS[name], **sizes})).double()
+    model.to_empty(device="cpu")
+    model.init_weights(3)
+    for p in model.parameters():  # biases and norms that are not all alike
+        if p.dim() == 1:
+            p.data += 0.1 * torch.arange(p.numel()).double().sin()
+    return model
+
+
+def model_equals_one_process(mesh: DeviceMesh, name: str, recompute: str, **sizes: Any) -> None:
+    tokens = torch.randint(0, 61, (B, S), generator=torch.Generator().manual_seed(1))
+    target = tokens.roll(-1, 1)
+    target[0, :4] = -100
+    one, spread = model_of(name, **sizes), model_of(name, **sizes)
+    full = init_device_mesh("cpu", (1, 1, mesh.size()), mesh_dim_names=("replicate", "shard", "tensor"))
+    for block in spread.layers:
+        block.recompute = recompute
+    parallelize(spread, full, param_dtype=torch.float64, reduce_dtype=torch.float64)
+    positions = (torch.arange(S) % 4).expand(B, S)
+    documents = (torch.arange(S) // 4).expand(B, S).int()
+    options = {"position_ids": positions, "document_ids": documents, "z_loss": 0.01}
+    loss, made = one(tokens, target, **options), spread(tokens, target, **options)
+    same(made, loss)
+    loss.backward()
+    made.backward()
+    for (key, p), (_, q) in zip(one.named_parameters(), spread.named_parameters(), strict=True):
+        same(whole(q.detach()), p.detach(), rtol=0, atol=0)
+        same(whole(q.grad), p.grad, msg=lambda text, key=key: f"{key}: {text}")
+    one.zero_grad()
+    spread.zero_grad()
+    logits, found = one(tokens), spread(tokens)
+    same(found, logits)
+    logits.square().mean().backward()
+    found.square().mean().backward()
+    for (key, p), (_, q) in zip(one.named_parameters(), spread.named_parameters(), strict=True):
+        same(whole(q.grad), p.grad, msg=lambda text, key=key: f"{key} by logits: {text}")
+
+
+@check
+def model_gpt_neox(mesh: DeviceMesh) -> None:
+    model_equals_one_process(mesh, "gpt_neox", "none")
+
+
+@check
+def model_gpt_neox_recomputing_all(mesh: DeviceMesh) -> None:
+    model_equals_one_process(mesh, "gpt_neox_rotary", "full", position_embedding="learned")
+
+
+@check
+def model_llama_recomputing_some(mesh: DeviceMesh) -> None:
+    model_equals_one_process(mesh, "llama", "selective", num_kv_heads=4, mlp_bias=True, out_bias=True)
+
+
+@check
+def dropout(mesh: DeviceMesh) -> None:
+    """On tokens and heads of its own every rank drops other elements, and the streams stay where they belong."""
+    model = model_of("gpt_neox", hidden_dropout=0.5, attention_dropout=0.5).float().train()
+    full = init_device_mesh("cpu", (1, 1, mesh.size()), mesh_dim_names=("replicate", "shard", "tensor"))
+    parallelize(model, full, param_dtype=torch.float32, reduce_dtype=torch.float32)
+    seen: list[Tensor] = []
+    model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    torch.manual_seed(mesh.get_local_rank())
+    tokens = torch.zeros((4, 16), dtype=torch.int64)
+    loss = model(tokens, tokens)
+    loss.backward()
+    dropped = (seen[0] == 0).double()
+    assert 0.3 < dropped.mean() < 0.7
+    everyone = gather_tokens(dropped.detach(), Overlap(mesh)).chunk(mesh.size())
+    assert not torch.equal(everyone[0], everyone[1])
+    losses = [torch.empty_like(loss) for _ in range(mesh.size())]
+    dist.all_gather(losses, loss.detach())
+    assert len({float(value) for value in losses}) == 1
+
+
+class Layer(nn.Module):
+    """A norm, columns and rows: half a layer."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.norm = RMSNorm(D)
+        replicate(self.norm, mesh)
+        self.gate, self.up = (ColumnParallelLinear(D, N, mesh, bias=False) for _ in range(2))
+        self.down = RowParallelLinear(N, D, mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = columns(self.norm(x), self.gate, self.up)
+        return x + self.down(F.silu(gate) * up)
+
+
+@check
+def compiled(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    layer = Layer(mesh)
+    x = randn(8, D).float().detach().requires_grad_()
+    y = layer(x)
+    y.square().sum().backward()
+    expected = [x.grad.clone(), *(p.grad.to_local().clone() for p in layer.parameters())]  # type: ignore[union-attr]
+    x.grad = None
+    layer.zero_grad()
+    made = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    same(made, y)
+    made.square().sum().backward()
+    same([x.grad, *(p.grad.to_local() for p in layer.parameters())], expected)  # type: ignore[union-attr]
+
+
+@check
+def wrong_arguments(mesh: DeviceMesh) -> None:
+    size = mesh.size()
+    overlap = Overlap(mesh)
+    cases: tuple[tuple[Callable[[], Any], str], ...] = (
+        (lambda: ColumnParallelLinear(4, size + 1, mesh), f"out_features must be a multiple of {size} ranks"),
+        (lambda: RowParallelLinear(size + 1, 4, mesh), f"in_features must be a multiple of {size} ranks"),
+        (lambda: VocabParallelEmbedding(size + 1, 4, mesh), f"num_embeddings must be a multiple of {size} ranks"),
+        (lambda: ColumnParallelLinear(4, size, "tensor"), "ranks must be one axis of a DeviceMesh or an Overlap"),  # type: ignore[arg-type]
+        (lambda: columns(randn(2, D), *linears(mesh)[1][2:]), "layers must all be ColumnParallelLinear"),
+        (
+            lambda: vocab_parallel_linear_cross_entropy(randn(2, D), randn(4, D), labels(), overlap),
+            "x must have",
+        ),
+        (
+            lambda: vocab_parallel_linear_cross_entropy(
+                randn(2, D),
+                randn(4, D),
+                labels(),
+                overlap,
+                reduction="none",  # type: ignore[arg-type]
+            ),
+            "reduction must be one of 'mean', 'sum'",
+        ),
+    )
+    for call, said in cases:
+        try:
+            call()
+        except ValueError as error:
+            assert said in str(error), str(error)
+        else:
+            raise AssertionError(f"must be refused: {said}")
+
+
+def main(out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    failed = {}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
+    for name, function in CHECKS.items():
+        error = ""
+        try:
+            function(mesh)
+        except Exception:
+            error = traceback.format_exc()
+            print(name, error, flush=True)  # the others may not be told: they may wait within the check
+        everywhere: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(everywhere, error)
+        failed[name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(everywhere) if text)
+    if dist.get_rank() == 0:
+        with open(out, "w") as file:
+            json.dump(failed, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
