@@ -1,11 +1,12 @@
 """Dense GEMM: the Hopper kernel, also with its hooks, beside cuBLAS."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from powertrain.ops.gemm import choose, gemm
+from powertrain.ops.gemm import BACKENDS, choose, gemm
 from powertrain.ops.hopper_gemm import Gathered, Scattered, hopper_gemm
 from powertrain.testing.bench import measure, table
 
@@ -17,7 +18,7 @@ CHUNKS = 4
 
 
 def _hooks(a: Tensor, b: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
-    """Four chunks that are all there, the second read from elsewhere; and four that go to where they would go anyway."""
+    """Four chunks that are there, the second elsewhere; and four that go to where they would go anyway."""
     M, N = out.shape
     bounds = torch.arange(0, M + 1, M // CHUNKS, dtype=torch.int32, device="cuda")
     order = torch.tensor([1, 2, 3, 0], dtype=torch.int32, device="cuda")
@@ -32,24 +33,19 @@ def _hooks(a: Tensor, b: Tensor, out: Tensor) -> dict[str, Callable[[], object]]
     }
 
 
+def _variants(layout: str, a: Tensor, b: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
+    total = torch.zeros(out.shape, device="cuda")
+    plain = {name: partial(gemm, a, b, layout=layout, out=out, backend=name) for name in BACKENDS}
+    if layout == "nt":
+        return {**plain, **_hooks(a, b, out)}
+    add = partial(gemm, a, b, layout=layout, out=total, accumulate=True)
+    return {**plain, **{f"{name} +=": partial(add, backend=name) for name in BACKENDS}}
+
+
 def run() -> Iterator[str]:
     for layout, M, N, K in SHAPES:
         a = torch.randn((K, M) if layout == "tn" else (M, K), device="cuda", dtype=torch.bfloat16)
         b = torch.randn((N, K) if layout == "nt" else (K, N), device="cuda", dtype=torch.bfloat16)
         out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
-        variants: dict[str, Callable[[], object]] = {
-            backend: lambda backend=backend: gemm(a, b, layout=layout, out=out, backend=backend)
-            for backend in ("hopper", "cublas")
-        }
-        if layout == "nt":
-            variants |= _hooks(a, b, out)
-        if layout == "tn":
-            total = torch.zeros(M, N, device="cuda")
-            variants |= {
-                f"{backend} +=": lambda backend=backend: gemm(
-                    a, b, layout="tn", out=total, accumulate=True, backend=backend
-                )
-                for backend in ("hopper", "cublas")
-            }
-        label = f"{layout} M{M} N{N} K{K} bf16"
-        yield table(label, measure(variants), flops=2 * M * N * K) + f"\nchosen: {choose(M, N, K)}"
+        timings = measure(_variants(layout, a, b, out))
+        yield table(f"{layout} M{M} N{N} K{K} bf16", timings, flops=2 * M * N * K) + f"\nchosen: {choose(M, N, K)}"
