@@ -102,6 +102,12 @@ def test_sharding_divides_memory() -> None:
     assert eight.gradients * 4 == one.gradients and eight.optimizer * 12 == one.optimizer
 
 
+def test_tensor_ranks_share_the_activations() -> None:
+    config = read_config([OURS], ["parallel.tensor=2"], world_size=2).config
+    one, two = lint(read_config([OURS], []).config, []).memory, lint(config, [], world_size=2).memory
+    assert one.activations and two.activations == {mode: size // 2 for mode, size in one.activations.items()}
+
+
 @pytest.mark.parametrize(
     "name, gigabytes", [("A100", 40), ("A100 80GB", 80), ("sm_90", 80), ("H200", 141), ("Jetson Orin NX", None)]
 )

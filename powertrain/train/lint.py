@@ -45,7 +45,10 @@ _EXAMPLES = {
 
 @dataclass(frozen=True)
 class Memory:
-    """An estimate of one GPU's memory in bytes, by what it is for; `activations` by checkpointing mode."""
+    """An estimate of one GPU's memory in bytes, by what it is for; `activations` by checkpointing mode.
+
+    Of `parallel.tensor` ranks each has its share of all of them: of heads, MLP columns and, between those, of tokens.
+    """
 
     weights: int
     gradients: int
@@ -99,7 +102,8 @@ def lint(config: RunConfig, targets: list[Target], *, world_size: int = 1) -> Re
     """Everything that can be known of a run before it starts. Raises ValueError where the model refuses its config."""
     model = build(config.model)
     activations = _activations(config, model)
-    memory = _memory(config, model, activations, world_size)
+    tensor = config.parallel.tensor
+    memory = _memory(config, model, {mode: size // tensor for mode, size in activations.items()}, world_size)
     findings = tuple(_finding(config, model, target, memory, world_size) for target in targets)
     return Report(tuple(_groups(model)), memory, findings)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from powertrain.models import build, configure
 from powertrain.models.flops import flops_per_token
 from powertrain.models.parallelize import parallelize, weighed
+from powertrain.parallel.overlap import Overlap
 from powertrain.train import checkpoint
 from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.clock import Moment, PhaseTimers, Spans, seconds
@@ -56,7 +57,7 @@ class Trainer:
     def __init__(self, config: RunConfig, ranks: Ranks, data: "Data", sinks: Sequence[Sink] = ()) -> None:
         self.config, self.ranks, self.data, self.sinks = config, ranks, data, sinks
         self.progress = Progress()
-        self.model = _model(config, ranks)
+        self.model, self.overlap = _model(config, ranks)
         self.optimizer = Optimizer(self.model, config.optimizer, config.train)
         _lower(self.model, self.optimizer, config, ranks)
         self.checkpoints = _checkpoints(config, ranks)
@@ -69,6 +70,7 @@ class Trainer:
         self._watch = StepWatch(ranks.device, config.train.recompiles, self._tell, profiles=ranks.is_first)
         self._timed = PhaseTimers(ranks.device, wanted=config.logging.phase_timers)
         self._unread: _Unread | None = None
+        self._overlap_is_told = False
         self._clock = Moment(self.ranks.device)
 
     def fit(self) -> Progress:
@@ -88,6 +90,7 @@ class Trainer:
                         next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)
                     ]
                 loss = self._forward_backward(micro_batches)
+                self._tell_overlap()
                 self._read()  # the step before: if it went bad nothing is updated any more
                 lr = learning_rate(step, self.config.optimizer.lr, self.config.schedule, train.steps)
                 with self._timed("optimizer"):
@@ -125,6 +128,14 @@ class Trainer:
                 self.optimizer.scaled(loss).backward()
             total += loss.detach()
         return self.ranks.mean(torch.stack([total, torch.full_like(total, float(self.should_stop))]))
+
+    def _tell_overlap(self) -> None:
+        """After the first forward and backward: which way each product of tensor parallelism takes, and why."""
+        if self.overlap is None or self._overlap_is_told:
+            return
+        self._overlap_is_told = True
+        size, transport = self.overlap.size, self.overlap.transport.name
+        self._note(f"tensor parallelism over {size} ranks, transport {transport}\n{self.overlap.explain()}")
 
     def _loss(self, batch: Batch) -> Tensor:
         return self.model(
@@ -340,20 +351,23 @@ def save_step(step: int, every: int, scale: str) -> bool:
     return step == 1
 
 
-def _model(config: RunConfig, ranks: Ranks) -> nn.Module:
-    """The model on the device, in float32, with its first weights, spread over the ranks if there are several."""
-    model = build(config.model)
+def _model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | None]:
+    """The model on the device, in float32, with its first weights, spread over the ranks if there are several.
+
+    With it the overlap of the tensor ranks, if there are several of those.
+    """
+    model, overlap = build(config.model), None
     for block in model.layers:
         block.recompute = config.train.activation_checkpointing
     if ranks.mesh is not None:
-        parallelize(
+        overlap = parallelize(
             model, ranks.mesh, param_dtype=DTYPES[config.train.precision],
             reduce_dtype=DTYPES[config.train.reduce_dtype],
             reshard_after_forward=config.parallel.reshard_after_forward, transport=config.parallel.transport,
         )  # fmt: skip
     model.to_empty(device=ranks.device)
     model.init_weights(config.train.seed)
-    return model.train()
+    return model.train(), overlap
 
 
 def _changed(before: Any, now: Any, name: str = "") -> list[str]:

@@ -3,6 +3,8 @@
 Every rank computes the whole reference itself. The first rank writes to OUT what failed: name -> traceback.
 """
 
+import copy
+import importlib.util
 import json
 import sys
 import traceback
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from powertrain.models import build, configure
 from powertrain.models.parallelize import parallelize
 from powertrain.nn.norm import LayerNorm, RMSNorm
+from powertrain.nn.outside import parallelize_linears
 from powertrain.nn.parallel import ColumnParallelLinear, RowParallelLinear, columns, replicate
 from powertrain.nn.tokens import even_rows, gather_tokens, split_tokens
 from powertrain.nn.vocab import (
@@ -111,11 +114,11 @@ def without_sequence_parallelism(mesh: DeviceMesh) -> None:
     x, dy = randn(B, S, D), randn(B, S, D, seed=1).detach()
     y = plain[3](mixed(*(layer(x) for layer in plain[:3])))
     y.backward(dy)
-    copy = x.detach().clone().requires_grad_()
-    made = spread[3](mixed(*columns(copy, *spread[:3])))
+    again = x.detach().clone().requires_grad_()
+    made = spread[3](mixed(*columns(again, *spread[:3])))
     same(made, y)
     made.backward(dy)
-    same(copy.grad, x.grad)
+    same(again.grad, x.grad)
     same_weights_and_grads(plain, spread)
 
 
@@ -357,6 +360,91 @@ def dropout(mesh: DeviceMesh) -> None:
     losses = [torch.empty_like(loss) for _ in range(mesh.size())]
     dist.all_gather(losses, loss.detach())
     assert len({float(value) for value in losses}) == 1
+
+
+class Plain(nn.Module):
+    """Somebody's layer: three products of one tensor, or of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            self.add_module(name, nn.Linear(D, N, dtype=torch.float64))
+        self.o_proj = nn.Linear(N, D, dtype=torch.float64)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        y = x if y is None else y
+        return self.o_proj(torch.tanh(self.q_proj(x)) * self.k_proj(y) + self.v_proj(y))
+
+
+def same_model(one: nn.Module, spread: nn.Module) -> None:
+    for (key, p), (_, q) in zip(one.named_parameters(), spread.named_parameters(), strict=True):
+        same(whole(q.detach()), p.detach(), rtol=0, atol=0)
+        same(whole(q.grad), p.grad, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@check
+def linears_from_outside(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    one = Plain()
+    spread = copy.deepcopy(one)
+    parallelize_linears(spread, mesh, {"q_proj": "columns", "k_proj": "columns", "v_proj": "columns", "o_proj": "rows"})
+    x, y = randn(2, 3, D), randn(2, 3, D, seed=1)
+    mine = [t.detach().clone().requires_grad_() for t in (x, y)]
+    for inputs, others in (((x,), mine[:1]), ((x, y), mine), ((x, y), mine)):
+        expected, found = one(*inputs), spread(*others)
+        same(found, expected)
+        expected.sum().backward()
+        found.sum().backward()
+    same([t.grad for t in mine], [x.grad, y.grad])
+    same_model(one, spread)
+    cases: tuple[tuple[dict[str, Any] | None, str], ...] = (
+        (None, "plan must be given for a model whose config.model_type is none of llama"),
+        ({"q_proj": "columns", "z_proj": "rows"}, "plan must name modules that the model has, got z_proj"),
+        ({"": "rows"}, "must be an nn.Linear to be spread, got Plain"),
+    )
+    for plan, said in cases:
+        try:
+            parallelize_linears(Plain(), mesh, plan)
+        except ValueError as error:
+            assert said in str(error), str(error)
+        else:
+            raise AssertionError(f"must be refused: {said}")
+
+
+def hugging_face(mesh: DeviceMesh, kind: str, *, sequence_parallel: bool, recompute: bool = False) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "max_position_embeddings": 16, "attn_implementation": "eager", "use_cache": False,
+    }  # fmt: skip
+    if kind != "gpt_neox":
+        sizes |= {"num_key_value_heads": 4, "head_dim": 8}
+    torch.manual_seed(0)
+    one = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).double()
+    spread = copy.deepcopy(one)
+    parallelize_linears(spread, mesh, sequence_parallel=sequence_parallel)
+    if recompute:
+        spread.train().gradient_checkpointing_enable({"use_reentrant": False})
+        one.train()
+    for length in (5, 4):
+        tokens = torch.randint(0, 61, (3, length), generator=torch.Generator().manual_seed(1))
+        expected, found = one(tokens, labels=tokens), spread(tokens, labels=tokens)
+        same(found.logits, expected.logits)
+        expected.loss.backward()
+        found.loss.backward()
+    same_model(one, spread)
+
+
+@check
+def hugging_face_models(mesh: DeviceMesh) -> None:
+    if importlib.util.find_spec("transformers") is None:  # not for Python 3.10
+        return
+    hugging_face(mesh, "qwen3", sequence_parallel=True)
+    hugging_face(mesh, "gpt_neox", sequence_parallel=True, recompute=True)
+    hugging_face(mesh, "qwen2", sequence_parallel=False, recompute=True)
+    hugging_face(mesh, "llama", sequence_parallel=True)
+    hugging_face(mesh, "mistral", sequence_parallel=False)
 
 
 class Layer(nn.Module):

@@ -125,6 +125,12 @@ def test_a_checkpoint_of_two_ranks_on_one(two: dict[str, dict[str, Any]]) -> Non
     same_tensors(found["resumed"], two["to-one"]["tensors"])
 
 
+def test_what_travels_between_tensor_ranks_is_explained(two: dict[str, dict[str, Any]]) -> None:
+    told = [note for note in two["tp-llama"]["notes"] if note.startswith("tensor parallelism over 2 ranks")]
+    assert len(told) == 1 and "gather" in told[0] and "scatter" in told[0]
+    assert not any("tensor parallelism" in note for note in two["ddp-llama"]["notes"])
+
+
 def test_a_bad_weight_on_one_rank_stops_all(two: dict[str, dict[str, Any]]) -> None:
     said = two["stopped"]["said"]
     assert "training stopped at step 1" in said

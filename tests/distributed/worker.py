@@ -52,11 +52,12 @@ class Tokens:
 
 
 class Losses:
-    """A sink that keeps each step's loss and gradient norm."""
+    """A sink that keeps each step's loss and gradient norm, and what else is said."""
 
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
         self.evaluations: list[float] = []
+        self.notes: list[str] = []
 
     def step(self, record: StepRecord) -> None:
         self.steps.append(record)
@@ -66,7 +67,8 @@ class Losses:
 
     def kernels(self, table: Any) -> None: ...
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def close(self) -> None: ...
 
@@ -103,6 +105,7 @@ def fit(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         "norms": [record.grad_norm for record in sink.steps],
         "skipped": [record.skipped for record in sink.steps],
         "evaluations": sink.evaluations,
+        "notes": sink.notes,
         "resumed": resumed,
         "tensors": {name: whole(tensor) for name, tensor in trainer.optimizer.tensors().items()},
     }
