@@ -41,6 +41,7 @@ from powertrain.runtime.gluon_compat import (
     kept,
     load_acquire,
     mbarrier,
+    reinterpret,
     store_release,
     stores_landed,
     tma,
@@ -193,8 +194,16 @@ def _load(
 
 
 @gluon.jit
-def _stage_part(x, c_smem, c_full, c_empty, phase):
-    """Hand a part of the result to the storer."""
+def _plus_bias(x, bias_ptr, col, N):
+    if bias_ptr is not None:
+        cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+        x += gl.expand_dims(gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32), 0)
+    return x
+
+
+@gluon.jit
+def _hand_over(x, c_smem, c_full, c_empty, phase):
+    """A part of the result to the storer."""
     mbarrier.wait(c_empty, phase)
     c_smem.store(x.to(c_smem.dtype))
     hopper.fence_async_shared()
@@ -272,23 +281,22 @@ def _consume(
                 stage, phase = _advance(stage, phase, STAGES)
             acc = hopper.warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
+            col = gl.to_tensor(0)
             if bias_ptr is not None:
                 _, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
-                cols = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, acc_layout))
-                bias = gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)
-                acc += gl.expand_dims(bias, 0)
+                col = tile_n * BLOCK_N
+            c_part = c_smem.index(CONSUMER)
+            c_full_bar = c_full.index(CONSUMER)
+            c_empty_bar = c_empty.index(CONSUMER)
             if SPLIT == 1:
-                c_phase = _stage_part(
-                    acc, c_smem.index(CONSUMER), c_full.index(CONSUMER), c_empty.index(CONSUMER), c_phase
-                )
+                acc = _plus_bias(acc, bias_ptr, col, N)
+                c_phase = _hand_over(acc, c_part, c_full_bar, c_empty_bar, c_phase)
             else:
                 left, right = _halves(acc, part_layout)
-                c_phase = _stage_part(
-                    left, c_smem.index(CONSUMER), c_full.index(CONSUMER), c_empty.index(CONSUMER), c_phase
-                )
-                c_phase = _stage_part(
-                    right, c_smem.index(CONSUMER), c_full.index(CONSUMER), c_empty.index(CONSUMER), c_phase
-                )
+                left = _plus_bias(left, bias_ptr, col, N)
+                c_phase = _hand_over(left, c_part, c_full_bar, c_empty_bar, c_phase)
+                right = _plus_bias(right, bias_ptr, col + BLOCK_N // SPLIT, N)
+                c_phase = _hand_over(right, c_part, c_full_bar, c_empty_bar, c_phase)
         tile = _behind(tile, tiles)
         start, end = next_start, next_end
 
@@ -301,7 +309,7 @@ def _copy_out(c_smem, base, row, col, rows, N, stride_cm):
     # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
     swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], c_smem.dtype)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    pieces = c_smem._reinterpret(c_smem.dtype, [COUNT, 8, 64], swizzle)
+    pieces = reinterpret(c_smem, c_smem.dtype, [COUNT, 8, 64], swizzle)
     for piece in range(COUNT):
         r = row + piece % (ROWS // 8) * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
         c = col + piece // (ROWS // 8) * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))
@@ -538,6 +546,14 @@ class Plan(NamedTuple):
     plain_stores: bool = False  # by ordinary stores, should TMA not reach the targets
 
 
+def _plan(out: Tensor | None, bias: Tensor | None) -> Plan:
+    """The tiles of a call: 227 KiB of stages and of what the storers hold."""
+    if out is not None and out.dtype is torch.float32:
+        return Plan(split=2)
+    # a bias of 256 columns in registers spilled (Triton 3.9)
+    return Plan() if bias is None else Plan(split=2, stages=4)
+
+
 def why_not(a: Tensor, b: Tensor, out: Tensor | None) -> str | None:
     """Why these tensors are not for this kernel, or None. Says nothing of the device."""
     for name, tensor in {"a": a, "b": b, "out": out}.items():
@@ -614,8 +630,7 @@ def hopper_gemm(
     M, N, K = sizes(a, b, layout)
     chunked = gathered or scattered
     _check(a, out, layout, gathered, scattered)
-    if plan is None:
-        plan = Plan(split=2 if out is not None and out.dtype is torch.float32 else 1)
+    plan = plan or _plan(out, bias)
     if plan.plain_stores:
         checks.require(N % 8 == 0, "hopper_gemm", "N", "be a multiple of 8 with plain_stores", N)
     chunks = chunked.order.numel() if chunked else 1

@@ -6,6 +6,7 @@
     tma_store_add   the builder's create_async_tma_reduce                 tma.async_atomic_add
     barrier         gl.thread_barrier                  gl.thread_barrier  gl.barrier
     expect          keyword `bytes`                                       keyword `bytes_per_cta`; here by position
+    reinterpret     smem._reinterpret                                     smem.reinterpret
 
 Below them, what Gluon has no word for, as PTX: flags between GPUs and the fences that go with TMA. Scalars given to
 inline assembly are the same in every thread, so each runs in all threads of the partition that calls it.
@@ -29,6 +30,7 @@ __all__ = [
     "kept",
     "load_acquire",
     "mbarrier",
+    "reinterpret",
     "store_release",
     "stores_landed",
     "tma",
@@ -49,6 +51,13 @@ def _tma_reduce_add(tensor_desc, coord, src, _semantic=None):  # type: ignore[no
 
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@_core.builtin
+def reinterpret(smem, dtype, shape, layout, _semantic=None):  # type: ignore[no-untyped-def]
+    """The bytes of `smem` as another shape and layout of as many."""
+    method = getattr(smem, "reinterpret", None) or smem._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 tma_store_add: Any = getattr(tma, "async_atomic_add", None) or _tma_reduce_add

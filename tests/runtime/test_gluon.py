@@ -40,7 +40,7 @@ def _lines(ptx: str, pattern: str) -> list[int]:
     return [number for number, line in enumerate(ptx.splitlines()) if re.search(pattern, line)]
 
 
-LOAD = r"cp\.async\.bulk\.tensor\.2d\.shared::cluster\.global"
+LOAD = r"cp\.async\.bulk\.tensor\.2d\.shared::(cluster|cta)\.global\.mbarrier"
 STORE = r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta"
 
 
