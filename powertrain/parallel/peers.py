@@ -7,7 +7,9 @@ a process that compiles or saves may be too busy to beat; elsewhere a peer is go
 import json
 import os
 import socket
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-BEAT = 1.0  # seconds between a rank's beats
+_BEAT = 1.0  # seconds between a rank's beats
+_FAREWELL = 5.0  # seconds that a process may take to disappear after its connections did
 _SILENCE = 15.0  # seconds without a beat after which a peer on another host is gone
 
 
@@ -74,6 +77,11 @@ class Peers:
         self._store.set(f"peer {self.rank}", json.dumps(mine.__dict__))
         self.all = [Peer(**json.loads(self._store.get(f"peer {rank}"))) for rank in range(self.size)]
         self.here = mine
+        self._closed = threading.Event()
+        threading.Thread(target=_beat, args=(weakref.ref(self), self._closed), daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
 
     def beat(self) -> None:
         """Tell the others that this rank lives. A store that is gone is no reason to fail: pids still tell."""
@@ -118,3 +126,26 @@ class Peers:
         """Those that have begun fewer calls than this one, as far as they told."""
         told = [(peer, self._heard(peer.rank)) for peer in self.all if peer.rank != self.rank]
         return [peer for peer, heard in told if heard is None or heard[1] < calls]
+
+    def lost(self, what: str, error: Exception) -> PeerTimeout:
+        """What to raise where a library's call failed: who is gone, once they are, or that nobody came in time."""
+        deadline = time.monotonic() + _FAREWELL
+        while not (gone := self.gone()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        where = f"rank {self.here.global_rank}: {what} cannot end"
+        if gone:
+            return PeerTimeout(f"{where}: {listed(gone)} {'are' if len(gone) > 1 else 'is'} gone")
+        return PeerTimeout(f"{where}, though every rank's process is there: {error}")
+
+
+def listed(peers: list[Peer]) -> str:
+    return ", ".join(map(str, peers))
+
+
+def _beat(peers: Any, closed: threading.Event) -> None:
+    """The thread of one Peers, which it does not keep alive."""
+    while (here := peers()) is not None:
+        here.beat()
+        del here
+        if closed.wait(_BEAT):
+            return

@@ -23,7 +23,7 @@ from torch import Tensor
 from powertrain.ops.poison import poison
 from powertrain.ops.sum_parts import sum_parts
 from powertrain.parallel.planner import Choice, Rates
-from powertrain.parallel.protocol import PIECES, SLOTS, Engine, Kind, Protocol, Use, Word
+from powertrain.parallel.protocol import GATHER, KINDS, PIECES, ROOM, SCATTER, SLOTS, USES, Engine, Protocol, Word
 from powertrain.parallel.transport import CollectiveTransport, Gathering, Rows, Scattering
 from powertrain.parallel.watch import Call, Watch
 from powertrain.runtime import tracing
@@ -70,18 +70,18 @@ class CudaEngine(Engine[int, Span]):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank, self.size = group.rank(), group.size()
-        shape = (len(Kind), len(Use), SLOTS, self.size, PIECES)
+        shape = (len(KINDS), len(USES), SLOTS, self.size, PIECES)
         nbytes = _LINE * math.prod(shape)
         self.words = Shared(nbytes, 1, group, device)
         torch.cuda.synchronize(device)
         self.words.mine.zero_()
         self.values = self.words.mine[:nbytes].view(torch.int32).view(*shape, _LINE // 4)[..., 0]
-        self.values[Kind.ROOM] = 1
+        self.values[ROOM] = 1
         torch.cuda.synchronize(device)
         self._ops: dict[Any, MemoryOps] = {}
 
     def address(self, rank: int, word: Word) -> int:
-        index = ((word.kind * len(Use) + word.use) * SLOTS + word.slot) * self.size + word.peer
+        index = ((word.kind * len(USES) + word.use) * SLOTS + word.slot) * self.size + word.peer
         return self.words.addresses[rank] + _LINE * (index * PIECES + word.piece)
 
     def consume(self, stream: int, words: Sequence[Word]) -> None:
@@ -117,11 +117,11 @@ class SymmetricTransport(CollectiveTransport):
         self.engine = CudaEngine(group, device)
         self.steps = Protocol(self.engine)
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
-        self.watch = Watch(group, device, self.error, self.engine.values)
+        self.watch = Watch(self.peers, group, device, self.error, self.engine.values)
         # copies of one kind go out one after the other: two peers at once get less than one after the other
-        self.outward = {use: torch.cuda.Stream(device, priority=-1) for use in Use}
+        self.outward = {use: torch.cuda.Stream(device, priority=-1) for use in USES}
         self._fork, self._join = torch.cuda.Event(), torch.cuda.Event()
-        self._shared: dict[Use, Shared] = {}
+        self._shared: dict[int, Shared] = {}
         self._fused: Any = None
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         dist.barrier(group)
@@ -129,7 +129,7 @@ class SymmetricTransport(CollectiveTransport):
             seconds = time.monotonic() - start
             tracing.progress(f"overlap of {self.size} GPUs over NVLink started in {seconds:.1f} s")
 
-    def inbox(self, use: Use, slot_bytes: int) -> Shared:
+    def inbox(self, use: int, slot_bytes: int) -> Shared:
         """Two slots of at least so many bytes. Larger than ever before: every rank waits for all others."""
         found = self._shared.get(use)
         if found is None or found.slot_bytes < slot_bytes:
@@ -152,7 +152,7 @@ class SymmetricTransport(CollectiveTransport):
     def measure_link(self) -> float:
         """Bytes per second from the next rank's memory, all ranks at once; checks what came, too."""
         nbytes = 32 << 20
-        memory = self.inbox(Use.GATHER, nbytes)
+        memory = self.inbox(GATHER, nbytes)
         memory.mine[:nbytes].view(torch.int32).copy_(torch.arange(nbytes // 4, device=self.device) + self.rank)
         self._wait_for_all()
         peer, stream = (self.rank + 1) % self.size, torch.cuda.current_stream(self.device)
@@ -188,14 +188,14 @@ class SymmetricTransport(CollectiveTransport):
             self._fused = Fused(self)
         return self._fused
 
-    def fork(self, use: Use, main: torch.cuda.Stream) -> int:
+    def fork(self, use: int, main: torch.cuda.Stream) -> int:
         """The stream for copies that come after what the main stream holds."""
         stream = self.outward[use]
         self._fork.record(main)
         stream.wait_event(self._fork)
         return stream.cuda_stream
 
-    def join(self, use: Use, main: torch.cuda.Stream) -> None:
+    def join(self, use: int, main: torch.cuda.Stream) -> None:
         """The main stream goes on when the copies are made."""
         self._join.record(self.outward[use])
         main.wait_event(self._join)
@@ -206,7 +206,8 @@ class SymmetricTransport(CollectiveTransport):
         main = torch.cuda.current_stream(self.device)
         if self._last is not None and self._last[0] != main and not torch.cuda.is_current_stream_capturing():
             main.wait_event(self._last[1])
-        self.watch.begin(call, main.cuda_stream)
+        self.calls += 1
+        self.watch.begin(call, self.calls, main.cuda_stream)
         return main
 
     def end(self, call: Call, main: torch.cuda.Stream, outputs: Sequence[Tensor]) -> None:
@@ -225,6 +226,7 @@ class SymmetricTransport(CollectiveTransport):
         return SymmetricScattering(self, like, rows, width)
 
     def close(self) -> None:
+        super().close()
         self.watch.close()
         self._wait_for_all()
         self._shared.clear()
@@ -239,21 +241,21 @@ class SymmetricGathering(Gathering):
         self.transport, self.shard, self.rows = transport, shard, rows
         self.rank, steps = transport.rank, transport.steps
         row_bytes = shard.shape[1] * shard.element_size()
-        inbox = transport.inbox(Use.GATHER, rows.total * row_bytes)
+        inbox = transport.inbox(GATHER, rows.total * row_bytes)
         self.order = [self.rank, *steps.senders]
         self.call = Call("all-gather", (rows.total, shard.shape[1]), shard.dtype)
         self.main = transport.begin(self.call)
-        self.slot = steps.next_slot(Use.GATHER)
+        self.slot = steps.next_slot(GATHER)
         start = self.slot * inbox.slot_bytes
         nbytes = rows.total * row_bytes
         self.buffer = inbox.mine[start : start + nbytes].view(shard.dtype).view(rows.total, shard.shape[1])
-        stream = transport.fork(Use.GATHER, self.main)
+        stream = transport.fork(GATHER, self.main)
         cuts = [(a * row_bytes, (b - a) * row_bytes) for a, b in pairwise(self.cuts(self.rank))]
         first = rows.of(self.rank).start * row_bytes
         for peer in steps.receivers:
             base = inbox.slot(peer, self.slot)
             pieces = [(Span(shard.data_ptr() + at - first, n), Span(base + at, n)) for at, n in cuts]
-            steps.send(stream, Use.GATHER, self.slot, peer, pieces)
+            steps.send(stream, GATHER, self.slot, peer, pieces)
         if keep:
             transport.engine.copy(stream, span(shard), Span(inbox.slot(self.rank, self.slot) + first, 0))
 
@@ -264,19 +266,19 @@ class SymmetricGathering(Gathering):
 
     @property
     def whole(self) -> Tensor:  # type: ignore[override]
-        self.transport.join(Use.GATHER, self.main)
+        self.transport.join(GATHER, self.main)
         return self.buffer
 
     def wait(self, rank: int) -> Tensor:
         if rank == self.rank:
             return self.shard
         stream = torch.cuda.current_stream(self.transport.device).cuda_stream
-        self.transport.steps.receive(stream, Use.GATHER, self.slot, [rank])
+        self.transport.steps.receive(stream, GATHER, self.slot, [rank])
         return self.buffer[self.rows.of(rank)]
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
-        self.transport.join(Use.GATHER, self.main)
-        self.transport.steps.release(self.main.cuda_stream, Use.GATHER, self.slot)
+        self.transport.join(GATHER, self.main)
+        self.transport.steps.release(self.main.cuda_stream, GATHER, self.slot)
         self.transport.end(self.call, self.main, outputs)
 
 
@@ -290,10 +292,10 @@ class SymmetricScattering(Scattering):
         element = like.element_size()
         # the distance between two sources' parts in each rank's inbox
         self.strides = [-(-count * width * element // _ALIGNMENT) * _ALIGNMENT for count in rows.counts]
-        self.memory = transport.inbox(Use.SCATTER, max(self.strides) * transport.size)
+        self.memory = transport.inbox(SCATTER, max(self.strides) * transport.size)
         self.call = Call("reduce-scatter", (rows.total, width), like.dtype)
         self.main = transport.begin(self.call)
-        self.slot = transport.steps.next_slot(Use.SCATTER)
+        self.slot = transport.steps.next_slot(SCATTER)
         start = self.slot * self.memory.slot_bytes
         mine = self.memory.mine[start : start + self.strides[self.rank] * transport.size].view(like.dtype)
         self.inbox = torch.as_strided(
@@ -315,18 +317,18 @@ class SymmetricScattering(Scattering):
     def send(self, rank: int) -> None:
         if rank == self.rank:
             return
-        stream = self.transport.fork(Use.SCATTER, torch.cuda.current_stream(self.transport.device))
+        stream = self.transport.fork(SCATTER, torch.cuda.current_stream(self.transport.device))
         piece = span(self.parts[self.rows.of(rank)]), Span(self.place(rank), 0)
-        self.transport.steps.send(stream, Use.SCATTER, self.slot, rank, [piece])
+        self.transport.steps.send(stream, SCATTER, self.slot, rank, [piece])
 
     def _sent(self) -> None:
-        self.transport.join(Use.SCATTER, self.main)
+        self.transport.join(SCATTER, self.main)
 
     def reduce(self, bias: Tensor | None = None) -> Tensor:
         steps, stream = self.transport.steps, self.main.cuda_stream
         self._sent()
-        steps.receive(stream, Use.SCATTER, self.slot, steps.senders)
+        steps.receive(stream, SCATTER, self.slot, steps.senders)
         y = sum_parts(self.inbox, bias)
-        steps.release(stream, Use.SCATTER, self.slot)
+        steps.release(stream, SCATTER, self.slot)
         self.transport.end(self.call, self.main, [y])
         return y

@@ -11,17 +11,21 @@ ranks, so it does not depend on who was early.
     simulated    ranks that are threads of one process (powertrain/parallel/simulate.py)
 """
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.ops.sum_parts import sum_parts
-from powertrain.parallel.peers import CollectiveMismatch
+from powertrain.parallel.peers import CollectiveMismatch, Peers, listed
 from powertrain.parallel.planner import Choice, Rates
+from powertrain.runtime import tracing
 
+_QUIET = 5.0  # seconds a wait may take before a line says whom for
 # named so from torch 2.13 on
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -133,6 +137,7 @@ class CollectiveTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, *, sequential: bool = False, debug: bool = False) -> None:
         self.group, self.debug, self.calls = group, debug, 0
         self.rank, self.size = group.rank(), group.size()
+        self.peers = Peers(group, lambda: self.calls)
         if sequential:
             self.name = "sequential"
 
@@ -140,7 +145,6 @@ class CollectiveTransport(Transport):
         if not self.debug:
             return
         shapes = [None if t is None else [*t.shape, str(t.dtype)] for t in operands]
-        self.calls += 1
         mine = f"call {self.calls}: {op}, rows {list(counts)}, operands {shapes}"
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, mine, group=self.group)
@@ -160,15 +164,39 @@ class CollectiveTransport(Transport):
         if not rows.even:
             return gather_all(self, shard, rows)
         whole = shard.new_empty((rows.total, *shard.shape[1:]))
-        _all_gather(whole, shard.contiguous(), group=self.group)
+        with self.waiting(f"all-gather of {list(whole.shape)}"):
+            _all_gather(whole, shard.contiguous(), group=self.group)
         return whole
 
     def reduce_scatter(self, parts: Tensor, rows: Rows) -> Tensor:
         if not rows.even:
             return scatter_all(self, parts, rows)
         mine = parts.new_empty((rows.counts[self.rank], *parts.shape[1:]))
-        _reduce_scatter(mine, parts.contiguous(), group=self.group)
+        with self.waiting(f"reduce-scatter of {list(parts.shape)}"):
+            _reduce_scatter(mine, parts.contiguous(), group=self.group)
         return mine
+
+    def close(self) -> None:
+        self.peers.close()
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around a call that waits for others on the host: says whom for after a while, and who is gone if it fails."""
+        self.calls += 1
+        quiet = threading.Timer(_QUIET, self._say_who_is_late, (what, self.calls))
+        quiet.daemon = True
+        quiet.start()
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            raise self.peers.lost(what, error) from error
+        finally:
+            quiet.cancel()
+
+    def _say_who_is_late(self, what: str, calls: int) -> None:
+        late = self.peers.behind(calls)
+        whom = listed(late) if late else "ranks that are in this call, too"
+        tracing.progress(f"rank {self.peers.here.global_rank}: {what} has waited {_QUIET:.0f} s for {whom}")
 
     def exchange(self, send: Tensor, to: int, receive: Tensor, source: int) -> list[dist.Work]:
         """Start to send one tensor and to receive another; ranks within the group."""
@@ -202,7 +230,7 @@ class _SentGathering(Gathering):
     """Step i sends to the rank i before and receives from the rank i behind, so that no two send to one at once."""
 
     def __init__(self, transport: CollectiveTransport, shard: Tensor, rows: Rows, keep: bool) -> None:
-        self.shard, self.rows, self.rank = shard.contiguous(), rows, transport.rank
+        self.transport, self.shard, self.rows, self.rank = transport, shard.contiguous(), rows, transport.rank
         self.order = [(transport.rank + step) % transport.size for step in range(transport.size)]
         self.whole = shard.new_empty((rows.total, *shard.shape[1:]))
         self.works: dict[int, list[dist.Work]] = {}
@@ -215,14 +243,15 @@ class _SentGathering(Gathering):
     def wait(self, rank: int) -> Tensor:
         if rank == self.rank:
             return self.shard
-        for work in self.works[rank]:
-            work.wait()
+        with self.transport.waiting(f"all-gather of {list(self.whole.shape)}"):
+            for work in self.works[rank]:
+                work.wait()
         return self.whole[self.rows.of(rank)]
 
 
 class _SentScattering(Scattering):
     def __init__(self, transport: CollectiveTransport, like: Tensor, rows: Rows, width: int) -> None:
-        self.transport, self.rank = transport, transport.rank
+        self.transport, self.rows, self.rank = transport, rows, transport.rank
         self.order = [(transport.rank + step) % transport.size for step in range(1, transport.size + 1)]
         self.inbox = like.new_empty((transport.size, rows.counts[self.rank], width))
         self.parts = {rank: like.new_empty((rows.counts[rank], width)) for rank in self.order[:-1]}
@@ -239,6 +268,7 @@ class _SentScattering(Scattering):
         self.works += self.transport.exchange(self.parts[rank], rank, self.inbox[source], source)
 
     def reduce(self, bias: Tensor | None = None) -> Tensor:
-        for work in self.works:
-            work.wait()
+        with self.transport.waiting(f"reduce-scatter of {[self.rows.total, *self.inbox.shape[2:]]}"):
+            for work in self.works:
+                work.wait()
         return sum_parts(self.inbox, bias)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powertrain.parallel.peers import BEAT, Peers, PeerTimeout
+from powertrain.parallel.peers import Peers, PeerTimeout, listed
 from powertrain.runtime import checks, tracing
 from powertrain.runtime.driver import write_word
 
@@ -40,12 +40,13 @@ class Call(NamedTuple):
 class Watch:
     """error [1] and words (a view of them all): int32 on the device."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, error: Tensor, words: Tensor) -> None:
+    def __init__(
+        self, peers: Peers, group: dist.ProcessGroup, device: torch.device, error: Tensor, words: Tensor
+    ) -> None:
         self.device, self.error, self.words = device, error, words
         self.failure: PeerTimeout | None = None
-        self.calls = 0
         self.deadline = group._get_backend(device).options._timeout.total_seconds()
-        self.peers = Peers(group, lambda: self.calls)
+        self.peers = peers
         # written by streams, read by the thread: the number of the call they are in, or 0
         self.running = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._address = self.running.data_ptr()
@@ -57,9 +58,9 @@ class Watch:
         self._thread = threading.Thread(target=_look, args=(weakref.ref(self), self._closed), daemon=True)
         self._thread.start()
 
-    def begin(self, call: Call, stream: int) -> None:
-        self.calls += 1
-        number = self.calls & 0x7FFFFFFF
+    def begin(self, call: Call, count: int, stream: int) -> None:
+        """The count-th call of this group starts on a stream."""
+        number = count & 0x7FFFFFFF
         self._names[number] = call
         if len(self._names) > _REMEMBERED:
             self._names.popitem(last=False)
@@ -107,16 +108,13 @@ class Watch:
 
 
 def _look(watch: Any, closed: threading.Event) -> None:
-    """The thread: beats, and looks whether the stream still moves. It keeps no Watch alive."""
-    since, before, said, beaten = time.monotonic(), None, False, 0.0
+    """The thread: looks whether the stream still moves. It keeps no Watch alive."""
+    since, before, said = time.monotonic(), None, False
     while not closed.wait(_POLL):
         here: Watch | None = watch()
         if here is None or here.failure is not None:
             return
         now = time.monotonic()
-        if now - beaten >= BEAT:
-            here.peers.beat()
-            beaten = now
         if int(here.running) == 0:
             since, before, said = now, None, False
             continue
@@ -133,7 +131,7 @@ def _report(watch: Watch, number: int, seconds: float, said: bool) -> bool:
     where = f"rank {watch.peers.here.global_rank}: {call} (call {number})"
     gone = watch.peers.gone()
     if gone:
-        watch.fail(f"{where} cannot end: {_listed(gone)} {'are' if len(gone) > 1 else 'is'} gone; results are NaN now")
+        watch.fail(f"{where} cannot end: {listed(gone)} {'are' if len(gone) > 1 else 'is'} gone; results are NaN now")
     elif seconds > watch.deadline:
         watch.fail(f"{where} waited {seconds:.0f} s, the process group's time-out, for {_late(watch, number)}")
     elif not said:
@@ -145,8 +143,4 @@ def _late(watch: Watch, number: int) -> str:
     late = watch.peers.behind(number)
     if not late:
         return "ranks that have come this far, too: they are in this call"
-    return f"{_listed(late)}, alive but not yet in this call: building kernels, saving or evaluating"
-
-
-def _listed(peers: Any) -> str:
-    return ", ".join(map(str, peers))
+    return f"{listed(late)}, alive but not yet in this call: building kernels, saving or evaluating"
