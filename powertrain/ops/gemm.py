@@ -23,6 +23,7 @@ from powertrain.ops.layout import acc_dtype, cdiv
 from powertrain.runtime import checks, gluon_compat, recording, tracing
 from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
 from powertrain.runtime.errors import CompileError, LaunchError
+from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
 LAYOUTS = hopper.LAYOUTS
@@ -96,8 +97,10 @@ def _why_not_hopper(M: int, N: int, K: int, dtype: torch.dtype, target: Target) 
 _self_tests: dict[int, str | None] = {}
 
 
-def _fails_here(device: torch.device) -> str | None:
-    """Why the kernel must not be used on this device: its first tile, multiplied once per device, is wrong."""
+def fails_here(device: torch.device) -> str | None:
+    """Why the Hopper kernel must not be used on this sm_90 device, or None: once per device it multiplies one tile."""
+    if settings().interpret:
+        return "Gluon has no interpreter"
     if device.index in _self_tests:
         return _self_tests[device.index]
     if torch.cuda.is_current_stream_capturing():
@@ -132,7 +135,7 @@ def _backend_for(a: Tensor, b: Tensor, out: Tensor, layout: str, accumulate: boo
     if choice.backend == "hopper":
         reason = hopper.why_not(a, b, out)
         if reason is None and recording.state.recording is None and not a.is_meta:
-            reason = _fails_here(a.device)
+            reason = fails_here(a.device)
         if reason:
             choice = Choice("cublas", {"hopper": reason})
     if tracing.first(("gemm", M, N, K, layout, a.dtype, choice.backend)):

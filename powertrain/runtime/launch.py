@@ -112,9 +112,7 @@ class Kernel:
             raise TypeError(f"kernel {self.name}: aligned names {sorted(unknown)}, which are no arguments")
         self._tables: dict[int, dict[Any, Loaded]] = {}  # device -> warm path's key -> kernel
         self._loaded: dict[Any, Loaded] = {}  # (device, specialization) -> kernel
-        self.launch: Callable[..., None] = _generate(self)
-        if settings().interpret:
-            self.launch = self._refuse_to_interpret if archs else self._interpret
+        self.launch = self._interpret if settings().interpret else _generate(self)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self.launch, grid)
@@ -128,10 +126,9 @@ class Kernel:
     def _interpret(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         if 0 in grid or any(isinstance(a, Tensor) and a.is_meta for a in args):
             return
+        if self.archs:
+            raise NotImplementedError(f"{self.name}: Gluon has no interpreter; unset POWERTRAIN_INTERPRET")
         self.jit[grid](*args, **constants)
-
-    def _refuse_to_interpret(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        raise NotImplementedError(f"{self.name}: Gluon has no interpreter; unset POWERTRAIN_INTERPRET")
 
     def _device(self, tensors: dict[str, Tensor]) -> torch.device:
         devices = {tensor.device for tensor in tensors.values()}

@@ -181,7 +181,7 @@ def test_fewer_sms() -> None:
 
 def test_self_test_passes_and_runs_once() -> None:
     module._self_tests.clear()
-    assert module._fails_here(CUDA) is None
+    assert module.fails_here(CUDA) is None
     assert module._self_tests == {0: None}
 
 
