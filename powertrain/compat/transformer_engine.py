@@ -1,6 +1,6 @@
-"""TransformerEngine's DotProductAttention on our attention.
+"""TransformerEngine's DotProductAttention on our attention, and its set-up of overlapped communication.
 
-    from powertrain.compat.transformer_engine import DotProductAttention
+    from powertrain.compat.transformer_engine import DotProductAttention, destroy_ub, initialize_ub
 
 Takes the constructor's and forward's keywords of TransformerEngine 2. On every GPU there is a way for every format,
 mask, head dim (values apart from queries: 192/128 and any other), bias and softmax type that it takes at all. Its
@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from powertrain.compat.layout import unit_stride, unsupported
+from powertrain.compat.userbuffers import destroy_ub, initialize_ub
 from powertrain.ops.attention import attention, attention_backend, varlen_attention
 from powertrain.ops.attention.select import nvte_forbids, verdicts, wish_of
 from powertrain.ops.philox import dropout_seed
 from powertrain.runtime import checks, tracing
+
+__all__ = ["DotProductAttention", "destroy_ub", "initialize_ub"]
 
 _OP = "DotProductAttention"
 _FORMATS = ("sbhd", "bshd", "thd")

@@ -91,6 +91,12 @@ class Overlap:
         self.transport.close()
 
 
+def close_all() -> None:
+    """Close every open overlap of this process."""
+    for overlap in list(_open.values()):
+        overlap.close()
+
+
 def find(key: str) -> Overlap:
     """The open overlap of a group's name."""
     return _open[key]

@@ -1,0 +1,74 @@
+"""TransformerEngine's set-up of overlapped tensor parallelism: taken, checked, and nothing is left for it to do.
+
+    from powertrain.compat.transformer_engine import destroy_ub, initialize_ub
+
+There a buffer of one shape is made for all layers, before any of them, over `tp_size` consecutive ranks. Here each
+layer (powertrain/nn/parallel.py) is given its group, and any number of rows travels; docs/overlap.md has the table.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from powertrain.parallel.overlap import close_all
+from powertrain.runtime import checks, tracing
+
+_OP = "initialize_ub"
+# the products that ub_cfgs may name; each is chosen for here by powertrain/parallel/planner.py
+_NAMES = tuple(
+    f"{layer}_{product}" for layer in ("qkv", "proj", "fc1", "fc2") for product in ("fprop", "dgrad", "wgrad")
+)
+
+
+def initialize_ub(
+    shape: Sequence[int],
+    tp_size: int,
+    use_fp8: bool = False,
+    quantization_modes: Sequence[Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    ub_cfgs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    bootstrap_backend: str | None = None,
+    with_cublasmp: bool = False,
+) -> None:
+    """Check the arguments, and say in one line what became of them; makes no buffer and may be called again.
+
+    shape     [tokens, hidden size];  tp_size   ranks of tensor parallelism, which divide all ranks
+    ub_cfgs   settings by product (qkv_fprop, fc1_dgrad ...), or one such table for each quantization mode
+    Raises ValueError naming the argument; NotImplementedError for FP8 buffers (use_fp8, quantization_modes).
+    """
+    good = len(shape) == 2 and all(isinstance(n, int) and n > 0 for n in shape)
+    checks.require(good, _OP, "shape", "be [tokens, hidden size], both above 0", list(shape))
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    checks.require(tp_size > 0 and world % tp_size == 0, _OP, "tp_size", f"divide the {world} ranks", tp_size)
+    checks.require(dtype in checks.FLOATS, _OP, "dtype", "be float32, float16 or bfloat16", dtype)
+    modes = [str(getattr(mode, "name", mode)) for mode in quantization_modes or ()]
+    if use_fp8 or any(mode != "NONE" for mode in modes):
+        got = "use_fp8=True" if use_fp8 else f"quantization_modes={modes}"
+        raise NotImplementedError(
+            f"{_OP}: rows travel in 16 or 32 bits; leave out use_fp8 and quantization_modes, got {got}"
+        )
+    names = _checked_names(ub_cfgs)
+    unneeded = [f"shape {list(shape)}"]
+    unneeded += [f"ub_cfgs for {', '.join(names)}"] if names else []
+    unneeded += [f"bootstrap_backend {bootstrap_backend}"] if bootstrap_backend else []
+    unneeded += ["with_cublasmp"] if with_cublasmp else []
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        tracing.progress(
+            f"initialize_ub: layers of powertrain.nn.parallel overlap over the group of {tp_size} ranks that each is "
+            f"given; not needed, and not read: {', '.join(unneeded)}"
+        )
+
+
+def _checked_names(ub_cfgs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> list[str]:
+    tables = [ub_cfgs] if isinstance(ub_cfgs, Mapping) else list(ub_cfgs or ())
+    names = list(dict.fromkeys(name for table in tables for name in table))
+    for name in names:
+        checks.require(name in _NAMES, _OP, "ub_cfgs", f"name products among {', '.join(_NAMES)}", name)
+    return names
+
+
+def destroy_ub() -> None:
+    """Close the overlaps that layers have opened: their memory is given back, and they are not to be called again."""
+    close_all()

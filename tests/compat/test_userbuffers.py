@@ -1,0 +1,50 @@
+"""initialize_ub and destroy_ub: taken, checked, and said what became of them."""
+
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+
+from powertrain.compat.transformer_engine import destroy_ub, initialize_ub
+
+
+class Mode(Enum):
+    NONE = "none"
+    FP8 = "fp8"
+
+
+def test_what_became_of_it_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    initialize_ub(
+        [8192, 4096], 1, False, [Mode.NONE], torch.bfloat16, {"fc1_fprop": {"num_sm": 2}}, bootstrap_backend="mpi",
+        with_cublasmp=True,
+    )  # fmt: skip
+    initialize_ub(shape=(64, 32), tp_size=1, ub_cfgs=[{"qkv_dgrad": {"method": "bulk"}}])
+    first, second = capfd.readouterr().err.splitlines()
+    for words in ("shape [8192, 4096]", "ub_cfgs for fc1_fprop", "bootstrap_backend mpi", "with_cublasmp"):
+        assert words in first
+    assert second.endswith("not read: shape [64, 32], ub_cfgs for qkv_dgrad")
+    destroy_ub()
+    destroy_ub()
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"shape": [8]}, "shape must be [tokens, hidden size], both above 0, got [8]"),
+        ({"shape": [8, 0]}, "got [8, 0]"),
+        ({"tp_size": 2}, "tp_size must divide the 1 ranks, got 2"),
+        ({"dtype": torch.int8}, "dtype must be float32, float16 or bfloat16"),
+        ({"ub_cfgs": {"fc3_fprop": {}}}, "ub_cfgs must name products among qkv_fprop"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="initialize_ub") as caught:
+        initialize_ub(**{"shape": [8, 4], "tp_size": 1, **options})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"use_fp8": True}, {"quantization_modes": [Mode.NONE, Mode.FP8]}])
+def test_fp8_buffers_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match="rows travel in 16 or 32 bits"):
+        initialize_ub([8, 4], 1, **options)
