@@ -60,11 +60,26 @@ def local(p: Tensor) -> Tensor:
     """This rank's part of a parameter, with the `main_grad` that it may have."""
     if not isinstance(p, DTensor):
         return p
-    part = p.to_local()
     main_grad = getattr(p, "main_grad", None)
-    if main_grad is not None:
-        part.main_grad = main_grad.to_local() if isinstance(main_grad, DTensor) else main_grad  # type: ignore[attr-defined]
+    if main_grad is None:
+        return p.to_local()
+    part: Tensor = _Local.apply(p)
+    part.main_grad = main_grad.to_local() if isinstance(main_grad, DTensor) else main_grad  # type: ignore[attr-defined]
     return part
+
+
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local` for a gradient that may be absent, being in main_grad: torch 2.11 would make zeros of it."""
+
+    @staticmethod
+    def forward(ctx: Any, p: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = p.device_mesh, p.placements
+        ctx.set_materialize_grads(False)
+        return p.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, dp: Tensor | None) -> Tensor | None:
+        return None if dp is None else DTensor.from_local(dp, ctx.mesh, ctx.placements, run_check=False)
 
 
 def summed(p: Tensor) -> Tensor:
