@@ -84,10 +84,27 @@ class _Local(torch.autograd.Function):
 
 def summed(p: Tensor) -> Tensor:
     """A parameter that all ranks have and each uses on its own tokens or heads: its gradient is summed over them."""
-    if not isinstance(p, DTensor):
-        return p
-    # a redistribution to where it is already does nothing, but its backward takes partial gradients to whole ones
-    return p.redistribute(placements=p.placements).to_local(grad_placements=[Partial()] * p.device_mesh.ndim)
+    found: Tensor = _Summed.apply(p) if isinstance(p, DTensor) else p
+    return found
+
+
+class _Summed(torch.autograd.Function):
+    """Forward as `DTensor.to_local`; the gradient's sum over the mesh's one axis goes back, so it is never Partial."""
+
+    @staticmethod
+    def forward(ctx: Any, p: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = p.device_mesh, p.placements
+        return p.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, dp: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return DTensor.from_local(dp, ctx.mesh, [Partial()], run_check=False).redistribute(
+                placements=ctx.placements
+            )
+        total = dp.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.mesh.get_group())
+        return DTensor.from_local(total, ctx.mesh, ctx.placements, run_check=False)
 
 
 class _SpreadLinear(nn.Linear):
