@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.flop_counter import register_flop_formula
 
 from powertrain.runtime import recording, tracing
 from powertrain.runtime.errors import CompileError
+from powertrain.runtime.flops import FORMULAS
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
@@ -125,6 +127,8 @@ class Op:
             self.function = self._autograd_function(backward, setup_context, num_results)
             torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
         self.packet = getattr(torch.ops.powertrain, self.name)
+        if self.name in FORMULAS:
+            register_flop_formula(self.packet)(FORMULAS[self.name])
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or _modes_active():

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from powertrain.models import build, configure
 from powertrain.models.parallelize import parallelize
@@ -483,6 +484,22 @@ def compiled(mesh: DeviceMesh) -> None:
     same(made, y)
     made.square().sum().backward()
     same([x.grad, *(p.grad.to_local() for p in layer.parameters())], expected)  # type: ignore[union-attr]
+
+
+@check
+def flops(mesh: DeviceMesh) -> None:
+    share = 2 * B * S * D * N // mesh.size()
+    for sequence_parallel in (True, False):
+        _, (gate, up, _, down) = linears(mesh, sequence_parallel=sequence_parallel)
+        x = own(randn(B * S, D), mesh) if sequence_parallel else randn(B * S, D)
+        with FlopCounterMode(display=False) as counter:
+            gate_x, up_x = columns(x, gate, up, shape=(B, S))
+            down(gate_x * up_x).sum().backward()
+        assert counter.get_total_flops() == 3 * 3 * share
+    head = VocabParallelHead(D, N, mesh, bias=False, dtype=torch.float64)
+    with FlopCounterMode(display=False) as counter:
+        head(own(randn(B * S, D), mesh), labels()).backward()
+    assert counter.get_total_flops() == 3 * share
 
 
 @check
