@@ -34,14 +34,14 @@ Maybe = Tensor | None
 _PADDING = (None,) * MAX_WEIGHTS
 
 
-def _multiply(x: Tensor, w: Tensor, bias: Maybe, out: Tensor, *, add: bool = False) -> None:
-    """out = x wᵀ + bias, or out += x wᵀ."""
+def _multiply(x: Tensor, w_t: Tensor, bias: Maybe, out: Tensor, *, add: bool = False) -> None:
+    """out = x w_t + bias, or out += x w_t."""
     if add:
-        torch.addmm(out, x, w.T, out=out)
+        torch.addmm(out, x, w_t, out=out)
     elif bias is None:
-        torch.mm(x, w.T, out=out)
+        torch.mm(x, w_t, out=out)
     else:
-        torch.addmm(bias, x, w.T, out=out)
+        torch.addmm(bias, x, w_t, out=out)
 
 
 def _gather_multiply(x: Tensor, weights: Tensors, biases: Sequence[Maybe], rows: Rows, overlap: Overlap) -> Tensors:
@@ -52,7 +52,7 @@ def _gather_multiply(x: Tensor, weights: Tensors, biases: Sequence[Maybe], rows:
     if choice.way == "sequential":
         whole = overlap.transport.all_gather(x, rows)
         for w, bias, y in zip(weights, biases, ys, strict=True):
-            _multiply(whole, w, bias, y)
+            _multiply(whole, w.T, bias, y)
         return ys
     fused = overlap.transport.fused(choice, x, weights, ys)
     if fused is not None:
@@ -68,10 +68,11 @@ def _multiply_gathered(
     gathering: Gathering, weights: Tensors, biases: Sequence[Maybe], rows: Rows, ys: Tensors
 ) -> None:
     """ys[i] = gathered rows weights[i]ᵀ + biases[i], each rank's rows as they come."""
+    factors = [(w.T, bias, rows.split(y)) for w, bias, y in zip(weights, biases, ys, strict=True)]
     for rank in gathering.order:
         part = gathering.wait(rank)
-        for w, bias, y in zip(weights, biases, ys, strict=True):
-            _multiply(part, w, bias, y[rows.of(rank)])
+        for w_t, bias, y in factors:
+            _multiply(part, w_t, bias, y[rank])
 
 
 def _multiply_scatter(
@@ -84,7 +85,7 @@ def _multiply_scatter(
     if choice.way == "sequential":
         whole = xs[0].new_empty((rows.total, width))
         for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
-            _multiply(x, w, None, whole, add=i > 0)
+            _multiply(x, w.T, None, whole, add=i > 0)
         y = overlap.transport.reduce_scatter(whole, rows)
         if meanwhile is not None:
             meanwhile()
@@ -94,10 +95,11 @@ def _multiply_scatter(
         scattering = fused.gemm_scatter(xs[0], weights[0], rows)
     else:
         scattering = overlap.transport.scatter(xs[0], rows, width)
+        terms = [(rows.split(x), w.T) for x, w in zip(xs, weights, strict=True)]
         for rank in scattering.order:
             part = scattering.part(rank)
-            for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
-                _multiply(x[rows.of(rank)], w, None, part, add=i > 0)
+            for i, (parts, w_t) in enumerate(terms):
+                _multiply(parts[rank], w_t, None, part, add=i > 0)
             scattering.send(rank)
     if meanwhile is not None:
         meanwhile()
@@ -325,7 +327,7 @@ def _replicated_fwd(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> 
     ys = _replicated_outputs(x, w0, w1, w2, *rest)
     for w, bias, y in zip((w0, w1, w2), rest, ys, strict=False):
         if w is not None and y is not None:
-            _multiply(x, w, bias, y)
+            _multiply(x, w.T, bias, y)
     return ys
 
 
@@ -501,7 +503,7 @@ def replicated_gemm(
 ) -> Any:
     """`x @ weight.T + bias` for an x that every rank has: a column-parallel layer without sequence parallelism.
 
-    x [M, K], weight [N, K] or up to three, this rank's rows of it; returns y [M, N], or a list. Only backward meets the
+    x [M, K], weight [N, K] or up to three, this rank's rows; returns y [M, N], or a list. Only backward meets the
     other ranks: dx is the sum over them, taken behind the weights' gradients. The rest as `all_gather_gemm`.
     """
     weights, many = _as_list(weight)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.hopper_gemm import Gathered, Scattered, hopper_gemm, why_not
-from powertrain.parallel.protocol import PIECES, Kind, Use, Word
+from powertrain.parallel.protocol import FULL, GATHER, PIECES, SCATTER, Word
 from powertrain.parallel.symmetric import SymmetricGathering, SymmetricScattering, SymmetricTransport
 from powertrain.parallel.transport import Rows
 
@@ -74,17 +74,17 @@ class FusedGathering(SymmetricGathering):
         ranks, integers = range(self.transport.size), self.fused.integers
         bounds = (*(cut for rank in ranks for cut in self.cuts(rank)[:-1]), self.rows.total)
         order = tuple(rank * PIECES + piece for rank in self.order for piece in range(PIECES))
-        flags = self.transport.engine.values[Kind.FULL, Use.GATHER, self.slot].view(-1)
+        flags = self.transport.engine.values[FULL, GATHER, self.slot].view(-1)
         own = self.rank * PIECES, (self.rank + 1) * PIECES
         return Gathered(integers(bounds, torch.int32), integers(order, torch.int32), flags, self.shard, own)
 
     def received(self) -> None:
         """The kernel has waited for every piece: the words are consumed."""
         steps = self.transport.steps
-        steps.receive(self.main.cuda_stream, Use.GATHER, self.slot, steps.senders, PIECES)
+        steps.receive(self.main.cuda_stream, GATHER, self.slot, steps.senders, PIECES)
 
     def wait(self, rank: int) -> Tensor:
-        return self.buffer[self.rows.of(rank)]
+        return self.parts[rank]
 
 
 class FusedScattering(SymmetricScattering):
@@ -95,12 +95,12 @@ class FusedScattering(SymmetricScattering):
     def _start(self, like: Tensor) -> None:
         """The kernel writes into all inboxes: it starts when all of them have room."""
         steps = self.transport.steps
-        steps.await_room(self.main.cuda_stream, Use.SCATTER, self.slot, steps.receivers)
+        steps.await_room(self.main.cuda_stream, SCATTER, self.slot, steps.receivers)
 
     def hook(self) -> Scattered:
         ranks, integers = range(self.transport.size), self.fused.integers
         starts = (*(self.rows.of(rank).start for rank in ranks), self.rows.total)
-        full = Word(Kind.FULL, Use.SCATTER, self.slot, self.rank)
+        full = Word(FULL, SCATTER, self.slot, self.rank)
         signals = [self.transport.engine.address(rank, full) for rank in ranks]
         signals[self.rank] = self.fused.own_signal.data_ptr()
         return Scattered(

@@ -13,14 +13,14 @@ import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from powertrain.ops.poison import poison
+from powertrain.ops.poison import poison_kernel
 from powertrain.ops.sum_parts import sum_parts
 from powertrain.parallel.planner import Choice, Rates
 from powertrain.parallel.protocol import GATHER, KINDS, PIECES, ROOM, SCATTER, SLOTS, USES, Engine, Protocol, Word
@@ -39,16 +39,7 @@ class TransportBroken(RuntimeError):
     """Memory shared between GPUs does not hold what was written to it."""
 
 
-class Span(NamedTuple):
-    """A piece of memory: this device's or a peer's."""
-
-    address: int
-    nbytes: int
-
-
-def span(x: Tensor) -> Span:
-    """Of a contiguous tensor."""
-    return Span(x.data_ptr(), x.numel() * x.element_size())
+Span = tuple[int, int]  # a piece of memory, this device's or a peer's: address and bytes
 
 
 class Shared:
@@ -59,6 +50,12 @@ class Shared:
         self.mine = symmetric_memory.empty(slots * self.slot_bytes, dtype=torch.uint8, device=device)
         self.handle = symmetric_memory.rendezvous(self.mine, group.group_name)
         self.addresses = [int(p) for p in self.handle.buffer_ptrs]
+
+    def tensor(self, slot: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """The first elements of one of this rank's own slots."""
+        elements = self.mine.view(dtype)
+        offset = elements.storage_offset() + slot * (self.slot_bytes // dtype.itemsize)
+        return elements.as_strided(shape, (shape[1], 1), offset)
 
     def slot(self, rank: int, slot: int) -> int:
         """The address of a rank's slot."""
@@ -75,7 +72,8 @@ class CudaEngine(Engine[int, Span]):
         self.words = Shared(nbytes, 1, group, device)
         torch.cuda.synchronize(device)
         self.words.mine.zero_()
-        self.values = self.words.mine[:nbytes].view(torch.int32).view(*shape, _LINE // 4)[..., 0]
+        self.block = self.words.mine[:nbytes].view(torch.int32)
+        self.values = self.block.view(*shape, _LINE // 4)[..., 0]
         self.values[ROOM] = 1
         torch.cuda.synchronize(device)
         self._ops: dict[Any, MemoryOps] = {}
@@ -100,8 +98,8 @@ class CudaEngine(Engine[int, Span]):
         ops.enqueue(stream)
 
     def copy(self, stream: int, source: Span, target: Span) -> None:
-        if source.nbytes:
-            copy(target.address, source.address, source.nbytes, stream)
+        if source[1]:
+            copy(target[0], source[0], source[1], stream)
 
 
 class SymmetricTransport(CollectiveTransport):
@@ -117,7 +115,7 @@ class SymmetricTransport(CollectiveTransport):
         self.engine = CudaEngine(group, device)
         self.steps = Protocol(self.engine)
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
-        self.watch = Watch(self.peers, group, device, self.error, self.engine.values)
+        self.watch = Watch(self.peers, group, device, self.error, self.engine.block, self.engine.values.numel())
         # copies of one kind go out one after the other: two peers at once get less than one after the other
         self.outward = {use: torch.cuda.Stream(device, priority=-1) for use in USES}
         self._fork, self._join = torch.cuda.Event(), torch.cuda.Event()
@@ -157,12 +155,11 @@ class SymmetricTransport(CollectiveTransport):
         self._wait_for_all()
         peer, stream = (self.rank + 1) % self.size, torch.cuda.current_stream(self.device)
         target = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        source = Span(memory.addresses[peer], nbytes)
         best = 0.0
         for _ in range(4):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            self.engine.copy(stream.cuda_stream, source, span(target))
+            self.engine.copy(stream.cuda_stream, (memory.addresses[peer], nbytes), (target.data_ptr(), nbytes))
             end.record()
             end.synchronize()
             best = max(best, nbytes / (start.elapsed_time(end) / 1e3))
@@ -212,7 +209,7 @@ class SymmetricTransport(CollectiveTransport):
 
     def end(self, call: Call, main: torch.cuda.Stream, outputs: Sequence[Tensor]) -> None:
         for y in outputs:
-            poison(y, self.error)
+            poison_kernel(y, self.error)
         self.watch.end(call, main.cuda_stream)
         if not torch.cuda.is_current_stream_capturing():
             event = self._last[1] if self._last is not None else torch.cuda.Event()
@@ -246,18 +243,17 @@ class SymmetricGathering(Gathering):
         self.call = Call("all-gather", (rows.total, shard.shape[1]), shard.dtype)
         self.main = transport.begin(self.call)
         self.slot = steps.next_slot(GATHER)
-        start = self.slot * inbox.slot_bytes
-        nbytes = rows.total * row_bytes
-        self.buffer = inbox.mine[start : start + nbytes].view(shard.dtype).view(rows.total, shard.shape[1])
+        self.buffer = inbox.tensor(self.slot, (rows.total, shard.shape[1]), shard.dtype)
+        self.parts = rows.split(self.buffer)
         stream = transport.fork(GATHER, self.main)
+        source, first = shard.data_ptr(), rows.of(self.rank).start * row_bytes
         cuts = [(a * row_bytes, (b - a) * row_bytes) for a, b in pairwise(self.cuts(self.rank))]
-        first = rows.of(self.rank).start * row_bytes
         for peer in steps.receivers:
             base = inbox.slot(peer, self.slot)
-            pieces = [(Span(shard.data_ptr() + at - first, n), Span(base + at, n)) for at, n in cuts]
-            steps.send(stream, GATHER, self.slot, peer, pieces)
+            steps.send(stream, GATHER, self.slot, peer, [((source + at - first, n), (base + at, n)) for at, n in cuts])
         if keep:
-            transport.engine.copy(stream, span(shard), Span(inbox.slot(self.rank, self.slot) + first, 0))
+            own = inbox.slot(self.rank, self.slot) + first
+            transport.engine.copy(stream, (source, shard.numel() * shard.element_size()), (own, 0))
 
     def cuts(self, rank: int) -> list[int]:
         """Where a rank's pieces start in the whole, and where the last one ends."""
@@ -274,7 +270,7 @@ class SymmetricGathering(Gathering):
             return self.shard
         stream = torch.cuda.current_stream(self.transport.device).cuda_stream
         self.transport.steps.receive(stream, GATHER, self.slot, [rank])
-        return self.buffer[self.rows.of(rank)]
+        return self.parts[rank]
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         self.transport.join(GATHER, self.main)
@@ -296,30 +292,28 @@ class SymmetricScattering(Scattering):
         self.call = Call("reduce-scatter", (rows.total, width), like.dtype)
         self.main = transport.begin(self.call)
         self.slot = transport.steps.next_slot(SCATTER)
-        start = self.slot * self.memory.slot_bytes
-        mine = self.memory.mine[start : start + self.strides[self.rank] * transport.size].view(like.dtype)
-        self.inbox = torch.as_strided(
-            mine, (transport.size, rows.counts[self.rank], width), (self.strides[self.rank] // element, width, 1),
-            mine.storage_offset(),
-        )  # fmt: skip
+        apart = self.strides[self.rank] // element
+        mine = self.memory.tensor(self.slot, (transport.size, apart), like.dtype)
+        self.inbox = mine.as_strided((transport.size, rows.counts[self.rank], width), (apart, width, 1))
         self._start(like)
 
     def _start(self, like: Tensor) -> None:
-        self.parts = like.new_empty((self.rows.total, self.width))
+        self.parts = self.rows.split(like.new_empty((self.rows.total, self.width)))
 
     def place(self, rank: int) -> int:
         """The address of this rank's part in another's inbox."""
         return self.memory.slot(rank, self.slot) + self.rank * self.strides[rank]
 
     def part(self, rank: int) -> Tensor:
-        return self.inbox[rank] if rank == self.rank else self.parts[self.rows.of(rank)]
+        return self.inbox[rank] if rank == self.rank else self.parts[rank]
 
     def send(self, rank: int) -> None:
         if rank == self.rank:
             return
         stream = self.transport.fork(SCATTER, torch.cuda.current_stream(self.transport.device))
-        piece = span(self.parts[self.rows.of(rank)]), Span(self.place(rank), 0)
-        self.transport.steps.send(stream, SCATTER, self.slot, rank, [piece])
+        part = self.parts[rank]
+        source = part.data_ptr(), part.numel() * part.element_size()
+        self.transport.steps.send(stream, SCATTER, self.slot, rank, [(source, (self.place(rank), 0))])
 
     def _sent(self) -> None:
         self.transport.join(SCATTER, self.main)

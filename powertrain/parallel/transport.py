@@ -48,6 +48,10 @@ class Rows(NamedTuple):
         start = sum(self.counts[:rank])
         return slice(start, start + self.counts[rank])
 
+    def split(self, whole: Tensor) -> Sequence[Tensor]:
+        """Every rank's rows of a tensor that has all of them."""
+        return whole.split(self.counts)
+
 
 class Gathering(ABC):
     """All ranks' rows, on their way.

@@ -5,6 +5,9 @@ stream says it is doing. After five seconds in one call it names the ranks that 
 gone, or nobody came for as long as the process group waits, it sets the error word and then makes every word 1
 until the stream has run dry: what the streams compute on the way is not to be trusted, and the kernel at the end of
 each call fills its result with NaN where the error word is set. The next call raises PeerTimeout.
+
+The thread launches no kernel: loading one for the first time waits for streams that stand still. It copies words and
+writes them, which needs none.
 """
 
 import threading
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from powertrain.parallel.peers import Peers, PeerTimeout, listed
 from powertrain.runtime import checks, tracing
-from powertrain.runtime.driver import write_word
+from powertrain.runtime.driver import MemoryOps, write_word
 
 _QUIET = 5.0  # seconds in one call before a line says whom it waits for
 _POLL = 0.25
@@ -38,10 +41,10 @@ class Call(NamedTuple):
 
 
 class Watch:
-    """error [1] and words (a view of them all): int32 on the device."""
+    """error [1] and words (all of them, contiguous): int32 on the device. number: of words, evenly spaced in that."""
 
     def __init__(
-        self, peers: Peers, group: dist.ProcessGroup, device: torch.device, error: Tensor, words: Tensor
+        self, peers: Peers, group: dist.ProcessGroup, device: torch.device, error: Tensor, words: Tensor, number: int
     ) -> None:
         self.device, self.error, self.words = device, error, words
         self.failure: PeerTimeout | None = None
@@ -55,6 +58,9 @@ class Watch:
         self._closed = threading.Event()
         self._stream = torch.cuda.Stream(device)
         self._seen = torch.zeros(words.shape, dtype=torch.int32, pin_memory=True)
+        step = words.numel() // number
+        first = words.data_ptr()
+        self._free_all = MemoryOps(write=[(first + 4 * step * i, 1) for i in range(number)])
         self._thread = threading.Thread(target=_look, args=(weakref.ref(self), self._closed), daemon=True)
         self._thread.start()
 
@@ -97,12 +103,13 @@ class Watch:
         """Let the streams run dry, with the error word set first, and raise at the next call."""
         self.failure = PeerTimeout(why)
         tracing.progress(why)
-        with torch.cuda.stream(self._stream):
-            self.error.fill_(1)
+        stream = self._stream.cuda_stream
+        with torch.cuda.device(self.device):
+            write_word(self.error.data_ptr(), 1, stream)
             self._stream.synchronize()
             quiet = 0
             while quiet < 3 and not self._closed.wait(0.05):
-                self.words.fill_(1)
+                self._free_all.enqueue(stream)
                 self._stream.synchronize()
                 quiet = quiet + 1 if int(self.running) == 0 else 0
 

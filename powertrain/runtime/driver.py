@@ -123,20 +123,22 @@ class MemoryOps:
     """
 
     _WAIT, _WRITE, _EQUAL = 1, 2, 1
+    _MOST = 128  # operations in one call of the driver, which takes at most 256
     _LAYOUT = struct.Struct("@IxxxxQQIxxxxQQ")  # CUstreamBatchMemOpParams: operation, address, value, flags, alias, -
 
     def __init__(self, *, wait: Sequence[tuple[int, int]] = (), write: Sequence[tuple[int, int]] = ()) -> None:
         """(address, value) pairs: first every wait until a word equals the value, then every write."""
         ops = [(self._WAIT, a, v, self._EQUAL) for a, v in wait] + [(self._WRITE, a, v, 0) for a, v in write]
-        self._count = len(ops)
         self._params = ctypes.create_string_buffer(b"".join(self._LAYOUT.pack(*op, 0, 0) for op in ops))
-        self._address = ctypes.addressof(self._params)
+        first, size = ctypes.addressof(self._params), self._LAYOUT.size
+        self._batches = [(min(self._MOST, len(ops) - i), first + size * i) for i in range(0, len(ops), self._MOST)]
         self._call = _cuda().cuStreamBatchMemOp_v2
 
     def enqueue(self, stream: int) -> None:
-        code = self._call(stream, self._count, self._address, 0)
-        if code:
-            raise LaunchError(f"cannot wait for or write words in device memory: {describe(code)}")
+        for count, address in self._batches:
+            code = self._call(stream, count, address, 0)
+            if code:
+                raise LaunchError(f"cannot wait for or write words in device memory: {describe(code)}")
 
 
 def write_word(address: int, value: int, stream: int) -> None:
