@@ -4,7 +4,6 @@
     tma_load        tma.async_copy_global_to_shared    both names         tma.async_load
     tma_store       tma.async_copy_shared_to_global    both names         tma.async_store
     tma_store_add   the builder's create_async_tma_reduce                 tma.async_atomic_add
-    barrier         gl.thread_barrier                  gl.thread_barrier  gl.barrier
     expect          keyword `bytes`                                       keyword `bytes_per_cta`; here by position
     reinterpret     smem._reinterpret                                     smem.reinterpret
 
@@ -22,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 __all__ = [
     "add_and_fetch",
-    "barrier",
     "fence_proxy_async",
     "gl",
     "gluon",
@@ -42,7 +40,6 @@ __all__ = [
 
 tma_load: Any = getattr(tma, "async_load", None) or getattr(tma, "async_copy_global_to_shared", None)
 tma_store: Any = getattr(tma, "async_store", None) or getattr(tma, "async_copy_shared_to_global", None)
-barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)
 
 
 @_core.builtin
@@ -77,7 +74,7 @@ def trouble() -> str | None:
         "NVMMASharedLayout": gl,
     }
     missing = [name for name, place in wanted.items() if not hasattr(place, name.rpartition(".")[2])]
-    missing += [name for name in ("tma_load", "tma_store", "barrier") if globals()[name] is None]
+    missing += [name for name in ("tma_load", "tma_store") if globals()[name] is None]
     return f"this Triton's Gluon has no {', '.join(missing)}" if missing else None
 
 
