@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.models.causal_lm import Whole
-from powertrain.models.parallelize import weighed
 from powertrain.nn.attention import Context
 from powertrain.parallel.context import ContextParallel
 from powertrain.parallel.sharding import Sharding
@@ -96,6 +95,15 @@ def _attend(cp: ContextParallel, sharding: Sharding, q: Tensor, k: Tensor, v: Te
     if sharding.is_packed:
         return cp.attention(q[0], k[0], v[0], sharding, **options)[None]
     return cp.attention(q, k, v, sharding, **options)
+
+
+def weighed(labels: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels to take a mean loss of, and that mean's weight among others: the share of `total` counted labels.
+
+    Where none counts the mean would be nan and so would be its gradients, times zero too; all count then, for nothing.
+    """
+    count = (labels != -100).sum()
+    return torch.where(count > 0, labels, 0), count / total.clamp(min=1)
 
 
 class _MeanOfRanks(torch.autograd.Function):

@@ -20,9 +20,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from powertrain.models.causal_lm import Whole
 from powertrain.models.config import ModelConfig, architecture
+from powertrain.models.context_spread import ContextSpread, weighed
 from powertrain.nn.attention import Context
 from powertrain.nn.parallel import ColumnParallelLinear, RowParallelLinear, replicate
 from powertrain.nn.tokens import even_rows, gather_tokens
+from powertrain.parallel.context import context_parallel
 from powertrain.parallel.overlap import Overlap
 
 # a layer hands on the stream that it was given; nothing here writes into it
@@ -41,13 +43,18 @@ def parallelize(
     reshard_after_forward: bool = True,
     transport: str = "auto",
 ) -> Overlap | None:
-    """Spread a model, on the meta device or not, over a mesh replicate x shard x tensor. In place.
+    """Spread a model, on the meta device or not, over a mesh replicate x shard x context x tensor. In place.
 
     Parameters become DTensors; in a forward they are gathered in `param_dtype`, and gradients summed in `reduce_dtype`.
     transport   how states travel between tensor ranks; see Overlap
     Returns the tensor ranks' overlap, None if there is one rank.
     Raises ValueError naming the key for sizes that `tensor` does not divide.
     """
+    context = mesh["context"]
+    if context.size() > 1:  # who shares a sequence shares the parameters too
+        replicas, shards, sequences, tensors = mesh.shape
+        names = ("replicate", "shard", "tensor")
+        mesh = init_device_mesh(mesh.device_type, (replicas, shards * sequences, tensors), mesh_dim_names=names)
     tensor, shard = mesh["tensor"], mesh["replicate", "shard"]
     whole, overlap = shard, None
     if tensor.size() > 1:
@@ -55,8 +62,11 @@ def parallelize(
         overlap = Overlap(tensor, transport=transport)
         _spread_layers(model, tensor)
         model.spread = TokenSpread(overlap)
-        names = ("replicate", "shard")
-        whole = init_device_mesh(mesh.device_type, (mesh.shape[0], mesh.shape[1] * mesh.shape[2]), mesh_dim_names=names)
+        shape = (mesh["replicate"].size(), mesh["shard"].size() * tensor.size())
+        whole = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+    if context.size() > 1:
+        check_context(model.config, context.size())
+        model.spread = ContextSpread(context_parallel(context), model.spread)
     if mesh["replicate"].size() == 1:
         shard, whole = mesh["shard"], whole["shard"]
     reshard_after_forward = reshard_after_forward and mesh["shard"].size() > 1
@@ -81,6 +91,14 @@ def check_tensor(config: ModelConfig, size: int) -> None:
             raise ValueError(f"parallel.tensor must divide model.{key} ({value}), got {size}")
 
 
+def check_context(config: ModelConfig, size: int) -> None:
+    """Raise ValueError if sequences cannot be spread over `size` ranks (parallel.context)."""
+    if config.architecture not in ("gpt_neox", "llama"):
+        raise ValueError(f"parallel.context must be 1 for model.architecture {config.architecture}, got {size}")
+    if getattr(config, "attention_dropout", 0.0):
+        raise ValueError(f"parallel.context must be 1 with model.attention_dropout, got {size}")
+
+
 def _spread_layers(model: Any, mesh: DeviceMesh) -> None:
     plan: dict[str, Style] = architecture(model.config.architecture).TENSOR_PLAN
     for block in model.layers:
@@ -103,15 +121,6 @@ def _spread_module(block: nn.Module, name: str, style: Style, mesh: DeviceMesh) 
             setattr(owner, last, RowParallelLinear.from_linear(module, mesh))
         case "own":
             replicate(module, mesh)
-
-
-def weighed(labels: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels to take a mean loss of, and that mean's weight among others: the share of `total` counted labels.
-
-    Where none counts the mean would be nan and so would be its gradients, times zero too; all count then, for nothing.
-    """
-    count = (labels != -100).sum()
-    return torch.where(count > 0, labels, 0), count / total.clamp(min=1)
 
 
 class TokenSpread(Whole):

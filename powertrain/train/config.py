@@ -135,10 +135,11 @@ class ScheduleConfig(Section):
 
 
 class ParallelConfig(Section):
-    """replicate x shard x tensor = world size; shard -1: what is left.
+    """replicate x shard x context x tensor = world size; shard -1: what is left.
 
     fsdp   parameters, gradients and optimizer are sharded over `shard` ranks and replicated over `replicate` (HSDP)
     ddp    nothing is sharded; the same as replicate = all, shard = 1
+    context                 so many ranks share each sequence (docs/context_parallel.md), and the shards of parameters
     reshard_after_forward   False: parameters stay gathered from forward to backward (ZeRO 1 and 2)
     transport               of states between tensor ranks: auto takes the best that this machine has (docs/overlap.md)
     """
@@ -146,6 +147,7 @@ class ParallelConfig(Section):
     strategy: Literal["fsdp", "ddp"] = "fsdp"
     replicate: Positive = 1
     shard: int = -1
+    context: Positive = 1
     tensor: Positive = 1
     reshard_after_forward: bool = True
     transport: Literal["auto", "symmetric", "pipelined", "sequential"] = "auto"

@@ -240,7 +240,8 @@ def _memory(config: RunConfig, model: nn.Module, activations: dict[str, int], wo
     elements = sum(p.numel() for p in model.parameters()) / parallel.tensor
     width = DTYPES[train.precision].itemsize
     ranks = max(world_size // parallel.tensor, 1)
-    shards = 1 if parallel.strategy == "ddp" else parallel.shard if parallel.shard > 0 else ranks // parallel.replicate
+    shards = ranks // parallel.replicate if parallel.shard < 0 else parallel.shard * parallel.context
+    shards = 1 if parallel.strategy == "ddp" else shards
     moments = 2 * DTYPES[config.optimizer.state_dtype].itemsize
     if world_size == 1:
         master = 4 if width < 4 else 0

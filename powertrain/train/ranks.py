@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from powertrain.models.parallelize import check_tensor
+from powertrain.models.parallelize import check_context, check_tensor
 from powertrain.runtime import tracing
 from powertrain.train import preflight
 from powertrain.train.config import ParallelConfig, RunConfig
@@ -65,7 +65,7 @@ class Seat:
 class Ranks:
     """rank, world_size     among all processes;  local_rank: on this host
     dp_rank, dp_size        among those that read different data
-    mesh                    replicate x shard x tensor; None: one process, nothing distributed
+    mesh                    replicate x shard x context x tensor; None: one process, nothing distributed
     dp_group                those that read different data
     checkpoint_group        a gloo group for checkpoints alone: they are written beside the training, and the order of
                             collectives within a group must be the same on every rank
@@ -233,28 +233,35 @@ def be_deterministic(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def mesh_shape(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int]:
-    """replicate x shard x tensor of so many processes. Raises ValueError naming the keys."""
-    replicate, shard, tensor = parallel.replicate, parallel.shard, parallel.tensor
+def mesh_shape(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int, int]:
+    """replicate x shard x context x tensor of so many processes. Raises ValueError naming the keys."""
+    replicate, shard, context, tensor = parallel.replicate, parallel.shard, parallel.context, parallel.tensor
+    model = context * tensor
     if parallel.strategy == "ddp":
         if shard > 1:
             raise ValueError(f"parallel.shard must be 1 with parallel.strategy ddp, got {shard}")
-        shard, replicate = 1, replicate if replicate > 1 else max(world_size // tensor, 1)
+        shard, replicate = 1, replicate if replicate > 1 else max(world_size // model, 1)
     elif shard == -1:
-        shard = max(world_size // (replicate * tensor), 1)
-    if replicate * shard * tensor != world_size:
+        shard = max(world_size // (replicate * model), 1)
+    if replicate * shard * model != world_size:
         raise ValueError(
-            f"parallel.replicate * shard * tensor must be the number of processes, {world_size}, "
-            f"got {replicate} * {shard} * {tensor}"
+            f"parallel.replicate * shard * context * tensor must be the number of processes, {world_size}, "
+            f"got {replicate} * {shard} * {context} * {tensor}"
         )
-    return replicate, shard, tensor
+    return replicate, shard, context, tensor
 
 
 def check_parallel(config: RunConfig, world_size: int) -> None:
     """Raise ValueError, naming the key, if so many processes cannot train this model as config.parallel says."""
-    _, _, tensor = mesh_shape(config.parallel, world_size)
+    _, _, context, tensor = mesh_shape(config.parallel, world_size)
     if tensor > 1:
         check_tensor(config.model, tensor)
+    if context > 1:
+        check_context(config.model, context)
+        if config.train.seq_length < context:
+            raise ValueError(
+                f"parallel.context must be at most train.seq_length ({config.train.seq_length}), got {context}"
+            )
 
 
 def connect(seat: Seat, config: RunConfig) -> Ranks:
@@ -282,7 +289,7 @@ def connect(seat: Seat, config: RunConfig) -> Ranks:
 def arrange(seat: Seat, config: RunConfig) -> Ranks:
     """The mesh that config.parallel asks for, over the process group that is there."""
     shape = mesh_shape(config.parallel, seat.world_size)
-    mesh = init_device_mesh(seat.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    mesh = init_device_mesh(seat.device.type, shape, mesh_dim_names=("replicate", "shard", "context", "tensor"))
     data = mesh["replicate", "shard"]._flatten("data")
     return Ranks(
         seat.device, seat.rank, seat.world_size, seat.local_rank, data.get_local_rank(), data.size(), mesh,

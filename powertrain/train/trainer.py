@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from powertrain.models import build, configure
+from powertrain.models.context_spread import weighed
 from powertrain.models.flops import flops_per_token
-from powertrain.models.parallelize import parallelize, weighed
+from powertrain.models.parallelize import parallelize
 from powertrain.parallel.overlap import Overlap
 from powertrain.train import checkpoint
 from powertrain.train.anomaly import SpikeWatch, diagnose

@@ -97,22 +97,26 @@ def test_first_host(nodes: str, host: str) -> None:
 @pytest.mark.parametrize(
     "parallel, shape",
     [
-        ({}, (1, 8, 1)),
-        ({"tensor": 2}, (1, 4, 2)),
-        ({"replicate": 2}, (2, 4, 1)),
-        ({"strategy": "ddp"}, (8, 1, 1)),
-        ({"strategy": "ddp", "tensor": 4}, (2, 1, 4)),
+        ({}, (1, 8, 1, 1)),
+        ({"tensor": 2}, (1, 4, 1, 2)),
+        ({"replicate": 2}, (2, 4, 1, 1)),
+        ({"context": 2, "tensor": 2}, (1, 2, 2, 2)),
+        ({"strategy": "ddp"}, (8, 1, 1, 1)),
+        ({"strategy": "ddp", "context": 2, "tensor": 2}, (2, 1, 2, 2)),
     ],
 )
-def test_mesh_shape(parallel: dict[str, Any], shape: tuple[int, int, int]) -> None:
+def test_mesh_shape(parallel: dict[str, Any], shape: tuple[int, ...]) -> None:
     assert mesh_shape(ParallelConfig(**parallel), 8) == shape
 
 
 @pytest.mark.parametrize(
     "parallel, message",
     [
-        ({"tensor": 3}, r"parallel.replicate \* shard \* tensor must be the number of processes, 8, got 1 \* 2 \* 3"),
-        ({"shard": 4}, r"8, got 1 \* 4 \* 1"),
+        (
+            {"tensor": 3},
+            r"parallel.replicate \* shard \* context \* tensor must .* 8, got 1 \* 2 \* 1 \* 3",
+        ),
+        ({"shard": 4}, r"8, got 1 \* 4 \* 1 \* 1"),
         ({"strategy": "ddp", "shard": 8}, "parallel.shard must be 1 with parallel.strategy ddp, got 8"),
     ],
 )
@@ -128,6 +132,19 @@ def test_models_that_tensor_ranks_do_not_divide() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             check_parallel(run_config({"model": model, "parallel": {"tensor": 4}}, 1), 8)
+
+
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ({"model": "deepseek"}, "parallel.context must be 1 for model.architecture deepseek, got 8"),
+        ({"model": "gpt_neox", "sizes": {"attention_dropout": 0.1}}, "must be 1 with model.attention_dropout, got 8"),
+        ({"model": "llama", "train": {"seq_length": 7}}, r"must be at most train.seq_length \(7\), got 8"),
+    ],
+)
+def test_sequences_that_ranks_cannot_share(case: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_parallel(run_config({**case, "parallel": {"context": 8}}, 1), 8)
 
 
 FACTS = {"host": "h0", "torch": "2.13", "GPU arch": "sm_90", "GPU": "a", "config train.seed": "1"}

@@ -16,6 +16,8 @@ TWO: dict[str, dict[str, Any]] = {
     "ddp-llama": {"model": "llama", "parallel": {"strategy": "ddp"}},
     "tp-gpt_neox": {"model": "gpt_neox", "parallel": {"tensor": 2}},
     "tp-llama": {"model": "llama", "parallel": {"tensor": 2}},
+    "cp-gpt_neox": {"model": "gpt_neox", "parallel": {"context": 2}},
+    "cp-llama": {"model": "llama", "parallel": {"context": 2}, "train": {"activation_checkpointing": "full"}},
 }
 TWO_MORE: dict[str, dict[str, Any]] = {
     "fsdp-llama": {"model": "llama", "parallel": {"reshard_after_forward": False}},
@@ -31,6 +33,9 @@ FOUR: dict[str, dict[str, Any]] = {
     "hsdp-llama": {"model": "llama", "parallel": {"replicate": 2}},
     "tp-fsdp-gpt_neox": {"model": "gpt_neox", "parallel": {"tensor": 2}},
     "tp-fsdp-llama": {"model": "llama", "parallel": {"tensor": 2}},
+    "cp-fsdp-gpt_neox": {"model": "gpt_neox_rotary", "parallel": {"context": 2}},
+    "cp-tp-llama": {"model": "llama", "parallel": {"context": 2, "tensor": 2}},
+    "cp-ddp-llama": {"model": "llama", "parallel": {"context": 2, "strategy": "ddp"}},
     "tp-ddp-llama": {"model": "llama", "parallel": {"tensor": 2, "strategy": "ddp"}},
 }
 

@@ -140,7 +140,8 @@ def main(cases: list[dict[str, Any]], out: str) -> None:
     assert "config train.seed: 0 on rank 0" in refused and "; 1 on rank 1" in refused, refused
     first = connect(here, run_config({"model": "llama"}, here.world_size))
     for case in cases:
-        dp_size = here.world_size // case.get("parallel", {}).get("tensor", 1)
+        parallel = case.get("parallel", {})
+        dp_size = here.world_size // (parallel.get("tensor", 1) * parallel.get("context", 1))
         results.append(fit(case, arrange(here, run_config(case, dp_size))))
     results.append({"said": stopped_by_nan(first)})
     if here.rank == 0:
