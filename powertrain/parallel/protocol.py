@@ -9,7 +9,8 @@ made 0) by their keeper:
 
 ROOM is a credit and starts at 1. A word is made 1 only after its keeper made it 0 and passed the other one back, so it
 is never made 1 twice, and the same steps can be replayed for ever: a captured graph replays them as they are. With two
-slots a sender waits for room only when it is a whole call ahead.
+slots in turn there is always room, since a call ends only when everybody has begun it; the credit matters where one
+slot follows itself, as in a graph with one call.
 
 Two things make this free of deadlock. Each step waits only for steps of the same call or earlier ones on other ranks,
 and calls come in the same order everywhere. And no step but the products and the last sum needs an SM, which a product
@@ -20,28 +21,22 @@ The same steps drive CUDA streams (symmetric.py), threads (simulate.py) and a mo
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Generic, NamedTuple, TypeVar
 
 SLOTS = 2
 PIECES = 2  # at most, of one rank's rows
 
 
-class Kind(IntEnum):
-    FULL = 0
-    ROOM = 1
-
-
-class Use(IntEnum):
-    GATHER = 0
-    SCATTER = 1
+# plain integers, since words are looked up in every call: kinds of words, and uses of inboxes
+FULL, ROOM = KINDS = 0, 1
+GATHER, SCATTER = USES = 0, 1
 
 
 class Word(NamedTuple):
     """One of a rank's words."""
 
-    kind: Kind
-    use: Use
+    kind: int
+    use: int
     slot: int
     peer: int
     piece: int = 0
@@ -78,7 +73,7 @@ class Protocol(Generic[Stream, Place]):
         self.rank, self.size = engine.rank, engine.size
         self._calls = [0, 0]
 
-    def next_slot(self, use: Use) -> int:
+    def next_slot(self, use: int) -> int:
         """The slot of the next call of that use."""
         self._calls[use] += 1
         return self._calls[use] % SLOTS
@@ -93,21 +88,21 @@ class Protocol(Generic[Stream, Place]):
         """The other ranks as their rows come here, if all keep pace."""
         return [(self.rank - step) % self.size for step in range(1, self.size)]
 
-    def await_room(self, stream: Stream, use: Use, slot: int, peers: Sequence[int]) -> None:
+    def await_room(self, stream: Stream, use: int, slot: int, peers: Sequence[int]) -> None:
         """Wait until the peers have used what this rank sent them two calls ago."""
-        self.engine.consume(stream, [Word(Kind.ROOM, use, slot, peer) for peer in peers])
+        self.engine.consume(stream, [Word(ROOM, use, slot, peer) for peer in peers])
 
-    def send(self, stream: Stream, use: Use, slot: int, peer: int, pieces: Sequence[tuple[Place, Place]]) -> None:
+    def send(self, stream: Stream, use: int, slot: int, peer: int, pieces: Sequence[tuple[Place, Place]]) -> None:
         """Copy pieces (from, to) into a peer's inbox when there is room, and tell it of each."""
         self.await_room(stream, use, slot, [peer])
         for piece, (source, target) in enumerate(pieces):
             self.engine.copy(stream, source, target)
-            self.engine.signal(stream, [(peer, Word(Kind.FULL, use, slot, self.rank, piece))])
+            self.engine.signal(stream, [(peer, Word(FULL, use, slot, self.rank, piece))])
 
-    def receive(self, stream: Stream, use: Use, slot: int, peers: Sequence[int], pieces: int = 1) -> None:
+    def receive(self, stream: Stream, use: int, slot: int, peers: Sequence[int], pieces: int = 1) -> None:
         """Wait until all pieces of the peers' rows are here."""
-        self.engine.consume(stream, [Word(Kind.FULL, use, slot, p, i) for p in peers for i in range(pieces)])
+        self.engine.consume(stream, [Word(FULL, use, slot, p, i) for p in peers for i in range(pieces)])
 
-    def release(self, stream: Stream, use: Use, slot: int) -> None:
+    def release(self, stream: Stream, use: int, slot: int) -> None:
         """What is in the inbox is used: there is room again."""
-        self.engine.signal(stream, [(peer, Word(Kind.ROOM, use, slot, self.rank)) for peer in self.receivers])
+        self.engine.signal(stream, [(peer, Word(ROOM, use, slot, self.rank)) for peer in self.receivers])

@@ -23,7 +23,7 @@ from torch import Tensor
 from powertrain.ops.sum_parts import sum_parts
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.peers import PeerTimeout
-from powertrain.parallel.protocol import PIECES, SLOTS, Engine, Kind, Protocol, Use, Word
+from powertrain.parallel.protocol import GATHER, KINDS, PIECES, ROOM, SCATTER, SLOTS, USES, Engine, Protocol, Word
 from powertrain.parallel.transport import Gathering, Rows, Scattering, Transport, gather_all, scatter_all
 
 T = TypeVar("T")
@@ -73,16 +73,16 @@ class World:
         self.random = random.Random(seed)
         self.changed = threading.Condition()
         self.words = {
-            (rank, Word(kind, use, slot, peer, piece)): int(kind is Kind.ROOM)
+            (rank, Word(kind, use, slot, peer, piece)): int(kind == ROOM)
             for rank in range(size)
-            for kind in Kind
-            for use in Use
+            for kind in KINDS
+            for use in USES
             for slot in range(SLOTS)
             for peer in range(size)
             for piece in range(PIECES)
         }
         # [rank][use][slot][source]
-        self.inboxes = [[[[Place() for _ in range(size)] for _ in range(SLOTS)] for _ in Use] for _ in range(size)]
+        self.inboxes = [[[[Place() for _ in range(size)] for _ in range(SLOTS)] for _ in USES] for _ in range(size)]
         self.lost: set[int] = set()
         name = f"simulated {next(_worlds)}"
         self.overlaps = [Overlap.over(SimulatedTransport(self, rank), f"{name} rank {rank}") for rank in range(size)]
@@ -149,7 +149,9 @@ class ThreadEngine(Engine[Stream | None, Place]):
                     lost = sorted(world.lost & set(missing))
                     why = f"rank {lost[0]} is gone" if lost else f"ranks {missing} did not come" if not there else ""
                     why = why or f"rank {min(world.lost)} is gone, and with it ranks {missing} wait"
-                    raise PeerTimeout(f"rank {self.rank} waits for {words[0].kind.name} of ranks {missing}: {why}")
+                    raise PeerTimeout(
+                        f"rank {self.rank} waits for {('FULL', 'ROOM')[words[0].kind]} of ranks {missing}: {why}"
+                    )
                 for word in mine:
                     world.words[word] = 0
 
@@ -182,7 +184,7 @@ class SimulatedTransport(Transport):
         self.world, self.rank, self.size = world, rank, world.size
         self.engine = ThreadEngine(world, rank)
         self.steps = Protocol(self.engine)
-        self.outward = {use: Stream() for use in Use}
+        self.outward = {use: Stream() for use in USES}
 
     def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
         return _SimulatedGathering(self, shard, rows)
@@ -208,22 +210,22 @@ class _SimulatedGathering(Gathering):
         self.order = [self.rank, *steps.senders]
         self.whole = shard.new_empty((rows.total, *shard.shape[1:]))
         self.whole[rows.of(self.rank)] = shard
-        self.slot = steps.next_slot(Use.GATHER)
+        self.slot = steps.next_slot(GATHER)
         for peer in steps.receivers:
-            piece = Place(shard), self.inboxes[peer][Use.GATHER][self.slot][self.rank]
-            steps.send(transport.outward[Use.GATHER], Use.GATHER, self.slot, peer, [piece])
+            piece = Place(shard), self.inboxes[peer][GATHER][self.slot][self.rank]
+            steps.send(transport.outward[GATHER], GATHER, self.slot, peer, [piece])
 
     def wait(self, rank: int) -> Tensor:
         if rank == self.rank:
             return self.shard
-        self.transport.steps.receive(None, Use.GATHER, self.slot, [rank])
-        found = self.inboxes[self.rank][Use.GATHER][self.slot][rank].value
+        self.transport.steps.receive(None, GATHER, self.slot, [rank])
+        found = self.inboxes[self.rank][GATHER][self.slot][rank].value
         assert found is not None
         self.whole[self.rows.of(rank)] = found
         return found
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
-        self.transport.steps.release(None, Use.GATHER, self.slot)
+        self.transport.steps.release(None, GATHER, self.slot)
 
 
 class _SimulatedScattering(Scattering):
@@ -231,7 +233,7 @@ class _SimulatedScattering(Scattering):
         self.transport, self.rows, self.rank = transport, rows, transport.rank
         self.order = [*transport.steps.receivers, self.rank]
         self.parts = like.new_empty((rows.total, width))
-        self.slot = transport.steps.next_slot(Use.SCATTER)
+        self.slot = transport.steps.next_slot(SCATTER)
         self.inboxes = transport.world.inboxes
 
     def part(self, rank: int) -> Tensor:
@@ -240,14 +242,14 @@ class _SimulatedScattering(Scattering):
     def send(self, rank: int) -> None:
         if rank == self.rank:
             return
-        piece = Place(self.part(rank)), self.inboxes[rank][Use.SCATTER][self.slot][self.rank]
-        self.transport.steps.send(self.transport.outward[Use.SCATTER], Use.SCATTER, self.slot, rank, [piece])
+        piece = Place(self.part(rank)), self.inboxes[rank][SCATTER][self.slot][self.rank]
+        self.transport.steps.send(self.transport.outward[SCATTER], SCATTER, self.slot, rank, [piece])
 
     def reduce(self, bias: Tensor | None = None) -> Tensor:
         steps = self.transport.steps
-        steps.receive(None, Use.SCATTER, self.slot, steps.senders)
-        inbox = self.inboxes[self.rank][Use.SCATTER][self.slot]
+        steps.receive(None, SCATTER, self.slot, steps.senders)
+        inbox = self.inboxes[self.rank][SCATTER][self.slot]
         inbox[self.rank].take(self.part(self.rank))
         y = sum_parts(torch.stack([place.value for place in inbox if place.value is not None]), bias)
-        steps.release(None, Use.SCATTER, self.slot)
+        steps.release(None, SCATTER, self.slot)
         return y
