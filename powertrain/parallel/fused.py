@@ -14,10 +14,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from powertrain.ops.gemm import fails_here
 from powertrain.ops.hopper_gemm import Gathered, Scattered, hopper_gemm, why_not
 from powertrain.parallel.protocol import FULL, GATHER, PIECES, SCATTER, Word
 from powertrain.parallel.symmetric import SymmetricGathering, SymmetricScattering, SymmetricTransport
 from powertrain.parallel.transport import Rows
+from powertrain.runtime.gluon_compat import trouble
+from powertrain.runtime.target import Target
 
 
 class Fused:
@@ -54,7 +57,9 @@ class Fused:
 
 
 def serves(x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> bool:
-    """Whether the kernel takes these operands."""
+    """Whether the kernel runs here, and takes these operands."""
+    if Target.of(x.device).arch != 90 or trouble() or fails_here(x.device):
+        return False
     return all(why_not(x, _stored(w)[0], y) is None for w, y in zip(weights, outputs, strict=True))
 
 

@@ -17,6 +17,8 @@ import powertrain
 from powertrain import ops
 from powertrain.ops.attention.tail import zero_tail
 from powertrain.ops.catalog import cases
+from powertrain.ops.poison import poison
+from powertrain.ops.sum_parts import sum_parts
 from powertrain.runtime import prebuild
 from powertrain.runtime.compile import Spec
 from powertrain.runtime.launch import Kernel
@@ -66,6 +68,10 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
         launch_gathered(dtype)
         launch_scattered(dtype)
         launch_scattered(dtype, plain_stores=True)
+    parts = torch.empty(4, 64, 128, dtype=dtype, device=META)
+    sum_parts(parts)
+    sum_parts(parts, torch.empty(128, dtype=dtype, device=META))
+    poison(parts, torch.empty(1, dtype=torch.int32, device=META))
     zero_tail(torch.empty(64, 4, 64, dtype=dtype, device=META), torch.empty(3, dtype=torch.int32, device=META))
 
 
