@@ -30,6 +30,8 @@ from powertrain.parallel.overlap import Overlap
 # a layer hands on the stream that it was given; nothing here writes into it
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
+AXES = ("replicate", "shard", "context", "tensor")
+
 # of a layer's module: columns, rows: its weight is spread; own: whole on every rank, used on its own tokens or heads
 Style = Literal["columns", "rows", "own"]
 
@@ -46,10 +48,12 @@ def parallelize(
     """Spread a model, on the meta device or not, over a mesh replicate x shard x context x tensor. In place.
 
     Parameters become DTensors; in a forward they are gathered in `param_dtype`, and gradients summed in `reduce_dtype`.
+    mesh        over all ranks; an axis that it does not have has one
     transport   how states travel between tensor ranks; see Overlap
     Returns the tensor ranks' overlap, None if there is one rank.
-    Raises ValueError naming the key for sizes that `tensor` does not divide.
+    Raises ValueError naming the key for sizes that `tensor` does not divide, and for another mesh.
     """
+    mesh = _with_all_axes(mesh)
     context = mesh["context"]
     if context.size() > 1:  # who shares a sequence shares the parameters too
         replicas, shards, sequences, tensors = mesh.shape
@@ -79,6 +83,15 @@ def parallelize(
     for module in (*outside, model):
         fully_shard(module, mesh=whole, mp_policy=policy, reshard_after_forward=False)
     return overlap
+
+
+def _with_all_axes(mesh: DeviceMesh) -> DeviceMesh:
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    if not sizes or list(sizes) != [axis for axis in AXES if axis in sizes]:
+        raise ValueError(f"parallelize: mesh must have axes among {', '.join(AXES)}, in this order, got {mesh}")
+    if len(sizes) == len(AXES):
+        return mesh
+    return init_device_mesh(mesh.device_type, tuple(sizes.get(axis, 1) for axis in AXES), mesh_dim_names=AXES)
 
 
 def check_tensor(config: ModelConfig, size: int) -> None:

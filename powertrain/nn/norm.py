@@ -5,6 +5,7 @@ Weights that are DTensors, the same on every rank of a mesh, serve a rank's own 
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from powertrain.nn.parallel import summed
 from powertrain.ops.norm import layer_norm, rms_norm
@@ -23,7 +24,7 @@ class RMSNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        return rms_norm(x, summed(self.weight), _summed(self.bias), residual=residual, eps=self.eps)
+        return rms_norm(x, _own(self.weight, x), _own(self.bias, x), residual=residual, eps=self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -36,8 +37,9 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        return layer_norm(x, summed(self.weight), _summed(self.bias), residual=residual, eps=self.eps)
+        return layer_norm(x, _own(self.weight, x), _own(self.bias, x), residual=residual, eps=self.eps)
 
 
-def _summed(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else summed(bias)
+def _own(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """A weight for x, which is a rank's own part; or a DTensor, and then PyTorch sees to the gradient."""
+    return weight if weight is None or isinstance(x, DTensor) else summed(weight)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
-from powertrain.runtime import recording, tracing
+from powertrain.runtime import recording, sharding, tracing
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.flops import FORMULAS
 from powertrain.runtime.settings import settings
@@ -127,6 +127,7 @@ class Op:
             self.function = self._autograd_function(backward, setup_context, num_results)
             torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
         self.packet = getattr(torch.ops.powertrain, self.name)
+        sharding.tell(self.name, self.packet)
         if self.name in FORMULAS:
             register_flop_formula(self.packet)(FORMULAS[self.name])
 
@@ -137,7 +138,8 @@ class Op:
         for arg in args:
             if isinstance(arg, Tensor):
                 if type(arg) not in _PLAIN:
-                    return self.packet(*args)
+                    sharding.tell(self.name, self.packet)
+                    return self.packet(*sharding.as_dtensors(args))
                 differentiate = differentiate or arg.requires_grad
         if differentiate and self.function is not None and torch.is_grad_enabled():
             if settings().on_compile_failure == "reference":

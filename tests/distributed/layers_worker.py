@@ -347,8 +347,7 @@ def model_llama_recomputing_some(mesh: DeviceMesh) -> None:
 def dropout(mesh: DeviceMesh) -> None:
     """On tokens and heads of its own every rank drops other elements, and the streams stay where they belong."""
     model = model_of("gpt_neox", hidden_dropout=0.5, attention_dropout=0.5).float().train()
-    full = init_device_mesh("cpu", (1, 1, mesh.size()), mesh_dim_names=("replicate", "shard", "tensor"))
-    parallelize(model, full, param_dtype=torch.float32, reduce_dtype=torch.float32)
+    parallelize(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
     seen: list[Tensor] = []
     model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     torch.manual_seed(mesh.get_local_rank())
@@ -511,6 +510,15 @@ def wrong_arguments(mesh: DeviceMesh) -> None:
         (lambda: RowParallelLinear(size + 1, 4, mesh), f"in_features must be a multiple of {size} ranks"),
         (lambda: VocabParallelEmbedding(size + 1, 4, mesh), f"num_embeddings must be a multiple of {size} ranks"),
         (lambda: ColumnParallelLinear(4, size, "tensor"), "ranks must be one axis of a DeviceMesh or an Overlap"),  # type: ignore[arg-type]
+        (
+            lambda: parallelize(
+                None,
+                DeviceMesh("cpu", range(size), mesh_dim_names=("tp",)),
+                param_dtype=torch.float32,
+                reduce_dtype=torch.float32,
+            ),
+            "mesh must have axes among replicate, shard, context, tensor, in this order",
+        ),
         (lambda: columns(randn(2, D), *linears(mesh)[1][2:]), "layers must all be ColumnParallelLinear"),
         (
             lambda: vocab_parallel_linear_cross_entropy(randn(2, D), randn(4, D), labels(), overlap),
@@ -536,12 +544,13 @@ def wrong_arguments(mesh: DeviceMesh) -> None:
             raise AssertionError(f"must be refused: {said}")
 
 
-def main(out: str) -> None:
+def run_checks(checks: dict[str, Callable[[DeviceMesh], None]], out: str) -> None:
+    """One rank's part of all of them."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     failed = {}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
-    for name, function in CHECKS.items():
+    for name, function in checks.items():
         error = ""
         try:
             function(mesh)
@@ -558,4 +567,4 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run_checks(CHECKS, sys.argv[1])
