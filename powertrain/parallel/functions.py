@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from powertrain.ops.linear_cross_entropy import _IntoMainGrad
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.planner import Product
 from powertrain.parallel.transport import Gathering, Rows
@@ -421,6 +422,9 @@ def _as_list(value: Any) -> tuple[list[Any], bool]:
 
 
 def _alone(x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> list[Tensor]:
+    """Of a group of one."""
+    mains = [getattr(w, "main_grad", None) for w in weights]
+    weights = [w if main is None else _IntoMainGrad.apply(w, main) for w, main in zip(weights, mains, strict=True)]
     return [torch.nn.functional.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True)]
 
 
@@ -473,7 +477,7 @@ def gemm_reduce_scatter(
     op = "gemm_reduce_scatter"
     x, (weight, _, _, bias, *_) = _checked(op, x, [weight], [bias])  # type: ignore[assignment]
     if overlap.size == 1:
-        return torch.nn.functional.linear(x, weight, bias)
+        return _alone(x, [weight], [bias])[0]
     if rows is None:
         good = x.shape[0] % overlap.size == 0
         checks.require(good, op, "x", f"have rows that {overlap.size} ranks divide, or rows be given", list(x.shape))
@@ -486,13 +490,14 @@ def gemm_reduce_scatter(
 
 
 def gemm_all_reduce(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe = None) -> Tensor:
-    """The sum over ranks of `x @ weight.T`, plus bias, on every rank: a row-parallel layer without sequence parallelism.
+    """The sum over ranks of `x @ weight.T`, plus bias, on every rank: row-parallel without sequence parallelism.
 
-    x [M, K], weight [N, K], bias [N]; returns y [M, N]. Backward needs no other rank. The rest as `gemm_reduce_scatter`.
+    x [M, K], weight [N, K], bias [N]; returns y [M, N]. Backward needs no other rank. Else as
+    `gemm_reduce_scatter`.
     """
     x, (weight, _, _, bias, *_) = _checked("gemm_all_reduce", x, [weight], [bias])  # type: ignore[assignment]
     if overlap.size == 1:
-        return torch.nn.functional.linear(x, weight, bias)
+        return _alone(x, [weight], [bias])[0]
     overlap.transport.compare("gemm_all_reduce", (x.shape[0],), [weight, bias])
     found: Tensor = _all_reduce_op(x, weight, bias, overlap.key)
     return found

@@ -28,6 +28,17 @@ def test_two_ranks_equal_one(name: str, two: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return _failures(1, tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CHECKS.keys() - {"dropout", "wrong_arguments"}))
+def test_a_group_of_one(name: str, one: dict[str, str]) -> None:
+    assert not one[name], one[name]
+
+
+@pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return _failures(4, tmp_path_factory.mktemp("four"))
 
