@@ -158,8 +158,38 @@ def _moe(config: Config) -> MoE:
     return MoE(router, config.hidden_size, config.moe_intermediate_size, shared_size=shared_size)
 
 
-def divided_by_tensor(config: Config) -> None:
-    """Tensor parallelism does not spread these layers: experts are to be spread over ranks instead."""
+# what tensor parallelism spreads in a layer (parallelize.py); a token's experts are found and run on the token's rank
+TENSOR_PLAN = {
+    "attention_norm": "own",
+    "mlp_norm": "own",
+    "attention.q": "columns",
+    "attention.q_down": "own",
+    "attention.q_norm": "own",
+    "attention.q_up": "columns",
+    "attention.kv_down": "own",
+    "attention.kv_norm": "own",
+    "attention.kv_up": "columns",
+    "attention.out": "rows",
+    "mlp.gate": "columns",
+    "mlp.up": "columns",
+    "mlp.down": "rows",
+    "mlp.shared.gate": "columns",
+    "mlp.shared.up": "columns",
+    "mlp.shared.down": "rows",
+    "mlp.router": "data",
+    "mlp.experts": "data",
+}
+
+
+def divided_by_tensor(config: Config) -> dict[str, int]:
+    """The sizes that the number of tensor-parallel ranks must divide, by key."""
+    if config.balance_loss:
+        raise ValueError(
+            "model.balance_loss must be 0 with parallel.tensor above 1, whose ranks see parts of sequences, "
+            f"got {config.balance_loss}"
+        )
+    sizes = {"num_heads": config.num_heads, "moe_intermediate_size": config.moe_intermediate_size}
+    return sizes | ({"intermediate_size": config.intermediate_size} if config.first_dense_layers else {})
 
 
 # sizes as their publishers' config files state them; deepseek-1b is ours, a small one of the same kind

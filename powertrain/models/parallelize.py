@@ -22,7 +22,7 @@ from powertrain.models.causal_lm import Whole
 from powertrain.models.config import ModelConfig, architecture
 from powertrain.models.context_spread import ContextSpread, weighed
 from powertrain.nn.attention import Context
-from powertrain.nn.parallel import ColumnParallelLinear, RowParallelLinear, replicate
+from powertrain.nn.parallel import ColumnParallelLinear, OwnLinear, RowParallelLinear, replicate
 from powertrain.nn.tokens import even_rows, gather_tokens
 from powertrain.parallel.context import context_parallel
 from powertrain.parallel.overlap import Overlap
@@ -32,8 +32,9 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 AXES = ("replicate", "shard", "context", "tensor")
 
-# of a layer's module: columns, rows: its weight is spread; own: whole on every rank, used on its own tokens or heads
-Style = Literal["columns", "rows", "own"]
+# of a layer's module. columns, rows: its weight is spread; own: whole on every rank, used on its own tokens or heads;
+# data: tensor ranks are data-parallel in it, each with its own tokens, and its parameters are sharded over them too
+Style = Literal["columns", "rows", "own", "data"]
 
 
 def parallelize(
@@ -60,11 +61,11 @@ def parallelize(
         names = ("replicate", "shard", "tensor")
         mesh = init_device_mesh(mesh.device_type, (replicas, shards * sequences, tensors), mesh_dim_names=names)
     tensor, shard = mesh["tensor"], mesh["replicate", "shard"]
-    whole, overlap = shard, None
+    whole, overlap, apart = shard, None, []
     if tensor.size() > 1:
         check_tensor(model.config, tensor.size())
         overlap = Overlap(tensor, transport=transport)
-        _spread_layers(model, tensor)
+        apart = _spread_layers(model, tensor)
         model.spread = TokenSpread(overlap)
         shape = (mesh["replicate"].size(), mesh["shard"].size() * tensor.size())
         whole = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
@@ -75,6 +76,8 @@ def parallelize(
         shard, whole = mesh["shard"], whole["shard"]
     reshard_after_forward = reshard_after_forward and mesh["shard"].size() > 1
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype)
+    for module in apart:
+        fully_shard(module, mesh=whole, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     for block in model.layers:
         fully_shard(block, mesh=shard, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # the head's backward follows its forward, and the embedding's needs no weights: they stay gathered until then.
@@ -96,9 +99,7 @@ def _with_all_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 def check_tensor(config: ModelConfig, size: int) -> None:
     """Raise ValueError if the layers cannot be spread over `size` ranks (parallel.tensor)."""
-    divided: dict[str, int] | None = architecture(config.architecture).divided_by_tensor(config)
-    if divided is None:
-        raise ValueError(f"parallel.tensor must be 1 for model.architecture {config.architecture}, got {size}")
+    divided: dict[str, int] = architecture(config.architecture).divided_by_tensor(config)
     for key, value in divided.items():
         if value % size:
             raise ValueError(f"parallel.tensor must divide model.{key} ({value}), got {size}")
@@ -112,28 +113,39 @@ def check_context(config: ModelConfig, size: int) -> None:
         raise ValueError(f"parallel.context must be 1 with model.attention_dropout, got {size}")
 
 
-def _spread_layers(model: Any, mesh: DeviceMesh) -> None:
+def _spread_layers(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
+    """Spread every layer's modules over the tensor ranks; returns those in which these are data-parallel."""
+    apart = []
     plan: dict[str, Style] = architecture(model.config.architecture).TENSOR_PLAN
     for block in model.layers:
         for name, style in plan.items():
-            _spread_module(block, name, style, mesh)
+            module = _spread_module(block, name, style, mesh)
+            apart += [module] if style == "data" and module is not None else []
         block.attention.first_head = mesh.get_local_rank() * block.attention.num_heads // mesh.size()
+    return apart
 
 
-def _spread_module(block: nn.Module, name: str, style: Style, mesh: DeviceMesh) -> None:
-    """The module of that name, if the block has it, in place."""
+def _spread_module(block: nn.Module, name: str, style: Style, mesh: DeviceMesh) -> nn.Module | None:
+    """The module of that name, if the block has it, in place; returns it."""
     parent, _, last = name.rpartition(".")
-    owner = block.get_submodule(parent)
+    owner = block
+    for part in filter(None, parent.split(".")):
+        owner = getattr(owner, part, None)  # type: ignore[assignment]
     module = getattr(owner, last, None)
     if module is None:
-        return
+        return None
     match style:
         case "columns":
             setattr(owner, last, ColumnParallelLinear.from_linear(module, mesh))
         case "rows":
             setattr(owner, last, RowParallelLinear.from_linear(module, mesh))
+        case "own" if isinstance(module, nn.Linear):
+            setattr(owner, last, OwnLinear.from_linear(module, mesh))
         case "own":
             replicate(module, mesh)
+        case "data":
+            _scale_gradients(module, float(mesh.size()))
+    return getattr(owner, last)
 
 
 class TokenSpread(Whole):
@@ -177,6 +189,19 @@ class TokenSpread(Whole):
 
     def _rows(self, tokens: Tensor) -> list[int]:
         return list(even_rows(tokens.numel(), self.overlap.size))
+
+
+def _scale_gradients(module: nn.Module, factor: float) -> None:
+    """In a module gradients are `factor` times those around it, as FSDP will average what tensor ranks make of them."""
+
+    def each(tensors: Any, by: float) -> tuple[Any, ...]:
+        return tuple(_ScaledGradient.apply(t, by) if t.requires_grad else t for t in tensors)
+
+    def left(module: nn.Module, args: Any, y: Any) -> Any:
+        return each(y, factor) if isinstance(y, tuple) else each((y,), factor)[0]
+
+    module.register_forward_pre_hook(lambda module, args: each(args, 1.0 / factor))
+    module.register_forward_hook(left)
 
 
 class _ScaledGradient(torch.autograd.Function):

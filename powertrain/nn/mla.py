@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from powertrain.nn.attention import Context, Rotary
 from powertrain.nn.cache import KVCache
 from powertrain.nn.norm import RMSNorm
+from powertrain.nn.parallel import columns, of_all_tokens
 from powertrain.ops.attention import attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.rope import rope
@@ -14,7 +15,7 @@ _EPS = 1e-6  # of the latents' norms: DeepSeek's, whatever the model's
 
 
 class LatentAttention(nn.Module):
-    """x [B, S, hidden_size] -> [B, S, hidden_size], causal.
+    """x [B, S, hidden_size] -> [B, S, hidden_size], causal; with Context.shape [t, hidden_size] -> the same.
 
         c, r = kv_down(x)                        latent [kv_lora_rank], rotary key [qk_rope_head_dim], one for all heads
         k_h, v_h = kv_up(norm(c))                a head's key without position, its value
@@ -76,14 +77,15 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
         cache = context.cache
-        q = self._rotated(self._query(x), context)
+        q = self._rotated(self._query(x, context), context)
         latent, r = self.kv_down(x).split((self.kv_lora_rank, self.turned), -1)
+        r = of_all_tokens(r, self.kv_up, context.shape)
         latent, r = self.kv_norm(latent), self._rotated(r.unsqueeze(-2), context)
         if cache is None:
-            attended = self._attend(q, latent, r, context.document_ids)
+            attended = self._attend(q, latent, r, context)
         elif cache.is_empty:
             cache.fill(self.layer, torch.cat((latent.unsqueeze(-2), r), -1), None)
-            attended = self._attend(q, latent, r, None)
+            attended = self._attend(q, latent, r, Context())
         else:
             attended = self._decode(q, latent, r, cache)
         return self.out(attended.flatten(-2))
@@ -99,20 +101,19 @@ class LatentAttention(nn.Module):
         assert isinstance(found, Tensor)
         return found
 
-    def _query(self, x: Tensor) -> Tensor:
+    def _query(self, x: Tensor, context: Context) -> Tensor:
         if self.q is not None:
-            q = self.q(x)
+            (q,) = columns(x, self.q, shape=context.shape)
         else:
             assert self.q_down is not None and self.q_norm is not None and self.q_up is not None
-            q = self.q_up(self.q_norm(self.q_down(x)))
+            (q,) = columns(self.q_norm(self.q_down(x)), self.q_up, shape=context.shape)
         return q.unflatten(-1, (-1, self.head_dim))
 
-    def _attend(self, q: Tensor, latent: Tensor, r: Tensor, document_ids: Tensor | None) -> Tensor:
-        k, v = (
-            self.kv_up(latent).unflatten(-1, (-1, self.nope + self.v_head_dim)).split((self.nope, self.v_head_dim), -1)
-        )
+    def _attend(self, q: Tensor, latent: Tensor, r: Tensor, context: Context) -> Tensor:
+        (kv,) = columns(latent, self.kv_up, shape=context.shape)
+        k, v = kv.unflatten(-1, (-1, self.nope + self.v_head_dim)).split((self.nope, self.v_head_dim), -1)
         k = torch.cat((r.expand(*k.shape[:-1], -1), k), -1)
-        return attention(q, k, v, is_causal=True, document_ids=document_ids, scale=self.scale)
+        return attention(q, k, v, is_causal=True, document_ids=context.document_ids, scale=self.scale)
 
     def _decode(self, q: Tensor, latent: Tensor, r: Tensor, cache: KVCache) -> Tensor:
         up = self.kv_up.weight.unflatten(0, (-1, self.nope + self.v_head_dim))  # [H, nope + v, latent]

@@ -16,11 +16,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from powertrain.nn.tokens import even_rows, move_rows
+from powertrain.nn.tokens import even_rows, gather_tokens, move_rows
 from powertrain.parallel.functions import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, replicated_gemm
 from powertrain.parallel.overlap import Overlap
 from powertrain.runtime import checks
@@ -208,6 +209,33 @@ class RowParallelLinear(_SpreadLinear):
             rows = even_rows(tokens.shape[0], self.overlap.size)
             return gemm_reduce_scatter(tokens, local(self.weight), self.overlap, bias=bias, rows=rows)
         return gemm_all_reduce(tokens, local(self.weight), self.overlap, bias=bias).unflatten(0, x.shape[:-1])
+
+
+class OwnLinear(nn.Linear):
+    """x wᵀ + b for a rank's own tokens [..., K]: every rank has the whole weight, and its gradient is summed."""
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, ranks: Ranks) -> "OwnLinear":
+        """With the weights of an nn.Linear that is the same on every rank, or on the meta device."""
+        found = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
+        for name, p in linear.named_parameters():
+            found.register_parameter(name, spread(p, open_overlap(ranks)[1], Replicate()))
+        return found.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, summed(self.weight), None if self.bias is None else summed(self.bias))
+
+
+def of_all_tokens(x: Tensor, layer: nn.Module, shape: Sequence[int] | None = None) -> Tensor:
+    """x [t, K] of all tokens, [*shape, K], as `columns(x, layer, shape=shape)` sees them; x itself for other layers.
+
+    The layer's features are this rank's, and what is done with x beside them is for them: its gradients are summed.
+    """
+    if not isinstance(layer, ColumnParallelLinear) or not layer.sequence_parallel:
+        return x
+    rows = None if shape is None else even_rows(torch.Size(shape).numel(), layer.overlap.size)
+    tokens = gather_tokens(x.flatten(0, -2), layer.overlap, rows, gradient="parts")
+    return tokens if shape is None else tokens.unflatten(0, tuple(shape))
 
 
 def columns(x: Tensor, *layers: nn.Module, shape: Sequence[int] | None = None) -> list[Tensor]:

@@ -408,7 +408,7 @@ def _set_gradient_sync(model: Any, last: bool) -> None:
 def _balance_experts(model: Any, ranks: Ranks) -> None:
     """A model with experts moves its routers' biases after every step, by the loads that all ranks saw."""
     if hasattr(model, "balance"):
-        model.balance(ranks.dp_group)
+        model.balance(torch.distributed.group.WORLD if ranks.world_size > 1 else None)
 
 
 def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint.Checkpoints:

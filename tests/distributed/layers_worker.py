@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from powertrain.models import build, configure
-from powertrain.models.parallelize import parallelize
+from powertrain.models.parallelize import check_tensor, parallelize
 from powertrain.nn.norm import LayerNorm, RMSNorm
 from powertrain.nn.outside import parallelize_linears
 from powertrain.nn.parallel import ColumnParallelLinear, RowParallelLinear, columns, replicate
@@ -344,6 +344,12 @@ def model_llama_recomputing_some(mesh: DeviceMesh) -> None:
 
 
 @check
+def model_deepseek(mesh: DeviceMesh) -> None:
+    model_equals_one_process(mesh, "deepseek", "none")
+    model_equals_one_process(mesh, "deepseek", "full", q_lora_rank=12, attention_bias=True, num_shared_experts=0)
+
+
+@check
 def dropout(mesh: DeviceMesh) -> None:
     """On tokens and heads of its own every rank drops other elements, and the streams stay where they belong."""
     model = model_of("gpt_neox", hidden_dropout=0.5, attention_dropout=0.5).float().train()
@@ -519,6 +525,11 @@ def wrong_arguments(mesh: DeviceMesh) -> None:
             ),
             "mesh must have axes among replicate, shard, context, tensor, in this order",
         ),
+        (
+            lambda: check_tensor(configure(**{**MODELS["deepseek"], "balance_loss": 0.1}), 2),
+            "model.balance_loss must be 0 with parallel.tensor above 1",
+        ),
+        (lambda: check_tensor(configure(**MODELS["llama"]), 3), "parallel.tensor must divide model.num_kv_heads (2)"),
         (lambda: columns(randn(2, D), *linears(mesh)[1][2:]), "layers must all be ColumnParallelLinear"),
         (
             lambda: vocab_parallel_linear_cross_entropy(randn(2, D), randn(4, D), labels(), overlap),

@@ -26,6 +26,7 @@ TWO_MORE: dict[str, dict[str, Any]] = {
     "fsdp-fp16-overflow": {"model": "llama", "train": {"precision": "fp16", "loss_scale": {"initial_power": 22}}},
     "ddp-gpt_neox": {"model": "gpt_neox_rotary", "parallel": {"strategy": "ddp"}},
     "tp-rotary": {"model": "gpt_neox_rotary", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "full"}},
+    "tp-deepseek": {"model": "deepseek", "parallel": {"tensor": 2}},
     "tp-selective": {"model": "llama", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "selective"}},
 }
 FOUR: dict[str, dict[str, Any]] = {
