@@ -1,5 +1,6 @@
 """`powertrain prebuild`, `kernels` and `tour`: from a script to a pack that another process reads."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_kernels_lists_verifies_and_clears(own_store: Path) -> None:
         (("prebuild", "missing.py"), "no such file"),
         (("prebuild", "rms_norm", "--arch", "Voodoo 2"), "Voodoo 2"),
         (("kernels", "clear", "--pack", "p.ptp"), "read-only"),
-        (("tour", "elsewhere"), "must be one of hang, build, archs"),
+        (("tour", "elsewhere"), "must be one of hang, build, archs, attention, mixed, overlap"),
     ],
 )
 def test_bad_arguments_are_named(own_store: Path, args: tuple[str, ...], words: str) -> None:
@@ -78,3 +79,19 @@ def test_the_tour_shows_the_hang_and_its_end(own_store: Path) -> None:
     said = _run("tour", "hang")
     assert "still waiting for the dead process's lock file" in " ".join(said.replace("│", " ").split())
     assert "_norm_bwd_kernel for sm_90: compiled" in said
+
+
+def test_the_tour_overlaps_two_ranks_and_names_the_killed_one(own_store: Path) -> None:
+    said = " ".join(_run("tour", "overlap").replace("│", " ").split())
+    assert "symmetric: Overlap: no symmetric memory among these 2 ranks: rank 0: its tensors are on the CPU" in said
+    assert "taken: pipelined, over gloo" in said and "all-gather, then 456x256 by 256x1024" in said
+    differences = re.findall(r"result and gradients within ([\d.e-]+) of one process", said)
+    assert len(differences) == 2 and all(float(d) < 1e-12 for d in differences)
+    (killed,) = re.findall(r"kill -9 (\d+)", said)
+    assert re.search(rf"PeerTimeout after .* reduce-scatter of .* rank 1 \(host .*, process {killed}\) is gone", said)
+
+
+def test_the_tour_fails_where_ranks_cannot_meet(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-link")
+    said = " ".join(_run("tour", "overlap", code=1).replace("│", " ").split())
+    assert "no-such-link" in said and "did not come to the end" in said and "kill -9" not in said

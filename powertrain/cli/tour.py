@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 STUCK_SECONDS = 8  # how long we watch torch's loader do nothing
+RANKS_SECONDS = 60  # for two ranks from their start to the end of a screen that takes about twelve
 
 _TORCH_EXTENSION = """
 import sys, torch.utils.cpp_extension as extension
@@ -44,7 +46,8 @@ for spec in wanted.specs:
 
 def tour(
     screen: Annotated[
-        str | None, typer.Argument(help="one screen only: hang, build, archs, attention or mixed", show_default=False)
+        str | None,
+        typer.Argument(help="one screen only: hang, build, archs, attention, mixed or overlap", show_default=False),
     ] = None,
 ) -> None:
     """Show, on this machine and its CPU, what the field's pains look like before and after.
@@ -55,6 +58,7 @@ def tour(
     archs      kernels for eight GPU generations compiled here, with no GPU
     attention  "No dot product attention backend is available": DeepSeek-V3's attention on an A100
     mixed      an RTX 2080 and an RTX 3090 in one process
+    overlap    tensor parallelism overlapped without MPI, on two ranks of this CPU; then one of them is killed
     """
     screens: dict[str, Callable[[Console], None]] = {
         "hang": _hang,
@@ -62,6 +66,7 @@ def tour(
         "archs": _archs,
         "attention": _attention,
         "mixed": _mixed,
+        "overlap": _overlap,
     }
     if screen is not None and screen not in screens:
         raise typer.BadParameter(f"must be one of {', '.join(screens)}, got {screen!r}")
@@ -253,6 +258,74 @@ def _mixed(console: Console) -> None:
         lines += _compiled(console, card, 256, 8, (64, 64), thd=False)
     lines.append("chosen, planned and compiled by the device of the tensors of each call; nothing is global")
     console.print(Panel(_plain("\n".join(lines)), title="after: Powertrain, both cards", border_style="green"))
+
+
+def _overlap(console: Console) -> None:
+    console.rule("[bold]Tensor parallelism that overlaps wants MPI, GDRCopy and a fixed number of tokens")
+    console.print(
+        "TransformerEngine's Userbuffers hide what travels between tensor-parallel ranks behind the products. Getting "
+        "there has no guide (NVIDIA/TransformerEngine issues 827, 986, 994, 1071).\n"
+    )
+    theirs = (
+        "NVTE_UB_WITH_MPI=1 MPI_HOME=/usr/lib/openmpi pip install --no-build-isolation transformer_engine[pytorch]\n"
+        "mpirun -np 2 -x CUDA_DEVICE_MAX_CONNECTIONS=1 python train.py    # or a bootstrap_backend, one of three\n"
+        "initialize_ub([8192, 4096], tp_size)    # so many tokens in every call, on consecutive ranks\n"
+        "a rank dies: after UB_TIMEOUT (110 s) a kernel prints a line, and goes on with what is in its buffer"
+    )
+    console.print(Panel(_plain(theirs), title="before: Userbuffers", border_style="red"))
+    with tempfile.TemporaryDirectory() as name:
+        log = Path(name) / "rank 0"
+        before = time.monotonic()
+        worked = _ranks_lose_one(log)
+        seconds = time.monotonic() - before
+        said = log.read_text().strip()
+    title = "after: two plain processes with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; what rank 0 said"
+    console.print(Panel(_plain(said), title=title, border_style="green" if worked else "red"))
+    if not worked:
+        console.print("The two ranks did not come to the end of this screen; above is how far they came.")
+        raise typer.Exit(1)
+    console.print(
+        f"{seconds:.0f} s, imports included. torchrun, srun and mpiexec start ranks as well as this did; on GPUs the "
+        "same lines take NVLink (docs/overlap.md)."
+    )
+
+
+def _ranks_lose_one(log: Path) -> bool:
+    """Two ranks of powertrain/cli/tour_ranks.py; rank 1 is killed once rank 0 waits for it. Whether rank 0 named it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [_start_rank(rank, port, log if rank == 0 else log.with_name("rank 1")) for rank in range(2)]
+    try:
+        deadline = time.monotonic() + RANKS_SECONDS
+        while ranks[0].poll() is None and time.monotonic() < deadline and "has waited" not in log.read_text():
+            time.sleep(0.05)
+        if "has waited" in log.read_text():
+            with log.open("a") as file:
+                file.write(f"kill -9 {ranks[1].pid}\n")
+            _kill(ranks[1])
+            ranks[0].wait(max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in ranks:
+            _kill(process)
+    return "PeerTimeout" in log.read_text()
+
+
+def _start_rank(rank: int, port: int, log: Path) -> subprocess.Popen[str]:
+    """As a launcher would, without one. What an outer launcher or a GPU would add is left out."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    environment |= {name: str(value) for name, value in place.items()}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    for name in ("POWERTRAIN_INTERPRET", "TRITON_INTERPRET", "POWERTRAIN_LOG_FILE"):
+        environment.pop(name, None)
+    with log.open("a") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "powertrain.cli.tour_ranks"],
+            env=environment, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
 
 
 def _plain(text: object) -> Text:
