@@ -92,7 +92,8 @@ _HONOURED = """
 _MAPPED = """
     pipe_parallel_size              int         no pipeline: 0 and 1 train the same
     model_parallel_size             int         parallel.tensor
-    output_layer_parallelism        str         column: the vocabulary is split over parallel.tensor
+    sequence_parallel               bool        what parallel.tensor does whatever the flag (docs/overlap.md)
+    output_layer_parallelism        str         column: the head is sharded over parallel.tensor
     zero_optimization               dict        parallel.strategy
     intermediate_size               int         model.intermediate_size
     expansion_factor                float       model.intermediate_size
@@ -129,8 +130,8 @@ _MAPPED = """
     use_flashattn_swiglu            bool        powertrain.gated_activation, fused whatever the flag
     attention_softmax_in_fp32       bool        attention's softmax is in fp32 whatever the flag
     apply_query_key_layer_scaling   bool        divides, then multiplies by the layer's number: no effect in fp32
-    te_columnparallel               bool        linear layers are PyTorch's: same result, no TransformerEngine
-    te_rowparallel                  bool        linear layers are PyTorch's: same result, no TransformerEngine
+    te_columnparallel               bool        linear layers are PyTorch's or ours: same result, no TransformerEngine
+    te_rowparallel                  bool        linear layers are PyTorch's or ours: same result, no TransformerEngine
     te_layernorm_mlp                bool        norm and MLP are our kernels: same result, no TransformerEngine
     te_mha                          bool        powertrain.attention: same result, no TransformerEngine
     deepspeed_mpi                   bool        ranks are read from torchrun, srun or mpiexec, whichever started them
@@ -188,7 +189,6 @@ _IGNORED = """
     world_size                      int         set by GPT-NeoX's launcher, not by users; torchrun says it here
     global_num_gpus                 int         set by GPT-NeoX's launcher, not by users; torchrun says it here
     is_pipe_parallel                bool        set by GPT-NeoX, not by users
-    sequence_parallel               bool        where activations are kept, not what they are
     expert_interval                 int         there are no experts (moe_num_experts)
     use_cpu_initialization          bool        weights are drawn from a seed and their name, whatever the device
     fused_kernels_build_path        str         nothing is built with nvcc
