@@ -25,16 +25,14 @@ def even_rows(count: int, size: int) -> tuple[int, ...]:
 
 def _move(x: Tensor, how: str, back: str, counts: Sequence[int], key: str) -> Tensor:
     overlap, rows = find(key), Rows(tuple(counts))
-    match how:
-        case "gather":
-            return overlap.transport.all_gather(x.contiguous(), rows)
-        case "slice":
-            return x[rows.of(overlap.rank)].clone()
-        case "scatter":
-            return overlap.transport.reduce_scatter(x.contiguous(), rows)
-        case "sum":
-            return overlap.transport.all_gather(overlap.transport.reduce_scatter(x.contiguous(), rows), rows)
-    return x.clone()
+    if how in ("slice", "same"):
+        return (x[rows.of(overlap.rank)] if how == "slice" else x).clone()
+    found = x.reshape(x.shape[0], x.shape[1:].numel()).contiguous()
+    if how != "gather":
+        found = overlap.transport.reduce_scatter(found, rows)
+    if how != "scatter":
+        found = overlap.transport.all_gather(found, rows)
+    return found.view(found.shape[0], *x.shape[1:])
 
 
 def _move_outputs(x: Tensor, how: str, back: str, counts: Sequence[int], key: str) -> Tensor:
@@ -74,7 +72,7 @@ def move_rows(x: Tensor, how: How, back: How, overlap: Overlap, rows: Sequence[i
         return x
     if rows is None:
         rows = even_rows(x.shape[0] * (overlap.size if how == "gather" else 1), overlap.size)
-    overlap.transport.compare(how, tuple(rows), [x])
+    overlap.transport.compare(how, tuple(rows), [x[:0]])
     found: Tensor = _move_op(x, how, back, list(rows), overlap.key)
     return found
 

@@ -380,7 +380,7 @@ def vocab_parallel_linear_cross_entropy(
     counts = even_rows(flat.shape[0], overlap.size) if sequence_parallel and overlap.size > 1 else ()
     have, tokens = rows.shape[0], counts[overlap.rank] if counts else flat.shape[0]
     checks.require(have == tokens, op, "x", f"have {tokens} of target's {flat.shape[0]} tokens", list(x.shape))
-    overlap.transport.compare(op, counts, [rows, weight, bias])
+    overlap.transport.compare(op, counts, [rows[:0], weight, bias])
     needs = (torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     terms = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
     main_grad = getattr(weight, "main_grad", None)

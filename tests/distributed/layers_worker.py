@@ -24,7 +24,7 @@ from powertrain.models.parallelize import check_tensor, parallelize
 from powertrain.nn.norm import LayerNorm, RMSNorm
 from powertrain.nn.outside import parallelize_linears
 from powertrain.nn.parallel import ColumnParallelLinear, RowParallelLinear, columns, replicate
-from powertrain.nn.tokens import even_rows, gather_tokens, split_tokens
+from powertrain.nn.tokens import even_rows, gather_tokens, scatter_tokens, split_tokens, sum_ranks
 from powertrain.nn.vocab import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -140,6 +140,20 @@ def gathered_features(mesh: DeviceMesh) -> None:
     made.backward(own(dy, mesh).detach())
     same(part.grad, own(x.grad, mesh).detach())
     same_weights_and_grads([plain[0], plain[3]], [up, down])
+
+
+@check
+def calls_that_are_compared(mesh: DeviceMesh) -> None:
+    """In debug mode ranks say each other what they call: the same, whatever their shares of the tokens."""
+    overlap = Overlap(dist.new_group(), debug=True)
+    x, target = own(randn(B * S, D), mesh), labels()
+    up, down = ColumnParallelLinear(D, N, overlap).double(), RowParallelLinear(N, D, overlap).double()
+    embed, head = VocabParallelEmbedding(N, D, overlap).double(), VocabParallelHead(D, N, overlap).double()
+    y = down(torch.tanh(up(x, shape=(B, S)))) + embed(target.clamp(min=0))
+    loss = head(y, target) + vocab_parallel_cross_entropy(head(y, shape=(B, S)), target, overlap)
+    loss.backward()
+    same(gather_tokens(y, overlap, even_rows(B * S, mesh.size())).shape, torch.Size((B * S, D)))
+    overlap.close()
 
 
 @check
@@ -284,6 +298,13 @@ def tokens_there_and_back(mesh: DeviceMesh) -> None:
     same(y, torch.tanh(x))
     (y * weight).sum().backward()
     same(x.grad, weight * (1.0 - torch.tanh(x.detach()).square()))
+    whole = randn(7, 2, 3)  # other dims, and none beside the first
+    for t in (whole, whole[:, 0, 0]):
+        split = split_tokens(t, overlap)
+        same(split, t.detach().split(even_rows(7, mesh.size()))[mesh.get_local_rank()])
+        same(scatter_tokens(t, overlap), split * mesh.size())
+        same(sum_ranks(t, overlap), t * mesh.size())
+        same(gather_tokens(split, overlap, even_rows(7, mesh.size())), t)
     part = own(x, mesh)
     (gather_tokens(part, overlap, rows, gradient="parts") * weight).sum().backward()
     same(part.grad, own(weight, mesh).detach() * mesh.size())
