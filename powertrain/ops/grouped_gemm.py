@@ -398,6 +398,20 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return _grouped_gemm_torch(x, weight, offsets)
 
 
+def grouped_gemm_dgrad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """dx [T, K] of `grouped_gemm` for dy [T, N], weight [E, N, K]: for functions with a backward of their own."""
+    with without_autocast(dy.device):
+        found: Tensor = _dgrad_op(dy, weight, offsets, use_kernel("grouped_gemm", dy))
+    return found
+
+
+def grouped_gemm_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """dweight [E, N, K] of `grouped_gemm` for dy [T, N], x [T, K]: for functions with a backward of their own."""
+    with without_autocast(dy.device):
+        found: Tensor = _wgrad_op(dy, x, offsets, use_kernel("grouped_gemm", dy))
+    return found
+
+
 def _groups(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
     """The rows of each group, then those of none."""
     ends = [0, *offsets.tolist(), x.shape[0]]

@@ -1,8 +1,8 @@
 """Who may write to which memory when: the rules by which ranks use each other's memory, and nothing else.
 
-Every rank keeps two inboxes, one for gatherings and one for scatterings, with two slots each that calls use in turn.
-The others copy their rows there. It also keeps words, 0 or 1, each written by one peer and consumed (waited for, then
-made 0) by their keeper:
+Every rank keeps an inbox for gatherings and one for scatterings, with two slots each that calls use in turn, and two of
+one slot for rows that are traded, there and back. The others copy their rows there. It also keeps words, 0 or 1, each
+written by one peer and consumed (waited for, then made 0) by their keeper:
 
     FULL [use, slot, peer, piece]   that piece of the peer's rows is in my inbox
     ROOM [use, slot, peer]          my rows may go into the peer's inbox
@@ -23,13 +23,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-SLOTS = 2
+SLOTS = 2  # at most
 PIECES = 2  # at most, of one rank's rows
 
 
 # plain integers, since words are looked up in every call: kinds of words, and uses of inboxes
 FULL, ROOM = KINDS = 0, 1
-GATHER, SCATTER = USES = 0, 1
+GATHER, SCATTER, DISPATCH, COMBINE = USES = 0, 1, 2, 3
+# rows for experts are many and their calls far apart: a second slot would cost memory and save no time
+SLOTS_OF = SLOTS, SLOTS, 1, 1
 
 
 class Word(NamedTuple):
@@ -71,12 +73,12 @@ class Protocol(Generic[Stream, Place]):
     def __init__(self, engine: Engine[Stream, Place]) -> None:
         self.engine = engine
         self.rank, self.size = engine.rank, engine.size
-        self._calls = [0, 0]
+        self._calls = [0] * len(USES)
 
     def next_slot(self, use: int) -> int:
         """The slot of the next call of that use."""
         self._calls[use] += 1
-        return self._calls[use] % SLOTS
+        return self._calls[use] % SLOTS_OF[use]
 
     @property
     def receivers(self) -> list[int]:

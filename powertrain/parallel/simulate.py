@@ -24,7 +24,17 @@ from powertrain.ops.sum_parts import sum_parts
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.peers import PeerTimeout
 from powertrain.parallel.protocol import GATHER, KINDS, PIECES, ROOM, SCATTER, SLOTS, USES, Engine, Protocol, Word
-from powertrain.parallel.transport import Gathering, Rows, Scattering, Transport, gather_all, scatter_all
+from powertrain.parallel.transport import (
+    Gathering,
+    Rows,
+    Scattering,
+    Trading,
+    Traffic,
+    Transport,
+    gather_all,
+    scatter_all,
+    trade_all,
+)
 
 T = TypeVar("T")
 _worlds = itertools.count()
@@ -198,6 +208,12 @@ class SimulatedTransport(Transport):
     def reduce_scatter(self, parts: Tensor, rows: Rows) -> Tensor:
         return scatter_all(self, parts, rows)
 
+    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> Trading:
+        return _SimulatedTrading(self, use, like, traffic, width)
+
+    def all_to_all(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        return trade_all(self, rows, traffic)
+
     def close(self) -> None:
         for stream in self.outward.values():
             stream.end()
@@ -253,3 +269,34 @@ class _SimulatedScattering(Scattering):
         y = sum_parts(torch.stack([place.value for place in inbox if place.value is not None]), bias)
         steps.release(None, SCATTER, self.slot)
         return y
+
+
+class _SimulatedTrading(Trading):
+    def __init__(self, transport: SimulatedTransport, use: int, like: Tensor, traffic: Traffic, width: int) -> None:
+        self.transport, self.use, self.rank = transport, use, transport.rank
+        self.order = [self.rank, *transport.inwards()]
+        received = traffic.received(self.rank)
+        self.whole = like.new_empty((sum(received), width))
+        self.parts = self.whole.split(received)
+        self.slot = transport.steps.next_slot(use)
+
+    def _place(self, rank: int, source: int) -> Place:
+        return self.transport.world.inboxes[rank][self.use][self.slot][source]
+
+    def send(self, rank: int, rows: Tensor) -> None:
+        if rank == self.rank:
+            self.parts[rank].copy_(rows)
+            return
+        piece = Place(rows), self._place(rank, self.rank)
+        self.transport.steps.send(self.transport.outward[self.use], self.use, self.slot, rank, [piece])
+
+    def wait(self, rank: int) -> Tensor:
+        if rank != self.rank:
+            self.transport.steps.receive(None, self.use, self.slot, [rank])
+            found = self._place(self.rank, rank).value
+            assert found is not None
+            self.parts[rank].copy_(found)
+        return self.parts[rank]
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:
+        self.transport.steps.release(None, self.use, self.slot)

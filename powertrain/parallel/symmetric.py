@@ -23,8 +23,22 @@ from torch import Tensor
 from powertrain.ops.poison import poison_kernel
 from powertrain.ops.sum_parts import sum_parts
 from powertrain.parallel.planner import Choice, Rates
-from powertrain.parallel.protocol import GATHER, KINDS, PIECES, ROOM, SCATTER, SLOTS, USES, Engine, Protocol, Word
-from powertrain.parallel.transport import CollectiveTransport, Gathering, Rows, Scattering
+from powertrain.parallel.protocol import (
+    COMBINE,
+    DISPATCH,
+    GATHER,
+    KINDS,
+    PIECES,
+    ROOM,
+    SCATTER,
+    SLOTS,
+    SLOTS_OF,
+    USES,
+    Engine,
+    Protocol,
+    Word,
+)
+from powertrain.parallel.transport import CollectiveTransport, Gathering, Rows, Scattering, Trading, Traffic
 from powertrain.parallel.watch import Call, Watch
 from powertrain.runtime import tracing
 from powertrain.runtime.driver import MemoryOps, copy
@@ -39,6 +53,8 @@ class TransportBroken(RuntimeError):
     """Memory shared between GPUs does not hold what was written to it."""
 
 
+_TRADES = {DISPATCH: "dispatch to experts", COMBINE: "results of experts"}
+
 Span = tuple[int, int]  # a piece of memory, this device's or a peer's: address and bytes
 
 
@@ -51,10 +67,10 @@ class Shared:
         self.handle = symmetric_memory.rendezvous(self.mine, group.group_name)
         self.addresses = [int(p) for p in self.handle.buffer_ptrs]
 
-    def tensor(self, slot: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """The first elements of one of this rank's own slots."""
+    def tensor(self, slot: int, shape: tuple[int, int], dtype: torch.dtype, start: int = 0) -> Tensor:
+        """Elements of one of this rank's own slots, from a byte on."""
         elements = self.mine.view(dtype)
-        offset = elements.storage_offset() + slot * (self.slot_bytes // dtype.itemsize)
+        offset = elements.storage_offset() + (slot * self.slot_bytes + start) // dtype.itemsize
         return elements.as_strided(shape, (shape[1], 1), offset)
 
     def slot(self, rank: int, slot: int) -> int:
@@ -128,7 +144,7 @@ class SymmetricTransport(CollectiveTransport):
             tracing.progress(f"overlap of {self.size} GPUs over NVLink started in {seconds:.1f} s")
 
     def inbox(self, use: int, slot_bytes: int) -> Shared:
-        """Two slots of at least so many bytes. Larger than ever before: every rank waits for all others."""
+        """Slots of at least so many bytes. Larger than ever before: every rank waits for all others."""
         found = self._shared.get(use)
         if found is None or found.slot_bytes < slot_bytes:
             if torch.cuda.is_current_stream_capturing():
@@ -138,7 +154,7 @@ class SymmetricTransport(CollectiveTransport):
                 )
             self._wait_for_all()
             self._shared.pop(use, None)
-            self._shared[use] = found = Shared(slot_bytes, SLOTS, self.group, self.device)
+            self._shared[use] = found = Shared(slot_bytes, SLOTS_OF[use], self.group, self.device)
             self._wait_for_all()
         return found
 
@@ -221,6 +237,9 @@ class SymmetricTransport(CollectiveTransport):
 
     def scatter(self, like: Tensor, rows: Rows, width: int) -> "SymmetricScattering":
         return SymmetricScattering(self, like, rows, width)
+
+    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> "SymmetricTrading":
+        return SymmetricTrading(self, use, like, traffic, width)
 
     def close(self) -> None:
         super().close()
@@ -326,3 +345,61 @@ class SymmetricScattering(Scattering):
         steps.release(stream, SCATTER, self.slot)
         self.transport.end(self.call, self.main, [y])
         return y
+
+
+class SymmetricTrading(Trading):
+    """Rows are copied into the inbox of the rank they are for, each source's behind those of the ranks before it."""
+
+    def __init__(self, transport: SymmetricTransport, use: int, like: Tensor, traffic: Traffic, width: int) -> None:
+        self.transport, self.use, self.rank = transport, use, transport.rank
+        self.order = [self.rank, *transport.inwards()]
+        row_bytes = width * like.element_size()
+        # [target][source]: where in the target's inbox those rows start; its own never go there
+        self.starts = [_starts(traffic.received(rank), rank, row_bytes) for rank in range(transport.size)]
+        self.memory = transport.inbox(use, _roomy(max(starts[-1] for starts in self.starts)))
+        received = traffic.received(self.rank)
+        self.call = Call(_TRADES[use], (sum(received), width), like.dtype)
+        self.main = transport.begin(self.call)
+        self.slot = transport.steps.next_slot(use)
+        self.whole = like.new_empty((sum(received), width))
+        self.parts = self.whole.split(received)
+        self.sent: list[Tensor] = []
+
+    def send(self, rank: int, rows: Tensor) -> None:
+        if rank == self.rank:
+            self.parts[rank].copy_(rows)
+            return
+        stream = self.transport.fork(self.use, torch.cuda.current_stream(self.transport.device))
+        source = rows.data_ptr(), rows.numel() * rows.element_size()
+        target = self.memory.slot(rank, self.slot) + self.starts[rank][self.rank]
+        self.transport.steps.send(stream, self.use, self.slot, rank, [(source, (target, 0))])
+        self.sent.append(rows)
+
+    def wait(self, rank: int) -> Tensor:
+        part = self.parts[rank]
+        if rank != self.rank:
+            stream = torch.cuda.current_stream(self.transport.device).cuda_stream
+            self.transport.steps.receive(stream, self.use, self.slot, [rank])
+            shape = (part.shape[0], part.shape[1])
+            part.copy_(self.memory.tensor(self.slot, shape, part.dtype, self.starts[self.rank][rank]))
+        return part
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:
+        self.transport.join(self.use, self.main)
+        self.transport.steps.release(self.main.cuda_stream, self.use, self.slot)
+        self.transport.end(self.call, self.main, outputs)
+
+
+def _starts(counts: Sequence[int], own: int, row_bytes: int) -> list[int]:
+    """Where each source's rows start in an inbox, in bytes, and where the last ones end."""
+    starts = [0]
+    for rank, count in enumerate(counts):
+        nbytes = 0 if rank == own else -(-count * row_bytes // _ALIGNMENT) * _ALIGNMENT
+        starts.append(starts[-1] + nbytes)
+    return starts
+
+
+def _roomy(nbytes: int) -> int:
+    """At most a quarter more, so that memory grows seldom where counts change in every call."""
+    step = 1 << max(0, nbytes.bit_length() - 3)
+    return -(-nbytes // step) * step

@@ -3,7 +3,7 @@
 A *gathering* brings the other ranks' rows here while products run on those that are here already. A *scattering* takes
 products to the ranks that own them while the next are made, and sums what the others sent. Whichever way they travel,
 the sum is the same: partial results are rounded once to the tensors' dtype, then added in float32 in the order of the
-ranks, so it does not depend on who was early.
+ranks, so it does not depend on who was early. A *trading* takes other rows to each rank and brings theirs for this one.
 
     symmetric    NVLink, copy engines, flags in each other's memory (powertrain/parallel/symmetric.py)
     pipelined    sends and receives, one peer at a time (NCCL or gloo): this file
@@ -23,6 +23,7 @@ from torch import Tensor
 from powertrain.ops.sum_parts import sum_parts
 from powertrain.parallel.peers import CollectiveMismatch, Peers, listed
 from powertrain.parallel.planner import Choice, Rates
+from powertrain.parallel.protocol import DISPATCH
 from powertrain.runtime import tracing
 
 _QUIET = 5.0  # seconds a wait may take before a line says whom for
@@ -93,6 +94,46 @@ class Scattering(ABC):
         """The sum of all ranks' parts for this one, [rows.counts[own], N], with bias [N] added."""
 
 
+class Traffic(NamedTuple):
+    """How many rows go from whom to whom: rows[source][target], the same on every rank."""
+
+    rows: tuple[tuple[int, ...], ...]
+
+    def sent(self, rank: int) -> tuple[int, ...]:
+        return self.rows[rank]
+
+    def received(self, rank: int) -> tuple[int, ...]:
+        return tuple(row[rank] for row in self.rows)
+
+    @property
+    def back(self) -> "Traffic":
+        """The same rows on their way back."""
+        return Traffic(tuple(zip(*self.rows, strict=True)))
+
+
+class Trading(ABC):
+    """Rows for each rank and each rank's for this one, on their way.
+
+    order    the ranks as their rows come, this one first
+    whole    [rows received, width], in the order of the ranks: complete once `wait` was called for each
+    """
+
+    order: Sequence[int]
+    whole: Tensor
+
+    @abstractmethod
+    def send(self, rank: int, rows: Tensor) -> None:
+        """Take rows, contiguous and written on the current stream, there. Every rank in turn: all take the same
+        step, in `outwards` or in `order`, once for each; this rank's own rows whenever one likes."""
+
+    @abstractmethod
+    def wait(self, rank: int) -> Tensor:
+        """That rank's rows, a part of `whole`; the current stream waits until they are here."""
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:  # noqa: B027
+        """All was sent and waited for, and outputs are made of it: what this holds may be used again."""
+
+
 class Transport(ABC):
     """The ways of one group. Calls come in the same order on every rank."""
 
@@ -115,6 +156,23 @@ class Transport(ABC):
     @abstractmethod
     def reduce_scatter(self, parts: Tensor, rows: Rows) -> Tensor:
         """parts [rows.total, N] -> this rank's rows of their sum, by one collective."""
+
+    @abstractmethod
+    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> Trading:
+        """Get ready to send and receive rows [.., width] of like's dtype and device; use: DISPATCH or COMBINE."""
+
+    @abstractmethod
+    def all_to_all(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        """rows [rows sent, width], in the order of their targets -> those received, in that of their sources, by one
+        collective."""
+
+    def outwards(self) -> list[int]:
+        """The other ranks, the next one first: no two ranks send to the same one at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def inwards(self) -> list[int]:
+        """The other ranks as their rows come when all send outwards."""
+        return [(self.rank - step) % self.size for step in range(1, self.size)]
 
     def rates(self) -> Rates | None:
         """How fast this device and its links are, where that is known."""
@@ -180,6 +238,18 @@ class CollectiveTransport(Transport):
             _reduce_scatter(mine, parts.contiguous(), group=self.group)
         return mine
 
+    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> Trading:
+        return _SentTrading(self, like, traffic, width)
+
+    def all_to_all(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        received = traffic.received(self.rank)
+        whole = rows.new_empty((sum(received), *rows.shape[1:]))
+        with self.waiting(f"all-to-all of {list(whole.shape)}"):
+            dist.all_to_all_single(
+                whole, rows.contiguous(), list(received), list(traffic.sent(self.rank)), group=self.group
+            )
+        return whole
+
     def close(self) -> None:
         self.peers.close()
 
@@ -230,6 +300,18 @@ def scatter_all(transport: Transport, parts: Tensor, rows: Rows) -> Tensor:
     return scattering.reduce()
 
 
+def trade_all(transport: Transport, rows: Tensor, traffic: Traffic) -> Tensor:
+    """`Transport.all_to_all` by a trading."""
+    trading = transport.trade(DISPATCH, rows, traffic, rows.shape[1])
+    parts = rows.split(traffic.sent(transport.rank))
+    for rank in [transport.rank, *transport.outwards()]:
+        trading.send(rank, parts[rank])
+    for rank in trading.order:
+        trading.wait(rank)
+    trading.finish([trading.whole])
+    return trading.whole
+
+
 class _SentGathering(Gathering):
     """Step i sends to the rank i before and receives from the rank i behind, so that no two send to one at once."""
 
@@ -276,3 +358,30 @@ class _SentScattering(Scattering):
             for work in self.works:
                 work.wait()
         return sum_parts(self.inbox, bias)
+
+
+class _SentTrading(Trading):
+    """With rows to a rank those from its mirror image are received: what all send outwards, or all inwards, meets."""
+
+    def __init__(self, transport: CollectiveTransport, like: Tensor, traffic: Traffic, width: int) -> None:
+        self.transport, self.rank = transport, transport.rank
+        self.order = [self.rank, *transport.inwards()]
+        received = traffic.received(self.rank)
+        self.whole = like.new_empty((sum(received), width))
+        self.parts = self.whole.split(received)
+        self.works: dict[int, list[dist.Work]] = {}
+        self.sent: list[Tensor] = []
+
+    def send(self, rank: int, rows: Tensor) -> None:
+        if rank == self.rank:
+            self.parts[rank].copy_(rows)
+            return
+        source = (2 * self.rank - rank) % self.transport.size
+        self.works[source] = self.transport.exchange(rows, rank, self.parts[source], source)
+        self.sent.append(rows)
+
+    def wait(self, rank: int) -> Tensor:
+        with self.transport.waiting(f"all-to-all of {list(self.whole.shape)}"):
+            for work in self.works.get(rank, ()):
+                work.wait()
+        return self.parts[rank]

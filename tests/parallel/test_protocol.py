@@ -14,7 +14,21 @@ from typing import Any
 
 import pytest
 
-from powertrain.parallel.protocol import FULL, GATHER, KINDS, PIECES, ROOM, SCATTER, SLOTS, USES, Engine, Protocol, Word
+from powertrain.parallel.protocol import (
+    COMBINE,
+    DISPATCH,
+    FULL,
+    GATHER,
+    KINDS,
+    PIECES,
+    ROOM,
+    SCATTER,
+    SLOTS,
+    USES,
+    Engine,
+    Protocol,
+    Word,
+)
 
 Place = tuple[Any, ...]
 
@@ -211,9 +225,30 @@ class Rank:
             self.engine.use("main", (self.rank, SCATTER, slot, peer), (call, peer))
         steps.release("main", SCATTER, slot)
 
+    def trade(self) -> None:
+        """Rows to experts on other ranks, and each source's results back while the next one's are made."""
+        self.call += 1
+        call, steps, receive = self.call, self.steps, self.steps.receive
+        there, back = steps.next_slot(DISPATCH), steps.next_slot(COMBINE)
+        for peer in steps.receivers:
+            self._fork("dispatch", (self.rank, call, "to", peer))
+            steps.send("dispatch", DISPATCH, there, peer, [(((call, peer),), (peer, DISPATCH, there, self.rank))])
+        for peer in steps.senders:
+            receive("main", DISPATCH, there, [peer])
+            self.engine.use("main", (self.rank, DISPATCH, there, peer), (call, self.rank))
+            self._fork("combine", (self.rank, call, "back", peer))
+            steps.send("combine", COMBINE, back, peer, [(((call, peer),), (peer, COMBINE, back, self.rank))])
+        self._join("dispatch", (self.rank, call, "sent"))
+        steps.release("main", DISPATCH, there)
+        for peer in steps.senders:
+            receive("main", COMBINE, back, [peer])
+            self.engine.use("main", (self.rank, COMBINE, back, peer), (call, self.rank))
+        self._join("combine", (self.rank, call, "returned"))
+        steps.release("main", COMBINE, back)
+
 
 def build(size: int, calls: Sequence[tuple[str, int]], *, replayed: bool = False) -> Model:
-    """Every rank makes the same calls: "gather", "fused gather", "scatter", "fused scatter", or "both" as backward.
+    """Every rank makes the same calls: "gather" or "scatter", fused or not, "both" as backward, "trade".
 
     replayed: each as a graph of its own would make it, always in the same slot.
     """
@@ -225,6 +260,8 @@ def build(size: int, calls: Sequence[tuple[str, int]], *, replayed: bool = False
                 rank.steps = Protocol(rank.engine)
             if kind == "both":
                 rank.gather(pieces, before_finish=rank.scatter)
+            elif kind == "trade":
+                rank.trade()
             elif kind.endswith("gather"):
                 rank.gather(pieces, fused=kind.startswith("fused"))
             else:
@@ -232,7 +269,7 @@ def build(size: int, calls: Sequence[tuple[str, int]], *, replayed: bool = False
     return model
 
 
-KINDS_OF_CALLS = ("gather", "fused gather", "scatter", "fused scatter", "both")
+KINDS_OF_CALLS = ("gather", "fused gather", "scatter", "fused scatter", "both", "trade")
 
 
 def some_calls(rng: random.Random, count: int) -> list[tuple[str, int]]:

@@ -1,0 +1,391 @@
+"""Experts that live on other ranks: rows travel to them and back while products run.
+
+    rank r of W keeps the experts r E/W to (r+1) E/W - 1                                E experts in all
+    rows = x, once for each of its experts, sorted by expert        `moe_permute`: so each rank's are together
+    y[i] = down[e] swiglu(gate_up[e] rows[i])                        on the rank that keeps e, i's expert
+    out[t] = sum over j of w[t, j] y[row of (t, j)]                  float32, j ascending: `moe_unpermute`
+
+Overlapped, a rank starts with its own rows; then come the others', one rank after the other, and what was computed for
+one of them goes back while the next one's are multiplied. Backward is the mirror: dy goes out, dx comes back, and the
+weights' gradients, one grouped product over all ranks' rows each, hide what is still on its way. Its twin, in sequence,
+takes one all-to-all, the same products over all rows at once, and one all-to-all back; `dispatch` and `combine` are
+its halves.
+
+How many rows go where is known on the GPUs only. Exact: the counts are gathered, E integers a rank, and read by the
+host once a call; every row travels, none is dropped. With a `capacity`, every rank sends each rank that many rows,
+filled up with zeros: nothing is read on the host, so CUDA graphs can hold it; rows beyond it are dropped.
+
+Sources: Lepikhin et al., GShard, arXiv:2006.16668 (all-to-all, capacity); Gale et al., MegaBlocks, arXiv:2211.15841
+(dropless, grouped products).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.activations import gated_activation
+from powertrain.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+from powertrain.ops.moe import moe_permute, moe_unpermute
+from powertrain.parallel.overlap import Overlap
+from powertrain.parallel.protocol import COMBINE, DISPATCH
+from powertrain.parallel.transport import Rows, Traffic
+from powertrain.runtime import checks
+
+Way = Literal["auto", "overlapped", "sequential"]
+_WAYS: tuple[Way, ...] = ("auto", "overlapped", "sequential")
+# rows of an expert from one rank, on the mean, below which products of one rank's rows are mostly padding: a tile's
+_ENOUGH = 128
+
+
+class Route(NamedTuple):
+    """Which rows of one call go where.
+
+    traffic   how many, known to the host
+    ends      [W, E/W] int32: where each source's rows of each of this rank's experts end; rows behind the last are none
+    taken     [rows sent]: which of this rank's rows each is, -1 for none; None: all, in their order
+    put       [rows]: where each was put among those sent, -1 for a row that was dropped
+    """
+
+    traffic: Traffic
+    ends: Tensor
+    taken: Tensor | None = None
+    put: Tensor | None = None
+
+    @staticmethod
+    def plan(ends: Tensor, num_rows: int, overlap: Overlap, capacity: int | None) -> "Route":
+        """ends [E]: where each expert's rows end among this rank's num_rows."""
+        size, rank = overlap.size, overlap.rank
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        everyone = overlap.transport.all_gather(counts[None], Rows((1,) * size)).view(size, size, -1)
+        theirs = everyone[:, rank].cumsum(1, dtype=torch.int32)
+        if capacity is None:
+            matrix: list[list[int]] = everyone.sum(2).tolist()
+            sent = sum(matrix[rank])
+            checks.require(sent == num_rows, "spread_experts", "offsets", f"end at rows' {num_rows} rows", sent)
+            return Route(Traffic(tuple(map(tuple, matrix))), theirs)
+        traffic = Traffic(((capacity,) * size,) * size)
+        return Route(traffic, theirs.clamp(max=capacity), *_with_capacity(ends, num_rows, size, capacity))
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """The rows as they are sent."""
+        return rows if self.taken is None else _Take.apply(rows, self.taken, self.put)
+
+    def unpad(self, rows: Tensor) -> Tensor:
+        """As `pad` was given them; zeros for those that were dropped."""
+        return rows if self.taken is None else _Take.apply(rows, self.put, self.taken)
+
+    def by_expert(self, rank: int) -> tuple[list[Tensor], Tensor]:
+        """Where each source's rows at this rank stand when sorted by expert, then source; and each expert's end."""
+        sizes = self.traffic.received(rank)
+        lengths = self.ends[:, -1:] if self.taken is None else torch.full_like(self.ends[:, -1:], sizes[0])
+        ends = torch.cat([self.ends, lengths], 1)  # [W, E/W + 1]: rows of no expert come last
+        counts = ends.diff(dim=1, prepend=torch.zeros_like(lengths))
+        totals = counts.sum(0, dtype=torch.int32)
+        first = totals.cumsum(0) - totals + counts.cumsum(0) - counts  # of each source's rows of each expert
+        shift = first - (ends - counts)
+        found = []
+        for source, size in enumerate(sizes):
+            row = torch.arange(size, device=ends.device, dtype=ends.dtype)
+            expert = torch.searchsorted(self.ends[source].contiguous(), row, right=True)
+            found.append(row + shift[source][expert])
+        return found, totals[:-1].cumsum(0, dtype=torch.int32)
+
+
+def _with_capacity(ends: Tensor, num_rows: int, size: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Route.taken and Route.put where each rank gets `capacity` rows."""
+    stops = ends.view(size, -1)[:, -1].long().contiguous()  # of each rank's rows
+    starts = torch.cat([stops.new_zeros(1), stops[:-1]])
+    taken = starts[:, None] + torch.arange(capacity, device=ends.device)
+    taken = torch.where(taken < stops[:, None], taken, -1).flatten()
+    row = torch.arange(num_rows, device=ends.device)
+    rank = torch.searchsorted(stops, row, right=True).clamp(max=size - 1)
+    place = row - starts[rank]
+    put = torch.where((place < capacity) & (row < stops[-1]), rank * capacity + place, -1)
+    return taken, put
+
+
+class _Take(torch.autograd.Function):
+    """rows[index], zeros for -1. `inverse` says where each row went, so that backward is the same the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return _taken(rows, index)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _taken(grad, *ctx.saved_tensors), None, None
+
+
+def _taken(rows: Tensor, index: Tensor) -> Tensor:
+    if not rows.shape[0]:
+        return rows.new_zeros((index.shape[0], rows.shape[1]))
+    return rows.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, traffic: Traffic, overlap: Overlap) -> Tensor:
+        ctx.way = traffic.back, overlap
+        return overlap.transport.all_to_all(rows, traffic)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        back, overlap = ctx.way
+        return overlap.transport.all_to_all(grad, back), None, None
+
+
+class Dispatched(NamedTuple):
+    """rows [n, H]: all ranks' for this rank's experts, sorted by expert, then by source; offsets [E/W] int32, each
+    expert's end, as `grouped_gemm` takes it: rows behind the last belong to none. The rest is for `combine`."""
+
+    rows: Tensor
+    offsets: Tensor
+    positions: Tensor
+    order: Tensor
+    inverse: Tensor
+    route: Route
+
+
+def _sent(rows: Tensor, positions: Tensor, route: Route, overlap: Overlap) -> Dispatched:
+    received = _AllToAll.apply(route.pad(rows), route.traffic, overlap)
+    places, offsets = route.by_expert(overlap.rank)
+    inverse = torch.cat(places)
+    order = torch.empty_like(inverse).scatter_(0, inverse.long(), torch.arange(len(inverse), device=inverse.device))
+    return Dispatched(_Take.apply(received, order, inverse), offsets, positions, order, inverse, route)
+
+
+def _returned(rows: Tensor, dispatched: Dispatched, overlap: Overlap) -> Tensor:
+    received = _Take.apply(rows, dispatched.inverse, dispatched.order)
+    route = dispatched.route
+    return route.unpad(_AllToAll.apply(received, route.traffic.back, overlap))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def dispatch(
+    x: Tensor, experts: Tensor, num_experts: int, overlap: Overlap, *, capacity: int | None = None
+) -> Dispatched:
+    """Each token's row to the ranks of its experts. Differentiable; every rank calls it.
+
+    Shapes: T tokens here, H hidden size, k experts a token, E = num_experts, which the W ranks divide.
+        x         [T, H]  as `moe_permute` takes it; T may differ between ranks, and be 0
+        experts   [T, k]  int32 or int64 in [0, E), from `moe_route`
+        capacity  rows from this rank to each rank, the same on all; None: as many as there are. See the module
+    Returns the rows for this rank's experts; apply those to `rows` with `offsets`, then `combine`.
+    Memory: this rank's T*k rows and those received, twice. Saved: indices.
+    Raises ValueError naming the argument, what it must be and what it was; PeerTimeout if a rank is gone.
+    """
+    _check_experts("dispatch", num_experts, overlap, capacity)
+    rows, ends, positions = moe_permute(x, experts, num_experts)
+    return _sent(rows, positions, Route.plan(ends, rows.shape[0], overlap, capacity), overlap)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def combine(rows: Tensor, dispatched: Dispatched, weights: Tensor | None, overlap: Overlap) -> Tensor:
+    """The experts' results back to their tokens' ranks, and each token's weighted sum: `dispatch` undone.
+
+        rows     [n, H]  results, in the order of `dispatched.rows`
+        weights  [T, k]  as `moe_unpermute` takes them, or None for 1
+    Returns [T, H]. Added in float32 in the order of each token's experts. A dropped row adds nothing.
+    """
+    checks.require(rows.dim() == 2, "combine", "rows", "be [n, H]", list(rows.shape))
+    good = rows.shape[0] == dispatched.rows.shape[0]
+    checks.require(good, "combine", "rows", f"have {dispatched.rows.shape[0]} rows, those dispatched", rows.shape[0])
+    return moe_unpermute(_returned(rows, dispatched, overlap), dispatched.positions, weights)
+
+
+def _check_experts(op: str, num_experts: int, overlap: Overlap, capacity: int | None) -> None:
+    checks.require(isinstance(overlap, Overlap), op, "overlap", "be an Overlap", repr(overlap))
+    good = isinstance(num_experts, int) and num_experts >= 1 and num_experts % overlap.size == 0
+    checks.require(good, op, "num_experts", f"be a multiple of the {overlap.size} ranks", repr(num_experts))
+    good = capacity is None or (isinstance(capacity, int) and capacity >= 1)
+    checks.require(good, op, "capacity", "be None or an integer of at least 1", repr(capacity))
+
+
+def _mlp(rows: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor) -> Tensor:
+    return grouped_gemm(gated_activation(grouped_gemm(rows, gate_up, offsets), "swiglu"), down, offsets)
+
+
+class _Overlapped(torch.autograd.Function):
+    """rows as they are sent -> their experts' results."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, route: Route, overlap: Overlap) -> Tensor:
+        zs: dict[int, Tensor] = {}
+
+        def product(source: int, x: Tensor) -> Tensor:
+            zs[source] = grouped_gemm(x, gate_up, route.ends[source])
+            return grouped_gemm(gated_activation(zs[source], "swiglu"), down, route.ends[source])
+
+        y, received = _traded(rows, route, overlap, product)
+        ctx.how = route, overlap
+        ctx.save_for_backward(received, gate_up, down, *(zs[source] for source in range(overlap.size)))
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        route, overlap = ctx.how
+        x, gate_up, down, *zs = ctx.saved_tensors
+        size = overlap.size
+        activations: list[Tensor] = [dy] * size
+        dzs: list[Tensor] = [dy] * size
+
+        def product(source: int, dy: Tensor) -> Tensor:
+            ends, z = route.ends[source], zs[source].detach().requires_grad_()
+            with torch.enable_grad():
+                a = gated_activation(z, "swiglu")
+            (dzs[source],) = torch.autograd.grad(a, z, grouped_gemm_dgrad(dy, down, ends))
+            activations[source] = a.detach()
+            return grouped_gemm_dgrad(dzs[source], gate_up, ends)
+
+        need_gate_up, need_down = ctx.needs_input_grad[1:3]
+        grads: list[Tensor | None] = [None, None]
+
+        def weight_grads(dy: Tensor) -> None:
+            if not (need_gate_up or need_down):
+                return
+            places, offsets = route.by_expert(overlap.rank)
+            parts = route.traffic.received(overlap.rank)
+            for i, need, rows, inputs in (
+                (1, need_down, dy.split(parts), activations),
+                (0, need_gate_up, dzs, x.split(parts)),
+            ):
+                if need:
+                    grads[i] = grouped_gemm_wgrad(_sorted(rows, places), _sorted(inputs, places), offsets)
+
+        dx, _ = _traded(dy.contiguous(), route, overlap, product, weight_grads)
+        return dx, *grads, None, None
+
+
+def _traded(
+    rows: Tensor, route: Route, overlap: Overlap, product: Any, meanwhile: Any = lambda received: None
+) -> tuple[Tensor, Tensor]:
+    """product(source, rows of that source) of all ranks' rows, back where they came from; and the rows received.
+
+    `meanwhile(received)` is called when the last results are on their way.
+    """
+    transport, traffic = overlap.transport, route.traffic
+    there = transport.trade(DISPATCH, rows, traffic, rows.shape[1])
+    back = transport.trade(COMBINE, rows, traffic.back, rows.shape[1])
+    parts = rows.split(traffic.sent(overlap.rank))
+    for rank in [*transport.outwards(), overlap.rank]:
+        there.send(rank, parts[rank])
+    for source in there.order:
+        back.send(source, product(source, there.wait(source)))
+    there.finish([there.whole])
+    meanwhile(there.whole)
+    for rank in back.order:
+        back.wait(rank)
+    back.finish([back.whole])
+    return back.whole, there.whole
+
+
+def _sorted(parts: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """All sources' rows, each at its place."""
+    whole = parts[0].new_empty((sum(map(len, parts)), parts[0].shape[1]))
+    for part, place in zip(parts, places, strict=True):
+        whole.index_copy_(0, place.long(), part)
+    return whole
+
+
+def _overlaps(way: Way, route: Route, overlap: Overlap, num_experts: int) -> bool:
+    """The same on every rank."""
+    if way != "auto":
+        return way == "overlapped"
+    rows = sum(map(sum, route.traffic.rows))
+    return overlap.transport.name != "sequential" and rows >= _ENOUGH * overlap.size * num_experts
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def spread_experts(
+    rows: Tensor,
+    offsets: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    overlap: Overlap,
+    *,
+    capacity: int | None = None,
+    way: Way = "auto",
+) -> Tensor:
+    """Rows sorted by expert -> the same, each through its expert, a gated MLP that this or another rank keeps.
+
+    Shapes: N rows here, H hidden size, I intermediate size, E experts in all on W ranks.
+        rows      [N, H]        float32, float16 or bfloat16 (float64 on the CPU); N may differ between ranks, and be 0
+        offsets   [E]           int32, where each expert's rows end: both from `moe_permute`
+        gate_up   [E/W, 2I, H]  this rank's experts, gate above up; the same dtype (under autocast all are cast)
+        down      [E/W, H, I]
+        capacity  rows from this rank to each rank, the same on all; None: as many as there are. See the module. Of a
+                  rank's rows those of its last experts are dropped first; a dropped row gives zeros
+        way       "overlapped"; "sequential", the twin; "auto": overlapped, unless the transport is sequential or ranks
+                  have fewer than 128 rows an expert on the mean for each other (capacity: as if it were full)
+    Returns [N, H]. Every rank calls it, and its backward, in the same order, and wants the same gradients.
+    Numerics: every product accumulates in float32 and is rounded to rows' dtype, the weights' gradients over all ranks'
+        rows at once. Deterministic: nothing depends on who was early.
+    Memory: the rows received, [n, H], and their gate and up, [n, 2I], are saved; backward sorts two more such pairs.
+    Synchronization: without capacity the host reads W*W counts, which waits for what `offsets` needs; backward never.
+    Not traced: torch.compile breaks the graph here. Double backward is not implemented and says so.
+    Raises ValueError naming the argument, what it must be and what it was; PeerTimeout if a rank is gone.
+    """
+    op = "spread_experts"
+    kind = rows.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and rows.dtype is not torch.float64:
+        rows, gate_up, down = (t.to(torch.get_autocast_dtype(kind)) for t in (rows, gate_up, down))
+    _check(op, rows, offsets, gate_up, down, overlap, capacity, way)
+    if overlap.size == 1 and capacity is None:
+        return _mlp(rows, gate_up, down, offsets)
+    overlap.transport.compare(op, (capacity or 0,), [gate_up, down])
+    route = Route.plan(offsets, rows.shape[0], overlap, capacity)
+    if _overlaps(way, route, overlap, offsets.shape[0]):
+        return route.unpad(_Overlapped.apply(route.pad(rows).contiguous(), gate_up, down, route, overlap))
+    sent = _sent(rows, offsets, route, overlap)
+    return _returned(_mlp(sent.rows, gate_up, down, sent.offsets), sent, overlap)
+
+
+def _check(
+    op: str, rows: Tensor, offsets: Tensor, gate_up: Tensor, down: Tensor, overlap: Overlap, capacity: int | None,
+    way: Way,
+) -> None:  # fmt: skip
+    checks.floating(op, rows=rows, gate_up=gate_up, down=down)
+    checks.same_device(op, "rows", rows, offsets=offsets, gate_up=gate_up, down=down)
+    checks.require(rows.dim() == 2, op, "rows", "be [N, H]", list(rows.shape))
+    checks.require(offsets.dim() == 1, op, "offsets", "be [E]", list(offsets.shape))
+    checks.require(offsets.dtype is torch.int32, op, "offsets", "be int32", checks.name(offsets.dtype))
+    _check_experts(op, offsets.shape[0], overlap, capacity)
+    good = gate_up.dim() == 3 and gate_up.shape[1] % 2 == 0
+    checks.require(good, op, "gate_up", "be [E/W, 2I, H]", list(gate_up.shape))
+    mine, width, hidden = offsets.shape[0] // overlap.size, gate_up.shape[1], rows.shape[1]
+    why = f"experts on each of {overlap.size} ranks, gate and up, last dim of rows"
+    checks.shape(op, "gate_up", gate_up, (mine, width, hidden), why)
+    checks.shape(op, "down", down, (mine, hidden, width // 2), "experts here, last dim of rows, half of gate_up's")
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        good = weight.dtype is rows.dtype
+        checks.require(good, op, name, f"have rows' dtype {checks.name(rows.dtype)}", checks.name(weight.dtype))
+    checks.one_of(op, "way", way, _WAYS)
+
+
+def moe_experts(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    overlap: Overlap,
+    *,
+    capacity: int | None = None,
+    way: Way = "auto",
+) -> Tensor:
+    """The weighted sum of each token's experts, which are spread over the ranks: `dispatch`, products, `combine`.
+
+        x         [T, H]                T tokens here
+        weights   [T, k], experts [T, k]   as `moe_route` returns them
+    Returns [T, H], differentiable in x, weights, gate_up and down, which `spread_experts` describes, and the rest.
+    """
+    num_experts = gate_up.shape[0] * overlap.size
+    rows, offsets, positions = moe_permute(x, experts, num_experts)
+    y = spread_experts(rows, offsets, gate_up, down, overlap, capacity=capacity, way=way)
+    return moe_unpermute(y, positions, weights)
