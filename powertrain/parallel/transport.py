@@ -226,7 +226,7 @@ class CollectiveTransport(Transport):
         if not rows.even:
             return gather_all(self, shard, rows)
         whole = shard.new_empty((rows.total, *shard.shape[1:]))
-        with self.waiting(f"all-gather of {list(whole.shape)}"):
+        with self.waiting("all-gather", whole):
             _all_gather(whole, shard.contiguous(), group=self.group)
         return whole
 
@@ -234,7 +234,7 @@ class CollectiveTransport(Transport):
         if not rows.even:
             return scatter_all(self, parts, rows)
         mine = parts.new_empty((rows.counts[self.rank], *parts.shape[1:]))
-        with self.waiting(f"reduce-scatter of {list(parts.shape)}"):
+        with self.waiting("reduce-scatter", parts):
             _reduce_scatter(mine, parts.contiguous(), group=self.group)
         return mine
 
@@ -244,7 +244,7 @@ class CollectiveTransport(Transport):
     def all_to_all(self, rows: Tensor, traffic: Traffic) -> Tensor:
         received = traffic.received(self.rank)
         whole = rows.new_empty((sum(received), *rows.shape[1:]))
-        with self.waiting(f"all-to-all of {list(whole.shape)}"):
+        with self.waiting("all-to-all", whole):
             dist.all_to_all_single(
                 whole, rows.contiguous(), list(received), list(traffic.sent(self.rank)), group=self.group
             )
@@ -254,9 +254,16 @@ class CollectiveTransport(Transport):
         self.peers.close()
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Around a call that waits for others on the host: says whom for after a while, and who is gone if it fails."""
+    def waiting(self, what: str, x: Tensor) -> Iterator[None]:
+        """Around a call that waits for others' x on the host: says for whom after a while, and who is gone if it fails.
+
+        CUDA's streams wait, not the host: nothing is said of them here.
+        """
         self.calls += 1
+        if x.is_cuda:
+            yield
+            return
+        what = f"{what} of {list(x.shape)}"
         quiet = threading.Timer(_QUIET, self._say_who_is_late, (what, self.calls))
         quiet.daemon = True
         quiet.start()
@@ -329,7 +336,7 @@ class _SentGathering(Gathering):
     def wait(self, rank: int) -> Tensor:
         if rank == self.rank:
             return self.shard
-        with self.transport.waiting(f"all-gather of {list(self.whole.shape)}"):
+        with self.transport.waiting("all-gather", self.whole):
             for work in self.works[rank]:
                 work.wait()
         return self.whole[self.rows.of(rank)]
@@ -354,7 +361,7 @@ class _SentScattering(Scattering):
         self.works += self.transport.exchange(self.parts[rank], rank, self.inbox[source], source)
 
     def reduce(self, bias: Tensor | None = None) -> Tensor:
-        with self.transport.waiting(f"reduce-scatter of {[self.rows.total, *self.inbox.shape[2:]]}"):
+        with self.transport.waiting("reduce-scatter", self.inbox):
             for work in self.works:
                 work.wait()
         return sum_parts(self.inbox, bias)
@@ -381,7 +388,7 @@ class _SentTrading(Trading):
         self.sent.append(rows)
 
     def wait(self, rank: int) -> Tensor:
-        with self.transport.waiting(f"all-to-all of {list(self.whole.shape)}"):
+        with self.transport.waiting("all-to-all", self.whole):
             for work in self.works.get(rank, ()):
                 work.wait()
         return self.parts[rank]

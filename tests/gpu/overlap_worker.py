@@ -200,7 +200,7 @@ def skipped(overlap: Overlap) -> dict[str, Any]:
     torch.cuda.synchronize()
     dist.barrier(overlap.group)
     if overlap.rank == overlap.size - 1:
-        time.sleep(TIMEOUT + 10)
+        time.sleep(TIMEOUT + 15)
         return {"said": "slept"}
     return _until_timeout(overlap, 1)
 
@@ -216,6 +216,7 @@ def main() -> None:
     found = {case.__name__: case for case in cases}[what](overlap)
     (out / f"{overlap.rank}.json").write_text(json.dumps(found))
     if what in ("killed", "skipped"):
+        time.sleep(15)  # not to be taken for a rank that died, by one that gives up a little later
         os._exit(0)  # the group cannot be left in order any more
     overlap.close()
     dist.destroy_process_group()
