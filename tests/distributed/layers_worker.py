@@ -1,4 +1,4 @@
-"""`python -m tests.distributed.layers_worker OUT`, one rank: every check below against one process, in float64.
+"""`python -m tests.distributed.layers_worker OUT [slow]`, one rank: the checks below against one process, in float64.
 
 Every rank computes the whole reference itself. The first rank writes to OUT what failed: name -> traceback.
 """
@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from powertrain.models import build, configure
+from powertrain.models.parallelize import _spread_layers as spread_layers
 from powertrain.models.parallelize import check_tensor, parallelize
+from powertrain.nn.attention import Context
 from powertrain.nn.norm import LayerNorm, RMSNorm
 from powertrain.nn.outside import parallelize_linears
 from powertrain.nn.parallel import ColumnParallelLinear, RowParallelLinear, columns, replicate
@@ -38,6 +40,7 @@ from powertrain.parallel.overlap import Overlap
 from tests.distributed.worker import MODELS
 
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
+SLOW: dict[str, Callable[[DeviceMesh], None]] = {}
 B, S, D, N = 3, 5, 8, 16  # 15 tokens: no number of ranks divides them
 
 
@@ -512,6 +515,29 @@ def compiled(mesh: DeviceMesh) -> None:
     same([x.grad, *(p.grad.to_local() for p in layer.parameters())], expected)  # type: ignore[union-attr]
 
 
+def compiled_layer_of_a_model(mesh: DeviceMesh) -> None:
+    """Llama's with qk-norm, recomputing some, on token counts that change and divide by no number of ranks."""
+    model = model_of("llama", num_kv_heads=4)
+    spread_layers(model, mesh)
+    block = model.layers[0]
+    for recompute in ("none", "selective"):
+        block.recompute = recompute
+        made = torch.compile(block, fullgraph=True, backend="aot_eager")
+        for length in (5, 7):
+            context = Context(shape=(B, length))
+            found = []
+            for layer in (block, made):
+                x = own(randn(B * length, 32), mesh)
+                y, residual = layer(x, None, context)
+                (y.sin() + residual).sum().backward()
+                found.append([y, x.grad, *(whole(p.grad) for p in block.parameters())])
+                block.zero_grad()
+            same(found[1], found[0])
+
+
+SLOW["compiled_layer_of_a_model"] = compiled_layer_of_a_model
+
+
 @check
 def flops(mesh: DeviceMesh) -> None:
     share = 2 * B * S * D * N // mesh.size()
@@ -599,4 +625,4 @@ def run_checks(checks: dict[str, Callable[[DeviceMesh], None]], out: str) -> Non
 
 
 if __name__ == "__main__":
-    run_checks(CHECKS, sys.argv[1])
+    run_checks(SLOW if "slow" in sys.argv[2:] else CHECKS, sys.argv[1])
