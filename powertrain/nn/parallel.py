@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from powertrain.nn.tokens import even_rows, gather_tokens, move_rows
+from powertrain.ops.layout import acc_dtype
 from powertrain.parallel.functions import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, replicated_gemm
 from powertrain.parallel.overlap import Overlap
 from powertrain.runtime import checks
@@ -90,7 +91,10 @@ def summed(p: Tensor) -> Tensor:
 
 
 class _Summed(torch.autograd.Function):
-    """Forward as `DTensor.to_local`; the gradient's sum over the mesh's one axis goes back, so it is never Partial."""
+    """Forward as `DTensor.to_local`; the gradient's sum over the mesh's one axis goes back, so it is never Partial.
+
+    It is taken in float32 and rounded once.
+    """
 
     @staticmethod
     def forward(ctx: Any, p: DTensor) -> Tensor:
@@ -99,13 +103,12 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dp: Tensor) -> Tensor:
+        total = dp.to(acc_dtype(dp.dtype), memory_format=torch.contiguous_format, copy=True)
         if torch.compiler.is_compiling():
-            return DTensor.from_local(dp, ctx.mesh, [Partial()], run_check=False).redistribute(
-                placements=ctx.placements
-            )
-        total = dp.clone(memory_format=torch.contiguous_format)
+            parts = DTensor.from_local(total, ctx.mesh, [Partial()], run_check=False)
+            return parts.redistribute(placements=ctx.placements).to(dp.dtype)
         dist.all_reduce(total, group=ctx.mesh.get_group())
-        return DTensor.from_local(total, ctx.mesh, ctx.placements, run_check=False)
+        return DTensor.from_local(total.to(dp.dtype), ctx.mesh, ctx.placements, run_check=False)
 
 
 class _SpreadLinear(nn.Linear):

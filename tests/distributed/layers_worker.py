@@ -6,16 +6,21 @@ Every rank computes the whole reference itself. The first rank writes to OUT wha
 import copy
 import importlib.util
 import json
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -497,6 +502,39 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = columns(self.norm(x), self.gate, self.up)
         return x + self.down(F.silu(gate) * up)
+
+
+@check
+def fsdp_and_checkpoints(mesh: DeviceMesh) -> None:
+    """FSDP2 over the layers, in 16 bits; what it saves loads into layers without it."""
+    full = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("shard", "tensor"))
+    torch.manual_seed(0)
+    layer, sharded = Layer(mesh), Layer(full["tensor"])
+    sharded.load_state_dict(layer.state_dict())
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fully_shard(sharded, mesh=full["shard"], mp_policy=policy)
+    x = randn(8, D).float().detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    made = sharded(x)
+    same(made.float(), y.float(), rtol=0.05, atol=0.05)
+    for result in (y, made):
+        result.float().sum().backward()
+    for (key, p), q in zip(layer.named_parameters(), sharded.parameters(), strict=True):
+        assert q.grad is not None and q.grad.dtype is torch.float32
+        same(whole(q.grad), whole(p.grad), rtol=0.05, atol=0.3, msg=lambda text, key=key: f"{key}: {text}")
+    folder = [tempfile.mkdtemp() if mesh.get_local_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    saved = get_model_state_dict(sharded)
+    dcp.save(saved, checkpoint_id=folder[0])
+    for p in layer.parameters():
+        p.data.zero_()
+    dcp.load(layer.state_dict(), checkpoint_id=folder[0])
+    dist.barrier()
+    if mesh.get_local_rank() == 0:
+        shutil.rmtree(folder[0])
+    for p, q in zip(layer.parameters(), saved.values(), strict=True):
+        same(whole(p.detach()), whole(q), rtol=0, atol=0)
 
 
 @check
