@@ -70,7 +70,7 @@ def doctor(
     if overlap:
         from powertrain.doctor.overlap import CHECKS as OVERLAP
 
-        checks = list(OVERLAP)
+        checks = [*OVERLAP, _overlap_check()]
     _examine(_chosen(checks, only, skip), machine, fix, as_json)
 
 
@@ -79,6 +79,30 @@ def _contributed() -> "list[Check]":
     from powertrain.doctor.finding import Check
 
     return [Check("attention", "does every attention backend err no more than allowed?", _attention)]
+
+
+def _overlap_check() -> "Check":
+    from powertrain.doctor.finding import Check
+
+    return Check("overlap-powertrain", "which transport has Powertrain here, and is it right?", _overlap)
+
+
+def _overlap(machine: "Machine") -> "Iterator[Finding]":
+    """A rank for each GPU, or two on the CPU, over the best transport that there is."""
+    from powertrain.doctor.echo import run_ranks
+    from powertrain.doctor.finding import Finding
+
+    on_gpus = len(machine.gpus) >= 2 and machine.torch_cuda is not None
+    backend, size, seconds = ("nccl", len(machine.gpus), 120.0) if on_gpus else ("gloo", 2, 60.0)
+    ran = run_ranks(machine, backend, size, seconds, ("-m", "powertrain.parallel.echo"))
+    said = [line for line in ran.output.splitlines() if line.startswith("products are right over")]
+    if ran.status == 0 and len(said) == size:
+        yield Finding("ok", f"tensor parallelism without MPI, {size} ranks: {said[0]}")
+        return
+    ended = f"did not end within {seconds:.0f} s" if ran.status == 124 else f"failed (exit status {ran.status})"
+    evidence = tuple(line for line in ran.output.strip().splitlines() if line.strip())[-3:]
+    fix = "docs/overlap.md; parallel.transport: sequential in a run's config goes without it"
+    yield Finding("problem", f"{size} ranks over {backend} {ended}", evidence, fix)
 
 
 def _attention(machine: "Machine") -> "Iterator[Finding]":

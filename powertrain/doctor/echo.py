@@ -16,10 +16,10 @@ SECONDS = 60.0  # for both ranks, imports of torch included; a healthy machine t
 # what each rank runs, in a process of its own so that a hang can be ended
 _RANK = """
 import datetime, sys
-backend, rank, port, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+backend, rank, size, port, seconds = sys.argv[1], *map(int, sys.argv[2:6])
 import torch, torch.distributed as dist
 limit = datetime.timedelta(seconds=seconds)
-dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=limit)
+dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=limit)
 device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
 x = torch.full((4,), rank + 1.0, device=device)
 dist.all_reduce(x)
@@ -33,22 +33,27 @@ def echo(machine: Machine) -> Iterator[Finding]:
     if machine.version("torch") is None:
         yield Finding("ok", "no torch here: nothing to try")
         return
-    yield _verdict("gloo", two_ranks(machine, "gloo", SECONDS))
+    yield _verdict("gloo", run_ranks(machine, "gloo", 2, SECONDS))
     if len(machine.gpus) >= 2 and machine.torch_cuda:
-        yield _verdict("nccl", two_ranks(machine, "nccl", SECONDS))
+        yield _verdict("nccl", run_ranks(machine, "nccl", 2, SECONDS))
 
 
-def two_ranks(machine: Machine, backend: str, seconds: float) -> Ran:
-    """Both ranks' output; status 124: at the deadline one still waited, and both were ended."""
+def run_ranks(
+    machine: Machine, backend: str, size: int, seconds: float, program: tuple[str, ...] = ("-c", _RANK)
+) -> Ran:
+    """All ranks' output; status 124: at the deadline one still waited, and all were ended.
+
+    program: what Python runs; it is given backend, rank, number of ranks, port and seconds.
+    """
     with socket.socket() as free, tempfile.TemporaryDirectory(prefix="powertrain-echo-") as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        logs = [Path(folder) / f"rank{rank}" for rank in range(2)]
+        logs = [Path(folder) / f"rank{rank}" for rank in range(size)]
         environment = {**machine.variables, "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
         ranks = []
         for rank, log in enumerate(logs):
-            command = [machine.python, "-c", _RANK, backend, str(rank), str(port), str(seconds)]
+            command = [machine.python, *program, backend, str(rank), str(size), str(port), f"{seconds:.0f}"]
             with log.open("w") as file:
                 ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                                               env=environment, start_new_session=True))  # fmt: skip

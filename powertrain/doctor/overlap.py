@@ -65,12 +65,6 @@ def _rate(machine: Machine) -> Iterator[Finding]:
         yield Finding("ok", nominal)
 
 
-def powertrain(machine: Machine) -> Iterator[Finding]:
-    """What Powertrain does with it in this version."""
-    says = "Powertrain's own tensor parallelism needs neither MPI nor GDRCopy; this version does not overlap it yet"
-    yield Finding("ok", says, ("each half of a layer ends in one NCCL all-reduce: docs/distributed.md",))
-
-
 def userbuffers(machine: Machine) -> Iterator[Finding]:
     """What the installed TransformerEngine's Userbuffers needs, and which of it is missing."""
     text = machine.version("transformer-engine") or machine.version("transformer-engine-torch")
@@ -153,6 +147,5 @@ def launch(version: Version, mpi: bool, ranks: int) -> tuple[str, ...]:
 
 CHECKS = (
     Check("overlap-hardware", "can GPUs copy from each other while they compute?", hardware),
-    Check("overlap-powertrain", "what does Powertrain do with it?", powertrain),
     Check("overlap-userbuffers", "what does TransformerEngine's Userbuffers need here?", userbuffers),
 )

@@ -101,3 +101,10 @@ def test_every_check_has_a_name_of_its_own() -> None:
 def test_the_page_lists_every_check() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text()
     assert not [check.name for check in [*checks.CHECKS, *doctor._contributed()] if f"`{check.name}`" not in page]
+
+
+def test_overlap_tries_ranks_of_this_machine() -> None:
+    """Two over gloo where there is no GPU: right products, and why it is not symmetric memory."""
+    code, said = _run("doctor", "--overlap", "--only", "overlap-powertrain")
+    assert code == 0, said
+    assert "products are right over" in said and "symmetric" in said
