@@ -36,13 +36,15 @@ _PUBLIC = {
     "moe_update_bias_": "powertrain.ops.moe",
     "AdamW": "powertrain.ops.adamw",
     "clip_grad_norm_": "powertrain.ops.adamw",
+    "parallelize": "powertrain.models.parallelize",
+    "parallelize_linears": "powertrain.nn.outside",
     "disable": "powertrain.runtime.dispatch",
     "Target": "powertrain.runtime.target",
     "record": "powertrain.runtime.recording",
     "trace": "powertrain.runtime.tracing",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", "parallel", *_PUBLIC]
 
 
 def __getattr__(name: str) -> object:
@@ -50,6 +52,8 @@ def __getattr__(name: str) -> object:
         value = getattr(importlib.import_module(_PUBLIC[name]), name)
         globals()[name] = value
         return value
+    if name == "parallel":
+        return importlib.import_module("powertrain.parallel")
     raise AttributeError(f"module 'powertrain' has no attribute {name!r}")
 
 

@@ -64,10 +64,17 @@ def test_public_name(name: str) -> None:
 
 
 def test_all_and_dir() -> None:
-    assert set(powertrain.__all__) == {"__version__", *powertrain._PUBLIC}
+    assert set(powertrain.__all__) == {"__version__", "parallel", *powertrain._PUBLIC}
     assert dir(powertrain) == sorted(powertrain.__all__)
 
 
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="module 'powertrain' has no attribute 'rms_form'"):
         _ = powertrain.rms_form
+
+
+def test_parallel_is_there_without_importing_it() -> None:
+    for name in powertrain.parallel.__all__:
+        assert getattr(powertrain.parallel, name).__module__ == powertrain.parallel._PUBLIC[name]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = powertrain.parallel.nothing

@@ -1,1 +1,31 @@
 """Ranks at work together: what they send each other while they compute. Functions, transports and plans."""
+
+import importlib
+
+# public name -> module; resolved on first use, as powertrain's own are
+_PUBLIC = {
+    "Overlap": "powertrain.parallel.overlap",
+    "all_gather_gemm": "powertrain.parallel.functions",
+    "gemm_reduce_scatter": "powertrain.parallel.functions",
+    "gemm_all_reduce": "powertrain.parallel.functions",
+    "replicated_gemm": "powertrain.parallel.functions",
+    "context_parallel": "powertrain.parallel.context",
+    "PeerTimeout": "powertrain.parallel.peers",
+    "CollectiveMismatch": "powertrain.parallel.peers",
+    "TransportUnavailable": "powertrain.parallel.ladder",
+    "World": "powertrain.parallel.simulate",
+}
+
+__all__ = [*_PUBLIC]
+
+
+def __getattr__(name: str) -> object:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'powertrain.parallel' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
