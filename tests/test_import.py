@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import powertrain
+import powertrain.parallel
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,6 +35,7 @@ opened = []
 watched = ("open", "socket", "subprocess", "ctypes.dlopen")
 sys.addaudithook(lambda event, args: opened.append((event, args)) if event.startswith(watched) else None)
 import powertrain
+import powertrain.parallel
 dir(powertrain)
 after = (dict(os.environ), threading.active_count(), sys.getrecursionlimit(), list(warnings.filters), list(sys.path))
 assert before == after

@@ -406,15 +406,27 @@ def _checked(op: str, x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> t
         biases = [None if bias is None else bias.to(dtype) for bias in biases]
     checks.floating(op, x=x)
     for w, bias in zip(weights, biases, strict=True):
-        checks.require(w.dim() == 2, op, "weight", "be [features out, features in]", list(w.shape))
-        checks.shape(op, "weight", w, (w.shape[0], x.shape[1]), "features out, x's features")
-        checks.shape(op, "bias", bias, (w.shape[0],), "the weight's first dim")
-        checks.same_device(op, "x", x, weight=w, bias=bias)
-        for name, t in (("weight", w), ("bias", bias)):
-            good = t is None or t.dtype is x.dtype
-            checks.require(good, op, name, f"have x's dtype {checks.name(x.dtype)}", t if t is None else t.dtype)
+        if not _fits(x, w, bias):
+            _say_what_does_not(op, x, w, bias)
     pad = [None] * (MAX_WEIGHTS - len(weights))
     return x.contiguous(), [*weights, *pad, *biases, *pad]
+
+
+def _fits(x: Tensor, w: Tensor, bias: Maybe) -> bool:
+    if w.dim() != 2 or w.shape[1] != x.shape[1] or w.dtype is not x.dtype or w.device != x.device:
+        return False
+    return bias is None or (bias.shape == w.shape[:1] and bias.dtype is x.dtype and bias.device == x.device)
+
+
+def _say_what_does_not(op: str, x: Tensor, w: Tensor, bias: Maybe) -> None:
+    checks.require(w.dim() == 2, op, "weight", "be [features out, features in]", list(w.shape))
+    checks.shape(op, "weight", w, (w.shape[0], x.shape[1]), "features out, x's features")
+    checks.shape(op, "bias", bias, (w.shape[0],), "the weight's first dim")
+    checks.same_device(op, "x", x, weight=w, bias=bias)
+    for name, t in (("weight", w), ("bias", bias)):
+        good = t is None or t.dtype is x.dtype
+        got = t if t is None else checks.name(t.dtype)
+        checks.require(good, op, name, f"have x's dtype {checks.name(x.dtype)}", got)
 
 
 def _as_list(value: Any) -> tuple[list[Any], bool]:

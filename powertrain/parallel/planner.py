@@ -23,6 +23,7 @@ _CALL = 25e-6  # what an overlapped call adds: publishing or summing, the words 
 _COLLECTIVE_START = 30e-6
 _COLLECTIVE_RATE = 0.85  # of the link rate
 _IN_TURN = 0.88  # of the link rate, when copies from one peer follow those from another
+_HOST = 200e-6  # that the host takes to make an overlapped call: one that ends sooner would wait for it
 _WORTH = 0.98  # an overlapped call must be predicted to take less than this share of the sequential one
 
 
@@ -112,6 +113,9 @@ def predict(product: Product, size: int, rates: Rates) -> Choice:
     collective = _COLLECTIVE_START + (size - 1) * travels / (_COLLECTIVE_RATE * rates.link)
     step = _COPY_START + travels / (_IN_TURN * rates.link)
     chunked = _CALL + _pipeline(product_seconds(chunk, width, depth, rates), step, size)
+    if chunked < _HOST:
+        why = f"overlapped it would take {chunked * 1e3:.3f} ms, less than the host takes to say so"
+        return Choice("sequential", why, alone, collective, chunked)
     if chunked > _WORTH * (alone + collective):
         why = f"overlapped it would take {chunked * 1e3:.3f} ms, one after the other less"
         return Choice("sequential", why, alone, collective, chunked)
@@ -134,6 +138,6 @@ def _line(product: Product, choice: Choice) -> str:
         return f"{name}: {c.way} ({c.why})"
     bound = (c.product + c.collective) / max(c.product, c.collective)
     return (
-        f"{name}: {c.way} ({c.why}); predicted: product {c.product * 1e3:.3f} ms, collective {c.collective * 1e3:.3f} ms, "
-        f"exposed {c.exposed:.0%}, at best {bound:.2f}x"
+        f"{name}: {c.way} ({c.why}); predicted: product {c.product * 1e3:.3f} ms, "
+        f"collective {c.collective * 1e3:.3f} ms, exposed {c.exposed:.0%}, at best {bound:.2f}x"
     )
