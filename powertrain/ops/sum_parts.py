@@ -3,7 +3,7 @@
     y[i] = round(((parts[0, i] + parts[1, i]) + ...) + bias[i % N])
 
 Adds in float32 (float64 for float64) in the order of the first dimension, so that the bits do not depend on who came
-first. No backward of its own: the functions of powertrain.parallel call it inside theirs. Bytes: W + 1 times the result.
+first. No backward of its own: the functions of powertrain.parallel call it inside theirs. Bytes: W + 1 results.
 """
 
 import triton.language as tl
