@@ -310,19 +310,27 @@ def remedies(run: Run, machine: Machine) -> list[tuple[str, Run, Machine]]:
     ]
 
 
+def report(model: Model, machine: Machine, tokens: int = Run(8).tokens) -> str:
+    """The tables of docs/scaling.md."""
+    runs = [Run(gpus, tokens=tokens) for gpus in GPUS]
+    return "\n\n".join(
+        [
+            run_table(model, [(f"{run.gpus} GPUs", run, machine) for run in runs]),
+            run_table(model, remedies(runs[-1], machine)),
+            layer_table(model, runs[0], machine),
+        ]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--network", type=float, default=40.0, help="GB/s of a GPU between hosts (default: 40)")
     parser.add_argument("--link", type=float, default=340.0, help="GB/s to one peer over NVLink (default: 340)")
-    parser.add_argument("--tokens", type=int, default=2048 * 8192, help="of a step (default: 16.8 million)")
+    parser.add_argument("--tokens", type=int, default=Run(8).tokens, help="of a step (default: 16.8 million)")
     options = parser.parse_args()
-    model, machine = Model(), Machine()
+    machine = Machine()
     rates = replace(machine.rates, link=options.link * 1e9)
-    machine = machine._replace(network=options.network * 1e9, rates=rates)
-    print(layer_table(model, Run(8), machine), end="\n\n")
-    runs = [Run(gpus, tokens=options.tokens) for gpus in GPUS]
-    print(run_table(model, [(f"{run.gpus} GPUs", run, machine) for run in runs]), end="\n\n")
-    print(run_table(model, remedies(runs[-1], machine)))
+    print(report(Model(), machine._replace(network=options.network * 1e9, rates=rates), options.tokens))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.parallel.predict import GPUS, Machine, Model, Run, layer, memory, model_flops, step
+from benchmarks.parallel.predict import GPUS, Machine, Model, Run, layer, memory, model_flops, report, step
 from powertrain.models import llama
 from powertrain.models.flops import flops_per_token
 
@@ -75,3 +76,11 @@ def test_memory_is_shared_among_hosts() -> None:
     found = [memory(Model(), Run(8 * hosts)) for hosts in (1, 2, 4, 8, 16)]
     assert found[0] > Machine().memory_bytes > found[3]
     assert found == sorted(found, reverse=True) and found[3] == found[4]  # replicas beyond most_shards
+
+
+def test_the_page_has_what_the_formulas_say() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    missing = [line for line in report(Model(), Machine()).splitlines() if line not in page]
+    assert not missing, "python -m benchmarks.parallel.predict prints the tables of docs/scaling.md:\n" + "\n".join(
+        missing
+    )
