@@ -2,6 +2,7 @@
 
     tensor     each rank has some heads and some MLP columns of every layer (powertrain/nn/parallel.py), and between
                them some of the tokens: the residual stream, its norms and dropout are spread by tokens
+    expert     of the shard ranks, so many share each layer's experts (powertrain/parallel/experts.py)
     shard      FSDP: a layer's parameters are gathered when it runs;  replicate: copies of that whole arrangement (HSDP)
 
 What stands outside the layers (embeddings, final norm, head) is sharded over shard x tensor together: tensor ranks are
@@ -45,12 +46,14 @@ def parallelize(
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool = True,
     transport: str = "auto",
+    expert: int = 1,
 ) -> Overlap | None:
     """Spread a model, on the meta device or not, over a mesh replicate x shard x context x tensor. In place.
 
     Parameters become DTensors; in a forward they are gathered in `param_dtype`, and gradients summed in `reduce_dtype`.
     mesh        over all ranks; an axis that it does not have has one
-    transport   how states travel between tensor ranks; see Overlap
+    transport   how states travel between tensor ranks, and rows between those that share experts; see Overlap
+    expert      so many consecutive ranks of `shard` keep a part of each layer's experts each, sharded over the others
     Returns the tensor ranks' overlap, None if there is one rank.
     Raises ValueError naming the key for sizes that `tensor` does not divide, and for another mesh.
     """
@@ -76,6 +79,9 @@ def parallelize(
         shard, whole = mesh["shard"], whole["shard"]
     reshard_after_forward = reshard_after_forward and mesh["shard"].size() > 1
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype)
+    if expert > 1:
+        check_expert(model.config, expert, mesh["shard"].size(), tensor.size())
+        _spread_experts(model, mesh, expert, transport, policy, reshard_after_forward)
     for module in apart:
         fully_shard(module, mesh=whole, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     for block in model.layers:
@@ -111,6 +117,35 @@ def check_context(config: ModelConfig, size: int) -> None:
         raise ValueError(f"parallel.context must be 1 for model.architecture {config.architecture}, got {size}")
     if getattr(config, "attention_dropout", 0.0):
         raise ValueError(f"parallel.context must be 1 with model.attention_dropout, got {size}")
+
+
+def check_expert(config: ModelConfig, size: int, shard: int, tensor: int) -> None:
+    """Raise ValueError if experts cannot be spread over `size` of the `shard` ranks (parallel.expert)."""
+    count = getattr(config, "num_experts", None)
+    if count is None:
+        raise ValueError(f"parallel.expert must be 1 for model.architecture {config.architecture}, got {size}")
+    for key, value in (("model.num_experts", count), ("the ranks of parallel.shard", shard)):
+        if value % size:
+            raise ValueError(f"parallel.expert must divide {key} ({value}), got {size}")
+    if tensor > 1:
+        raise ValueError(f"parallel.expert must be 1 with parallel.tensor {tensor}, got {size}")
+
+
+def _spread_experts(
+    model: Any, mesh: DeviceMesh, size: int, transport: str, policy: MixedPrecisionPolicy, reshard: bool
+) -> None:
+    replicas, shards = mesh["replicate"].size(), mesh["shard"].size() // size
+    names = ("replicate", "shard", "expert")
+    mesh = init_device_mesh(mesh.device_type, (replicas, shards, size), mesh_dim_names=names)
+    across = mesh["shard"] if replicas == 1 else mesh["replicate", "shard"]
+    for block in model.layers:
+        experts = getattr(block.mlp, "experts", None)
+        if experts is None:
+            continue
+        experts.spread(mesh["expert"], transport=transport)
+        # their gradients are sums over the ranks that share them, where all others are averaged
+        _scale_gradients(experts, 1.0 / size)
+        fully_shard(experts, mesh=across, mp_policy=policy, reshard_after_forward=reshard and shards > 1)
 
 
 def _spread_layers(model: Any, mesh: DeviceMesh) -> list[nn.Module]:

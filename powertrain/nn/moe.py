@@ -6,9 +6,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from powertrain.nn.attention import Context
 from powertrain.nn.mlp import GatedMLP
+from powertrain.nn.parallel import local, spread
 from powertrain.ops.activations import gated_activation
 from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.moe import (
@@ -19,6 +22,9 @@ from powertrain.ops.moe import (
     moe_unpermute,
     moe_update_bias_,
 )
+from powertrain.parallel.experts import spread_experts
+from powertrain.parallel.overlap import Overlap
+from powertrain.runtime import checks
 from powertrain.runtime.dispatch import without_autocast
 
 
@@ -67,7 +73,12 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Rows sorted by expert -> the same, each expert a gated MLP: down[e](silu(gate) * up), gate and up packed."""
+    """Rows sorted by expert -> the same, each expert a gated MLP: down[e](silu(gate) * up), gate and up packed.
+
+    After `spread` each rank keeps some of the experts, and rows travel to theirs (powertrain/parallel/experts.py).
+    """
+
+    overlap: Overlap | None = None
 
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -75,7 +86,20 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.expert_weights_per_token = top_k * 3 * intermediate_size * hidden_size
 
+    def spread(self, mesh: DeviceMesh, *, transport: str = "auto") -> None:
+        """Keep this rank's experts, the weights being DTensors over one axis of a mesh. In place, on meta or not.
+
+        Raises ValueError if the ranks do not divide the experts.
+        """
+        count = self.gate_up.shape[0]
+        good = count % mesh.size() == 0
+        checks.require(good, "Experts", "num_experts", f"be a multiple of the {mesh.size()} ranks", count)
+        self.overlap = Overlap(mesh, transport=transport)
+        self.gate_up, self.down = spread(self.gate_up, mesh, Shard(0)), spread(self.down, mesh, Shard(0))
+
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        if self.overlap is not None:
+            return spread_experts(rows, offsets, local(self.gate_up), local(self.down), self.overlap)
         return grouped_gemm(gated_activation(grouped_gemm(rows, self.gate_up, offsets), "swiglu"), self.down, offsets)
 
 

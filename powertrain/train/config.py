@@ -140,8 +140,9 @@ class ParallelConfig(Section):
     fsdp   parameters, gradients and optimizer are sharded over `shard` ranks and replicated over `replicate` (HSDP)
     ddp    nothing is sharded; the same as replicate = all, shard = 1
     context                 so many ranks share each sequence (docs/context_parallel.md), and the shards of parameters
+    expert                  so many of the shard ranks share each layer's experts (docs/expert_parallel.md)
     reshard_after_forward   False: parameters stay gathered from forward to backward (ZeRO 1 and 2)
-    transport               of states between tensor ranks: auto takes the best that this machine has (docs/overlap.md)
+    transport               of states between tensor ranks and rows to experts: auto takes the best (docs/overlap.md)
     """
 
     strategy: Literal["fsdp", "ddp"] = "fsdp"
@@ -149,6 +150,7 @@ class ParallelConfig(Section):
     shard: int = -1
     context: Positive = 1
     tensor: Positive = 1
+    expert: Positive = 1
     reshard_after_forward: bool = True
     transport: Literal["auto", "symmetric", "pipelined", "sequential"] = "auto"
     timeout_minutes: Above0 = 30.0

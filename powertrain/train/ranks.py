@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from powertrain.models.parallelize import check_context, check_tensor
+from powertrain.models.parallelize import check_context, check_expert, check_tensor
 from powertrain.runtime import tracing
 from powertrain.train import preflight
 from powertrain.train.config import ParallelConfig, RunConfig
@@ -253,7 +253,9 @@ def mesh_shape(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int
 
 def check_parallel(config: RunConfig, world_size: int) -> None:
     """Raise ValueError, naming the key, if so many processes cannot train this model as config.parallel says."""
-    _, _, context, tensor = mesh_shape(config.parallel, world_size)
+    _, shard, context, tensor = mesh_shape(config.parallel, world_size)
+    if config.parallel.expert > 1:
+        check_expert(config.model, config.parallel.expert, shard, tensor)
     if tensor > 1:
         check_tensor(config.model, tensor)
     if context > 1:

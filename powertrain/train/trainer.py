@@ -365,6 +365,7 @@ def _model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | None]:
             model, ranks.mesh, param_dtype=DTYPES[config.train.precision],
             reduce_dtype=DTYPES[config.train.reduce_dtype],
             reshard_after_forward=config.parallel.reshard_after_forward, transport=config.parallel.transport,
+            expert=config.parallel.expert,
         )  # fmt: skip
     model.to_empty(device=ranks.device)
     model.init_weights(config.train.seed)

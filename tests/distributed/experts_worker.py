@@ -1,5 +1,6 @@
 """`python -m tests.distributed.experts_worker OUT`, one rank: experts over gloo; by threads, see `simulated`."""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from powertrain.nn.moe import MoE, Router
 from powertrain.ops.activations import gated_activation
 from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.moe import moe_permute, moe_route, moe_unpermute
@@ -123,6 +126,26 @@ def check_case(
             torch.testing.assert_close(f, e[experts if e.dim() == 3 else tokens], msg=about.__add__)
 
 
+def check_layer(overlap: Overlap) -> None:
+    """A layer whose experts are spread against the same one whole; its weights as DTensors."""
+    torch.manual_seed(0)
+    whole = MoE(Router(H, 2 * overlap.size, TOP_K), H, INTERMEDIATE, shared_size=4).double()
+    for p in whole.parameters():
+        torch.nn.init.normal_(p)
+    layer = copy.deepcopy(whole)
+    layer.experts.spread(init_device_mesh("cpu", (overlap.size,), mesh_dim_names=("expert",)))
+    x = torch.randn(overlap.size, 7, H, dtype=torch.float64)
+    y, found = whole(x), layer(x[overlap.rank])
+    torch.testing.assert_close(found, y[overlap.rank])
+    (y.square().sum() + found.square().sum()).backward()
+    for name in ("gate_up", "down"):
+        weight, spread = getattr(whole.experts, name), getattr(layer.experts, name)
+        torch.testing.assert_close(spread.full_tensor(), weight)
+        torch.testing.assert_close(spread.grad.full_tensor(), weight.grad)
+    assert layer.experts.overlap is not None
+    layer.experts.overlap.close()
+
+
 def simulated(size: int, seed: int, delay: float = 0.0) -> list[Any]:
     """y and gradients of every rank, by threads, overlapped."""
     counts = tokens_of(size)[1]
@@ -148,6 +171,7 @@ def main() -> None:
         ):  # fmt: skip
             check_case(overlap, counts, per_rank, unused, capacity, ways)
         overlap.close()
+    check_layer(overlap)
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps("done"))
     dist.destroy_process_group()
 

@@ -7,7 +7,7 @@ import pytest
 from tests.distributed.launch import run_ranks
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_results_and_gradients_are_one_ranks(size: int, tmp_path: Path) -> None:
     for process in run_ranks(size, "-m", "tests.distributed.experts_worker", str(tmp_path)):
         assert process.returncode == 0, process.stdout

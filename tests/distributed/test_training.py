@@ -26,6 +26,7 @@ TWO_MORE: dict[str, dict[str, Any]] = {
     "fsdp-fp16-overflow": {"model": "llama", "train": {"precision": "fp16", "loss_scale": {"initial_power": 22}}},
     "ddp-gpt_neox": {"model": "gpt_neox_rotary", "parallel": {"strategy": "ddp"}},
     "tp-rotary": {"model": "gpt_neox_rotary", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "full"}},
+    "ep-deepseek": {"model": "deepseek", "parallel": {"expert": 2}, "train": {"activation_checkpointing": "full"}},
     "tp-deepseek": {"model": "deepseek", "parallel": {"tensor": 2}},
     "tp-selective": {"model": "llama", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "selective"}},
 }
@@ -37,6 +38,8 @@ FOUR: dict[str, dict[str, Any]] = {
     "cp-fsdp-gpt_neox": {"model": "gpt_neox_rotary", "parallel": {"context": 2}},
     "cp-tp-llama": {"model": "llama", "parallel": {"context": 2, "tensor": 2}},
     "cp-ddp-llama": {"model": "llama", "parallel": {"context": 2, "strategy": "ddp"}},
+    "ep-fsdp-deepseek": {"model": "deepseek", "parallel": {"expert": 2}},
+    "ep-hsdp-deepseek": {"model": "deepseek", "parallel": {"expert": 2, "replicate": 2}},
     "tp-ddp-llama": {"model": "llama", "parallel": {"tensor": 2, "strategy": "ddp"}},
 }
 

@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 import torch
 
+from powertrain.models import configure
+from powertrain.models.parallelize import check_expert
 from powertrain.ops.moe import moe_permute
 from powertrain.parallel.experts import combine, dispatch, moe_experts, spread_experts
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.peers import PeerTimeout
 from powertrain.parallel.simulate import World
 from tests.distributed.experts_worker import check, simulated
+from tests.distributed.worker import MODELS
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -87,6 +90,21 @@ def test_errors_name_the_argument(change: dict[str, Any], said: str) -> None:
 
     with pytest.raises(ValueError, match=f"^spread_experts: {said}"):
         World(2).run(one)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((4, 8, 1), r"must divide model.num_experts \(6\), got 4"),
+        ((2, 3, 1), r"must divide the ranks of parallel.shard \(3\), got 2"),
+        ((2, 2, 2), "must be 1 with parallel.tensor 2, got 2"),
+    ],
+)
+def test_a_run_is_told_why_its_experts_cannot_be_spread(sizes: tuple[int, int, int], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^parallel.expert {said}$"):
+        check_expert(configure(**MODELS["deepseek"]), *sizes)
+    with pytest.raises(ValueError, match=r"^parallel\.expert must be 1 for model\.architecture llama, got 2$"):
+        check_expert(configure(**MODELS["llama"]), 2, 2, 1)
 
 
 def test_combine_wants_the_rows_that_were_dispatched() -> None:
