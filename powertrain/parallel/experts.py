@@ -13,13 +13,12 @@ its halves.
 
 How many rows go where is known on the GPUs only. Exact: the counts are gathered, E integers a rank, and read by the
 host once a call; every row travels, none is dropped. With a `capacity`, every rank sends each rank that many rows,
-filled up with zeros: nothing is read on the host, so CUDA graphs can hold it; rows beyond it are dropped.
+filled up with any: nothing is read on the host, so CUDA graphs can hold it; rows beyond it are dropped.
 
 Sources: Lepikhin et al., GShard, arXiv:2006.16668 (all-to-all, capacity); Gale et al., MegaBlocks, arXiv:2211.15841
 (dropless, grouped products).
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -44,7 +43,7 @@ class Route(NamedTuple):
 
     traffic   how many, known to the host
     ends      [W, E/W] int32: where each source's rows of each of this rank's experts end; rows behind the last are none
-    taken     [rows sent]: which of this rank's rows each is, -1 for none; None: all, in their order
+    taken     [rows sent]: which of this rank's rows each is, or a copy to fill up with; None: all, in their order
     put       [rows]: where each was put among those sent, -1 for a row that was dropped
     """
 
@@ -70,14 +69,14 @@ class Route(NamedTuple):
 
     def pad(self, rows: Tensor) -> Tensor:
         """The rows as they are sent."""
-        return rows if self.taken is None else _Take.apply(rows, self.taken, self.put)
+        return rows if self.taken is None else _Pad.apply(rows, self.taken, self.put)
 
     def unpad(self, rows: Tensor) -> Tensor:
         """As `pad` was given them; zeros for those that were dropped."""
-        return rows if self.taken is None else _Take.apply(rows, self.put, self.taken)
+        return rows if self.taken is None else _Unpad.apply(rows, self.taken, self.put)
 
-    def by_expert(self, rank: int) -> tuple[list[Tensor], Tensor]:
-        """Where each source's rows at this rank stand when sorted by expert, then source; and each expert's end."""
+    def by_expert(self, rank: int) -> tuple[Tensor, Tensor]:
+        """[rows received, 1]: where each stands when sorted by expert, then source; and each expert's end."""
         sizes = self.traffic.received(rank)
         lengths = self.ends[:, -1:] if self.taken is None else torch.full_like(self.ends[:, -1:], sizes[0])
         ends = torch.cat([self.ends, lengths], 1)  # [W, E/W + 1]: rows of no expert come last
@@ -90,7 +89,7 @@ class Route(NamedTuple):
             row = torch.arange(size, device=ends.device, dtype=ends.dtype)
             expert = torch.searchsorted(self.ends[source].contiguous(), row, right=True)
             found.append(row + shift[source][expert])
-        return found, totals[:-1].cumsum(0, dtype=torch.int32)
+        return torch.cat(found)[:, None], totals[:-1].cumsum(0, dtype=torch.int32)
 
 
 def _with_capacity(ends: Tensor, num_rows: int, size: int, capacity: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +97,7 @@ def _with_capacity(ends: Tensor, num_rows: int, size: int, capacity: int) -> tup
     stops = ends.view(size, -1)[:, -1].long().contiguous()  # of each rank's rows
     starts = torch.cat([stops.new_zeros(1), stops[:-1]])
     taken = starts[:, None] + torch.arange(capacity, device=ends.device)
-    taken = torch.where(taken < stops[:, None], taken, -1).flatten()
+    taken = torch.where(taken < stops[:, None], taken, 0).flatten()
     row = torch.arange(num_rows, device=ends.device)
     rank = torch.searchsorted(stops, row, right=True).clamp(max=size - 1)
     place = row - starts[rank]
@@ -106,24 +105,36 @@ def _with_capacity(ends: Tensor, num_rows: int, size: int, capacity: int) -> tup
     return taken, put
 
 
-class _Take(torch.autograd.Function):
-    """rows[index], zeros for -1. `inverse` says where each row went, so that backward is the same the other way."""
-
+class _Pad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return _taken(rows, index)
+    def forward(ctx: Any, rows: Tensor, taken: Tensor, put: Tensor) -> Tensor:
+        ctx.save_for_backward(put)
+        return _filled_up(rows, taken)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _taken(grad, *ctx.saved_tensors), None, None
+        return _kept(grad, *ctx.saved_tensors), None, None
 
 
-def _taken(rows: Tensor, index: Tensor) -> Tensor:
-    if not rows.shape[0]:
-        return rows.new_zeros((index.shape[0], rows.shape[1]))
-    return rows.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
+class _Unpad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, taken: Tensor, put: Tensor) -> Tensor:
+        ctx.save_for_backward(taken)
+        return _kept(rows, put)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _filled_up(grad, *ctx.saved_tensors), None, None
+
+
+def _filled_up(rows: Tensor, taken: Tensor) -> Tensor:
+    return rows.index_select(0, taken) if rows.shape[0] else rows.new_zeros((taken.shape[0], rows.shape[1]))
+
+
+def _kept(rows: Tensor, put: Tensor) -> Tensor:
+    return rows.index_select(0, put.clamp(min=0)).masked_fill_((put < 0)[:, None], 0)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -146,23 +157,24 @@ class Dispatched(NamedTuple):
     rows: Tensor
     offsets: Tensor
     positions: Tensor
-    order: Tensor
-    inverse: Tensor
+    places: Tensor
     route: Route
 
 
 def _sent(rows: Tensor, positions: Tensor, route: Route, overlap: Overlap) -> Dispatched:
     received = _AllToAll.apply(route.pad(rows), route.traffic, overlap)
     places, offsets = route.by_expert(overlap.rank)
-    inverse = torch.cat(places)
-    order = torch.empty_like(inverse).scatter_(0, inverse.long(), torch.arange(len(inverse), device=inverse.device))
-    return Dispatched(_Take.apply(received, order, inverse), offsets, positions, order, inverse, route)
+    return Dispatched(moe_unpermute(received, _inverse(places)), offsets, positions, places, route)
 
 
 def _returned(rows: Tensor, dispatched: Dispatched, overlap: Overlap) -> Tensor:
-    received = _Take.apply(rows, dispatched.inverse, dispatched.order)
     route = dispatched.route
-    return route.unpad(_AllToAll.apply(received, route.traffic.back, overlap))
+    return route.unpad(_AllToAll.apply(moe_unpermute(rows, dispatched.places), route.traffic.back, overlap))
+
+
+def _inverse(places: Tensor) -> Tensor:
+    """Which row stands at each place: as positions, `moe_unpermute` sorts by it, as `places` undo it."""
+    return torch.empty_like(places).scatter_(0, places, torch.arange(len(places), device=places.device)[:, None])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -250,13 +262,13 @@ class _Overlapped(torch.autograd.Function):
             if not (need_gate_up or need_down):
                 return
             places, offsets = route.by_expert(overlap.rank)
-            parts = route.traffic.received(overlap.rank)
-            for i, need, rows, inputs in (
-                (1, need_down, dy.split(parts), activations),
-                (0, need_gate_up, dzs, x.split(parts)),
-            ):
-                if need:
-                    grads[i] = grouped_gemm_wgrad(_sorted(rows, places), _sorted(inputs, places), offsets)
+            order = _inverse(places)
+            if need_down:
+                a = moe_unpermute(torch.cat(activations), order)
+                grads[1] = grouped_gemm_wgrad(moe_unpermute(dy, order), a, offsets)
+            if need_gate_up:
+                dz = moe_unpermute(torch.cat(dzs), order)
+                grads[0] = grouped_gemm_wgrad(dz, moe_unpermute(x, order), offsets)
 
         dx, _ = _traded(dy.contiguous(), route, overlap, product, weight_grads)
         return dx, *grads, None, None
@@ -279,18 +291,10 @@ def _traded(
         back.send(source, product(source, there.wait(source)))
     there.finish([there.whole])
     meanwhile(there.whole)
-    for rank in back.order:
+    for rank in [overlap.rank, *transport.outwards()]:  # the next rank has made this one's first
         back.wait(rank)
     back.finish([back.whole])
     return back.whole, there.whole
-
-
-def _sorted(parts: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-    """All sources' rows, each at its place."""
-    whole = parts[0].new_empty((sum(map(len, parts)), parts[0].shape[1]))
-    for part, place in zip(parts, places, strict=True):
-        whole.index_copy_(0, place.long(), part)
-    return whole
 
 
 def _overlaps(way: Way, route: Route, overlap: Overlap, num_experts: int) -> bool:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from powertrain.parallel.peers import Peer
-from powertrain.parallel.transport import CollectiveTransport, Transport
+from powertrain.parallel.transport import CollectiveTransport, Transport, on_gpus
 from powertrain.runtime import checks, tracing
 
 NAMES = ("auto", "symmetric", "pipelined", "sequential")
@@ -30,13 +30,9 @@ def open_transport(group: dist.ProcessGroup, name: str, *, strict: bool, debug: 
             return found
         if strict or name == "symmetric":
             raise TransportUnavailable(f"Overlap: no symmetric memory among these {group.size()} ranks: {found}")
-        if group.rank() == 0 and _on_gpus(group):
+        if group.rank() == 0 and on_gpus(group):
             tracing.warn(f"overlap goes through {dist.get_backend(group)} sends, not symmetric memory: {found}")
     return CollectiveTransport(group, sequential=name == "sequential", debug=debug)
-
-
-def _on_gpus(group: dist.ProcessGroup) -> bool:
-    return torch.cuda.is_available() and torch.device("cuda") in group._device_types
 
 
 def _open_symmetric(group: dist.ProcessGroup, debug: bool) -> Transport | str:
@@ -46,27 +42,28 @@ def _open_symmetric(group: dist.ProcessGroup, debug: bool) -> Transport | str:
         return problem
     from powertrain.parallel.symmetric import SymmetricTransport
 
-    transport, problem = None, ""
+    transport, problem, rate = None, "", 0.0
     try:
         transport = SymmetricTransport(group, torch.device("cuda", torch.cuda.current_device()), debug=debug)
+        rate = transport.measure_link()
     except RuntimeError as error:
         problem = f"memory cannot be shared: {str(error).splitlines()[0]}"
     problem = _together(group, problem)
-    if not problem and transport is not None:
-        transport.link_rate = _slowest(group, transport.measure_link())
-        if transport.link_rate < SLOWEST_LINK:
-            problem = (
-                f"{transport.link_rate / 1e9:.0f} GB/s between GPUs is PCIe, not NVLink: `nvidia-smi topo -m` shows "
-                "which GPUs are linked; put a group's ranks on those"
-            )
+    rate = _slowest(group, rate)
+    if not problem and rate < SLOWEST_LINK:
+        problem = (
+            f"{rate / 1e9:.0f} GB/s between GPUs is PCIe, not NVLink: `nvidia-smi topo -m` shows which GPUs are linked; "
+            "put a group's ranks on those"
+        )
     if transport is None or problem:
         return problem
+    transport.link_rate = rate
     return transport
 
 
 def _problem_here(group: dist.ProcessGroup) -> str:
     """What rules symmetric memory out, as far as this rank can tell before trying; "" if nothing does."""
-    if not _on_gpus(group):
+    if not on_gpus(group):
         return "its tensors are on the CPU"
     here = torch.cuda.get_device_properties(torch.cuda.current_device())
     mine = (Peer.here(group.rank()).machine, socket.gethostname(), str(here.uuid), torch.cuda.current_device())

@@ -77,11 +77,7 @@ class Peers:
         self._store.set(f"peer {self.rank}", json.dumps(mine.__dict__))
         self.all = [Peer(**json.loads(self._store.get(f"peer {rank}"))) for rank in range(self.size)]
         self.here = mine
-        self._closed = threading.Event()
-        threading.Thread(target=_beat, args=(weakref.ref(self), self._closed), daemon=True).start()
-
-    def close(self) -> None:
-        self._closed.set()
+        self.close = in_background(self, _beat)
 
     def beat(self) -> None:
         """Tell the others that this rank lives. A store that is gone is no reason to fail: pids still tell."""
@@ -140,6 +136,23 @@ class Peers:
 
 def listed(peers: list[Peer]) -> str:
     return ", ".join(map(str, peers))
+
+
+def in_background(owner: Any, run: Callable[[Any, threading.Event], None]) -> Callable[[], Any]:
+    """A thread of run(weak reference to the owner, event that ends it); the call that ends it.
+
+    It ends with its owner, too, and before the interpreter does: a thread that is inside torch then aborts the process.
+    """
+    closed = threading.Event()
+    thread = threading.Thread(target=run, args=(weakref.ref(owner), closed), daemon=True)
+    thread.start()
+    return weakref.finalize(owner, _end, thread, closed)
+
+
+def _end(thread: threading.Thread, closed: threading.Event) -> None:
+    closed.set()
+    if thread is not threading.current_thread():
+        thread.join(timeout=10)
 
 
 def _beat(peers: Any, closed: threading.Event) -> None:

@@ -24,6 +24,8 @@ _COLLECTIVE_START = 30e-6
 _COLLECTIVE_RATE = 0.85  # of the link rate
 _IN_TURN = 0.88  # of the link rate, when copies from one peer follow those from another
 _HOST = 200e-6  # that the host takes to make an overlapped call: one that ends sooner would wait for it
+_FUSED_FROM = 64 << 20  # bytes of each rank, of rows that travel longer than the product takes: 0.681 ms, chunks 0.705
+_UNKNOWN_FROM = 4 << 20  # bytes of each rank that are sent in pieces where no link was measured
 _WORTH = 0.98  # an overlapped call must be predicted to take less than this share of the sequential one
 
 
@@ -90,7 +92,9 @@ class Planner:
         if product.rows < self.transport.size:
             return Choice("sequential", "fewer rows than ranks")
         if self.rates is None:
-            return Choice("chunked", f"{name}: nothing is known of this device's speed")
+            small = self.transport.on_gpus and _travels(product, self.transport.size) < _UNKNOWN_FROM
+            why = "too little to send in pieces" if small else "nothing is known of this device's speed"
+            return Choice("sequential" if small else "chunked", f"{name}: {why}")
         return predict(product, self.transport.size, self.rates)
 
     def explain(self) -> str:
@@ -107,8 +111,7 @@ def product_seconds(rows: int, width: int, depth: int, rates: Rates) -> float:
 def predict(product: Product, size: int, rates: Rates) -> Choice:
     """The faster way for one product on `size` ranks."""
     _, rows, width, depth, _ = product
-    chunk = -(-rows // size)
-    travels = chunk * (depth if product.kind == "gather" else width) * product.dtype.itemsize
+    chunk, travels = -(-rows // size), _travels(product, size)
     alone = product_seconds(rows, width, depth, rates)
     collective = _COLLECTIVE_START + (size - 1) * travels / (_COLLECTIVE_RATE * rates.link)
     step = _COPY_START + travels / (_IN_TURN * rates.link)
@@ -119,7 +122,15 @@ def predict(product: Product, size: int, rates: Rates) -> Choice:
     if chunked > _WORTH * (alone + collective):
         why = f"overlapped it would take {chunked * 1e3:.3f} ms, one after the other less"
         return Choice("sequential", why, alone, collective, chunked)
+    if product.kind == "gather" and travels >= _FUSED_FROM and alone < collective:
+        return Choice("fused", "the product waits for pieces smaller than one of its own", alone, collective, chunked)
     return Choice("chunked", "what travels hides behind the products", alone, collective, chunked)
+
+
+def _travels(product: Product, size: int) -> int:
+    """Bytes that each rank sends to each other one."""
+    width = product.depth if product.kind == "gather" else product.width
+    return -(-product.rows // size) * width * product.dtype.itemsize
 
 
 def _pipeline(product: float, step: float, size: int) -> float:

@@ -181,9 +181,9 @@ class SymmetricTransport(CollectiveTransport):
             best = max(best, nbytes / (start.elapsed_time(end) / 1e3))
         came = target.view(torch.int32)[:: nbytes // 64].cpu()
         expected = torch.arange(nbytes // 4)[:: nbytes // 64] + peer
+        self._wait_for_all()
         if not torch.equal(came.long(), expected):
             raise TransportBroken(f"rank {self.rank} read from rank {peer}'s memory what was not written there")
-        self._wait_for_all()
         return best
 
     def rates(self) -> Rates | None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -140,6 +141,7 @@ class Transport(ABC):
     name: str
     rank: int
     size: int
+    on_gpus: bool = False
 
     @abstractmethod
     def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
@@ -191,6 +193,11 @@ class Transport(ABC):
         """Give back memory and threads."""
 
 
+def on_gpus(group: dist.ProcessGroup) -> bool:
+    """Whether a group's tensors may be CUDA's, here."""
+    return torch.cuda.is_available() and torch.device("cuda") in group._device_types
+
+
 class CollectiveTransport(Transport):
     """Over torch.distributed: NCCL for CUDA tensors, gloo for the CPU's."""
 
@@ -199,6 +206,7 @@ class CollectiveTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, *, sequential: bool = False, debug: bool = False) -> None:
         self.group, self.debug, self.calls = group, debug, 0
         self.rank, self.size = group.rank(), group.size()
+        self.on_gpus = on_gpus(group)
         self.peers = Peers(group, lambda: self.calls)
         if sequential:
             self.name = "sequential"

@@ -12,7 +12,6 @@ writes them, which needs none.
 
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powertrain.parallel.peers import Peers, PeerTimeout, listed
+from powertrain.parallel.peers import Peers, PeerTimeout, in_background, listed
 from powertrain.runtime import checks, tracing
 from powertrain.runtime.driver import MemoryOps, write_word
 
@@ -55,14 +54,12 @@ class Watch:
         self._address = self.running.data_ptr()
         self._names: OrderedDict[int, Call] = OrderedDict()
         self._inside: list[tuple[Call, int]] = []
-        self._closed = threading.Event()
         self._stream = torch.cuda.Stream(device)
         self._seen = torch.zeros(words.shape, dtype=torch.int32, pin_memory=True)
         step = words.numel() // number
         first = words.data_ptr()
         self._free_all = MemoryOps(write=[(first + 4 * step * i, 1) for i in range(number)])
-        self._thread = threading.Thread(target=_look, args=(weakref.ref(self), self._closed), daemon=True)
-        self._thread.start()
+        self.close = in_background(self, _look)
 
     def begin(self, call: Call, count: int, stream: int) -> None:
         """The count-th call of this group starts on a stream."""
@@ -87,11 +84,6 @@ class Watch:
         if self.failure is not None:
             raise PeerTimeout(str(self.failure))
 
-    def close(self) -> None:
-        self._closed.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=10)
-
     def state(self) -> tuple[int, bytes]:
         """The call that the stream is in, and all words: unchanged for seconds, it waits."""
         with torch.cuda.stream(self._stream):
@@ -99,7 +91,7 @@ class Watch:
         self._stream.synchronize()
         return int(self.running), self._seen.numpy().tobytes()
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str, closed: threading.Event) -> None:
         """Let the streams run dry, with the error word set first, and raise at the next call."""
         self.failure = PeerTimeout(why)
         tracing.progress(why)
@@ -108,7 +100,7 @@ class Watch:
             write_word(self.error.data_ptr(), 1, stream)
             self._stream.synchronize()
             quiet = 0
-            while quiet < 3 and not self._closed.wait(0.05):
+            while quiet < 3 and not closed.wait(0.05):
                 self._free_all.enqueue(stream)
                 self._stream.synchronize()
                 quiet = quiet + 1 if int(self.running) == 0 else 0
@@ -129,18 +121,19 @@ def _look(watch: Any, closed: threading.Event) -> None:
         if state != before:
             since, before, said = now, state, False
         elif now - since > _QUIET:
-            said = _report(here, state[0], now - since, said)
+            said = _report(here, state[0], now - since, said, closed)
         del here
 
 
-def _report(watch: Watch, number: int, seconds: float, said: bool) -> bool:
+def _report(watch: Watch, number: int, seconds: float, said: bool, closed: threading.Event) -> bool:
     call = watch._names.get(number, "a call in a captured graph")
     where = f"rank {watch.peers.here.global_rank}: {call} (call {number})"
     gone = watch.peers.gone()
     if gone:
-        watch.fail(f"{where} cannot end: {listed(gone)} {'are' if len(gone) > 1 else 'is'} gone; results are NaN now")
+        are = "are" if len(gone) > 1 else "is"
+        watch.fail(f"{where} cannot end: {listed(gone)} {are} gone; results are NaN now", closed)
     elif seconds > watch.deadline:
-        watch.fail(f"{where} waited {seconds:.0f} s, the process group's time-out, for {_late(watch, number)}")
+        watch.fail(f"{where} waited {seconds:.0f} s, the process group's time-out, for {_late(watch, number)}", closed)
     elif not said:
         tracing.progress(f"{where} has waited {seconds:.0f} s for {_late(watch, number)}")
     return True

@@ -30,8 +30,9 @@ def test_takes_what_was_measured_to_be_faster(case: tuple[str, int, int, int]) -
     kind, rows, width, depth = case
     choice = predict(Product(kind, rows, width, depth, torch.bfloat16), 4, H200)  # type: ignore[arg-type]
     sequential, chunked = MEASURED[case]
-    assert choice.way == ("chunked" if chunked < sequential else "sequential")
-    if choice.way == "chunked" and rows >= 8192:
+    assert (choice.way != "sequential") == (chunked < sequential)
+    assert (choice.way == "fused") == (case == ("gather", 32768, 1536, 4096))
+    if choice.way != "sequential" and rows >= 8192:
         assert choice.product + choice.collective == pytest.approx(sequential / 1e3, rel=0.15)
 
 
@@ -40,6 +41,14 @@ def test_a_link_that_is_faster_never_makes_it_slower() -> None:
     taken = [predict(product, 4, Rates(132, 766e12, link * 1e9)).overlapped for link in (50, 100, 200, 400)]
     assert taken == sorted(taken, reverse=True)
     assert predict(product, 4, H200).exposed < 1
+
+
+def test_small_things_go_in_one_piece_over_links_that_were_not_measured() -> None:
+    transport = World(2).overlaps[0].transport
+    few, many = (Product("gather", rows, 4096, 4096, torch.bfloat16) for rows in (256, 8192))
+    assert [Planner(transport).choose(product).way for product in (few, many)] == ["chunked", "chunked"]
+    transport.on_gpus = True
+    assert [Planner(transport).choose(product).way for product in (few, many)] == ["sequential", "chunked"]
 
 
 def test_what_is_chosen_is_said() -> None:
