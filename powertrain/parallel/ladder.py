@@ -52,8 +52,8 @@ def _open_symmetric(group: dist.ProcessGroup, debug: bool) -> Transport | str:
     rate = _slowest(group, rate)
     if not problem and rate < SLOWEST_LINK:
         problem = (
-            f"{rate / 1e9:.0f} GB/s between GPUs is PCIe, not NVLink: `nvidia-smi topo -m` shows which GPUs are linked; "
-            "put a group's ranks on those"
+            f"{rate / 1e9:.0f} GB/s between GPUs is PCIe, not NVLink: `nvidia-smi topo -m` shows which GPUs are "
+            "linked; put a group's ranks on those"
         )
     if transport is None or problem:
         return problem
