@@ -10,6 +10,7 @@ _PUBLIC = {
     "gemm_all_reduce": "powertrain.parallel.functions",
     "replicated_gemm": "powertrain.parallel.functions",
     "context_parallel": "powertrain.parallel.context",
+    "moe_experts": "powertrain.parallel.experts",
     "PeerTimeout": "powertrain.parallel.peers",
     "CollectiveMismatch": "powertrain.parallel.peers",
     "TransportUnavailable": "powertrain.parallel.ladder",
