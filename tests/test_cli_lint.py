@@ -102,6 +102,15 @@ def test_sharding_divides_memory() -> None:
     assert eight.gradients * 4 == one.gradients and eight.optimizer * 12 == one.optimizer
 
 
+def test_accumulated_gradients_stay_whole() -> None:
+    """FSDP2 sums them over ranks only after the last micro-batch."""
+    options = ["train.precision=bf16", "parallel.shard=-1"]
+    more = [*options, "train.gradient_accumulation_steps=2"]
+    once, twice = (lint(read_config([OURS], o, world_size=8).config, [], world_size=8).memory for o in (options, more))
+    assert twice.gradients - once.gradients == 8 * once.gradients
+    assert twice.weights == once.weights
+
+
 def test_tensor_ranks_share_the_activations() -> None:
     config = read_config([OURS], ["parallel.tensor=2"], world_size=2).config
     one, two = lint(read_config([OURS], []).config, []).memory, lint(config, [], world_size=2).memory

@@ -250,9 +250,12 @@ def _memory(config: RunConfig, model: nn.Module, activations: dict[str, int], wo
     elif parallel.strategy == "ddp":
         sizes = (elements * (4 + (width if width < 4 else 0)), elements * 4, elements * moments)
     else:
-        layer = max(sum(p.numel() for p in block.parameters()) for block in model.layers)  # type: ignore[union-attr]
+        layers: Any = model.layers
+        layer = max(sum(p.numel() for p in block.parameters()) for block in layers) / parallel.tensor
         gathered = 2 * layer if parallel.reshard_after_forward else elements
-        sizes = (elements * 4 / shards + gathered * width, elements * 4 / shards, elements * moments / shards)
+        # between micro-batches FSDP2 keeps a rank's gradients whole, in the dtype that they are summed in
+        kept = elements * DTYPES[train.reduce_dtype].itemsize if train.gradient_accumulation_steps > 1 else 0
+        sizes = (elements * 4 / shards + gathered * width, elements * 4 / shards + kept, elements * moments / shards)
     weights, gradients, optimizer = (int(size) for size in sizes)
     return Memory(weights, gradients, optimizer, activations, train.activation_checkpointing)
 
