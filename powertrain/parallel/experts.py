@@ -5,11 +5,11 @@
     y[i] = down[e] swiglu(gate_up[e] rows[i])                        on the rank that keeps e, i's expert
     out[t] = sum over j of w[t, j] y[row of (t, j)]                  float32, j ascending: `moe_unpermute`
 
-Overlapped, a rank starts with its own rows; then come the others', one rank after the other, and what was computed for
-one of them goes back while the next one's are multiplied. Backward is the mirror: dy goes out, dx comes back, and the
-weights' gradients, one grouped product over all ranks' rows each, hide what is still on its way. Its twin, in sequence,
-takes one all-to-all, the same products over all rows at once, and one all-to-all back; `dispatch` and `combine` are
-its halves.
+Overlapped, a rank starts with its own rows for half of its experts; then come the others' rows, one rank after the
+other, and what was computed for one of them goes back while the next one's are multiplied; at the end its own rows for
+the other half. Backward is the mirror: dy goes out, dx comes back, and the weights' gradients, one grouped product over
+all ranks' rows each, hide what is still on its way. Its twin, in sequence, takes one all-to-all, the same products over
+all rows at once, and one all-to-all back; `dispatch` and `combine` are its halves.
 
 How many rows go where is known on the GPUs only. Exact: the counts are gathered, E integers a rank, and read by the
 host once a call; every row travels, none is dropped. With a `capacity`, every rank sends each rank that many rows,
@@ -19,6 +19,7 @@ Sources: Lepikhin et al., GShard, arXiv:2006.16668 (all-to-all, capacity); Gale 
 (dropless, grouped products).
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,6 +39,18 @@ _WAYS: tuple[Way, ...] = ("auto", "overlapped", "sequential")
 _ENOUGH = 128
 
 
+class Piece(NamedTuple):
+    """Rows of one source that are multiplied at once: those for some of this rank's experts.
+
+    rows, experts   which of the source's rows, and of the experts;  ends [experts] int32: each one's end in those rows
+    """
+
+    source: int
+    rows: slice
+    experts: slice
+    ends: Tensor
+
+
 class Route(NamedTuple):
     """Which rows of one call go where.
 
@@ -45,12 +58,14 @@ class Route(NamedTuple):
     ends      [W, E/W] int32: where each source's rows of each of this rank's experts end; rows behind the last are none
     taken     [rows sent]: which of this rank's rows each is, or a copy to fill up with; None: all, in their order
     put       [rows]: where each was put among those sent, -1 for a row that was dropped
+    first     of this rank's rows for itself, those for the first half of its experts; None: not known to the host
     """
 
     traffic: Traffic
     ends: Tensor
     taken: Tensor | None = None
     put: Tensor | None = None
+    first: int | None = None
 
     @staticmethod
     def plan(ends: Tensor, num_rows: int, overlap: Overlap, capacity: int | None) -> "Route":
@@ -60,10 +75,12 @@ class Route(NamedTuple):
         everyone = overlap.transport.all_gather(counts[None], Rows((1,) * size)).view(size, size, -1)
         theirs = everyone[:, rank].cumsum(1, dtype=torch.int32)
         if capacity is None:
-            matrix: list[list[int]] = everyone.sum(2).tolist()
-            sent = sum(matrix[rank])
+            first = everyone[rank, rank, : everyone.shape[2] // 2].sum()
+            *matrix, first_rows = torch.cat([everyone.sum(2).flatten(), first[None]]).tolist()
+            traffic = Traffic(tuple(tuple(matrix[i : i + size]) for i in range(0, size * size, size)))
+            sent = sum(traffic.sent(rank))
             checks.require(sent == num_rows, "spread_experts", "offsets", f"end at rows' {num_rows} rows", sent)
-            return Route(Traffic(tuple(map(tuple, matrix))), theirs)
+            return Route(traffic, theirs, first=first_rows)
         traffic = Traffic(((capacity,) * size,) * size)
         return Route(traffic, theirs.clamp(max=capacity), *_with_capacity(ends, num_rows, size, capacity))
 
@@ -74,6 +91,18 @@ class Route(NamedTuple):
     def unpad(self, rows: Tensor) -> Tensor:
         """As `pad` was given them; zeros for those that were dropped."""
         return rows if self.taken is None else _Unpad.apply(rows, self.taken, self.put)
+
+    def pieces(self, order: Sequence[int]) -> list[Piece]:
+        """What a rank multiplies, one after the other; order: the sources, itself first."""
+        sizes, count = self.traffic.received(order[0]), self.ends.shape[1]
+        whole = [Piece(s, slice(0, sizes[s]), slice(0, count), self.ends[s]) for s in order]
+        if self.first is None or count == 1:
+            return whole
+        (own, rows, _, ends), *others = whole
+        half = count // 2
+        before = Piece(own, slice(0, self.first), slice(0, half), ends[:half])
+        after = Piece(own, slice(self.first, rows.stop), slice(half, count), ends[half:] - self.first)
+        return [before, *others, after]
 
     def by_expert(self, rank: int) -> tuple[Tensor, Tensor]:
         """[rows received, 1]: where each stands when sorted by expert, then source; and each expert's end."""
@@ -227,15 +256,15 @@ class _Overlapped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, route: Route, overlap: Overlap) -> Tensor:
-        zs: dict[int, Tensor] = {}
+        zs: list[Tensor] = []
 
-        def product(source: int, x: Tensor) -> Tensor:
-            zs[source] = grouped_gemm(x, gate_up, route.ends[source])
-            return grouped_gemm(gated_activation(zs[source], "swiglu"), down, route.ends[source])
+        def product(piece: Piece, x: Tensor) -> Tensor:
+            zs.append(grouped_gemm(x, gate_up[piece.experts], piece.ends))
+            return grouped_gemm(gated_activation(zs[-1], "swiglu"), down[piece.experts], piece.ends)
 
-        y, received = _traded(rows, route, overlap, product)
+        y, received, _ = _traded(rows, route, overlap, product)
         ctx.how = route, overlap
-        ctx.save_for_backward(received, gate_up, down, *(zs[source] for source in range(overlap.size)))
+        ctx.save_for_backward(received, gate_up, down, *zs)
         return y
 
     @staticmethod
@@ -243,43 +272,49 @@ class _Overlapped(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         route, overlap = ctx.how
         x, gate_up, down, *zs = ctx.saved_tensors
-        size = overlap.size
-        activations: list[Tensor] = [dy] * size
-        dzs: list[Tensor] = [dy] * size
+        activations: list[Tensor] = []
+        dzs: list[Tensor] = []
 
-        def product(source: int, dy: Tensor) -> Tensor:
-            ends, z = route.ends[source], zs[source].detach().requires_grad_()
+        def product(piece: Piece, dy: Tensor) -> Tensor:
+            z = zs[len(dzs)].detach().requires_grad_()
             with torch.enable_grad():
                 a = gated_activation(z, "swiglu")
-            (dzs[source],) = torch.autograd.grad(a, z, grouped_gemm_dgrad(dy, down, ends))
-            activations[source] = a.detach()
-            return grouped_gemm_dgrad(dzs[source], gate_up, ends)
+            (dz,) = torch.autograd.grad(a, z, grouped_gemm_dgrad(dy, down[piece.experts], piece.ends))
+            activations.append(a.detach())
+            dzs.append(dz)
+            return grouped_gemm_dgrad(dz, gate_up[piece.experts], piece.ends)
 
         need_gate_up, need_down = ctx.needs_input_grad[1:3]
-        grads: list[Tensor | None] = [None, None]
 
-        def weight_grads(dy: Tensor) -> None:
+        def weight_grads(dy: Tensor, pieces: list[Piece]) -> tuple[Tensor | None, Tensor | None]:
             if not (need_gate_up or need_down):
-                return
+                return None, None
             places, offsets = route.by_expert(overlap.rank)
-            order = _inverse(places)
+            order, dgate_up, ddown = _inverse(places), None, None
             if need_down:
-                a = moe_unpermute(torch.cat(activations), order)
-                grads[1] = grouped_gemm_wgrad(moe_unpermute(dy, order), a, offsets)
+                a = moe_unpermute(_in_order(activations, pieces), order)
+                ddown = grouped_gemm_wgrad(moe_unpermute(dy, order), a, offsets)
             if need_gate_up:
-                dz = moe_unpermute(torch.cat(dzs), order)
-                grads[0] = grouped_gemm_wgrad(dz, moe_unpermute(x, order), offsets)
+                dz = moe_unpermute(_in_order(dzs, pieces), order)
+                dgate_up = grouped_gemm_wgrad(dz, moe_unpermute(x, order), offsets)
+            return dgate_up, ddown
 
-        dx, _ = _traded(dy.contiguous(), route, overlap, product, weight_grads)
+        dx, _, grads = _traded(dy.contiguous(), route, overlap, product, weight_grads)
         return dx, *grads, None, None
 
 
-def _traded(
-    rows: Tensor, route: Route, overlap: Overlap, product: Any, meanwhile: Any = lambda received: None
-) -> tuple[Tensor, Tensor]:
-    """product(source, rows of that source) of all ranks' rows, back where they came from; and the rows received.
+def _in_order(tensors: list[Tensor], pieces: list[Piece]) -> Tensor:
+    """What there is of each piece, in the order of the rows received."""
+    order = sorted(range(len(pieces)), key=lambda i: (pieces[i].source, pieces[i].rows.start))
+    return torch.cat([tensors[i] for i in order])
 
-    `meanwhile(received)` is called when the last results are on their way.
+
+def _traded(
+    rows: Tensor, route: Route, overlap: Overlap, product: Any, meanwhile: Any = lambda received, pieces: None
+) -> tuple[Tensor, Tensor, Any]:
+    """product(piece, its rows) of all ranks' rows, back where they came from; the rows received; what `meanwhile` gave.
+
+    `meanwhile(received, pieces)` is called when the last results are on their way.
     """
     transport, traffic = overlap.transport, route.traffic
     there = transport.trade(DISPATCH, rows, traffic, rows.shape[1])
@@ -287,14 +322,19 @@ def _traded(
     parts = rows.split(traffic.sent(overlap.rank))
     for rank in [*transport.outwards(), overlap.rank]:
         there.send(rank, parts[rank])
-    for source in there.order:
-        back.send(source, product(source, there.wait(source)))
+    pieces = route.pieces(there.order)
+    for piece in pieces:
+        y = product(piece, there.wait(piece.source)[piece.rows])
+        if piece.source == overlap.rank:
+            back.wait(overlap.rank)[piece.rows].copy_(y)
+        else:
+            back.send(piece.source, y)
     there.finish([there.whole])
-    meanwhile(there.whole)
+    found = meanwhile(there.whole, pieces)
     for rank in [overlap.rank, *transport.outwards()]:  # the next rank has made this one's first
         back.wait(rank)
     back.finish([back.whole])
-    return back.whole, there.whole
+    return back.whole, there.whole, found
 
 
 def _overlaps(way: Way, route: Route, overlap: Overlap, num_experts: int) -> bool:
