@@ -126,12 +126,14 @@ def test_mesh_shape_errors(parallel: dict[str, Any], message: str) -> None:
 
 
 def test_models_that_tensor_ranks_do_not_divide() -> None:
-    for model, message in (
-        ("llama", r"parallel.tensor must divide model.num_kv_heads \(2\), got 4"),
-        ("deepseek", "parallel.tensor must be 1 for model.architecture deepseek, got 4"),
+    balanced = {"model": "deepseek", "sizes": {"balance_loss": 0.1}}
+    for case, tensor, message in (
+        ({"model": "llama"}, 4, r"parallel.tensor must divide model.num_kv_heads \(2\), got 4"),
+        ({"model": "deepseek"}, 8, r"parallel.tensor must divide model.num_heads \(4\), got 8"),
+        (balanced, 2, "model.balance_loss must be 0 with parallel.tensor above 1, .* got 0.1"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_parallel(run_config({"model": model, "parallel": {"tensor": 4}}, 1), 8)
+            check_parallel(run_config({**case, "parallel": {"tensor": tensor}}, 1), 8)
 
 
 @pytest.mark.parametrize(
