@@ -136,6 +136,7 @@ class SymmetricTransport(CollectiveTransport):
         self.outward = {use: torch.cuda.Stream(device, priority=-1) for use in USES}
         self._fork, self._join = torch.cuda.Event(), torch.cuda.Event()
         self._shared: dict[int, Shared] = {}
+        self._captured: set[Shared] = set()
         self._fused: Any = None
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         dist.barrier(group)
@@ -145,9 +146,9 @@ class SymmetricTransport(CollectiveTransport):
 
     def inbox(self, use: int, slot_bytes: int) -> Shared:
         """Slots of at least so many bytes. Larger than ever before: every rank waits for all others."""
-        found = self._shared.get(use)
+        found, capturing = self._shared.get(use), torch.cuda.is_current_stream_capturing()
         if found is None or found.slot_bytes < slot_bytes:
-            if torch.cuda.is_current_stream_capturing():
+            if capturing:
                 raise WarmUpFirst(
                     f"powertrain.parallel: a call in a captured graph needs {slot_bytes} bytes of shared memory, more "
                     "than any before: run it once before capturing"
@@ -156,6 +157,8 @@ class SymmetricTransport(CollectiveTransport):
             self._shared.pop(use, None)
             self._shared[use] = found = Shared(slot_bytes, SLOTS_OF[use], self.group, self.device)
             self._wait_for_all()
+        if capturing:
+            self._captured.add(found)  # replays go on there, whatever later calls need
         return found
 
     def _wait_for_all(self) -> None:
@@ -225,7 +228,10 @@ class SymmetricTransport(CollectiveTransport):
 
     def end(self, call: Call, main: torch.cuda.Stream, outputs: Sequence[Tensor]) -> None:
         for y in outputs:
-            poison_kernel(y, self.error)
+            if y.is_contiguous():
+                poison_kernel(y, self.error)
+            else:  # a main_grad may lie as it likes
+                y.masked_fill_(self.error != 0, torch.nan)
         self.watch.end(call, main.cuda_stream)
         if not torch.cuda.is_current_stream_capturing():
             event = self._last[1] if self._last is not None else torch.cuda.Event()
@@ -244,8 +250,10 @@ class SymmetricTransport(CollectiveTransport):
     def close(self) -> None:
         super().close()
         self.watch.close()
-        self._wait_for_all()
+        if self.watch.failure is None:  # else somebody will not come
+            self._wait_for_all()
         self._shared.clear()
+        self._captured.clear()
 
 
 class SymmetricGathering(Gathering):
