@@ -294,7 +294,10 @@ class CollectiveTransport(Transport):
             ops.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=to))
         if receive.numel():
             ops.append(dist.P2POp(dist.irecv, receive, group=self.group, group_peer=source))
-        return dist.batch_isend_irecv(ops) if ops else []
+        try:
+            return dist.batch_isend_irecv(ops) if ops else []
+        except (RuntimeError, dist.DistError) as error:  # gloo finds out here that a peer went before
+            raise self.peers.lost(f"{list(send.shape)} to rank {to} of the group", error) from error
 
 
 def gather_all(transport: Transport, shard: Tensor, rows: Rows) -> Tensor:

@@ -1,8 +1,11 @@
-"""`python -m tests.distributed.experts_worker OUT`, one rank: experts over gloo; by threads, see `simulated`."""
+"""`python -m tests.distributed.experts_worker OUT [killed]`, one rank: experts over gloo; `simulated`: by threads."""
 
 import copy
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.moe import moe_permute, moe_route, moe_unpermute
 from powertrain.parallel.experts import combine, dispatch, moe_experts
 from powertrain.parallel.overlap import Overlap
+from powertrain.parallel.peers import PeerTimeout
 from powertrain.parallel.simulate import World
 
 H, INTERMEDIATE, TOP_K = 6, 5, 2
@@ -157,11 +161,30 @@ def simulated(size: int, seed: int, delay: float = 0.0) -> list[Any]:
     return World(size, seed=seed, delay=delay).run(one)
 
 
+def killed(overlap: Overlap) -> str:
+    """Rank 1 dies between forward and backward; what the others are told."""
+    whole = operands(4 * overlap.size, 2 * overlap.size, 0)
+    o = leaves(whole, *mine_of(overlap, [4] * overlap.size, 2 * overlap.size))
+    weights, experts = moe_route(o["logits"], top_k=TOP_K)
+    y = moe_experts(o["x"], weights.double(), experts, o["gate_up"], o["down"], overlap, way="overlapped")
+    if overlap.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    try:
+        y.sum().backward()
+    except PeerTimeout as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
+    if sys.argv[2:] == ["killed"]:
+        (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(killed(Overlap(group))))
+        os._exit(0)  # the group cannot be left in order any more
     for name in ("auto", "sequential"):
         overlap = Overlap(group, transport=name, debug=name == "auto")
         even, uneven, first_none, last_all = tokens_of(overlap.size)
