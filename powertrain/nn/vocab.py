@@ -364,6 +364,7 @@ def vocab_parallel_linear_cross_entropy(
     Sends x once and its gradient once, and 12 bytes a token. Raises ValueError naming the argument.
     """
     op = "vocab_parallel_linear_cross_entropy"
+    main_grad = getattr(weight, "main_grad", None)
     if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -383,7 +384,6 @@ def vocab_parallel_linear_cross_entropy(
     overlap.transport.compare(op, counts, [rows[:0], weight, bias])
     needs = (torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     terms = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
-    main_grad = getattr(weight, "main_grad", None)
     found: Tensor = _linear_op(
         rows, weight, bias, flat, main_grad, reduction, *terms, list(counts), overlap.key, *needs
     )[0]  # fmt: skip

@@ -119,6 +119,20 @@ def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor) -> Maybe:
     return None
 
 
+def _gradient_of(weight: Tensor, dw: Maybe) -> Tensor:
+    """Where a weight's gradient is: what must not be trusted once a peer was lost."""
+    found: Tensor = weight.main_grad if dw is None else dw  # type: ignore[attr-defined]
+    return found
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in autocast's dtype, with the `main_grad` that it may have."""
+    found, main = weight.to(dtype), getattr(weight, "main_grad", None)
+    if main is not None:
+        found.main_grad = main  # type: ignore[attr-defined]
+    return found
+
+
 def _present(*tensors: Maybe) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
@@ -171,7 +185,7 @@ def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
             gathering.wait(rank)
         for i, w, dy in wanted:
             dws[i] = _weight_grad(dy, gathering.whole, w)
-        gathering.finish([d for d in dws if d is not None])
+        gathering.finish([_gradient_of(w, dws[i]) for i, w, _ in wanted])
 
     dx = None
     if need_x and terms:
@@ -249,7 +263,7 @@ def _reduce_scatter_grads(
     dw = _weight_grad(gathering.whole, x, w) if need_w else None
     # every rank has the bias, so every one sums all rows
     db = gathering.whole.sum(0) if need_b else None
-    gathering.finish(_present(dx, dw, db))
+    gathering.finish(_present(dx, _gradient_of(w, dw) if need_w else None, db))
     return dx, dw, db
 
 
@@ -402,7 +416,7 @@ def _checked(op: str, x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> t
     checks.require(len(biases) == len(weights), op, "bias", f"have an entry per weight ({len(weights)})", len(biases))
     if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weights = x.to(dtype), [w.to(dtype) for w in weights]
+        x, weights = x.to(dtype), [_cast(w, dtype) for w in weights]
         biases = [None if bias is None else bias.to(dtype) for bias in biases]
     checks.floating(op, x=x)
     for w, bias in zip(weights, biases, strict=True):

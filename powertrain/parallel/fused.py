@@ -9,7 +9,7 @@ rows be used in pieces smaller than a good product. The words and slots are the 
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -30,10 +30,15 @@ class Fused:
         self.transport, self.device = transport, transport.device
         self.counters = torch.zeros(transport.size, dtype=torch.int32, device=self.device)
         self.own_signal = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.integers = lru_cache(256)(self._integers)
+        self._integers = lru_cache(256)(partial(_integers, self.device))
+        self._captured: list[Tensor] = []
 
-    def _integers(self, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+    def integers(self, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """On the device; made once for each of the last calls' values."""
+        found = self._integers(values, dtype)
+        if torch.cuda.is_current_stream_capturing():
+            self._captured.append(found)  # replays read it, however many calls are between
+        return found
 
     def all_gather_gemm(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Rows, ys: Sequence[Tensor],
@@ -54,6 +59,10 @@ class Fused:
         b, layout = _stored(w)
         hopper_gemm(x, b, None, layout=layout, scattered=scattering.hook())
         return scattering
+
+
+def _integers(device: torch.device, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def serves(x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> bool:

@@ -1,13 +1,12 @@
 """The ranks of one group, and how rows travel between them while they compute."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from powertrain.parallel.ladder import open_transport
+from powertrain.parallel.ladder import NAMES, open_transport
 from powertrain.parallel.planner import Planner
 from powertrain.parallel.transport import Rows, Transport
 from powertrain.runtime import checks
@@ -27,7 +26,7 @@ class Overlap:
     debug       ranks compare each call's shapes and order first: CollectiveMismatch instead of a hang
 
     Collective: every rank of the group makes it, and its calls, in the same order. Several groups may have one each;
-    one group has one: making it again gives the same object, until `close()`.
+    one group has one: making it again gives the same object, until `close()`, which has to be what is asked for then.
     Raises ValueError naming the argument.
     """
 
@@ -35,15 +34,19 @@ class Overlap:
     transport: Transport
     planner: Planner
 
-    def __new__(cls, group: dist.ProcessGroup | DeviceMesh, **options: Any) -> "Overlap":
+    def __new__(
+        cls,
+        group: dist.ProcessGroup | DeviceMesh,
+        *,
+        transport: str = "auto",
+        strict: bool = False,
+        debug: bool = False,
+    ) -> "Overlap":
         group = _process_group(group)
         found = _open.get(group.group_name)
-        return found if found is not None and found.group is group else cls._opened(group, **options)
-
-    @classmethod
-    def _opened(
-        cls, group: dist.ProcessGroup, *, transport: str = "auto", strict: bool = False, debug: bool = False
-    ) -> "Overlap":
+        if found is not None and found.group is group:
+            found._check_serves(transport, strict, debug)
+            return found
         self = object.__new__(cls)
         self._adopt(open_transport(group, transport, strict=strict, debug=debug), group.group_name)
         self.group = group
@@ -61,6 +64,18 @@ class Overlap:
         self.rank, self.size = transport.rank, transport.size
         self.planner = Planner(transport, transport.rates())
         _open[key] = self
+
+    def _check_serves(self, transport: str, strict: bool, debug: bool) -> None:
+        """Raise ValueError if what is asked for is not what the group has open."""
+        checks.one_of("Overlap", "transport", transport, NAMES)
+        mine, stays = self.transport.name, "for a group whose overlap is open (close() it first)"
+        if self.size > 1:
+            checks.require(transport in ("auto", mine), "Overlap", "transport", f"be auto or {mine} {stays}", transport)
+            checks.require(
+                not strict or mine == "symmetric", "Overlap", "strict", f"be False over {mine} {stays}", strict
+            )
+        has = getattr(self.transport, "debug", False)
+        checks.require(has or not debug, "Overlap", "debug", f"be False {stays}", debug)
 
     def rows(self, count: int, counts: Sequence[int] | None = None) -> Rows:
         """Whose rows are whose: `count` on every rank, or as `counts` says."""
@@ -86,9 +101,10 @@ class Overlap:
         return self.planner.explain()
 
     def close(self) -> None:
-        """Give back memory and threads; the group itself stays."""
-        _open.pop(self.key, None)
-        self.transport.close()
+        """Give back memory and threads; the group itself stays. What is still to be differentiated over it raises."""
+        if _open.get(self.key) is self:
+            del _open[self.key]
+            self.transport.close()
 
 
 def close_all() -> None:
@@ -99,7 +115,11 @@ def close_all() -> None:
 
 def find(key: str) -> Overlap:
     """The open overlap of a group's name."""
-    return _open[key]
+    found = _open.get(key)
+    if found is None:
+        must = "be open until the last backward and the last replay of its calls"
+        checks.fail("Overlap", "overlap", must, f"that of group {key}, which was closed")
+    return found
 
 
 def _process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:

@@ -2,6 +2,7 @@
 
     world = World(4, seed=0)
     results = world.run(lambda overlap: all_gather_gemm(x[overlap.rank], w[overlap.rank], overlap))
+    world.close()
 
 Every stream of every rank is a thread that takes its steps one by one; before each it may sleep for a moment. So code
 over an Overlap can be tried on any number of ranks without a launcher or a GPU, under orders of events that hardware
@@ -118,6 +119,11 @@ class World:
             raise errors[0][1]
         return results
 
+    def close(self) -> None:
+        """End every rank's overlap, and with it its threads."""
+        for overlap in self.overlaps:
+            overlap.close()
+
     def lose(self, rank: int) -> None:
         """The rank is gone: whoever waits for it raises PeerTimeout."""
         with self.changed:
@@ -214,6 +220,10 @@ class SimulatedTransport(Transport):
     def all_to_all(self, rows: Tensor, traffic: Traffic) -> Tensor:
         return trade_all(self, rows, traffic)
 
+    def drain(self, use: int) -> None:
+        """Wait until what this rank sends is sent: its memory may be written to again."""
+        self.outward[use].put(lambda: None).result()
+
     def close(self) -> None:
         for stream in self.outward.values():
             stream.end()
@@ -241,6 +251,7 @@ class _SimulatedGathering(Gathering):
         return found
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
+        self.transport.drain(GATHER)
         self.transport.steps.release(None, GATHER, self.slot)
 
 
@@ -299,4 +310,5 @@ class _SimulatedTrading(Trading):
         return self.parts[rank]
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
+        self.transport.drain(self.use)
         self.transport.steps.release(None, self.use, self.slot)

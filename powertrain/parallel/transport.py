@@ -301,12 +301,16 @@ class CollectiveTransport(Transport):
 
 
 def gather_all(transport: Transport, shard: Tensor, rows: Rows) -> Tensor:
-    """All rows by a gathering, for groups whose collective does not serve."""
-    gathering = transport.gather(shard, rows, keep=True)
+    """All rows by a gathering, for groups whose collective does not serve; in memory of their own.
+
+    Where a gathering brings them is used again.
+    """
+    gathering, whole = transport.gather(shard, rows, keep=False), shard.new_empty((rows.total, *shard.shape[1:]))
+    parts = rows.split(whole)
     for rank in gathering.order:
-        gathering.wait(rank)
-    gathering.finish([])
-    return gathering.whole
+        parts[rank].copy_(gathering.wait(rank))
+    gathering.finish([whole])
+    return whole
 
 
 def scatter_all(transport: Transport, parts: Tensor, rows: Rows) -> Tensor:

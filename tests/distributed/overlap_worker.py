@@ -103,12 +103,26 @@ def check(overlap: Overlap) -> None:
         check_rows(overlap, counts, whole)
 
 
+def refused(group: dist.ProcessGroup, **options: Any) -> None:
+    """A group that has an overlap is not said to have another one."""
+    [name] = options
+    try:
+        Overlap(group, **options)
+    except ValueError as error:
+        assert f"Overlap: {name} must be" in str(error) and "close() it first" in str(error), error
+    else:
+        raise AssertionError(f"Overlap(group, {options}) gave another overlap than was asked for")
+
+
 def functions() -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     for name in ("auto", "sequential"):
         overlap = Overlap(group, transport=name)
         assert Overlap(group) is overlap
+        refused(group, transport="pipelined" if name == "sequential" else "sequential")
+        refused(group, strict=True)
+        refused(group, debug=True)
         check(overlap)
         assert overlap.exchange_rows(overlap.rank + 3) == [rank + 3 for rank in range(overlap.size)]
         overlap.close()

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from powertrain.nn.vocab import vocab_parallel_linear_cross_entropy
 from powertrain.parallel.functions import all_gather_gemm, gemm_reduce_scatter
-from powertrain.parallel.overlap import Overlap
+from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.peers import PeerTimeout
-from powertrain.parallel.simulate import World
+from powertrain.parallel.simulate import World, _SimulatedGathering
 from tests.distributed.overlap_worker import simulated
 
 
@@ -44,3 +45,72 @@ def test_a_rank_that_stops_is_named() -> None:
     with pytest.raises(KeyError, match="on rank 1"):
         World(3).run(layer)
     assert len(said) == 2 and all("rank 1 is gone" in text for text in said)
+
+
+def test_what_was_sent_may_be_written_to_once_a_call_is_made() -> None:
+    world = World(3, seed=1, delay=0.01)
+
+    def layer(overlap: Overlap) -> torch.Tensor:
+        x = torch.full((2, 4), float(overlap.rank))
+        y = all_gather_gemm(x, torch.eye(4), overlap)
+        x.fill_(99.0)
+        return y
+
+    expected = torch.arange(3.0).repeat_interleave(2)[:, None].expand(6, 4)
+    for found in [y for _ in range(3) for y in world.run(layer)]:
+        assert torch.equal(found, expected)
+    world.close()
+
+
+def test_gradients_go_into_main_grad_under_autocast_too() -> None:
+    world = World(2)
+    words = torch.arange(8) % 6
+
+    def layer(overlap: Overlap) -> list[torch.Tensor]:
+        up, down, head = (torch.nn.Parameter(torch.randn(*shape)) for shape in ((6, 8), (8, 6), (3, 8)))
+        for p in (up, down, head):
+            p.main_grad = torch.zeros_like(p)  # type: ignore[attr-defined]
+        with torch.autocast("cpu", torch.bfloat16):
+            states = gemm_reduce_scatter(all_gather_gemm(torch.randn(4, 8), up, overlap), down, overlap)
+            vocab_parallel_linear_cross_entropy(states, head, words, overlap).backward()
+        assert up.grad is None and down.grad is None and head.grad is None
+        return [up.main_grad, down.main_grad, head.main_grad]  # type: ignore[attr-defined]
+
+    for grads in world.run(layer):
+        assert all(grad.abs().sum() > 0 for grad in grads)
+    world.close()
+
+
+def test_main_grads_are_among_what_a_lost_peer_poisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished: list[torch.Tensor] = []
+    finish = _SimulatedGathering.finish
+
+    def noted(self: _SimulatedGathering, outputs: list[torch.Tensor]) -> None:
+        finished.extend(outputs)
+        finish(self, outputs)
+
+    monkeypatch.setattr(_SimulatedGathering, "finish", noted)
+    world = World(2)
+
+    def layer(overlap: Overlap) -> list[torch.Tensor]:
+        up, down = torch.nn.Parameter(torch.randn(6, 8)), torch.nn.Parameter(torch.randn(8, 6))
+        up.main_grad, down.main_grad = torch.zeros(6, 8), torch.zeros(8, 6)  # type: ignore[attr-defined]
+        gemm_reduce_scatter(all_gather_gemm(torch.randn(4, 8), up, overlap), down, overlap).sum().backward()
+        return [up.main_grad, down.main_grad]  # type: ignore[attr-defined]
+
+    for grads in world.run(layer):
+        assert all(any(grad is y for y in finished) for grad in grads)
+    world.close()
+
+
+def test_a_closed_overlap_is_named_and_closes_no_other() -> None:
+    world = World(2)
+    first, second = (Overlap.over(overlap.transport, "the same name") for overlap in world.overlaps)
+    first.close()
+    assert find("the same name") is second
+    second.close()
+    world.close()
+    with pytest.raises(
+        ValueError, match=r"overlap must be open until the last backward .*, got that of group simulated"
+    ):
+        all_gather_gemm(torch.ones(2, 4), torch.ones(3, 4), world.overlaps[0])

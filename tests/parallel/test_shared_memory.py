@@ -1,0 +1,105 @@
+"""Memory that ranks share: what outlives a call is not in it, and what a captured call uses outlives it."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.parallel import symmetric
+from powertrain.parallel.fused import Fused
+from powertrain.parallel.overlap import Overlap
+from powertrain.parallel.protocol import GATHER
+from powertrain.parallel.simulate import World
+from powertrain.parallel.symmetric import SymmetricGathering, SymmetricTransport
+from powertrain.parallel.transport import Gathering, Rows, gather_all
+from tests.parallel.test_trading import _Memory, _Transport
+
+
+class _Gathers(_Transport):
+    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
+        return SymmetricGathering(self, shard.contiguous(), rows, keep)  # type: ignore[arg-type]
+
+
+def test_gathered_rows_stay_when_their_slot_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=None))
+    world, memory, rows = World(3, delay=2e-4), _Memory(3), Rows((2, 0, 3))
+    world.close()
+    world.overlaps = [Overlap.over(_Gathers(world, rank, memory), f"gathers {rank}") for rank in range(3)]
+    whole = [torch.full((5, 4), float(call)) + torch.arange(5.0)[:, None] for call in range(5)]
+
+    def one(overlap: Overlap) -> list[Tensor]:
+        return [gather_all(overlap.transport, x[rows.of(overlap.rank)], rows) for x in whole]
+
+    for found in world.run(one):
+        for y, expected in zip(found, whole, strict=True):
+            assert torch.equal(y, expected)
+    world.close()
+
+
+def _transport(**attributes: Any) -> SymmetricTransport:
+    transport = object.__new__(SymmetricTransport)
+    transport.__dict__.update(attributes)
+    return transport
+
+
+def _capturing(monkeypatch: pytest.MonkeyPatch, is_so: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_so)
+
+
+class _Slots:
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_inboxes_that_a_graph_was_captured_with_are_kept(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "Shared", lambda nbytes, *_: _Slots(nbytes))
+    monkeypatch.setattr(SymmetricTransport, "_wait_for_all", lambda self: None)
+    transport = _transport(group=None, device=None, _shared={}, _captured=set())
+    _capturing(monkeypatch, False)
+    transport.inbox(GATHER, 100)
+    _capturing(monkeypatch, captured)
+    used = weakref.ref(transport.inbox(GATHER, 100))
+    _capturing(monkeypatch, False)
+    larger = transport.inbox(GATHER, 200)
+    gc.collect()
+    assert (used() is not None) == captured
+    assert transport.inbox(GATHER, 100) is larger
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_what_a_captured_kernel_reads_is_kept(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = Fused(SimpleNamespace(size=2, device=torch.device("cpu")))  # type: ignore[arg-type]
+    _capturing(monkeypatch, captured)
+    read = weakref.ref(fused.integers((0, 4, 8), torch.int32))
+    _capturing(monkeypatch, False)
+    for rows in range(300):
+        fused.integers((0, rows), torch.int32)
+    assert (read() is not None) == captured
+
+
+def test_results_in_any_layout_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    _capturing(monkeypatch, True)
+    watch = SimpleNamespace(end=lambda call, stream: None)
+    for error in (0, 1):
+        transport = _transport(error=torch.tensor([error], dtype=torch.int32), watch=watch)
+        memory = torch.zeros(4, 6)
+        transport.end(None, SimpleNamespace(cuda_stream=0), [memory[:, 1:3]])  # type: ignore[arg-type]
+        assert memory[:, 1:3].isnan().all() == bool(error) and not memory[:, 3:].isnan().any()
+        assert not memory[:, 0].isnan().any()
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("rank 1 is gone")])
+def test_closing_waits_for_nobody_once_somebody_is_gone(
+    failure: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[bool] = []
+    monkeypatch.setattr(SymmetricTransport, "_wait_for_all", lambda self: waited.append(True))
+    closes = SimpleNamespace(close=lambda: None, failure=failure)
+    transport = _transport(peers=closes, watch=closes, _shared={0: None}, _captured=set())
+    transport.close()
+    assert waited == ([True] if failure is None else []) and not transport._shared
