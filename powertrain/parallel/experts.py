@@ -433,3 +433,24 @@ def moe_experts(
     rows, offsets, positions = moe_permute(x, experts, num_experts)
     y = spread_experts(rows, offsets, gate_up, down, overlap, capacity=capacity, way=way)
     return moe_unpermute(y, positions, weights)
+
+
+@torch.no_grad()
+def rehearse_experts(rows: Tensor, gate_up: Tensor, down: Tensor, size: int) -> None:
+    """Launch on meta tensors what `spread_experts` launches on each of `size` ranks, to record it; nothing is computed.
+
+    rows [N, H]: as many as a rank sends; gate_up [E, 2I, H], down [E, H, I]: all experts'.
+    """
+    each, share = gate_up.shape[0] // size, max(1, rows.shape[0] // size)
+    for count in sorted({each, each // 2, each - each // 2} - {0}):
+        up, out, part = gate_up[:count], down[:count], rows[: max(1, share * count // each)]
+        ends = torch.empty(count, dtype=torch.int32, device=rows.device)
+        z = grouped_gemm(part, up, ends)
+        a = gated_activation(z, "swiglu")
+        y = grouped_gemm(a, out, ends)
+        grouped_gemm_dgrad(y, out, ends)
+        grouped_gemm_dgrad(z, up, ends)
+        places = torch.empty((part.shape[0], 1), dtype=torch.int64, device=rows.device)
+        sorted_y, sorted_a, sorted_z, sorted_x = (moe_unpermute(t, places) for t in (y, a, z, part))
+        grouped_gemm_wgrad(sorted_y, sorted_a, ends)
+        grouped_gemm_wgrad(sorted_z, sorted_x, ends)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from powertrain.models import build
 from powertrain.ops.attention.explain import Explanation, explain_attention
+from powertrain.parallel.experts import rehearse_experts
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
 from powertrain.train.config import RunConfig
@@ -124,6 +125,8 @@ def rehearse(config: RunConfig, target: Target, *, world_size: int = 1, layers: 
             for p in model.parameters():
                 p.grad_dtype = torch.float32  # as the trainer does
         optimizer.scaled(_loss(model, config)).backward()
+        if config.parallel.expert > 1:
+            _rehearse_experts(model, config)
         if world_size > 1:
             masters = _model(config)
             optimizer = Optimizer(masters, config.optimizer, config.train)
@@ -131,6 +134,13 @@ def rehearse(config: RunConfig, target: Target, *, world_size: int = 1, layers: 
                 p.grad = torch.empty_like(p)
         optimizer.step(config.optimizer.lr)
     return wanted.specs
+
+
+def _rehearse_experts(model: Any, config: RunConfig) -> None:
+    tokens = config.train.micro_batch_size * config.train.seq_length
+    for moe in model.moe_layers:
+        gate_up, down, top_k = moe.experts.gate_up, moe.experts.down, moe.router.options["top_k"]
+        rehearse_experts(gate_up.new_empty((tokens * top_k, down.shape[1])), gate_up, down, config.parallel.expert)
 
 
 def memory_of(target: Target) -> int | None:

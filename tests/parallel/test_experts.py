@@ -12,8 +12,10 @@ from powertrain.parallel.experts import combine, dispatch, moe_experts, spread_e
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.peers import PeerTimeout
 from powertrain.parallel.simulate import World
+from powertrain.runtime.target import Target
+from powertrain.train.lint import rehearse
 from tests.distributed.experts_worker import check, simulated
-from tests.distributed.worker import MODELS
+from tests.distributed.worker import MODELS, run_config
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -105,6 +107,15 @@ def test_a_run_is_told_why_its_experts_cannot_be_spread(sizes: tuple[int, int, i
         check_expert(configure(**MODELS["deepseek"]), *sizes)
     with pytest.raises(ValueError, match=r"^parallel\.expert must be 1 for model\.architecture llama, got 2$"):
         check_expert(configure(**MODELS["llama"]), 2, 2, 1)
+
+
+def test_kernels_of_spread_experts_are_foreseen() -> None:
+    """Fewer experts a launch: other kernels than those of all of them."""
+    case = {"model": "deepseek", "train": {"precision": "bf16"}}
+    configs = run_config(case, 2), run_config({**case, "parallel": {"expert": 2}}, 2)
+    target = Target.parse("sm_90")
+    whole, spread = ({spec.key for spec in rehearse(config, target, world_size=2)} for config in configs)
+    assert whole < spread
 
 
 def test_combine_wants_the_rows_that_were_dispatched() -> None:
