@@ -24,7 +24,7 @@ from torch import Tensor
 from powertrain.ops.linear_cross_entropy import _IntoMainGrad
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.planner import Product
-from powertrain.parallel.transport import Gathering, Rows
+from powertrain.parallel.transport import Collected, Gathering, Rows
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op
 
@@ -45,24 +45,24 @@ def _multiply(x: Tensor, w_t: Tensor, bias: Maybe, out: Tensor, *, add: bool = F
         torch.addmm(bias, x, w_t, out=out)
 
 
-def _gather_multiply(x: Tensor, weights: Tensors, biases: Sequence[Maybe], rows: Rows, overlap: Overlap) -> Tensors:
-    """gather(x) weights[i]ᵀ + biases[i] for each i."""
-    ys = [x.new_empty((rows.total, w.shape[0])) for w in weights]
+def _gather_multiply(
+    x: Tensor, weights: Tensors, biases: Sequence[Maybe], rows: Rows, overlap: Overlap, ys: Tensors, *, keep: bool
+) -> Gathering:
+    """ys[i] = gather(x) weights[i]ᵀ + biases[i]; to be finished still, with all of x if it is to keep it."""
     product = Product("gather", rows.total, sum(w.shape[0] for w in weights), x.shape[1], x.dtype)
     choice = overlap.planner.choose(product)
     if choice.way == "sequential":
-        whole = overlap.transport.all_gather(x, rows)
+        collected = Collected(overlap.transport, x, rows)
         for w, bias, y in zip(weights, biases, ys, strict=True):
-            _multiply(whole, w.T, bias, y)
-        return ys
+            _multiply(collected.whole, w.T, bias, y)
+        return collected
     fused = overlap.transport.fused(choice, x, weights, ys)
     if fused is not None:
-        gathering = fused.all_gather_gemm(x, weights, biases, rows, ys, keep=False)
-    else:
-        gathering = overlap.transport.gather(x, rows, keep=False)
-        _multiply_gathered(gathering, weights, biases, rows, ys)
-    gathering.finish(ys)
-    return ys
+        found: Gathering = fused.all_gather_gemm(x, weights, biases, rows, ys, keep=keep)
+        return found
+    gathering = overlap.transport.gather(x, rows, keep=keep)
+    _multiply_gathered(gathering, weights, biases, rows, ys)
+    return gathering
 
 
 def _multiply_gathered(
@@ -143,7 +143,9 @@ def _present(*tensors: Maybe) -> list[Tensor]:
 def _all_gather_fwd(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> tuple[Maybe, ...]:
     *biases, counts, key = rest
     weights = _present(w0, w1, w2)
-    ys = _gather_multiply(x, weights, biases[: len(weights)], Rows(tuple(counts)), find(key))
+    ys = [x.new_empty((sum(counts), w.shape[0])) for w in weights]
+    gathering = _gather_multiply(x, weights, biases[: len(weights)], Rows(tuple(counts)), find(key), ys, keep=False)
+    gathering.finish(ys)
     return (*ys, *_PADDING)[:MAX_WEIGHTS]
 
 
@@ -252,14 +254,11 @@ def _reduce_scatter_grads(
     overlap, rows = find(key), Rows(tuple(counts))
     dx = x.new_empty(x.shape) if need_x else None
     keep = need_w or need_b
-    choice = overlap.planner.choose(Product("gather", rows.total, w.shape[1], w.shape[0], dy.dtype))
-    fused = overlap.transport.fused(choice, dy, [w.T], [dx]) if dx is not None else None
-    if fused is not None and dx is not None:
-        gathering = fused.all_gather_gemm(dy, [w.T], [None], rows, [dx], keep=keep)
+    if dx is not None:
+        gathering = _gather_multiply(dy, [w.T], [None], rows, overlap, [dx], keep=keep)
     else:
         gathering = overlap.transport.gather(dy, rows, keep=keep)
-        outputs = _present(dx)
-        _multiply_gathered(gathering, [w.T] * len(outputs), [None] * len(outputs), rows, outputs)
+        _multiply_gathered(gathering, [], [], rows, [])
     dw = _weight_grad(gathering.whole, x, w) if need_w else None
     # every rank has the bias, so every one sums all rows
     db = gathering.whole.sum(0) if need_b else None

@@ -103,6 +103,18 @@ def check(overlap: Overlap) -> None:
         check_rows(overlap, counts, whole)
 
 
+def check_collectives_alone(overlap: Overlap) -> None:
+    """Asked for in sequence nothing is sent but by collectives, in backward too."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a transport in sequence sent something itself")
+
+    overlap.transport.exchange = refuse  # type: ignore[attr-defined]
+    counts = [5] * overlap.size
+    check_columns(overlap, counts, whole_operands(sum(counts)))
+    check_rows(overlap, counts, whole_operands(sum(counts)))
+
+
 def refused(group: dist.ProcessGroup, **options: Any) -> None:
     """A group that has an overlap is not said to have another one."""
     [name] = options
@@ -124,6 +136,8 @@ def functions() -> dict[str, Any]:
         refused(group, strict=True)
         refused(group, debug=True)
         check(overlap)
+        if name == "sequential":
+            check_collectives_alone(overlap)
         assert overlap.exchange_rows(overlap.rank + 3) == [rank + 3 for rank in range(overlap.size)]
         overlap.close()
     return {"transport": overlap.transport.name}
