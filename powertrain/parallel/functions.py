@@ -133,6 +133,27 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
+def _save(ctx: Any, x: Tensor, *weights: Maybe) -> None:
+    """For backward: with main_grads, which hooks on what is saved would lose."""
+    ctx.save_for_backward(x, *weights)
+    ctx.mains = [getattr(w, "main_grad", None) for w in weights]
+    ctx.set_materialize_grads(False)
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    for w, main in zip(weights, ctx.mains, strict=True):
+        if main is not None:
+            w.main_grad = main
+    return x, *weights
+
+
+def _terms(tensors: Sequence[Maybe]) -> list[tuple[int, Tensor, Tensor]]:
+    """(i, weight, dy) of (w0, w1, w2, dy0, dy1, dy2); compiled, absent weights may have a dy, which is empty."""
+    pairs = zip(tensors[:MAX_WEIGHTS], tensors[MAX_WEIGHTS:], strict=True)
+    return [(i, w, dy) for i, (w, dy) in enumerate(pairs) if w is not None and dy is not None]
+
+
 def _present(*tensors: Maybe) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
@@ -155,14 +176,12 @@ def _all_gather_outputs(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any)
 
 
 def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w0, w1, w2, *biases, ctx.counts, ctx.key = inputs
-    ctx.save_for_backward(x, w0, w1, w2)
-    ctx.has_bias = [bias is not None for bias in biases]
-    ctx.set_materialize_grads(False)
+    x, w0, w1, w2, *_, ctx.counts, ctx.key = inputs
+    _save(ctx, x, w0, w1, w2)
 
 
 def _all_gather_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
-    x, *weights = ctx.saved_tensors
+    x, *weights = _saved(ctx)
     need_x, *need = ctx.needs_input_grad[: 1 + 2 * MAX_WEIGHTS]
     need_w, need_b = need[:MAX_WEIGHTS], need[MAX_WEIGHTS:]
     dx, dw0, dw1, dw2 = _all_gather_grads_op(x, *weights, *dys, need_x, need_w, ctx.counts, ctx.key)
@@ -175,7 +194,7 @@ def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     """dx of this rank's rows, and dw_i: x travels here behind the product for dx, and dx from here behind dw_i."""
     *tensors, need_x, need_w, counts, key = rest
     overlap, rows = find(key), Rows(tuple(counts))
-    terms = [(i, w, dy) for i, (w, dy) in enumerate(zip(tensors[:3], tensors[3:], strict=True)) if dy is not None]
+    terms = _terms(tensors)
     wanted = [term for term in terms if need_w[term[0]]]
     dws: list[Maybe] = [None] * MAX_WEIGHTS
     gathering = overlap.transport.gather(x, rows, keep=True) if wanted else None
@@ -234,14 +253,13 @@ def _reduce_scatter_outputs(x: Tensor, w: Tensor, bias: Maybe, counts: Sequence[
 
 def _reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w, _, ctx.counts, ctx.key = inputs
-    ctx.save_for_backward(x, w)
-    ctx.set_materialize_grads(False)
+    _save(ctx, x, w)
 
 
 def _reduce_scatter_backward(ctx: Any, dy: Maybe) -> tuple[Maybe, ...]:
     if dy is None:
         return (None,) * 5
-    x, w = ctx.saved_tensors
+    x, w = _saved(ctx)
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
     dx, dw, db = _reduce_scatter_grads_op(dy.contiguous(), x, w, need_x, need_w, need_b, ctx.counts, ctx.key)
     return dx if need_x else None, dw if need_w else None, db if need_b else None, None, None
@@ -312,14 +330,13 @@ def _all_reduce_outputs(x: Tensor, w: Tensor, bias: Maybe, key: str) -> Tensor:
 
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w, _, _ = inputs
-    ctx.save_for_backward(x, w)
-    ctx.set_materialize_grads(False)
+    _save(ctx, x, w)
 
 
 def _all_reduce_backward(ctx: Any, dy: Maybe) -> tuple[Maybe, ...]:
     if dy is None:
         return (None,) * 4
-    x, w = ctx.saved_tensors
+    x, w = _saved(ctx)
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
     # y, and so dy, is the same on every rank: nothing has to travel
     return dy @ w if need_x else None, _weight_grad(dy, x, w) if need_w else None, dy.sum(0) if need_b else None, None
@@ -352,12 +369,11 @@ def _replicated_outputs(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any)
 
 def _replicated_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w0, w1, w2, *_, ctx.key = inputs
-    ctx.save_for_backward(x, w0, w1, w2)
-    ctx.set_materialize_grads(False)
+    _save(ctx, x, w0, w1, w2)
 
 
 def _replicated_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
-    x, *weights = ctx.saved_tensors
+    x, *weights = _saved(ctx)
     need_x, *need = ctx.needs_input_grad[: 1 + 2 * MAX_WEIGHTS]
     need_w, need_b = need[:MAX_WEIGHTS], need[MAX_WEIGHTS:]
     grads = _replicated_grads_op(x, *weights, *dys, need_x, need_w, ctx.key)
@@ -368,7 +384,7 @@ def _replicated_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
 
 def _replicated_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     *tensors, need_x, need_w, key = rest
-    terms = [(i, w, dy) for i, (w, dy) in enumerate(zip(tensors[:3], tensors[3:], strict=True)) if dy is not None]
+    terms = _terms(tensors)
     dws: list[Maybe] = [None] * MAX_WEIGHTS
 
     def weight_grads() -> None:

@@ -96,6 +96,10 @@ class Overlap:
         counts: list[int] = found.tolist()
         return counts
 
+    def __deepcopy__(self, _: object) -> "Overlap":
+        """Itself: copies of a model travel over the same group."""
+        return self
+
     def explain(self) -> str:
         """What was chosen for each product so far, and why."""
         return self.planner.explain()

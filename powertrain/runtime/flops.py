@@ -72,7 +72,7 @@ def _gathered(x: Shape, *args: Any, **_: Any) -> int:
 def _gathered_bwd(x: Shape, *args: Any, **_: Any) -> int:
     weights, dys, need_x, need_w = args[:3], args[3:6], args[6], args[7]
     terms = zip(weights, dys, need_w, strict=True)
-    return sum(2 * dy[0] * prod(w) * (need_x + need) for w, dy, need in terms if dy is not None)
+    return sum(2 * dy[0] * prod(w) * (need_x + need) for w, dy, need in terms if w and dy)
 
 
 def _replicated(x: Shape, *args: Any, **_: Any) -> int:

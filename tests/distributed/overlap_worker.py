@@ -13,7 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from powertrain.parallel.functions import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, replicated_gemm
+from powertrain.parallel.functions import (
+    _all_gather_op,
+    all_gather_gemm,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+    replicated_gemm,
+)
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.peers import CollectiveMismatch, PeerTimeout
 from powertrain.parallel.simulate import World
@@ -155,12 +161,21 @@ def compiled() -> dict[str, Any]:
     def layer(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return gemm_reduce_scatter(all_gather_gemm(x, up, overlap).tanh(), down, overlap)
 
+    def broken(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return gemm_reduce_scatter(compiled_part(x, up).tanh(), down, overlap)
+
+    @torch.compile(backend="aot_eager")
+    def compiled_part(x: Tensor, up: Tensor) -> Tensor:
+        found = _all_gather_op(x, up, *[None] * 5, [5] * overlap.size, overlap.key)
+        torch._dynamo.graph_break()
+        return found[0]
+
     def checkpointed(*args: Tensor) -> Tensor:
         found: Tensor = torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=False)
         return found
 
     results = []
-    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager"), checkpointed):
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager"), checkpointed, broken):
         args = [_leaf(whole["x"][mine]), _leaf(whole["weights"][0][out]), _leaf(whole["down"][:, out])]
         y = function(*args)
         y.square().sum().backward()

@@ -1,5 +1,7 @@
 """Ranks as threads: the functions' results under random delays, and a lost rank."""
 
+import copy
+
 import pytest
 import torch
 
@@ -114,3 +116,28 @@ def test_a_closed_overlap_is_named_and_closes_no_other() -> None:
         ValueError, match=r"overlap must be open until the last backward .*, got that of group simulated"
     ):
         all_gather_gemm(torch.ones(2, 4), torch.ones(3, 4), world.overlaps[0])
+
+
+def test_hooks_on_what_is_saved_lose_no_main_grad() -> None:
+    world = World(2)
+
+    def layer(overlap: Overlap) -> list[torch.Tensor]:
+        up, down = torch.nn.Parameter(torch.randn(6, 8)), torch.nn.Parameter(torch.randn(8, 6))
+        up.main_grad, down.main_grad = torch.zeros(6, 8), torch.zeros(8, 6)  # type: ignore[attr-defined]
+        with torch.autograd.graph.save_on_cpu():
+            y = gemm_reduce_scatter(all_gather_gemm(torch.randn(4, 8), up, overlap), down, overlap)
+        y.sum().backward()
+        assert up.grad is None and down.grad is None
+        return [up.main_grad, down.main_grad]  # type: ignore[attr-defined]
+
+    for grads in world.run(layer):
+        assert all(grad.abs().sum() > 0 for grad in grads)
+    world.close()
+
+
+def test_copies_of_a_model_share_its_overlap() -> None:
+    world = World(2)
+    layer = {"overlap": world.overlaps[0], "size": [2]}
+    found = copy.deepcopy(layer)
+    assert found["overlap"] is world.overlaps[0] and found["size"] is not layer["size"]
+    world.close()
