@@ -107,10 +107,10 @@ def _multiply_scatter(
     return scattering.reduce(bias)
 
 
-def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor) -> Maybe:
-    """dyᵀ x; where the weight has a main_grad it is added there, in its dtype, and None is returned."""
+def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor, into_main: bool) -> Maybe:
+    """dyᵀ x; or, where the weight has a main_grad, None: it is added there, in its dtype."""
     main = getattr(weight, "main_grad", None)
-    if main is None:
+    if main is None or not into_main:
         return dy.T @ x
     if dy.is_cuda and main.dtype is torch.float32 and dy.dtype is not torch.float32:
         torch.addmm(main, dy.T, x, out_dtype=torch.float32, out=main)
@@ -137,6 +137,8 @@ def _save(ctx: Any, x: Tensor, *weights: Maybe) -> None:
     """For backward: with main_grads, which hooks on what is saved would lose."""
     ctx.save_for_backward(x, *weights)
     ctx.mains = [getattr(w, "main_grad", None) for w in weights]
+    # what is traced has none, and must return gradients when it runs on weights that have
+    ctx.into_main = any(main is not None for main in ctx.mains)
     ctx.set_materialize_grads(False)
 
 
@@ -184,7 +186,7 @@ def _all_gather_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
     x, *weights = _saved(ctx)
     need_x, *need = ctx.needs_input_grad[: 1 + 2 * MAX_WEIGHTS]
     need_w, need_b = need[:MAX_WEIGHTS], need[MAX_WEIGHTS:]
-    dx, dw0, dw1, dw2 = _all_gather_grads_op(x, *weights, *dys, need_x, need_w, ctx.counts, ctx.key)
+    dx, dw0, dw1, dw2 = _all_gather_grads_op(x, *weights, *dys, need_x, need_w, ctx.counts, ctx.key, ctx.into_main)
     dbs = [dy.sum(0) if n and dy is not None else None for dy, n in zip(dys, need_b, strict=True)]
     dws = [d if n and dy is not None else None for d, n, dy in zip((dw0, dw1, dw2), need_w, dys, strict=True)]
     return (dx if need_x else None, *dws, *dbs, None, None)
@@ -192,7 +194,7 @@ def _all_gather_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
 
 def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     """dx of this rank's rows, and dw_i: x travels here behind the product for dx, and dx from here behind dw_i."""
-    *tensors, need_x, need_w, counts, key = rest
+    *tensors, need_x, need_w, counts, key, into_main = rest
     overlap, rows = find(key), Rows(tuple(counts))
     terms = _terms(tensors)
     wanted = [term for term in terms if need_w[term[0]]]
@@ -205,7 +207,7 @@ def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
         for rank in gathering.order:
             gathering.wait(rank)
         for i, w, dy in wanted:
-            dws[i] = _weight_grad(dy, gathering.whole, w)
+            dws[i] = _weight_grad(dy, gathering.whole, w, into_main)
         gathering.finish([_gradient_of(w, dws[i]) for i, w, _ in wanted])
 
     dx = None
@@ -218,7 +220,7 @@ def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
 
 
 def _all_gather_grads_outputs(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
-    *tensors, need_x, need_w, _, _ = rest
+    *tensors, need_x, need_w, _, _, _ = rest
     dws = [torch.empty_like(w) if n and w is not None else None for w, n in zip(tensors[:3], need_w, strict=True)]
     return (torch.empty_like(x) if need_x else None, *dws)
 
@@ -226,7 +228,7 @@ def _all_gather_grads_outputs(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
 _WEIGHTS = "Tensor w0, Tensor? w1, Tensor? w2"
 _all_gather_grads_op = Op(
     f"all_gather_gemm_bwd(Tensor x, {_WEIGHTS}, Tensor? dy0, Tensor? dy1, Tensor? dy2, bool need_x, bool[] need_w, "
-    "SymInt[] counts, str key) -> (Tensor, Tensor, Tensor, Tensor)",
+    "SymInt[] counts, str key, bool into_main) -> (Tensor, Tensor, Tensor, Tensor)",
     _all_gather_grads,
     _all_gather_grads_outputs,
 )
@@ -261,13 +263,16 @@ def _reduce_scatter_backward(ctx: Any, dy: Maybe) -> tuple[Maybe, ...]:
         return (None,) * 5
     x, w = _saved(ctx)
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    dx, dw, db = _reduce_scatter_grads_op(dy.contiguous(), x, w, need_x, need_w, need_b, ctx.counts, ctx.key)
+    dx, dw, db = _reduce_scatter_grads_op(
+        dy.contiguous(), x, w, need_x, need_w, need_b, ctx.counts, ctx.key, ctx.into_main
+    )
     return dx if need_x else None, dw if need_w else None, db if need_b else None, None, None
 
 
 def _reduce_scatter_grads(
-    dy: Tensor, x: Tensor, w: Tensor, need_x: bool, need_w: bool, need_b: bool, counts: Sequence[int], key: str
-) -> tuple[Maybe, Maybe, Maybe]:
+    dy: Tensor, x: Tensor, w: Tensor, need_x: bool, need_w: bool, need_b: bool, counts: Sequence[int], key: str,
+    into_main: bool,
+) -> tuple[Maybe, Maybe, Maybe]:  # fmt: skip
     """dx = gather(dy) w as dy's rows come; dw and db from all of them."""
     overlap, rows = find(key), Rows(tuple(counts))
     dx = x.new_empty(x.shape) if need_x else None
@@ -277,7 +282,7 @@ def _reduce_scatter_grads(
     else:
         gathering = overlap.transport.gather(dy, rows, keep=keep)
         _multiply_gathered(gathering, [], [], rows, [])
-    dw = _weight_grad(gathering.whole, x, w) if need_w else None
+    dw = _weight_grad(gathering.whole, x, w, into_main) if need_w else None
     # every rank has the bias, so every one sums all rows
     db = gathering.whole.sum(0) if need_b else None
     gathering.finish(_present(dx, _gradient_of(w, dw) if need_w else None, db))
@@ -285,8 +290,9 @@ def _reduce_scatter_grads(
 
 
 def _reduce_scatter_grads_outputs(
-    dy: Tensor, x: Tensor, w: Tensor, need_x: bool, need_w: bool, need_b: bool, counts: Sequence[int], key: str
-) -> tuple[Maybe, Maybe, Maybe]:
+    dy: Tensor, x: Tensor, w: Tensor, need_x: bool, need_w: bool, need_b: bool, counts: Sequence[int], key: str,
+    into_main: bool,
+) -> tuple[Maybe, Maybe, Maybe]:  # fmt: skip
     return (
         torch.empty_like(x) if need_x else None,
         torch.empty_like(w) if need_w else None,
@@ -296,7 +302,7 @@ def _reduce_scatter_grads_outputs(
 
 _reduce_scatter_grads_op = Op(
     "gemm_reduce_scatter_bwd(Tensor dy, Tensor x, Tensor w, bool need_x, bool need_w, bool need_b, SymInt[] counts, "
-    "str key) -> (Tensor, Tensor, Tensor)",
+    "str key, bool into_main) -> (Tensor, Tensor, Tensor)",
     _reduce_scatter_grads,
     _reduce_scatter_grads_outputs,
 )
@@ -339,7 +345,12 @@ def _all_reduce_backward(ctx: Any, dy: Maybe) -> tuple[Maybe, ...]:
     x, w = _saved(ctx)
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
     # y, and so dy, is the same on every rank: nothing has to travel
-    return dy @ w if need_x else None, _weight_grad(dy, x, w) if need_w else None, dy.sum(0) if need_b else None, None
+    return (
+        dy @ w if need_x else None,
+        _weight_grad(dy, x, w, ctx.into_main) if need_w else None,
+        dy.sum(0) if need_b else None,
+        None,
+    )
 
 
 _all_reduce_op = Op(
@@ -376,21 +387,21 @@ def _replicated_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
     x, *weights = _saved(ctx)
     need_x, *need = ctx.needs_input_grad[: 1 + 2 * MAX_WEIGHTS]
     need_w, need_b = need[:MAX_WEIGHTS], need[MAX_WEIGHTS:]
-    grads = _replicated_grads_op(x, *weights, *dys, need_x, need_w, ctx.key)
+    grads = _replicated_grads_op(x, *weights, *dys, need_x, need_w, ctx.key, ctx.into_main)
     dws = [d if n and dy is not None else None for d, n, dy in zip(grads[1:], need_w, dys, strict=True)]
     dbs = [dy.sum(0) if n and dy is not None else None for dy, n in zip(dys, need_b, strict=True)]
     return (grads[0] if need_x else None, *dws, *dbs, None)
 
 
 def _replicated_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
-    *tensors, need_x, need_w, key = rest
+    *tensors, need_x, need_w, key, into_main = rest
     terms = _terms(tensors)
     dws: list[Maybe] = [None] * MAX_WEIGHTS
 
     def weight_grads() -> None:
         for i, w, dy in terms:
             if need_w[i]:
-                dws[i] = _weight_grad(dy, x, w)
+                dws[i] = _weight_grad(dy, x, w, into_main)
 
     dx = None
     if need_x and terms:
@@ -401,14 +412,14 @@ def _replicated_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
 
 
 def _replicated_grads_outputs(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
-    *tensors, need_x, need_w, _ = rest
+    *tensors, need_x, need_w, _, _ = rest
     dws = [torch.empty_like(w) if n and w is not None else None for w, n in zip(tensors[:3], need_w, strict=True)]
     return (torch.empty_like(x) if need_x else None, *dws)
 
 
 _replicated_grads_op = Op(
     f"replicated_gemm_bwd(Tensor x, {_WEIGHTS}, Tensor? dy0, Tensor? dy1, Tensor? dy2, bool need_x, bool[] need_w, "
-    "str key) -> (Tensor, Tensor, Tensor, Tensor)",
+    "str key, bool into_main) -> (Tensor, Tensor, Tensor, Tensor)",
     _replicated_grads,
     _replicated_grads_outputs,
 )
@@ -486,7 +497,8 @@ def all_gather_gemm(
         rows     every rank's m, where they differ (Overlap.exchange_rows finds them); None: all have x's
     Returns y [M, N], rows in the order of the ranks; a list if weight is one.
     Memory: saves x and weight, not what was gathered; [M, K] is allocated while the call runs, in backward too.
-    Numerics, backward: above. A weight with `main_grad` gets its gradient added there, in its dtype.
+    Numerics, backward: above. A weight with `main_grad` gets its gradient added there, in its dtype; within
+        torch.compile it gets it as `grad`.
     Errors: ValueError naming the argument; PeerTimeout if a rank is gone; CollectiveMismatch (Overlap(debug=True)).
     Source: Wang et al., Overlap communication with dependent computation via decomposition, ASPLOS 2023.
     """

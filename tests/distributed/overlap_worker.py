@@ -183,6 +183,12 @@ def compiled() -> dict[str, Any]:
     for result in results[1:]:
         for found, expected in zip(result, results[0], strict=True):
             _close(found, expected, "compiled or checkpointed")
+
+    args = [_leaf(whole["x"][mine]), _leaf(whole["weights"][0][out]), _leaf(whole["down"][:, out])]
+    args[1].main_grad = torch.zeros_like(args[1])
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(*args).square().sum().backward()
+    _close(args[1].grad, results[0][2], "dw, compiled, of a weight that has a main_grad")
+    assert not args[1].main_grad.any()
     return {}
 
 
