@@ -5,7 +5,7 @@ the ranks of a parameter's gradients is the gradient of that loss (what FSDP mak
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from powertrain.models.causal_lm import Whole
 from powertrain.nn.attention import Context
 from powertrain.parallel.context import ContextParallel
 from powertrain.parallel.sharding import Sharding
+
+_LENGTHS = 16  # of sequences whose tokens' places are kept
 
 
 class ContextSpread(Whole):
@@ -29,7 +31,8 @@ class ContextSpread(Whole):
 
     def __init__(self, cp: ContextParallel, inner: Whole | None = None) -> None:
         self.cp, self.inner = cp, inner or Whole()
-        self._of_length: dict[int, Sharding] = {}
+        # with tensors on the device, as long as the sequence
+        self._of_length = lru_cache(_LENGTHS)(cp.sharding)
         self._sharding: Sharding | None = None  # of the batch in work
 
     def context(self, tokens: Tensor, context: Context) -> Context:
@@ -67,10 +70,7 @@ class ContextSpread(Whole):
 
     def _sharding_of(self, tokens: Tensor, document_ids: Tensor | None) -> Sharding:
         if document_ids is None:
-            length = tokens.shape[1]
-            if length not in self._of_length:
-                self._of_length[length] = self.cp.sharding(length)
-            return self._of_length[length]
+            return self._of_length(tokens.shape[1])
         return self.cp.sharding(cu_seqlens=_starts(document_ids))
 
     def _part(self, x: Tensor, tokens: Tensor) -> Tensor:

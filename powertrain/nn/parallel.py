@@ -205,6 +205,7 @@ class RowParallelLinear(_SpreadLinear):
         self.sequence_parallel, self.input_is_parallel = sequence_parallel, input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        _check_tokens(type(self).__name__, x)
         if not self.input_is_parallel:
             x = _own_features(x, self.overlap)
         tokens, bias = x.flatten(0, -2), None if self.bias is None else local(self.bias)
@@ -254,6 +255,7 @@ def columns(x: Tensor, *layers: nn.Module, shape: Sequence[int] | None = None) -
     for layer in layers:
         kind = isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel == first.sequence_parallel
         checks.require(kind, "columns", "layers", "all be ColumnParallelLinear like the first", type(layer).__name__)
+    _check_tokens(type(first).__name__, x)
     linears = cast(tuple[ColumnParallelLinear, ...], layers)
     tokens, overlap = x.flatten(0, -2), first.overlap
     weights = [local(layer.weight) for layer in linears]
@@ -267,6 +269,10 @@ def columns(x: Tensor, *layers: nn.Module, shape: Sequence[int] | None = None) -
         leading = tuple(x.shape[:-1])
     whole = (_all_features(y, overlap) if layer.gather_output else y for y, layer in zip(ys, linears, strict=True))
     return [y.view(*leading, y.shape[-1]) for y in whole]
+
+
+def _check_tokens(name: str, x: Tensor) -> None:
+    checks.require(x.dim() > 1, name, "x", "be [..., features], with a dim of tokens", list(x.shape))
 
 
 def _all_features(y: Tensor, overlap: Overlap) -> Tensor:

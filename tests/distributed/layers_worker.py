@@ -599,6 +599,8 @@ def wrong_arguments(mesh: DeviceMesh) -> None:
     cases: tuple[tuple[Callable[[], Any], str], ...] = (
         (lambda: ColumnParallelLinear(4, size + 1, mesh), f"out_features must be a multiple of {size} ranks"),
         (lambda: RowParallelLinear(size + 1, 4, mesh), f"in_features must be a multiple of {size} ranks"),
+        (lambda: ColumnParallelLinear(4, size, mesh)(torch.ones(4)), "ColumnParallelLinear: x must be [..., features]"),
+        (lambda: RowParallelLinear(size, 4, mesh)(torch.ones(1)), "RowParallelLinear: x must be [..., features]"),
         (lambda: VocabParallelEmbedding(size + 1, 4, mesh), f"num_embeddings must be a multiple of {size} ranks"),
         (lambda: ColumnParallelLinear(4, size, "tensor"), "ranks must be one axis of a DeviceMesh or an Overlap"),  # type: ignore[arg-type]
         (

@@ -1,8 +1,10 @@
 """Context parallelism without ranks: what goes where, which calls are made, what is chosen and what is refused."""
 
 import random
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from powertrain.models.context_spread import ContextSpread
 from powertrain.ops.attention import attention, varlen_attention
 from powertrain.parallel.blocks import Mask, Queries, Sum, dense_blocks, gradients
 from powertrain.parallel.context import FLOPS_PER_BYTE, ContextParallel, choose_mode, context_parallel
@@ -235,3 +238,17 @@ def test_refuses_what_is_no_group(cp: ContextParallel) -> None:
         context_parallel(mesh)
     with pytest.raises(ValueError, match="group must be a ProcessGroup or a DeviceMesh of one axis, got None"):
         context_parallel(None)  # type: ignore[arg-type]
+
+
+def test_a_model_keeps_the_places_of_a_few_lengths_only() -> None:
+    made: list[weakref.ref[Sharding]] = []
+
+    def sharding(length: int) -> Sharding:
+        found = Sharding([length], 2, 0, is_packed=False)
+        made.append(weakref.ref(found))
+        return found
+
+    spread = ContextSpread(SimpleNamespace(sharding=sharding))  # type: ignore[arg-type]
+    for length in [*range(1, 100), 99]:
+        assert spread._sharding_of(torch.zeros(1, length), None).num_tokens == length
+    assert len(made) == 99 and sum(ref() is not None for ref in made) <= 16
