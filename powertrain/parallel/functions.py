@@ -509,7 +509,7 @@ def all_gather_gemm(
         ys = _alone(x, *(operands[i : i + len(weights)] for i in (0, MAX_WEIGHTS)))  # type: ignore[arg-type]
     else:
         counts = overlap.rows(x.shape[0], rows).counts
-        overlap.transport.compare("all_gather_gemm", counts, operands)
+        overlap.transport.compare("all_gather_gemm", counts, [x[:0], *operands])
         ys = list(_all_gather_op(x, *operands, list(counts), overlap.key))[: len(weights)]
     return ys if many else ys[0]
 
@@ -537,7 +537,7 @@ def gemm_reduce_scatter(
         rows = [x.shape[0] // overlap.size] * overlap.size
     good = len(rows) == overlap.size and sum(rows) == x.shape[0]
     checks.require(good, op, "rows", f"have {overlap.size} entries that sum to x's rows, {x.shape[0]}", list(rows))
-    overlap.transport.compare(op, tuple(rows), [weight, bias])
+    overlap.transport.compare(op, tuple(rows), [x[:0], weight, bias])
     found: Tensor = _reduce_scatter_op(x, weight, bias, list(rows), overlap.key)
     return found
 

@@ -214,7 +214,7 @@ class CollectiveTransport(Transport):
     def compare(self, op: str, counts: Sequence[int], operands: Sequence[Tensor | None]) -> None:
         if not self.debug:
             return
-        shapes = [None if t is None else [*t.shape, str(t.dtype)] for t in operands]
+        shapes = [None if t is None else [*t.shape, str(t.dtype), *_backward_of(t)] for t in operands]
         mine = f"call {self.calls}: {op}, rows {list(counts)}, operands {shapes}"
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, mine, group=self.group)
@@ -300,6 +300,11 @@ class CollectiveTransport(Transport):
             return dist.batch_isend_irecv(ops) if ops else []
         except (RuntimeError, dist.DistError) as error:  # gloo finds out here that a peer went before
             raise self.peers.lost(f"{list(send.shape)} to rank {to} of the group", error) from error
+
+
+def _backward_of(operand: Tensor) -> list[str]:
+    """What ranks' backward depends on: those that want other gradients make other calls."""
+    return ["with gradient"] if torch.is_grad_enabled() and operand.requires_grad else []
 
 
 def gather_all(transport: Transport, shard: Tensor, rows: Rows) -> Tensor:

@@ -196,6 +196,11 @@ def mismatch() -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     overlap = Overlap(group, debug=True)
+    try:
+        all_gather_gemm(torch.zeros(4, 8), torch.zeros(2, 8, requires_grad=overlap.rank == 0), overlap)
+        raise AssertionError("ranks whose backward would differ were not told")
+    except CollectiveMismatch as error:
+        assert str(error).count("with gradient") == 1, error
     x, w = torch.zeros(4, 8 if overlap.rank else 6), torch.zeros(2, 8 if overlap.rank else 6)
     try:
         all_gather_gemm(x, w, overlap)
