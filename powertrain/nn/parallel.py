@@ -36,7 +36,7 @@ def open_overlap(ranks: Ranks) -> tuple[Overlap, DeviceMesh]:
         return Overlap(ranks), ranks
     if not isinstance(ranks, Overlap):
         checks.fail("powertrain.nn.parallel", "ranks", "be one axis of a DeviceMesh or an Overlap", repr(ranks))
-    device = "cuda" if "nccl" in dist.get_backend(ranks.group) else "cpu"
+    device = "cuda" if ranks.transport.on_gpus else "cpu"
     return ranks, DeviceMesh.from_group(ranks.group, device, mesh_dim_names=("tensor",))
 
 

@@ -15,7 +15,8 @@ float32 and are rounded to the inputs' dtype; sums over ranks are taken of such 
 ranks, the same bits every time (the twin's reduce-scatter: as the library does it).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -107,6 +108,20 @@ def _multiply_scatter(
     return scattering.reduce(bias)
 
 
+def _or_abandon(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that fails half-way leaves rows on their way: no later one may take them for its own."""
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            find(next(arg for arg in args if isinstance(arg, str))).transport.abandon(error)
+            raise
+
+    return call
+
+
 def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor, into_main: bool) -> Maybe:
     """dyᵀ x; or, where the weight has a main_grad, None: it is added there, in its dtype."""
     main = getattr(weight, "main_grad", None)
@@ -163,6 +178,7 @@ def _present(*tensors: Maybe) -> list[Tensor]:
 # -- all_gather_gemm: (x, w0, w1, w2, b0, b1, b2, counts, key) -> (y0, y1, y2)
 
 
+@_or_abandon
 def _all_gather_fwd(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> tuple[Maybe, ...]:
     *biases, counts, key = rest
     weights = _present(w0, w1, w2)
@@ -192,6 +208,7 @@ def _all_gather_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
     return (dx if need_x else None, *dws, *dbs, None, None)
 
 
+@_or_abandon
 def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     """dx of this rank's rows, and dw_i: x travels here behind the product for dx, and dx from here behind dw_i."""
     *tensors, need_x, need_w, counts, key, into_main = rest
@@ -199,7 +216,12 @@ def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     terms = _terms(tensors)
     wanted = [term for term in terms if need_w[term[0]]]
     dws: list[Maybe] = [None] * MAX_WEIGHTS
-    gathering = overlap.transport.gather(x, rows, keep=True) if wanted else None
+    gathering = None
+    if wanted:
+        product = Product("gather", rows.total, sum(w.shape[0] for _, w, _ in terms), x.shape[1], x.dtype)
+        in_sequence = overlap.planner.choose(product).way == "sequential"
+        transport = overlap.transport
+        gathering = Collected(transport, x, rows) if in_sequence else transport.gather(x, rows, keep=True)
 
     def weight_grads() -> None:
         if gathering is None:
@@ -245,6 +267,7 @@ _all_gather_op = Op(
 # -- gemm_reduce_scatter: (x, w, bias, counts, key) -> y
 
 
+@_or_abandon
 def _reduce_scatter_fwd(x: Tensor, w: Tensor, bias: Maybe, counts: Sequence[int], key: str) -> Tensor:
     return _multiply_scatter([x], [w], bias, Rows(tuple(counts)), find(key))
 
@@ -269,6 +292,7 @@ def _reduce_scatter_backward(ctx: Any, dy: Maybe) -> tuple[Maybe, ...]:
     return dx if need_x else None, dw if need_w else None, db if need_b else None, None, None
 
 
+@_or_abandon
 def _reduce_scatter_grads(
     dy: Tensor, x: Tensor, w: Tensor, need_x: bool, need_w: bool, need_b: bool, counts: Sequence[int], key: str,
     into_main: bool,
@@ -326,6 +350,7 @@ def _all_reduced(xs: Tensors, weights: Tensors, bias: Maybe, overlap: Overlap, m
     return overlap.transport.all_gather(mine, rows)
 
 
+@_or_abandon
 def _all_reduce_fwd(x: Tensor, w: Tensor, bias: Maybe, key: str) -> Tensor:
     return _all_reduced([x], [w], bias, find(key))
 
@@ -393,6 +418,7 @@ def _replicated_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
     return (grads[0] if need_x else None, *dws, *dbs, None)
 
 
+@_or_abandon
 def _replicated_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     *tensors, need_x, need_w, key, into_main = rest
     terms = _terms(tensors)
@@ -535,7 +561,7 @@ def gemm_reduce_scatter(
         good = x.shape[0] % overlap.size == 0
         checks.require(good, op, "x", f"have rows that {overlap.size} ranks divide, or rows be given", list(x.shape))
         rows = [x.shape[0] // overlap.size] * overlap.size
-    good = len(rows) == overlap.size and sum(rows) == x.shape[0]
+    good = len(rows) == overlap.size and sum(rows) == x.shape[0] and min(rows) >= 0
     checks.require(good, op, "rows", f"have {overlap.size} entries that sum to x's rows, {x.shape[0]}", list(rows))
     overlap.transport.compare(op, tuple(rows), [x[:0], weight, bias])
     found: Tensor = _reduce_scatter_op(x, weight, bias, list(rows), overlap.key)

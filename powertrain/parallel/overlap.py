@@ -89,7 +89,7 @@ class Overlap:
 
     def exchange_rows(self, count: int) -> list[int]:
         """Every rank's count, for calls whose ranks hold different numbers of rows. Waits for the others' counts."""
-        device = "cuda" if "nccl" in dist.get_backend(self.group) else "cpu"
+        device = "cuda" if self.transport.on_gpus else "cpu"
         mine = torch.tensor([count], device=device)
         found = mine.new_empty(self.size)
         dist.all_gather(list(found.split(1)), mine, group=self.group)

@@ -65,11 +65,13 @@ class Peer:
 
 
 class Peers:
-    """The ranks of a group as they see each other. `calls` tells how many calls this rank has begun."""
+    """The ranks of a group as they see each other. `calls`: how many this rank has begun, which its owner counts."""
 
-    def __init__(self, group: dist.ProcessGroup, calls: Callable[[], int]) -> None:
-        self.rank, self.size, self._calls = group.rank(), group.size(), calls
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size, self.calls = group.rank(), group.size(), 0
         store = dist.distributed_c10d._get_default_store()
+        # of its own connection, where a store has such: a long `get` elsewhere must not hold up the beats
+        store = store.clone() if hasattr(store, "clone") else store
         self._store: Any = dist.PrefixStore(f"powertrain/peers/{group.group_name}", store)  # type: ignore[attr-defined]
         self._beats: dict[int, tuple[int, float]] = {}
         self._beat = 0
@@ -83,7 +85,7 @@ class Peers:
         """Tell the others that this rank lives. A store that is gone is no reason to fail: pids still tell."""
         self._beat += 1
         try:
-            self._store.set(f"beat {self.rank}", f"{self._beat} {self._calls()}")
+            self._store.set(f"beat {self.rank}", f"{self._beat} {self.calls}")
         except dist.DistError:
             pass
 

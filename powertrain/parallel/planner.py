@@ -26,6 +26,7 @@ _IN_TURN = 0.88  # of the link rate, when copies from one peer follow those from
 _HOST = 200e-6  # that the host takes to make an overlapped call: one that ends sooner would wait for it
 _FUSED_FROM = 64 << 20  # bytes of each rank, of rows that travel longer than the product takes: 0.681 ms, chunks 0.705
 _UNKNOWN_FROM = 4 << 20  # bytes of each rank that are sent in pieces where no link was measured
+_REMEMBERED = 256  # choices: token counts may differ in every call
 _WORTH = 0.98  # an overlapped call must be predicted to take less than this share of the sequential one
 
 
@@ -82,6 +83,8 @@ class Planner:
     def choose(self, product: Product) -> Choice:
         found = self.choices.get(product)
         if found is None:
+            if len(self.choices) >= _REMEMBERED:
+                del self.choices[next(iter(self.choices))]
             found = self.choices[product] = self._chosen(product)
         return found
 

@@ -138,6 +138,7 @@ class SymmetricTransport(CollectiveTransport):
         self._shared: dict[int, Shared] = {}
         self._captured: set[Shared] = set()
         self._fused: Any = None
+        self._abandoned = ""
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         dist.barrier(group)
         if self.rank == 0:
@@ -194,7 +195,7 @@ class SymmetricTransport(CollectiveTransport):
         return Rates(sms, _FLOPS_PER_SM * sms, self.link_rate)
 
     def fused(self, choice: Choice, x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Any:
-        if choice.way != "fused":
+        if choice.way != "fused" or not x.is_cuda:
             return None
         from powertrain.parallel.fused import Fused, serves  # needs Gluon
 
@@ -219,11 +220,13 @@ class SymmetricTransport(CollectiveTransport):
     def begin(self, call: Call) -> torch.cuda.Stream:
         """A call starts on the current stream, after the one before it, whose slots it may use."""
         self.watch.raise_if_failed()
+        if self._abandoned:
+            raise TransportBroken(f"{self._abandoned}; close this Overlap on every rank, and make it anew")
         main = torch.cuda.current_stream(self.device)
         if self._last is not None and self._last[0] != main and not torch.cuda.is_current_stream_capturing():
             main.wait_event(self._last[1])
-        self.calls += 1
-        self.watch.begin(call, self.calls, main.cuda_stream)
+        self.peers.calls += 1
+        self.watch.begin(call, self.peers.calls, main.cuda_stream)
         return main
 
     def end(self, call: Call, main: torch.cuda.Stream, outputs: Sequence[Tensor]) -> None:
@@ -238,13 +241,24 @@ class SymmetricTransport(CollectiveTransport):
             event.record(main)
             self._last = main, event
 
-    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> "SymmetricGathering":
+    def abandon(self, error: Exception) -> None:
+        call = self.watch.inside()
+        if call is not None:
+            self._abandoned = f"{call} failed half-way on rank {self.peers.here.global_rank} ({error!r})"
+
+    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
+        if not shard.is_cuda:
+            return super().gather(shard, rows, keep=keep)
         return SymmetricGathering(self, shard.contiguous(), rows, keep)
 
-    def scatter(self, like: Tensor, rows: Rows, width: int) -> "SymmetricScattering":
+    def scatter(self, like: Tensor, rows: Rows, width: int) -> Scattering:
+        if not like.is_cuda:
+            return super().scatter(like, rows, width)
         return SymmetricScattering(self, like, rows, width)
 
-    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> "SymmetricTrading":
+    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> Trading:
+        if not like.is_cuda:
+            return super().trade(use, like, traffic, width)
         return SymmetricTrading(self, use, like, traffic, width)
 
     def close(self) -> None:

@@ -189,6 +189,9 @@ class Transport(ABC):
     ) -> None:
         """In debug mode: raise CollectiveMismatch unless every rank makes this very call now."""
 
+    def abandon(self, error: Exception) -> None:  # noqa: B027
+        """A call failed on this rank before it ended, if it had begun."""
+
     def close(self) -> None:  # noqa: B027
         """Give back memory and threads."""
 
@@ -204,10 +207,10 @@ class CollectiveTransport(Transport):
     name = "pipelined"
 
     def __init__(self, group: dist.ProcessGroup, *, sequential: bool = False, debug: bool = False) -> None:
-        self.group, self.debug, self.calls = group, debug, 0
+        self.group, self.debug = group, debug
         self.rank, self.size = group.rank(), group.size()
         self.on_gpus = on_gpus(group)
-        self.peers = Peers(group, lambda: self.calls)
+        self.peers = Peers(group)
         if sequential:
             self.name = "sequential"
 
@@ -215,7 +218,7 @@ class CollectiveTransport(Transport):
         if not self.debug:
             return
         shapes = [None if t is None else [*t.shape, str(t.dtype), *_backward_of(t)] for t in operands]
-        mine = f"call {self.calls}: {op}, rows {list(counts)}, operands {shapes}"
+        mine = f"call {self.peers.calls}: {op}, rows {list(counts)}, operands {shapes}"
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, mine, group=self.group)
         other = next((rank for rank, text in enumerate(everyone) if text != everyone[0]), None)
@@ -269,12 +272,12 @@ class CollectiveTransport(Transport):
 
         CUDA's streams wait, not the host: nothing is said of them here.
         """
-        self.calls += 1
+        self.peers.calls += 1
         if x.is_cuda:
             yield
             return
         what = f"{what} of {list(x.shape)}"
-        quiet = threading.Timer(_QUIET, self._say_who_is_late, (what, self.calls))
+        quiet = threading.Timer(_QUIET, self._say_who_is_late, (what, self.peers.calls))
         quiet.daemon = True
         quiet.start()
         try:

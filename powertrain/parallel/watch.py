@@ -76,6 +76,10 @@ class Watch:
         del self._inside[index]
         self._mark(stream)
 
+    def inside(self) -> Call | None:
+        """The call that has begun last, and not ended."""
+        return self._inside[-1][0] if self._inside else None
+
     def _mark(self, stream: int) -> None:
         number = self._inside[-1][1] if self._inside else 0
         write_word(self._address, number, stream)

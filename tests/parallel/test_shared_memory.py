@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from powertrain.parallel import symmetric
+from powertrain.parallel.functions import all_gather_gemm
 from powertrain.parallel.fused import Fused
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.protocol import GATHER
@@ -103,3 +104,39 @@ def test_closing_waits_for_nobody_once_somebody_is_gone(
     transport = _transport(peers=closes, watch=closes, _shared={0: None}, _captured=set())
     transport.close()
     assert waited == ([True] if failure is None else []) and not transport._shared
+
+
+def test_after_a_call_that_failed_half_way_none_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = symmetric.Call("all-gather", (8, 4), torch.bfloat16)
+    here = SimpleNamespace(global_rank=3)
+    inside: list[symmetric.Call] = []
+    watch = SimpleNamespace(inside=lambda: inside[-1] if inside else None, raise_if_failed=lambda: None)
+    transport = _transport(watch=watch, peers=SimpleNamespace(here=here), _abandoned="")
+    transport.abandon(MemoryError("before it began"))
+    assert transport._abandoned == ""
+    inside.append(call)
+    transport.abandon(MemoryError("a product found no memory"))
+    with pytest.raises(symmetric.TransportBroken, match=r"all-gather of \[8, 4\] bfloat16 failed half-way on rank 3"):
+        transport.begin(call)
+
+
+def test_a_failing_product_abandons_its_call() -> None:
+    world = World(2)
+    told: list[Exception] = []
+
+    def one(overlap: Overlap) -> None:
+        overlap.transport.abandon = told.append  # type: ignore[method-assign]
+        all_gather_gemm(torch.ones(2, 4), torch.ones(3, 4), overlap, rows=[2, 2])
+
+    world.run(one)
+    assert not told
+    for overlap in world.overlaps:
+        overlap.transport.gather = _fails  # type: ignore[assignment]
+    with pytest.raises(MemoryError):
+        world.run(one)
+    assert len(told) == 2
+    world.close()
+
+
+def _fails(*args: Any, **options: Any) -> Any:
+    raise MemoryError("no memory")
