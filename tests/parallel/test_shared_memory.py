@@ -17,6 +17,7 @@ from powertrain.parallel.protocol import GATHER
 from powertrain.parallel.simulate import World
 from powertrain.parallel.symmetric import SymmetricGathering, SymmetricTransport
 from powertrain.parallel.transport import Gathering, Rows, gather_all
+from powertrain.parallel.watch import Call
 from tests.parallel.test_trading import _Memory, _Transport
 
 
@@ -107,9 +108,9 @@ def test_closing_waits_for_nobody_once_somebody_is_gone(
 
 
 def test_after_a_call_that_failed_half_way_none_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = symmetric.Call("all-gather", (8, 4), torch.bfloat16)
+    call = Call("all-gather", (8, 4), torch.bfloat16)
     here = SimpleNamespace(global_rank=3)
-    inside: list[symmetric.Call] = []
+    inside: list[Call] = []
     watch = SimpleNamespace(inside=lambda: inside[-1] if inside else None, raise_if_failed=lambda: None)
     transport = _transport(watch=watch, peers=SimpleNamespace(here=here), _abandoned="")
     transport.abandon(MemoryError("before it began"))
@@ -125,13 +126,13 @@ def test_a_failing_product_abandons_its_call() -> None:
     told: list[Exception] = []
 
     def one(overlap: Overlap) -> None:
-        overlap.transport.abandon = told.append  # type: ignore[method-assign]
+        overlap.transport.abandon = told.append  # type: ignore[method-assign, assignment]
         all_gather_gemm(torch.ones(2, 4), torch.ones(3, 4), overlap, rows=[2, 2])
 
     world.run(one)
     assert not told
     for overlap in world.overlaps:
-        overlap.transport.gather = _fails  # type: ignore[assignment]
+        overlap.transport.gather = _fails  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         world.run(one)
     assert len(told) == 2
