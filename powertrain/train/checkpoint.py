@@ -7,15 +7,17 @@ torch.distributed.checkpoint writes and reads the tensors, so any number of rank
 folder is called `.partial` until every rank's files are on disk; then it is renamed. No pickle is written or read.
 """
 
+import fcntl
 import json
 import os
 import re
 import shutil
+import socket
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+
+from powertrain.runtime import tracing
 
 # said from a thread of torch's own, so it cannot be silenced around the call
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -52,6 +56,8 @@ class Checkpoints:
         # one thread that publishes: removing an old checkpoint of many GB takes seconds
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="powertrain-checkpoint")
         self._is_first = group is None or dist.get_rank(group) == 0
+        self._claim: TextIO | None = None
+        self._claim_folder()
         if self._is_first and folder.is_dir():
             for left in folder.glob("*.partial"):
                 shutil.rmtree(left)
@@ -69,7 +75,7 @@ class Checkpoints:
         if self._is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        self._barrier()
+        self._claim_folder()
         writer = HuggingFaceStorageWriter(
             str(partial), fqn_to_index_mapping=_files_of(tensors), save_distributed=True, thread_count=1
         )
@@ -106,9 +112,43 @@ class Checkpoints:
         for old in checkpoints_in(self.folder)[: -self.keep_last] if self.keep_last else []:
             shutil.rmtree(old)
 
+    def _claim_folder(self) -> None:
+        """Keep other runs out for as long as this process lives. Every rank calls, and waits for the first."""
+        problem = [""]
+        if self._is_first and self._claim is None and self.folder.is_dir():
+            self._claim, problem = claim(self.folder)
+        if self.group is not None:
+            dist.broadcast_object_list(problem, dist.get_global_rank(self.group, 0), self.group)
+        if problem[0]:
+            raise ValueError(problem[0])
+
     def _barrier(self) -> None:
         if self.group is not None:
             dist.barrier(self.group)
+
+
+def claim(folder: Path) -> tuple[TextIO | None, list[str]]:
+    """An open file whose lock says that this process writes in a folder, or why it must not: [""] if it may.
+
+    The lock is the operating system's and goes with the process; forked children do not have it. Where the file system
+    has none, nothing is claimed.
+    """
+    file = (folder / ".writer").open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        return None, [f"checkpoint.folder must not be another run's while it writes there, got {folder}: {owner} does"]
+    except OSError as error:
+        tracing.event("checkpoint", f"{folder} cannot be kept from other runs: {error}")
+        file.close()
+        return None, [""]
+    file.truncate(0)
+    file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
+    file.flush()
+    return file, [""]
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

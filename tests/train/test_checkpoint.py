@@ -141,3 +141,27 @@ def test_no_pickle_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(pickle, name, lambda *a, **k: pytest.fail("a pickle was read"))
     load(tmp_path / "step_00000001", _zeros())
     assert {path.suffix for path in (tmp_path / "step_00000001").iterdir()} == {".safetensors", ".json"}
+
+
+_KEEPER = """
+import sys, time
+from pathlib import Path
+from powertrain.train.checkpoint import Checkpoints
+kept = Checkpoints(Path(sys.argv[1]))
+print("here", flush=True)
+time.sleep(60)
+"""
+
+
+def test_another_run_is_kept_out_until_the_first_has_ended(tmp_path: Path) -> None:
+    left = tmp_path / "step_00000003.partial"
+    command = [sys.executable, "-c", _KEEPER, str(tmp_path)]
+    with subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None and first.stdout.readline() == "here\n"
+        left.mkdir()  # what the first is writing
+        with pytest.raises(ValueError, match=f"checkpoint.folder must not be another run's .* process {first.pid} of"):
+            Checkpoints(tmp_path)
+        assert left.is_dir()
+        first.kill()
+    Checkpoints(tmp_path)
+    assert not left.exists()
