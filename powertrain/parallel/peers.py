@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from powertrain.runtime import tracing
+
 _BEAT = 1.0  # seconds between a rank's beats
+_QUIET = 5.0  # seconds a wait on the host may take before a line says for whom
 _FAREWELL = 5.0  # seconds that a process may take to disappear after its connections did
 _SILENCE = 15.0  # seconds without a beat after which a peer on another host is gone
 
@@ -79,6 +83,8 @@ class Peers:
         self._store.set(f"peer {self.rank}", json.dumps(mine.__dict__))
         self.all = [Peer(**json.loads(self._store.get(f"peer {rank}"))) for rank in range(self.size)]
         self.here = mine
+        self._waits: tuple[str, int, float] | None = None  # for what, in which call, since when
+        self._said: tuple[str, int, float] | None = None
         self.close = in_background(self, _beat)
 
     def beat(self) -> None:
@@ -125,6 +131,24 @@ class Peers:
         told = [(peer, self._heard(peer.rank)) for peer in self.all if peer.rank != self.rank]
         return [peer for peer, heard in told if heard is None or heard[1] < calls]
 
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around a wait of the host for others: after a while a line names those that are late."""
+        self._waits = what, self.calls, time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits = None
+
+    def say_who_is_late(self) -> None:
+        waits = self._waits
+        if waits is None or waits is self._said or time.monotonic() - waits[2] < _QUIET:
+            return
+        self._said = waits
+        late = self.behind(waits[1])
+        whom = listed(late) if late else "ranks that are in this call, too"
+        tracing.progress(f"rank {self.here.global_rank}: {waits[0]} has waited {_QUIET:.0f} s for {whom}")
+
     def lost(self, what: str, error: Exception) -> PeerTimeout:
         """What to raise where a library's call failed: who is gone, once they are, or that nobody came in time."""
         deadline = time.monotonic() + _FAREWELL
@@ -161,6 +185,7 @@ def _beat(peers: Any, closed: threading.Event) -> None:
     """The thread of one Peers, which it does not keep alive."""
     while (here := peers()) is not None:
         here.beat()
+        here.say_who_is_late()
         del here
         if closed.wait(_BEAT):
             return

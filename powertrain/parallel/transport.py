@@ -11,7 +11,6 @@ ranks, so it does not depend on who was early. A *trading* takes other rows to e
     simulated    ranks that are threads of one process (powertrain/parallel/simulate.py)
 """
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,12 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.ops.sum_parts import sum_parts
-from powertrain.parallel.peers import CollectiveMismatch, Peers, listed
+from powertrain.parallel.peers import CollectiveMismatch, Peers
 from powertrain.parallel.planner import Choice, Rates
 from powertrain.parallel.protocol import DISPATCH
-from powertrain.runtime import tracing
 
-_QUIET = 5.0  # seconds a wait may take before a line says whom for
 # named so from torch 2.13 on
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -277,20 +274,11 @@ class CollectiveTransport(Transport):
             yield
             return
         what = f"{what} of {list(x.shape)}"
-        quiet = threading.Timer(_QUIET, self._say_who_is_late, (what, self.peers.calls))
-        quiet.daemon = True
-        quiet.start()
-        try:
-            yield
-        except (RuntimeError, dist.DistError) as error:
-            raise self.peers.lost(what, error) from error
-        finally:
-            quiet.cancel()
-
-    def _say_who_is_late(self, what: str, calls: int) -> None:
-        late = self.peers.behind(calls)
-        whom = listed(late) if late else "ranks that are in this call, too"
-        tracing.progress(f"rank {self.peers.here.global_rank}: {what} has waited {_QUIET:.0f} s for {whom}")
+        with self.peers.waiting(what):
+            try:
+                yield
+            except (RuntimeError, dist.DistError) as error:
+                raise self.peers.lost(what, error) from error
 
     def exchange(self, send: Tensor, to: int, receive: Tensor, source: int) -> list[dist.Work]:
         """Start to send one tensor and to receive another; ranks within the group."""
