@@ -5,6 +5,7 @@
 is one rank of it, started by `powertrain doctor --overlap`.
 """
 
+import os
 import sys
 from datetime import timedelta
 
@@ -61,6 +62,7 @@ def main() -> None:
     print(f"{DONE} {overlap.transport.name}{f', {rate / 1e9:.0f} GB/s' if rate else ''}{why}", flush=True)
     overlap.close()
     dist.destroy_process_group()
+    os._exit(0)  # what a library's threads do while the interpreter ends is not what was tried
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The ranks of one group, and how rows travel between them while they compute."""
 
+import atexit
 from collections.abc import Sequence
 
 import torch
@@ -115,6 +116,15 @@ def close_all() -> None:
     """Close every open overlap of this process."""
     for overlap in list(_open.values()):
         overlap.close()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Threads and process groups end before the interpreter does: one that ends later may take the process with it."""
+    for overlap in list(_open.values()):
+        overlap.transport.let_go()
+        overlap.__dict__.pop("group", None)
+    _open.clear()
 
 
 def find(key: str) -> Overlap:

@@ -261,6 +261,10 @@ class SymmetricTransport(CollectiveTransport):
             return super().trade(use, like, traffic, width)
         return SymmetricTrading(self, use, like, traffic, width)
 
+    def let_go(self) -> None:
+        self.watch.close()
+        super().let_go()
+
     def close(self) -> None:
         super().close()
         self.watch.close()

@@ -189,6 +189,9 @@ class Transport(ABC):
     def abandon(self, error: Exception) -> None:  # noqa: B027
         """A call failed on this rank before it ended, if it had begun."""
 
+    def let_go(self) -> None:  # noqa: B027
+        """The interpreter ends: end threads, hold no process group, wait for nobody."""
+
     def close(self) -> None:  # noqa: B027
         """Give back memory and threads."""
 
@@ -262,6 +265,10 @@ class CollectiveTransport(Transport):
 
     def close(self) -> None:
         self.peers.close()
+
+    def let_go(self) -> None:
+        self.peers.close()
+        self.__dict__.pop("group", None)
 
     @contextmanager
     def waiting(self, what: str, x: Tensor) -> Iterator[None]:
