@@ -1,13 +1,15 @@
 """powertrain.parallel over NVLink: results of every way, bits, graphs, and what is said of slow and lost ranks."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import ROOT, clean_environment, run_ranks
 from tests.gpu.overlap_worker import TIMEOUT
 
 pytestmark = [
@@ -57,3 +59,18 @@ def test_a_call_not_made_ends_at_the_groups_time_out(tmp_path: Path) -> None:
         if f["said"] != "slept":
             assert f["poisoned"] and f["seconds"] < TIMEOUT + 20
             assert "time-out" in f["said"] and f"rank {len(found) - 1} (host" in f["said"], rank
+
+
+def test_torchrun_starts_all_ranks_again(tmp_path: Path) -> None:
+    """One rank is killed between two calls; after the restart memory is shared anew and results are right."""
+    size = min(torch.cuda.device_count(), 4)
+    command = ["--standalone", f"--nproc-per-node={size}", "--max-restarts=1", "-m", "tests.gpu.overlap_worker"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command, "restarted", str(tmp_path)],
+        env=clean_environment(), cwd=ROOT, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
+    assert len(found) == size
+    for f in found:
+        assert f["transport"] == "symmetric" and f["error"] < 1e-2
