@@ -4,7 +4,6 @@ Every rank notes a beat each second. On its own host a peer is alive while its p
 a process that compiles or saves may be too busy to beat; elsewhere a peer is gone after 15 seconds without one.
 """
 
-import json
 import os
 import socket
 import threading
@@ -76,13 +75,14 @@ class Peers:
         store = dist.distributed_c10d._get_default_store()
         # of its own connection, where a store has such: a long `get` elsewhere must not hold up the beats
         store = store.clone() if hasattr(store, "clone") else store
-        self._store: Any = dist.PrefixStore(f"powertrain/peers/{group.group_name}", store)  # type: ignore[attr-defined]
+        self.here = Peer.here(self.rank)
+        self.all: list[Peer] = [self.here] * self.size
+        # not through the store: torchrun's may still hold what ranks wrote before it started them again
+        dist.all_gather_object(self.all, self.here, group=group)
+        life = f"{group.group_name} {self.all[0].pid} {self.all[0].started}"
+        self._store: Any = dist.PrefixStore(f"powertrain/peers/{life}", store)  # type: ignore[attr-defined]
         self._beats: dict[int, tuple[int, float]] = {}
         self._beat = 0
-        mine = Peer.here(self.rank)
-        self._store.set(f"peer {self.rank}", json.dumps(mine.__dict__))
-        self.all = [Peer(**json.loads(self._store.get(f"peer {rank}"))) for rank in range(self.size)]
-        self.here = mine
         self._waits: tuple[str, int, float] | None = None  # for what, in which call, since when
         self._said: tuple[str, int, float] | None = None
         self.close = in_background(self, _beat)
@@ -94,6 +94,24 @@ class Peers:
             self._store.set(f"beat {self.rank}", f"{self._beat} {self.calls}")
         except dist.DistError:
             pass
+
+    def give_up(self, why: str) -> None:
+        """Tell the others that this rank's calls end in an error from now on."""
+        try:
+            self._store.set(f"gave up {self.rank}", why)
+        except dist.DistError:
+            pass
+
+    def gave_up(self) -> str | None:
+        """Which other rank gave up, and why; None if nobody did."""
+        for peer in self.all:
+            key = f"gave up {peer.rank}"
+            try:
+                if peer.rank != self.rank and self._store.check([key]):
+                    return f"{peer} gave up: {self._store.get(key).decode()}"
+            except dist.DistError:
+                return None
+        return None
 
     def _heard(self, rank: int) -> tuple[int, int] | None:
         """(beat, calls) as last told."""

@@ -99,6 +99,7 @@ class Watch:
         """Let the streams run dry, with the error word set first, and raise at the next call."""
         self.failure = PeerTimeout(why)
         tracing.progress(why)
+        self.peers.give_up(why)
         stream = self._stream.cuda_stream
         with torch.cuda.device(self.device):
             write_word(self.error.data_ptr(), 1, stream)
@@ -136,6 +137,8 @@ def _report(watch: Watch, number: int, seconds: float, said: bool, closed: threa
     if gone:
         are = "are" if len(gone) > 1 else "is"
         watch.fail(f"{where} cannot end: {listed(gone)} {are} gone; results are NaN now", closed)
+    elif (said_by := watch.peers.gave_up()) is not None:
+        watch.fail(f"{where} cannot end: {said_by}", closed)
     elif seconds > watch.deadline:
         watch.fail(f"{where} waited {seconds:.0f} s, the process group's time-out, for {_late(watch, number)}", closed)
     elif not said:

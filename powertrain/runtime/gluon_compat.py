@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 __all__ = [
     "add_and_fetch",
+    "draw",
+    "drawn",
     "fence_proxy_async",
     "gl",
     "gluon",
@@ -124,6 +126,34 @@ def add_and_fetch(ptr, value):  # type: ignore[no-untyped-def]
         dtype=gl.int32,
         is_pure=False,
         pack=1,
+    )
+
+
+@gluon.jit
+def draw(ptr):  # type: ignore[no-untyped-def]
+    """Ask for what the int32 at `ptr` is before the calling warp adds 1 to it, once; `drawn` waits for the answer."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.b32 $0, 0;
+        @first atom.relaxed.gpu.global.add.s32 $0, [$1], 1;
+        }""",
+        "=r,l",
+        [ptr],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def drawn(ticket):  # type: ignore[no-untyped-def]
+    """The number that the calling warp's `draw` asked for, in all its threads."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
     )
 
 

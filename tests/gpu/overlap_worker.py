@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from powertrain.parallel.functions import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, replicated_gemm
 from powertrain.parallel.overlap import Overlap
@@ -222,7 +223,11 @@ def restarted(overlap: Overlap) -> dict[str, Any]:
 def main() -> None:
     what, out = sys.argv[1], Path(sys.argv[2])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=TIMEOUT if what == "skipped" else 120))
+    store, rank, size = next(rendezvous("env://"))
+    # gloo finds the addresses of ranks that were killed in the store that torchrun keeps (torch 2.11 to 2.13)
+    store = dist.PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+    timeout = timedelta(seconds=TIMEOUT if what == "skipped" else 120)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, timeout=timeout)
     group = dist.group.WORLD
     assert group is not None
     overlap = Overlap(group, strict=True)
