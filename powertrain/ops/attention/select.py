@@ -55,7 +55,7 @@ class _Lazy:
         return self._loaded
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
-        if self.name == "triton":
+        if self.name in ("hopper", "triton"):
             name = "varlen_attention" if problem.layout == "thd" else "attention"
             if dispatch._is_disabled("attention") or dispatch._is_disabled(name):
                 yield Reason(f'switched off by powertrain.disable("{name}") or POWERTRAIN_DISABLE', "leave that out")
@@ -83,6 +83,7 @@ class Reference:
 
 
 _ALL: tuple[Backend, ...] = (
+    _Lazy("hopper", "powertrain.ops.attention.hopper_flash"),
     _Lazy("triton", "powertrain.ops.attention.triton_flash"),
     sdpa.Cudnn(),
     sdpa.Flash(),

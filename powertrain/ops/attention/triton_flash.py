@@ -466,12 +466,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return backward_by(_attention_bwd_op, ctx, dout, dlse)
+
+
+def backward_by(op: Op, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The backward of an op with these arguments; `op` computes the gradients of query, key, value and bias."""
     query, key, value, out, lse, *tensors = ctx.saved_tensors
     args = _Args(*tensors, *ctx.options)
     need = ctx.needs_input_grad
     results: list[Tensor | None] = [None] * len(need)
     if dout is not None or dlse is not None:
-        grads = backward(dout, dlse, query, key, value, out, lse, args, (*need[:4], need[5]))
+        grads = backward(dout, dlse, query, key, value, out, lse, args, (*need[:4], need[5]), op)
         for index, grad in zip((0, 1, 2, 3, 5), grads, strict=True):
             results[index] = grad
     return tuple(results)
@@ -487,11 +492,12 @@ def backward(
     lse: Tensor,
     args: _Args,
     need: tuple[bool, ...],
+    op: Op | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value, bias and sinks, those that are needed. `out` and `lse` may be those of a larger
     attention of which these keys are a part."""
     dout = torch.zeros_like(out) if dout is None else dout
-    q_k_v_bias = _attention_bwd_op(dout, dlse, query, key, value, out, lse, list(need[:4]), *args)
+    q_k_v_bias = (op or _attention_bwd_op)(dout, dlse, query, key, value, out, lse, list(need[:4]), *args)
     heads = _heads(query, key, value, args.layout)
     grads = [wanted(grad, needed) for grad, needed in zip(q_k_v_bias, need[:4], strict=True)]
     for index, x in ((1, key), (2, value)):

@@ -1,0 +1,228 @@
+"""The Hopper backend: forward in Gluon (hopper_forward.py), for 16 bits on sm_90.
+
+What it does not take, `why_not` says. Numerics, results for rows that see nothing, and what is saved for backward are
+those of the universal kernels (triton_flash.py), which differentiate it where there is no backward of its own.
+
+Memory beyond results: 640 bytes an SM of descriptors.
+"""
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention.hopper_forward import _hopper_attention_fwd_kernel
+from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
+from powertrain.ops.attention.triton_flash import (
+    _ARGS_SCHEMA,
+    _alibi_kind,
+    _Args,
+    _attention_bwd,
+    _attention_fwd,
+    _bwd_outputs,
+    _fwd_outputs,
+    _group,
+    _heads,
+    _Operand,
+    _operand,
+    _setup_context,
+    _shape,
+    _slots,
+    arguments,
+    backward_by,
+)
+from powertrain.ops.layout import cdiv
+from powertrain.runtime import checks, gluon_compat, recording, self_test, tracing
+from powertrain.runtime.dispatch import Op
+from powertrain.runtime.settings import settings
+from powertrain.runtime.target import Target
+
+_MAX_HEAD_DIM = 128
+
+
+class Plan(NamedTuple):
+    """The tiles of a pair of head dims."""
+
+    p_qk: tuple[int, ...]  # pieces of the head dim of queries and keys
+    p_v: int
+    block_n: int = 128
+    stages: int = 2
+    consumers: int = 2  # warpgroups, 64 rows each
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.consumers
+
+
+def plan_for(d_qk: int, d_v: int) -> Plan:
+    """Head dims are padded with zeros, which TMA fills in."""
+    return Plan((64,) if d_qk <= 64 else (128,), 64 if d_v <= 64 else 128)
+
+
+def why_not(problem: AttentionProblem) -> Iterator[Reason]:
+    """Every need of this kernel that the problem does not meet."""
+    mask = problem.mask
+    if problem.arch != 90:
+        yield Reason(f"it is made for sm_90, this is {problem.where}", "use triton")
+    if settings().interpret:
+        yield Reason("Gluon has no interpreter", "unset POWERTRAIN_INTERPRET")
+    elif missing := gluon_compat.trouble():
+        yield Reason(missing, "use Triton 3.6 or later, or triton")
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        yield Reason(f"it takes bfloat16 and float16, not {checks.name(problem.dtype)}", "use triton")
+    for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_v", problem.head_dim_v)):
+        if dim > _MAX_HEAD_DIM:
+            yield Reason(f"it takes {name} up to {_MAX_HEAD_DIM}, got {dim}", "use triton")
+    if problem.head_dim_v % 8:
+        yield Reason(f"it takes head_dim_v in multiples of 8, got {problem.head_dim_v}", "use triton, or pad value")
+    if not problem.aligned:
+        yield Reason("TMA wants addresses and strides of whole 16 bytes", "use triton, or .contiguous()")
+    if problem.layout == "bmghk":
+        yield Reason("it takes no layout bmghk", "use triton, or bshd")
+    if problem.lengths.empty:
+        yield Reason("it takes no empty tensors", "use triton")
+    for name, wanted in (
+        ("bias", mask.bias != "none"),
+        ("documents", mask.documents),
+        ("prefix", mask.prefix),
+        ("chunk", mask.chunk > 0),
+        ("dropout", problem.dropout),
+    ):
+        if wanted:
+            yield Reason(f"it has no {name}", "use triton")
+
+
+_self_tests: dict[int | None, str | None] = {}
+
+
+def fails_here(device: torch.device) -> str | None:
+    """Why the kernel must not be used on this sm_90 device, or None: once per device it computes a small problem."""
+    return self_test.failure(_self_tests, device, _self_test, "attention: triton serves")
+
+
+def _self_test(device: torch.device) -> str | None:
+    # scores of 0 and weights of 1 / keys: the result is a mean of values, exact in float32
+    at = torch.arange(192 * 128, device=device, dtype=torch.int32)
+    value = ((at % 7 - 3) / 8).to(torch.bfloat16).view(1, 192, 1, 128)
+    query = torch.zeros(1, 192, 1, 128, dtype=torch.bfloat16, device=device)
+    args = _Args(*(None,) * 11, "bshd", 1.0, 0.0, 0.0, -1, 0, 0, True)
+    out, lse = _launch(query, value, value, args)
+    seen = torch.arange(1, 193, device=device)
+    wrong = (out[0, :, 0] - (value[0, :, 0].float().cumsum(0) / seen[:, None])).abs() > 2**-7
+    wrong_lse = (lse[0, 0] - seen.log()).abs() > 1e-4
+    count = int(wrong.sum()) + int(wrong_lse.sum())
+    return f"its self-test gave {count} wrong results of {out.numel() + lse.numel()}" if count else None
+
+
+def _fits(args: _Args, *operands: _Operand) -> str | None:
+    """Why these tensors are not for TMA, or None: what a problem does not say."""
+    if not args.scale > 0:
+        return f"the scale must be positive, is {args.scale}"
+    for tensor, *strides in operands:
+        elements = 16 // tensor.element_size()
+        if not tensor.is_meta and tensor.data_ptr() % 16:
+            return "an address is not a multiple of 16"
+        if any(stride % elements for stride in strides):
+            return f"strides must be multiples of 16 bytes, are {tuple(tensor.stride())}"
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            return f"a tensor is expanded, strides {tuple(tensor.stride())}"
+        if not tensor.numel():
+            return "a tensor is empty"
+    return None
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    args = _Args(*rest)
+    heads = _heads(query, key, value, args.layout)
+    k, v = _operand(key, args.layout, heads, True), _operand(value, args.layout, heads, True)
+    if heads.shared:  # copies that the caller expanded are not read
+        k, v = (x._replace(tensor=_one_head(x.tensor, args.layout, heads.kv)) for x in (k, v))
+    reason = _fits(args, _operand(query, args.layout, heads), k, v)
+    if reason is None and recording.state.recording is None and not query.is_meta:
+        reason = fails_here(query.device)
+    if reason:
+        if tracing.first(("attention_hopper", reason)):
+            tracing.event("dispatch", f"attention: triton for hopper: {reason}", op="attention", backend="triton")
+        return _attention_fwd(query, key, value, *rest)
+    return _launch(query, key, value, args)
+
+
+_HEAD_DIM: dict[Layout, int] = {"bshd": 2, "bhsd": 1, "sbhd": 2, "thd": 1}
+
+
+def _one_head(x: Tensor, layout: Layout, heads: int) -> Tensor:
+    dim = _HEAD_DIM[layout]
+    return x if x.shape[dim] == heads else x.narrow(dim, 0, heads)
+
+
+def _launch(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> tuple[Tensor, Tensor]:
+    out, lse = _fwd_outputs(query, key, value, *args)
+    target = Target.of(query.device)
+    heads, shape = _heads(query, key, value, args.layout), _shape(query, key, args.layout, args.query_starts)
+    q, o = _operand(query, args.layout, heads), _operand(out, args.layout, heads)
+    k, v = _operand(key, args.layout, heads, True), _operand(value, args.layout, heads, True)
+    d_qk, d_v = query.shape[-1], value.shape[-1]
+    plan = plan_for(d_qk, d_v)
+    blocks = _slots(shape, shape.queries, args.query_starts, plan.block_m)
+    tiles = blocks * heads.kv * heads.repeats * (shape.batch if args.query_starts is None else 1)
+    slopes = args.slopes
+    _hopper_attention_fwd_kernel[(min(target.num_sms, tiles),)](
+        query, key, value, out, lse, slopes, args.sinks,
+        args.query_starts, args.key_starts, args.query_used, args.key_used, _counter(query),
+        shape.batch, shape.queries, shape.keys, heads.kv, heads.repeats, blocks,
+        _group(shape.keys * (d_qk + d_v) * key.element_size(), heads.repeats, target), tiles,
+        q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, o.b, o.s, o.r,
+        slopes.shape[1] if slopes is not None and slopes.dim() == 2 else 0,
+        args.scale, args.softcap, args.left, args.right,
+        LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
+        ALIBI=_alibi_kind(args), D=(d_qk, d_v), P_QK=plan.p_qk, P_V=plan.p_v,
+        BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers, num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+_COUNTERS = 4096  # far more than launches can be under way at a time
+_counters: dict[int, Iterator[Tensor]] = {}
+
+
+def _counter(x: Tensor) -> Tensor:
+    """An int32 that is 0, which the launch leaves 0: another for each launch, so that streams do not share it."""
+    if x.is_meta:
+        return torch.empty(1, dtype=torch.int32, device=x.device)
+    if torch.cuda.is_current_stream_capturing():  # the graph's own: its replays may run beside anything
+        return torch.zeros(1, dtype=torch.int32, device=x.device)
+    index = x.get_device()
+    if index not in _counters:
+        with torch.inference_mode(False):
+            _counters[index] = cycle(torch.zeros(_COUNTERS, 4, dtype=torch.int32, device=x.device).unbind())
+    return next(_counters[index])
+
+
+def _attention_hopper_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _attention_bwd(*args)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return backward_by(_attention_hopper_bwd_op, ctx, dout, dlse)
+
+
+_attention_hopper_op = Op(
+    f"attention_hopper(Tensor query, Tensor key, Tensor value, {_ARGS_SCHEMA}) -> (Tensor, Tensor)",
+    _attention,
+    _fwd_outputs,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+_attention_hopper_bwd_op = Op(
+    "attention_hopper_bwd(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"bool[] need, {_ARGS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _attention_hopper_bwd,
+    _bwd_outputs,
+)
+
+
+def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable."""
+    return _attention_hopper_op(call.query, call.key, call.value, *arguments(call))

@@ -1,0 +1,634 @@
+"""The Hopper forward kernel in Gluon: persistent, TMA and wgmma, each warp with one job; docs/hopper.md teaches it.
+
+    o = softmax(scale q kᵀ, masked) v,  lse = log of the softmax's denominator, natural
+
+One CTA an SM takes tiles of queries of one head from a counter in memory, longest first. A *loader* warp draws the
+tiles, tells the others, and fetches q once and blocks of k and v into rings of two stages by TMA; *consumer* warpgroups
+hold 64 rows of queries each, scores and results in registers. While the tensor cores compute the scores of one block
+and add the block before to the result, the other warpgroup is at its exponentials.
+
+Blocks that hold keys which some of a tile's queries do not see come first, so that the loop over all others has no
+masks; the order is free, for the softmax is an online one: running maximum m and sum l per query, base 2.
+
+Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3) for warpgroups beside one another and products under way
+during the softmax; Milakov and Gimelshein 2018 (online softmax).
+"""
+
+from powertrain.runtime.gluon_compat import (
+    draw,
+    drawn,
+    gl,
+    gluon,
+    hopper,
+    mbarrier,
+    reinterpret,
+    tma,
+    tma_load,
+    tma_store,
+)
+from powertrain.runtime.launch import gluon_kernel
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+MINUS_INF = gl.constexpr(float("-inf"))
+
+
+@gluon.jit
+def _place(tile, blocks, heads, group):
+    """(block, head) of a tile: `group` heads at a time share the L2, and of each the last blocks, which see the most
+    keys under a causal mask, go first."""
+    first = tile // (group * blocks) * group
+    size = gl.minimum(heads - first, group)
+    within = tile - first * blocks
+    return blocks - 1 - within // size, first + within % size
+
+
+@gluon.jit
+def _find_sequence(starts_ptr, batch, slot, BLOCK: gl.constexpr):
+    """(sequence, block in it) of a slot: triton_tiles.find_sequence."""
+    low = gl.to_tensor(0)
+    high = low + batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_before = gl.load(starts_ptr + middle) // BLOCK + middle <= slot
+        low = gl.where(is_before, middle, low)
+        high = gl.where(is_before, high, middle - 1)
+    return low, slot - gl.load(starts_ptr + low) // BLOCK - low
+
+
+@gluon.jit
+def _span(starts_ptr, used_ptr, b, batch, size):
+    """(first row, length, rows of storage) of sequence b; `size` rows in all."""
+    start = gl.to_tensor(0)
+    room = start + size
+    if starts_ptr is not None:
+        start = gl.load(starts_ptr + b)
+        room = gl.load(starts_ptr + b + 1, mask=b < batch, other=size) - start
+    length = room
+    if used_ptr is not None:
+        length = gl.minimum(room, gl.load(used_ptr + b, mask=b < batch, other=0))
+    elif starts_ptr is not None:
+        length = gl.where(b < batch, room, 0)
+    return start, length, room
+
+
+@gluon.jit
+def _blocks_of(
+    first, offset, q_len, k_len, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """What a tile visits, in blocks of keys: (first, end, end of those that all see, how many are masked at the right,
+    in all). At least one, in which nothing may be seen."""
+    p_first = first + offset
+    p_last = gl.minimum(first + BLOCK_M, q_len) - 1 + offset
+    begin = gl.to_tensor(0)
+    full_begin = begin
+    end = k_len
+    full_end = k_len
+    if LEFT:
+        begin = gl.maximum(p_first - left, 0)
+        full_begin = gl.maximum(p_last - left, 0)
+    if RIGHT:
+        end = gl.maximum(gl.minimum(k_len, p_last + right + 1), 0)
+        full_end = gl.maximum(gl.minimum(k_len, p_first + right + 1), 0)
+    begin = begin // BLOCK_N
+    end = gl.maximum(gl.cdiv(end, BLOCK_N), begin + 1)
+    full_begin = gl.maximum(gl.minimum(gl.cdiv(full_begin, BLOCK_N), end), begin)
+    full_end = gl.maximum(gl.minimum(full_end // BLOCK_N, end), full_begin)
+    return begin, end, full_end, end - full_end, end - full_end + full_begin - begin
+
+
+@gluon.jit
+def _block_at(n, begin, end, full_end, at_right, masked, LEFT: gl.constexpr):
+    """The n-th block of a tile: the masked ones at the right, those at the left, then the others from the right."""
+    block = end - 1 - n
+    if LEFT:
+        block = gl.where(n >= at_right, begin + n - at_right, block)
+        block = gl.where(n >= masked, full_end - 1 - (n - masked), block)
+    return block
+
+
+@gluon.jit
+def _rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, ROWS: gl.constexpr, PIECE: gl.constexpr):
+    """A descriptor of a whole tensor [batch, heads, rows, D], of tiles [ROWS, PIECE]."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, PIECE], ptr.dtype.element_ty)
+    return tma.make_tensor_descriptor(
+        ptr, [batch, heads, rows, D], [stride_b, stride_h, stride_s, 1], [1, 1, ROWS, PIECE], layout
+    )
+
+
+@gluon.jit
+def _here(stride):
+    """`stride`, computed with where it is used: both consumers' were, ahead of them, and spilled meanwhile."""
+    return gl.inline_asm_elementwise(
+        "mov.b64 $0, $1;", "=l,l", [stride.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _as_tile(smem):
+    """[rows, columns] in shared memory as the tile of a descriptor."""
+    ROWS: gl.constexpr = smem.shape[0]
+    COLS: gl.constexpr = smem.shape[1]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, COLS], smem.dtype)
+    return reinterpret(smem, smem.dtype, [1, 1, ROWS, COLS], layout)
+
+
+@gluon.jit
+def _tell(tile_smem, slot, place: gl.constexpr, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    FIELDS: gl.constexpr = tile_smem.shape[0] // 2
+    tile_smem.index(slot * FIELDS + place).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def _told(tile_smem, slot, place: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    FIELDS: gl.constexpr = tile_smem.shape[0] // 2
+    return gl.max(tile_smem.index(slot * FIELDS + place).load(layout), 0)
+
+
+@gluon.jit
+def _load(
+    q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+    batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    STAGES: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = v_smem.shape[1]
+    ROWS: gl.constexpr = q_smem[0].shape[1]
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    PIECES: gl.constexpr = len(q_smem)
+    BYTES: gl.constexpr = v_smem.dtype.primitive_bitwidth // 8
+    heads = kv_heads * repeats
+    storage = batch
+    if q_starts_ptr is not None:
+        storage = gl.to_tensor(1)
+    # made by the warp that uses them: acquiring a descriptor is a thread's own affair
+    q_desc = ()
+    k_desc = ()
+    for i in gl.static_range(PIECES):
+        PIECE: gl.constexpr = q_smem[i].shape[2]
+        q_desc += (_rows_desc(q_ptr, storage, heads, queries, D[0], stride_qb, stride_qh, stride_qs, ROWS, PIECE),)
+        k_desc += (_rows_desc(k_ptr, storage, kv_heads, keys, D[0], stride_kb, stride_kh, stride_ks, BLOCK_N, PIECE),)
+    v_desc = _rows_desc(v_ptr, storage, kv_heads, keys, D[1], stride_vb, stride_vh, stride_vs, BLOCK_N, v_smem.shape[2])
+    Q_BYTES: gl.constexpr = ROWS * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
+    K_BYTES: gl.constexpr = Q_BYTES // ROWS * BLOCK_N
+    V_BYTES: gl.constexpr = BLOCK_N * v_smem.shape[2] * BYTES
+
+    tile = gl.program_id(0)
+    ticket = gl.to_tensor(0)
+    visited = gl.to_tensor(0)  # blocks so far
+    taken = gl.to_tensor(0)  # tiles so far
+    while tile < tiles:
+        ticket = draw(counter_ptr)
+        if q_starts_ptr is not None:
+            slot, head = _place(tile, blocks, heads, group)
+            b, block = _find_sequence(q_starts_ptr, batch, slot, BLOCK_M)
+        else:
+            block, at = _place(tile, blocks, batch * heads, group)
+            b = at // heads
+            head = at % heads
+        q_start, q_len, q_room = _span(q_starts_ptr, q_used_ptr, b, batch, queries)
+        k_start, k_len, _ = _span(k_starts_ptr, k_used_ptr, b, batch, keys)
+        first = block * BLOCK_M
+        if first < q_room:
+            pair = taken % 2
+            mbarrier.wait(tile_empty.index(pair), (taken // 2 + 1) % 2)
+            _tell(tile_smem, pair, 0, b)
+            _tell(tile_smem, pair, 1, head)
+            _tell(tile_smem, pair, 2, first)
+            _tell(tile_smem, pair, 3, q_start)
+            _tell(tile_smem, pair, 4, q_len)
+            _tell(tile_smem, pair, 5, q_room)
+            _tell(tile_smem, pair, 6, k_len)
+            mbarrier.arrive(tile_full.index(pair), count=1)
+            offset = gl.to_tensor(0)
+            if BOTTOM_RIGHT:
+                offset = k_len - q_len
+            begin, end, full_end, at_right, masked = _blocks_of(
+                first, offset, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N
+            )
+            kv = head // repeats
+            b_at = b
+            if q_starts_ptr is not None:
+                b_at = gl.to_tensor(0)
+            before = gl.to_tensor(0)
+            for n in range(end - begin):
+                row = k_start + _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+                at = visited + n
+                stage = at % STAGES
+                mbarrier.wait(k_empty.index(stage), (at // STAGES + 1) % 2)
+                bar = k_full.index(stage)
+                mbarrier.expect(bar, K_BYTES)
+                for i in gl.static_range(PIECES):
+                    tma_load(
+                        k_desc[i], [b_at, kv, row, i * q_smem[0].shape[2]], bar, _as_tile(k_smem[i].index(stage))
+                    )
+                if n == 0:
+                    for c in gl.static_range(CONSUMERS):
+                        mbarrier.wait(q_empty.index(c), (taken + 1) % 2)
+                        bar = q_full.index(c)
+                        mbarrier.expect(bar, Q_BYTES)
+                        for i in gl.static_range(PIECES):
+                            tma_load(
+                                q_desc[i],
+                                [b_at, head, q_start + first + c * ROWS, i * q_smem[0].shape[2]],
+                                bar,
+                                _as_tile(q_smem[i].index(c)),
+                            )
+                else:
+                    stage = (at - 1) % STAGES
+                    mbarrier.wait(v_empty.index(stage), ((at - 1) // STAGES + 1) % 2)
+                    bar = v_full.index(stage)
+                    mbarrier.expect(bar, V_BYTES)
+                    tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
+                before = row
+            visited += end - begin
+            stage = (visited - 1) % STAGES
+            mbarrier.wait(v_empty.index(stage), ((visited - 1) // STAGES + 1) % 2)
+            bar = v_full.index(stage)
+            mbarrier.expect(bar, V_BYTES)
+            tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
+            taken += 1
+        ticket = drawn(ticket)
+        # as many are drawn as there are tiles: who draws the last leaves the counter as it was found
+        if ticket == tiles - 1:
+            gl.store(counter_ptr, 0)
+        tile = gl.num_programs(0) + ticket
+    pair = taken % 2
+    mbarrier.wait(tile_empty.index(pair), (taken // 2 + 1) % 2)
+    _tell(tile_smem, pair, 1, -1)
+    mbarrier.arrive(tile_full.index(pair), count=1)
+
+
+@gluon.jit
+def _times_keys(q_smem, k_smem, consumer: gl.constexpr, stage, s_layout: gl.constexpr):
+    """q kᵀ under way: [rows, keys]."""
+    QUERIES: gl.constexpr = q_smem[0].shape[1]
+    KEYS: gl.constexpr = k_smem[0].shape[1]
+    s = gl.zeros([QUERIES, KEYS], gl.float32, s_layout)
+    s = hopper.warpgroup_mma(
+        q_smem[0].index(consumer), k_smem[0].index(stage).permute((1, 0)), s, use_acc=False, is_async=True
+    )
+    for i in gl.static_range(1, len(q_smem)):
+        s = hopper.warpgroup_mma(q_smem[i].index(consumer), k_smem[i].index(stage).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _tanh(x):
+    """The hardware's, good to 2^-11: enough beside operands of 16 bits."""
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _columns(start, s):
+    return start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+
+
+@gluon.jit
+def _scored(s, start, positions, factors, slope, p_first, CAP: gl.constexpr, ALIBI: gl.constexpr):
+    """Scores in base 2, but for the factor where there is neither softcap nor ALiBi."""
+    if CAP:
+        s = _tanh(s * factors[0]) * factors[1]
+    elif ALIBI:
+        s = s * factors[0]
+    if ALIBI == 1:
+        far = gl.expand_dims(positions, 1) - gl.expand_dims(_columns(start, s), 0)
+        s -= slope * gl.abs(far).to(gl.float32)
+    if ALIBI == 2:
+        s += gl.expand_dims(slope * (_columns(start, s) - p_first).to(gl.float32), 0)
+    return s
+
+
+@gluon.jit
+def _hidden(s, start, positions, k_len, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Scores of keys that a query does not see: -inf."""
+    j = gl.expand_dims(_columns(start, s), 0)
+    last = positions * 0 + k_len - 1
+    if RIGHT:
+        last = gl.minimum(last, positions + right)
+    seen = j <= gl.expand_dims(last, 1)
+    if LEFT:
+        seen = seen & (j >= gl.expand_dims(positions - left, 1))
+    return gl.where(seen, s, MINUS_INF)
+
+
+@gluon.jit
+def _of_lanes(p):
+    """Sums over each thread's own columns, added up over threads at the end: [rows, 4]."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _softmax(s, m, l, factor, MASKED: gl.constexpr):  # noqa: E741
+    """(weights, m, l, what the result so far is to be scaled by)."""
+    m_new = gl.maximum(m, gl.max(s, 1))
+    shift = m_new * factor
+    if MASKED:
+        shift = gl.where(m_new == MINUS_INF, 0.0, shift)  # nothing seen so far: 2^-inf is 0, not NaN
+    p = gl.exp2(s * factor - gl.expand_dims(shift, 1))
+    alpha = gl.exp2(m * factor - shift)
+    sums = _of_lanes(p)
+    of_l = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
+    return p, m_new, l * gl.expand_dims(of_l, 1) + sums, alpha
+
+
+@gluon.jit
+def _clear_behind(v_smem, count):
+    """Zeros in the rows of a block of v from `count` on: 0 times what lies behind a sequence may be NaN."""
+    ROWS: gl.constexpr = v_smem.shape[0]
+    COLS: gl.constexpr = v_smem.shape[1]
+    WIDTH: gl.constexpr = min(COLS, 64)
+    swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, WIDTH], v_smem.dtype)
+    layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
+    pieces = reinterpret(v_smem, v_smem.dtype, [COLS // WIDTH * ROWS // 8, 8, WIDTH], swizzle)
+    for panel in gl.static_range(COLS // WIDTH):
+        for group in range(count // 8, ROWS // 8):
+            piece = pieces.index(panel * (ROWS // 8) + group)
+            row = group * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
+            piece.store(gl.where(gl.expand_dims(row < count, 1), piece.load(layout), 0.0).to(v_smem.dtype))
+    hopper.fence_async_shared()
+
+
+@gluon.jit
+def _consume(
+    o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
+    q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+    batch, queries, heads, stride_ob, stride_os, stride_oh, stride_slopes, left, right, scale, softcap,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
+    PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    STAGES: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = v_smem.shape[1]
+    ROWS: gl.constexpr = q_smem[0].shape[1]
+    D_V: gl.constexpr = v_smem.shape[2]
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    RAW: gl.constexpr = not CAP and ALIBI == 0  # m is a maximum of unscaled scores
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+    dtype: gl.constexpr = v_smem.dtype
+    storage = batch
+    if PACKED:
+        storage = gl.to_tensor(1)
+    o_desc = _rows_desc(
+        o_ptr, storage, heads, queries, D[1], _here(stride_ob), _here(stride_oh), _here(stride_os), ROWS, D_V
+    )
+    o_tile = o_smem.index(CONSUMER)
+    factors = (scale * LOG2E, softcap)
+    if CAP:
+        factors = (scale / softcap, softcap * LOG2E)
+    factor = factors[0]
+    if not RAW:
+        factor = 1.0
+
+    visited = gl.to_tensor(0)
+    taken = gl.to_tensor(0)
+    mbarrier.wait(tile_full.index(0), 0)
+    head = _told(tile_smem, 0, 1)
+    while head >= 0:
+        pair = taken % 2
+        b = _told(tile_smem, pair, 0)
+        first = _told(tile_smem, pair, 2)
+        q_start = _told(tile_smem, pair, 3)
+        q_len = _told(tile_smem, pair, 4)
+        q_room = _told(tile_smem, pair, 5)
+        k_len = _told(tile_smem, pair, 6)
+        mbarrier.arrive(tile_empty.index(pair), count=1)
+        offset = gl.to_tensor(0)
+        if BOTTOM_RIGHT:
+            offset = k_len - q_len
+        begin, end, full_end, at_right, masked = _blocks_of(
+            first, offset, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N
+        )
+        row = first + CONSUMER * ROWS
+        positions = row + offset + gl.arange(0, ROWS, row_layout)
+        slope = 0.0
+        if ALIBI:
+            slope = gl.load(slopes_ptr + b * stride_slopes + head, mask=b < batch, other=0.0) * LOG2E
+        p_first = row + offset
+
+        # the first block: masked, if any is
+        mbarrier.wait(q_full.index(CONSUMER), taken % 2)
+        stage = visited % STAGES
+        mbarrier.wait(k_full.index(stage), visited // STAGES % 2)
+        s = _times_keys(q_smem, k_smem, CONSUMER, stage, s_layout)
+        s = hopper.warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        start = _block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+        s = _scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
+        if masked > 0:
+            s = _hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
+        if RAGGED:
+            if start + BLOCK_N > k_len:
+                mbarrier.wait(v_full.index(stage), visited // STAGES % 2)
+                _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
+        m = gl.full([ROWS], MINUS_INF, gl.float32, row_layout)
+        l = gl.zeros_like(_of_lanes(s))  # noqa: E741
+        weights, m, l, alpha = _softmax(s, m, l, factor, True)  # noqa: E741
+        p = gl.convert_layout(weights.to(dtype), p_layout)
+        o = gl.zeros([ROWS, D_V], gl.float32, o_layout)
+
+        for n in range(1, masked):
+            at = visited + n
+            stage = at % STAGES
+            mbarrier.wait(k_full.index(stage), at // STAGES % 2)
+            s_later = _times_keys(q_smem, k_smem, CONSUMER, stage, s_layout)
+            last = (at - 1) % STAGES
+            mbarrier.wait(v_full.index(last), (at - 1) // STAGES % 2)
+            o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
+            s = hopper.warpgroup_mma_wait(1, deps=[s_later])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+            s = _scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
+            s = _hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
+            weights, m, l, alpha = _softmax(s, m, l, factor, True)  # noqa: E741
+            o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
+            mbarrier.arrive(v_empty.index(last), count=1)
+            if RAGGED:
+                if start + BLOCK_N > k_len:
+                    mbarrier.wait(v_full.index(stage), at // STAGES % 2)
+                    _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
+            p = gl.convert_layout(weights.to(dtype), p_layout)
+            o = o * gl.expand_dims(gl.convert_layout(alpha, o_row_layout), 1)
+
+        for n in range(gl.maximum(masked, 1), end - begin):
+            at = visited + n
+            stage = at % STAGES
+            mbarrier.wait(k_full.index(stage), at // STAGES % 2)
+            s_later = _times_keys(q_smem, k_smem, CONSUMER, stage, s_layout)
+            last = (at - 1) % STAGES
+            mbarrier.wait(v_full.index(last), (at - 1) // STAGES % 2)
+            o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
+            s = hopper.warpgroup_mma_wait(1, deps=[s_later])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            if not RAW:
+                start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+                s = _scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
+            weights, m, l, alpha = _softmax(s, m, l, factor, False)  # noqa: E741
+            o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
+            mbarrier.arrive(v_empty.index(last), count=1)
+            p = gl.convert_layout(weights.to(dtype), p_layout)
+            o = o * gl.expand_dims(gl.convert_layout(alpha, o_row_layout), 1)
+
+        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        visited += end - begin
+        last = (visited - 1) % STAGES
+        mbarrier.wait(v_full.index(last), (visited - 1) // STAGES % 2)
+        o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
+
+        # while it is under way: the sums of whole rows
+        total = gl.convert_layout(gl.sum(l, 1), row_layout)
+        m = m * factor
+        if ALIBI == 2:
+            m -= slope * (positions - p_first).to(gl.float32)
+        rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
+        if sinks_ptr is not None:
+            sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
+            with_sink = gl.maximum(m, sink)
+            rescale = gl.exp2(m - with_sink)
+            total = total * rescale + gl.exp2(sink - with_sink)
+            m = with_sink
+        lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
+        inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
+        i = row + gl.arange(0, ROWS, row_layout)
+        inverse = gl.where(i < q_len, inverse, 0.0)
+        lse = gl.where(i < q_len, lse, MINUS_INF)
+        if PACKED:
+            lse_base = lse_ptr + head.to(gl.int64) * queries + q_start
+        else:
+            lse_base = lse_ptr + (b.to(gl.int64) * heads + head) * queries
+        gl.store(lse_base + i, lse, mask=i < q_room)
+
+        o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
+        mbarrier.arrive(v_empty.index(last), count=1)
+        o = o * gl.expand_dims(gl.convert_layout(inverse, o_row_layout), 1)
+        if RAGGED:  # rows of no sequence may hold NaN
+            o = gl.where(gl.expand_dims(gl.convert_layout(i, o_row_layout) < q_len, 1), o, 0.0)
+        tma.store_wait(0)
+        gl.thread_barrier()
+        o_tile.store(o.to(dtype))
+        hopper.fence_async_shared()
+        gl.thread_barrier()
+        b_at = b
+        if PACKED:
+            b_at = gl.to_tensor(0)
+            if row + ROWS <= q_room:
+                tma_store(o_desc, [b_at, head, q_start + row, 0], _as_tile(o_tile))
+            else:
+                base = o_ptr + (q_start + row).to(gl.int64) * stride_os + head.to(gl.int64) * stride_oh
+                _copy_out(o_tile, base, q_room - row, stride_os, D[1])
+                gl.thread_barrier()
+        else:
+            tma_store(o_desc, [b_at, head, row, 0], _as_tile(o_tile))
+
+        taken += 1
+        pair = taken % 2
+        mbarrier.wait(tile_full.index(pair), taken // 2 % 2)
+        head = _told(tile_smem, pair, 1)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _copy_out(o_smem, base, rows, stride, D: gl.constexpr):
+    """The first `rows` rows of a tile in shared memory to [rows, D] at `base`, by ordinary stores."""
+    ROWS: gl.constexpr = o_smem.shape[0]
+    COLS: gl.constexpr = o_smem.shape[1]
+    WIDTH: gl.constexpr = min(COLS, 64)
+    HEIGHT: gl.constexpr = 16
+    # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
+    swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], o_smem.dtype)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    pieces = reinterpret(o_smem, o_smem.dtype, [COLS // WIDTH * ROWS // HEIGHT, HEIGHT, WIDTH], swizzle)
+    for panel in gl.static_range(COLS // WIDTH):
+        for piece in range(ROWS // HEIGHT):
+            r = piece * HEIGHT + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+            c = panel * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+            place = base + gl.expand_dims(r.to(gl.int64) * stride, 1) + gl.expand_dims(c, 0)
+            mask = gl.expand_dims(r < rows, 1) & gl.expand_dims(c < D, 0)
+            gl.store(
+                gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16]),
+                pieces.index(panel * (ROWS // HEIGHT) + piece).load(layout),
+                mask=gl.max_constancy(mask, [1, 8]),
+            )
+
+
+@gluon.jit
+def _rings(COUNT: gl.constexpr, arrivals: gl.constexpr):
+    """COUNT barriers, each of so many arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=arrivals)
+    return bars
+
+
+@gluon.jit
+def _stages(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], dtype)
+    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLS], layout)
+
+
+@gluon_kernel(archs=(90,))
+def _hopper_attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, counter_ptr,
+    batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
+    slopes_step, scale, softcap, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
+    D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    PACKED: gl.constexpr = q_starts_ptr is not None
+    RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None
+    ROWS: gl.constexpr = 64
+    q_smem = ()
+    k_smem = ()
+    for i in gl.static_range(len(P_QK)):
+        q_smem += (_stages(dtype, CONSUMERS, ROWS, P_QK[i]),)
+        k_smem += (_stages(dtype, STAGES, BLOCK_N, P_QK[i]),)
+    v_smem = _stages(dtype, STAGES, BLOCK_N, P_V)
+    o_smem = _stages(dtype, CONSUMERS, ROWS, P_V)
+    tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile_smem = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], tile_layout)
+    q_full = _rings(CONSUMERS, 1)
+    q_empty = _rings(CONSUMERS, 1)
+    k_full = _rings(STAGES, 1)
+    k_empty = _rings(STAGES, CONSUMERS)
+    v_full = _rings(STAGES, 1)
+    v_empty = _rings(STAGES, CONSUMERS)
+    tile_full = _rings(2, 1)
+    tile_empty = _rings(2, CONSUMERS)
+    hopper.fence_async_shared()
+
+    heads = kv_heads * repeats
+    gl.warp_specialize([
+        (_consume, (
+            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
+            q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, CONSUMERS, 0,
+        )),
+        (_consume, (
+            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
+            q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, CONSUMERS, 1,
+        )),
+        (_load, (
+            q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+            q_smem, k_smem, v_smem, tile_smem,
+            q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
+            stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+            left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS,
+        )),
+    ], [4, 1], [232, 40])  # fmt: skip

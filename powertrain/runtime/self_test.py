@@ -1,0 +1,36 @@
+"""A kernel tried once on each device, before its results are given to anybody."""
+
+from collections.abc import Callable
+
+import torch
+
+from powertrain.runtime import tracing
+from powertrain.runtime.errors import CompileError, LaunchError
+from powertrain.runtime.settings import settings
+
+
+def failure(
+    found: dict[int | None, str | None],
+    device: torch.device,
+    test: Callable[[torch.device], str | None],
+    otherwise: str,
+) -> str | None:
+    """Why a Gluon kernel must not be used on `device`, or None; remembered in `found`.
+
+    test       compares a small result and says what is wrong with it, or None
+    otherwise  "gemm: cuBLAS serves": for the line that is said if it fails
+    """
+    if settings().interpret:
+        return "Gluon has no interpreter"
+    if device.index in found:
+        return found[device.index]
+    if torch.cuda.is_current_stream_capturing():
+        return "its self-test has not run on this device and cannot while a CUDA graph is captured"
+    try:
+        reason = test(device)
+    except (CompileError, LaunchError) as error:
+        reason = str(error)
+    found[device.index] = reason
+    if reason:
+        tracing.warn(f"{otherwise} {device} although the Hopper kernel is for it: {reason}")
+    return reason
