@@ -62,8 +62,8 @@ def build(
         machine = look(command, environment, arch or (), _bytes(memory))
     except ValueError as error:
         raise typer.BadParameter(f"--arch: {error}") from None
-    name = recipe_of(command).name
-    made = make_plan(command, environment, machine, history.estimate(name, _text(command), _archs(machine.archs)))
+    measured = history.estimate(recipe_of(command), _text(command), _archs(machine.archs))
+    made = make_plan(command, environment, machine, measured)
     _print_plan(console, made, explain)
     if online:
         _print_wheel(console, made)
@@ -173,6 +173,8 @@ def _bytes(text: str | None) -> int | None:
 
 
 def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:
+    from powertrain.governor.view import duration
+
     machine = plan.machine
     facts = {
         "recipe": f"{plan.recipe.name}: {plan.estimate.bytes / 2**30:.1f} GiB a job ({plan.estimate.why})",
@@ -180,7 +182,7 @@ def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:
         "memory": f"{machine.memory / 2**30:.1f} GiB ({machine.memory_why})",
         "disk": f"{machine.disk / 2**30:.1f} GiB free in {machine.tmp}",
         "GPUs": ", ".join(map(str, machine.gpus)) or f"none ({machine.gpus_why})",
-        "nvcc": f"{'.'.join(map(str, machine.nvcc.version))} {machine.nvcc.path}" if machine.nvcc else "none",
+        "nvcc": _nvcc(plan),
         "host compiler": f"{machine.compiler.version} {machine.compiler.path}" if machine.compiler else "none",
     }
     if machine.python:
@@ -188,8 +190,8 @@ def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:
         facts["python"] = (
             f"{machine.python.version} {machine.python.path}, {torch if machine.python.torch else 'no torch'}"
         )
-    if plan.estimate.seconds:
-        facts["time"] = f"about {plan.estimate.seconds / 60:.0f} min ({plan.estimate.why})"
+    seconds = plan.estimate.seconds
+    facts["time"] = f"{f'about {duration(seconds)}' if seconds else 'unknown'} ({plan.estimate.time_why})"
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         table.add_row(f"[bold]{name}", escape(value))
@@ -203,6 +205,19 @@ def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:
         console.print(f"[red]problem[/] {escape(str(refusal))}")
     if plan.refusals and plan.recipe.wheels:
         console.print(f"[green]instead[/] already built: {escape(plan.recipe.wheels)}")
+
+
+def _nvcc(plan: "Plan") -> str:
+    """The compiler, what it compiles for, and whether it suits torch."""
+    nvcc, python = plan.machine.nvcc, plan.machine.python
+    if not nvcc:
+        return "none"
+    archs = f"sm_{nvcc.archs[0]} to sm_{nvcc.archs[-1]}" if nvcc.archs else "archs unknown"
+    suits = ""
+    if python and python.torch_cuda:
+        same = nvcc.version[0] == int(python.torch_cuda.split(".")[0])
+        suits = f"; {'matches' if same else 'does not match'} torch's CUDA {python.torch_cuda}"
+    return f"{'.'.join(map(str, nvcc.version))} {nvcc.path} ({archs}{suits})"
 
 
 def _gib(size: float) -> str:

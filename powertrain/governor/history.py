@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powertrain.governor.plan import Estimate
+from powertrain.governor.recipes import GENERIC, Recipe
 
 _VERSION = 1
 _SCHEMA = """
@@ -78,25 +79,31 @@ class History:
             rows = connection.execute(f"select {columns} from build order by id desc limit ?", (count,)).fetchall()
         return [Record(*row) for row in rows]
 
-    def units(self, recipe: str, command: str) -> dict[str, UnitRecord]:
-        """The largest record of each unit in builds of the same."""
+    def units(self, recipe: str, command: str | None) -> dict[str, UnitRecord]:
+        """The largest record of each unit in builds of the same; of any command if that is None."""
         if not self.file.exists():
             return {}
         with self._open() as connection:
             rows = connection.execute(
                 "select name, max(unit.seconds), max(unit.peak) from unit join build on build.id = unit.build "
-                "where recipe = ? and command = ? group by name",
+                "where recipe = ?1 and (?2 is null or command = ?2) group by name",
                 (recipe, command),
             ).fetchall()
         return {row[0]: UnitRecord(*row) for row in rows}
 
-    def estimate(self, recipe: str, command: str, archs: str) -> Estimate | None:
-        """What a job takes by builds of the same recipe and command here; None if there was none."""
-        units = self.units(recipe, command)
+    def estimate(self, recipe: Recipe, command: str, archs: str) -> Estimate | None:
+        """What builds of the same command took here, or else of the same project; None if there was none."""
+        same = self.units(recipe.name, command)
+        wanted = command if same or recipe == GENERIC else None
+        units = same or (self.units(recipe.name, None) if wanted is None else {})
         if not units:
             return None
-        done = [r for r in self.last(200) if (r.recipe, r.command, r.archs, r.code) == (recipe, command, archs, 0)]
+        records = [each for each in self.last(200) if each.recipe == recipe.name and wanted in (None, each.command)]
+        done = [record for record in records if record.code == 0]
         largest = max(units.values(), key=lambda unit: unit.peak)
-        seconds = statistics.median(record.seconds for record in done) if done else None
+        size = max(2**24, int(largest.peak * _MARGIN))
         why = f"measured here: {largest.name} took the most, {largest.peak / 2**30:.2f} GiB"
-        return Estimate(max(2**24, int(largest.peak * _MARGIN)), seconds, why)
+        if not done and size < recipe.bytes:  # what failed may not have come to its largest
+            size, why = recipe.bytes, f"recipe {recipe.name}: {recipe.source}; {why} in builds that failed"
+        times = [record.seconds for record in done if record.archs == archs]
+        return Estimate(size, statistics.median(times) if times else None, why, "measured here")

@@ -6,7 +6,7 @@ CMake reads), TORCH_CUDA_ARCH_LIST "7.5 8.6" (torch.utils.cpp_extension), FLASH_
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from powertrain.governor.machine import Machine
@@ -42,6 +42,7 @@ class Estimate:
     bytes: int
     seconds: float | None  # of the whole build, on this machine
     why: str
+    time_why: str = "not measured"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def make_plan(
     estimate = measured or Estimate(recipe.bytes, None, f"recipe {recipe.name}: {recipe.source}")
     fit = int(machine.memory * SHARE // estimate.bytes)
     slots = max(1, min(machine.cores, fit))
+    if estimate.seconds is None:
+        estimate = replace(estimate, seconds=recipe.seconds(slots), time_why=recipe.time_source)
     variables = [*_parallelism(slots, fit, machine, estimate), *_arch_lists(machine), *_toolkit(machine)]
     kept = [_kept(variable, environment) for variable in variables]
     refusals = [*_refusals(recipe, machine), *_arch_refusals(recipe, machine)]

@@ -18,7 +18,7 @@ class Process:
     parent: int
     name: str
     status: str  # as psutil names it: running, sleeping, disk-sleep, stopped
-    rss: int  # bytes
+    memory: int  # bytes of its own; pages of files are left out, which the kernel drops when it needs room
     cpu: float  # seconds, of its own and of the children it has waited for
     io: int  # bytes read and written
 
@@ -49,11 +49,14 @@ def _read(process: psutil.Process) -> Process | None:
                 return None
             times = process.cpu_times()
             cpu = times.user + times.system + times.children_user + times.children_system
-            return Process(
-                process.pid, process.ppid(), process.name(), status, process.memory_info().rss, cpu, _io(process)
-            )
+            return Process(process.pid, process.ppid(), process.name(), status, _own(process), cpu, _io(process))
     except psutil.NoSuchProcess:
         return None
+
+
+def _own(process: psutil.Process) -> int:
+    memory = process.memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
 
 
 def _io(process: psutil.Process) -> int:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 _GIB = 2**30
 
@@ -19,14 +20,21 @@ class Recipe:
     disk: float = 5.0  # GiB in the temporary folder
     wheels: str = ""  # where somebody has built it already
     package: str = ""  # its name on PyPI
+    core_minutes: float | None = None  # compiling on one core; None: nobody measured it
+    time_source: str = "not measured"
 
     @property
     def bytes(self) -> int:
         return int(self.gigabytes * _GIB)
 
+    def seconds(self, jobs: int) -> float | None:
+        """What the whole build takes with so many compilers at work, roughly: cores differ."""
+        return None if self.core_minutes is None else self.core_minutes * 60 / jobs
+
 
 _FLASH = "github.com/Dao-AILab/flash-attention, pull request 2079: 3 to 5 GB a thread"
 _GUESS = "not measured"
+_TE_HEADERS = ("cudnn.h", "nccl.h")
 
 RECIPES = (
     Recipe(
@@ -47,13 +55,27 @@ RECIPES = (
         disk=10,
         wheels="github.com/Dao-AILab/flash-attention/releases, for the torch, CUDA and C++ ABI in the wheel's name",
         package="flash-attn",
+        core_minutes=650,
+        time_source="github.com/Dao-AILab/flash-attention issue 968: 8 min on 64 cores, 45 min on 18",
+    ),
+    Recipe(
+        "transformer-engine-torch",
+        r"^(?!.*git\+).*transformer[-_]engine([-_]torch|\[[\w,]*pytorch)",  # PyPI has wheels of the core
+        2.7,
+        "measured: version 2.20.2, torch 2.13, gcc 12, pybind.cpp takes the most",
+        headers=_TE_HEADERS,
+        disk=2,
+        wheels="github.com/NVIDIA/TransformerEngine/releases, which its setup.py tries first",
+        package="transformer-engine-torch",
+        core_minutes=15,
+        time_source="measured: the same build, 2 cores of a server",
     ),
     Recipe(
         "transformer-engine",
         r"transformer[-_]?engine",
         4,
         "not measured; github.com/NVIDIA/TransformerEngine issues 976, 978 and 1077: all cores at once exhaust memory",
-        headers=("cudnn.h", "nccl.h"),
+        headers=_TE_HEADERS,
         disk=10,
         wheels="pip install transformer_engine_cu12 or _cu13 (the core; only the torch extension is then built)",
         package="transformer-engine",
@@ -66,6 +88,8 @@ RECIPES = (
         disk=10,
         wheels="pip install xformers (PyPI has wheels, each for one torch version)",
         package="xformers",
+        core_minutes=180,
+        time_source="github.com/facebookresearch/xformers issue 822: 5 to 10 min on 16 cores, over an hour with 4 jobs",
     ),
     Recipe("apex", r"\bapex\b", 2, _GUESS, disk=5),
     Recipe(
@@ -100,13 +124,28 @@ RECIPES = (
         disk=30,
         wheels="pip install vllm, or VLLM_USE_PRECOMPILED=1",
         package="vllm",
+        core_minutes=840,
+        time_source="github.com/vllm-project/vllm issue 14452: 3 to 4 hours with 4 jobs",
     ),
     Recipe("gpt-neox fused kernels", r"gpt[-_]?neox|fused[-_]kernels", 1.5, _GUESS),
 )
 GENERIC = Recipe("any other build", r"", 2, _GUESS, needs_nvcc=False, disk=2)
 
 
-def recipe_of(command: Sequence[str]) -> Recipe:
-    """The first recipe whose name is in the command; else the one for any build."""
-    text = " ".join(command).lower()
-    return next((recipe for recipe in RECIPES if re.search(recipe.pattern, text)), GENERIC)
+def recipe_of(command: Sequence[str], folder: Path | None = None) -> Recipe:
+    """The first recipe whose name is in the command, or, if it builds what lies in `folder`, in the folder's.
+
+    folder  where the command runs; the current one by default
+    """
+    places = [" ".join(command)]
+    if _builds_here(command):
+        places.append("/".join((folder or Path.cwd()).parts[-2:]))
+    found = (recipe for place in places for recipe in RECIPES if re.search(recipe.pattern, place.lower()))
+    return next(found, GENERIC)
+
+
+def _builds_here(command: Sequence[str]) -> bool:
+    name = Path(command[0]).name
+    if name in ("cmake", "ninja", "make") or (name.startswith("python") and list(command[1:3]) == ["-m", "build"]):
+        return True
+    return any(word == "." or word.startswith(("./", ".[")) or word.endswith("setup.py") for word in command[1:])

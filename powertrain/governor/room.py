@@ -2,7 +2,8 @@
 
 In this order: a compiler starts when what it is expected to take fits beside what the running ones may still take. If
 memory runs short all the same, the youngest is paused; if only one runs and it still does, the youngest paused one is
-killed, which its launcher will run again. One always runs.
+killed, which its launcher will run again; if none is paused, the one that runs, once, to run again in less memory if it
+can (gcc, launcher.py). One always runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 State = Literal["waiting", "running", "paused", "killed"]
-Act = Literal["go", "pause", "resume", "kill", "alone"]
+Act = Literal["go", "go frugal", "pause", "resume", "kill", "alone"]
 _RESERVE = 0.05  # of the memory at the start stays free
 _MOST_RESERVE = 2**30
 
@@ -24,11 +25,13 @@ class Unit:
     pid: int = 0  # of the compiler's process group, once it runs
     state: State = "waiting"
     since: float = 0.0  # when it last started
-    rss: int = 0
+    memory: int = 0
     peak: int = 0
     cpu: float = 0.0
     tries: int = 0  # how often it was begun
     launched: bool = True  # by our launcher, which can run it again
+    thrifty: bool = False  # its compiler can do with less memory, in more time
+    frugal: bool = False  # it does
     doing: str = ""  # the program at work: cicc, ptxas, cc1plus
     pids: list[int] = field(default_factory=list)
     told_alone: bool = False
@@ -36,7 +39,7 @@ class Unit:
     @property
     def growth(self) -> int:
         """What it is still expected to take."""
-        return max(0, self.expected - self.rss)
+        return max(0, self.expected - self.memory)
 
 
 def reserve(memory: int) -> int:
@@ -54,6 +57,8 @@ def decide(units: Sequence[Unit], available: int, memory: int, jobs: int) -> Ite
     running = [unit for unit in units if unit.state == "running"]
     paused = [unit for unit in units if unit.state == "paused"]
     left = available - reserve(memory)
+    if any(unit.state == "killed" for unit in units):
+        return  # its memory is not free yet, and soon will be
     if left < 0 and running:
         yield from _shrink(running, [unit for unit in paused if unit.launched])
         return
@@ -62,7 +67,8 @@ def decide(units: Sequence[Unit], available: int, memory: int, jobs: int) -> Ite
     for unit in sorted(paused, key=lambda unit: unit.since) + [unit for unit in units if unit.state == "waiting"]:
         if busy and (left < unit.growth or busy >= jobs):
             return  # in order: a large one is not overtaken for ever
-        yield ("resume" if unit.state == "paused" else "go"), unit
+        start: Act = "go frugal" if unit.thrifty and left < unit.growth else "go"
+        yield ("resume" if unit.state == "paused" else start), unit
         left -= unit.growth
         busy += 1
 
@@ -72,5 +78,7 @@ def _shrink(running: list[Unit], paused: list[Unit]) -> Iterator[tuple[Act, Unit
         yield "pause", max(running, key=lambda unit: unit.since)
     elif paused:
         yield "kill", max(paused, key=lambda unit: unit.since)
+    elif running[0].thrifty and not running[0].frugal:
+        yield "kill", running[0]
     elif not running[0].told_alone:
         yield "alone", running[0]

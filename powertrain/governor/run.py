@@ -126,6 +126,7 @@ class Governor:
         self.used = self.peak = self.paused = self.rerun = 0
         self.available = plan.machine.memory
         self.reaped = 0.0
+        self.fresh = False  # whether nothing was done since the last sample
         self.signals: list[int] = []
         self.asked_to_end = 0.0
         self.complained = 0.0
@@ -229,19 +230,19 @@ class Governor:
             line, _, launcher.text = launcher.text.partition(b"\n")
             word, *rest = line.decode().split(" ")
             if word == "want":
-                self._wants(launcher, int(rest[0]), rest[1])
+                self._wants(launcher, int(rest[0]), rest[1], rest[2] == "thrifty")
             elif word == "started" and launcher.unit:
                 launcher.unit.pid = int(rest[0])
                 launcher.kills = oom_kills()
             elif word == "ended":
                 self._ended(launcher, int(rest[0]), int(rest[1]))
 
-    def _wants(self, launcher: _Launcher, pid: int, name: str) -> None:
+    def _wants(self, launcher: _Launcher, pid: int, name: str, thrifty: bool) -> None:
         running = [each.unit.pid for each in self.launchers if each.unit and each.unit.pid]
         if called_by_compiler(pid, running):
             self._send(launcher, "pass")
             return
-        launcher.unit = Unit(name, self._expected(name))
+        launcher.unit = Unit(name, self._expected(name), thrifty=thrifty)
 
     def _expected(self, name: str) -> int:
         peaks = self.peaks.get(Path(name).suffix, [])
@@ -264,9 +265,10 @@ class Governor:
             self.rerun += 1
             self._send(launcher, "again")
             return
-        if not status:
-            seconds = time.time() - unit.since
+        seconds = time.time() - unit.since
+        if not status or starved:  # the next plan is to know what did not fit, too
             self.finished.append(UnitRecord(unit.name, seconds, unit.peak))
+        if not status:
             self.timed += [seconds] if self.progress.total else []  # a configuration's probes are small
             self.peaks.setdefault(Path(unit.name).suffix, []).append(unit.peak)
         launcher.unit = None
@@ -286,32 +288,37 @@ class Governor:
         by_unit = {launcher.unit: launcher for launcher in self.launchers if launcher.unit}
         memory = self.plan.machine.memory
         for act, unit in list(decide(units, self.available, memory, max(1, self.plan.jobs))):
-            self._act(act, unit, by_unit.get(unit))
+            if self.fresh or act in ("go", "go frugal"):
+                self._act(act, unit, by_unit.get(unit))
+        self.fresh = False  # one act against shortage a sample: what it brought is seen in the next
 
     def _act(self, act: Act, unit: Unit, launcher: _Launcher | None) -> None:
-        if act == "go" and launcher:
-            unit.state, unit.since, unit.rss, unit.peak = "running", time.time(), 0, 0
+        if act in ("go", "go frugal") and launcher:
+            unit.state, unit.since, unit.memory, unit.peak = "running", time.time(), 0, 0
+            unit.frugal = act == "go frugal"
             unit.tries += 1
-            self._send(launcher, "go")
+            self._send(launcher, act)
+            if unit.frugal:
+                self.view.say(f"{unit.name} may not fit: gcc collects its garbage early, slower and in less memory")
         elif act == "resume":
             unit.state = "running"
             _signal(unit.pids, signal.SIGCONT)
             self.view.say(f"resumed {unit.name}")
         elif act == "pause" and unit.pids:
             unit.state = "paused"
-            unit.expected = max(unit.expected, unit.rss * 3 // 2)
+            unit.expected = max(unit.expected, unit.memory * 3 // 2)
             _signal(unit.pids, signal.SIGSTOP)
             self.paused += 1
-            self.view.say(f"paused {unit.name} at {_gib(unit.rss)}: {_gib(self.available)} left")
+            self.view.say(f"paused {unit.name} at {_gib(unit.memory)}: {_gib(self.available)} left")
         elif act == "kill" and launcher:
             unit.state = "killed"
-            unit.expected = max(unit.expected, unit.rss * 3 // 2)
+            unit.expected = max(unit.expected, unit.memory * 3 // 2)
             self._send(launcher, "kill")
-            self.view.say(f"killed {unit.name} at {_gib(unit.rss)} to make room: it will run again")
+            self.view.say(f"killed {unit.name} at {_gib(unit.memory)} to make room: it will run again")
         elif act == "alone":
             unit.told_alone = True
             self.view.say(
-                f"even one job does not fit: {unit.name} has {_gib(unit.rss)} of {_gib(self.plan.machine.memory)} "
+                f"even one job does not fit: {unit.name} has {_gib(unit.memory)} of {_gib(self.plan.machine.memory)} "
                 f"({self.plan.machine.memory_why}) and wants more. Fix: more memory or swap, or fewer archs"
             )
 
@@ -328,8 +335,8 @@ class Governor:
 
     def _sample(self) -> None:
         self.processes = self.meter.sample(os.getpid(), [self.watchdog.pid])
-        self.sampled = time.time()
-        self.used = sum(process.rss for process in self.processes.values())
+        self.sampled, self.fresh = time.time(), True
+        self.used = sum(process.memory for process in self.processes.values())
         self.peak = max(self.peak, self.used)
         self.available = min(available_memory()[0], self.plan.machine.memory - self.used)
         launched = [each.unit.pid for each in self.launchers if each.unit and each.unit.pid]
@@ -338,10 +345,10 @@ class Governor:
         for unit in self._units():
             of = below(unit.pid, self.processes)
             unit.pids = [process.pid for process in of]
-            unit.rss = sum(process.rss for process in of)
-            unit.peak = max(unit.peak, unit.rss)
+            unit.memory = sum(process.memory for process in of)
+            unit.peak = max(unit.peak, unit.memory)
             unit.cpu = sum(process.cpu for process in of)
-            unit.doing = max((p for p in of if p.compiles), key=lambda p: p.rss, default=_NOBODY).name
+            unit.doing = max((p for p in of if p.compiles), key=lambda p: p.memory, default=_NOBODY).name
         if self.sampled - self.reaped > _REAP:
             self.reaped = self.sampled
             _reap(self.build.pid, self.watchdog.pid)

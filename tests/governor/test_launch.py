@@ -15,9 +15,10 @@ import pytest
 
 from powertrain.governor import stall
 from powertrain.governor.history import History, Record, UnitRecord
-from powertrain.governor.launcher import source
+from powertrain.governor.launcher import is_gcc, source
 from powertrain.governor.machine import Nvcc
 from powertrain.governor.processes import Process, foreign_compilers, tree
+from powertrain.governor.recipes import GENERIC, recipe_of
 from powertrain.governor.shims import Shims, make_shims, shimmed
 from powertrain.governor.wheels import prebuilt
 
@@ -82,6 +83,14 @@ def test_only_compiles_ask_for_room(command: str, name: str | None) -> None:
     assert source(command.split()) == name
 
 
+def test_gcc_is_known_at_the_end_of_its_links(tmp_path: Path) -> None:
+    for name, gcc in {"x86_64-linux-gnu-g++-12": True, "gcc": True, "clang++-18": False, "nvcc": False}.items():
+        link = tmp_path / f"c++-to-{name}"
+        (tmp_path / name).touch()
+        link.symlink_to(tmp_path / name)
+        assert is_gcc(str(link)) is gcc
+
+
 def test_compilers_that_no_launcher_started() -> None:
     def process(pid: int, parent: int, name: str) -> Process:
         return Process(pid, parent, name, "running", 0, 0.0, 0)
@@ -102,15 +111,29 @@ def _record(code: int = 0, seconds: float = 60.0) -> Record:
 
 def test_the_history_makes_the_next_estimate(tmp_path: Path) -> None:
     history = History(tmp_path / "a/history.sqlite")
-    assert history.last() == [] and history.estimate("flash-attn", "pip install flash-attn", "80") is None
+    flash = recipe_of(["pip", "install", "flash-attn"])
+    assert history.last() == [] and history.estimate(flash, "pip install flash-attn", "80") is None
     history.add(_record(), [UnitRecord("a.cu", 30, 2**30), UnitRecord("b.cu", 10, 2**28)])
     history.add(_record(code=1, seconds=1), [UnitRecord("a.cu", 31, 2**29)])
-    estimate = history.estimate("flash-attn", "pip install flash-attn", "80")
+    estimate = history.estimate(flash, "pip install flash-attn", "80")
     assert estimate and estimate.seconds == 60 and estimate.bytes == int(1.2 * 2**30)
     assert "a.cu" in estimate.why
-    other = history.estimate("flash-attn", "pip install flash-attn", "80;90")
+    other = history.estimate(flash, "pip install flash-attn", "80;90")
     assert other and other.seconds is None  # the time of one arch is not that of two
+    elsewhere = history.estimate(flash, "pip install flash-attn==2.8.3", "80")
+    assert elsewhere == estimate  # the same project by another command
+    assert history.estimate(GENERIC, "make", "80") is None  # other builds have nothing in common
     assert [record.code for record in history.last()] == [1, 0]
+
+
+def test_a_build_that_failed_may_not_have_come_to_its_largest(tmp_path: Path) -> None:
+    history, flash = History(tmp_path / "history.sqlite"), recipe_of(["pip", "install", "flash-attn"])
+    history.add(_record(code=1), [UnitRecord("small.cpp", 3, 2**28)])
+    estimate = history.estimate(flash, "pip install flash-attn", "80")
+    assert estimate and estimate.bytes == flash.bytes and "builds that failed" in estimate.why
+    history.add(_record(code=1), [UnitRecord("large.cu", 3, 2 * flash.bytes)])
+    estimate = history.estimate(flash, "pip install flash-attn", "80")
+    assert estimate and estimate.bytes == int(2.4 * flash.bytes)
 
 
 def test_a_history_of_another_version_is_not_touched(tmp_path: Path) -> None:

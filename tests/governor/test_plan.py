@@ -1,6 +1,7 @@
 """What a build is told, on machines made up here."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -104,7 +105,12 @@ def test_a_build_of_anything_needs_no_nvcc() -> None:
     "command, name",
     [
         ("pip install flash_attn==2.8.3", "flash-attn"),
-        ("pip install transformer-engine[pytorch]", "transformer-engine"),
+        ("pip install transformer-engine[pytorch]", "transformer-engine-torch"),  # the core is a wheel
+        ("pip install transformer_engine_torch==2.20.2", "transformer-engine-torch"),
+        (
+            "pip install transformer_engine[pytorch]@git+https://github.com/NVIDIA/TransformerEngine",
+            "transformer-engine",
+        ),
         ("pip install git+https://github.com/facebookresearch/xformers", "xformers"),
         ("python setup.py install", GENERIC.name),
         ("uv pip install git+https://github.com/state-spaces/mamba", "mamba-ssm"),
@@ -115,5 +121,23 @@ def test_recipes_are_found_by_name(command: str, name: str) -> None:
     assert recipe_of(command.split()).name == name
 
 
+@pytest.mark.parametrize("command", ["python setup.py install", "pip wheel .", "python -m build", "cmake --build out"])
+def test_what_builds_its_folder_is_found_by_the_folders_name(command: str) -> None:
+    assert recipe_of(command.split(), Path("/src/flash-attention")).name == "flash-attn"
+    assert recipe_of(command.split(), Path("/src/flash-attention/hopper")).name == "flash-attn-3"
+    assert recipe_of(["pip", "install", "numpy"], Path("/src/flash-attention")) == GENERIC
+
+
+def test_times_are_of_the_jobs_that_run() -> None:
+    made = plan(replace(MACHINE, cores=4, gpus=MACHINE.gpus[:1]), ["pip", "install", "flash-attn"])
+    assert made.estimate.seconds == pytest.approx(made.recipe.core_minutes * 60 / 4)  # type: ignore[operator]
+    assert "968" in made.estimate.time_why
+    assert plan(command=["make"]).estimate.seconds is None
+    measured = make_plan(["make"], {}, MACHINE, Estimate(2 * GIB, 600, "here", "measured here"))
+    assert (measured.estimate.seconds, measured.estimate.time_why) == (600, "measured here")
+
+
 def test_every_recipe_says_where_its_number_is_from() -> None:
-    assert all(recipe.source and recipe.gigabytes > 0 for recipe in (*RECIPES, GENERIC))
+    for recipe in (*RECIPES, GENERIC):
+        assert recipe.source and recipe.gigabytes > 0
+        assert (recipe.core_minutes is None) == (recipe.time_source == "not measured")

@@ -9,8 +9,8 @@ def acts(*units: Unit, available: float, memory: float = 10, jobs: int = 8) -> l
     return [(act, unit.name) for act, unit in decide(units, int(available * GIB), int(memory * GIB), jobs)]
 
 
-def unit(name: str, state: str = "waiting", since: float = 0, rss: float = 0, expected: float = 2) -> Unit:
-    return Unit(name, int(expected * GIB), state=state, since=since, rss=int(rss * GIB))  # type: ignore[arg-type]
+def unit(name: str, state: str = "waiting", since: float = 0, memory: float = 0, expected: float = 2) -> Unit:
+    return Unit(name, int(expected * GIB), state=state, since=since, memory=int(memory * GIB))  # type: ignore[arg-type]
 
 
 def test_as_many_start_as_fit() -> None:
@@ -18,8 +18,8 @@ def test_as_many_start_as_fit() -> None:
 
 
 def test_what_runs_may_still_grow() -> None:
-    assert acts(unit("a", "running", rss=0.5), unit("b"), available=3.5) == []
-    assert acts(unit("a", "running", rss=2), unit("b"), available=3.5) == [("go", "b")]
+    assert acts(unit("a", "running", memory=0.5), unit("b"), available=3.5) == []
+    assert acts(unit("a", "running", memory=2), unit("b"), available=3.5) == [("go", "b")]
 
 
 def test_one_runs_whatever_its_size() -> None:
@@ -54,6 +54,27 @@ def test_one_that_does_not_fit_is_said_once() -> None:
 
 
 def test_the_paused_come_before_the_waiting() -> None:
-    units = unit("new"), unit("paused", "paused", 2, rss=1)
+    units = unit("new"), unit("paused", "paused", 2, memory=1)
     assert acts(*units, available=2) == [("resume", "paused")]
     assert acts(unit("a", "paused", 1, 9, expected=2), available=-1) == [("resume", "a")]  # nothing else would run
+
+
+def test_gcc_does_with_less_where_it_may_not_fit_alone() -> None:
+    large, fits = unit("large", expected=9), unit("fits")
+    large.thrifty = fits.thrifty = True
+    assert acts(large, fits, available=5) == [("go frugal", "large")]
+    assert acts(fits, available=5) == [("go", "fits")]
+
+
+def test_one_that_outgrows_all_memory_runs_again_in_less() -> None:
+    only = unit("a", "running", 1, 9)
+    only.thrifty = True
+    assert acts(only, available=0.1) == [("kill", "a")]
+    only.frugal = True
+    assert acts(only, available=0.1) == [("alone", "a")]
+
+
+def test_nothing_more_is_ended_while_one_is_ending() -> None:
+    ending, running = unit("b", "killed", 2, 4), unit("a", "running", 1, 4)
+    running.thrifty = True
+    assert acts(running, ending, available=0.1) == []
