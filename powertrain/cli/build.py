@@ -86,6 +86,7 @@ def _run(
 ) -> int:
     from powertrain.governor.history import Record
     from powertrain.governor.run import Governor
+    from powertrain.governor.terminal import keyboard_here
     from powertrain.governor.view import LiveView, PlainView
 
     text = _text(plan.command)
@@ -95,7 +96,16 @@ def _run(
     started = time.time()
     known = history.units(plan.recipe.name, text)
     try:
-        governor = Governor(plan, environment, folder=folder, view=view, known=known, stall_seconds=stall, fix=fix)
+        governor = Governor(
+            plan,
+            environment,
+            folder=folder,
+            view=view,
+            known=known,
+            stall_seconds=stall,
+            fix=fix,
+            keyboard=keyboard_here(),
+        )
         console.print(f"full output: {governor.log}", markup=False, soft_wrap=True)
         outcome = governor.run()
     finally:

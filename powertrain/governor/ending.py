@@ -57,6 +57,12 @@ _KNOWN = (
         "the library's version does not suit; see the line",
     ),
     (
+        r"could not read (Username|Password)|terminal prompts disabled|EOFError: EOF when reading a line|"
+        r"Host key verification failed|Permission denied \(publickey|No such device or address: '/dev/tty'|a terminal is required to read",
+        "something was asked, and nobody was there to answer",
+        "run it in a terminal, or answer beforehand: credentials, a key, -y",
+    ),
+    (
         r"(Could not resolve host|Connection (refused|timed out)|Temporary failure in name resolution|RPC failed)",
         "the network failed",
         "check the connection and the proxy, then run it again",

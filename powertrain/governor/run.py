@@ -25,6 +25,7 @@ from powertrain.governor.processes import Meter, Process, below, called_by_compi
 from powertrain.governor.progress import Progress, verbose
 from powertrain.governor.room import Act, Unit, decide, reserve
 from powertrain.governor.shims import make_shims, shimmed
+from powertrain.governor.terminal import Terminal
 from powertrain.runtime.jobs import available_memory
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -93,6 +94,7 @@ class Governor:
     known          what units took in earlier builds
     stall_seconds  of stillness before its cause is looked for
     fix            rename a lock that nobody owns
+    keyboard       where a user answers what the build asks (governor/terminal.py); None: a question fails at once
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Governor:
         known: Mapping[str, UnitRecord],
         stall_seconds: float = 180,
         fix: bool = False,
+        keyboard: int | None = None,
     ) -> None:
         self.plan, self.view, self.known = plan, view, known
         self.stall_seconds, self.fix = stall_seconds, fix
@@ -112,8 +115,9 @@ class Governor:
         self.log = folder / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
         self.sockets = Path("/tmp", f"powertrain-build-{os.getuid()}")
         self.shims = make_shims(folder / "shims", self.sockets, environment.get("PATH", os.defpath), plan.machine.nvcc)
-        quiet = {"PYTHONUNBUFFERED": "1", "GIT_TERMINAL_PROMPT": "0"}
-        self.environment = {**quiet, **environment, **plan.environment}
+        self.terminal = None if keyboard is None else Terminal(keyboard)
+        defaults = {"PYTHONUNBUFFERED": "1"} | ({} if self.terminal else {"GIT_TERMINAL_PROMPT": "0"})
+        self.environment = {**defaults, **environment, **plan.environment}
         self.environment |= shimmed(self.environment, self.shims, plan.machine.nvcc)
         self.selector = selectors.DefaultSelector()
         self.progress, self.meter = Progress(), Meter()
@@ -172,15 +176,19 @@ class Governor:
         self.build = subprocess.Popen(
             verbose(self.plan.command),
             env=self.environment,
-            stdin=subprocess.DEVNULL,  # a question fails at once instead of waiting for an answer
+            stdin=self.terminal.theirs if self.terminal else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=self.terminal.take if self.terminal else None,
         )
         self._tell_watchdog(str(self.build.pid))
         assert self.build.stdout
         os.set_blocking(self.build.stdout.fileno(), False)
         self.selector.register(self.build.stdout, selectors.EVENT_READ)
+        if self.terminal:
+            self.selector.register(self.terminal.ours, selectors.EVENT_READ)
+            self.selector.register(self.terminal.keyboard, selectors.EVENT_READ)
         self.sampled = 0.0
         self._sample()
 
@@ -207,6 +215,11 @@ class Governor:
                 self.selector.register(connection, selectors.EVENT_READ, launcher)
             elif isinstance(key.data, _Launcher):
                 self._hear(key.data)
+            elif self.terminal and key.fileobj == self.terminal.ours:
+                self.file.write(self.terminal.hear())
+                self.stillness.spoke(time.time())
+            elif self.terminal and key.fileobj == self.terminal.keyboard:
+                self.terminal.type()
             else:
                 self._read_output()
         if time.time() - self.sampled >= pause:
@@ -366,6 +379,8 @@ class Governor:
         if still > self.stall_seconds and self.complained < self.stillness.since:
             self.complained = now
             self._complain(moving, still)
+        if self._is_asked(moving, now):
+            return  # a table that is redrawn would be in the way of the answer
         running = [unit for unit in self._units() if unit.state == "running"]
         seconds = [now - unit.since for unit in running]
         eta = self.progress.eta(self.timed, seconds, self.plan.estimate.seconds, now - self.started)
@@ -377,6 +392,15 @@ class Governor:
                 *(self.plan.machine.memory, self._units(), now),
             )
         )
+
+    def _is_asked(self, processes: Mapping[int, Process], now: float) -> bool:
+        """Whether the build waits for an answer of the user; who asks what is said once."""
+        if not self.terminal:
+            return False
+        if question := self.terminal.question(processes.values(), self.text, now):
+            self.view.say(question)
+        self.terminal.rest()
+        return self.terminal.open is not None
 
     def _complain(self, processes: Mapping[int, Process], still: float) -> None:
         folders = [Path.cwd(), *stall.extension_folders(self.environment)]
@@ -427,6 +451,8 @@ class Governor:
             self._tell_watchdog("over")
             self.watchdog.wait()
         self.selector.close()
+        if self.terminal:
+            self.terminal.close()
         for launcher in self.launchers:
             launcher.connection.close()
         if hasattr(self, "listener"):

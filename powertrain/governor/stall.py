@@ -75,9 +75,13 @@ def cause(processes: Mapping[int, Process], folders: Iterable[Path], swap_rate: 
     if swap_rate > _THRASH:
         return Cause(f"swapping: {swap_rate:.0f} pages a second come back from disk", "fewer jobs: MAX_JOBS=1")
     for process in processes.values():
-        if asked := _waits_for_input(process.pid):
+        if asked := waits_for_input(process.pid):
             what = f"{process.name} (process {process.pid}) waits for input on {asked}"
-            return Cause(what, "answer it beforehand: credentials, -y, or a configuration file")
+            return Cause(what, "type the answer, or give it beforehand: credentials, -y, or a configuration file")
+    asleep = [process for process in processes.values() if process.status == psutil.STATUS_DISK_SLEEP]
+    if asleep:
+        what = f"waits for a disk that does not answer: {_names(asleep)}"
+        return Cause(what, "look at dmesg and at network file systems (mount | grep nfs); TMPDIR to a local disk")
     for process in processes.values():
         if peer := _peer(process.pid):
             what = f"{process.name} (process {process.pid}) waits for {peer} on the network"
@@ -146,16 +150,19 @@ def _working_folders(processes: Mapping[int, Process]) -> list[Path]:
     return sorted(path for path in found if len(path.parts) > 2)
 
 
-def _waits_for_input(pid: int) -> str | None:
-    """The terminal or pipe that a process is blocked on as its standard input."""
+def waits_for_input(pid: int) -> str | None:
+    """The terminal, or the pipe at its standard input, that a process is blocked on."""
     try:
         channel = Path(f"/proc/{pid}/wchan").read_text()
         call = Path(f"/proc/{pid}/syscall").read_text().split()
-        target = os.readlink(f"/proc/{pid}/fd/0")
+        if len(call) < 2 or call[0] not in ("0", "63"):  # read on x86-64, on aarch64
+            return None
+        number = int(call[1], 16)
+        target = os.readlink(f"/proc/{pid}/fd/{number}")
     except OSError:
         return None
-    reads_first = len(call) > 1 and call[0] in ("0", "63") and call[1] == "0x0"  # read(0, …) on x86-64, on aarch64
-    if reads_first and any(word in channel for word in _READS) and target != "/dev/null":
+    terminal = target.startswith(("/dev/pts/", "/dev/tty"))  # git and ssh open it anew, whatever their input is
+    if any(word in channel for word in _READS) and (terminal or number == 0) and target != "/dev/null":
         return target
     return None
 

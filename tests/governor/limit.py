@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -22,7 +22,7 @@ _EVERY = 0.2  # seconds
 @dataclass(frozen=True)
 class Ended:
     code: int
-    output: str
+    output: str = field(repr=False)
     seconds: float
     cpu: float  # of the whole tree
     peak: int  # bytes

@@ -83,6 +83,7 @@ def test_pip_and_uv_are_made_to_talk(command: str, shown: str) -> None:
         ("/usr/bin/ld: cannot find -lcudnn: No such file or directory", "a library to link with is missing"),
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
         ("fatal: unable to access 'https://x/': Could not resolve host: x", "the network failed"),
+        ("fatal: could not read Username for 'https://x': terminal prompts disabled", "nobody was there to answer"),
         ("error: invalid command 'bdist_wheel'", "setuptools cannot make wheels"),
         ("error: package directory 'x' does not exist", "the build script failed"),
         ("x.cpp:3:10: error: 'y' was not declared", "the compiler refused the source"),

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from powertrain.governor.history import History
+from powertrain.governor.machine import nvcc_at
 from tests.governor.limit import under_limit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,8 +63,10 @@ def environment(place: Path) -> dict[str, str]:
     shutil.unpack_archive(archive, place)
     (wheels,) = place.glob("venv/lib/python3*/site-packages/nvidia")
     headers = ":".join(str(wheels / part / "include") for part in ("cu13", "cudnn", "nccl"))
+    nvcc = nvcc_at(shutil.which("nvcc") or "")
+    assert nvcc
     return own | {
-        **{"CPATH": headers, "MAX_JOBS": str(JOBS), "NVTE_CUDA_ARCHS": "90"},
+        **{"CUDA_HOME": nvcc.home, "CPATH": headers, "MAX_JOBS": str(JOBS), "NVTE_CUDA_ARCHS": "90"},
         **{"NVTE_PYTORCH_FORCE_BUILD": "TRUE", "XDG_DATA_HOME": str(place / "data"), "COLUMNS": "200"},
     }
 

@@ -1,0 +1,105 @@
+"""Terminal: one of the build's own, so that what is asked there is seen, named and answered.
+
+A build inherits nothing that it could wait at unseen. When the governor has a terminal, the build's standard input and
+controlling terminal are a pseudo-terminal between the two: git's and ssh's questions, pip's, sudo's. Without one they
+are nothing at all, and a question fails at once.
+"""
+
+import fcntl
+import os
+import termios
+import time
+from collections.abc import Iterable
+
+from powertrain.governor.processes import Process
+from powertrain.governor.stall import waits_for_input
+
+_SETTLED = 2.0  # seconds after which a line that was begun on the terminal, and not ended, is a question
+_LONGEST = 200  # characters of a question that are shown
+
+
+def keyboard_here() -> int | None:
+    """The descriptor to read answers from, if a user sits at it."""
+    return 0 if os.isatty(0) and _in_front(0) else None
+
+
+def _in_front(terminal: int) -> bool:
+    """Whether reading would not stop us, as it does a job in the background."""
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return True  # a terminal, but not the one that controls us
+
+
+class Terminal:
+    """The build's terminal; `keyboard` is where the user types."""
+
+    def __init__(self, keyboard: int) -> None:
+        self.keyboard = keyboard
+        self.ours, self.theirs = os.openpty()
+        os.set_inheritable(self.ours, False)
+        self.text = b""  # since the last end of a line
+        self.heard = 0.0
+        self.open: str | None = None  # the question that was named and is not answered
+        self._before = termios.tcgetattr(keyboard)
+
+    def take(self) -> None:
+        """In the build's first process, which leads a session: make this its controlling terminal."""
+        fcntl.ioctl(self.theirs, termios.TIOCSCTTY, 0)
+
+    def hear(self) -> bytes:
+        """What the build wrote to its terminal."""
+        part = os.read(self.ours, 1 << 16)
+        self.text = (self.text + part).replace(b"\r", b"\n").rpartition(b"\n")[2]
+        self.heard = time.time()
+        return part
+
+    def type(self) -> None:
+        """Hand on what the user typed."""
+        if not _in_front(self.keyboard):
+            return
+        typed = os.read(self.keyboard, 4096)
+        os.write(self.ours, typed or b"\x04")  # nothing: end of file, as the terminal says it
+        self.open, self.text = None, b""
+
+    def question(self, processes: Iterable[Process], output: bytes, now: float) -> str | None:
+        """Who asks what, said once for each question; None if nobody does, or it was said.
+
+        output  what the build wrote to its output since the last end of a line: pip asks there
+        """
+        begun = self.text.strip()
+        if not begun and not output.strip():
+            self.open = None
+        if self.open is not None or not (begun or output.strip()):
+            return None
+        asks = next((each for each in processes if _at_terminal(each.pid)), None)
+        if not asks and not (begun and now - self.heard > _SETTLED):
+            return None
+        self._mirror_echo()
+        self.open = (begun or output.strip()).decode(errors="replace")[-_LONGEST:]
+        who = f"{asks.name} (process {asks.pid})" if asks else "the build"
+        return f"{who} asks: {self.open}   [type the answer here]"
+
+    def _mirror_echo(self) -> None:
+        """Passwords are not shown: the build turned the echo of its terminal off."""
+        if not _in_front(self.keyboard):
+            return
+        shown = termios.tcgetattr(self.ours)[3] & termios.ECHO
+        now = termios.tcgetattr(self.keyboard)
+        now[3] = now[3] & ~termios.ECHO | shown
+        termios.tcsetattr(self.keyboard, termios.TCSADRAIN, now)
+
+    def rest(self) -> None:
+        """Nothing is asked any more: the user's terminal as it was."""
+        if self.open is None and _in_front(self.keyboard):
+            termios.tcsetattr(self.keyboard, termios.TCSADRAIN, self._before)
+
+    def close(self) -> None:
+        self.open = None
+        self.rest()
+        os.close(self.ours)
+        os.close(self.theirs)
+
+
+def _at_terminal(pid: int) -> bool:
+    return (waits_for_input(pid) or "").startswith(("/dev/pts/", "/dev/tty"))
