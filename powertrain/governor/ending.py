@@ -58,7 +58,8 @@ _KNOWN = (
     ),
     (
         r"could not read (Username|Password)|terminal prompts disabled|EOFError: EOF when reading a line|"
-        r"Host key verification failed|Permission denied \(publickey|No such device or address: '/dev/tty'|a terminal is required to read",
+        r"Host key verification failed|Permission denied \(publickey|No such device or address: '/dev/tty'|"
+        r"a terminal is required to read",
         "something was asked, and nobody was there to answer",
         "run it in a terminal, or answer beforehand: credentials, a key, -y",
     ),
