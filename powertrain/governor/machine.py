@@ -14,6 +14,7 @@ from pathlib import Path
 from powertrain.runtime.jobs import available_memory, usable_cores
 from powertrain.runtime.target import Target
 
+HEADERS = {"cudnn.h": "cudnn", "nccl.h": "nccl", "cublasLt.h": "cublas"}  # and the library each belongs to
 _SECONDS = 30  # for any one program that is only asked its version
 
 # run by the Python that the build will use, which need not be ours
@@ -78,7 +79,7 @@ class Machine:
     nvcc: Nvcc | None
     compiler: Compiler | None
     python: Python | None
-    headers: Mapping[str, str | None]  # "cudnn.h", "nccl.h": where found
+    headers: Mapping[str, str | None]  # those of HEADERS: where found
 
     @property
     def archs(self) -> tuple[int, ...]:
@@ -116,7 +117,7 @@ def look(
         nvcc,
         _compiler(environment.get("CXX"), path),
         python,
-        {name: _header(name, nvcc, python, environment) for name in ("cudnn.h", "nccl.h")},
+        {name: _header(name, nvcc, python, environment) for name in HEADERS},
     )
 
 
@@ -231,7 +232,7 @@ def _assigned(name: str, text: str) -> str | None:
 
 
 def _header(name: str, nvcc: Nvcc | None, python: Python | None, environment: Mapping[str, str]) -> str | None:
-    library = name.removesuffix(".h")
+    library = HEADERS[name]
     homes = [environment.get(f"{library.upper()}_{end}") for end in ("PATH", "HOME", "ROOT", "ROOT_DIR")]
     folders = [f"{home}/include" for home in homes if home]
     folders += [environment.get("CPATH", ""), environment.get(f"{library.upper()}_INCLUDE_DIR", "")]

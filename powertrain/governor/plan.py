@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from powertrain.governor.machine import Machine
+from powertrain.governor.machine import HEADERS, Machine
 from powertrain.governor.recipes import Recipe, recipe_of
 from powertrain.runtime.jobs import SHARE
 
@@ -76,7 +76,12 @@ def make_plan(
     slots = max(1, min(machine.cores, fit))
     if estimate.seconds is None:
         estimate = replace(estimate, seconds=recipe.seconds(slots), time_why=recipe.time_source)
-    variables = [*_parallelism(slots, fit, machine, estimate), *_arch_lists(machine), *_toolkit(machine)]
+    variables = [
+        *_parallelism(slots, fit, machine, estimate),
+        *_arch_lists(machine),
+        *_toolkit(machine),
+        *_headers(recipe, machine),
+    ]
     kept = [_kept(variable, environment) for variable in variables]
     refusals = [*_refusals(recipe, machine), *_arch_refusals(recipe, machine)]
     notes = _notes(recipe, machine, estimate, fit)
@@ -141,6 +146,22 @@ def _toolkit(machine: Machine) -> list[Variable]:
     return [Variable("CUDA_HOME", nvcc.home, why), Variable("CUDA_PATH", nvcc.home, why)]
 
 
+def _headers(recipe: Recipe, machine: Machine) -> list[Variable]:
+    """Headers that lie in torch's own wheels, where no compiler looks."""
+    site = f"{machine.python.site}/" if machine.python else "none"
+    wheels = {
+        name: Path(path) for name in recipe.headers if (path := machine.headers.get(name)) and path.startswith(site)
+    }
+    if not wheels:
+        return []
+    why = f"{', '.join(wheels)}: in the wheels that torch came with, where no compiler looks"
+    folders = dict.fromkeys(str(path.parent) for path in wheels.values())
+    variables = [Variable("CPATH", ":".join(folders), why)]
+    if "cudnn.h" in wheels:
+        variables.append(Variable("CUDNN_PATH", str(wheels["cudnn.h"].parent.parent), "the same, for CMake"))
+    return variables
+
+
 def _refusals(recipe: Recipe, machine: Machine) -> list[Refusal]:
     found = []
     nvcc, compiler, python = machine.nvcc, machine.compiler, machine.python
@@ -173,7 +194,7 @@ def _refusals(recipe: Recipe, machine: Machine) -> list[Refusal]:
         )
     for header in recipe.headers:
         if machine.headers.get(header) is None:
-            library = header.removesuffix(".h")
+            library = HEADERS[header]
             fix = (
                 f"install the {library} development package, or set {library.upper()}_PATH to the folder above include/"
             )

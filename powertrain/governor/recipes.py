@@ -34,7 +34,7 @@ class Recipe:
 
 _FLASH = "github.com/Dao-AILab/flash-attention, pull request 2079: 3 to 5 GB a thread"
 _GUESS = "not measured"
-_TE_HEADERS = ("cudnn.h", "nccl.h")
+_TE_HEADERS = ("cudnn.h", "nccl.h", "cublasLt.h")
 
 RECIPES = (
     Recipe(

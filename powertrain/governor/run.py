@@ -114,7 +114,7 @@ class Governor:
         self.folder = folder
         self.log = folder / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
         self.sockets = Path("/tmp", f"powertrain-build-{os.getuid()}")
-        self.shims = make_shims(folder / "shims", self.sockets, environment.get("PATH", os.defpath), plan.machine.nvcc)
+        self.shims = make_shims(folder / "shims", self.sockets, environment, plan.machine.nvcc)
         self.terminal = None if keyboard is None else Terminal(keyboard)
         defaults = {"PYTHONUNBUFFERED": "1"} | ({} if self.terminal else {"GIT_TERMINAL_PROMPT": "0"})
         self.environment = {**defaults, **environment, **plan.environment}

@@ -22,6 +22,7 @@ _NAMES = (
     *(f"aarch64-linux-gnu-{name}" for name in ("gcc", "g++")),
 )
 _LANGUAGES = {"C": "CC", "CXX": "CXX", "CUDA": "CUDACXX"}
+_NAMED = (*_LANGUAGES.values(), "PYTORCH_NVCC")  # variables in which a user names a compiler
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,17 @@ class Shims:
     bin: Path  # goes first on PATH
     launch: Path  # a compiler launcher in CMake's sense
     sockets: Path
+    named: Mapping[str, str]  # for CC, CXX and the like, where the user named a compiler in them
 
 
-def make_shims(folder: Path, sockets: Path, path: str, nvcc: Nvcc | None) -> Shims:
-    """Shims for every compiler on `path`, and for this nvcc.
+def make_shims(folder: Path, sockets: Path, environment: Mapping[str, str], nvcc: Nvcc | None) -> Shims:
+    """Shims for every compiler on PATH, for those that CC, CXX and the like name, and for this nvcc.
 
-    folder   where they are kept
-    sockets  where launchers find their governor
+    folder       where they are kept
+    sockets      where launchers find their governor
+    environment  the build's
     """
+    path = environment.get("PATH", os.defpath)
     known = [name for name in os.listdir("/usr/bin") if name.startswith(("gcc-", "g++-", "clang-", "clang++-"))]
     versioned = [name for name in known if name.rpartition("-")[2].isdigit()]
     real = {name: found for name in (*_NAMES, *sorted(versioned)) if (found := shutil.which(name, path=path))}
@@ -46,10 +50,14 @@ def make_shims(folder: Path, sockets: Path, path: str, nvcc: Nvcc | None) -> Shi
     guard = f"[ -x {shlex.quote(sys.executable)} ] && [ -f {shlex.quote(launcher.__file__)} ]"
     files = {f"bin/{name}": _script(guard, start, shlex.quote(found)) for name, found in real.items()}
     files["launch"] = _script(guard, start, "")
+    chosen = {name: found for name in _NAMED if (found := shutil.which(environment.get(name, ""), path=path))}
+    named = {name: f"{name}/{os.path.basename(found)}" for name, found in chosen.items()}
+    files |= {named[name]: _script(guard, start, shlex.quote(found)) for name, found in chosen.items()}
     place = folder / hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
     if not place.is_dir():
         _write(place, files)
-    return Shims(place / "bin", place / "launch", sockets)
+    ours = {name: str(place / file) for name, file in named.items()}
+    return Shims(place / "bin", place / "launch", sockets, ours)
 
 
 def _script(guard: str, start: str, real: str) -> str:
@@ -71,16 +79,18 @@ def _write(place: Path, files: Mapping[str, str]) -> None:
 
 
 def shimmed(environment: Mapping[str, str], shims: Shims, nvcc: Nvcc | None) -> dict[str, str]:
-    """What to add to an environment so that compilers are reached through the shims; nothing that was set stays unset.
+    """What to add to an environment so that compilers are reached through the shims.
 
-    torch's extensions take nvcc from PYTORCH_NVCC. CMake finds compilers on PATH, hence shims; one that the user named
-    is reached through CMake's launcher variable.
+    A compiler that the user named stays the one that runs. torch's extensions take nvcc from PYTORCH_NVCC. CMake finds
+    compilers on PATH or in CC, CXX and CUDACXX, hence shims; its launcher variables serve what is named in another way:
+    TransformerEngine hands CMake the path of nvcc itself, and "ccache g++" is no program.
     """
-    added = {"PATH": f"{shims.bin}:{environment.get('PATH', os.defpath)}"}
+    added = {"PATH": f"{shims.bin}:{environment.get('PATH', os.defpath)}", **shims.named}
     if nvcc:
-        added["PYTORCH_NVCC"] = str(shims.bin / "nvcc")
-        added["CUDACXX"] = str(shims.bin / "nvcc")
+        added |= {name: str(shims.bin / "nvcc") for name in ("PYTORCH_NVCC", "CUDACXX") if not environment.get(name)}
     for language, variable in _LANGUAGES.items():
-        if environment.get(variable):
-            added[f"CMAKE_{language}_COMPILER_LAUNCHER"] = str(shims.launch)
-    return {name: value for name, value in added.items() if name == "PATH" or not environment.get(name)}
+        launcher = f"CMAKE_{language}_COMPILER_LAUNCHER"
+        elsewhere = language == "CUDA" or (environment.get(variable) and variable not in shims.named)
+        if elsewhere and not environment.get(launcher):
+            added[launcher] = str(shims.launch)
+    return added

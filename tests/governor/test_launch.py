@@ -32,7 +32,7 @@ def shims(tmp_path: Path) -> Shims:
     compiler.parent.mkdir()
     compiler.write_text('#!/bin/sh\nfor word; do echo "<$word>"; done\nexit 7\n')
     compiler.chmod(0o755)
-    return make_shims(tmp_path / "shims", tmp_path / "sockets", str(compiler.parent), NVCC)
+    return make_shims(tmp_path / "shims", tmp_path / "sockets", {"PATH": str(compiler.parent)}, NVCC)
 
 
 def test_without_a_governor_a_shim_is_the_compiler(shims: Shims) -> None:
@@ -48,8 +48,9 @@ def test_a_shim_outlives_our_python(shims: Shims) -> None:
 
 
 def test_the_same_shims_are_made_once(shims: Shims, tmp_path: Path) -> None:
-    assert make_shims(tmp_path / "shims", tmp_path / "sockets", str(tmp_path / "real"), NVCC) == shims
-    other = make_shims(tmp_path / "shims", tmp_path / "sockets", str(tmp_path / "real"), None)
+    environment = {"PATH": str(tmp_path / "real")}
+    assert make_shims(tmp_path / "shims", tmp_path / "sockets", environment, NVCC) == shims
+    other = make_shims(tmp_path / "shims", tmp_path / "sockets", environment, None)
     assert other.bin != shims.bin and (shims.bin / "nvcc").exists() and not (other.bin / "nvcc").exists()
 
 
@@ -59,6 +60,7 @@ def test_only_what_the_user_left_open_is_set(shims: Shims) -> None:
         "PATH": f"{shims.bin}:/usr/bin",
         "PYTORCH_NVCC": str(shims.bin / "nvcc"),
         "CUDACXX": str(shims.bin / "nvcc"),
+        "CMAKE_CUDA_COMPILER_LAUNCHER": str(shims.launch),
     }
     yours = {"PATH": "/usr/bin", "CXX": "/opt/g++", "CUDACXX": "/opt/nvcc", "PYTORCH_NVCC": "ccache nvcc"}
     added = shimmed(yours, shims, NVCC)
@@ -68,6 +70,23 @@ def test_only_what_the_user_left_open_is_set(shims: Shims) -> None:
         "CMAKE_CXX_COMPILER_LAUNCHER": launch,
         "CMAKE_CUDA_COMPILER_LAUNCHER": launch,
     }
+
+
+def test_a_compiler_that_the_user_named_waits_for_room_too(tmp_path: Path) -> None:
+    compiler = tmp_path / "elsewhere/g++-99"
+    compiler.parent.mkdir()
+    compiler.write_text('#!/bin/sh\necho "elsewhere $1"\n')
+    compiler.chmod(0o755)
+    yours = {"PATH": "/usr/bin", "CXX": str(compiler), "CC": "ccache gcc", "CMAKE_CUDA_COMPILER_LAUNCHER": "ccache"}
+    shims = make_shims(tmp_path / "shims", tmp_path / "sockets", yours, None)
+    added = shimmed(yours, shims, None)
+    assert added == {
+        "PATH": f"{shims.bin}:/usr/bin",
+        "CXX": str(shims.bin.parent / "CXX/g++-99"),
+        "CMAKE_C_COMPILER_LAUNCHER": str(shims.launch),
+    }
+    assert "launcher.py" in Path(added["CXX"]).read_text()
+    assert subprocess.run([added["CXX"], "-c"], capture_output=True, text=True).stdout == "elsewhere -c\n"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from powertrain.governor.machine import Compiler, Gpu, Machine, Nvcc, Python
+from powertrain.governor.machine import HEADERS, Compiler, Gpu, Machine, Nvcc, Python
 from powertrain.governor.plan import Estimate, Plan, make_plan
 from powertrain.governor.recipes import GENERIC, RECIPES, recipe_of
 
@@ -24,7 +24,7 @@ MACHINE = Machine(
     nvcc=NVCC,
     compiler=Compiler("/usr/bin/g++", "g++ 12.2.0", 12),
     python=PYTHON,
-    headers={"cudnn.h": "/usr/include/cudnn.h", "nccl.h": "/usr/include/nccl.h"},
+    headers={name: f"/usr/include/{name}" for name in HEADERS},
 )
 TE = ["pip", "install", "--no-build-isolation", "git+https://github.com/NVIDIA/TransformerEngine.git@stable"]
 
@@ -83,13 +83,21 @@ def test_nothing_is_set_for_gpus_that_nobody_named() -> None:
         (replace(MACHINE, compiler=Compiler("/usr/bin/g++", "g++ 14", 14)), "CXX=g++-13"),
         (replace(MACHINE, compiler=None), "no C++ compiler"),
         (replace(MACHINE, python=replace(PYTHON, headers=False)), "python3.11-dev"),
-        (replace(MACHINE, headers={"cudnn.h": None, "nccl.h": "/x"}), "cudnn.h"),
+        (replace(MACHINE, headers={**MACHINE.headers, "cudnn.h": None}), "cudnn.h"),
         (replace(MACHINE, disk=GIB), "TMPDIR"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_fix(machine: Machine, says: str) -> None:
     assert not problems(MACHINE)
     assert says in problems(machine) and "Fix: " in problems(machine)
+
+
+def test_headers_in_torchs_wheels_are_found_by_the_compiler() -> None:
+    inside = {"cudnn.h": "/venv/site/nvidia/cudnn/include/cudnn.h", "nccl.h": "/venv/site/nvidia/nccl/include/nccl.h"}
+    made = plan(replace(MACHINE, headers={**MACHINE.headers, **inside}))
+    assert made.environment["CPATH"] == "/venv/site/nvidia/cudnn/include:/venv/site/nvidia/nccl/include"
+    assert made.environment["CUDNN_PATH"] == "/venv/site/nvidia/cudnn"
+    assert not {"CPATH", "CUDNN_PATH"} & set(plan().environment)
 
 
 def test_no_flash_attention_for_turing() -> None:

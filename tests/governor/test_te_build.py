@@ -67,7 +67,8 @@ def environment(place: Path) -> dict[str, str]:
     assert nvcc
     return own | {
         **{"CUDA_HOME": nvcc.home, "CPATH": headers, "MAX_JOBS": str(JOBS), "NVTE_CUDA_ARCHS": "90"},
-        **{"NVTE_PYTORCH_FORCE_BUILD": "TRUE", "XDG_DATA_HOME": str(place / "data"), "COLUMNS": "200"},
+        **{"NVTE_PYTORCH_FORCE_BUILD": "TRUE", "PIP_NO_CACHE_DIR": "1"},
+        **{"XDG_DATA_HOME": str(place / "data"), "COLUMNS": "200"},
     }
 
 
