@@ -15,6 +15,7 @@ _PUBLIC = {
     "scaled_softmax": "powertrain.ops.softmax",
     "activation": "powertrain.ops.activations",
     "gated_activation": "powertrain.ops.activations",
+    "linear_activation": "powertrain.ops.linear_activation",
     "swiglu": "powertrain.ops.activations",
     "geglu": "powertrain.ops.activations",
     "gelu": "powertrain.ops.activations",

@@ -5,6 +5,12 @@ from torch import Tensor, nn
 from powertrain.nn.attention import Context
 from powertrain.nn.parallel import columns
 from powertrain.ops.activations import Activation, Gated, activation, gated_activation
+from powertrain.ops.linear_activation import linear_activation
+
+
+def _is_plain(*layers: nn.Module) -> bool:
+    """Nobody sees these layers' results but their activation."""
+    return all(type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks) for layer in layers)
 
 
 class MLP(nn.Module):
@@ -19,6 +25,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+        if _is_plain(self.up):
+            return self.down(linear_activation(x, self.up.weight, self.kind, bias=self.up.bias))
         (up,) = columns(x, self.up, shape=context.shape)
         return self.down(activation(up, self.kind))
 
@@ -34,5 +42,10 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
-        gate, up = columns(x, self.gate, self.up, shape=context.shape)
-        return self.down(gated_activation(gate, self.kind, up=up))
+        if _is_plain(self.gate, self.up):
+            gate, up = self.gate, self.up
+            return self.down(
+                linear_activation(x, gate.weight, self.kind, bias=gate.bias, up_weight=up.weight, up_bias=up.bias)
+            )
+        halves = columns(x, self.gate, self.up, shape=context.shape)
+        return self.down(gated_activation(halves[0], self.kind, up=halves[1]))

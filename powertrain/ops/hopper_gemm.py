@@ -101,6 +101,7 @@ def _load(
     a_ptr,
     local_ptr,
     b_ptr,
+    up_ptr,
     a_smem,
     b_smem,
     full,
@@ -114,6 +115,7 @@ def _load(
     chunks,
     stride_a,
     stride_b,
+    stride_up,
     stride_local,
     flag_step,
     ready,
@@ -138,16 +140,20 @@ def _load(
         a_desc = tma.make_tensor_descriptor(a_ptr, [K, M], [stride_a, 1], [BLOCK_K, BLOCK_M], a_layout)
     else:
         a_desc = tma.make_tensor_descriptor(a_ptr, [M, K], [stride_a, 1], [BLOCK_M, BLOCK_K], a_layout)
+    # of a gated product half a block's columns are of b, half of up
+    B_COLS: gl.constexpr = BLOCK_N if up_ptr is None else BLOCK_N // 2
     if B_T:
         b_desc = tma.make_tensor_descriptor(b_ptr, [K, N], [stride_b, 1], [BLOCK_K, BLOCK_N], b_layout)
     else:
-        b_desc = tma.make_tensor_descriptor(b_ptr, [N, K], [stride_b, 1], [BLOCK_N, BLOCK_K], b_layout)
+        b_desc = tma.make_tensor_descriptor(b_ptr, [N, K], [stride_b, 1], [B_COLS, BLOCK_K], b_layout)
+    if up_ptr is not None:
+        up_desc = tma.make_tensor_descriptor(up_ptr, [N, K], [stride_up, 1], [B_COLS, BLOCK_K], b_layout)
     local_start = gl.to_tensor(0)
     if LOCAL:
         local_start = gl.load(bounds_ptr + local_first)
         rows = gl.load(bounds_ptr + local_end) - local_start
         local_desc = tma.make_tensor_descriptor(local_ptr, [rows, K], [stride_local, 1], [BLOCK_M, BLOCK_K], a_layout)
-    tiles_n = gl.cdiv(N, BLOCK_N)
+    tiles_n = gl.cdiv(N, B_COLS)
     tile = gl.program_id(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
@@ -169,7 +175,7 @@ def _load(
         for t in range(tile, tiles, gl.num_programs(0)):
             tile_m, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
             row = start + tile_m * BLOCK_M
-            col = tile_n * BLOCK_N
+            col = tile_n * B_COLS
             for k in range(0, K, BLOCK_K):
                 mbarrier.wait(empty.index(stage), phase)
                 bar = full.index(stage)
@@ -186,6 +192,9 @@ def _load(
                     tma_load(a_desc, [row, k], bar, a_block)
                 if B_T:
                     tma_load(b_desc, [k, col], bar, b_smem.index(stage))
+                elif up_ptr is not None:
+                    tma_load(b_desc, [col, k], bar, b_smem.index(stage).slice(0, B_COLS, 0))
+                    tma_load(up_desc, [col, k], bar, b_smem.index(stage).slice(B_COLS, B_COLS, 0))
                 else:
                     tma_load(b_desc, [col, k], bar, b_smem.index(stage))
                 stage, phase = _advance(stage, phase, STAGES)
@@ -229,6 +238,7 @@ def _consume(
     c_full,
     c_empty,
     bias_ptr,
+    up_bias_ptr,
     bounds_ptr,
     order_ptr,
     M,
@@ -244,13 +254,15 @@ def _consume(
     GROUP_M: gl.constexpr,
     CONSUMERS: gl.constexpr,
     SPLIT: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    TILE_N: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     STAGES: gl.constexpr = a_smem.shape[0]
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N // SPLIT, 16])
-    tiles_n = gl.cdiv(N, BLOCK_N)
+    tiles_n = gl.cdiv(N, TILE_N)
     blocks = gl.cdiv(K, BLOCK_K)
     tile = gl.program_id(0)
     stage = gl.to_tensor(0)
@@ -284,11 +296,21 @@ def _consume(
             col = gl.to_tensor(0)
             if bias_ptr is not None:
                 _, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
-                col = tile_n * BLOCK_N
+                col = tile_n * TILE_N
             c_part = c_smem.index(CONSUMER)
             c_full_bar = c_full.index(CONSUMER)
             c_empty_bar = c_empty.index(CONSUMER)
-            if SPLIT == 1:
+            if AT_ONCE:
+                left, right = _halves(acc, part_layout)
+                left = _plus_bias(left, bias_ptr, col, N)
+                right = _plus_bias(right, up_bias_ptr, col + TILE_N - BLOCK_N // 2, N)
+                mbarrier.wait(c_empty_bar, c_phase)
+                c_smem.index(2 * CONSUMER).store(left.to(c_smem.dtype))
+                c_smem.index(2 * CONSUMER + 1).store(right.to(c_smem.dtype))
+                hopper.fence_async_shared()
+                mbarrier.arrive(c_full_bar, count=1)
+                c_phase ^= 1
+            elif SPLIT == 1:
                 acc = _plus_bias(acc, bias_ptr, col, N)
                 c_phase = _hand_over(acc, c_part, c_full_bar, c_empty_bar, c_phase)
             else:
@@ -473,12 +495,12 @@ def _gemm_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
         (_consume, (
-            a_smem, b_smem, c_smem, full, empty, c_full, c_empty, bias_ptr, bounds_ptr, order_ptr, M, N, K, chunks,
-            CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, 0,
+            a_smem, b_smem, c_smem, full, empty, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
+            chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 0,
         )),
         (_load, (
-            a_ptr, local_ptr, b_ptr, a_smem, b_smem, full, empty, bounds_ptr, order_ptr, flags_ptr, M, N, K, chunks,
-            stride_a, stride_b, stride_local, flag_step, ready, local_first, local_end,
+            a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, empty, bounds_ptr, order_ptr, flags_ptr, M, N, K,
+            chunks, stride_a, stride_b, 0, stride_local, flag_step, ready, local_first, local_end,
             CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         )),
         (_store, (
@@ -489,16 +511,16 @@ def _gemm_kernel(
     else:
         gl.warp_specialize([
         (_consume, (
-            a_smem, b_smem, c_smem, full, empty, c_full, c_empty, bias_ptr, bounds_ptr, order_ptr, M, N, K, chunks,
-            CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, 0,
+            a_smem, b_smem, c_smem, full, empty, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
+            chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 0,
         )),
         (_consume, (
-            a_smem, b_smem, c_smem, full, empty, c_full, c_empty, bias_ptr, bounds_ptr, order_ptr, M, N, K, chunks,
-            CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, 1,
+            a_smem, b_smem, c_smem, full, empty, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
+            chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 1,
         )),
         (_load, (
-            a_ptr, local_ptr, b_ptr, a_smem, b_smem, full, empty, bounds_ptr, order_ptr, flags_ptr, M, N, K, chunks,
-            stride_a, stride_b, stride_local, flag_step, ready, local_first, local_end,
+            a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, empty, bounds_ptr, order_ptr, flags_ptr, M, N, K,
+            chunks, stride_a, stride_b, 0, stride_local, flag_step, ready, local_first, local_end,
             CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         )),
         (_store, (

@@ -8,7 +8,11 @@ from torch import Tensor
 
 from powertrain.ops import gemm as module
 from powertrain.ops.gemm import LAYOUTS, choose, gemm, gemm_ref
+from powertrain.ops.hopper_epilogue import Epilogue, hopper_epilogue
 from powertrain.ops.hopper_gemm import Gathered, Plan, Scattered, hopper_gemm
+from powertrain.ops.linear_activation import choose as choose_linear
+from powertrain.ops.linear_activation import linear_activation, linear_activation_ref
+from powertrain.runtime.dispatch import disable
 from powertrain.testing.numerics import check
 from tests.ops.gemm_launches import operands
 
@@ -197,3 +201,71 @@ def test_a_wrong_kernel_is_found_and_said(monkeypatch: pytest.MonkeyPatch, capfd
     assert torch.equal(gemm(a, b), a @ b.T)
     gemm(a, b)
     assert capfd.readouterr().err.count("its self-test gave 1 wrong results of 32768") == 1
+
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "")
+GLU = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+
+
+@pytest.mark.parametrize("size", [(128, 128, 64), (1000, 520, 328), (4000, 2600, 648)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_epilogues(kind: str, gated: bool, dtype: torch.dtype, size: tuple[int, int, int]) -> None:
+    """Beside a residual every bit of the product and the activation apart, and nothing is left unwritten."""
+    if gated and not kind:
+        pytest.skip("a gate has an activation")
+    (M, N, K), nan = size, float("nan")
+    (x, weight), (_, up) = (operands("nt", M, N, K, dtype, CUDA) for _ in range(2))
+    bias, up_bias = (torch.randn(N, device=CUDA).to(dtype) for _ in range(2))
+    residual, amax = torch.randn(M, N, device=CUDA).to(dtype), torch.zeros(1, device=CUDA)
+    y, z, up_z = (torch.full((M, N), nan, device=CUDA, dtype=dtype) for _ in range(3))
+    gate = {"up": up, "up_bias": up_bias, "up_z": up_z} if gated else {}
+    hopper_epilogue(x, weight, y, Epilogue(kind, bias=bias, z=z, **gate))
+    assert torch.equal(z, gemm(x, weight, bias=bias, backend="hopper"))
+    assert not gated or torch.equal(up_z, gemm(x, up, bias=up_bias, backend="hopper"))
+    options = {"bias": bias, **({"up_weight": up, "up_bias": up_bias} if gated else {})}
+    way = (GLU[kind] if gated else kind) or None
+    assert torch.equal(y, linear_activation(x, weight, way, **options))  # too small a size to be taken in one
+    hopper_epilogue(x, weight, z, Epilogue(kind, bias=bias, residual=residual, amax=amax, **gate))
+    torch.testing.assert_close(z, y + residual, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+    assert amax.item() == z.float().abs().max().item()
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_a_linear_activation_with_gradients(gated: bool) -> None:
+    M, N, K, way = 4096, 8192, 4096, "swiglu" if gated else "gelu"
+    assert choose_linear(M, N, K, gated=gated).backend == "hopper"
+    (x, weight), (_, up) = (operands("nt", M, N, K, torch.bfloat16, CUDA) for _ in range(2))
+    tensors = {"x": x, "weight": weight, "bias": torch.randn(N, device=CUDA).bfloat16()}
+    tensors |= {"up_weight": up} if gated else {}
+    tensors = {name: t.requires_grad_() for name, t in tensors.items()}
+    dy = torch.randn(M, N, device=CUDA).bfloat16()
+
+    def grads() -> list[Tensor]:
+        y = linear_activation(kind=way, **tensors)
+        return [y.detach(), *torch.autograd.grad(y, list(tensors.values()), dy)]
+
+    found = grads()
+    with disable("linear_activation"):
+        apart = grads()
+    assert torch.equal(found[0], apart[0])
+    exact = linear_activation_ref(
+        kind=way, **{name: t.detach().float().requires_grad_() for name, t in tensors.items()}
+    )
+    for ours, theirs in zip(found, apart, strict=True):
+        assert (ours.float() - theirs.float()).norm() <= 1e-2 * theirs.float().norm()
+    assert (found[0].float() - exact).norm() <= 1e-2 * exact.norm()
+
+
+def test_a_graph_of_a_linear_activation() -> None:
+    x, weight = operands("nt", 4096, 8192, 4096, torch.bfloat16, CUDA)
+    up = torch.randn_like(weight)
+    with torch.no_grad():
+        linear_activation(x, weight, "swiglu", up_weight=up)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = linear_activation(x, weight, "swiglu", up_weight=up)
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, linear_activation(x, weight, "swiglu", up_weight=up))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.gemm import gemm
+from powertrain.ops.hopper_epilogue import Epilogue, hopper_epilogue
 from powertrain.ops.hopper_gemm import Gathered, Plan, Scattered, hopper_gemm
 
 META = torch.device("meta")
@@ -44,3 +45,16 @@ def launch_gemms(dtype: torch.dtype) -> None:
     a, b = operands("nt", 8192, 8192, 2048, dtype, META)
     gemm(a, b, bias=_empty(8192, dtype=dtype))
     gemm(a, b, out=_empty(8192, 8192, dtype=torch.float32))
+
+
+def launch_epilogues(dtype: torch.dtype) -> None:
+    """Every kind of epilogue, on meta tensors."""
+    x, weight, result = _empty(512, 512, dtype=dtype), _empty(1024, 512, dtype=dtype), _empty(512, 1024, dtype=dtype)
+    bias, amax = _empty(1024, dtype=dtype), _empty(1, dtype=torch.float32)
+    for epilogue in (
+        Epilogue("silu", up=weight, z=result, up_z=result),
+        Epilogue("gelu", up=weight, bias=bias, up_bias=bias, residual=result, amax=amax),
+        Epilogue("gelu_tanh", bias=bias, z=result),
+        Epilogue("", residual=result, amax=amax),
+    ):
+        hopper_epilogue(x, weight, result, epilogue)

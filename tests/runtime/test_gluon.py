@@ -15,7 +15,7 @@ from powertrain.runtime.compile import Spec, entry_for
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
-from tests.ops.gemm_launches import launch_gathered, launch_gemms, launch_scattered
+from tests.ops.gemm_launches import launch_epilogues, launch_gathered, launch_gemms, launch_scattered
 
 pytestmark = pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
 
@@ -66,6 +66,17 @@ def test_every_gemm_compiles_without_spills() -> None:
         added = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add" in ptx
         assert added == spec.constants["ADD"], spec.constants
         assert added != bool(_lines(ptx, STORE)), spec.constants
+
+
+def test_every_epilogue_compiles_without_spills() -> None:
+    specs = _specs(lambda: launch_epilogues(torch.bfloat16))
+    assert len(specs) == 4
+    for spec in specs:
+        entry, _ = entry_for(spec)
+        ptx = zlib.decompress(entry.members["ptx"]).decode()
+        assert entry.manifest["launch"]["stack"] == 0, spec.constants
+        assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 8, spec.constants
+        assert _lines(ptx, r"st\.global\.v4"), spec.constants  # results, by whole 16 bytes
 
 
 def test_a_gathered_chunk_is_acquired_then_fenced_then_loaded() -> None:

@@ -1,0 +1,100 @@
+"""linear_activation: every kind, with and without its options, gradients, the choice of a way, errors."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.nn.mlp import MLP, GatedMLP
+from powertrain.ops.linear_activation import choose, linear_activation, linear_activation_ref
+from powertrain.runtime.recording import record
+from powertrain.runtime.settings import settings
+from powertrain.runtime.target import Target
+from powertrain.testing.numerics import check
+
+META = torch.device("meta")
+H200 = Target.parse("H200")
+
+
+def _randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+
+def _tensors(gated: bool, whole: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    made = partial(_randn, device=device, dtype=dtype)
+    return {
+        "x": made(2, 5, 24),
+        "weight": made(40, 24),
+        "bias": made(40) if whole else None,
+        "up_weight": made(40, 24) if gated else None,
+        "up_bias": made(40) if gated and whole else None,
+        "residual": made(2, 5, 40) if whole else None,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("whole", [False, True], ids=["", "bias-residual"])
+@pytest.mark.parametrize("kind", [None, "gelu", "silu", "swiglu", "geglu"])
+def test_values(kind: str | None, whole: bool, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = _tensors(kind in ("swiglu", "geglu"), whole, device, dtype)
+    ref = partial(linear_activation_ref, kind=kind)
+    check(partial(linear_activation, kind=kind), ref, ref, tensors)
+
+
+def test_the_largest_magnitude_is_raised(device: torch.device) -> None:
+    x, weight = _randn(7, 24, device=device), _randn(40, 24, device=device)
+    amax = torch.zeros(1, device=device)
+    y = linear_activation(x, weight, None, amax=amax)
+    assert amax.item() == y.abs().max().item()
+    linear_activation(x / 2, weight, None, amax=amax)
+    assert amax.item() == y.abs().max().item()
+
+
+def test_the_choice_is_explained() -> None:
+    assert choose(16384, 8192, 2048, gated=True, target=H200).backend == "hopper"
+    assert choose(16384, 16384, 4096, target=H200).backend == "hopper"
+    short = choose(16384, 8192, 2048, target=H200)
+    assert short.backend == "apart" and "K must be at least 4096" in short.why_not["hopper"]
+    assert "made for sm_90" in choose(16384, 8192, 4096, target=Target.parse("A100")).why_not["hopper"]
+
+
+def _launched(call: Callable[[], Any]) -> set[str]:
+    with record("sm_90") as wanted:
+        call()
+    return {spec.kernel.name for spec in wanted.specs}
+
+
+@pytest.mark.skipif(settings().interpret, reason="Gluon has no interpreter")
+def test_layers_take_one_kernel_where_it_was_measured_faster() -> None:
+    x = torch.empty(16384, 4096, device=META, dtype=torch.bfloat16)
+    with META:
+        layers = [GatedMLP(4096, 14336).bfloat16(), MLP(4096, 16384).bfloat16()]
+    for layer in layers:
+        names = _launched(lambda layer=layer: layer(x))
+        assert "_epilogue_kernel" in names and "_activation_fwd_kernel" not in names
+        first = next(iter(layer.children()))
+        first.register_forward_hook(lambda *_: None)  # somebody who wants to see its result does
+        assert "_epilogue_kernel" not in _launched(lambda layer=layer: layer(x))
+
+
+def _error(**changes: Any) -> str:
+    given: dict[str, Any] = {"x": torch.zeros(3, 8), "weight": torch.zeros(6, 8), "kind": "gelu"} | changes
+    with pytest.raises(ValueError) as raised:
+        linear_activation(**given)
+    return str(raised.value)
+
+
+def test_errors_name_the_argument() -> None:
+    assert "kind must be one of" in _error(kind="swiglu")
+    assert "kind must be one of" in _error(kind="gelu", up_weight=torch.zeros(6, 8))
+    assert "x must" in _error(x=torch.zeros(3, 7))
+    assert "weight must be [N, K]" in _error(weight=torch.zeros(8))
+    assert "up_weight must" in _error(kind="swiglu", up_weight=torch.zeros(5, 8))
+    assert "bias must" in _error(bias=torch.zeros(8))
+    assert "up_bias must be None" in _error(up_bias=torch.zeros(6))
+    assert "residual must" in _error(residual=torch.zeros(3, 8))
+    assert "amax must" in _error(amax=torch.zeros(2))
+    assert "amax must be float32" in _error(amax=torch.zeros(1, dtype=torch.float64))
