@@ -94,7 +94,7 @@ def _run(
         raise typer.BadParameter(f"COMMAND must be a program on PATH or a path to one, got {plan.command[0]!r}")
     view = LiveView(console) if console.is_terminal else PlainView(console)
     started = time.time()
-    known = history.units(plan.recipe.name, text)
+    known = history.known(plan.recipe, text)
     try:
         governor = Governor(
             plan,
@@ -202,19 +202,25 @@ def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:
         )
     seconds = plan.estimate.seconds
     facts["time"] = f"{f'about {duration(seconds)}' if seconds else 'unknown'} ({plan.estimate.time_why})"
-    table = Table.grid(padding=(0, 2))
-    for name, value in facts.items():
-        table.add_row(f"[bold]{name}", escape(value))
+    rows = [(f"[bold]{name}[/]", len(name), escape(value)) for name, value in facts.items()]
     for variable in plan.variables:
-        why = f"  [dim]{escape(variable.why)}" if explain or variable.yours else ""
-        table.add_row(f"[cyan]{variable.name}", f"{escape(variable.value)}{why}")
-    console.print(table)
+        why = f"  [dim]{escape(variable.why)}[/]" if explain or variable.yours else ""
+        rows.append((f"[cyan]{variable.name}[/]", len(variable.name), f"{escape(variable.value)}{why}"))
+    if console.is_terminal:
+        table = Table.grid(padding=(0, 2))
+        for name, _, value in rows:
+            table.add_row(name, value)
+        console.print(table)
+    else:  # a line each: a log is searched, not looked at
+        widest = max(width for _, width, _ in rows)
+        for name, width, value in rows:
+            console.print(f"{name}{' ' * (widest - width)}  {value}", soft_wrap=True)
     for note in plan.notes:
-        console.print(f"[yellow]note[/] {escape(note)}")
+        console.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
     for refusal in plan.refusals:
-        console.print(f"[red]problem[/] {escape(str(refusal))}")
+        console.print(f"[red]problem[/] {escape(str(refusal))}", soft_wrap=True)
     if plan.refusals and plan.recipe.wheels:
-        console.print(f"[green]instead[/] already built: {escape(plan.recipe.wheels)}")
+        console.print(f"[green]instead[/] already built: {escape(plan.recipe.wheels)}", soft_wrap=True)
 
 
 def _nvcc(plan: "Plan") -> str:

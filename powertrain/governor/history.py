@@ -79,6 +79,10 @@ class History:
             rows = connection.execute(f"select {columns} from build order by id desc limit ?", (count,)).fetchall()
         return [Record(*row) for row in rows]
 
+    def known(self, recipe: Recipe, command: str) -> dict[str, UnitRecord]:
+        """The largest record of each unit in builds of the same command, or else of the same project."""
+        return self.units(recipe.name, command) or ({} if recipe == GENERIC else self.units(recipe.name, None))
+
     def units(self, recipe: str, command: str | None) -> dict[str, UnitRecord]:
         """The largest record of each unit in builds of the same; of any command if that is None."""
         if not self.file.exists():
@@ -93,17 +97,16 @@ class History:
 
     def estimate(self, recipe: Recipe, command: str, archs: str) -> Estimate | None:
         """What builds of the same command took here, or else of the same project; None if there was none."""
-        same = self.units(recipe.name, command)
-        wanted = command if same or recipe == GENERIC else None
-        units = same or (self.units(recipe.name, None) if wanted is None else {})
+        units = self.known(recipe, command)
         if not units:
             return None
-        records = [each for each in self.last(200) if each.recipe == recipe.name and wanted in (None, each.command)]
-        done = [record for record in records if record.code == 0]
+        records = [record for record in self.last(200) if record.recipe == recipe.name]
+        same = [record for record in records if record.command == command]
+        done = [record for record in same or records if record.code == 0]
         largest = max(units.values(), key=lambda unit: unit.peak)
         size = max(2**24, int(largest.peak * _MARGIN))
         why = f"measured here: {largest.name} took the most, {largest.peak / 2**30:.2f} GiB"
         if not done and size < recipe.bytes:  # what failed may not have come to its largest
-            size, why = recipe.bytes, f"recipe {recipe.name}: {recipe.source}; {why} in builds that failed"
+            size, why = recipe.bytes, f"{recipe.source}; {why} in builds that failed"
         times = [record.seconds for record in done if record.archs == archs]
         return Estimate(size, statistics.median(times) if times else None, why, "measured here")

@@ -43,6 +43,7 @@ class Estimate:
     seconds: float | None  # of the whole build, on this machine
     why: str
     time_why: str = "not measured"
+    rough: bool = False  # the time is the recipe's, of other machines
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ def make_plan(
     measured  what earlier builds of the same took (governor/history.py), instead of the recipe's numbers
     """
     recipe = recipe_of(command)
-    estimate = measured or Estimate(recipe.bytes, None, f"recipe {recipe.name}: {recipe.source}")
+    estimate = measured or Estimate(recipe.bytes, None, recipe.source)
     fit = int(machine.memory * SHARE // estimate.bytes)
     slots = max(1, min(machine.cores, fit))
     if estimate.seconds is None:
-        estimate = replace(estimate, seconds=recipe.seconds(slots), time_why=recipe.time_source)
+        estimate = replace(estimate, seconds=recipe.seconds(slots), time_why=recipe.time_source, rough=True)
     variables = [
         *_parallelism(slots, fit, machine, estimate),
         *_arch_lists(machine),

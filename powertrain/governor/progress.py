@@ -73,17 +73,21 @@ class Progress:
         return max(0.0, left) / max(1, len(running))
 
 
+def is_pip(command: Sequence[str]) -> bool:
+    """Whether the command is pip's own: `pip …` or `python -m pip …`."""
+    name = Path(command[0]).name
+    called = re.fullmatch(r"python[\d.]*", name) and list(command[1:3]) == ["-m", "pip"]
+    return bool(called or re.fullmatch(r"pip[\d.]*", name))
+
+
 def verbose(command: Sequence[str]) -> list[str]:
     """The command, with the flag that makes pip or uv show what the builder says; others as they are."""
     words = list(command)
     name = Path(words[0]).name
-    start = 1
-    if re.fullmatch(r"python[\d.]*", name) and words[1:3] == ["-m", "pip"]:
-        name, start = "pip", 3
     if any(re.fullmatch(r"-v+|--verbose|-q+|--quiet", word) for word in words[1:]):
         return words
-    if re.fullmatch(r"pip[\d.]*", name):
-        for index in range(start, len(words)):
+    if is_pip(words):
+        for index in range(1, len(words)):
             if words[index] in _PIP:
                 return [*words[: index + 1], "-v", *words[index + 1 :]]
     if name == "uv" and len(words) > 1 and words[1] in _UV:

@@ -22,7 +22,7 @@ from powertrain.governor.ending import Failure, first_error
 from powertrain.governor.history import UnitRecord
 from powertrain.governor.plan import Plan
 from powertrain.governor.processes import Meter, Process, below, called_by_compiler, foreign_compilers, oom_kills
-from powertrain.governor.progress import Progress, verbose
+from powertrain.governor.progress import Progress, is_pip, verbose
 from powertrain.governor.room import Act, Unit, decide, reserve
 from powertrain.governor.shims import make_shims, shimmed
 from powertrain.governor.terminal import Terminal
@@ -116,7 +116,11 @@ class Governor:
         self.sockets = Path("/tmp", f"powertrain-build-{os.getuid()}")
         self.shims = make_shims(folder / "shims", self.sockets, environment, plan.machine.nvcc)
         self.terminal = None if keyboard is None else Terminal(keyboard)
-        defaults = {"PYTHONUNBUFFERED": "1"} | ({} if self.terminal else {"GIT_TERMINAL_PROMPT": "0"})
+        defaults = {"PYTHONUNBUFFERED": "1"}
+        if not is_pip(plan.command):
+            defaults["PIP_VERBOSE"] = "1"  # for one that the command calls in turn
+        if not self.terminal:
+            defaults["GIT_TERMINAL_PROMPT"] = "0"
         self.environment = {**defaults, **environment, **plan.environment}
         self.environment |= shimmed(self.environment, self.shims, plan.machine.nvcc)
         self.selector = selectors.DefaultSelector()
@@ -284,6 +288,9 @@ class Governor:
         if not status:
             self.timed += [seconds] if self.progress.total else []  # a configuration's probes are small
             self.peaks.setdefault(Path(unit.name).suffix, []).append(unit.peak)
+            for other in self._units():
+                if other.state == "waiting" and not other.tries:
+                    other.expected = self._expected(other.name)
         launcher.unit = None
         self._send(launcher, "done")
 
@@ -383,7 +390,9 @@ class Governor:
             return  # a table that is redrawn would be in the way of the answer
         running = [unit for unit in self._units() if unit.state == "running"]
         seconds = [now - unit.since for unit in running]
-        eta = self.progress.eta(self.timed, seconds, self.plan.estimate.seconds, now - self.started)
+        estimate = self.plan.estimate
+        earlier = None if estimate.rough else estimate.seconds
+        eta = self.progress.eta(self.timed, seconds, earlier, now - self.started)
         progress = self.progress
         self.view.show(
             Status(

@@ -134,6 +134,19 @@ def test_compilers_wait_for_room(box: Box) -> None:
     assert {f"{name}.c" for name in names} == set(box.history.units(record.recipe, record.command))
 
 
+def test_what_waits_is_expected_to_take_what_the_others_took(box: Box) -> None:
+    names = ["eat_8_0.1", "eat_9_0.1", "eat_10_0.1", "eat_11_0.5", "eat_12_0.5"]
+    code, output = box.run(together(*names), "--memory", "1G")
+    assert (code, box.made()) == (0, set(names)), output
+    # 2 GiB were expected of each of them: three ran alone, which taught what the last two are like
+    assert output.count("collects its garbage") == 3
+
+
+def test_a_pip_inside_another_command_talks_too(box: Box) -> None:
+    box.run('echo "[$PIP_VERBOSE]" > told')
+    assert (box.folder / "told").read_text() == "[1]\n"
+
+
 def test_too_many_at_once_are_paused_then_killed_and_run_again(box: Box) -> None:
     names = ["eat_180_1.5", "eat_181_1.5"]
     script = together(*names)

@@ -3,7 +3,7 @@
 import pytest
 
 from powertrain.governor.ending import first_error
-from powertrain.governor.progress import Progress, verbose
+from powertrain.governor.progress import Progress, is_pip, verbose
 
 PIP = """\
 Collecting git+https://github.com/NVIDIA/TransformerEngine.git@stable
@@ -69,6 +69,7 @@ def test_time_left() -> None:
 )
 def test_pip_and_uv_are_made_to_talk(command: str, shown: str) -> None:
     assert verbose(command.split()) == shown.split()
+    assert is_pip(command.split()) == ("pip" in command and not command.startswith("uv"))
 
 
 @pytest.mark.parametrize(
