@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 __all__ = [
     "add_and_fetch",
+    "arrive_named",
     "draw",
     "drawn",
     "fence_proxy_async",
@@ -33,6 +34,7 @@ __all__ = [
     "reinterpret",
     "store_release",
     "stores_landed",
+    "sync_named",
     "tma",
     "tma_load",
     "tma_store",
@@ -154,6 +156,35 @@ def drawn(ticket):  # type: ignore[no-untyped-def]
     """The number that the calling warp's `draw` asked for, in all its threads."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+# barriers of the hardware by number; Triton takes 0, 1 and one for each partition from 2 on
+
+
+@gluon.jit
+def sync_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until `threads` threads, those here among them, have come to barrier `number`."""
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {threads}; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.to_tensor(number)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def arrive_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Come to barrier `number`, at which `threads` threads meet, and go on."""
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {threads}; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.to_tensor(number)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 

@@ -39,7 +39,7 @@ from powertrain.runtime.dispatch import Op
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
-_MAX_HEAD_DIM = 128
+_MAX_HEAD_DIM = 256
 
 
 class Plan(NamedTuple):
@@ -50,6 +50,8 @@ class Plan(NamedTuple):
     block_n: int = 128
     stages: int = 2
     consumers: int = 2  # warpgroups, 64 rows each
+    split: int = 1  # parts in which results leave
+    early: bool = True  # the softmax of a block runs beside the product of the one before
 
     @property
     def block_m(self) -> int:
@@ -58,7 +60,13 @@ class Plan(NamedTuple):
 
 def plan_for(d_qk: int, d_v: int) -> Plan:
     """Head dims are padded with zeros, which TMA fills in."""
-    return Plan((64,) if d_qk <= 64 else (128,), 64 if d_v <= 64 else 128)
+    p_qk: tuple[int, ...] = (64,) if d_qk <= 64 else (128,) if d_qk <= 128 else (128, 64) if d_qk <= 192 else (256,)
+    p_v = 64 if d_v <= 64 else 128 if d_v <= 128 else 256
+    if p_qk == (64,) and p_v == 64:
+        return Plan(p_qk, p_v, consumers=3, stages=4, early=False)
+    if d_qk <= 192 and d_v <= 128:
+        return Plan(p_qk, p_v, split=2 if d_qk > 128 else 1)
+    return Plan(p_qk, p_v, block_n=64, split=p_v // 64)
 
 
 def why_not(problem: AttentionProblem) -> Iterator[Reason]:
@@ -178,7 +186,8 @@ def _launch(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> tuple[Ten
         args.scale, args.softcap, args.left, args.right,
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
         ALIBI=_alibi_kind(args), D=(d_qk, d_v), P_QK=plan.p_qk, P_V=plan.p_v,
-        BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers, num_warps=4,
+        BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers,
+        SPLIT=plan.split, EARLY=plan.early, num_warps=4,
     )  # fmt: skip
     return out, lse
 

@@ -15,6 +15,7 @@ during the softmax; Milakov and Gimelshein 2018 (online softmax).
 """
 
 from powertrain.runtime.gluon_compat import (
+    arrive_named,
     draw,
     drawn,
     gl,
@@ -22,6 +23,7 @@ from powertrain.runtime.gluon_compat import (
     hopper,
     mbarrier,
     reinterpret,
+    sync_named,
     tma,
     tma_load,
     tma_store,
@@ -30,6 +32,7 @@ from powertrain.runtime.launch import gluon_kernel
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+_TURN = gl.constexpr(8)  # the first consumer's barrier
 MINUS_INF = gl.constexpr(float("-inf"))
 
 
@@ -109,11 +112,13 @@ def _block_at(n, begin, end, full_end, at_right, masked, LEFT: gl.constexpr):
 
 
 @gluon.jit
-def _rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, ROWS: gl.constexpr, PIECE: gl.constexpr):
-    """A descriptor of a whole tensor [batch, heads, rows, D], of tiles [ROWS, PIECE]."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, PIECE], ptr.dtype.element_ty)
+def _rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem):
+    """A descriptor of a whole tensor [batch, heads, rows, D], of the tiles that the stages of `smem` hold."""
+    ROWS: gl.constexpr = smem.shape[1]
+    COLS: gl.constexpr = smem.shape[2]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, COLS], smem.dtype)
     return tma.make_tensor_descriptor(
-        ptr, [batch, heads, rows, D], [stride_b, stride_h, stride_s, 1], [1, 1, ROWS, PIECE], layout
+        ptr, [batch, heads, rows, D], [stride_b, stride_h, stride_s, 1], [1, 1, ROWS, COLS], layout
     )
 
 
@@ -135,6 +140,12 @@ def _as_tile(smem):
 
 
 @gluon.jit
+def _lap(count, STAGES: gl.constexpr):
+    """The parity of the round in which a ring of STAGES, a power of 2, has its element number `count`."""
+    return (count >> (STAGES.bit_length() - 1)) & 1
+
+
+@gluon.jit
 def _tell(tile_smem, slot, place: gl.constexpr, value):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     FIELDS: gl.constexpr = tile_smem.shape[0] // 2
@@ -151,7 +162,7 @@ def _told(tile_smem, slot, place: gl.constexpr):
 @gluon.jit
 def _load(
     q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    q_smem, k_smem, v_smem, tile_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+    q_smem, k_smem, v_smem, tile_smem, q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
     batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr,
@@ -170,20 +181,17 @@ def _load(
     q_desc = ()
     k_desc = ()
     for i in gl.static_range(PIECES):
-        PIECE: gl.constexpr = q_smem[i].shape[2]
-        q_desc += (_rows_desc(q_ptr, storage, heads, queries, D[0], stride_qb, stride_qh, stride_qs, ROWS, PIECE),)
-        k_desc += (_rows_desc(k_ptr, storage, kv_heads, keys, D[0], stride_kb, stride_kh, stride_ks, BLOCK_N, PIECE),)
-    v_desc = _rows_desc(v_ptr, storage, kv_heads, keys, D[1], stride_vb, stride_vh, stride_vs, BLOCK_N, v_smem.shape[2])
+        q_desc += (_rows_desc(q_ptr, storage, heads, queries, D[0], stride_qb, stride_qh, stride_qs, q_smem[i]),)
+        k_desc += (_rows_desc(k_ptr, storage, kv_heads, keys, D[0], stride_kb, stride_kh, stride_ks, k_smem[i]),)
+    v_desc = _rows_desc(v_ptr, storage, kv_heads, keys, D[1], stride_vb, stride_vh, stride_vs, v_smem)
     Q_BYTES: gl.constexpr = ROWS * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
     K_BYTES: gl.constexpr = Q_BYTES // ROWS * BLOCK_N
     V_BYTES: gl.constexpr = BLOCK_N * v_smem.shape[2] * BYTES
 
     tile = gl.program_id(0)
-    ticket = gl.to_tensor(0)
     visited = gl.to_tensor(0)  # blocks so far
     taken = gl.to_tensor(0)  # tiles so far
     while tile < tiles:
-        ticket = draw(counter_ptr)
         if q_starts_ptr is not None:
             slot, head = _place(tile, blocks, heads, group)
             b, block = _find_sequence(q_starts_ptr, batch, slot, BLOCK_M)
@@ -195,8 +203,8 @@ def _load(
         k_start, k_len, _ = _span(k_starts_ptr, k_used_ptr, b, batch, keys)
         first = block * BLOCK_M
         if first < q_room:
-            pair = taken % 2
-            mbarrier.wait(tile_empty.index(pair), (taken // 2 + 1) % 2)
+            pair = taken & 1
+            mbarrier.wait(tile_empty.index(pair), _lap(taken, 2) ^ 1)
             _tell(tile_smem, pair, 0, b)
             _tell(tile_smem, pair, 1, head)
             _tell(tile_smem, pair, 2, first)
@@ -219,8 +227,8 @@ def _load(
             for n in range(end - begin):
                 row = k_start + _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
                 at = visited + n
-                stage = at % STAGES
-                mbarrier.wait(k_empty.index(stage), (at // STAGES + 1) % 2)
+                stage = at & (STAGES - 1)
+                mbarrier.wait(k_empty.index(stage), _lap(at, STAGES) ^ 1)
                 bar = k_full.index(stage)
                 mbarrier.expect(bar, K_BYTES)
                 for i in gl.static_range(PIECES):
@@ -228,8 +236,10 @@ def _load(
                         k_desc[i], [b_at, kv, row, i * q_smem[0].shape[2]], bar, _as_tile(k_smem[i].index(stage))
                     )
                 if n == 0:
+                    # who has released the last block of keys has done with the queries
+                    last = at + STAGES - 1
+                    mbarrier.wait(k_empty.index(last & (STAGES - 1)), _lap(last, STAGES) ^ 1)
                     for c in gl.static_range(CONSUMERS):
-                        mbarrier.wait(q_empty.index(c), (taken + 1) % 2)
                         bar = q_full.index(c)
                         mbarrier.expect(bar, Q_BYTES)
                         for i in gl.static_range(PIECES):
@@ -240,26 +250,30 @@ def _load(
                                 _as_tile(q_smem[i].index(c)),
                             )
                 else:
-                    stage = (at - 1) % STAGES
-                    mbarrier.wait(v_empty.index(stage), ((at - 1) // STAGES + 1) % 2)
+                    stage = (at - 1) & (STAGES - 1)
+                    mbarrier.wait(v_empty.index(stage), _lap(at - 1, STAGES) ^ 1)
                     bar = v_full.index(stage)
                     mbarrier.expect(bar, V_BYTES)
                     tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
                 before = row
             visited += end - begin
-            stage = (visited - 1) % STAGES
-            mbarrier.wait(v_empty.index(stage), ((visited - 1) // STAGES + 1) % 2)
+            # late, for what a long tile has drawn waits for its end; not last, for the answer takes time
+            ticket = draw(counter_ptr)
+            stage = (visited - 1) & (STAGES - 1)
+            mbarrier.wait(v_empty.index(stage), _lap(visited - 1, STAGES) ^ 1)
             bar = v_full.index(stage)
             mbarrier.expect(bar, V_BYTES)
             tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
             taken += 1
+        else:
+            ticket = draw(counter_ptr)
         ticket = drawn(ticket)
         # as many are drawn as there are tiles: who draws the last leaves the counter as it was found
         if ticket == tiles - 1:
             gl.store(counter_ptr, 0)
         tile = gl.num_programs(0) + ticket
-    pair = taken % 2
-    mbarrier.wait(tile_empty.index(pair), (taken // 2 + 1) % 2)
+    pair = taken & 1
+    mbarrier.wait(tile_empty.index(pair), _lap(taken, 2) ^ 1)
     _tell(tile_smem, pair, 1, -1)
     mbarrier.arrive(tile_full.index(pair), count=1)
 
@@ -326,7 +340,9 @@ def _of_lanes(p):
 @gluon.jit
 def _softmax(s, m, l, factor, MASKED: gl.constexpr):  # noqa: E741
     """(weights, m, l, what the result so far is to be scaled by)."""
-    m_new = gl.maximum(m, gl.max(s, 1))
+    # what is added stays below 2^8 times what it may be; then the results so far need no scaling
+    m_new = gl.max(s, 1)
+    m_new = gl.where((m_new - m) * factor > 8.0, m_new, m)
     shift = m_new * factor
     if MASKED:
         shift = gl.where(m_new == MINUS_INF, 0.0, shift)  # nothing seen so far: 2^-inf is 0, not NaN
@@ -335,6 +351,54 @@ def _softmax(s, m, l, factor, MASKED: gl.constexpr):  # noqa: E741
     sums = _of_lanes(p)
     of_l = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
     return p, m_new, l * gl.expand_dims(of_l, 1) + sums, alpha
+
+
+@gluon.jit
+def _rounded(p, dtype: gl.constexpr):
+    """`p` in 16 bits, in this place: left to the compiler it was done later, beside the next scores, and spilled."""
+    if dtype == gl.bfloat16:
+        rounded = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.bfloat16, is_pure=False, pack=2
+        )
+    else:
+        rounded = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.float16, is_pure=False, pack=2
+        )
+    return rounded
+
+
+def _rescaling(count: int) -> str:
+    """PTX: `count` numbers times as many factors, unless these are 1 in the whole warp."""
+    outs, ins, by = (range(first, first + count) for first in (0, count, 2 * count))
+    return "\n".join([
+        "{ .reg .pred p, q;",
+        *(f"mov.f32 ${out}, ${x};" for out, x in zip(outs, ins, strict=True)),
+        # a thread has two rows, and of each two columns in turn
+        f"setp.neu.f32 p, ${by[0]}, 0f3F800000;",
+        f"setp.neu.or.f32 p, ${by[2]}, 0f3F800000, p;",
+        "vote.sync.any.pred q, p, 0xffffffff;",
+        "@!q bra DONE;",
+        *(f"mul.f32 ${out}, ${out}, ${factor};" for out, factor in zip(outs, by, strict=True)),
+        "DONE: }",
+    ])  # fmt: skip
+
+
+_RESCALING = gl.constexpr({count: _rescaling(count) for count in (32, 64, 128)})
+_OPERANDS = gl.constexpr({count: ",".join(["=f"] * count + ["f"] * (2 * count)) for count in (32, 64, 128)})
+
+
+@gluon.jit
+def _rescaled(o, alpha):
+    """`o` times a factor per row: seldom another than 1, and then most warps skip it."""
+    COUNT: gl.constexpr = o.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        _RESCALING[COUNT],
+        _OPERANDS[COUNT],
+        [o, gl.expand_dims(alpha, 1)],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=COUNT,
+    )
 
 
 @gluon.jit
@@ -355,12 +419,85 @@ def _clear_behind(v_smem, count):
 
 
 @gluon.jit
+def _step(
+    o, m, l, weights, at, q_smem, k_smem, v_smem, bars, start, positions, p_first, k_len,  # noqa: E741
+    left, right, factors, factor, slope,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr, RAGGED: gl.constexpr,
+    EARLY: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Block number `at`: its scores and, beside them, the product of the block before; then its weights.
+
+    EARLY: its softmax runs beside that product too; else there are fewer registers in use."""
+    STAGES: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = v_smem.shape[1]
+    ROWS: gl.constexpr = q_smem[0].shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = o.type.layout
+    k_full, k_empty, v_full, v_empty = bars
+    stage = at & (STAGES - 1)
+    last = (at - 1) & (STAGES - 1)
+    p = gl.convert_layout(_rounded(weights, v_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
+    if EARLY:
+        mbarrier.wait(k_full.index(stage), _lap(at, STAGES))
+        # consumers take turns at the tensor cores: one's exponentials beside another's products
+        if not MASKED:
+            sync_named(_TURN + CONSUMER, 256)
+        s_later = _times_keys(q_smem, k_smem, CONSUMER, stage, s_layout)
+        mbarrier.wait(v_full.index(last), _lap(at - 1, STAGES))
+        o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
+        if not MASKED:
+            arrive_named(_TURN + (CONSUMER + 1) % CONSUMERS, 256)
+        s = hopper.warpgroup_mma_wait(1, deps=[s_later])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+    else:
+        mbarrier.wait(v_full.index(last), _lap(at - 1, STAGES))
+        if not MASKED:
+            sync_named(_TURN + CONSUMER, 256)
+        o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
+        mbarrier.wait(k_full.index(stage), _lap(at, STAGES))
+        s_later = _times_keys(q_smem, k_smem, CONSUMER, stage, s_layout)
+        if not MASKED:
+            arrive_named(_TURN + (CONSUMER + 1) % CONSUMERS, 256)
+        s, o, _ = hopper.warpgroup_mma_wait(0, deps=[s_later, o_later, p])
+        mbarrier.arrive(v_empty.index(last), count=1)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+    s = _scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
+    if MASKED:
+        s = _hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
+    weights, m, l, alpha = _softmax(s, m, l, factor, MASKED)  # noqa: E741
+    if EARLY:
+        o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
+        mbarrier.arrive(v_empty.index(last), count=1)
+    if RAGGED and MASKED:
+        if start + BLOCK_N > k_len:
+            mbarrier.wait(v_full.index(stage), _lap(at, STAGES))
+            _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
+    return _rescaled(o, gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))), m, l, weights
+
+
+@gluon.jit
+def _parts(o, SPLIT: gl.constexpr):
+    """`o` [rows, columns] in SPLIT parts of its columns."""
+    if SPLIT == 1:
+        parts = (o,)
+    else:
+        ROWS: gl.constexpr = o.shape[0]
+        COLS: gl.constexpr = o.shape[1]
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS // 2, 16])
+        left, right = o.reshape([ROWS, 2, COLS // 2]).permute(0, 2, 1).split()
+        parts = _parts(gl.convert_layout(left, layout), SPLIT // 2)
+        parts += _parts(gl.convert_layout(right, layout), SPLIT // 2)
+    return parts
+
+
+@gluon.jit
 def _consume(
     o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
-    q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+    q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
     batch, queries, heads, stride_ob, stride_os, stride_oh, stride_slopes, left, right, scale, softcap,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
-    PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+    PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr, EARLY: gl.constexpr, CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
@@ -370,15 +507,17 @@ def _consume(
     RAW: gl.constexpr = not CAP and ALIBI == 0  # m is a maximum of unscaled scores
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = v_smem.dtype
+    COLS: gl.constexpr = o_smem.shape[2]
+    SPLIT: gl.constexpr = D_V // COLS
+    bars = (k_full, k_empty, v_full, v_empty)
     storage = batch
     if PACKED:
         storage = gl.to_tensor(1)
     o_desc = _rows_desc(
-        o_ptr, storage, heads, queries, D[1], _here(stride_ob), _here(stride_oh), _here(stride_os), ROWS, D_V
+        o_ptr, storage, heads, queries, D[1], _here(stride_ob), _here(stride_oh), _here(stride_os), o_smem
     )
     o_tile = o_smem.index(CONSUMER)
     factors = (scale * LOG2E, softcap)
@@ -390,17 +529,20 @@ def _consume(
 
     visited = gl.to_tensor(0)
     taken = gl.to_tensor(0)
+    if CONSUMER == CONSUMERS - 1:
+        arrive_named(_TURN, 256)
     mbarrier.wait(tile_full.index(0), 0)
     head = _told(tile_smem, 0, 1)
-    while head >= 0:
-        pair = taken % 2
-        b = _told(tile_smem, pair, 0)
+    if head >= 0:
+        mbarrier.wait(q_full.index(CONSUMER), 0)
+        mbarrier.wait(k_full.index(0), 0)
+    s = _times_keys(q_smem, k_smem, CONSUMER, 0, s_layout)
+    s = hopper.warpgroup_mma_wait(0, deps=[s])
+    while head >= 0:  # with the scores of the first block of a tile
+        pair = taken & 1
         first = _told(tile_smem, pair, 2)
-        q_start = _told(tile_smem, pair, 3)
         q_len = _told(tile_smem, pair, 4)
-        q_room = _told(tile_smem, pair, 5)
         k_len = _told(tile_smem, pair, 6)
-        mbarrier.arrive(tile_empty.index(pair), count=1)
         offset = gl.to_tensor(0)
         if BOTTOM_RIGHT:
             offset = k_len - q_len
@@ -411,15 +553,12 @@ def _consume(
         positions = row + offset + gl.arange(0, ROWS, row_layout)
         slope = 0.0
         if ALIBI:
+            b = _told(tile_smem, pair, 0)
             slope = gl.load(slopes_ptr + b * stride_slopes + head, mask=b < batch, other=0.0) * LOG2E
         p_first = row + offset
 
         # the first block: masked, if any is
-        mbarrier.wait(q_full.index(CONSUMER), taken % 2)
-        stage = visited % STAGES
-        mbarrier.wait(k_full.index(stage), visited // STAGES % 2)
-        s = _times_keys(q_smem, k_smem, CONSUMER, stage, s_layout)
-        s = hopper.warpgroup_mma_wait(0, deps=[s])
+        stage = visited & (STAGES - 1)
         mbarrier.arrive(k_empty.index(stage), count=1)
         start = _block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
         s = _scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
@@ -427,67 +566,57 @@ def _consume(
             s = _hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
         if RAGGED:
             if start + BLOCK_N > k_len:
-                mbarrier.wait(v_full.index(stage), visited // STAGES % 2)
+                mbarrier.wait(v_full.index(stage), _lap(visited, STAGES))
                 _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
         m = gl.full([ROWS], MINUS_INF, gl.float32, row_layout)
         l = gl.zeros_like(_of_lanes(s))  # noqa: E741
         weights, m, l, alpha = _softmax(s, m, l, factor, True)  # noqa: E741
-        p = gl.convert_layout(weights.to(dtype), p_layout)
         o = gl.zeros([ROWS, D_V], gl.float32, o_layout)
 
         for n in range(1, masked):
-            at = visited + n
-            stage = at % STAGES
-            mbarrier.wait(k_full.index(stage), at // STAGES % 2)
-            s_later = _times_keys(q_smem, k_smem, CONSUMER, stage, s_layout)
-            last = (at - 1) % STAGES
-            mbarrier.wait(v_full.index(last), (at - 1) // STAGES % 2)
-            o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
-            s = hopper.warpgroup_mma_wait(1, deps=[s_later])
-            mbarrier.arrive(k_empty.index(stage), count=1)
             start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
-            s = _scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
-            s = _hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
-            weights, m, l, alpha = _softmax(s, m, l, factor, True)  # noqa: E741
-            o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
-            mbarrier.arrive(v_empty.index(last), count=1)
-            if RAGGED:
-                if start + BLOCK_N > k_len:
-                    mbarrier.wait(v_full.index(stage), at // STAGES % 2)
-                    _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
-            p = gl.convert_layout(weights.to(dtype), p_layout)
-            o = o * gl.expand_dims(gl.convert_layout(alpha, o_row_layout), 1)
-
+            o, m, l, weights = _step(  # noqa: E741
+                o, m, l, weights, visited + n, q_smem, k_smem, v_smem, bars, start, positions, p_first, k_len,
+                left, right, factors, factor, slope,
+                LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, CONSUMERS, CONSUMER, True,
+            )  # fmt: skip
         for n in range(gl.maximum(masked, 1), end - begin):
-            at = visited + n
-            stage = at % STAGES
-            mbarrier.wait(k_full.index(stage), at // STAGES % 2)
-            s_later = _times_keys(q_smem, k_smem, CONSUMER, stage, s_layout)
-            last = (at - 1) % STAGES
-            mbarrier.wait(v_full.index(last), (at - 1) // STAGES % 2)
-            o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
-            s = hopper.warpgroup_mma_wait(1, deps=[s_later])
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            if not RAW:
-                start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
-                s = _scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
-            weights, m, l, alpha = _softmax(s, m, l, factor, False)  # noqa: E741
-            o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
-            mbarrier.arrive(v_empty.index(last), count=1)
-            p = gl.convert_layout(weights.to(dtype), p_layout)
-            o = o * gl.expand_dims(gl.convert_layout(alpha, o_row_layout), 1)
+            start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+            o, m, l, weights = _step(  # noqa: E741
+                o, m, l, weights, visited + n, q_smem, k_smem, v_smem, bars, start, positions, p_first, k_len,
+                left, right, factors, factor, slope,
+                LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, CONSUMERS, CONSUMER, False,
+            )  # fmt: skip
 
-        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         visited += end - begin
-        last = (visited - 1) % STAGES
-        mbarrier.wait(v_full.index(last), (visited - 1) // STAGES % 2)
+        last = (visited - 1) & (STAGES - 1)
+        mbarrier.wait(v_full.index(last), _lap(visited - 1, STAGES))
+        p = gl.convert_layout(_rounded(weights, dtype), gl.DotOperandLayout(0, o_layout, 2))
         o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
 
-        # while it is under way: the sums of whole rows
+        # what the loops need not keep is read again
+        b = _told(tile_smem, pair, 0)
+        head = _told(tile_smem, pair, 1)
+        row = _told(tile_smem, pair, 2) + CONSUMER * ROWS
+        q_start = _told(tile_smem, pair, 3)
+        q_len = _told(tile_smem, pair, 4)
+        q_room = _told(tile_smem, pair, 5)
+        mbarrier.arrive(tile_empty.index(pair), count=1)
+        # the next tile's first scores, while this one's results are finished; of no tile, of what lies there
+        taken += 1
+        pair = taken & 1
+        mbarrier.wait(tile_full.index(pair), _lap(taken, 2))
+        next_head = _told(tile_smem, pair, 1)
+        stage = visited & (STAGES - 1)
+        if next_head >= 0:
+            mbarrier.wait(q_full.index(CONSUMER), taken & 1)
+            mbarrier.wait(k_full.index(stage), _lap(visited, STAGES))
+        s_later = _times_keys(q_smem, k_smem, CONSUMER, stage, s_layout)
+
         total = gl.convert_layout(gl.sum(l, 1), row_layout)
         m = m * factor
         if ALIBI == 2:
-            m -= slope * (positions - p_first).to(gl.float32)
+            m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
         rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
         if sinks_ptr is not None:
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
@@ -506,38 +635,38 @@ def _consume(
             lse_base = lse_ptr + (b.to(gl.int64) * heads + head) * queries
         gl.store(lse_base + i, lse, mask=i < q_room)
 
-        o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
+        o, _ = hopper.warpgroup_mma_wait(1, deps=[o_later, p])
         mbarrier.arrive(v_empty.index(last), count=1)
         o = o * gl.expand_dims(gl.convert_layout(inverse, o_row_layout), 1)
         if RAGGED:  # rows of no sequence may hold NaN
             o = gl.where(gl.expand_dims(gl.convert_layout(i, o_row_layout) < q_len, 1), o, 0.0)
-        tma.store_wait(0)
-        gl.thread_barrier()
-        o_tile.store(o.to(dtype))
-        hopper.fence_async_shared()
-        gl.thread_barrier()
         b_at = b
         if PACKED:
             b_at = gl.to_tensor(0)
-            if row + ROWS <= q_room:
-                tma_store(o_desc, [b_at, head, q_start + row, 0], _as_tile(o_tile))
-            else:
+        parts = _parts(o, SPLIT)
+        for part in gl.static_range(SPLIT):
+            tma.store_wait(0)
+            gl.thread_barrier()
+            o_tile.store(parts[part].to(dtype))
+            hopper.fence_async_shared()
+            gl.thread_barrier()
+            if not PACKED:
+                tma_store(o_desc, [b_at, head, row, part * COLS], _as_tile(o_tile))
+            elif row + ROWS <= q_room:
+                tma_store(o_desc, [b_at, head, q_start + row, part * COLS], _as_tile(o_tile))
+            else:  # the rows behind are another sequence's
                 base = o_ptr + (q_start + row).to(gl.int64) * stride_os + head.to(gl.int64) * stride_oh
-                _copy_out(o_tile, base, q_room - row, stride_os, D[1])
-                gl.thread_barrier()
-        else:
-            tma_store(o_desc, [b_at, head, row, 0], _as_tile(o_tile))
+                _copy_out(o_tile, base, q_room - row, part * COLS, stride_os, D[1])
 
-        taken += 1
-        pair = taken % 2
-        mbarrier.wait(tile_full.index(pair), taken // 2 % 2)
-        head = _told(tile_smem, pair, 1)
+        s = hopper.warpgroup_mma_wait(0, deps=[s_later])
+        head = next_head
     tma.store_wait(0)
 
 
 @gluon.jit
-def _copy_out(o_smem, base, rows, stride, D: gl.constexpr):
-    """The first `rows` rows of a tile in shared memory to [rows, D] at `base`, by ordinary stores."""
+def _copy_out(o_smem, base, rows, first: gl.constexpr, stride, D: gl.constexpr):
+    """The first `rows` rows of a tile in shared memory to columns `first` on of [rows, D] at `base`, by ordinary
+    stores."""
     ROWS: gl.constexpr = o_smem.shape[0]
     COLS: gl.constexpr = o_smem.shape[1]
     WIDTH: gl.constexpr = min(COLS, 64)
@@ -549,7 +678,7 @@ def _copy_out(o_smem, base, rows, stride, D: gl.constexpr):
     for panel in gl.static_range(COLS // WIDTH):
         for piece in range(ROWS // HEIGHT):
             r = piece * HEIGHT + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
-            c = panel * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+            c = first + panel * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
             place = base + gl.expand_dims(r.to(gl.int64) * stride, 1) + gl.expand_dims(c, 0)
             mask = gl.expand_dims(r < rows, 1) & gl.expand_dims(c < D, 0)
             gl.store(
@@ -584,7 +713,7 @@ def _hopper_attention_fwd_kernel(
     slopes_step, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     PACKED: gl.constexpr = q_starts_ptr is not None
@@ -596,11 +725,10 @@ def _hopper_attention_fwd_kernel(
         q_smem += (_stages(dtype, CONSUMERS, ROWS, P_QK[i]),)
         k_smem += (_stages(dtype, STAGES, BLOCK_N, P_QK[i]),)
     v_smem = _stages(dtype, STAGES, BLOCK_N, P_V)
-    o_smem = _stages(dtype, CONSUMERS, ROWS, P_V)
+    o_smem = _stages(dtype, CONSUMERS, ROWS, P_V // SPLIT)
     tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_smem = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], tile_layout)
     q_full = _rings(CONSUMERS, 1)
-    q_empty = _rings(CONSUMERS, 1)
     k_full = _rings(STAGES, 1)
     k_empty = _rings(STAGES, CONSUMERS)
     v_full = _rings(STAGES, 1)
@@ -610,25 +738,53 @@ def _hopper_attention_fwd_kernel(
     hopper.fence_async_shared()
 
     heads = kv_heads * repeats
-    gl.warp_specialize([
+    if CONSUMERS == 2:
+        gl.warp_specialize([
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
-            q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, CONSUMERS, 0,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, CONSUMERS, 0,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
-            q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, CONSUMERS, 1,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, CONSUMERS, 1,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-            q_smem, k_smem, v_smem, tile_smem,
-            q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            q_smem, k_smem, v_smem, tile_smem, q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
             batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
             left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS,
         )),
-    ], [4, 1], [232, 40])  # fmt: skip
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+        (_consume, (
+            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
+            q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, CONSUMERS, 0,
+        )),
+        (_consume, (
+            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
+            q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, CONSUMERS, 1,
+        )),
+        (_consume, (
+            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
+            q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, CONSUMERS, 2,
+        )),
+        (_load, (
+            q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+            q_smem, k_smem, v_smem, tile_smem, q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
+            stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+            left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS,
+        )),
+        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
