@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from powertrain.governor.progress import bare
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -92,7 +94,7 @@ _NOISE = re.compile(r"^\s*(ERROR: Failed building|error: subprocess-exited|× |n
 
 def first_error(lines: Iterable[str]) -> Failure | None:
     """The first line that says why, with what it means; None if no line does."""
-    for line in lines:
+    for line in map(bare, lines):
         if _NOISE.match(line):
             continue
         for pattern, what, fix in _PATTERNS:

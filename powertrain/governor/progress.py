@@ -7,21 +7,31 @@ from pathlib import Path
 _COUNT = re.compile(r"^\s*\[(\d+)/(\d+)\]\s*(.*)")  # ninja
 _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]\s*(.*)")  # CMake's makefiles
 _PHASES = (
-    ("resolve", r"^\s*(Collecting|Looking in indexes|Resolved \d+ packages|Using cached|Processing )"),
-    ("clone", r"^\s*(Cloning |Running command git (clone|fetch|checkout|rev-parse)|Updating https?://\S+ \()"),
+    ("resolve", r"^\s*(Collecting|Looking in indexes|Resolved \d+ packages?|Using cached|Processing )"),
+    ("clone", r"^\s*(Cloning |Fetching source distribution from Git|Updating https?://\S+ \()"),
+    ("clone", r"^\s*Running command git (clone|fetch|checkout|rev-parse)"),
     ("submodules", r"^\s*(Running command git submodule|Submodule |Submodule path )"),
     ("dependencies", r"^\s*(Installing build dependencies|Installing backend dependencies)"),
-    ("metadata", r"^\s*(Getting requirements to build wheel|Preparing (editable )?metadata)"),
+    (
+        "metadata",
+        r"^\s*(Getting requirements to build wheel|Preparing (editable )?metadata|Calling `\S*metadata_for_build)",
+    ),
     ("configure", r"^\s*-- (The \w+ compiler|Configuring done|Check|Detecting|Found )"),
     ("wheel", r"^\s*(creating '.*\.whl'|adding '|Created wheel for|Successfully built)"),
     ("link", r"^\s*(\[\d+/\d+\]|\[ *\d+%\]) *(Linking |\S*(c\+\+|g\+\+|ld) .*-shared)"),
-    ("compile", r"^\s*(\[\d+/\d+\]|\[ *\d+%\]|building '.*' extension|running build_ext|Building wheel for )"),
-    ("install", r"^\s*(Installing collected packages|Successfully installed|Installed \d+ packages)"),
+    ("compile", r"^\s*(\[\d+/\d+\]|\[ *\d+%\]|building '.*' extension|running build_ext|Building (wheel for |\S+ @ ))"),
+    ("install", r"^\s*(Installing collected packages|Successfully installed|Installed \d+ packages?)"),
 )
 _COMPILED_PHASES = tuple((name, re.compile(pattern)) for name, pattern in _PHASES)
-_WHEEL = re.compile(r"(?:filename=|creating '|Successfully built )(\S*?[\w.+-]+\.whl)")
+_WHEEL = re.compile(r"(?:filename=|creating '|Successfully built |into `)(\S*?[\w.+-]+\.whl)")
+_LEVEL = re.compile(r"^(DEBUG|INFO|TRACE) ")  # uv -v puts it before the builder's lines
 _PIP = {"install": "-v", "wheel": "-v"}
 _UV = ("pip", "sync", "build", "add", "run", "tool")
+
+
+def bare(line: str) -> str:
+    """The builder's line, without what uv puts before it."""
+    return _LEVEL.sub("", line)
 
 
 class Progress:
@@ -37,6 +47,7 @@ class Progress:
 
     def feed(self, line: str) -> bool:
         """Whether the line changed the phase."""
+        line = bare(line)
         if count := _COUNT.match(line):
             self._count(int(count[1]), int(count[2]))
         elif percent := _PERCENT.match(line):

@@ -3,7 +3,7 @@
 In this order: a compiler starts when what it is expected to take fits beside what the running ones may still take. If
 memory runs short all the same, the youngest is paused; if only one runs and it still does, the youngest paused one is
 killed, which its launcher will run again; if none is paused, the one that runs, once, to run again in less memory if it
-can (gcc, launcher.py). One always runs.
+can (gcc, launcher.py). That is slower, so only what was seen not to fit begins that way. One always runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +30,7 @@ class Unit:
     cpu: float = 0.0
     tries: int = 0  # how often it was begun
     launched: bool = True  # by our launcher, which can run it again
+    seen: bool = False  # `expected` is of this very file, not of others like it
     thrifty: bool = False  # its compiler can do with less memory, in more time
     frugal: bool = False  # it does
     doing: str = ""  # the program at work: cicc, ptxas, cc1plus
@@ -67,7 +68,7 @@ def decide(units: Sequence[Unit], available: int, memory: int, jobs: int) -> Ite
     for unit in sorted(paused, key=lambda unit: unit.since) + [unit for unit in units if unit.state == "waiting"]:
         if busy and (left < unit.growth or busy >= jobs):
             return  # in order: a large one is not overtaken for ever
-        start: Act = "go frugal" if unit.thrifty and left < unit.growth else "go"
+        start: Act = "go frugal" if unit.thrifty and unit.seen and left < unit.growth else "go"
         yield ("resume" if unit.state == "paused" else start), unit
         left -= unit.growth
         busy += 1

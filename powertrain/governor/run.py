@@ -259,7 +259,7 @@ class Governor:
         if called_by_compiler(pid, running):
             self._send(launcher, "pass")
             return
-        launcher.unit = Unit(name, self._expected(name), thrifty=thrifty)
+        launcher.unit = Unit(name, self._expected(name), seen=name in self.known, thrifty=thrifty)
 
     def _expected(self, name: str) -> int:
         peaks = self.peaks.get(Path(name).suffix, [])
@@ -276,7 +276,7 @@ class Governor:
         starved = status and (status in (-signal.SIGKILL, 128 + signal.SIGKILL) or oom_kills() > launcher.kills)
         if unit.state == "killed" or (starved and unit.tries < _RETRIES and not self.signals):
             if unit.state != "killed":
-                unit.expected = self.plan.machine.memory  # alone, the next time
+                unit.expected, unit.seen = self.plan.machine.memory, True  # alone, the next time
                 self.view.say(f"{unit.name} was killed at {_gib(unit.peak)}: it runs again, alone")
             unit.state, unit.pid, unit.pids = "waiting", 0, []
             self.rerun += 1
@@ -319,7 +319,9 @@ class Governor:
             unit.tries += 1
             self._send(launcher, act)
             if unit.frugal:
-                self.view.say(f"{unit.name} may not fit: gcc collects its garbage early, slower and in less memory")
+                self.view.say(
+                    f"{unit.name} may not fit: gcc collects its garbage early, which is slower and takes less memory"
+                )
         elif act == "resume":
             unit.state = "running"
             _signal(unit.pids, signal.SIGCONT)
@@ -331,7 +333,7 @@ class Governor:
             self.paused += 1
             self.view.say(f"paused {unit.name} at {_gib(unit.memory)}: {_gib(self.available)} left")
         elif act == "kill" and launcher:
-            unit.state = "killed"
+            unit.state, unit.seen = "killed", True
             unit.expected = max(unit.expected, unit.memory * 3 // 2)
             self._send(launcher, "kill")
             self.view.say(f"killed {unit.name} at {_gib(unit.memory)} to make room: it will run again")

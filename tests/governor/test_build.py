@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,9 +13,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from powertrain.governor.history import History, Record, UnitRecord
+from powertrain.governor.plan import make_plan
 from powertrain.governor.recipes import GENERIC
+from powertrain.governor.room import Unit
+from powertrain.governor.run import Governor, _Launcher
+from powertrain.governor.view import PlainView
+from tests.governor.test_plan import MACHINE
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 60  # seconds for anything here that should take two
@@ -24,6 +31,8 @@ COMPILER = f"""#!{sys.executable} -IS
 import os, signal, sys, time
 name = sys.argv[-1]
 words = name.removesuffix(".c").split("_")
+if words[0] == "thrift":  # eats a fifth of that if it is told to collect its garbage early
+    words = ["eat", int(words[1]) // 5 if "--param" in sys.argv else words[1], words[2]]
 if words[0] == "eat":  # eat_MIB_SECONDS: grow to that size in that time, then stay a moment
     held, mib, seconds = [], int(words[1]), float(words[2])
     for _ in range(20):
@@ -134,12 +143,39 @@ def test_compilers_wait_for_room(box: Box) -> None:
     assert {f"{name}.c" for name in names} == set(box.history.units(record.recipe, record.command))
 
 
-def test_what_waits_is_expected_to_take_what_the_others_took(box: Box) -> None:
-    names = ["eat_8_0.1", "eat_9_0.1", "eat_10_0.1", "eat_11_0.5", "eat_12_0.5"]
-    code, output = box.run(together(*names), "--memory", "1G")
-    assert (code, box.made()) == (0, set(names)), output
-    # 2 GiB were expected of each of them: three ran alone, which taught what the last two are like
-    assert output.count("collects its garbage") == 3
+def test_one_that_outgrew_all_memory_runs_again_in_less(box: Box) -> None:
+    code, output = box.run("gcc -c thrift_250_1.c", "--memory", "200M")
+    assert (code, box.made()) == (0, {"thrift_250_1"}), output
+    assert "killed thrift_250_1.c" in output and "collects its garbage early" in output and "1 run again" in output
+    assert "even one job" not in output
+
+
+def test_what_was_seen_not_to_fit_begins_in_less(box: Box) -> None:
+    script = "gcc -c thrift_250_1.c"
+    remember(box, script, thrift_250_1=250)
+    code, output = box.run(script, "--memory", "200M")
+    assert code == 0 and "collects its garbage early" in output and "killed" not in output and "again" not in output
+
+
+def test_what_waits_is_expected_to_take_what_the_others_took(tmp_path: Path) -> None:
+    plan = make_plan(["true"], {}, MACHINE)
+    governor = Governor(plan, {}, folder=tmp_path, view=PlainView(Console(quiet=True)), known={})
+
+    def wanting(name: str) -> _Launcher:
+        launcher = _Launcher(ours, unit=Unit(name, governor._expected(name)))
+        governor.launchers.append(launcher)
+        return launcher
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs, governor.selector:
+        done, waiting = [wanting(f"{name}.cpp") for name in "abc"], wanting("d.cpp")
+        other = wanting("e.cu")
+        for launcher in done:
+            assert waiting.unit and waiting.unit.expected == GENERIC.bytes
+            launcher.unit.state = "running"  # type: ignore[union-attr]
+            governor._ended(launcher, 0, 100 << 20)
+        assert waiting.unit and waiting.unit.expected == int(1.2 * (100 << 20))
+        assert other.unit and other.unit.expected == GENERIC.bytes  # another language
 
 
 def test_a_pip_inside_another_command_talks_too(box: Box) -> None:
@@ -205,6 +241,13 @@ def test_a_stopped_process_is_named(box: Box) -> None:
     assert build.wait(DEADLINE) == 7
 
 
+def words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []  # it ended meanwhile
+
+
 def hanging(box: Box) -> subprocess.Popen[str]:
     """A build whose two compilers hang, one of them paused."""
     script = together("hang_1", "hang_2")
@@ -212,10 +255,12 @@ def hanging(box: Box) -> subprocess.Popen[str]:
     build = box.start(script)
 
     def compilers() -> list[psutil.Process]:
-        return [process for process in box.processes() if process.cmdline()[-3:-1] == [f"{box.folder}/bin/gcc", "-c"]]
+        lines = {process: words(process) for process in box.processes()}
+        ends = [f"{box.folder}/bin/gcc", "-c"]
+        return [process for process, line in lines.items() if line[-3:-1] == ends and "-IS" in line[:2]]
 
     # two launchers and, below them, two compilers
-    until(lambda: len([p for p in compilers() if "-IS" in p.cmdline()[:2]]) >= 4, "both compile")
+    until(lambda: len(compilers()) >= 4, "both compile")
     newest = max(compilers(), key=lambda process: process.create_time())
     newest.send_signal(signal.SIGSTOP)
     return build

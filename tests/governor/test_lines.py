@@ -37,6 +37,30 @@ def test_the_phases_of_pip() -> None:
     assert progress.wheels == ["transformer_engine-2.15-cp311-cp311-linux_x86_64.whl"]
 
 
+UV = """\
+DEBUG Fetching source distribution from Git: https://github.com/x/tinyext
+DEBUG Calling `setuptools.build_meta.prepare_metadata_for_build_wheel("/tmp/x")`
+Resolved 1 package in 679ms
+   Building tinyext @ file:///src/tiny
+DEBUG Calling `setuptools.build_meta.build_wheel(b"/tmp/x")`
+DEBUG running build_ext
+DEBUG [1/2] c++ -c a.cpp
+DEBUG [2/2] c++ -c b.cpp
+DEBUG creating '/tmp/x/tinyext-1-cp311-cp311-linux_x86_64.whl' and adding 'build' to it
+DEBUG Built `tinyext @ file:///src/tiny` into `tinyext-1-cp311-cp311-linux_x86_64.whl`
+      Built tinyext @ file:///src/tiny
+Installed 1 package in 0.65ms
+"""
+
+
+def test_the_phases_of_uv() -> None:
+    progress = Progress()
+    phases = [progress.phase for line in UV.splitlines() if progress.feed(line)]
+    assert phases == ["clone", "metadata", "resolve", "compile", "wheel", "install"]
+    assert (progress.done, progress.total) == (2, 2)
+    assert progress.wheels == ["tinyext-1-cp311-cp311-linux_x86_64.whl"]
+
+
 def test_percents_of_make() -> None:
     progress = Progress()
     progress.feed("[ 12%] Building CXX object CMakeFiles/x.dir/h.cpp.o")
@@ -96,6 +120,7 @@ def test_the_first_error_says_why(text: str, what: str) -> None:
     failure = first_error(lines)
     assert failure and failure.line == text.strip()
     assert what in failure.what and failure.fix
+    assert first_error([f"DEBUG {line}" for line in lines]) == failure  # of uv -v
 
 
 def test_no_error_is_invented() -> None:

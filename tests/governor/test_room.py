@@ -61,7 +61,9 @@ def test_the_paused_come_before_the_waiting() -> None:
 
 def test_gcc_does_with_less_where_it_may_not_fit_alone() -> None:
     large, fits = unit("large", expected=9), unit("fits")
-    large.thrifty = fits.thrifty = True
+    large.thrifty = fits.thrifty = fits.seen = True
+    assert acts(large, fits, available=5) == [("go", "large")]  # others like it were large; this one may not be
+    large.seen = True
     assert acts(large, fits, available=5) == [("go frugal", "large")]
     assert acts(fits, available=5) == [("go", "fits")]
 
