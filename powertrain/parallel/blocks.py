@@ -158,11 +158,6 @@ def _packed_part(sharding: Sharding, source: int, mask: Mask, device: torch.devi
     yield _Part((0, sharding.length(rank)), (0, sharding.length(source)), options)
 
 
-def is_joined(sharding: Sharding, mask: Mask) -> bool:
-    """Whether the keys of all other ranks are as simple to see as those of one: `Queries.attend_together`."""
-    return not sharding.is_packed and not mask.is_positional
-
-
 class Queries:
     """A rank's queries with what they have seen so far, float32 (float64 for float64)."""
 
@@ -171,7 +166,7 @@ class Queries:
         self.dim = 0 if sharding.is_packed else 1
         pieces = [(0, sharding.length())]
         if not sharding.is_packed:
-            pieces = [piece.rows for piece in sharding.pieces(sharding.rank)[0]]
+            pieces = [(p.row, p.row + p.length) for p in sharding.pieces(sharding.rank)[0]]
         self.seen: list[tuple[tuple[int, int], Tensor | None, Tensor | None]] = [(rows, None, None) for rows in pieces]
 
     def attend(self, source: int, key: Tensor, value: Tensor) -> None:
@@ -181,26 +176,6 @@ class Queries:
             op = varlen_attention if self.sharding.is_packed else attention
             out, lse = op(q, k, v, **part.options, return_lse=True)
             self._add(part.q, out, lse if part.shift is None else lse + part.shift)
-
-    def attend_together(self, others: list[tuple[int, Tensor, Tensor]]) -> None:
-        """See the keys of other ranks, (source, key, value), in a call for each run of queries: `is_joined` says when.
-
-        Of tokens in their order, a run of queries under a causal mask sees all up to where it stands itself."""
-        sharding, mask = self.sharding, self.mask
-        runs = [(piece, chunk) for source, *chunk in others for piece in sharding.pieces(source)[0]]
-        if not runs:
-            return
-        runs.sort(key=lambda run: run[0].start)
-        key, value = (torch.cat([_cut(chunk[n], piece.rows, 1) for piece, chunk in runs], 1) for n in (0, 1))
-        queries = [(piece.rows, piece.start) for piece in sharding.pieces(sharding.rank)[0]]
-        if mask.right < 0:
-            queries = [((0, sharding.length()), sharding.num_tokens)]
-        for rows, position in queries:
-            seen = sum(piece.length for piece, _ in runs if piece.start < position)
-            if rows[0] < rows[1] and seen:
-                q, k, v = _cut(self.query, rows, 1), key[:, :seen], value[:, :seen]
-                out, lse = attention(q, k, v, softcap=mask.softcap, scale=mask.scale, return_lse=True)
-                self._add(rows, out, lse)
 
     def _add(self, rows: tuple[int, int], out: Tensor, lse: Tensor) -> None:
         for n, (own, sum_out, sum_lse) in enumerate(self.seen):

@@ -1,7 +1,6 @@
 """Attention to keys that come from other ranks while it runs, forward and backward: modes "ring" and "all_gather".
 
-Forward merges a part per rank by its LSE; all_gather, where a mask is plain, one of its own keys and one of all others,
-whose transfers the first hides. Backward needs only the whole's out and LSE: each rank fetches the keys and
+Forward merges a part per rank by its LSE. Backward needs only the whole's out and LSE: each rank fetches the keys and
 values again and sends their owner dk and dv, float32. In a ring a chunk's dk and dv travel one step behind it and each
 rank adds its own; otherwise each rank sends its own to their owner, which adds them in the order of ranks.
 """
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.layout import acc_dtype
-from powertrain.parallel.blocks import Mask, Queries, Sum, dense_blocks, gradients, is_joined
+from powertrain.parallel.blocks import Mask, Queries, Sum, dense_blocks, gradients
 from powertrain.parallel.exchange import Chunk, Peers, Transfer, fetched, passed_round
 from powertrain.parallel.sharding import Sharding
 
@@ -32,12 +31,7 @@ class RingAttention(torch.autograd.Function):
         is_ring: bool,
     ) -> Tensor:
         queries = Queries(query, sharding, mask)
-        chunks = _chunks(peers, Chunk.of(key, value), sharding, mask, is_ring)
-        if not is_ring and is_joined(sharding, mask):
-            _, own = next(chunks)
-            queries.attend(peers.rank, own.key, own.value)  # hides what comes
-            queries.attend_together([(source, chunk.key, chunk.value) for source, chunk in chunks])
-        for source, chunk in chunks:
+        for source, chunk in _chunks(peers, Chunk.of(key, value), sharding, mask, is_ring):
             queries.attend(source, chunk.key, chunk.value)
         out, lse = queries.result(value.shape[-1], sinks)
         ctx.save_for_backward(query, key, value, out, lse, sinks, mask.slopes)

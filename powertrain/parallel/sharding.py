@@ -39,11 +39,6 @@ class Piece(NamedTuple):
     def length(self) -> int:
         return self.stop - self.start
 
-    @property
-    def rows(self) -> tuple[int, int]:
-        """First and end, among the rank's tokens."""
-        return self.row, self.row + self.length
-
 
 class Sharding:
     """Which rank holds which tokens: made by `ContextParallel.sharding`, the same on all ranks.

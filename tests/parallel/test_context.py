@@ -157,27 +157,6 @@ def test_kernels(packed: bool, device: torch.device) -> None:
         torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
-@pytest.mark.parametrize("length", [1, 5, 64, 203])
-def test_others_together_are_others_one_by_one(length: int, right: int) -> None:
-    ranks, mask = shardings([length], 4, is_packed=False), Mask(-1, right, 0.0, 0.25, None)
-    query, key, value = (torch.randn(2, length, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
-    parts = [[sharding.shard(x, dim=1)[0] for sharding in ranks] for x in (query, key, value)]
-    for rank, sharding in enumerate(ranks):
-        results = []
-        for together in (False, True):
-            queries = Queries(parts[0][rank], sharding, mask)
-            others = [(n, parts[1][n], parts[2][n]) for n in range(4) if n != rank]
-            queries.attend(rank, parts[1][rank], parts[2][rank])
-            if together:
-                queries.attend_together(others)
-            for other in [] if together else others:
-                queries.attend(*other)
-            results.append(queries.result(16, None))
-        for one_by_one, found in zip(*results, strict=True):
-            torch.testing.assert_close(found, one_by_one, rtol=1e-12, atol=1e-12)
-
-
 def test_mode_by_bytes() -> None:
     choice = choose_mode(65536, 4, 32, 8, (128, 128))
     assert choice.mode == "all_gather"
