@@ -2,13 +2,13 @@
 
 import os
 import re
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
 
 _COMPILERS = re.compile(r"(cicc|ptxas|fatbinary|cudafe\+\+|nvcc|cc1|cc1plus|lto1|clang(\+\+)?(-\d+)?|rustc)$")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _LINKERS = re.compile(r"(ld|ld\.\w+|collect2|lld|mold|nvlink)$")
 
 
@@ -49,14 +49,21 @@ def _read(process: psutil.Process) -> Process | None:
                 return None
             times = process.cpu_times()
             cpu = times.user + times.system + times.children_user + times.children_system
-            return Process(process.pid, process.ppid(), process.name(), status, _own(process), cpu, _io(process))
+            return Process(
+                process.pid, process.ppid(), process.name(), status, own_memory(process.pid), cpu, _io(process)
+            )
     except psutil.NoSuchProcess:
         return None
 
 
-def _own(process: psutil.Process) -> int:
-    memory = process.memory_info()
-    return int(memory.rss - getattr(memory, "shared", 0))
+def own_memory(pid: int) -> int:
+    """Bytes of a process that are its own; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm") as pages:
+            resident, shared = map(int, pages.read().split()[1:3])
+    except OSError:
+        return 0
+    return (resident - shared) * _PAGE
 
 
 def _io(process: psutil.Process) -> int:
@@ -138,15 +145,13 @@ def swap_ins() -> int:
         return 0
 
 
-class Meter:
-    """How long samples take, so that watching costs 0.5% of one core."""
+class Pace:
+    """How long to wait between looks, so that looking costs 0.5% of one core."""
 
     def __init__(self, least: float = 0.25) -> None:
         self.least = least
         self.pause = least
 
-    def sample(self, root: int, without: Iterable[int]) -> dict[int, Process]:
-        started = time.process_time()
-        found = tree(root, without)
-        self.pause = max(self.least, min(5.0, 200 * (time.process_time() - started)))
-        return found
+    def took(self, seconds: float) -> None:
+        """CPU time of the last look."""
+        self.pause = max(self.least, min(5.0, 200 * seconds))

@@ -21,7 +21,16 @@ from powertrain.governor import stall, watchdog
 from powertrain.governor.ending import Failure, first_error
 from powertrain.governor.history import UnitRecord
 from powertrain.governor.plan import Plan
-from powertrain.governor.processes import Meter, Process, below, called_by_compiler, foreign_compilers, oom_kills
+from powertrain.governor.processes import (
+    Pace,
+    Process,
+    below,
+    called_by_compiler,
+    foreign_compilers,
+    oom_kills,
+    own_memory,
+    tree,
+)
 from powertrain.governor.progress import Progress, is_pip, verbose
 from powertrain.governor.room import Act, Unit, decide, reserve
 from powertrain.governor.shims import make_shims, shimmed
@@ -29,7 +38,7 @@ from powertrain.governor.terminal import Terminal
 from powertrain.runtime.jobs import available_memory
 
 _PR_SET_CHILD_SUBREAPER = 36
-_HURRY = 0.1  # seconds between samples while memory is short
+_HURRY = 0.1  # seconds between glances while memory is short
 _GRACE = 5.0  # seconds between asking processes to end and ending them
 _LEARN = 3  # units of a language after which their sizes replace the recipe's
 _MARGIN = 1.2  # over the largest unit seen
@@ -124,7 +133,7 @@ class Governor:
         self.environment = {**defaults, **environment, **plan.environment}
         self.environment |= shimmed(self.environment, self.shims, plan.machine.nvcc)
         self.selector = selectors.DefaultSelector()
-        self.progress, self.meter = Progress(), Meter()
+        self.progress, self.pace = Progress(), Pace()
         self.launchers: list[_Launcher] = []
         self.foreign: dict[int, Unit] = {}
         self.processes: dict[int, Process] = {}
@@ -132,8 +141,8 @@ class Governor:
         self.timed: list[float] = []  # seconds of those that the builder counts
         self.peaks: dict[str, list[int]] = {}  # of finished units, by suffix
         self.used = self.peak = self.paused = self.rerun = 0
-        self.available = plan.machine.memory
-        self.reaped = 0.0
+        self.available = self.elsewhere = plan.machine.memory  # left; and what could be left with this build gone
+        self.reaped = self.glanced = 0.0
         self.fresh = False  # whether nothing was done since the last sample
         self.signals: list[int] = []
         self.asked_to_end = 0.0
@@ -208,8 +217,9 @@ class Governor:
 
     def _turn(self) -> None:
         short = self.available < 3 * reserve(self.plan.machine.memory)
-        pause = _HURRY if short and self.launchers else self.meter.pause
-        events = self.selector.select(max(0.0, min(pause, self.sampled + pause - time.time())))
+        pause = _HURRY if short and self.launchers else self.pace.pause
+        looked = max(self.sampled, self.glanced)
+        events = self.selector.select(max(0.0, min(pause, looked + pause - time.time())))
         self.selector_is_quiet = not events
         for key, _ in events:
             if key.fileobj is self.listener:
@@ -226,9 +236,13 @@ class Governor:
                 self.terminal.type()
             else:
                 self._read_output()
-        if time.time() - self.sampled >= pause:
+        if time.time() - self.sampled >= self.pace.pause:
+            before = time.process_time()
             self._sample()
             self._watch()
+            self.pace.took(time.process_time() - before)
+        elif time.time() - looked >= pause:
+            self._glance()
         self._give_room()
         self._end_if_asked()
 
@@ -356,11 +370,12 @@ class Governor:
         return [*self.foreign.values(), *(each.unit for each in self.launchers if each.unit)]
 
     def _sample(self) -> None:
-        self.processes = self.meter.sample(os.getpid(), [self.watchdog.pid])
+        self.processes = tree(os.getpid(), [self.watchdog.pid])
         self.sampled, self.fresh = time.time(), True
         self.used = sum(process.memory for process in self.processes.values())
         self.peak = max(self.peak, self.used)
-        self.available = min(available_memory()[0], self.plan.machine.memory - self.used)
+        self.elsewhere = available_memory()[0] + self.used
+        self.available = min(self.elsewhere, self.plan.machine.memory) - self.used
         launched = [each.unit.pid for each in self.launchers if each.unit and each.unit.pid]
         foreign = {process.pid: process for process in foreign_compilers(self.processes, launched)}
         self.foreign = {pid: self.foreign.get(pid) or self._foreign(process) for pid, process in foreign.items()}
@@ -374,6 +389,17 @@ class Governor:
         if self.sampled - self.reaped > _REAP:
             self.reaped = self.sampled
             _reap(self.build.pid, self.watchdog.pid)
+
+    def _glance(self) -> None:
+        """The memory of the processes of the last sample, which costs little: it may run short between two."""
+        self.glanced, self.fresh = time.time(), True
+        sizes = {pid: own_memory(pid) for pid in self.processes}
+        for unit in self._units():
+            unit.memory = sum(sizes.get(pid, 0) for pid in unit.pids)
+            unit.peak = max(unit.peak, unit.memory)
+        self.used = sum(sizes.values())
+        self.peak = max(self.peak, self.used)
+        self.available = min(self.elsewhere, self.plan.machine.memory) - self.used
 
     def _foreign(self, process: Process) -> Unit:
         """A compiler that runs already, whoever started it."""
