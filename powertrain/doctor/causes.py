@@ -133,6 +133,18 @@ CAUSES = (
         _TE + "171",
     ),
     Cause(
+        "credentials-asked",
+        r"(?:Username|Password) for '(?P<host>https?://[^']+)':?\s*(?:terminal prompts disabled.*|"
+        r"No such device or address.*)?$",
+        "git asks who you are at {host}, and nobody answers: the repository is private, moved, or its name is wrong",
+        "look whether the address is right; if it is private: gh auth login, or an ssh address (git+ssh://git@…). In "
+        "a terminal, powertrain build -- <the same command> shows the question and takes the answer",
+        "git 询问您在 {host} 的身份，却没有人回答：仓库是私有的、已迁移，或名称有误",
+        "先确认地址正确；若为私有仓库：gh auth login，或使用 ssh 地址（git+ssh://git@…）。在终端中执行 "
+        "powertrain build -- <原命令>，它会显示问题并接受回答",
+        "https://github.com/OpenFreeEnergy/gufe/issues/26",
+    ),
+    Cause(
         "gdrcopy-missing",
         r"fatal error: gdrapi\.h: No such file|libgdrapi\.so.*(?:unable to|cannot) open|gdr_open error",
         "GDRCopy is not installed, or its kernel module gdrdrv is not loaded",

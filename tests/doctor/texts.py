@@ -28,6 +28,19 @@ TE_LOG = (
 
 TEXTS = [
     (
+        "credentials-asked",
+        """\
+Collecting git+https://github.com/openfe/gufe.git
+  Cloning https://github.com/openfe/gufe.git to /tmp/pip-req-build-6686emdb
+  Running command git clone --filter=blob:none -q https://github.com/openfe/gufe.git /tmp/pip-req-build-6686emdb
+Username for 'https://github.com':
+""",
+    ),
+    (
+        "credentials-asked",
+        "Cloning into '.'... fatal: could not read Username for 'https://gitlab.com': terminal prompts disabled",
+    ),
+    (
         "wheel-stuck",
         """\
   Resolved https://github.com/NVIDIA/TransformerEngine.git to commit 3ec998e96c82bc30247560ced6170c4221ca2b5a
