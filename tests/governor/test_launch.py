@@ -187,6 +187,12 @@ def test_swapping_is_named(tmp_path: Path) -> None:
     assert "MAX_JOBS=1" in stall.cause({}, [tmp_path], swap_rate=5000).fix
 
 
+def test_a_disk_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    asleep = Process(10**9, 1, "ninja", psutil.STATUS_DISK_SLEEP, 0, 0.0, 0)
+    cause = stall.cause({asleep.pid: asleep}, [tmp_path])
+    assert "disk that does not answer: ninja" in cause.what and "TMPDIR" in cause.fix
+
+
 def test_a_lock_with_an_owner_is_left_alone(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     owner = os.open(lock, os.O_CREAT | os.O_EXCL)  # as torch's FileBaton takes it
