@@ -181,8 +181,8 @@ def _load(
     q_desc = ()
     k_desc = ()
     for i in gl.static_range(PIECES):
-        q_desc += (_rows_desc(q_ptr, storage, heads, queries, D[0], stride_qb, stride_qh, stride_qs, q_smem[i]),)
-        k_desc += (_rows_desc(k_ptr, storage, kv_heads, keys, D[0], stride_kb, stride_kh, stride_ks, k_smem[i]),)
+        q_desc += (_rows_desc(q_ptr, storage, heads, queries, D[0], stride_qb, stride_qh, stride_qs, q_smem[i]),)  # type: ignore[assignment]
+        k_desc += (_rows_desc(k_ptr, storage, kv_heads, keys, D[0], stride_kb, stride_kh, stride_ks, k_smem[i]),)  # type: ignore[assignment]
     v_desc = _rows_desc(v_ptr, storage, kv_heads, keys, D[1], stride_vb, stride_vh, stride_vs, v_smem)
     Q_BYTES: gl.constexpr = ROWS * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
     K_BYTES: gl.constexpr = Q_BYTES // ROWS * BLOCK_N
@@ -232,9 +232,7 @@ def _load(
                 bar = k_full.index(stage)
                 mbarrier.expect(bar, K_BYTES)
                 for i in gl.static_range(PIECES):
-                    tma_load(
-                        k_desc[i], [b_at, kv, row, i * q_smem[0].shape[2]], bar, _as_tile(k_smem[i].index(stage))
-                    )
+                    tma_load(k_desc[i], [b_at, kv, row, i * q_smem[0].shape[2]], bar, _as_tile(k_smem[i].index(stage)))
                 if n == 0:
                     # who has released the last block of keys has done with the queries
                     last = at + STAGES - 1
@@ -318,17 +316,70 @@ def _scored(s, start, positions, factors, slope, p_first, CAP: gl.constexpr, ALI
     return s
 
 
+def _hiding(count: int, has_first: bool) -> str:
+    """PTX: -inf in place of a thread's scores [.., columns] in columns behind `last` or before `first` of their rows.
+
+    In registers a thread has, of two rows in turn, two neighbouring columns every 8, from 2 (lane % 4) on."""
+    out, s, last, first = (range(n * count, (n + 1) * count) for n in range(4))
+    lines = [
+        "{ .reg .pred p;",
+        ".reg .s32 lane, last<2>, first<2>;",
+        "mov.u32 lane, %laneid;",
+        "and.b32 lane, lane, 3;",
+        "shl.b32 lane, lane, 1;",
+    ]
+    for row in range(2):
+        lines.append(f"sub.s32 last{row}, ${last[2 * row]}, lane;")
+        if has_first:
+            lines.append(f"sub.s32 first{row}, ${first[2 * row]}, lane;")
+    for i in range(count):
+        row, column = i // 2 % 2, i // 4 * 8 + i % 2
+        lines.append(f"setp.ge.s32 p, last{row}, {column};")
+        if has_first:
+            lines.append(f"setp.le.and.s32 p, first{row}, {column}, p;")
+        lines.append(f"selp.f32 ${out[i]}, ${s[i]}, 0fFF800000, p;")
+    return "\n".join([*lines, "}"])
+
+
+def _operands(count: int, scores: int, rows: int = 0) -> str:
+    """Constraints of `count` results, as many scores times `scores`, as many integers times `rows`."""
+    return ",".join(["=f"] * count + ["f"] * (scores * count) + ["r"] * (rows * count))
+
+
+_HIDING = gl.constexpr({(count, left): _hiding(count, left) for count in (32, 64) for left in (False, True)})
+_HIDING_OPERANDS = gl.constexpr(
+    {(count, left): _operands(count, 1, 1 + left) for count in (32, 64) for left in (False, True)}
+)
+
+
 @gluon.jit
 def _hidden(s, start, positions, k_len, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Scores of keys that a query does not see: -inf."""
-    j = gl.expand_dims(_columns(start, s), 0)
+    """Scores of keys that a query does not see: -inf. By the compiler it were three times the instructions."""
+    COUNT: gl.constexpr = s.shape[1] // 2
     last = positions * 0 + k_len - 1
     if RIGHT:
         last = gl.minimum(last, positions + right)
-    seen = j <= gl.expand_dims(last, 1)
+    last = gl.expand_dims(last - start, 1)
     if LEFT:
-        seen = seen & (j >= gl.expand_dims(positions - left, 1))
-    return gl.where(seen, s, MINUS_INF)
+        first = gl.expand_dims(positions - left - start, 1)
+        s = gl.inline_asm_elementwise(
+            _HIDING[COUNT, True],
+            _HIDING_OPERANDS[COUNT, True],
+            [s, last, first],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=COUNT,
+        )
+    else:
+        s = gl.inline_asm_elementwise(
+            _HIDING[COUNT, False],
+            _HIDING_OPERANDS[COUNT, False],
+            [s, last],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=COUNT,
+        )
+    return s
 
 
 @gluon.jit
@@ -337,8 +388,50 @@ def _of_lanes(p):
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
+def _exp2_in_turn(by_hand: int) -> str:
+    """PTX: 2^x of four numbers from -126 on, so many of them by float32 arithmetic, good to 7.5e-5.
+
+    x is rounded to an integer in the low bits of a large number, which becomes the exponent."""
+    lines = ["{ .reg .f32 t, f, p, y<4>;", ".reg .b32 a, b;"]
+    for i in range(4 - by_hand):
+        lines.append(f"ex2.approx.ftz.f32 y{i}, ${4 + i};")
+    for i in range(4 - by_hand, 4):
+        lines += [
+            f"max.f32 f, ${4 + i}, 0fC2FC0000;",
+            "add.rn.f32 t, f, 0f4B400000;",
+            "sub.rn.f32 p, t, 0f4B400000;",
+            "sub.rn.f32 f, f, p;",
+            f"fma.rn.f32 p, f, {_COEFFICIENTS[3]}, {_COEFFICIENTS[2]};",
+            f"fma.rn.f32 p, p, f, {_COEFFICIENTS[1]};",
+            f"fma.rn.f32 p, p, f, {_COEFFICIENTS[0]};",
+            "mov.b32 a, t;",
+            "mov.b32 b, p;",
+            "shl.b32 a, a, 23;",
+            "add.s32 b, a, b;",
+            f"mov.b32 y{i}, b;",
+        ]
+    return "\n".join([*lines, *(f"mov.f32 ${i}, y{i};" for i in range(4)), "}"])
+
+
+# 2^f between -1/2 and 1/2 by least largest relative error, 7.5e-5: 0.99992807, 0.69326103, 0.24261121, 0.05517138
+_COEFFICIENTS = ("0f3F7FFB49", "0f3F31798E", "0f3E786F13", "0f3D61FB62")
+_EXP2_IN_TURN = gl.constexpr({count: _exp2_in_turn(count) for count in (1, 2)})
+
+
 @gluon.jit
-def _softmax(s, m, l, factor, MASKED: gl.constexpr):  # noqa: E741
+def _exp2(x, BY_HAND: gl.constexpr):
+    """2^x; BY_HAND: so many of four by float32 arithmetic, for the unit for exponentials is the slowest of all."""
+    if BY_HAND:
+        y = gl.inline_asm_elementwise(
+            _EXP2_IN_TURN[BY_HAND], "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4
+        )
+    else:
+        y = gl.exp2(x)
+    return y
+
+
+@gluon.jit
+def _softmax(s, m, l, factor, BY_HAND: gl.constexpr, MASKED: gl.constexpr):  # noqa: E741
     """(weights, m, l, what the result so far is to be scaled by)."""
     # what is added stays below 2^8 times what it may be; then the results so far need no scaling
     m_new = gl.max(s, 1)
@@ -346,7 +439,7 @@ def _softmax(s, m, l, factor, MASKED: gl.constexpr):  # noqa: E741
     shift = m_new * factor
     if MASKED:
         shift = gl.where(m_new == MINUS_INF, 0.0, shift)  # nothing seen so far: 2^-inf is 0, not NaN
-    p = gl.exp2(s * factor - gl.expand_dims(shift, 1))
+    p = _exp2(s * factor - gl.expand_dims(shift, 1), 0 if MASKED else BY_HAND)
     alpha = gl.exp2(m * factor - shift)
     sums = _of_lanes(p)
     of_l = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
@@ -384,7 +477,7 @@ def _rescaling(count: int) -> str:
 
 
 _RESCALING = gl.constexpr({count: _rescaling(count) for count in (32, 64, 128)})
-_OPERANDS = gl.constexpr({count: ",".join(["=f"] * count + ["f"] * (2 * count)) for count in (32, 64, 128)})
+_RESCALING_OPERANDS = gl.constexpr({count: _operands(count, 2) for count in (32, 64, 128)})
 
 
 @gluon.jit
@@ -393,7 +486,7 @@ def _rescaled(o, alpha):
     COUNT: gl.constexpr = o.shape[1] // 2
     return gl.inline_asm_elementwise(
         _RESCALING[COUNT],
-        _OPERANDS[COUNT],
+        _RESCALING_OPERANDS[COUNT],
         [o, gl.expand_dims(alpha, 1)],
         dtype=gl.float32,
         is_pure=True,
@@ -423,14 +516,13 @@ def _step(
     o, m, l, weights, at, q_smem, k_smem, v_smem, bars, start, positions, p_first, k_len,  # noqa: E741
     left, right, factors, factor, slope,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr, RAGGED: gl.constexpr,
-    EARLY: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
+    EARLY: gl.constexpr, BY_HAND: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Block number `at`: its scores and, beside them, the product of the block before; then its weights.
 
     EARLY: its softmax runs beside that product too; else there are fewer registers in use."""
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
-    ROWS: gl.constexpr = q_smem[0].shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = o.type.layout
     k_full, k_empty, v_full, v_empty = bars
@@ -464,7 +556,7 @@ def _step(
     s = _scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
     if MASKED:
         s = _hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
-    weights, m, l, alpha = _softmax(s, m, l, factor, MASKED)  # noqa: E741
+    weights, m, l, alpha = _softmax(s, m, l, factor, BY_HAND, MASKED)  # noqa: E741
     if EARLY:
         o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
         mbarrier.arrive(v_empty.index(last), count=1)
@@ -496,8 +588,8 @@ def _consume(
     q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
     batch, queries, heads, stride_ob, stride_os, stride_oh, stride_slopes, left, right, scale, softcap,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
-    PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr, EARLY: gl.constexpr, CONSUMERS: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr, EARLY: gl.constexpr, BY_HAND: gl.constexpr,
+    CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
@@ -570,7 +662,7 @@ def _consume(
                 _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
         m = gl.full([ROWS], MINUS_INF, gl.float32, row_layout)
         l = gl.zeros_like(_of_lanes(s))  # noqa: E741
-        weights, m, l, alpha = _softmax(s, m, l, factor, True)  # noqa: E741
+        weights, m, l, _ = _softmax(s, m, l, factor, 0, True)  # noqa: E741
         o = gl.zeros([ROWS, D_V], gl.float32, o_layout)
 
         for n in range(1, masked):
@@ -578,14 +670,14 @@ def _consume(
             o, m, l, weights = _step(  # noqa: E741
                 o, m, l, weights, visited + n, q_smem, k_smem, v_smem, bars, start, positions, p_first, k_len,
                 left, right, factors, factor, slope,
-                LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, CONSUMERS, CONSUMER, True,
+                LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, BY_HAND, CONSUMERS, CONSUMER, True,
             )  # fmt: skip
         for n in range(gl.maximum(masked, 1), end - begin):
             start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
             o, m, l, weights = _step(  # noqa: E741
                 o, m, l, weights, visited + n, q_smem, k_smem, v_smem, bars, start, positions, p_first, k_len,
                 left, right, factors, factor, slope,
-                LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, CONSUMERS, CONSUMER, False,
+                LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, BY_HAND, CONSUMERS, CONSUMER, False,
             )  # fmt: skip
 
         visited += end - begin
@@ -714,6 +806,7 @@ def _hopper_attention_fwd_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr,
+    BY_HAND: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     PACKED: gl.constexpr = q_starts_ptr is not None
@@ -722,8 +815,8 @@ def _hopper_attention_fwd_kernel(
     q_smem = ()
     k_smem = ()
     for i in gl.static_range(len(P_QK)):
-        q_smem += (_stages(dtype, CONSUMERS, ROWS, P_QK[i]),)
-        k_smem += (_stages(dtype, STAGES, BLOCK_N, P_QK[i]),)
+        q_smem += (_stages(dtype, CONSUMERS, ROWS, P_QK[i]),)  # type: ignore[assignment]
+        k_smem += (_stages(dtype, STAGES, BLOCK_N, P_QK[i]),)  # type: ignore[assignment]
     v_smem = _stages(dtype, STAGES, BLOCK_N, P_V)
     o_smem = _stages(dtype, CONSUMERS, ROWS, P_V // SPLIT)
     tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -744,13 +837,13 @@ def _hopper_attention_fwd_kernel(
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, CONSUMERS, 0,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, BY_HAND, CONSUMERS, 0,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, CONSUMERS, 1,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, BY_HAND, CONSUMERS, 1,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
@@ -766,19 +859,19 @@ def _hopper_attention_fwd_kernel(
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, CONSUMERS, 0,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, BY_HAND, CONSUMERS, 0,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, CONSUMERS, 1,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, BY_HAND, CONSUMERS, 1,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, CONSUMERS, 2,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, BY_HAND, CONSUMERS, 2,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,

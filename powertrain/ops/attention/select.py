@@ -43,10 +43,8 @@ class Backend(Protocol):
 class _Lazy:
     """A backend of ours whose module has `why_not(problem)` and `run(call)`, imported when it is first asked."""
 
-    draws_keep = True
-
-    def __init__(self, name: str, module: str) -> None:
-        self.name, self._module = name, module
+    def __init__(self, name: str, module: str, draws_keep: bool = True) -> None:
+        self.name, self._module, self.draws_keep = name, module, draws_keep
         self._loaded: Any = None  # Dynamo cannot trace an import, so `run` does not make it
 
     def _load(self) -> Any:
@@ -83,8 +81,8 @@ class Reference:
 
 
 _ALL: tuple[Backend, ...] = (
-    _Lazy("hopper", "powertrain.ops.attention.hopper_flash"),
     _Lazy("triton", "powertrain.ops.attention.triton_flash"),
+    _Lazy("hopper", "powertrain.ops.attention.hopper_flash", draws_keep=False),
     sdpa.Cudnn(),
     sdpa.Flash(),
     sdpa.Efficient(),
@@ -141,29 +139,31 @@ ORDERS = (
     # forward + backward, causal: B16 S512 H16 D128 cudnn .06 + .23, flash-attn-4 .09 + .29, flash .10 + .30;
     # B8 S1024 H16 D128 forward cudnn .09 triton .12 flash .16
     Order(
-        ("cudnn", "flash-attn-3", "flash-attn-4", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        ("cudnn", "flash-attn-3", "flash-attn-4", "hopper", "triton", "flash", "flash-attn-2", "efficient", *_REST),
         _H200,
         (90, 99),
         lambda p: p.lengths.size == "short",
     ),
     # B2 S8192 H8 D256: cudnn .86 + 3.46, flash-attn-4 .75 + 4.04
     Order(
-        ("flash-attn-3", "cudnn", "triton", "flash-attn-4", "flash", "flash-attn-2", "efficient", *_REST),
+        ("flash-attn-3", "cudnn", "hopper", "triton", "flash-attn-4", "flash", "flash-attn-2", "efficient", *_REST),
         _H200,
         (90, 99),
         lambda p: p.needs_grad and p.head_dim_v > 128,
     ),
-    # B8 S2048 forward alone: H16 D128 cudnn .272 flash-attn-4 .287, H32 D64 .354 .390
+    # forward alone, TFLOP/s, causal: B8 S2048 H16 D128 hopper 603 cudnn 520 FlashAttention-3 621; B2 S8192 716, 616,
+    # 734; B1 S16384 736, 639, 758; full B2 S8192 730, 690, 741; H32 D64 S8192 532, 459, 557, S2048 411, 401, 429;
+    # D192/128 761, 614, 763; H8 D256 770, 639, 785
     Order(
-        ("cudnn", "flash-attn-3", "flash-attn-4", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200,
-        (90, 99),
-        lambda p: not p.needs_grad and p.lengths.size == "medium" and p.head_dim_v <= 128,
+        ("flash-attn-3", "hopper", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        "measured 2026-11-21 on one H200 (torch 2.11, cuDNN 9.19, xformers 0.0.34's FlashAttention-3)",
+        (90, 90),
+        lambda p: not p.needs_grad and p.lengths.size in ("medium", "long"),
     ),
     # B2 S8192 H16: D128 flash-attn-4 .84 + 2.46, cudnn .89 + 2.78, flash 1.72 + 4.88; D192/128 flash-attn-4 .94 + 3.76,
     # cudnn 1.11 + 3.88; H32 D64 flash-attn-4 1.05 + 2.78, cudnn 1.20 + 3.48; B8 S2048 H16 D128 .29 + .96, .27 + 1.06
     Order(
-        ("flash-attn-4", "flash-attn-3", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        ("flash-attn-4", "flash-attn-3", "cudnn", "hopper", "triton", "flash", "flash-attn-2", "efficient", *_REST),
         _H200,
         (90, 99),
     ),

@@ -108,7 +108,7 @@ def test_every_problem_on_a_gpu_can_be_ours(target: Target) -> None:
         ("A100", {"head_dim_qk": 192, "layout": "thd", "num_heads": 64, "num_kv_heads": 64}, "triton"),
         ("A100", {"head_dim_qk": 192}, "triton"),
         ("H100", {"head_dim_qk": 192}, "cudnn"),
-        ("H100", {"head_dim_qk": 192, "layout": "thd"}, "triton"),
+        ("H100", {"head_dim_qk": 192, "layout": "thd"}, "hopper"),
         ("A100", {}, "flash"),
         ("A100", {"layout": "thd"}, "flash"),
         ("H100", {}, "cudnn"),
@@ -127,10 +127,10 @@ def test_every_problem_on_a_gpu_can_be_ours(target: Target) -> None:
         ("H100", {"dtype": torch.float32}, "efficient"),
         ("H100", {"dtype": torch.float32, "tf32": True}, "triton"),
         ("H100", {"layout": "bmghk"}, "triton"),
-        ("H100", {"mask": MaskSpec(left=1024, right=0)}, "triton"),
+        ("H100", {"mask": MaskSpec(left=1024, right=0)}, "hopper"),
         ("H100", {"mask": MaskSpec(bias="bool")}, "cudnn"),
         ("H100", {"mask": MaskSpec(bias="float", bias_grad=True)}, "triton"),
-        ("H100", {"needs_lse": True, "needs_lse_grad": True}, "triton"),
+        ("H100", {"needs_lse": True, "needs_lse_grad": True}, "hopper"),
         ("H100", {"deterministic": True}, "triton"),
         (None, {"dtype": torch.float32}, "cpu"),
     ],
@@ -163,6 +163,17 @@ def test_triton_comes_before_efficient() -> None:
         ("flash", "RTX 4090", {"head_dim_qk": 256, "head_dim_v": 256, "dropout": True}, "100326"),
         ("efficient", "T4", {}, "bfloat16 from sm_80"),
         ("cpu", None, {"mask": MaskSpec(bias="bool"), "needs_lse": True}, "LSE of 0"),
+        ("hopper", "H100", {"dtype": torch.float32}, "bfloat16 and float16"),
+        ("hopper", "H100", {"head_dim_qk": 320}, "up to 256"),
+        ("hopper", "H100", {"head_dim_v": 50}, "multiples of 8"),
+        ("hopper", "H100", {"aligned": False}, "16 bytes"),
+        ("hopper", "H100", {"layout": "bmghk"}, "bmghk"),
+        ("hopper", "H100", {"mask": MaskSpec(bias="float")}, "no bias"),
+        ("hopper", "H100", {"mask": MaskSpec(documents=True)}, "no documents"),
+        ("hopper", "H100", {"mask": MaskSpec(prefix=True)}, "no prefix"),
+        ("hopper", "H100", {"mask": MaskSpec(chunk=64)}, "no chunk"),
+        ("hopper", "H100", {"dropout": True}, "no dropout"),
+        ("hopper", "H100", {"deterministic": True}, "no fixed order"),
         ("flash-attn-4", "H100", {"head_dim_qk": 80, "head_dim_v": 80}, "no multiples of 32"),
         ("flash-attn-4", "H100", {"head_dim_qk": 192, "num_kv_heads": 4}, "fewer key heads"),
         ("flash-attn-4", "A100", {}, "no backward below sm_90"),
@@ -208,8 +219,8 @@ def test_every_reason_of_several_is_given() -> None:
     [
         ({}, "flash-attn-4"),
         ({"head_dim_qk": 192}, "flash-attn-4"),
-        ({"head_dim_qk": 256, "head_dim_v": 256, "needs_grad": False}, "flash-attn-4"),
-        ({"lengths": Lengths("medium"), "needs_grad": False}, "cudnn"),
+        ({"head_dim_qk": 256, "head_dim_v": 256, "needs_grad": False}, "hopper"),
+        ({"lengths": Lengths("medium"), "needs_grad": False}, "hopper"),
         ({"lengths": Lengths("short")}, "cudnn"),
         ({"lengths": Lengths("decode", False), "mask": MaskSpec(), "needs_grad": False}, "cudnn"),
     ],
@@ -319,7 +330,7 @@ def test_forbidding_everything_says_what_to_allow(environment: Any) -> None:
 
 
 def test_unknown_names(environment: Any) -> None:
-    with pytest.raises(ValueError, match=r"attention: backend must be one of triton, cudnn, .* got 'flash3'"):
+    with pytest.raises(ValueError, match=r"attention: backend must be one of triton, hopper, cudnn, .* got 'flash3'"):
         attention(*_cpu(), backend="flash3")
     with pytest.raises(ValueError, match="attention_backend: backend must be one of"):
         attention_backend("-nothing")
@@ -340,7 +351,7 @@ def test_transformer_engines_switches() -> None:
     assert forbids({"NVTE_FLASH_ATTN": "0"}) == ("-flash", "-flash-attn-2", "-flash-attn-3", "-flash-attn-4")
     assert forbids({"NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}) == ("-cudnn", "-reference")
     with attention_backend(*forbids({"NVTE_FUSED_ATTN": "0"})):
-        assert chosen(problem(), select.wish_of(None)) == "triton"
+        assert chosen(problem(), select.wish_of(None)) == "hopper"
 
 
 def test_a_decision_is_an_event_once() -> None:
@@ -397,11 +408,17 @@ def test_size_classes() -> None:
     assert Lengths.of(192, 192).queries_mod_128_is_64 and not Lengths.of(128, 128).queries_mod_128_is_64
 
 
-@pytest.mark.parametrize("facts", [{"lengths": Lengths(empty=True)}, {"lengths": Lengths(large=True)}])
-def test_empty_and_enormous_go_to_ours(facts: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fact", ["empty", "large"])
+def test_empty_and_enormous_go_to_ours(fact: str) -> None:
+    lengths = Lengths(**{fact: True})
     with assume(ALL):
-        assert chosen(problem(**facts)) == "triton"
-        assert chosen(problem("A100", **facts)) == "triton"
+        assert chosen(problem(lengths=lengths)) == ("triton" if fact == "empty" else "hopper")
+        assert chosen(problem("A100", lengths=lengths)) == "triton"
+
+
+def test_hopper_is_for_hopper() -> None:
+    assert "made for sm_90, this is sm_80" in reasons("hopper", problem("A100"))
+    assert "this is cpu" in reasons("hopper", problem(None))
 
 
 def test_misaligned_goes_to_ours() -> None:
