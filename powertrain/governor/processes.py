@@ -146,12 +146,12 @@ def swap_ins() -> int:
 
 
 class Pace:
-    """How long to wait between looks, so that looking costs 0.5% of one core."""
+    """How long to wait between looks, so that looking costs 0.5% of what a compiler at work takes."""
 
-    def __init__(self, least: float = 0.25) -> None:
-        self.least = least
+    def __init__(self, least: float = 0.25, most: float = 2.0) -> None:
+        self.least, self.most = least, most
         self.pause = least
 
     def took(self, seconds: float) -> None:
-        """CPU time of the last look."""
-        self.pause = max(self.least, min(5.0, 200 * seconds))
+        """CPU time of the last look, for each compiler at work."""
+        self.pause = max(self.least, min(self.most, 200 * seconds))

@@ -39,6 +39,7 @@ from powertrain.runtime.jobs import available_memory
 
 _PR_SET_CHILD_SUBREAPER = 36
 _HURRY = 0.1  # seconds between glances while memory is short
+_SHORT = 0.5  # seconds between samples then, at most: only they see new processes
 _GRACE = 5.0  # seconds between asking processes to end and ending them
 _LEARN = 3  # units of a language after which their sizes replace the recipe's
 _MARGIN = 1.2  # over the largest unit seen
@@ -236,11 +237,11 @@ class Governor:
                 self.terminal.type()
             else:
                 self._read_output()
-        if time.time() - self.sampled >= self.pace.pause:
+        if time.time() - self.sampled >= (min(self.pace.pause, _SHORT) if short else self.pace.pause):
             before = time.process_time()
             self._sample()
             self._watch()
-            self.pace.took(time.process_time() - before)
+            self.pace.took((time.process_time() - before) / max(1, len(self._units())))
         elif time.time() - looked >= pause:
             self._glance()
         self._give_room()
@@ -436,8 +437,7 @@ class Governor:
             return False
         if question := self.terminal.question(processes.values(), self.text, now):
             self.view.say(question)
-        self.terminal.rest()
-        return self.terminal.open is not None
+        return self.terminal.waits
 
     def _complain(self, processes: Mapping[int, Process], still: float) -> None:
         folders = [Path.cwd(), *stall.extension_folders(self.environment)]

@@ -37,11 +37,13 @@ class Terminal:
     def __init__(self, keyboard: int) -> None:
         self.keyboard = keyboard
         self.ours, self.theirs = os.openpty()
-        os.set_inheritable(self.ours, False)
         self.text = b""  # since the last end of a line
         self.heard = 0.0
-        self.open: str | None = None  # the question that was named and is not answered
+        self.said = ""  # the question that was named
+        self.open = False  # whether it still stands
+        self.asker: int | None = None  # the process that reads the answer, if it was found
         self._before = termios.tcgetattr(keyboard)
+        self._hidden = False  # whether the user's terminal does not show what is typed
 
     def take(self) -> None:
         """In the build's first process, which leads a session: make this its controlling terminal."""
@@ -60,43 +62,50 @@ class Terminal:
             return
         typed = os.read(self.keyboard, 4096)
         os.write(self.ours, typed or b"\x04")  # nothing: end of file, as the terminal says it
-        self.open, self.text = None, b""
+        self.open, self.said, self.text = False, "", b""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a process waits for the user now."""
+        return self.open and self.asker is not None
 
     def question(self, processes: Iterable[Process], output: bytes, now: float) -> str | None:
         """Who asks what, said once for each question; None if nobody does, or it was said.
 
         output  what the build wrote to its output since the last end of a line: pip asks there
         """
-        begun = self.text.strip()
-        if not begun and not output.strip():
-            self.open = None
-        if self.open is not None or not (begun or output.strip()):
+        if self.waits and not _at_terminal(self.asker or 0):
+            self.open, self.text = False, b""  # it gave up, or ended
+        self._show_typing()
+        text = (self.text.strip() or output.strip()).decode(errors="replace")[-_LONGEST:]
+        if not text or text == self.said:
             return None
-        asks = next((each for each in processes if _at_terminal(each.pid)), None)
-        if not asks and not (begun and now - self.heard > _SETTLED):
+        asker = next((each for each in processes if _at_terminal(each.pid)), None)
+        if not asker and not (self.text.strip() and now - self.heard > _SETTLED):
             return None
-        self._mirror_echo()
-        self.open = (begun or output.strip()).decode(errors="replace")[-_LONGEST:]
-        who = f"{asks.name} (process {asks.pid})" if asks else "the build"
-        return f"{who} asks: {self.open}   [type the answer here]"
+        self.said, self.open, self.asker = text, True, asker.pid if asker else None
+        self._hide_typing()
+        who = f"{asker.name} (process {asker.pid})" if asker else "the build"
+        return f"{who} asks: {text}   [type the answer here]"
 
-    def _mirror_echo(self) -> None:
+    def _hide_typing(self) -> None:
         """Passwords are not shown: the build turned the echo of its terminal off."""
-        if not _in_front(self.keyboard):
+        if termios.tcgetattr(self.ours)[3] & termios.ECHO or not _in_front(self.keyboard):
             return
-        shown = termios.tcgetattr(self.ours)[3] & termios.ECHO
         now = termios.tcgetattr(self.keyboard)
-        now[3] = now[3] & ~termios.ECHO | shown
+        now[3] &= ~termios.ECHO
         termios.tcsetattr(self.keyboard, termios.TCSADRAIN, now)
+        self._hidden = True
 
-    def rest(self) -> None:
-        """Nothing is asked any more: the user's terminal as it was."""
-        if self.open is None and _in_front(self.keyboard):
+    def _show_typing(self) -> None:
+        if self._hidden and not self.open and _in_front(self.keyboard):
             termios.tcsetattr(self.keyboard, termios.TCSADRAIN, self._before)
+            self._hidden = False
 
     def close(self) -> None:
-        self.open = None
-        self.rest()
+        """Give the user's terminal back as it was."""
+        self.open = False
+        self._show_typing()
         os.close(self.ours)
         os.close(self.theirs)
 

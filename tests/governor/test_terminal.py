@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from powertrain.governor.processes import tree
+from powertrain.governor.terminal import Terminal
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 60  # seconds
 STARTED = """
@@ -105,6 +108,32 @@ def test_a_password_is_not_shown(user: User, tmp_path: Path) -> None:
     assert user.echo() and (tmp_path / "a").read_text() == "secret\n"
     (log,) = (tmp_path / "powertrain/builds/logs").iterdir()
     assert "secret" not in user.output + log.read_text()
+
+
+def test_a_question_that_is_given_up_stands_no_longer(tmp_path: Path) -> None:
+    users, keyboard = os.openpty()
+    terminal = Terminal(keyboard)
+    asks = [sys.executable, "-IS", "-c", ASKS_A_PASSWORD]
+    child = subprocess.Popen(
+        asks, cwd=tmp_path, stdin=terminal.theirs, start_new_session=True, preexec_fn=terminal.take
+    )
+    question, deadline = None, time.monotonic() + DEADLINE
+    while not question:
+        assert time.monotonic() < deadline
+        if select.select([terminal.ours], [], [], 0.05)[0]:
+            terminal.hear()
+        question = terminal.question(tree(os.getpid()).values(), b"", time.time())
+        if question and not terminal.waits:  # known by the line alone: its reader is not there yet
+            terminal.said, question = "", None
+    assert terminal.waits and "Password:" in question
+    assert not termios.tcgetattr(keyboard)[3] & termios.ECHO
+    child.kill()
+    child.wait()
+    assert terminal.question([], b"", time.time()) is None and not terminal.waits
+    assert termios.tcgetattr(keyboard)[3] & termios.ECHO
+    terminal.close()
+    os.close(users)
+    os.close(keyboard)
 
 
 @pytest.mark.parametrize("user", [["cat > a"]], indirect=True)
