@@ -506,9 +506,8 @@ _MAX_HEAD_DIM = 128
 
 
 def why_not_backward(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> str | None:
-    """Why this backward does not take these tensors, or None. Says nothing of the device."""
-    if torch.are_deterministic_algorithms_enabled():
-        return "its sums of dq are added up in no fixed order"
+    """Why this backward does not take these tensors, or None. Says nothing of the device, nor of whether the caller
+    wants the same bits every time, which the order of its additions does not give."""
     for name, given in (
         ("bias", args.bias is not None),
         ("prefix", args.prefix is not None),

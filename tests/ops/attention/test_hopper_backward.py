@@ -1,0 +1,118 @@
+"""The Hopper backward without a GPU: what it takes, and its machine code."""
+
+import subprocess
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from powertrain.ops.attention.hopper_backward import hopper_attention_bwd, plan_for, why_not_backward
+from powertrain.ops.attention.triton_flash import _Args
+from powertrain.runtime.compile import entry_for
+from powertrain.runtime.recording import record
+from powertrain.runtime.settings import settings
+
+META = torch.device("meta")
+NDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+
+
+def _args(**given: Any) -> _Args:
+    return _Args(*(None,) * 11, "bshd", 0.1, 0.0, 0.0, -1, 0, 0, True)._replace(**given)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({}, None),
+        ({"left": 100, "softcap": 30.0, "slopes": _empty(4, dtype=torch.float32)}, None),
+        ({"bias": _empty(1, 1, 64, 64)}, "it has no bias"),
+        ({"prefix": _empty(2, dtype=torch.int32)}, "it has no prefix"),
+        ({"query_documents": _empty(2, 64, dtype=torch.int32)}, "it has no documents"),
+        ({"chunk": 16}, "it has no chunk"),
+        ({"seed": _empty(2, dtype=torch.int64)}, "it has no dropout"),
+    ],
+)
+def test_features(args: dict[str, Any], reason: str | None) -> None:
+    q, k = _empty(2, 64, 4, 128), _empty(2, 64, 2, 128)
+    assert why_not_backward(q, k, k, _args(**args)) == reason
+
+
+def test_tensors() -> None:
+    def reason(query: Tensor, key: Tensor | None = None) -> str | None:
+        return why_not_backward(query, query if key is None else key, query if key is None else key, _args())
+
+    assert "not float32" in str(reason(_empty(2, 64, 4, 128, dtype=torch.float32)))
+    assert "up to 128, is 192" in str(reason(_empty(2, 64, 4, 192)))
+    assert "multiple of 8 up to 128, is 60" in str(reason(_empty(2, 64, 4, 60)))
+    assert "query is empty" in str(reason(_empty(2, 0, 4, 64), _empty(2, 8, 4, 64)))
+    assert "query's rows must be contiguous" in str(reason(_empty(2, 64, 4, 131)[..., :128], _empty(2, 64, 4, 128)))
+    assert "int32" in str(reason(_empty(64, 2**18, 64, 64), _empty(64, 8, 64, 64)))
+    expanded = _empty(2, 64, 1, 64).expand(-1, -1, 4, -1)
+    assert reason(_empty(2, 64, 4, 64), expanded) is None
+
+
+def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], **given: Any) -> Any:
+    args = _args(**given)
+    q, k = _empty(2, 512, 4, head_dim, dtype=dtype), _empty(2, 512, 2, head_dim, dtype=dtype)
+    if args.layout == "thd":
+        q, k = q.flatten(0, 1), k.flatten(0, 1)
+    lse = _empty(4, 1024, dtype=torch.float32) if args.layout == "thd" else _empty(2, 4, 512, dtype=torch.float32)
+    with record("sm_90") as wanted:
+        hopper_attention_bwd(q, None, q, k, k, q, lse, [*need, False], *args)
+    names = [spec.kernel.name for spec in wanted.specs]
+    assert (
+        names
+        == ["_hopper_attention_rows_kernel", "_hopper_attention_bwd_kernel", "_hopper_attention_dq_kernel"][
+            : 3 if need[0] else 2
+        ]
+    )
+    return entry_for(wanted.specs[1])[0]
+
+
+ALL = [True, True, True]
+STARTS = _empty(3, dtype=torch.int32)
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+@pytest.mark.skipif(not NDISASM.exists(), reason="this Triton brings no nvdisasm")
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "need", "given"),
+    [
+        (128, torch.bfloat16, ALL, {}),
+        (128, torch.float16, ALL, {"right": -1}),
+        (64, torch.bfloat16, ALL, {}),
+        (128, torch.bfloat16, [False, True, True], {}),
+        (128, torch.bfloat16, ALL, {"left": 100, "softcap": 30.0}),
+        (128, torch.bfloat16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS}),
+        (80, torch.bfloat16, ALL, {"slopes": _empty(4, dtype=torch.float32)}),
+    ],
+    ids=["causal", "full", "d64", "no-dq", "window-softcap", "thd", "alibi-d80"],
+)
+def test_products_run_beside_everything_else(
+    head_dim: int, dtype: torch.dtype, need: list[bool], given: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where registers do not suffice, ptxas waits after every product: then there are as many waits as products."""
+    entry = _entry(head_dim, dtype, need, **given)
+    facts, plan = entry.manifest["launch"], plan_for(head_dim, head_dim)
+    assert facts["num_warps"] == 12
+    assert facts["shared"] <= 232448
+    ptx = zlib.decompress(entry.members["ptx"]).decode()
+    assert ptx.count("cp.async.bulk.tensor.3d.shared") == 4  # q and do, ahead of the loop and in it
+    parts = plan.block_m * plan.width // (64 * plan.part)
+    # 16 bytes a thread: 4 of the part's columns of 64 rows, in each of the parts
+    assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == (parts * plan.part // 8 if need[0] else 0)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(entry.members["cubin"])
+    sass = subprocess.run([NDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    # in each consumer scores, two products of them, and in the server one for each part
+    waits = 2 * 3 + (parts if need[0] else 0)
+    assert sass.count("WARPGROUP.DEPBAR") == waits
+    assert sass.count("HGMMA") >= 2 * 2 * head_dim // 16 + 2 * 2 * plan.block_m // 16
