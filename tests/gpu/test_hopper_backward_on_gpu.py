@@ -77,7 +77,7 @@ def test_sweep(config: Config, taken: list[str | None]) -> None:
     assert None in taken or config.name == "strided"  # whose rows are seldom aligned
 
 
-def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+def _leaves(*shapes: tuple[int, ...]) -> Any:
     return [torch.randn(shape, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
 
 
