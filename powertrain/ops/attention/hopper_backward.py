@@ -10,7 +10,7 @@ are operands of the next products as they are. The third, the *server*, loads by
 to dq, from ds in shared memory. It adds to float32 sums in memory, 16 bytes a thread at once, in the order in which
 the threads hold them; a second kernel brings them into rows and scales them. The additions come in no fixed order.
 
-Memory beyond results: for each query and head, 4 bytes a head dim (padded to 64 or 128) and 8; 640 a CTA of descriptors.
+Memory beyond results: for each query and head, 4 bytes a head dim (padded to 64 or 128) and 8; 640 for each CTA.
 FLOPs: five products for each pair that a mask lets see; none twice.
 
 Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, for a warpgroup's registers holding p and ds.
