@@ -26,7 +26,11 @@ from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 from powertrain.runtime.triton_compat import VERSION_TEXT
-from tests.ops.attention.attention_launches import launch_all_features, launch_attention_kernels
+from tests.ops.attention.attention_launches import (
+    launch_all_features,
+    launch_attention_kernels,
+    launch_hopper_attention,
+)
 from tests.ops.attention.decode_launches import launch_decode_kernels, launch_merge_kernels
 from tests.ops.gemm_launches import launch_gathered, launch_gemms, launch_scattered
 
@@ -68,6 +72,7 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
         launch_gathered(dtype)
         launch_scattered(dtype)
         launch_scattered(dtype, plain_stores=True)
+        launch_hopper_attention(dtype)
     parts = torch.empty(4, 64, 128, dtype=dtype, device=META)
     sum_parts(parts)
     sum_parts(parts, torch.empty(128, dtype=dtype, device=META))
@@ -119,7 +124,7 @@ def _spills(found: dict[str, dict[str, list[int]]], most: int = 64) -> dict[tupl
         (name, arch): facts
         for name, archs in found.items()
         for arch, facts in archs.items()
-        if facts[1] > most and not (arch == "sm_90" and name.startswith("_attention_"))
+        if facts[1] > most and not (arch == "sm_90" and name.startswith(("_attention_", "_hopper_attention_")))
     }
 
 

@@ -1,5 +1,7 @@
 """Every kernel of attention and varlen_attention, launched on meta tensors for `record()` to see."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +43,30 @@ def launch(feature: str, head_dims: tuple[int, int], dtype: torch.dtype, backend
             options |= {"softcap": 30.0, "window_size": (100, 0), "sinks": empty(H)}
         out = attention(empty(B, S, H, d_qk), empty(B, S, K, d_qk), empty(B, S, K, d_v), **options)
     out.backward(torch.empty_like(out))
+
+
+@contextmanager
+def any_order() -> Iterator[None]:
+    """Sums in no fixed order are allowed inside, which the tests' settings do not."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def launch_hopper_attention(dtype: torch.dtype) -> None:
+    """Every plan of the Hopper forward with each kind of mask, and its backward where it has one; on sm_90, 16 bits."""
+    with any_order():
+        for head_dims in ((64, 64), (128, 128)):
+            for feature in ("causal", "packed", "softcap"):
+                launch(feature, head_dims, dtype, "hopper")
+    for head_dims, length in (((64, 64), 8192), ((192, 128), S), ((256, 256), S)):
+        q, k, v = (torch.empty(B, length, H, d, dtype=dtype, device=META) for d in (*head_dims[:1] * 2, head_dims[1]))
+        attention(q, k, v, is_causal=True, backend="hopper")
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        varlen_attention(*flat, _integers(B + 1), is_causal=True, backend="hopper")
 
 
 def launch_attention_kernels(dtype: torch.dtype) -> None:

@@ -418,7 +418,7 @@ def test_empty_and_enormous_go_to_ours(fact: str) -> None:
 
 def test_hopper_is_for_hopper() -> None:
     assert "made for sm_90, this is sm_80" in reasons("hopper", problem("A100"))
-    assert "this is cpu" in reasons("hopper", problem(None))
+    assert "run on GPUs" in reasons("hopper", problem(None))
 
 
 def test_misaligned_goes_to_ours() -> None:

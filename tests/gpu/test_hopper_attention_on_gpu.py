@@ -1,0 +1,220 @@
+"""The Hopper back end of attention on sm_90: a sweep, graphs, packed lengths, poison, large tensors, many launches."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention import attention, hopper_flash, select, varlen_attention
+from powertrain.runtime import prebuild
+from powertrain.runtime.recording import record
+from tests.ops.attention.attention_launches import any_order
+from tests.ops.attention.problems import CONFIGS, Config, errors, make
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
+    ),
+]
+CUDA = torch.device("cuda")
+DTYPES = (torch.bfloat16, torch.float16)
+SEEDS = range(8)
+
+
+@pytest.fixture(autouse=True)
+def _sums_in_any_order() -> Iterator[None]:
+    with any_order():
+        yield
+
+
+def _largest(seed: int) -> int:
+    return 700 if seed % 3 == 0 else 260  # several tiles of every plan, and one or two
+
+
+def _is_taken(config: Config, seed: int) -> bool:
+    call, tensors, options = make(config, seed, CUDA, DTYPES[seed % 2], _largest(seed))
+    try:
+        with select.asking():
+            call(**tensors, **options, backend="hopper")
+    except select.Asked as asked:
+        return not list(hopper_flash.why_not(asked.problem))
+    raise AssertionError("nobody was asked")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_sweep(config: Config) -> None:
+    """What it takes of every configuration, forward and backward, judged as the universal kernels are."""
+    seeds = [seed for seed in SEEDS if _is_taken(config, seed)]
+    if not seeds:
+        pytest.skip("not for this back end")
+    with record() as wanted:
+        for seed in seeds:
+            call, tensors, options = make(config, seed, CUDA, DTYPES[seed % 2], _largest(seed))
+            out, lse = call(**tensors, **options, backend="hopper")
+            torch.autograd.backward([out, lse], [torch.ones_like(out), torch.zeros_like(lse)])
+    assert not prebuild.build(wanted.specs).failures
+    bad = [
+        f"{config.name}, seed {seed}, {DTYPES[seed % 2]}: {error}"
+        for seed in seeds
+        for error in errors(config, seed, CUDA, DTYPES[seed % 2], _largest(seed), "hopper")
+        if not error.ok
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+
+
+def test_self_tests_pass_and_run_once() -> None:
+    hopper_flash._self_tests.clear()
+    hopper_flash._backward_self_tests.clear()
+    here = torch.device("cuda", 0)
+    assert hopper_flash.fails_here(here) is None and hopper_flash.backward_fails_here(here) is None
+    assert hopper_flash._self_tests == hopper_flash._backward_self_tests == {0: None}
+
+
+def test_a_graph_of_packed_sequences_takes_other_lengths() -> None:
+    leaves = _leaves(*[(1000, 8, 128)] * 3)
+    dout = torch.randn(1000, 8, 128, device=CUDA, dtype=torch.bfloat16)
+    starts = torch.tensor([0, 300, 300, 777, 1000], dtype=torch.int32, device=CUDA)
+
+    def step() -> tuple[Tensor, ...]:
+        out, lse = varlen_attention(
+            *leaves, starts, max_seqlen_q=1000, is_causal=True, return_lse=True, backend="hopper"
+        )
+        return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for lengths in ([0, 1000, 1000, 1000, 1000], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [0, 128, 640, 901, 990]):
+        starts.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        eager = step()
+        assert torch.equal(results[0], eager[0]) and torch.equal(results[1], eager[1])
+        for ours, theirs in zip(results[2:], eager[2:], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+        assert not any(x[lengths[-1] :].any() for x in (results[0], *results[2:]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_nothing_leaks_from_behind_packed_sequences(head_dim: int) -> None:
+    """NaN between what is used of sequences, and behind the last: the bits of zeros there."""
+    starts = torch.tensor([0, 150, 150, 400], dtype=torch.int32, device=CUDA)
+    used = torch.tensor([0, 131, 131, 300], dtype=torch.int32, device=CUDA)
+    behind = torch.ones(430, dtype=torch.bool, device=CUDA)
+    behind[:131], behind[150:319] = False, False
+
+    def results(value: float) -> Tensor:
+        torch.manual_seed(1)
+        q, k, v = (torch.randn(430, 4, head_dim, device=CUDA, dtype=torch.bfloat16) for _ in range(3))
+        for x in (q, k, v):
+            x[behind] = value
+        return varlen_attention(
+            q, k, v, used, max_seqlen_q=250, cu_seqlens_q_padded=starts, cu_seqlens_k_padded=starts, backend="hopper"
+        )
+
+    found = results(float("nan"))
+    assert not found[behind].any() and found[~behind].all()
+    assert torch.equal(found, results(0.0))
+
+
+def test_nothing_leaks_from_behind_lengths() -> None:
+    lengths = torch.tensor([130, 0, 77], dtype=torch.int32, device=CUDA)
+    behind = torch.arange(300, device=CUDA)[None] >= lengths[:, None]
+
+    def results(value: float) -> Tensor:
+        torch.manual_seed(1)
+        q, k, v = (torch.randn(3, 300, 4, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(3))
+        for x in (q, k, v):
+            x[behind] = value
+        return attention(q, k, v, query_lengths=lengths, key_lengths=lengths, is_causal=True, backend="hopper")
+
+    found = results(float("nan"))
+    assert not found[behind].any()
+    assert torch.equal(found, results(0.0))
+
+
+def test_the_host_never_waits() -> None:
+    leaves = _leaves(*[(2, 300, 4, 128)] * 3)
+    flat = _leaves(*[(600, 4, 128)] * 3)
+    starts = torch.tensor([0, 100, 600], dtype=torch.int32, device=CUDA)
+
+    def step() -> None:
+        attention(*leaves, is_causal=True, backend="hopper").sum().backward()
+        varlen_attention(*flat, starts, max_seqlen_q=500, is_causal=True, backend="hopper").sum().backward()
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "sequence"])
+def test_more_elements_than_an_int32_counts(packed: bool) -> None:
+    """At the beginning, across 2^31 and at the end: the bits of the same computed alone."""
+    shape = (131136, 128, 128) if packed else (65, 2048, 128, 128)
+    q, k, v = (torch.empty(shape, device=CUDA, dtype=torch.bfloat16).normal_() for _ in range(3))
+    if packed:
+        starts = torch.arange(0, 131137, 2048, dtype=torch.int32, device=CUDA)
+        starts = torch.cat([starts, starts.new_tensor([131136])])
+        out = varlen_attention(q, k, v, starts, max_seqlen_q=2048, is_causal=True, backend="hopper")
+        places = [slice(0, 2048), slice(63 * 2048, 64 * 2048), slice(64 * 2048, 131136)]
+    else:
+        out = attention(q, k, v, is_causal=True, backend="hopper")
+        places = [slice(0, 1), slice(63, 64), slice(64, 65)]
+    for place in places:
+        own = [x[place][..., 120:, :] for x in (q, k, v)]
+        own = [(x[None] if packed else x).contiguous() for x in own]
+        assert torch.equal(
+            out[place][..., 120:, :].flatten(), attention(*own, is_causal=True, backend="hopper").flatten()
+        )
+
+
+def test_many_launches_on_two_streams_leave_their_counters() -> None:
+    """Tiles are drawn from a counter in memory, which a launch leaves 0 for the next."""
+    rng = random.Random(0)
+    shapes = [(rng.randint(1, 3), rng.randint(1, 900), rng.choice((1, 4))) for _ in range(20)]
+    problems = [[torch.randn(b, s, h, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(3)] for b, s, h in shapes]
+    expected = [attention(*x, is_causal=True, backend="hopper") for x in problems]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found: list[Any] = []
+    for n in range(6000):
+        with torch.cuda.stream(streams[n % 2]):
+            out = attention(*problems[n % 20], is_causal=True, backend="hopper")
+        if n >= 5960:
+            found.append((n % 20, out))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected[n]) for n, out in found)
+    counters = hopper_flash._counters[0]
+    assert not any(int(next(counters)[0]) for _ in range(20))
+
+
+def test_inductor() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q * 1.5, k + 0.5, v * 2, is_causal=True, backend="hopper").sin()
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True)
+    for length in (260, 333):
+        leaves = _leaves(*[(1, length, 4, 64)] * 3)
+        dout = torch.randn(1, length, 4, 64, device=CUDA, dtype=torch.bfloat16)
+        outs = [f(*leaves) for f in (compiled, run)]
+        grads = [torch.autograd.grad(out, leaves, dout) for out in outs]
+        for ours, theirs in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,206 @@
+"""The Hopper back end without a GPU: what it launches, its machine code, its self-tests. Values: tests/gpu."""
+
+import re
+import struct
+import subprocess
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from powertrain.ops.attention import attention, hopper_flash, hopper_forward, varlen_attention
+from powertrain.runtime.compile import Spec, entry_for
+from powertrain.runtime.recording import record
+from powertrain.runtime.settings import settings
+from tests.ops.attention.attention_launches import META, any_order, launch
+
+NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+compiled = pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _forward(d_qk: int, d_v: int, length: int, packed: bool = False, **options: Any) -> list[Spec]:
+    q, k, v = (_empty(2, length, 4, d) for d in (d_qk, d_qk, d_v))
+    with record("sm_90") as wanted:
+        if packed:
+            starts = _empty(3, dtype=torch.int32)
+            varlen_attention(*(x.flatten(0, 1) for x in (q, k, v)), starts, is_causal=True, backend="hopper")
+        else:
+            attention(q, k, v, backend="hopper", **{"is_causal": True} | options)
+    return wanted.specs
+
+
+def _machine_code(cubin: bytes, folder: Path) -> Counter[str]:
+    """How often each instruction occurs."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    text = subprocess.run([NVDISASM, "-c", path], capture_output=True, text=True, check=True).stdout
+    return Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?(\w+(?:\.DEPBAR)?)", text, re.MULTILINE))
+
+
+# head dims, queries, packed; consumers. Each waits seven times for its products: once before the first tile, twice in
+# each of two loops, twice at the end of a tile
+PLANS = [
+    ((128, 128), 512, False, 2),
+    ((128, 128), 512, True, 2),
+    ((64, 64), 512, False, 2),
+    ((64, 64), 8192, False, 3),
+    ((192, 128), 512, False, 2),
+    ((256, 256), 512, True, 2),
+]
+
+
+@compiled
+@pytest.mark.parametrize("dims, length, packed, consumers", PLANS, ids=lambda x: str(x).replace(" ", ""))
+def test_products_are_not_serialised(
+    dims: tuple[int, int], length: int, packed: bool, consumers: int, tmp_path: Path
+) -> None:
+    """ptxas waits after every wgmma where it runs out of registers; what is spilled between tiles costs little."""
+    [spec] = _forward(*dims, length, packed)
+    assert spec.constants["CONSUMERS"] == consumers
+    entry, _ = entry_for(spec)
+    assert entry.manifest["launch"]["stack"] <= 128
+    assert entry.manifest["launch"]["num_warps"] == 4 * consumers + 4
+    ptx = zlib.decompress(entry.members["ptx"]).decode()
+    rows, key_block = 64, spec.constants["BLOCK_N"]
+    assert f"wgmma.mma_async.sync.aligned.m{rows}n{key_block}k16.f32.bf16.bf16" in ptx
+    assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::(cluster|cta)\.global", ptx)
+    assert "cp.async.bulk.tensor.4d.global.shared::cta" in ptx
+    code = _machine_code(entry.members["cubin"], tmp_path)
+    assert code["WARPGROUP.DEPBAR"] == 7 * consumers
+    scores = 4 * sum(spec.constants["P_QK"]) // 16  # the first tile's, two loops', the next tile's; 16 channels each
+    products = 3 * key_block // 16 * (spec.constants["P_V"] // min(spec.constants["P_V"], 256))
+    assert code["HGMMA"] == consumers * (scores + products)
+    if not packed:
+        # halves of registers put together: weights carried from block to block in 16 bits were packed anew each time
+        assert code["PRMT"] <= 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": False},
+        {"causal_align": "top_left"},
+        {"window_size": (100, 0), "is_causal": False},
+        {"window_size": (100, 7), "is_causal": False},
+        {"softcap": 30.0},
+        {"alibi_slopes": torch.empty(4, device=META)},
+        {"sinks": torch.empty(4, device=META)},
+        {"key_lengths": torch.empty(2, dtype=torch.int32, device=META)},
+        {"query_lengths": torch.empty(2, dtype=torch.int32, device=META)},
+        {"layout": "sbhd"},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@compiled
+def test_what_it_takes_it_computes_itself(options: dict[str, Any]) -> None:
+    [spec] = _forward(128, 128, 256, **options)
+    assert spec.kernel.name == "_hopper_attention_fwd_kernel"
+
+
+@compiled
+def test_what_a_problem_does_not_say_goes_to_triton() -> None:
+    assert _names(_forward(64, 64, 256, scale=-1.0)) == {"_attention_fwd_kernel"}
+    q, k, v = (_empty(1, 256, 4, 64).expand(2, -1, -1, -1) for _ in range(3))
+    with record("sm_90") as wanted:
+        attention(q, k, v, backend="hopper")
+    assert _names(wanted.specs) == {"_attention_fwd_kernel"}
+
+
+def _names(specs: list[Spec]) -> set[str]:
+    return {spec.kernel.name for spec in specs}
+
+
+@compiled
+def test_expanded_heads_are_read_once() -> None:
+    q, k = _empty(2, 256, 4, 64), _empty(2, 256, 1, 64).expand(-1, -1, 4, -1)
+    with record("sm_90") as wanted:
+        attention(q, k, k, backend="hopper")
+    assert _names(wanted.specs) == {"_hopper_attention_fwd_kernel"}
+
+
+@compiled
+def test_backward_is_hoppers_or_tritons() -> None:
+    def launched(dims: tuple[int, int]) -> set[str]:
+        with any_order(), record("sm_90") as wanted:
+            launch("causal", dims, torch.bfloat16, "hopper")
+        return _names(wanted.specs)
+
+    assert "_hopper_attention_bwd_kernel" in launched((128, 128))
+    assert "_attention_dq_kernel" in launched((192, 128)) and "_hopper_attention_fwd_kernel" in launched((192, 128))
+
+
+def test_heads_of_a_group() -> None:
+    mib = 2**20
+    found = [hopper_flash.group_for(n * mib, 1, True) for n in (1, 2, 4, 8, 64)]
+    assert found == [8, 8, 4, 4, 4]
+    assert hopper_flash.group_for(4 * mib, 4, True) == 8
+    assert hopper_flash.group_for(4 * mib, 1, False) == 1 and hopper_flash.group_for(4 * mib, 4, False) == 4
+
+
+def test_exponentials_by_hand() -> None:
+    """The arithmetic of the PTX, in float32: x to an integer and a rest, whose power is a polynomial."""
+    c = [struct.unpack(">f", bytes.fromhex(text.removeprefix("0f")))[0] for text in hopper_forward._COEFFICIENTS]
+    x = torch.linspace(-125.9, 8, 100001, dtype=torch.float32)
+    t = x + 12582912.0
+    assert struct.pack(">f", 12582912.0).hex().upper() == "4B400000" and struct.pack(">f", -126.0).hex() == "c2fc0000"
+    f = x - (t - 12582912.0)
+    p = ((f * c[3] + c[2]) * f + c[1]) * f + c[0]
+    y = (p.view(torch.int32) + (t.view(torch.int32) << 23)).view(torch.float32)
+    assert (y / torch.exp2(x.double()) - 1).abs().max() < 8e-5
+
+
+def _right(query: Tensor, key: Tensor, value: Tensor, args: Any) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = attention(
+        query, key, value, is_causal=True, return_lse=True, backend="reference"
+    )  # scale: the usual one
+    return found
+
+
+def test_self_tests_see_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(hopper_flash, "_launch", _right)
+    assert hopper_flash._forward_self_test(device) is None
+
+    def wrong(*inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _right(*inputs)
+        out[0, 3, 0, 5] = float("nan")
+        return out, lse
+
+    monkeypatch.setattr(hopper_flash, "_launch", wrong)
+    assert hopper_flash._forward_self_test(device) == "its self-test gave 1 wrong results of 24768"
+
+
+def test_the_backwards_self_test_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = hopper_flash._small(torch.device("cpu"))
+    query, key, value = (x.clone().requires_grad_() for x in small.inputs[1:])
+    with torch.enable_grad():
+        out, _ = _right(query, key, value, small.args)
+    grads = list(torch.autograd.grad(out, (query, key, value), small.inputs[0]))
+    monkeypatch.setattr(hopper_flash, "hopper_attention_bwd", lambda *_: (*grads, torch.empty(0)))
+    assert hopper_flash._backward_self_test(torch.device("cpu")) is None
+    grads[1] = -grads[1]
+    assert "wrong results of 73728" in str(hopper_flash._backward_self_test(torch.device("cpu")))
+
+
+def test_a_failed_self_test_leaves_it_to_triton(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if settings().interpret:
+        pytest.skip("another reason comes first")
+    monkeypatch.setattr(hopper_flash, "_self_tests", {})
+    monkeypatch.setattr(hopper_flash, "_forward_self_test", lambda device: "its self-test gave 7 wrong results of 9")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    device = torch.device("cuda", 0)
+    for _ in range(2):
+        assert hopper_flash.fails_here(device) == "its self-test gave 7 wrong results of 9"
+    said = capfd.readouterr().err
+    assert said.count("attention: triton serves cuda:0 although the Hopper kernel is for it") == 1
