@@ -137,6 +137,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _ours(name: str) -> tuple[str, ...]:
+    if name == "hopper":
+        layouts, masks = "bshd, bhsd, sbhd, thd", "causal, bottom right, top left, windows, ALiBi, softcap, sinks"
+        return "sm_90", "fp16, bf16", "to 256, v apart and a multiple of 8", layouts, masks, "not deterministic"
     where, dtypes = ("all", "fp16, bf16, fp32") if name == "triton" else ("all, and the CPU", "these and fp64")
     return where, dtypes, "to 512, v apart", "all", "all", "deterministic"
 
@@ -198,6 +201,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "up to 16 queries": {"size": "decode", "needs_grad": False},
     "up to 1024 queries": {"size": "short"},
     "up to 4096 queries, forward alone": {"size": "medium", "needs_grad": False},
+    "more queries, forward alone": {"needs_grad": False},
     "up to 4096 queries": {"size": "medium"},
     "more queries": {},
     "value wider than 128, with backward": {"head_dim_qk": 256, "head_dim_v": 256},

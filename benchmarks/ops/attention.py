@@ -57,7 +57,7 @@ CASES = [
     Case(2, 8192, 16, 16, 192, 128),
     Case(2, 8192, 8, 8, 256, 256),
 ]
-PEERS = ("triton", "cudnn", "flash", "flash-attn-4", "flash-attn-3", "flash-attn-2")
+PEERS = ("hopper", "triton", "cudnn", "flash", "flash-attn-4", "flash-attn-3", "flash-attn-2")
 
 
 def _leaves(case: Case) -> list[Tensor]:
