@@ -146,12 +146,12 @@ def swap_ins() -> int:
 
 
 class Pace:
-    """How long to wait between looks, so that looking costs 0.5% of what a compiler at work takes."""
+    """How long to wait between looks at a build, so that all looking costs 0.5% of its CPU time."""
 
     def __init__(self, least: float = 0.25, most: float = 2.0) -> None:
         self.least, self.most = least, most
         self.pause = least
 
-    def took(self, seconds: float) -> None:
-        """CPU time of the last look, for each compiler at work."""
-        self.pause = max(self.least, min(self.most, 200 * seconds))
+    def took(self, spent: float, work: float) -> None:
+        """CPU seconds so far: ours, and the build's."""
+        self.pause = min(self.most, 1.3 * self.pause) if spent > 0.005 * work else max(self.least, self.pause / 1.3)

@@ -38,8 +38,9 @@ from powertrain.governor.terminal import Terminal
 from powertrain.runtime.jobs import available_memory
 
 _PR_SET_CHILD_SUBREAPER = 36
-_HURRY = 0.1  # seconds between glances while memory is short
-_SHORT = 0.5  # seconds between samples then, at most: only they see new processes
+_GROWTH = 256 * 2**20  # bytes a second by which a compiler may grow: cicc on flash-attention does by half of that
+_HURRY = 0.1  # seconds between glances at memory that is nearly out
+_SEEN = 0.5  # seconds between samples then: only they see new processes
 _GRACE = 5.0  # seconds between asking processes to end and ending them
 _LEARN = 3  # units of a language after which their sizes replace the recipe's
 _MARGIN = 1.2  # over the largest unit seen
@@ -154,7 +155,7 @@ class Governor:
 
     def run(self) -> Outcome:
         """Run the command to its end. SIGINT and SIGTERM end it and everything it started."""
-        self.started = time.time()
+        self.started, self.cpu_before = time.time(), time.process_time()
         before = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as self.file:
@@ -217,8 +218,7 @@ class Governor:
     selector_is_quiet = False
 
     def _turn(self) -> None:
-        short = self.available < 3 * reserve(self.plan.machine.memory)
-        pause = _HURRY if short and self.launchers else self.pace.pause
+        pause = self._pause()
         looked = max(self.sampled, self.glanced)
         events = self.selector.select(max(0.0, min(pause, looked + pause - time.time())))
         self.selector_is_quiet = not events
@@ -237,15 +237,21 @@ class Governor:
                 self.terminal.type()
             else:
                 self._read_output()
-        if time.time() - self.sampled >= (min(self.pace.pause, _SHORT) if short else self.pace.pause):
-            before = time.process_time()
+        if time.time() - self.sampled >= min(self.pace.pause, max(pause, _SEEN)):
             self._sample()
             self._watch()
-            self.pace.took((time.process_time() - before) / max(1, len(self._units())))
+            work = sum(process.cpu for process in self.processes.values())
+            self.pace.took(time.process_time() - self.cpu_before, work)
         elif time.time() - looked >= pause:
             self._glance()
         self._give_room()
         self._end_if_asked()
+
+    def _pause(self) -> float:
+        """Seconds until the next look: fewer where memory would not last as long if every compiler grew."""
+        running = sum(unit.state == "running" for unit in self._units())
+        lasts = (self.available - reserve(self.plan.machine.memory)) / (max(1, running) * _GROWTH)
+        return max(_HURRY, min(self.pace.pause, lasts)) if running else self.pace.pause
 
     # what compilers ask and get
 

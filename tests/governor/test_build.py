@@ -178,6 +178,20 @@ def test_what_waits_is_expected_to_take_what_the_others_took(tmp_path: Path) -> 
         assert other.unit and other.unit.expected == GENERIC.bytes  # another language
 
 
+def test_the_less_memory_is_left_the_oftener_it_is_looked_at(tmp_path: Path) -> None:
+    governor = Governor(make_plan(["true"], {}, MACHINE), {}, folder=tmp_path, view=PlainView(Console()), known={})
+    governor.pace.pause = 2.0
+    assert governor._pause() == 2.0  # nothing grows
+    governor.foreign = {number: Unit("x", 0, number, "running") for number in range(4)}
+    kept = 1 << 30  # the reserve of 64 GiB
+    pauses = []
+    for left in (8 << 30, 1 << 30, -1):
+        governor.available = kept + left
+        pauses.append(governor._pause())
+    governor.selector.close()
+    assert pauses == [2.0, 1.0, 0.1]  # four may grow by 1 GiB a second together
+
+
 def test_a_pip_inside_another_command_talks_too(box: Box) -> None:
     box.run('echo "[$PIP_VERBOSE]" > told')
     assert (box.folder / "told").read_text() == "[1]\n"

@@ -17,7 +17,7 @@ from powertrain.governor import stall
 from powertrain.governor.history import History, Record, UnitRecord
 from powertrain.governor.launcher import is_gcc, source
 from powertrain.governor.machine import Nvcc
-from powertrain.governor.processes import Process, foreign_compilers, tree
+from powertrain.governor.processes import Pace, Process, foreign_compilers, tree
 from powertrain.governor.recipes import GENERIC, recipe_of
 from powertrain.governor.shims import Shims, make_shims, shimmed
 from powertrain.governor.wheels import prebuilt
@@ -205,6 +205,16 @@ def test_a_lock_with_an_owner_is_left_alone(tmp_path: Path) -> None:
 def test_what_holds_something_is_no_lock_of_torch(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("1234")
     assert stall.find_locks([tmp_path]) == []
+
+
+def test_looking_costs_little_of_what_the_build_takes() -> None:
+    pace = Pace(least=0.25, most=2.0)
+    for _ in range(20):
+        pace.took(spent=1.0, work=100.0)
+    assert pace.pause == 2.0
+    for _ in range(20):
+        pace.took(spent=1.0, work=1000.0)
+    assert pace.pause == 0.25
 
 
 def test_movement_of_any_kind_ends_stillness() -> None:
