@@ -23,7 +23,7 @@ from powertrain.models.causal_lm import Whole
 from powertrain.models.config import ModelConfig, architecture
 from powertrain.models.context_spread import ContextSpread, weighed
 from powertrain.nn.attention import Context
-from powertrain.nn.parallel import ColumnParallelLinear, OwnLinear, RowParallelLinear, replicate
+from powertrain.nn.parallel import ColumnParallelLinear, OwnLinear, RowParallelLinear, name_layers, replicate
 from powertrain.nn.tokens import even_rows, gather_tokens
 from powertrain.parallel.context import context_parallel
 from powertrain.parallel.overlap import Overlap
@@ -69,6 +69,7 @@ def parallelize(
         check_tensor(model.config, tensor.size())
         overlap = Overlap(tensor, transport=transport)
         apart = _spread_layers(model, tensor)
+        name_layers(model)
         model.spread = TokenSpread(overlap)
         shape = (mesh["replicate"].size(), mesh["shard"].size() * tensor.size())
         whole = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))

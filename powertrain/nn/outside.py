@@ -23,6 +23,7 @@ from powertrain.nn.parallel import (
     Ranks,
     RowParallelLinear,
     columns,
+    name_layers,
     open_overlap,
     replicate,
     summed,
@@ -98,6 +99,7 @@ def parallelize_linears(
         shared = _Shared(layers, stream)
         for layer in layers:
             layer.shared = shared
+    name_layers(model)
 
 
 def _plan_of(model: nn.Module, size: int) -> dict[str, Role]:

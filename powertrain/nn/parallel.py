@@ -116,6 +116,7 @@ class _SpreadLinear(nn.Linear):
 
     _weight_dim: int
     bias: nn.Parameter | None  # type: ignore[assignment]
+    label: str = ""  # its name in the model, for messages of ranks that wait
 
     def __init__(self, in_features: int, out_features: int, ranks: Ranks, *, bias: bool, **factory: Any) -> None:
         super().__init__(in_features, out_features, bias=bias, **factory)
@@ -211,8 +212,11 @@ class RowParallelLinear(_SpreadLinear):
         tokens, bias = x.flatten(0, -2), None if self.bias is None else local(self.bias)
         if self.sequence_parallel:
             rows = even_rows(tokens.shape[0], self.overlap.size)
-            return gemm_reduce_scatter(tokens, local(self.weight), self.overlap, bias=bias, rows=rows)
-        return gemm_all_reduce(tokens, local(self.weight), self.overlap, bias=bias).unflatten(0, x.shape[:-1])
+            return gemm_reduce_scatter(
+                tokens, local(self.weight), self.overlap, bias=bias, rows=rows, layer=_named(self)
+            )
+        y = gemm_all_reduce(tokens, local(self.weight), self.overlap, bias=bias, layer=_named(self))
+        return y.unflatten(0, x.shape[:-1])
 
 
 class OwnLinear(nn.Linear):
@@ -228,6 +232,18 @@ class OwnLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, summed(self.weight), None if self.bias is None else summed(self.bias))
+
+
+def _named(*layers: _SpreadLinear) -> str:
+    """What layers are called; compiled none is, or each of a model's layers would be compiled by itself."""
+    return "" if torch.compiler.is_compiling() else ", ".join(layer.label for layer in layers if layer.label)
+
+
+def name_layers(model: nn.Module) -> None:
+    """Give parallel layers their names in the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, _SpreadLinear):
+            module.label = name
 
 
 def of_all_tokens(x: Tensor, layer: nn.Module, shape: Sequence[int] | None = None) -> Tensor:
@@ -260,12 +276,13 @@ def columns(x: Tensor, *layers: nn.Module, shape: Sequence[int] | None = None) -
     tokens, overlap = x.flatten(0, -2), first.overlap
     weights = [local(layer.weight) for layer in linears]
     biases = [None if layer.bias is None else local(layer.bias) for layer in linears]
+    name = _named(*linears)
     if first.sequence_parallel:
         rows = None if shape is None else even_rows(torch.Size(shape).numel(), overlap.size)
-        ys = all_gather_gemm(tokens, weights, overlap, bias=biases, rows=rows)
+        ys = all_gather_gemm(tokens, weights, overlap, bias=biases, rows=rows, layer=name)
         leading = (ys[0].shape[0],) if shape is None else tuple(shape)
     else:
-        ys = replicated_gemm(tokens, weights, overlap, bias=biases)
+        ys = replicated_gemm(tokens, weights, overlap, bias=biases, layer=name)
         leading = tuple(x.shape[:-1])
     whole = (_all_features(y, overlap) if layer.gather_output else y for y, layer in zip(ys, linears, strict=True))
     return [y.view(*leading, y.shape[-1]) for y in whole]

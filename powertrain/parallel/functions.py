@@ -513,6 +513,7 @@ def all_gather_gemm(
     *,
     bias: Maybe | Sequence[Maybe] = None,
     rows: Sequence[int] | None = None,
+    layer: str = "",
 ) -> Any:
     """`gather(x) @ weight.T + bias`, where x's rows are spread over the ranks: a column-parallel layer's forward.
 
@@ -521,6 +522,7 @@ def all_gather_gemm(
         weight   [N, K]   this rank's rows of it; or up to three that share the gathering (query, key, value)
         bias     [N]      one per weight, or None
         rows     every rank's m, where they differ (Overlap.exchange_rows finds them); None: all have x's
+        layer    a name for messages: whose call waits, and for whom
     Returns y [M, N], rows in the order of the ranks; a list if weight is one.
     Memory: saves x and weight, not what was gathered; [M, K] is allocated while the call runs, in backward too.
     Numerics, backward: above. A weight with `main_grad` gets its gradient added there, in its dtype; within
@@ -536,12 +538,18 @@ def all_gather_gemm(
     else:
         counts = overlap.rows(x.shape[0], rows).counts
         overlap.transport.compare("all_gather_gemm", counts, [x[:0], *operands])
-        ys = list(_all_gather_op(x, *operands, list(counts), overlap.key))[: len(weights)]
+        ys = list(_all_gather_op(x, *operands, list(counts), overlap.key_for(layer)))[: len(weights)]
     return ys if many else ys[0]
 
 
 def gemm_reduce_scatter(
-    x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe = None, rows: Sequence[int] | None = None
+    x: Tensor,
+    weight: Tensor,
+    overlap: Overlap,
+    *,
+    bias: Maybe = None,
+    rows: Sequence[int] | None = None,
+    layer: str = "",
 ) -> Tensor:
     """This rank's rows of the sum over ranks of `x @ weight.T`, plus bias: a row-parallel layer's forward.
 
@@ -550,6 +558,7 @@ def gemm_reduce_scatter(
         weight   [N, K]   this rank's columns of it
         bias     [N]      the same on every rank; added once
         rows     every rank's m, summing to M; None: M / ranks each, which must divide
+        layer    as above
     Returns y [m, N]. Memory: saves x and weight; one buffer as large as the result per rank while the call runs.
     Numerics, backward, errors, dtypes and source: as `all_gather_gemm`.
     """
@@ -564,11 +573,11 @@ def gemm_reduce_scatter(
     good = len(rows) == overlap.size and sum(rows) == x.shape[0] and min(rows) >= 0
     checks.require(good, op, "rows", f"have {overlap.size} entries that sum to x's rows, {x.shape[0]}", list(rows))
     overlap.transport.compare(op, tuple(rows), [x[:0], weight, bias])
-    found: Tensor = _reduce_scatter_op(x, weight, bias, list(rows), overlap.key)
+    found: Tensor = _reduce_scatter_op(x, weight, bias, list(rows), overlap.key_for(layer))
     return found
 
 
-def gemm_all_reduce(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe = None) -> Tensor:
+def gemm_all_reduce(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe = None, layer: str = "") -> Tensor:
     """The sum over ranks of `x @ weight.T`, plus bias, on every rank: row-parallel without sequence parallelism.
 
     x [M, K], weight [N, K], bias [N]; returns y [M, N]. Backward needs no other rank. Else as
@@ -578,12 +587,12 @@ def gemm_all_reduce(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe 
     if overlap.size == 1:
         return _alone(x, [weight], [bias])[0]
     overlap.transport.compare("gemm_all_reduce", (x.shape[0],), [weight, bias])
-    found: Tensor = _all_reduce_op(x, weight, bias, overlap.key)
+    found: Tensor = _all_reduce_op(x, weight, bias, overlap.key_for(layer))
     return found
 
 
 def replicated_gemm(
-    x: Tensor, weight: Tensor | Tensors, overlap: Overlap, *, bias: Maybe | Sequence[Maybe] = None
+    x: Tensor, weight: Tensor | Tensors, overlap: Overlap, *, bias: Maybe | Sequence[Maybe] = None, layer: str = ""
 ) -> Any:
     """`x @ weight.T + bias` for an x that every rank has: a column-parallel layer without sequence parallelism.
 
@@ -596,5 +605,5 @@ def replicated_gemm(
     if overlap.size == 1:
         ys = _alone(x, *(operands[i : i + len(weights)] for i in (0, MAX_WEIGHTS)))  # type: ignore[arg-type]
     else:
-        ys = list(_replicated_op(x, *operands, overlap.key))[: len(weights)]
+        ys = list(_replicated_op(x, *operands, overlap.key_for(layer)))[: len(weights)]
     return ys if many else ys[0]

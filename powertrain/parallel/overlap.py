@@ -66,6 +66,10 @@ class Overlap:
         self.planner = Planner(transport, transport.rates())
         _open[key] = self
 
+    def key_for(self, layer: str) -> str:
+        """What `find` finds this by, in a layer of that name."""
+        return f"{self.key}|{layer}" if layer else self.key
+
     def _check_serves(self, transport: str, strict: bool, debug: bool) -> None:
         """Raise ValueError if what is asked for is not what the group has open."""
         checks.one_of("Overlap", "transport", transport, NAMES)
@@ -128,8 +132,11 @@ def _let_go() -> None:
 
 
 def find(key: str) -> Overlap:
-    """The open overlap of a group's name."""
+    """The open overlap of a group's name; the layer that stands behind it, if one does, is what it works for now."""
+    key, _, layer = key.partition("|")
     found = _open.get(key)
+    if found is not None:
+        found.transport.layer = layer
     if found is None:
         must = "be open until the last backward and the last replay of its calls"
         checks.fail("Overlap", "overlap", must, f"that of group {key}, which was closed")

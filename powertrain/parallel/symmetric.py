@@ -285,7 +285,7 @@ class SymmetricGathering(Gathering):
         row_bytes = shard.shape[1] * shard.element_size()
         inbox = transport.inbox(GATHER, rows.total * row_bytes)
         self.order = [self.rank, *steps.senders]
-        self.call = Call("all-gather", (rows.total, shard.shape[1]), shard.dtype)
+        self.call = Call("all-gather", (rows.total, shard.shape[1]), shard.dtype, transport.layer)
         self.main = transport.begin(self.call)
         self.slot = steps.next_slot(GATHER)
         self.buffer = inbox.tensor(self.slot, (rows.total, shard.shape[1]), shard.dtype)
@@ -334,7 +334,7 @@ class SymmetricScattering(Scattering):
         # the distance between two sources' parts in each rank's inbox
         self.strides = [-(-count * width * element // _ALIGNMENT) * _ALIGNMENT for count in rows.counts]
         self.memory = transport.inbox(SCATTER, max(self.strides) * transport.size)
-        self.call = Call("reduce-scatter", (rows.total, width), like.dtype)
+        self.call = Call("reduce-scatter", (rows.total, width), like.dtype, transport.layer)
         self.main = transport.begin(self.call)
         self.slot = transport.steps.next_slot(SCATTER)
         apart = self.strides[self.rank] // element
@@ -384,7 +384,7 @@ class SymmetricTrading(Trading):
         self.starts = [_starts(traffic.received(rank), rank, row_bytes) for rank in range(transport.size)]
         self.memory = transport.inbox(use, _roomy(max(starts[-1] for starts in self.starts)))
         received = traffic.received(self.rank)
-        self.call = Call(_TRADES[use], (sum(received), width), like.dtype)
+        self.call = Call(_TRADES[use], (sum(received), width), like.dtype, transport.layer)
         self.main = transport.begin(self.call)
         self.slot = transport.steps.next_slot(use)
         self.whole = like.new_empty((sum(received), width))

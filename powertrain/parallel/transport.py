@@ -139,6 +139,7 @@ class Transport(ABC):
     rank: int
     size: int
     on_gpus: bool = False
+    layer: str = ""  # whose call it is, for messages
 
     @abstractmethod
     def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
@@ -280,7 +281,7 @@ class CollectiveTransport(Transport):
         if x.is_cuda:
             yield
             return
-        what = f"{what} of {list(x.shape)}"
+        what = f"{what} of {list(x.shape)}{in_layer(self.layer)}"
         with self.peers.waiting(what):
             try:
                 yield
@@ -297,7 +298,12 @@ class CollectiveTransport(Transport):
         try:
             return dist.batch_isend_irecv(ops) if ops else []
         except (RuntimeError, dist.DistError) as error:  # gloo finds out here that a peer went before
-            raise self.peers.lost(f"{list(send.shape)} to rank {to} of the group", error) from error
+            what = f"{list(send.shape)} to rank {to} of the group{in_layer(self.layer)}"
+            raise self.peers.lost(what, error) from error
+
+
+def in_layer(layer: str) -> str:
+    return f" in {layer}" if layer else ""
 
 
 def _backward_of(operand: Tensor) -> list[str]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.parallel.peers import Peers, PeerTimeout, in_background, listed
+from powertrain.parallel.transport import in_layer
 from powertrain.runtime import checks, tracing
 from powertrain.runtime.driver import MemoryOps, write_word
 
@@ -29,14 +30,15 @@ _REMEMBERED = 4096  # calls whose names are kept
 
 
 class Call(NamedTuple):
-    """What a stream does: "all-gather" of [rows, features]."""
+    """What a stream does: "all-gather" of [rows, features], in a layer of that name."""
 
     op: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    layer: str = ""
 
     def __str__(self) -> str:
-        return f"{self.op} of {list(self.shape)} {checks.name(self.dtype)}"
+        return f"{self.op} of {list(self.shape)} {checks.name(self.dtype)}{in_layer(self.layer)}"
 
 
 class Watch:
@@ -135,8 +137,8 @@ def _report(watch: Watch, number: int, seconds: float, said: bool, closed: threa
     where = f"rank {watch.peers.here.global_rank}: {call} (call {number})"
     gone = watch.peers.gone()
     if gone:
-        are = "are" if len(gone) > 1 else "is"
-        watch.fail(f"{where} cannot end: {listed(gone)} {are} gone; results are NaN now", closed)
+        are, chunk = ("are", "their chunks do") if len(gone) > 1 else ("is", "its chunk does")
+        watch.fail(f"{where} cannot end: {listed(gone)} {are} gone, and {chunk} not come; results are NaN now", closed)
     elif (said_by := watch.peers.gave_up()) is not None:
         watch.fail(f"{where} cannot end: {said_by}", closed)
     elif seconds > watch.deadline:

@@ -338,6 +338,8 @@ def model_equals_one_process(mesh: DeviceMesh, name: str, recompute: str, **size
     for block in spread.layers:
         block.recompute = recompute
     parallelize(spread, full, param_dtype=torch.float64, reduce_dtype=torch.float64)
+    labels = {name: module.label for name, module in spread.named_modules() if hasattr(module, "label")}
+    assert bool(labels) == (mesh.size() > 1) and all(name == label for name, label in labels.items()), labels
     positions = (torch.arange(S) % 4).expand(B, S)
     documents = (torch.arange(S) // 4).expand(B, S).int()
     options = {"position_ids": positions, "document_ids": documents, "z_loss": 0.01}
@@ -425,6 +427,7 @@ def linears_from_outside(mesh: DeviceMesh) -> None:
     one = Plain()
     spread = copy.deepcopy(one)
     parallelize_linears(spread, mesh, {"q_proj": "columns", "k_proj": "columns", "v_proj": "columns", "o_proj": "rows"})
+    assert spread.q_proj.label == "q_proj" and spread.o_proj.label == "o_proj"
     x, y = randn(2, 3, D), randn(2, 3, D, seed=1)
     mine = [t.detach().clone().requires_grad_() for t in (x, y)]
     for inputs, others in (((x,), mine[:1]), ((x, y), mine), ((x, y), mine)):

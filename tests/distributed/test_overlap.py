@@ -35,5 +35,6 @@ def test_a_killed_rank_is_named_on_every_survivor(tmp_path: Path) -> None:
     assert sorted(said) == [0, 2]
     for found in said.values():
         assert "rank 1 (host" in found["said"] and "gone" in found["said"]
+        assert "in layers.3.mlp.down cannot end" in found["said"]
         assert "reduce-scatter of" in found["said"]
         assert found["seconds"] < 30

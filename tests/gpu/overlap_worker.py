@@ -111,7 +111,8 @@ def functions(overlap: Overlap) -> dict[str, Any]:
 
 
 def _layer(overlap: Overlap, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    y: Tensor = gemm_reduce_scatter(all_gather_gemm(x, up, overlap), down, overlap)
+    z = all_gather_gemm(x, up, overlap, layer="mlp.up")
+    y: Tensor = gemm_reduce_scatter(z, down, overlap, layer="mlp.down")
     return y
 
 

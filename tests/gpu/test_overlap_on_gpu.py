@@ -51,6 +51,7 @@ def test_a_killed_rank_poisons_and_is_named(tmp_path: Path) -> None:
     for f in found.values():
         assert f["poisoned"] and f["seconds"] < 30
         assert f"rank {last} (host" in f["said"] and "gone" in f["said"]
+        assert " in mlp.up (call" in f["said"] or " in mlp.down (call" in f["said"]
 
 
 def test_a_call_not_made_ends_at_the_groups_time_out(tmp_path: Path) -> None:
