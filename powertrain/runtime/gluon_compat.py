@@ -6,6 +6,7 @@
     tma_store_add   the builder's create_async_tma_reduce                 tma.async_atomic_add
     expect          keyword `bytes`                                       keyword `bytes_per_cta`; here by position
     reinterpret     smem._reinterpret                                     smem.reinterpret
+    barrier         gl.thread_barrier                                     gl.barrier
 
 Below them, what Gluon has no word for, as PTX: flags between GPUs and the fences that go with TMA. Scalars given to
 inline assembly are the same in every thread, so each runs in all threads of the partition that calls it.
@@ -22,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 __all__ = [
     "add_and_fetch",
     "arrive_named",
+    "barrier",
     "draw",
     "drawn",
     "fence_proxy_async",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 tma_load: Any = getattr(tma, "async_load", None) or getattr(tma, "async_copy_global_to_shared", None)
+barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)  # of a partition's threads
 tma_store: Any = getattr(tma, "async_store", None) or getattr(tma, "async_copy_shared_to_global", None)
 
 
@@ -78,7 +81,7 @@ def trouble() -> str | None:
         "NVMMASharedLayout": gl,
     }
     missing = [name for name, place in wanted.items() if not hasattr(place, name.rpartition(".")[2])]
-    missing += [name for name in ("tma_load", "tma_store") if globals()[name] is None]
+    missing += [name for name in ("barrier", "tma_load", "tma_store") if globals()[name] is None]
     return f"this Triton's Gluon has no {', '.join(missing)}" if missing else None
 
 
@@ -162,7 +165,7 @@ def drawn(ticket):  # type: ignore[no-untyped-def]
 # barriers of the hardware by number; Triton takes 0, 1 and one for each partition from 2 on
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def sync_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
     """Wait until `threads` threads, those here among them, have come to barrier `number`."""
     gl.inline_asm_elementwise(
@@ -175,7 +178,7 @@ def sync_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
     )
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def arrive_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
     """Come to barrier `number`, at which `threads` threads meet, and go on."""
     gl.inline_asm_elementwise(

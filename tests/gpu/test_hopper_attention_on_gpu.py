@@ -202,8 +202,7 @@ def test_many_launches_on_two_streams_leave_their_counters() -> None:
             found.append((n % 20, out))
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected[n]) for n, out in found)
-    counters = hopper_flash._counters[0]
-    assert not any(int(next(counters)[0]) for _ in range(20))
+    assert len(hopper_flash._counters) >= 2 and not any(map(int, hopper_flash._counters.values()))
 
 
 def test_inductor() -> None:

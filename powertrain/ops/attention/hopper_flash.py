@@ -7,7 +7,6 @@ Memory beyond results: 640 bytes an SM of descriptors.
 """
 
 from collections.abc import Iterator
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -258,21 +257,18 @@ def _launch(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> tuple[Ten
     return out, lse
 
 
-_COUNTERS = 4096  # far more than launches can be under way at a time
-_counters: dict[int, Iterator[Tensor]] = {}
+_counters: dict[tuple[int, int], Tensor] = {}  # by device and stream
 
 
 def _counter(x: Tensor) -> Tensor:
-    """An int32 that is 0, which the launch leaves 0: another for each launch, so that streams do not share it."""
-    if x.is_meta:
-        return torch.empty(1, dtype=torch.int32, device=x.device)
-    if torch.cuda.is_current_stream_capturing():  # the graph's own: its replays may run beside anything
+    """An int32 that is 0, which the launch leaves 0: one for each stream, whose launches follow one another."""
+    if x.is_meta or torch.cuda.is_current_stream_capturing():  # the graph's own: its replays may run on any stream
         return torch.zeros(1, dtype=torch.int32, device=x.device)
-    index = x.get_device()
-    if index not in _counters:
-        with torch.inference_mode(False):
-            _counters[index] = cycle(torch.zeros(_COUNTERS, 4, dtype=torch.int32, device=x.device).unbind())
-    return next(_counters[index])
+    where = x.get_device(), torch._C._cuda_getCurrentRawStream(x.get_device())
+    found = _counters.get(where)
+    if found is None:
+        found = _counters[where] = torch.zeros(1, dtype=torch.int32, device=x.device)
+    return found
 
 
 def _attention_hopper_bwd(

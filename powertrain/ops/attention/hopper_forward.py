@@ -16,6 +16,7 @@ during the softmax; Milakov and Gimelshein 2018 (online softmax).
 
 from powertrain.runtime.gluon_compat import (
     arrive_named,
+    barrier,
     draw,
     drawn,
     gl,
@@ -738,10 +739,10 @@ def _consume(
         parts = _parts(o, SPLIT)
         for part in gl.static_range(SPLIT):
             tma.store_wait(0)
-            gl.thread_barrier()
+            barrier()
             o_tile.store(parts[part].to(dtype))
             hopper.fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             if not PACKED:
                 tma_store(o_desc, [b_at, head, row, part * COLS], _as_tile(o_tile))
             elif row + ROWS <= q_room:
