@@ -204,6 +204,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "more queries, forward alone": {"needs_grad": False},
     "up to 4096 queries": {"size": "medium"},
     "more queries": {},
+    "head dim 96, up to 4096 queries, forward alone": {
+        "size": "medium",
+        "needs_grad": False,
+        "head_dim_qk": 96,
+        "head_dim_v": 96,
+    },
+    "head dim 96": {"head_dim_qk": 96, "head_dim_v": 96},
     "value wider than 128, with backward": {"head_dim_qk": 256, "head_dim_v": 256},
 }
 

@@ -107,6 +107,7 @@ class Order(NamedTuple):
 
 _REST = ("chunked", "reference")
 _H200 = "measured 2026-11-21 on one H200 (torch 2.11, cuDNN 9.19, flash-attn-4 4.0.0b36)"
+_H200_FA3 = "measured 2026-11-21 on one H200 (torch 2.11, cuDNN 9.19, xformers 0.0.34's FlashAttention-3)"
 # A100: cuDNN at 0.82 of flash-2's speed, A10G 0.93, L40S 1.00, RTX PRO 6000 0.88: huggingface/transformers#48163
 _PUBLISHED = "not measured here: published numbers (cuDNN against flash-2: huggingface/transformers#48163)"
 
@@ -156,9 +157,27 @@ ORDERS = (
     # D192/128 761, 614, 763; H8 D256 770, 639, 785
     Order(
         ("flash-attn-3", "hopper", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        "measured 2026-11-21 on one H200 (torch 2.11, cuDNN 9.19, xformers 0.0.34's FlashAttention-3)",
+        _H200_FA3,
         (90, 90),
-        lambda p: not p.needs_grad and p.lengths.size in ("medium", "long"),
+        lambda p: (
+            not p.needs_grad
+            and p.lengths.size in ("medium", "long")
+            and (p.head_dim_qk, p.head_dim_v) in ((64, 64), (128, 128), (192, 128), (256, 256))
+        ),
+    ),
+    # B8 S2048 forward alone: H16 D128 cudnn .272 flash-attn-4 .287, H32 D64 .354 .390
+    Order(
+        ("cudnn", "flash-attn-3", "flash-attn-4", "hopper", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200,
+        (90, 99),
+        lambda p: not p.needs_grad and p.lengths.size == "medium" and p.head_dim_v <= 128,
+    ),
+    # backward, TFLOP/s: B2 S8192 H16 D128 causal hopper 585 cudnn 522, full 594, 583; B8 S2048 causal 393, 379
+    Order(
+        ("flash-attn-4", "flash-attn-3", "hopper", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200_FA3,
+        (90, 90),
+        lambda p: p.lengths.size in ("medium", "long") and p.head_dim_qk == p.head_dim_v == 128,
     ),
     # B2 S8192 H16: D128 flash-attn-4 .84 + 2.46, cudnn .89 + 2.78, flash 1.72 + 4.88; D192/128 flash-attn-4 .94 + 3.76,
     # cudnn 1.11 + 3.88; H32 D64 flash-attn-4 1.05 + 2.78, cudnn 1.20 + 3.48; B8 S2048 H16 D128 .29 + .96, .27 + 1.06

@@ -44,7 +44,7 @@ DENSE: list[tuple[dict[str, Any], str, str, str]] = [
     ({"layout": "bsdh"}, "layout", "be one of 'bshd', 'bhsd', 'sbhd', 'bmghk'", "'bsdh'"),
     ({"layout": "thd"}, "layout", "be one of", "'thd' (use varlen_attention)"),
     ({"layout": "bmghk"}, "query", "have 5 dims (bmghk)", "[2, 8, 4, 16]"),
-    ({"backend": "flashy"}, "backend", "be one of triton, cudnn", "'flashy'"),
+    ({"backend": "flashy"}, "backend", "be one of triton, hopper, cudnn", "'flashy'"),
     ({"backend": []}, "backend", "be a name, a list of names or None", "[]"),
     ({"attn_bias": torch.randn(B, 3, S, S)}, "attn_bias", "broadcast to [2, 4, 8, 8]", "[2, 3, 8, 8]"),
     ({"attn_bias": torch.randn(S)}, "attn_bias", "have 2 to 4 dims", "[8]"),
