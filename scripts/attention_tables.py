@@ -210,7 +210,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "head_dim_qk": 96,
         "head_dim_v": 96,
     },
-    "head dim 96": {"head_dim_qk": 96, "head_dim_v": 96},
     "value wider than 128, with backward": {"head_dim_qk": 256, "head_dim_v": 256},
 }
 

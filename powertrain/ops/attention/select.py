@@ -172,15 +172,9 @@ ORDERS = (
         (90, 99),
         lambda p: not p.needs_grad and p.lengths.size == "medium" and p.head_dim_v <= 128,
     ),
-    # backward, TFLOP/s: B2 S8192 H16 D128 causal hopper 585 cudnn 522, full 594, 583; B8 S2048 causal 393, 379
-    Order(
-        ("flash-attn-4", "flash-attn-3", "hopper", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200_FA3,
-        (90, 90),
-        lambda p: p.lengths.size in ("medium", "long") and p.head_dim_qk == p.head_dim_v == 128,
-    ),
     # B2 S8192 H16: D128 flash-attn-4 .84 + 2.46, cudnn .89 + 2.78, flash 1.72 + 4.88; D192/128 flash-attn-4 .94 + 3.76,
-    # cudnn 1.11 + 3.88; H32 D64 flash-attn-4 1.05 + 2.78, cudnn 1.20 + 3.48; B8 S2048 H16 D128 .29 + .96, .27 + 1.06
+    # cudnn 1.11 + 3.88; H32 D64 flash-attn-4 1.05 + 2.78, cudnn 1.20 + 3.48; B8 S2048 H16 D128 .29 + .96, .27 + 1.06.
+    # hopper's backward, D128: B2 S8192 causal 2.75, cudnn 2.66, triton 3.28; full 4.99, 4.69; B8 S2048 .98, .92
     Order(
         ("flash-attn-4", "flash-attn-3", "cudnn", "hopper", "triton", "flash", "flash-attn-2", "efficient", *_REST),
         _H200,
