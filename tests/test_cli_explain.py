@@ -37,7 +37,9 @@ def test_explain_has_a_column_per_gpu_and_needs_none() -> None:
     code, output = _run("explain", "attention", "--arch", "A100", "--arch", "H100", "--arch", "RTX 2080", *DEEPSEEK)
     assert code == 0
     (row,) = [line for line in output.splitlines() if line.startswith("triton ")]
-    assert row.split() == ["triton", "chosen", "chosen", "chosen"]
+    assert row.split() == ["triton", "chosen", "would", "do", "chosen"]
+    (row,) = [line for line in output.splitlines() if line.startswith("hopper ")]
+    assert row.split() == ["hopper", "no", "chosen", "no"]
     assert "why not cudnn:" in output and "sm_80" in output and "head dim 192/128" in output
     assert "heads 64" in output and "thd" in output
 
