@@ -509,7 +509,9 @@ def _clear_behind(v_smem, count):
             piece = pieces.index(panel * (ROWS // 8) + group)
             row = group * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
             piece.store(gl.where(gl.expand_dims(row < count, 1), piece.load(layout), 0.0).to(v_smem.dtype))
+    # wgmma of any warp reads what all have written, by another path to shared memory
     hopper.fence_async_shared()
+    barrier()
 
 
 @gluon.jit
