@@ -793,6 +793,11 @@ def _rings(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
+def _int32(x):
+    return gl.to_tensor(x).to(gl.int32)
+
+
+@gluon.jit
 def _stages(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], dtype)
     return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLS], layout)
@@ -833,6 +838,10 @@ def _hopper_attention_fwd_kernel(
     tile_empty = _rings(2, CONSUMERS)
     hopper.fence_async_shared()
 
+    # int64 where a stride needs it
+    batch, queries, keys, kv_heads = _int32(batch), _int32(queries), _int32(keys), _int32(kv_heads)
+    repeats, blocks, group, tiles = _int32(repeats), _int32(blocks), _int32(group), _int32(tiles)
+    left, right = _int32(left), _int32(right)
     heads = kv_heads * repeats
     if CONSUMERS == 2:
         gl.warp_specialize([

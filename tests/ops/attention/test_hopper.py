@@ -107,6 +107,22 @@ def test_what_it_takes_it_computes_itself(options: dict[str, Any]) -> None:
 
 
 @compiled
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_strides_may_need_64_bits(packed: bool) -> None:
+    q = _empty(2, 131136, 128, 128)
+    assert q.stride(0) > 2**31
+    with record("sm_90") as wanted:
+        if packed:
+            rows = q.view(-1, 128, 128).as_strided((8, 128, 128), (2**31 + 64, 128, 1))
+            varlen_attention(rows, rows, rows, _empty(3, dtype=torch.int32), is_causal=True, backend="hopper")
+        else:
+            attention(q, q, q, is_causal=True, backend="hopper")
+    [spec] = wanted.specs
+    assert spec.signature["stride_qb"] == "i64"
+    assert entry_for(spec)[0].manifest["launch"]["stack"] <= 128
+
+
+@compiled
 def test_what_a_problem_does_not_say_goes_to_triton() -> None:
     assert _names(_forward(64, 64, 256, scale=-1.0)) == {"_attention_fwd_kernel"}
     q, k, v = (_empty(1, 256, 4, 64).expand(2, -1, -1, -1) for _ in range(3))
