@@ -19,7 +19,8 @@ _PHASES = (
     ("configure", r"^\s*-- (The \w+ compiler|Configuring done|Check|Detecting|Found )"),
     ("wheel", r"^\s*(creating '.*\.whl'|adding '|Created wheel for|Successfully built)"),
     ("link", r"^\s*(\[\d+/\d+\]|\[ *\d+%\]) *(Linking |\S*(c\+\+|g\+\+|ld) .*-shared)"),
-    ("compile", r"^\s*(\[\d+/\d+\]|\[ *\d+%\]|building '.*' extension|running build_ext|Building (wheel for |\S+ @ ))"),
+    ("compile", r"^\s*(\[\d+/\d+\]|\[ *\d+%\]|building '.*' extension|running build_ext|Building \S+ @ )"),
+    ("compile", r"^\s*Building wheel for (?!.*finished)"),
     ("install", r"^\s*(Installing collected packages|Successfully installed|Installed \d+ packages?)"),
 )
 _COMPILED_PHASES = tuple((name, re.compile(pattern)) for name, pattern in _PHASES)

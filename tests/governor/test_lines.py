@@ -20,6 +20,7 @@ Building wheels for collected packages: transformer_engine
   [1/33] c++ -MMD -c common.cpp -o common.o
   [33/33] c++ -MMD -c last.cpp -o last.o
   creating '/tmp/pip-wheel-x/transformer_engine-2.15-cp311-cp311-linux_x86_64.whl' and adding 'build' to it
+  Building wheel for transformer_engine (pyproject.toml): finished with status 'done'
   Created wheel for transformer_engine: filename=transformer_engine-2.15-cp311-cp311-linux_x86_64.whl size=1
 Installing collected packages: transformer_engine
 Successfully installed transformer_engine-2.15
