@@ -14,6 +14,17 @@ Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3) for warpgroups bes
 during the softmax; Milakov and Gimelshein 2018 (online softmax).
 """
 
+from powertrain.ops.attention.hopper_softmax import (
+    LN2,
+    LOG2E,
+    MINUS_INF,
+    hidden,
+    of_lanes,
+    rescaled,
+    rounded,
+    scored,
+    softmax,
+)
 from powertrain.runtime.gluon_compat import (
     arrive_named,
     barrier,
@@ -31,10 +42,7 @@ from powertrain.runtime.gluon_compat import (
 )
 from powertrain.runtime.launch import gluon_kernel
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 _TURN = gl.constexpr(8)  # the first consumer's barrier
-MINUS_INF = gl.constexpr(float("-inf"))
 
 
 @gluon.jit
@@ -292,210 +300,6 @@ def _times_keys(q_smem, k_smem, consumer: gl.constexpr, stage, s_layout: gl.cons
 
 
 @gluon.jit
-def _tanh(x):
-    """The hardware's, good to 2^-11: enough beside operands of 16 bits."""
-    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _columns(start, s):
-    return start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-
-
-@gluon.jit
-def _scored(s, start, positions, factors, slope, p_first, CAP: gl.constexpr, ALIBI: gl.constexpr):
-    """Scores in base 2, but for the factor where there is neither softcap nor ALiBi."""
-    if CAP:
-        s = _tanh(s * factors[0]) * factors[1]
-    elif ALIBI:
-        s = s * factors[0]
-    if ALIBI == 1:
-        far = gl.expand_dims(positions, 1) - gl.expand_dims(_columns(start, s), 0)
-        s -= slope * gl.abs(far).to(gl.float32)
-    if ALIBI == 2:
-        s += gl.expand_dims(slope * (_columns(start, s) - p_first).to(gl.float32), 0)
-    return s
-
-
-def _hiding(count: int, has_first: bool) -> str:
-    """PTX: -inf in place of a thread's scores [.., columns] in columns behind `last` or before `first` of their rows.
-
-    In registers a thread has, of two rows in turn, two neighbouring columns every 8, from 2 (lane % 4) on."""
-    out, s, last, first = (range(n * count, (n + 1) * count) for n in range(4))
-    lines = [
-        "{ .reg .pred p;",
-        ".reg .s32 lane, last<2>, first<2>;",
-        "mov.u32 lane, %laneid;",
-        "and.b32 lane, lane, 3;",
-        "shl.b32 lane, lane, 1;",
-    ]
-    for row in range(2):
-        lines.append(f"sub.s32 last{row}, ${last[2 * row]}, lane;")
-        if has_first:
-            lines.append(f"sub.s32 first{row}, ${first[2 * row]}, lane;")
-    for i in range(count):
-        row, column = i // 2 % 2, i // 4 * 8 + i % 2
-        lines.append(f"setp.ge.s32 p, last{row}, {column};")
-        if has_first:
-            lines.append(f"setp.le.and.s32 p, first{row}, {column}, p;")
-        lines.append(f"selp.f32 ${out[i]}, ${s[i]}, 0fFF800000, p;")
-    return "\n".join([*lines, "}"])
-
-
-def _operands(count: int, scores: int, rows: int = 0) -> str:
-    """Constraints of `count` results, as many scores times `scores`, as many integers times `rows`."""
-    return ",".join(["=f"] * count + ["f"] * (scores * count) + ["r"] * (rows * count))
-
-
-_HIDING = gl.constexpr({(count, left): _hiding(count, left) for count in (32, 64) for left in (False, True)})
-_HIDING_OPERANDS = gl.constexpr(
-    {(count, left): _operands(count, 1, 1 + left) for count in (32, 64) for left in (False, True)}
-)
-
-
-@gluon.jit
-def _hidden(s, start, positions, k_len, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Scores of keys that a query does not see: -inf. By the compiler it were three times the instructions."""
-    COUNT: gl.constexpr = s.shape[1] // 2
-    last = positions * 0 + k_len - 1
-    if RIGHT:
-        last = gl.minimum(last, positions + right)
-    last = gl.expand_dims(last - start, 1)
-    if LEFT:
-        first = gl.expand_dims(positions - left - start, 1)
-        s = gl.inline_asm_elementwise(
-            _HIDING[COUNT, True],
-            _HIDING_OPERANDS[COUNT, True],
-            [s, last, first],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=COUNT,
-        )
-    else:
-        s = gl.inline_asm_elementwise(
-            _HIDING[COUNT, False],
-            _HIDING_OPERANDS[COUNT, False],
-            [s, last],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=COUNT,
-        )
-    return s
-
-
-@gluon.jit
-def _of_lanes(p):
-    """Sums over each thread's own columns, added up over threads at the end: [rows, 4]."""
-    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-
-
-def _exp2_in_turn(by_hand: int) -> str:
-    """PTX: 2^x of four numbers from -126 on, so many of them by float32 arithmetic, good to 7.5e-5.
-
-    x is rounded to an integer in the low bits of a large number, which becomes the exponent."""
-    lines = ["{ .reg .f32 t, f, p, y<4>;", ".reg .b32 a, b;"]
-    for i in range(4 - by_hand):
-        lines.append(f"ex2.approx.ftz.f32 y{i}, ${4 + i};")
-    for i in range(4 - by_hand, 4):
-        lines += [
-            f"max.f32 f, ${4 + i}, 0fC2FC0000;",
-            "add.rn.f32 t, f, 0f4B400000;",
-            "sub.rn.f32 p, t, 0f4B400000;",
-            "sub.rn.f32 f, f, p;",
-            f"fma.rn.f32 p, f, {_COEFFICIENTS[3]}, {_COEFFICIENTS[2]};",
-            f"fma.rn.f32 p, p, f, {_COEFFICIENTS[1]};",
-            f"fma.rn.f32 p, p, f, {_COEFFICIENTS[0]};",
-            "mov.b32 a, t;",
-            "mov.b32 b, p;",
-            "shl.b32 a, a, 23;",
-            "add.s32 b, a, b;",
-            f"mov.b32 y{i}, b;",
-        ]
-    return "\n".join([*lines, *(f"mov.f32 ${i}, y{i};" for i in range(4)), "}"])
-
-
-# 2^f between -1/2 and 1/2 by least largest relative error, 7.5e-5: 0.99992807, 0.69326103, 0.24261121, 0.05517138
-_COEFFICIENTS = ("0f3F7FFB49", "0f3F31798E", "0f3E786F13", "0f3D61FB62")
-_EXP2_IN_TURN = gl.constexpr({count: _exp2_in_turn(count) for count in (1, 2)})
-
-
-@gluon.jit
-def _exp2(x, BY_HAND: gl.constexpr):
-    """2^x; BY_HAND: so many of four by float32 arithmetic, for the unit for exponentials is the slowest of all."""
-    if BY_HAND:
-        y = gl.inline_asm_elementwise(
-            _EXP2_IN_TURN[BY_HAND], "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4
-        )
-    else:
-        y = gl.exp2(x)
-    return y
-
-
-@gluon.jit
-def _softmax(s, m, l, factor, BY_HAND: gl.constexpr, MASKED: gl.constexpr):  # noqa: E741
-    """(weights, m, l, what the result so far is to be scaled by)."""
-    # what is added stays below 2^8 times what it may be; then the results so far need no scaling
-    m_new = gl.max(s, 1)
-    m_new = gl.where((m_new - m) * factor > 8.0, m_new, m)
-    shift = m_new * factor
-    if MASKED:
-        shift = gl.where(m_new == MINUS_INF, 0.0, shift)  # nothing seen so far: 2^-inf is 0, not NaN
-    p = _exp2(s * factor - gl.expand_dims(shift, 1), 0 if MASKED else BY_HAND)
-    alpha = gl.exp2(m * factor - shift)
-    sums = _of_lanes(p)
-    of_l = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
-    return p, m_new, l * gl.expand_dims(of_l, 1) + sums, alpha
-
-
-@gluon.jit
-def _rounded(p, dtype: gl.constexpr):
-    """`p` in 16 bits, in this place: left to the compiler it was done later, beside the next scores, and spilled."""
-    if dtype == gl.bfloat16:
-        rounded = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.bfloat16, is_pure=False, pack=2
-        )
-    else:
-        rounded = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.float16, is_pure=False, pack=2
-        )
-    return rounded
-
-
-def _rescaling(count: int) -> str:
-    """PTX: `count` numbers times as many factors, unless these are 1 in the whole warp."""
-    outs, ins, by = (range(first, first + count) for first in (0, count, 2 * count))
-    return "\n".join([
-        "{ .reg .pred p, q;",
-        *(f"mov.f32 ${out}, ${x};" for out, x in zip(outs, ins, strict=True)),
-        # a thread has two rows, and of each two columns in turn
-        f"setp.neu.f32 p, ${by[0]}, 0f3F800000;",
-        f"setp.neu.or.f32 p, ${by[2]}, 0f3F800000, p;",
-        "vote.sync.any.pred q, p, 0xffffffff;",
-        "@!q bra DONE;",
-        *(f"mul.f32 ${out}, ${out}, ${factor};" for out, factor in zip(outs, by, strict=True)),
-        "DONE: }",
-    ])  # fmt: skip
-
-
-_RESCALING = gl.constexpr({count: _rescaling(count) for count in (32, 64, 128)})
-_RESCALING_OPERANDS = gl.constexpr({count: _operands(count, 2) for count in (32, 64, 128)})
-
-
-@gluon.jit
-def _rescaled(o, alpha):
-    """`o` times a factor per row: seldom another than 1, and then most warps skip it."""
-    COUNT: gl.constexpr = o.shape[1] // 2
-    return gl.inline_asm_elementwise(
-        _RESCALING[COUNT],
-        _RESCALING_OPERANDS[COUNT],
-        [o, gl.expand_dims(alpha, 1)],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=COUNT,
-    )
-
-
-@gluon.jit
 def _clear_behind(v_smem, count):
     """Zeros in the rows of a block of v from `count` on: 0 times what lies behind a sequence may be NaN."""
     ROWS: gl.constexpr = v_smem.shape[0]
@@ -531,7 +335,7 @@ def _step(
     k_full, k_empty, v_full, v_empty = bars
     stage = at & (STAGES - 1)
     last = (at - 1) & (STAGES - 1)
-    p = gl.convert_layout(_rounded(weights, v_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
+    p = gl.convert_layout(rounded(weights, v_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
     if EARLY:
         mbarrier.wait(k_full.index(stage), _lap(at, STAGES))
         # consumers take turns at the tensor cores: one's exponentials beside another's products
@@ -556,10 +360,10 @@ def _step(
         s, o, _ = hopper.warpgroup_mma_wait(0, deps=[s_later, o_later, p])
         mbarrier.arrive(v_empty.index(last), count=1)
         mbarrier.arrive(k_empty.index(stage), count=1)
-    s = _scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
+    s = scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
     if MASKED:
-        s = _hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
-    weights, m, l, alpha = _softmax(s, m, l, factor, BY_HAND, MASKED)  # noqa: E741
+        s = hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
+    weights, m, l, alpha = softmax(s, m, l, factor, BY_HAND, MASKED)  # noqa: E741
     if EARLY:
         o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
         mbarrier.arrive(v_empty.index(last), count=1)
@@ -567,7 +371,7 @@ def _step(
         if start + BLOCK_N > k_len:
             mbarrier.wait(v_full.index(stage), _lap(at, STAGES))
             _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
-    return _rescaled(o, gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))), m, l, weights
+    return rescaled(o, gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))), m, l, weights
 
 
 @gluon.jit
@@ -656,16 +460,16 @@ def _consume(
         stage = visited & (STAGES - 1)
         mbarrier.arrive(k_empty.index(stage), count=1)
         start = _block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
-        s = _scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
+        s = scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
         if masked > 0:
-            s = _hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
+            s = hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
         if RAGGED:
             if start + BLOCK_N > k_len:
                 mbarrier.wait(v_full.index(stage), _lap(visited, STAGES))
                 _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
         m = gl.full([ROWS], MINUS_INF, gl.float32, row_layout)
-        l = gl.zeros_like(_of_lanes(s))  # noqa: E741
-        weights, m, l, _ = _softmax(s, m, l, factor, 0, True)  # noqa: E741
+        l = gl.zeros_like(of_lanes(s))  # noqa: E741
+        weights, m, l, _ = softmax(s, m, l, factor, 0, True)  # noqa: E741
         o = gl.zeros([ROWS, D_V], gl.float32, o_layout)
 
         for n in range(1, masked):
@@ -686,7 +490,7 @@ def _consume(
         visited += end - begin
         last = (visited - 1) & (STAGES - 1)
         mbarrier.wait(v_full.index(last), _lap(visited - 1, STAGES))
-        p = gl.convert_layout(_rounded(weights, dtype), gl.DotOperandLayout(0, o_layout, 2))
+        p = gl.convert_layout(rounded(weights, dtype), gl.DotOperandLayout(0, o_layout, 2))
         o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
 
         # what the loops need not keep is read again

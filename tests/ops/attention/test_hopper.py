@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from powertrain.ops.attention import attention, hopper_flash, hopper_forward, varlen_attention
+from powertrain.ops.attention import attention, hopper_flash, hopper_softmax, varlen_attention
 from powertrain.runtime.compile import Spec, entry_for
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
@@ -164,7 +164,7 @@ def test_heads_of_a_group() -> None:
 
 def test_exponentials_by_hand() -> None:
     """The arithmetic of the PTX, in float32: x to an integer and a rest, whose power is a polynomial."""
-    c = [struct.unpack(">f", bytes.fromhex(text.removeprefix("0f")))[0] for text in hopper_forward._COEFFICIENTS]
+    c = [struct.unpack(">f", bytes.fromhex(text.removeprefix("0f")))[0] for text in hopper_softmax._COEFFICIENTS]
     x = torch.linspace(-125.9, 8, 100001, dtype=torch.float32)
     t = x + 12582912.0
     assert struct.pack(">f", 12582912.0).hex().upper() == "4B400000" and struct.pack(">f", -126.0).hex() == "c2fc0000"

@@ -1,0 +1,213 @@
+"""The softmax of a block of scores as the Hopper forward computes it, in the registers of a warpgroup.
+
+Of an accumulator [64, N] of wgmma a thread has N / 2 numbers: of two rows, 8 apart, in turn two neighbouring columns
+every 8, from 2 (lane % 4) on. PTX that works on all of a thread's numbers at once counts on that order.
+"""
+
+from powertrain.runtime.gluon_compat import gl, gluon
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+MINUS_INF = gl.constexpr(float("-inf"))
+
+
+@gluon.jit
+def _tanh(x):
+    """The hardware's, good to 2^-11: enough beside operands of 16 bits."""
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _columns(start, s):
+    return start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+
+
+@gluon.jit
+def scored(s, start, positions, factors, slope, p_first, CAP: gl.constexpr, ALIBI: gl.constexpr):
+    """Scores in base 2, but for the factor where there is neither softcap nor ALiBi."""
+    if CAP:
+        s = _tanh(s * factors[0]) * factors[1]
+    elif ALIBI:
+        s = s * factors[0]
+    if ALIBI == 1:
+        far = gl.expand_dims(positions, 1) - gl.expand_dims(_columns(start, s), 0)
+        s -= slope * gl.abs(far).to(gl.float32)
+    if ALIBI == 2:
+        s += gl.expand_dims(slope * (_columns(start, s) - p_first).to(gl.float32), 0)
+    return s
+
+
+def _hiding(count: int, has_first: bool) -> str:
+    """PTX: -inf in place of a thread's scores [.., columns] in columns behind `last` or before `first` of their rows."""
+    out, s, last, first = (range(n * count, (n + 1) * count) for n in range(4))
+    lines = [
+        "{ .reg .pred p;",
+        ".reg .s32 lane, last<2>, first<2>;",
+        "mov.u32 lane, %laneid;",
+        "and.b32 lane, lane, 3;",
+        "shl.b32 lane, lane, 1;",
+    ]
+    for row in range(2):
+        lines.append(f"sub.s32 last{row}, ${last[2 * row]}, lane;")
+        if has_first:
+            lines.append(f"sub.s32 first{row}, ${first[2 * row]}, lane;")
+    for i in range(count):
+        row, column = i // 2 % 2, i // 4 * 8 + i % 2
+        lines.append(f"setp.ge.s32 p, last{row}, {column};")
+        if has_first:
+            lines.append(f"setp.le.and.s32 p, first{row}, {column}, p;")
+        lines.append(f"selp.f32 ${out[i]}, ${s[i]}, 0fFF800000, p;")
+    return "\n".join([*lines, "}"])
+
+
+def _operands(count: int, scores: int, rows: int = 0) -> str:
+    """Constraints of `count` results, as many scores times `scores`, as many integers times `rows`."""
+    return ",".join(["=f"] * count + ["f"] * (scores * count) + ["r"] * (rows * count))
+
+
+_HIDING = gl.constexpr({(count, left): _hiding(count, left) for count in (32, 64) for left in (False, True)})
+_HIDING_OPERANDS = gl.constexpr(
+    {(count, left): _operands(count, 1, 1 + left) for count in (32, 64) for left in (False, True)}
+)
+
+
+@gluon.jit
+def hidden(s, start, positions, k_len, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Scores of keys that a query does not see: -inf. By the compiler it were three times the instructions."""
+    COUNT: gl.constexpr = s.shape[1] // 2
+    last = positions * 0 + k_len - 1
+    if RIGHT:
+        last = gl.minimum(last, positions + right)
+    last = gl.expand_dims(last - start, 1)
+    if LEFT:
+        first = gl.expand_dims(positions - left - start, 1)
+        s = gl.inline_asm_elementwise(
+            _HIDING[COUNT, True],
+            _HIDING_OPERANDS[COUNT, True],
+            [s, last, first],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=COUNT,
+        )
+    else:
+        s = gl.inline_asm_elementwise(
+            _HIDING[COUNT, False],
+            _HIDING_OPERANDS[COUNT, False],
+            [s, last],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=COUNT,
+        )
+    return s
+
+
+@gluon.jit
+def of_lanes(p):
+    """Sums over each thread's own columns, added up over threads at the end: [rows, 4]."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+def _exp2_in_turn(by_hand: int) -> str:
+    """PTX: 2^x of four numbers from -126 on, so many of them by float32 arithmetic, good to 7.5e-5.
+
+    x is rounded to an integer in the low bits of a large number, which becomes the exponent."""
+    lines = ["{ .reg .f32 t, f, p, y<4>;", ".reg .b32 a, b;"]
+    for i in range(4 - by_hand):
+        lines.append(f"ex2.approx.ftz.f32 y{i}, ${4 + i};")
+    for i in range(4 - by_hand, 4):
+        lines += [
+            f"max.f32 f, ${4 + i}, 0fC2FC0000;",
+            "add.rn.f32 t, f, 0f4B400000;",
+            "sub.rn.f32 p, t, 0f4B400000;",
+            "sub.rn.f32 f, f, p;",
+            f"fma.rn.f32 p, f, {_COEFFICIENTS[3]}, {_COEFFICIENTS[2]};",
+            f"fma.rn.f32 p, p, f, {_COEFFICIENTS[1]};",
+            f"fma.rn.f32 p, p, f, {_COEFFICIENTS[0]};",
+            "mov.b32 a, t;",
+            "mov.b32 b, p;",
+            "shl.b32 a, a, 23;",
+            "add.s32 b, a, b;",
+            f"mov.b32 y{i}, b;",
+        ]
+    return "\n".join([*lines, *(f"mov.f32 ${i}, y{i};" for i in range(4)), "}"])
+
+
+# 2^f between -1/2 and 1/2 by least largest relative error, 7.5e-5: 0.99992807, 0.69326103, 0.24261121, 0.05517138
+_COEFFICIENTS = ("0f3F7FFB49", "0f3F31798E", "0f3E786F13", "0f3D61FB62")
+_EXP2_IN_TURN = gl.constexpr({count: _exp2_in_turn(count) for count in (1, 2)})
+
+
+@gluon.jit
+def _exp2(x, BY_HAND: gl.constexpr):
+    """2^x; BY_HAND: so many of four by float32 arithmetic, for the unit for exponentials is the slowest of all."""
+    if BY_HAND:
+        y = gl.inline_asm_elementwise(
+            _EXP2_IN_TURN[BY_HAND], "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4
+        )
+    else:
+        y = gl.exp2(x)
+    return y
+
+
+@gluon.jit
+def softmax(s, m, l, factor, BY_HAND: gl.constexpr, MASKED: gl.constexpr):  # noqa: E741
+    """(weights, m, l, what the result so far is to be scaled by)."""
+    # what is added stays below 2^8 times what it may be; then the results so far need no scaling
+    m_new = gl.max(s, 1)
+    m_new = gl.where((m_new - m) * factor > 8.0, m_new, m)
+    shift = m_new * factor
+    if MASKED:
+        shift = gl.where(m_new == MINUS_INF, 0.0, shift)  # nothing seen so far: 2^-inf is 0, not NaN
+    p = _exp2(s * factor - gl.expand_dims(shift, 1), 0 if MASKED else BY_HAND)
+    alpha = gl.exp2(m * factor - shift)
+    sums = of_lanes(p)
+    of_l = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
+    return p, m_new, l * gl.expand_dims(of_l, 1) + sums, alpha
+
+
+@gluon.jit
+def rounded(p, dtype: gl.constexpr):
+    """`p` in 16 bits, in this place: left to the compiler it was done later, beside the next scores, and spilled."""
+    if dtype == gl.bfloat16:
+        rounded = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.bfloat16, is_pure=False, pack=2
+        )
+    else:
+        rounded = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.float16, is_pure=False, pack=2
+        )
+    return rounded
+
+
+def _rescaling(count: int) -> str:
+    """PTX: `count` numbers times as many factors, unless these are 1 in the whole warp."""
+    outs, ins, by = (range(first, first + count) for first in (0, count, 2 * count))
+    return "\n".join([
+        "{ .reg .pred p, q;",
+        *(f"mov.f32 ${out}, ${x};" for out, x in zip(outs, ins, strict=True)),
+        # a thread has two rows, and of each two columns in turn
+        f"setp.neu.f32 p, ${by[0]}, 0f3F800000;",
+        f"setp.neu.or.f32 p, ${by[2]}, 0f3F800000, p;",
+        "vote.sync.any.pred q, p, 0xffffffff;",
+        "@!q bra DONE;",
+        *(f"mul.f32 ${out}, ${out}, ${factor};" for out, factor in zip(outs, by, strict=True)),
+        "DONE: }",
+    ])  # fmt: skip
+
+
+_RESCALING = gl.constexpr({count: _rescaling(count) for count in (32, 64, 128)})
+_RESCALING_OPERANDS = gl.constexpr({count: _operands(count, 2) for count in (32, 64, 128)})
+
+
+@gluon.jit
+def rescaled(o, alpha):
+    """`o` times a factor per row: seldom another than 1, and then most warps skip it."""
+    COUNT: gl.constexpr = o.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        _RESCALING[COUNT],
+        _RESCALING_OPERANDS[COUNT],
+        [o, gl.expand_dims(alpha, 1)],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=COUNT,
+    )
