@@ -38,7 +38,7 @@ def scored(s, start, positions, factors, slope, p_first, CAP: gl.constexpr, ALIB
 
 
 def _hiding(count: int, has_first: bool) -> str:
-    """PTX: -inf in place of a thread's scores [.., columns] in columns behind `last` or before `first` of their rows."""
+    """PTX: -inf in place of a thread's scores in columns behind `last` or before `first` of their rows."""
     out, s, last, first = (range(n * count, (n + 1) * count) for n in range(4))
     lines = [
         "{ .reg .pred p;",
@@ -110,13 +110,14 @@ def of_lanes(p):
 def _exp2_in_turn(by_hand: int) -> str:
     """PTX: 2^x of four numbers from -126 on, so many of them by float32 arithmetic, good to 7.5e-5.
 
-    x is rounded to an integer in the low bits of a large number, which becomes the exponent."""
+    x is rounded to an integer in the low bits of a large number, which becomes the exponent. NaN gives 3.4e38, infinite
+    in 16 bits."""
     lines = ["{ .reg .f32 t, f, p, y<4>;", ".reg .b32 a, b;"]
     for i in range(4 - by_hand):
         lines.append(f"ex2.approx.ftz.f32 y{i}, ${4 + i};")
     for i in range(4 - by_hand, 4):
         lines += [
-            f"max.f32 f, ${4 + i}, 0fC2FC0000;",
+            f"max.NaN.f32 f, ${4 + i}, 0fC2FC0000;",
             "add.rn.f32 t, f, 0f4B400000;",
             "sub.rn.f32 p, t, 0f4B400000;",
             "sub.rn.f32 f, f, p;",
