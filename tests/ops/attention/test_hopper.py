@@ -32,7 +32,8 @@ def _forward(d_qk: int, d_v: int, length: int, packed: bool = False, **options: 
     with record("sm_90") as wanted:
         if packed:
             starts = _empty(3, dtype=torch.int32)
-            varlen_attention(*(x.flatten(0, 1) for x in (q, k, v)), starts, is_causal=True, backend="hopper")
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+            varlen_attention(q, k, v, starts, is_causal=True, backend="hopper")
         else:
             attention(q, k, v, backend="hopper", **{"is_causal": True} | options)
     return wanted.specs
