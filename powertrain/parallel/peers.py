@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import torch.distributed as dist
@@ -76,10 +77,12 @@ class Peers:
         # of its own connection, where a store has such: a long `get` elsewhere must not hold up the beats
         store = store.clone() if hasattr(store, "clone") else store
         self.here = Peer.here(self.rank)
-        self.all: list[Peer] = [self.here] * self.size
+        told: list[Any] = [None] * self.size
         # not through the store: torchrun's may still hold what ranks wrote before it started them again
-        dist.all_gather_object(self.all, self.here, group=group)
-        life = f"{group.group_name} {self.all[0].pid} {self.all[0].started}"
+        dist.all_gather_object(told, (self.here, uuid4().hex), group=group)
+        self.all: list[Peer] = [peer for peer, _ in told]
+        # of this object's own: what ranks said before, they may have said of a transport that was closed since
+        life = f"{group.group_name} {told[0][1]}"
         self._store: Any = dist.PrefixStore(f"powertrain/peers/{life}", store)  # type: ignore[attr-defined]
         self._beats: dict[int, tuple[int, float]] = {}
         self._beat = 0

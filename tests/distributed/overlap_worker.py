@@ -209,6 +209,22 @@ def mismatch() -> dict[str, Any]:
     return {"said": ""}
 
 
+def reopened() -> dict[str, Any]:
+    """Rank 0 gives up; both close their overlap and make another."""
+    group = dist.group.WORLD
+    assert group is not None
+    said = []
+    for gives_up in (True, False):
+        peers = Overlap(group).transport.peers  # type: ignore[attr-defined]
+        if gives_up and peers.rank == 0:
+            peers.give_up("rows did not come")
+        dist.barrier()
+        said.append(peers.gave_up())
+        dist.barrier()
+        Overlap(group).close()
+    return {"said": said}
+
+
 def killed() -> dict[str, Any]:
     """Rank 1 dies between two calls; the others are told."""
     group = dist.group.WORLD
@@ -232,7 +248,13 @@ def main() -> None:
     what, out = sys.argv[1], Path(sys.argv[2])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    found = {"functions": functions, "compiled": compiled, "mismatch": mismatch, "killed": killed}[what]()
+    found = {
+        "functions": functions,
+        "compiled": compiled,
+        "mismatch": mismatch,
+        "reopened": reopened,
+        "killed": killed,
+    }[what]()
     (out / f"{rank}.json").write_text(json.dumps(found))
     if what != "killed":  # then the group cannot be left in order any more
         dist.destroy_process_group()

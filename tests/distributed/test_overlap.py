@@ -30,6 +30,13 @@ def test_ranks_that_differ_are_told_both_calls(tmp_path: Path) -> None:
         assert "[2, 6" in found["said"] and "[2, 8" in found["said"]
 
 
+def test_who_gave_up_has_not_in_the_next_overlap(tmp_path: Path) -> None:
+    found = _run(2, "reopened", tmp_path)
+    assert found[0]["said"] == [None, None]
+    first, second = found[1]["said"]
+    assert "rank 0 (host" in first and "gave up: rows did not come" in first and second is None
+
+
 def test_a_killed_rank_is_named_on_every_survivor(tmp_path: Path) -> None:
     said = _run(3, "killed", tmp_path, dies=1)
     assert sorted(said) == [0, 2]
