@@ -1,16 +1,26 @@
 """The feed-forward half of a layer, with a gate or without."""
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from powertrain.nn.attention import Context
 from powertrain.nn.parallel import columns
 from powertrain.ops.activations import Activation, Gated, activation, gated_activation
 from powertrain.ops.linear_activation import linear_activation
 
+# what stands in a module that does more when it is called
+_SEEN_BY = (
+    "forward", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
 
 def _is_plain(*layers: nn.Module) -> bool:
-    """Nobody sees these layers' results but their activation."""
-    return all(type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks) for layer in layers)
+    """Calling these layers does nothing but multiply: no hook sees it, and nobody has replaced `forward`, as those do
+    who keep weights elsewhere until they are needed."""
+    if torch.compiler.is_compiling() or _has_any_global_hook():
+        return False
+    return all(type(layer) is nn.Linear and not any(map(layer.__dict__.get, _SEEN_BY)) for layer in layers)
 
 
 class MLP(nn.Module):

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations
+from torch.utils.hooks import RemovableHandle
 
 from powertrain.nn.mlp import MLP, GatedMLP
 from powertrain.ops.linear_activation import choose, linear_activation, linear_activation_ref
@@ -73,11 +76,45 @@ def test_layers_take_one_kernel_where_it_was_measured_faster() -> None:
     with META:
         layers = [GatedMLP(4096, 14336).bfloat16(), MLP(4096, 16384).bfloat16()]
     for layer in layers:
-        names = _launched(lambda layer=layer: layer(x))
+        names = _launched(partial(layer, x))
         assert "_epilogue_kernel" in names and "_activation_fwd_kernel" not in names
-        first = next(iter(layer.children()))
-        first.register_forward_hook(lambda *_: None)  # somebody who wants to see its result does
-        assert "_epilogue_kernel" not in _launched(lambda layer=layer: layer(x))
+
+
+def _replace_forward(layer: nn.Module) -> None:
+    layer.forward = layer.forward
+
+
+SEES: list[Callable[[nn.Module], Any]] = [
+    lambda layer: layer.register_forward_hook(lambda *_: None),
+    lambda layer: layer.register_forward_pre_hook(lambda *_: None),
+    lambda layer: layer.register_full_backward_hook(lambda *_: None),
+    lambda layer: layer.register_full_backward_pre_hook(lambda *_: None),
+    lambda layer: register_module_forward_hook(lambda *_: None),
+    _replace_forward,
+    lambda layer: parametrizations.weight_norm(layer),
+]
+
+
+@pytest.mark.skipif(settings().interpret, reason="Gluon has no interpreter")
+@pytest.mark.parametrize("sees", SEES, ids=["after", "before", "backward", "before-backward", "all", "forward", "norm"])
+def test_layers_that_somebody_sees_are_called(sees: Callable[[nn.Module], Any]) -> None:
+    x = torch.empty(16384, 4096, device=META, dtype=torch.bfloat16)
+    with META:
+        layers = [GatedMLP(4096, 14336).bfloat16(), MLP(4096, 16384).bfloat16()]
+    for layer in layers:
+        handle = sees(next(iter(layer.children())))
+        try:
+            assert "_epilogue_kernel" not in _launched(partial(layer, x))
+        finally:
+            if isinstance(handle, RemovableHandle):
+                handle.remove()
+
+
+def test_hooks_on_a_layers_gradients_run() -> None:
+    layer, seen = MLP(8, 16), []
+    layer.up.register_full_backward_hook(lambda *_: seen.append("up"))
+    layer(torch.randn(3, 8, requires_grad=True)).sum().backward()
+    assert seen == ["up"]
 
 
 def _error(**changes: Any) -> str:
