@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from powertrain.runtime import tracing
+from powertrain.runtime.dispatch import without_autocast
 from powertrain.runtime.errors import CompileError, LaunchError
 from powertrain.runtime.settings import settings
 
@@ -17,7 +18,7 @@ def failure(
 ) -> str | None:
     """Why a Gluon kernel must not be used on `device`, or None; remembered in `found`.
 
-    test       compares a small result and says what is wrong with it, or None
+    test       compares a small result and says what is wrong with it, or None; called without autocast and gradients
     otherwise  "gemm: cuBLAS serves": for the line that is said if it fails
     """
     if settings().interpret:
@@ -27,7 +28,8 @@ def failure(
     if torch.cuda.is_current_stream_capturing():
         return "its self-test has not run on this device and cannot while a CUDA graph is captured"
     try:
-        reason = test(device)
+        with torch.no_grad(), without_autocast(device):
+            reason = test(device)
     except (CompileError, LaunchError) as error:
         reason = str(error)
     found[device.index] = reason
