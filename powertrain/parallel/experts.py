@@ -28,7 +28,7 @@ from torch import Tensor
 from powertrain.ops.activations import gated_activation
 from powertrain.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from powertrain.ops.moe import moe_permute, moe_unpermute
-from powertrain.parallel.overlap import Overlap
+from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.protocol import COMBINE, DISPATCH
 from powertrain.parallel.transport import Rows, Traffic
 from powertrain.runtime import checks
@@ -75,7 +75,7 @@ class Route(NamedTuple):
         """ends [E]: where each expert's rows end among this rank's num_rows."""
         size, rank = overlap.size, overlap.rank
         counts = ends.diff(prepend=ends.new_zeros(1))
-        everyone = overlap.transport.all_gather(counts[None], Rows((1,) * size)).view(size, size, -1)
+        everyone = find(overlap.key).transport.all_gather(counts[None], Rows((1,) * size)).view(size, size, -1)
         theirs = everyone[:, rank].cumsum(1, dtype=torch.int32)
         if capacity is None:
             first = everyone[rank, rank, : everyone.shape[2] // 2].sum()
@@ -173,13 +173,13 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, traffic: Traffic, overlap: Overlap) -> Tensor:
         ctx.way = traffic.back, overlap
-        return overlap.transport.all_to_all(rows, traffic)
+        return find(overlap.key).transport.all_to_all(rows, traffic)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         back, overlap = ctx.way
-        return overlap.transport.all_to_all(grad, back), None, None
+        return find(overlap.key).transport.all_to_all(grad, back), None, None
 
 
 class Dispatched(NamedTuple):
@@ -319,7 +319,7 @@ def _traded(
 
     `meanwhile(received, pieces)` is called when the last results are on their way.
     """
-    transport, traffic = overlap.transport, route.traffic
+    transport, traffic = find(overlap.key).transport, route.traffic
     there = transport.trade(DISPATCH, rows, traffic, rows.shape[1])
     back = transport.trade(COMBINE, rows, traffic.back, rows.shape[1])
     parts = rows.split(traffic.sent(overlap.rank))
@@ -390,7 +390,7 @@ def spread_experts(
     _check(op, rows, offsets, gate_up, down, overlap, capacity, way)
     if overlap.size == 1 and capacity is None:
         return _mlp(rows, gate_up, down, offsets)
-    overlap.transport.compare(op, (capacity or 0,), [gate_up, down])
+    overlap.transport.compare(f"{op}, way {way}", (capacity or 0,), [rows[:0], gate_up, down])
     route = Route.plan(offsets, rows.shape[0], overlap, capacity)
     wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (rows, gate_up, down))
     row_bytes = rows.shape[1] * rows.element_size()

@@ -9,6 +9,7 @@ from powertrain.models import configure
 from powertrain.models.parallelize import check_expert
 from powertrain.ops.moe import moe_permute
 from powertrain.parallel.experts import combine, dispatch, moe_experts, spread_experts
+from powertrain.parallel.functions import all_gather_gemm
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.peers import PeerTimeout
 from powertrain.parallel.simulate import World
@@ -116,6 +117,48 @@ def test_kernels_of_spread_experts_are_foreseen() -> None:
     target = Target.parse("sm_90")
     whole, spread = ({spec.key for spec in rehearse(config, target, world_size=2)} for config in configs)
     assert whole < spread
+
+
+def test_they_are_not_said_to_be_in_the_layer_before() -> None:
+    def one(overlap: Overlap) -> list[str]:
+        x, experts = torch.ones(4, 2), torch.arange(4, dtype=torch.int32)[:, None] % 2
+        said = []
+        for way in ("overlapped", "sequential"):
+            weights = torch.zeros(1, 4, 2, requires_grad=True), torch.zeros(1, 2, 2)
+            all_gather_gemm(torch.zeros(4, 8), torch.zeros(2, 8), overlap, layer="layers.3.mlp.up")
+            y = moe_experts(x, torch.ones(4, 1), experts, *weights, overlap, way=way)
+            said.append(overlap.transport.layer)
+            all_gather_gemm(torch.zeros(4, 8), torch.zeros(2, 8), overlap, layer="layers.3.mlp.up")
+            y.sum().backward()
+            said.append(overlap.transport.layer)
+        return said
+
+    assert World(2).run(one) == [[""] * 4] * 2
+
+
+def test_what_is_compared_tells_ways_and_wanted_gradients() -> None:
+    def one(overlap: Overlap) -> list[str]:
+        said: list[str] = []
+        overlap.transport.compare = lambda op, counts, operands: said.append(  # type: ignore[method-assign]
+            f"{op}: {[t.requires_grad for t in operands if t is not None]}"
+        )
+        rows, offsets = torch.zeros(4, 6, requires_grad=True), torch.tensor([3, 4], dtype=torch.int32)
+        spread_experts(rows, offsets, torch.zeros(1, 8, 6), torch.zeros(1, 6, 4), overlap, way="sequential")
+        return said
+
+    assert World(2).run(one) == [["spread_experts, way sequential: [True, False, False]"]] * 2
+
+
+def test_backward_wants_an_open_overlap() -> None:
+    def one(overlap: Overlap) -> None:
+        x, experts = torch.ones(4, 2), torch.arange(4, dtype=torch.int32)[:, None] % 2
+        weights = torch.zeros(1, 4, 2, requires_grad=True), torch.zeros(1, 2, 2)
+        y = moe_experts(x, torch.ones(4, 1), experts, *weights, overlap)
+        overlap.close()
+        with pytest.raises(ValueError, match="overlap must be open until the last backward"):
+            y.sum().backward()
+
+    World(2).run(one)
 
 
 def test_combine_wants_the_rows_that_were_dispatched() -> None:
