@@ -54,7 +54,7 @@ def check_columns(overlap: Overlap, counts: list[int], whole: dict[str, Any]) ->
         part = _leaf(whole["x"][mine] if spread else whole["x"])
         ws = [_leaf(w[out]) for w in whole["weights"]]
         bs = [_leaf(None if b is None else b[out]) for b in whole["biases"]]
-        options = {"rows": counts} if spread else {}
+        options: dict[str, Any] = {"rows": counts} if spread else {}
         found = function(part, ws, overlap, bias=bs, **options)
         for y, expected in zip(found, ys, strict=True):
             _close(y, expected[:, out].detach(), "y")
@@ -78,7 +78,7 @@ def check_rows(overlap: Overlap, counts: list[int], whole: dict[str, Any]) -> No
         part, weight, bias = _leaf(whole["h"][:, depth]), _leaf(whole["down"][:, depth]), _leaf(whole["bias"])
         assert part is not None and weight is not None
         weight.main_grad = torch.ones_like(weight)
-        options = {"rows": counts} if spread else {}
+        options: dict[str, Any] = {"rows": counts} if spread else {}
         y = function(part, weight, overlap, bias=bias, **options)
         _close(y, (expected[mine] if spread else expected).detach(), "y")
         (y * (whole["dy"][mine] if spread else whole["dy"])).sum().backward()
