@@ -179,7 +179,7 @@ def test_doctor_fails_when_a_backend_does(monkeypatch: pytest.MonkeyPatch) -> No
     "screen, words",
     [
         ("attention", ("TransformerEngine 2.3", "nothing is left", "served by triton")),
-        ("build", ("transformer-engine: 4.0 GiB a job", "MAX_JOBS")),
+        ("build", ("transformer-engine-torch: 2.7 GiB a job", "MAX_JOBS")),
         ("mixed", ("RTX 2080: 5-D query", "RTX 3090: 5-D query", "was built for sm75")),
     ],
 )

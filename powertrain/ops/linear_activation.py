@@ -164,7 +164,6 @@ _linear_activation_op = Op(
 )
 
 
-@falls_back("linear_activation")
 def linear_activation(
     x: Tensor,
     weight: Tensor,
@@ -200,11 +199,20 @@ def linear_activation(
     torch.compile get the product and the activation apart.
     """
     _check(x, weight, kind, bias, up_weight, up_bias, residual, amax)
+    options = (x, weight, kind, bias, up_weight, up_bias, residual, amax, limit, alpha)
     act = "" if kind is None else kind if up_weight is None else _GATED[kind]
     biases = [None if b is None else b.contiguous() for b in (bias, up_bias)]
     rows = None if residual is None else as_rows(residual)
     if not _is_one_kernel(x, weight, Epilogue(act, up_weight, biases[0], biases[1], rows)):
-        return _apart(x, weight, kind, bias, up_weight, up_bias, residual, amax, limit, alpha)
+        return _apart(*options)
+    return _in_one(act, biases, rows, options)
+
+
+@falls_back("linear_activation")
+def _in_one(act: str, biases: list[Tensor | None], rows: Tensor | None, options: tuple[Any, ...]) -> Tensor:
+    x, weight, _, bias, up_weight, up_bias, residual, amax, limit, alpha = options
+    if not use_kernel("linear_activation", x):  # it could not be compiled
+        return _apart(*options)
     differentiable = (x, weight, bias, up_weight, up_bias, residual)
     wants_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
     found = _linear_activation_op(
