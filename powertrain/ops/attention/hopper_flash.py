@@ -7,6 +7,7 @@ Memory beyond results: 640 bytes an SM of descriptors.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -265,8 +266,17 @@ def _counter(x: Tensor) -> Tensor:
     where = x.get_device(), torch._C._cuda_getCurrentRawStream(x.get_device())
     found = _counters.get(where)
     if found is None:
-        found = _counters[where] = torch.zeros(1, dtype=torch.int32, device=x.device)
+        found = _counters[where] = _zero_to_keep(x.device)
     return found
+
+
+def _zero_to_keep(device: torch.device) -> Tensor:
+    """By another thread, on its stream: what this thread allocates while torch.compile warms up for CUDA graphs is in
+    the graphs' memory, where nothing may be kept."""
+    with ThreadPoolExecutor(1) as thread:
+        zero = thread.submit(torch.zeros, 1, dtype=torch.int32, device=device).result()
+    torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+    return zero
 
 
 def _attention_hopper_bwd(

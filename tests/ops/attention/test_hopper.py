@@ -3,9 +3,11 @@
 import re
 import struct
 import subprocess
+import threading
 import zlib
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,3 +223,27 @@ def test_a_failed_self_test_leaves_it_to_triton(
         assert hopper_flash.fails_here(device) == "its self-test gave 7 wrong results of 9"
     said = capfd.readouterr().err
     assert said.count("attention: triton serves cuda:0 although the Hopper kernel is for it") == 1
+
+
+def test_what_is_kept_is_allocated_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile's warm-up for CUDA graphs counts what a thread allocates, and raises if any of it stays."""
+    threads: list[int] = []
+    waits: list[str] = []
+    zeros = torch.zeros
+    stream = SimpleNamespace(wait_stream=waits.append)
+
+    def allocate(*args: Any, **options: Any) -> Tensor:
+        threads.append(threading.get_ident())
+        return zeros(*args, **options)
+
+    monkeypatch.setattr(torch, "zeros", allocate)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"the default stream of {device}")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(hopper_flash, "_counters", {})
+    x: Any = SimpleNamespace(is_meta=False, device=torch.device("cpu"), get_device=lambda: 0)
+    first, second = hopper_flash._counter(x), hopper_flash._counter(x)
+    assert first is second and first.dtype is torch.int32 and first.tolist() == [0]
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
+    assert waits == ["the default stream of cpu"]
