@@ -526,13 +526,16 @@ def why_not_backward(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> 
         "key": _operand(key, args.layout, heads, True),
         "value": _operand(value, args.layout, heads, True),
     }
-    for name, (x, *strides) in operands.items():
-        elements = 16 // x.element_size()
-        aligned = x.is_meta or x.data_ptr() % 16 == 0
-        if not aligned or x.stride(-1) != 1 or any(stride % elements for stride in strides):
-            return f"{name}'s rows must be contiguous and 16-byte aligned, strides are {tuple(x.stride())}"
+    for name, x in operands.items():
+        tensor, *strides = x
+        elements = 16 // tensor.element_size()
+        aligned = tensor.is_meta or tensor.data_ptr() % 16 == 0
+        if not aligned or tensor.stride(-1) != 1 or any(stride % elements for stride in strides):
+            return f"{name}'s rows must be contiguous and 16-byte aligned, strides are {tuple(tensor.stride())}"
+        if x.s == 0 or (x.r == 0 and name == "query" and heads.repeats > 1):
+            return f"{name} is expanded, strides {tuple(tensor.stride())}"
         if any(stride >= 2**31 for stride in strides):
-            return f"{name}'s strides must fit an int32, are {tuple(x.stride())}"
+            return f"{name}'s strides must fit an int32, are {tuple(tensor.stride())}"
     if 2 * query.numel() // query.shape[-1] >= 2**31 - 2**24:
         return "TMA counts the rows of all heads in an int32"
     return None

@@ -57,6 +57,9 @@ def test_tensors() -> None:
     assert "int32" in str(reason(_empty(64, 2**18, 64, 64), _empty(64, 8, 64, 64)))
     expanded = _empty(2, 64, 1, 64).expand(-1, -1, 4, -1)
     assert reason(_empty(2, 64, 4, 64), expanded) is None
+    assert "query is expanded, strides (256, 0, 64, 1)" in str(reason(_empty(2, 1, 4, 64).expand(-1, 64, -1, -1)))
+    assert "query is expanded" in str(reason(_empty(2, 64, 1, 64).expand(-1, -1, 4, -1), _empty(2, 64, 2, 64)))
+    assert reason(_empty(1, 64, 4, 64).expand(2, -1, -1, -1)) is None
 
 
 def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], **given: Any) -> Any:
