@@ -183,7 +183,7 @@ def linear_activation(
         x          [..., K]  float32, float16 or bfloat16 (float64 on the CPU)
         weight     [N, K]    x's dtype; with `up_weight` the gate's
         kind                 of `activation`; with `up_weight` of `gated_activation`; None: no activation
-        bias       [N]       or None
+        bias       [N]       or None; the dtype of all is x's, but for autocast
         up_weight  [N, K], up_bias [N]   the other half of a gated layer, or None
         residual   [..., N]  added to the result, or None
         amax       [1]       float32: raised to the largest magnitude of the result (for FP8 scales); no gradient
@@ -262,6 +262,11 @@ def _check(
     checks.shape(op, "up_bias", up_bias, (N,), "rows of up_weight")
     checks.shape(op, "residual", residual, (*x.shape[:-1], N), "the result's shape")
     checks.shape(op, "amax", amax, (1,), "one value")
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        others = {"weight": weight, "bias": bias, "up_weight": up_weight, "up_bias": up_bias, "residual": residual}
+        for name, t in others.items():
+            if t is not None and t.dtype is not x.dtype:
+                checks.fail(op, name, f"have x's dtype {checks.name(x.dtype)}", checks.name(t.dtype))
     if up_bias is not None:
         checks.require(up_weight is not None, op, "up_bias", "be None without up_weight", "a tensor")
     if amax is not None:

@@ -134,4 +134,6 @@ def test_errors_name_the_argument() -> None:
     assert "up_bias must be None" in _error(up_bias=torch.zeros(6))
     assert "residual must" in _error(residual=torch.zeros(3, 8))
     assert "amax must" in _error(amax=torch.zeros(2))
+    assert "residual must have x's dtype float32, got float64" in _error(residual=torch.zeros(3, 6).double())
+    assert "weight must have x's dtype float32, got bfloat16" in _error(weight=torch.zeros(6, 8).bfloat16())
     assert "amax must be float32" in _error(amax=torch.zeros(1, dtype=torch.float64))
