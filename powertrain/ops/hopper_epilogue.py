@@ -196,7 +196,7 @@ class Epilogue(NamedTuple):
     kind: str = ""
     up: Tensor | None = None  # [N, K]
     bias: Tensor | None = None  # [N]
-    up_bias: Tensor | None = None
+    up_bias: Tensor | None = None  # beside bias only
     residual: Tensor | None = None  # [M, N]
     amax: Tensor | None = None  # [1] float32, raised to the largest |y|
     z: Tensor | None = None  # [M, N]: what the activation gets is written here
@@ -208,6 +208,8 @@ class Epilogue(NamedTuple):
 def why_not_epilogue(a: Tensor, b: Tensor, epilogue: Epilogue) -> str | None:
     """Why these tensors are not for this kernel, or None. Says nothing of the device."""
     reason = why_not(a, b, None)
+    if epilogue.up_bias is not None and epilogue.bias is None:
+        return "up_bias is for where bias is, too: the columns of both are those of bias"
     for other in (epilogue.up, epilogue.residual, epilogue.z, epilogue.up_z):
         reason = reason or (None if other is None else why_not(a, b, other))
     return reason

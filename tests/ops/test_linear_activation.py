@@ -80,6 +80,17 @@ def test_layers_take_one_kernel_where_it_was_measured_faster() -> None:
         assert "_epilogue_kernel" in names and "_activation_fwd_kernel" not in names
 
 
+@pytest.mark.skipif(settings().interpret, reason="Gluon has no interpreter")
+@pytest.mark.parametrize(("bias", "up_bias"), [(False, False), (True, False), (True, True), (False, True)])
+def test_a_bias_of_the_upper_half_alone_is_added_apart(bias: bool, up_bias: bool) -> None:
+    """The kernel finds its columns where it finds bias's."""
+    x, weight, up = (torch.empty(rows, 4096, device=META, dtype=torch.bfloat16) for rows in (16384, 14336, 14336))
+    b = torch.empty(14336, device=META, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"bias": b if bias else None, "up_bias": b if up_bias else None}
+    names = _launched(partial(linear_activation, x, weight, "swiglu", up_weight=up, **options))
+    assert ("_epilogue_kernel" in names) == (bias or not up_bias)
+
+
 def _replace_forward(layer: nn.Module) -> None:
     layer.forward = layer.forward
 
