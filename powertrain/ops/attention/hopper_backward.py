@@ -526,13 +526,13 @@ def why_not_backward(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> 
         "key": _operand(key, args.layout, heads, True),
         "value": _operand(value, args.layout, heads, True),
     }
-    for name, x in operands.items():
-        tensor, *strides = x
+    for name, operand in operands.items():
+        tensor, *strides = operand
         elements = 16 // tensor.element_size()
         aligned = tensor.is_meta or tensor.data_ptr() % 16 == 0
         if not aligned or tensor.stride(-1) != 1 or any(stride % elements for stride in strides):
             return f"{name}'s rows must be contiguous and 16-byte aligned, strides are {tuple(tensor.stride())}"
-        if x.s == 0 or (x.r == 0 and name == "query" and heads.repeats > 1):
+        if operand.s == 0 or (operand.r == 0 and name == "query" and heads.repeats > 1):
             return f"{name} is expanded, strides {tuple(tensor.stride())}"
         if any(stride >= 2**31 for stride in strides):
             return f"{name}'s strides must fit an int32, are {tuple(tensor.stride())}"

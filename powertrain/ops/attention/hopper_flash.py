@@ -274,7 +274,7 @@ def _zero_to_keep(device: torch.device) -> Tensor:
     """By another thread, on its stream: what this thread allocates while torch.compile warms up for CUDA graphs is in
     the graphs' memory, where nothing may be kept."""
     with ThreadPoolExecutor(1) as thread:
-        zero = thread.submit(torch.zeros, 1, dtype=torch.int32, device=device).result()
+        zero = thread.submit(lambda: torch.zeros(1, dtype=torch.int32, device=device)).result()
     torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
     return zero
 
