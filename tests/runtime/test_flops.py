@@ -69,7 +69,7 @@ def test_packed_attention() -> None:
 
 
 def test_every_formula_is_of_an_op() -> None:
-    import powertrain.nn.vocab  # noqa: F401  and with it those of powertrain.parallel
+    import powertrain.nn.vocab  # and with it those of powertrain.parallel
     import powertrain.ops.attention.hopper_flash  # noqa: F401  which the selector loads where it may serve
 
     assert all(hasattr(torch.ops.powertrain, name) for name in FORMULAS)
