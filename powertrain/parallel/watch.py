@@ -101,7 +101,6 @@ class Watch:
         """Let the streams run dry, with the error word set first, and raise at the next call."""
         self.failure = PeerTimeout(why)
         tracing.progress(why)
-        self.peers.give_up(why)
         stream = self._stream.cuda_stream
         with torch.cuda.device(self.device):
             write_word(self.error.data_ptr(), 1, stream)
@@ -111,6 +110,7 @@ class Watch:
                 self._free_all.enqueue(stream)
                 self._stream.synchronize()
                 quiet = quiet + 1 if int(self.running) == 0 else 0
+        self.peers.give_up(why)  # last: a store may be slow to answer
 
 
 def _look(watch: Any, closed: threading.Event) -> None:

@@ -140,7 +140,7 @@ ORDERS = (
     # forward + backward, causal: B16 S512 H16 D128 cudnn .06 + .23, flash-attn-4 .09 + .29, flash .10 + .30;
     # B8 S1024 H16 D128 forward cudnn .09 triton .12 flash .16
     Order(
-        ("cudnn", "flash-attn-3", "flash-attn-4", "hopper", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        ("cudnn", "flash-attn-3", "flash-attn-4", "triton", "hopper", "flash", "flash-attn-2", "efficient", *_REST),
         _H200,
         (90, 99),
         lambda p: p.lengths.size == "short",
