@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.attention.hopper_forward import _find_sequence, _span
 from powertrain.ops.attention.triton_flash import (
     _Args,
     _bwd_outputs,
@@ -375,12 +374,12 @@ def _hopper_attention_bwd_kernel(
     block = within // size
     kv = first_head + within % size
     if k_starts_ptr is not None:
-        b, block = _find_sequence(k_starts_ptr, batch, block, BLOCK_N)
+        b, block = find_sequence(k_starts_ptr, batch, block, BLOCK_N)
     else:
         b = kv // kv_heads
         kv = kv % kv_heads
-    k_start, k_len, k_room = _span(k_starts_ptr, k_used_ptr, b, batch, keys)
-    q_start, q_len, _ = _span(q_starts_ptr, q_used_ptr, b, batch, queries)
+    k_start, k_len, k_room = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
+    q_start, q_len, _ = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
     first = block * BLOCK_N
     offset = gl.to_tensor(0)
     if BOTTOM_RIGHT:

@@ -25,6 +25,8 @@ from powertrain.ops.attention.hopper_softmax import (
     scored,
     softmax,
 )
+from powertrain.ops.attention.triton_forward import place
+from powertrain.ops.attention.triton_tiles import find_sequence, span_of
 from powertrain.runtime.gluon_compat import (
     arrive_named,
     barrier,
@@ -43,45 +45,6 @@ from powertrain.runtime.gluon_compat import (
 from powertrain.runtime.launch import gluon_kernel
 
 _TURN = gl.constexpr(8)  # the first consumer's barrier
-
-
-@gluon.jit
-def _place(tile, blocks, heads, group):
-    """(block, head) of a tile: `group` heads at a time share the L2, and of each the last blocks, which see the most
-    keys under a causal mask, go first."""
-    first = tile // (group * blocks) * group
-    size = gl.minimum(heads - first, group)
-    within = tile - first * blocks
-    return blocks - 1 - within // size, first + within % size
-
-
-@gluon.jit
-def _find_sequence(starts_ptr, batch, slot, BLOCK: gl.constexpr):
-    """(sequence, block in it) of a slot: triton_tiles.find_sequence."""
-    low = gl.to_tensor(0)
-    high = low + batch
-    while low < high:
-        middle = (low + high + 1) // 2
-        is_before = gl.load(starts_ptr + middle) // BLOCK + middle <= slot
-        low = gl.where(is_before, middle, low)
-        high = gl.where(is_before, high, middle - 1)
-    return low, slot - gl.load(starts_ptr + low) // BLOCK - low
-
-
-@gluon.jit
-def _span(starts_ptr, used_ptr, b, batch, size):
-    """(first row, length, rows of storage) of sequence b; `size` rows in all."""
-    start = gl.to_tensor(0)
-    room = start + size
-    if starts_ptr is not None:
-        start = gl.load(starts_ptr + b)
-        room = gl.load(starts_ptr + b + 1, mask=b < batch, other=size) - start
-    length = room
-    if used_ptr is not None:
-        length = gl.minimum(room, gl.load(used_ptr + b, mask=b < batch, other=0))
-    elif starts_ptr is not None:
-        length = gl.where(b < batch, room, 0)
-    return start, length, room
 
 
 @gluon.jit
@@ -202,14 +165,14 @@ def _load(
     taken = gl.to_tensor(0)  # tiles so far
     while tile < tiles:
         if q_starts_ptr is not None:
-            slot, head = _place(tile, blocks, heads, group)
-            b, block = _find_sequence(q_starts_ptr, batch, slot, BLOCK_M)
+            slot, head = place(tile, blocks, heads, group)
+            b, block = find_sequence(q_starts_ptr, batch, slot, BLOCK_M)
         else:
-            block, at = _place(tile, blocks, batch * heads, group)
+            block, at = place(tile, blocks, batch * heads, group)
             b = at // heads
             head = at % heads
-        q_start, q_len, q_room = _span(q_starts_ptr, q_used_ptr, b, batch, queries)
-        k_start, k_len, _ = _span(k_starts_ptr, k_used_ptr, b, batch, keys)
+        q_start, q_len, q_room = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
+        k_start, k_len, _ = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
         first = block * BLOCK_M
         if first < q_room:
             pair = taken & 1
