@@ -137,6 +137,10 @@ def _add_in_order(base, x):
         is_pure=False,
         pack=1,
     )
+    # not to be put off until behind the next product, whose registers these are
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -195,7 +199,7 @@ def _serve(
     STAGES: gl.constexpr = q_smem.shape[0]
     DS_STAGES: gl.constexpr = ds_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
-    W_QK: gl.constexpr = k_smem.shape[1]
+    W_QK: gl.constexpr = k_smem.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     total = (end - begin) * repeats
     repeat = gl.to_tensor(0)
@@ -206,33 +210,31 @@ def _serve(
         repeat, block = _next(repeat, block, begin, end)
 
     mbarrier.wait(kv_full, 0)
-    i = 0
-    for r in range(repeats):
-        for tile in range(tile0 + r * slots + begin, tile0 + r * slots + end):
-            stage = i % DS_STAGES
-            mbarrier.wait(ds_full.index(stage), (i // DS_STAGES) & 1)
-            for m in gl.static_range(BLOCK_M // 64):
-                ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))
-                for n in gl.static_range(W_QK // PART):
-                    zeros = gl.zeros([64, PART], gl.float32, layout)
-                    k = k_smem.slice(n * PART, PART, 1)
-                    part = m * (W_QK // PART) + n
-                    if sum_ptr is not None:
-                        dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
-                        dq = hopper.warpgroup_mma_wait(0, deps=[dq])
-                    if part == BLOCK_M // 64 * (W_QK // PART) - 1:
-                        mbarrier.arrive(ds_empty.index(stage), count=1)
-                    if sum_ptr is not None:
-                        _add_in_order(
-                            sum_ptr + gl.to_tensor(tile).to(gl.int64) * (BLOCK_M * W_QK) + part * 64 * PART, dq
-                        )
-            if i + STAGES < total:
-                to = tile0 + repeat * slots + block
-                _load(
-                    q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, empty, i + STAGES, repeat, block, to
-                )
-                repeat, block = _next(repeat, block, begin, end)
-            i += 1
+    dq_repeat = gl.to_tensor(0)
+    dq_block = begin
+    for i in range(total):
+        tile = tile0 + dq_repeat * slots + dq_block
+        stage = i % DS_STAGES
+        mbarrier.wait(ds_full.index(stage), (i // DS_STAGES) & 1)
+        for m in gl.static_range(BLOCK_M // 64):
+            ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))
+            for n in gl.static_range(W_QK // PART):
+                zeros = gl.zeros([64, PART], gl.float32, layout)
+                # index 0, and no constant: what is computed from it does not fill registers all the while
+                k = k_smem.index(i >> 30).slice(n * PART, PART, 1)
+                part = m * (W_QK // PART) + n
+                if sum_ptr is not None:
+                    dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+                    dq = hopper.warpgroup_mma_wait(0, deps=[dq])
+                if part == BLOCK_M // 64 * (W_QK // PART) - 1:
+                    mbarrier.arrive(ds_empty.index(stage), count=1)
+                if sum_ptr is not None:
+                    _add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + part * 64 * PART, dq)
+        if i + STAGES < total:
+            to = tile0 + repeat * slots + block
+            _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, empty, i + STAGES, repeat, block, to)
+            repeat, block = _next(repeat, block, begin, end)
+        dq_repeat, dq_block = _next(dq_repeat, dq_block, begin, end)
     mbarrier.arrive(drained, count=1)
     for consumer in gl.static_range(2):
         mbarrier.wait(dv_full.index(consumer), 0)
@@ -242,7 +244,7 @@ def _serve(
     for consumer in gl.static_range(2):
         mbarrier.wait(dk_full.index(consumer), 0)
         if dk_ptr is not None:
-            rows = k_smem.slice(consumer * 64, 64, 0)
+            rows = k_smem.index(0).slice(consumer * 64, 64, 0)
             _store_rows(rows, dk_ptr, first + consumer * 64, k_len, k_room, stride_dks, D_QK)
 
 
@@ -265,14 +267,14 @@ def _consume(
     STAGES: gl.constexpr = q_smem.shape[0]
     DS_STAGES: gl.constexpr = ds_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
-    W_QK: gl.constexpr = k_smem.shape[1]
+    W_QK: gl.constexpr = k_smem.shape[2]
     W_V: gl.constexpr = v_smem.shape[1]
     dtype: gl.constexpr = k_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_QK, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_V, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
-    k = k_smem.slice(CONSUMER * 64, 64, 0)
+    k = k_smem.index(0).slice(CONSUMER * 64, 64, 0)
     v = v_smem.slice(CONSUMER * 64, 64, 0)
     k_left -= CONSUMER * 64
     distance -= CONSUMER * 64
@@ -280,71 +282,73 @@ def _consume(
     dk = gl.zeros([64, W_QK], gl.float32, dk_layout)
     dv = gl.zeros([64, W_V], gl.float32, dv_layout)
     mbarrier.wait(kv_full, 0)
-    i = 0
-    for r in range(repeats):
-        slope = 0.0
+    low = distance
+    for i in range(repeats * count):
+        stage = i % STAGES
+        q = q_smem.index(stage)
+        do = do_smem.index(stage)
+        rows = rows_smem.index(stage)
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        s = hopper.warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp = hopper.warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = hopper.warpgroup_mma_wait(1, deps=[s])
+        lse = gl.expand_dims(rows.slice(0, BLOCK_M).load(row_layout), 0)
+        if CAP:
+            t = _tanh(s * (scale / softcap))
+            s = t * (softcap * _LOG2E)
+        else:
+            s = s * (scale * _LOG2E)
         if slopes_ptr is not None:
-            slope = gl.load(slopes_ptr + head0 + r * head_of_repeat) * _LOG2E
-        for n in range(count):
-            low = distance + n * BLOCK_M
-            stage = i % STAGES
-            q = q_smem.index(stage)
-            do = do_smem.index(stage)
-            rows = rows_smem.index(stage)
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-            s = hopper.warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            dp = hopper.warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            s = hopper.warpgroup_mma_wait(1, deps=[s])
-            lse = gl.expand_dims(rows.slice(0, BLOCK_M).load(row_layout), 0)
-            if CAP:
-                t = _tanh(s * (scale / softcap))
-                s = t * (softcap * _LOG2E)
-            else:
-                s = s * (scale * _LOG2E)
-            if slopes_ptr is not None:
-                j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
-                at = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
-                s -= slope * gl.abs(at - j).to(gl.float32)
-            p = gl.exp2(s - lse)
-            masked = k_left < 64
+            slope = gl.load(slopes_ptr + head0 + i // count * head_of_repeat) * _LOG2E
+            j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
+            at = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
+            s -= slope * gl.abs(at - j).to(gl.float32)
+        p = gl.exp2(s - lse)
+        masked = k_left < 64
+        if RIGHT:
+            masked = masked | (low + right < 63)
+        if LEFT:
+            masked = masked | (low + BLOCK_M - 1 - left > 0)
+        if masked:
+            j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
+            at = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
+            last = k_left - 1
             if RIGHT:
-                masked = masked | (low + right < 63)
+                last = gl.minimum(at + right, last)
+            seen = j <= last
             if LEFT:
-                masked = masked | (low + BLOCK_M - 1 - left > 0)
-            if masked:
-                j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
-                at = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
-                last = k_left - 1
-                if RIGHT:
-                    last = gl.minimum(at + right, last)
-                seen = j <= last
-                if LEFT:
-                    seen = seen & (j >= at - left)
-                p = gl.where(seen, p, 0.0)
-            dp = hopper.warpgroup_mma_wait(0, deps=[dp])
-            delta = gl.expand_dims(rows.slice(BLOCK_M, BLOCK_M).load(row_layout), 0)
-            ds = p * (dp - delta)
-            if CAP:
-                ds *= 1.0 - t * t
-            p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv_layout, 2))
-            ds = ds.to(dtype)
-            ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
-            dv = hopper.warpgroup_mma(p16, do, dv, is_async=True)
-            dk = hopper.warpgroup_mma(ds16, q, dk, is_async=True)
-            ds_stage = i % DS_STAGES
-            mbarrier.wait(ds_empty.index(ds_stage), (i // DS_STAGES) & 1 ^ 1)
-            ds_smem.index(ds_stage).slice(CONSUMER * 64, 64, 0).store(ds)
-            hopper.fence_async_shared()
-            mbarrier.arrive(ds_full.index(ds_stage), count=1)
-            dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
-            mbarrier.arrive(empty.index(stage), count=1)
-            i += 1
+                seen = seen & (j >= at - left)
+            p = gl.where(seen, p, 0.0)
+        dp = hopper.warpgroup_mma_wait(0, deps=[dp])
+        delta = gl.expand_dims(rows.slice(BLOCK_M, BLOCK_M).load(row_layout), 0)
+        ds = p * (dp - delta)
+        if CAP:
+            ds *= 1.0 - t * t
+        p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv_layout, 2))
+        ds = ds.to(dtype)
+        ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
+        dv = hopper.warpgroup_mma(p16, do, dv, is_async=True)
+        dk = hopper.warpgroup_mma(ds16, q, dk, is_async=True)
+        ds_stage = i % DS_STAGES
+        mbarrier.wait(ds_empty.index(ds_stage), (i // DS_STAGES) & 1 ^ 1)
+        ds_smem.index(ds_stage).slice(CONSUMER * 64, 64, 0).store(ds)
+        hopper.fence_async_shared()
+        mbarrier.arrive(ds_full.index(ds_stage), count=1)
+        dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
+        mbarrier.arrive(empty.index(stage), count=1)
+        low += BLOCK_M
+        low = gl.where(low == distance + count * BLOCK_M, distance, low)
     # v is read by this warpgroup alone, k by the server too
     v.store(dv.to(dtype))
     mbarrier.arrive(dv_full.index(CONSUMER), count=1)
     mbarrier.wait(drained, 0)
     k.store((dk * scale).to(dtype))
     mbarrier.arrive(dk_full.index(CONSUMER), count=1)
+
+
+@gluon.jit
+def _int32(x):
+    return gl.to_tensor(x).to(gl.int32)
 
 
 @gluon_kernel(archs=(90,))
@@ -362,8 +366,11 @@ def _hopper_attention_bwd_kernel(
     BLOCK_N: gl.constexpr = 128
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BYTES: gl.constexpr = dtype.primitive_bitwidth // 8
-    queries = queries.to(gl.int32)  # int64 where a stride needs it
-    keys = keys.to(gl.int32)
+    # int64 where a stride needs it
+    queries, keys, kv_heads, repeats = _int32(queries), _int32(keys), _int32(kv_heads), _int32(repeats)
+    blocks, group, slots, head_of_repeat = _int32(blocks), _int32(group), _int32(slots), _int32(head_of_repeat)
+    batch, left, right = _int32(batch), _int32(left), _int32(right)
+    rows_size, head_of_kv = _int32(rows_size), _int32(head_of_kv)
     # `group` heads at a time share the L2, and of each the first keys, which most queries see, go first
     heads = kv_heads
     if k_starts_ptr is None:
@@ -418,7 +425,7 @@ def _hopper_attention_bwd_kernel(
     layout: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
     q_layout: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3)
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, W_QK], layout)
+    k_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_N, W_QK], layout)
     v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, W_V], layout)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, W_QK], layout)
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, W_V], layout)
@@ -450,7 +457,7 @@ def _hopper_attention_bwd_kernel(
     k_desc = tma.make_tensor_descriptor(k_ptr, [rows, D_QK], [stride_ks, 1], [BLOCK_N, W_QK], layout)
     v_desc = tma.make_tensor_descriptor(v_ptr, [rows, D_V], [stride_vs, 1], [BLOCK_N, W_V], layout)
     mbarrier.expect(kv_full, BLOCK_N * (W_QK + W_V) * BYTES)
-    tma_load(k_desc, [first, 0], kv_full, k_smem)
+    tma_load(k_desc, [first, 0], kv_full, k_smem.index(0))
     tma_load(v_desc, [first, 0], kv_full, v_smem)
     rows = gl.maximum(q_len, 1)
     q_desc = tma.make_tensor_descriptor(
@@ -489,11 +496,11 @@ class Plan(NamedTuple):
     stages: int = 2
     ds_stages: int = 2
     part: int = 32  # columns of dq at a time
-    group: int = 4  # heads at a time
+    group: int = 2  # heads at a time
 
 
 def plan_for(d_qk: int, d_v: int) -> Plan:
-    return Plan(64, 128) if max(d_qk, d_v) <= 64 else Plan(128, 64)
+    return Plan(64, 128) if max(d_qk, d_v) <= 64 else Plan(128, 64, stages=3)
 
 
 _MAX_HEAD_DIM = 128
@@ -533,8 +540,6 @@ def why_not_backward(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> 
             return f"{name}'s rows must be contiguous and 16-byte aligned, strides are {tuple(tensor.stride())}"
         if operand.s == 0 or (operand.r == 0 and name == "query" and heads.repeats > 1):
             return f"{name} is expanded, strides {tuple(tensor.stride())}"
-        if any(stride >= 2**31 for stride in strides):
-            return f"{name}'s strides must fit an int32, are {tuple(tensor.stride())}"
     if 2 * query.numel() // query.shape[-1] >= 2**31 - 2**24:
         return "TMA counts the rows of all heads in an int32"
     return None
