@@ -13,8 +13,6 @@ and the latter moves the LSE only. Packed documents of one rank make one call wi
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +20,7 @@ from torch import Tensor
 
 from powertrain.ops.attention import attention, attention_backward, varlen_attention
 from powertrain.ops.attention.merge import merge_pair
-from powertrain.ops.attention.problem import AttentionProblem
-from powertrain.ops.attention.select import BACKENDS, Asked, Wish, asking, order_of
+from powertrain.ops.attention.problem import Layout
 from powertrain.ops.layout import acc_dtype
 from powertrain.parallel.sharding import Piece, Sharding
 
@@ -260,52 +257,12 @@ def gradients(
             _cut(x, at, dim)
             for x, at in ((query, part.q), (key, part.k), (value, part.k), (out, part.q), (grad, part.q))
         )
-        shares = _block_backward(do, q, k, v, o, part_lse.contiguous(), part.options, sharding.is_packed)
+        layout: Layout = "thd" if sharding.is_packed else "bshd"
+        shares = attention_backward(do, q, k, v, o, part_lse.contiguous(), **part.options, layout=layout)
         for total, at, share in zip(sums, (part.q, part.k, part.k), shares, strict=True):
             total.add(at, share)
     for total in sums[1:]:
         total.result()
-
-
-def _block_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: dict[str, Any], packed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if packed:
-        return attention_backward(grad, q, k, v, out, lse, **options, layout="thd")
-    if q.is_cuda and _is_cudnn_first(*_asked(q, k, v, options)):
-        return _cudnn_backward(grad, q, k, v, out, lse, options)
-    return attention_backward(grad, q, k, v, out, lse, **options)
-
-
-def _asked(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[AttentionProblem, Wish]:
-    try:
-        with asking():
-            attention(q, k, v, **options)
-    except Asked as asked:
-        return replace(asked.problem, needs_grad=True), replace(asked.wish, asking=False)
-    raise AssertionError("a call within asking() raises Asked")
-
-
-@lru_cache(maxsize=256)
-def _is_cudnn_first(problem: AttentionProblem, wish: Wish) -> bool:
-    """cuDNN differentiates the block: ours and cuDNN's backward take an LSE over more keys than a block's."""
-    for name in wish.order(order_of(problem).names):
-        if name in ("cudnn", "triton") and next(iter(BACKENDS[name].why_not(problem)), None) is None:
-            return name == "cudnn"
-    return False
-
-
-def _cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    do, query, key, value, o = (x.transpose(1, 2) for x in (grad, q, k, v, out))
-    nothing = torch.empty(0, dtype=torch.int64, device=q.device)
-    causal = bool(options.get("is_causal", False))
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        do, query, key, value, o, lse[..., None], nothing, nothing, None, None, None, q.shape[1], k.shape[1], 0.0,
-        causal, scale=options["scale"],
-    )  # fmt: skip
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def _cut(x: Tensor, rows: tuple[int, int], dim: int) -> Tensor:

@@ -4,11 +4,22 @@ With p_ij = exp(s_ij - lse_i) and delta_i = o_i . do_i - dlse_i, the gradients o
 all the others, only `out` and `lse`. So each part of a ring or a cascade is differentiated where its keys are.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import chunked, triton_flash
-from powertrain.ops.attention.arguments import Alignment, as_int32, check_qkv, lower_mask, make_call, sequence_starts
+from powertrain.ops.attention import api, chunked, cudnn_backward, select, triton_flash
+from powertrain.ops.attention.arguments import (
+    Alignment,
+    Sizes,
+    as_int32,
+    check_qkv,
+    lower_mask,
+    make_call,
+    sequence_starts,
+)
 from powertrain.ops.attention.layouts import to_lse_order
 from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, Layout, Varlen
 from powertrain.runtime import checks
@@ -61,8 +72,11 @@ def attention_backward(
         right one; how they are spread over the copies is not said. A sink is in lse already; its gradient and the
         bias's are not computed here (autograd through `attention(..., return_lse=True)` and `merge_attentions` gives
         all).
-    Numerics: products accumulate in float32. Deterministic. On the CPU in float32 (float64 for float64), by chunks.
-    Memory beyond the results: 8 bytes per query and head; on the CPU O(sequence), float32 copies among it.
+    Numerics: products accumulate in float32. On a GPU by cuDNN, the Hopper or the universal kernels, whichever comes
+        first in the selector's order and takes the call; deterministic under torch.use_deterministic_algorithms, else
+        dq's last bits may differ. On the CPU in float32 (float64 for float64), by chunks, deterministic.
+    Memory beyond the results: 8 bytes per query and head, and where it is not deterministic float32 sums of dq; on the
+        CPU O(sequence), float32 copies among it.
     Raises ValueError naming the argument, what it must be and what it was.
     Source: Liu et al., arXiv:2310.01889 (ring attention); Dao, arXiv:2307.08691 (backward from out and LSE).
 
@@ -103,7 +117,9 @@ def attention_backward(
     )  # fmt: skip
     if dropout_p > 0 and dropout_seed is None:
         checks.fail(op, "dropout_seed", "be that of the forward, where dropout_p is not 0", None)
-    call = make_call(op, query, key, value, layout, mask, tensors, varlen, scale, dropout_p, dropout_seed, True, True)
+    call = make_call(
+        op, query, key, value, layout, mask, tensors, varlen, scale, dropout_p, dropout_seed, grad_lse is not None, None
+    )
     _check_results(op, call, grad_out, out, lse, grad_lse)
     with torch.no_grad():
         if not use_kernel("attention", query) or query.dtype is torch.float64:
@@ -112,10 +128,32 @@ def attention_backward(
         grads = triton_flash.backward(
             _unit(grad_out), None if grad_lse is None else grad_lse.contiguous(), query, key, value, _unit(out),
             lse.contiguous(), triton_flash.arguments(call), (True, True, True, False, False),
+            _differentiation(call, sizes),
         )  # fmt: skip
     dq, dk, dv = grads[:3]
     assert dq is not None and dk is not None and dv is not None
     return dq, dk, dv
+
+
+_ABLE = ("cudnn", "hopper", "triton")  # whose backward takes the LSE of a larger attention
+
+
+def _differentiation(call: AttentionCall, sizes: Sizes) -> Any:
+    """The op that differentiates a call: of the first backend, in the order of attentions with gradients, that can."""
+    facts = api._facts(call, sizes, call.dropout_seed is not None)
+    problem = replace(api.problem_of(*facts), needs_grad=True, needs_lse_grad=call.return_lse)
+    for name in select.wish_of(None).order(select.order_of(problem).names):
+        if name in _ABLE and next(iter(select.BACKENDS[name].why_not(problem)), None) is None:
+            return _op_of(name)
+    return triton_flash._attention_bwd_op
+
+
+def _op_of(name: str) -> Any:
+    if name == "hopper":
+        from powertrain.ops.attention import hopper_flash  # Gluon, which only Hopper needs
+
+        return hopper_flash._attention_hopper_bwd_op
+    return {"cudnn": cudnn_backward.cudnn_attention_bwd, "triton": triton_flash._attention_bwd_op}[name]
 
 
 def _refuse(op: str, layout: Layout, **given: object) -> None:
