@@ -34,6 +34,8 @@ def why_not_cudnn_backward(
     every time, which it does not give."""
     if args.layout in ("thd", "bmghk"):
         return f"cuDNN's backward takes bshd, bhsd and sbhd, not {args.layout}"
+    if args.bias is not None:
+        return "cuDNN's backward is handed no bias"
     if out.dtype is not query.dtype:
         return f"cuDNN's backward takes out in query's dtype {checks.name(query.dtype)}, not {checks.name(out.dtype)}"
     q, k, v = _inputs(query, key, value, args.layout)
@@ -60,14 +62,13 @@ def _problem_of(q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None, args: _Arg
     """What cuDNN is asked: the call without the sinks, which are in its LSE."""
     mask = MaskSpec(
         args.left, args.right, args.bottom_right, args.chunk, args.prefix is not None,
-        args.query_documents is not None, "none" if args.bias is None else "float", alibi=args.slopes is not None,
-        softcap=args.softcap,
+        args.query_documents is not None, alibi=args.slopes is not None, softcap=args.softcap,
     )  # fmt: skip
     return AttentionProblem(
         q.dtype, q.shape[3], v.shape[3], Target.of(q.device), mask, args.layout, q.shape[1], k.shape[1],
         Lengths.of(q.shape[2], k.shape[2], batch=q.shape[0], elements=q.numel() + k.numel() + v.numel()),
         has_key_lengths=args.query_used is not None or args.key_used is not None, dropout=args.seed is not None,
-        needs_lse_grad=dlse is not None, aligned=all(map(_is_aligned, (q, k, v))),
+        dropout_seeded=args.seed is not None, needs_lse_grad=dlse is not None, aligned=all(map(_is_aligned, (q, k, v))),
     )  # fmt: skip
 
 
