@@ -101,16 +101,22 @@ def fails_here(device: torch.device) -> str | None:
 
 
 def _self_test(device: torch.device) -> str | None:
-    # small multiples of 1/8: every product and sum is exact, so that the results must be equal
-    def pattern(rows: int, cols: int, period: int) -> Tensor:
-        at = torch.arange(rows * cols, device=device, dtype=torch.int32)
-        return ((at % period - period // 2) / 8).to(torch.bfloat16).view(rows, cols)
-
-    a, b = pattern(128, 192, 7), pattern(256, 192, 5)
+    a, b = _pattern(128, 192, 7, device), _pattern(256, 192, 5, device)
     out = torch.full((128, 256), float("nan"), device=device)
     hopper.hopper_gemm(a, b, out)
-    wrong = int((out != a.float() @ b.float().T).sum())
+    wrong = int((out != _exact(a, b)).sum())
     return f"its self-test gave {wrong} wrong results of {out.numel()}" if wrong else None
+
+
+def _pattern(rows: int, cols: int, period: int, device: torch.device) -> Tensor:
+    """Small multiples of 1/8, whose products and their sums are exact in float32."""
+    at = torch.arange(rows * cols, device=device, dtype=torch.int32)
+    return ((at % period - period // 2) / 8).to(torch.bfloat16).view(rows, cols)
+
+
+def _exact(a: Tensor, b: Tensor) -> Tensor:
+    """a bᵀ of such, in float32."""
+    return a.float() @ b.float().T
 
 
 def _backend_for(a: Tensor, b: Tensor, out: Tensor, layout: str, accumulate: bool) -> str:

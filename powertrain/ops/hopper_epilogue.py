@@ -75,7 +75,7 @@ def _finish(
     if up_z_ptr is not None:
         up_z_desc = tma.make_tensor_descriptor(up_z_ptr, [M, N], [stride_z, 1], [ROWS, COLS], c_smem.layout)
     phase = gl.to_tensor(0)
-    largest = gl.to_tensor(0.0)  # a number: a tile of them takes registers that the storers do not have
+    largest = gl.to_tensor(0)  # a number: a tile of them takes registers that the storers do not have
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         tile_m, tile_n = _place(t, gl.cdiv(M, BLOCK_M), tiles_n, GROUP_M)
         row = tile_m * BLOCK_M + CONSUMER * ROWS
@@ -106,13 +106,14 @@ def _finish(
                 place = gl.expand_dims(r.to(gl.int64) * stride_y, 1) + gl.expand_dims(c, 0)
                 gl.store(y_ptr + gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 8]), y, mask=inside)
                 if amax_ptr is not None:
-                    size = gl.where(inside, gl.abs(y.to(gl.float32)), 0.0)
+                    # magnitudes in the order of their bits, in which NaN is above all
+                    size = gl.where(inside, y.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
                     largest = gl.maximum(largest, gl.max(gl.max(size, 1), 0))
         tma.store_wait(0)
         mbarrier.arrive(c_empty.index(CONSUMER), count=1)
         phase ^= 1
     if amax_ptr is not None:
-        gl.atomic_max(amax_ptr, largest)
+        gl.atomic_max(amax_ptr.to(gl.pointer_type(gl.int32), bitcast=True), largest)
 
 
 @gluon_kernel(archs=(90,))
@@ -198,7 +199,7 @@ class Epilogue(NamedTuple):
     bias: Tensor | None = None  # [N]
     up_bias: Tensor | None = None  # beside bias only
     residual: Tensor | None = None  # [M, N]
-    amax: Tensor | None = None  # [1] float32, raised to the largest |y|
+    amax: Tensor | None = None  # [1] float32, raised to the largest |y|, NaN above all
     z: Tensor | None = None  # [M, N]: what the activation gets is written here
     up_z: Tensor | None = None
     limit: float = 7.0

@@ -31,7 +31,7 @@ from powertrain.ops.activations import (
 from powertrain.ops.gemm import Choice, gemm
 from powertrain.ops.hopper_epilogue import Epilogue, hopper_epilogue, why_not_epilogue
 from powertrain.ops.layout import acc_dtype, as_rows, empty
-from powertrain.runtime import checks, recording
+from powertrain.runtime import checks, recording, self_test
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel
 from powertrain.runtime.target import Target
 
@@ -100,7 +100,30 @@ def _is_one_kernel(x: Tensor, weight: Tensor, epilogue: Epilogue) -> bool:
     )
     if choice.backend != "hopper" or weight.shape[0] % 8 or why_not_epilogue(rows, weight, epilogue):
         return False
-    return recording.state.recording is not None or x.is_meta or gemms.fails_here(x.device) is None
+    return recording.state.recording is not None or x.is_meta or fails_here(x.device) is None
+
+
+_self_tests: dict[int | None, str | None] = {}
+
+
+def fails_here(device: torch.device) -> str | None:
+    """Why the Hopper kernel must not be used on this sm_90 device, or None: once per device it computes one tile."""
+    return self_test.failure(_self_tests, device, _self_test, "linear_activation: cuBLAS and activations serve")
+
+
+def _self_test(device: torch.device) -> str | None:
+    """A tile of relu(a bᵀ) * (a upᵀ) + residual, and all that is kept of it, to the bit: products and sums of
+    multiples of 1/8 are exact, and every rounding is known."""
+    a, b = gemms._pattern(128, 192, 7, device), gemms._pattern(128, 192, 5, device)
+    up, residual = gemms._pattern(128, 192, 11, device), gemms._pattern(128, 128, 13, device)
+    y, z, up_z = (torch.full((128, 128), float("nan"), device=device, dtype=a.dtype) for _ in range(3))
+    amax = torch.zeros(1, device=device)
+    hopper_epilogue(a, b, y, Epilogue("relu", up, residual=residual, amax=amax, z=z, up_z=up_z))
+    gate, other = (gemms._exact(a, x).to(a.dtype) for x in (b, up))
+    exact = (gate.float().relu() * other.float() + residual.float()).to(a.dtype)
+    pairs = ((y, exact), (z, gate), (up_z, other), (amax, exact.float().abs().amax()[None]))
+    wrong = sum(int((found != right).sum()) for found, right in pairs)
+    return f"its self-test gave {wrong} wrong results of {3 * y.numel() + 1}" if wrong else None
 
 
 def _outputs(
@@ -186,7 +209,8 @@ def linear_activation(
         bias       [N]       or None; the dtype of all is x's, but for autocast
         up_weight  [N, K], up_bias [N]   the other half of a gated layer, or None
         residual   [..., N]  added to the result, or None
-        amax       [1]       float32: raised to the largest magnitude of the result (for FP8 scales); no gradient
+        amax       [1]       float32: raised to the largest magnitude of the result (for FP8 scales), NaN if one is; no
+                             gradient
         limit, alpha         of clamped_swiglu
     Returns y [..., N] in x's dtype. Under autocast it is F.linear, then the activation.
     Numerics: products accumulate in float32 and are rounded to x's dtype, the activation is computed in float32 from

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops import gemm as module
+from powertrain.ops import linear_activation as linear_module
 from powertrain.ops.gemm import LAYOUTS, choose, gemm, gemm_ref
 from powertrain.ops.hopper_epilogue import Epilogue, hopper_epilogue
 from powertrain.ops.hopper_gemm import Gathered, Plan, Scattered, hopper_gemm
@@ -201,6 +202,26 @@ def test_a_wrong_kernel_is_found_and_said(monkeypatch: pytest.MonkeyPatch, capfd
     assert torch.equal(gemm(a, b), a @ b.T)
     gemm(a, b)
     assert capfd.readouterr().err.count("its self-test gave 1 wrong results of 32768") == 1
+
+
+def test_the_epilogues_self_test_passes_and_runs_once() -> None:
+    linear_module._self_tests.clear()
+    assert linear_module.fails_here(CUDA) is None
+    assert linear_module._self_tests == {0: None}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), -3e38])
+def test_the_largest_magnitude_of_all(bad: float) -> None:
+    """NaN is the largest, as where the product and what follows it are apart."""
+    x, weight = operands("nt", 300, 520, 64, torch.bfloat16, CUDA)
+    residual = torch.zeros(300, 520, device=CUDA, dtype=torch.bfloat16)
+    residual[299, 517] = bad
+    y, amax = torch.empty_like(residual), torch.zeros(1, device=CUDA)
+    hopper_epilogue(x, weight, y, Epilogue("", residual=residual, amax=amax))
+    torch.testing.assert_close(amax, y.abs().amax().float()[None], rtol=0, atol=0, equal_nan=True)
+    apart = torch.zeros(1, device=CUDA)
+    linear_activation(x, weight, None, residual=residual, amax=apart)
+    torch.testing.assert_close(amax, apart, rtol=0, atol=0, equal_nan=True)
 
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "")

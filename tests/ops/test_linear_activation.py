@@ -12,6 +12,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.hooks import RemovableHandle
 
 from powertrain.nn.mlp import MLP, GatedMLP
+from powertrain.ops import linear_activation as module
+from powertrain.ops.hopper_epilogue import Epilogue
 from powertrain.ops.linear_activation import choose, linear_activation, linear_activation_ref
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
@@ -62,6 +64,36 @@ def test_the_choice_is_explained() -> None:
     short = choose(16384, 8192, 2048, target=H200)
     assert short.backend == "apart" and "K must be at least 4096" in short.why_not["hopper"]
     assert "made for sm_90" in choose(16384, 8192, 4096, target=Target.parse("A100")).why_not["hopper"]
+
+
+def _epilogue(a: Tensor, b: Tensor, y: Tensor, e: Epilogue) -> None:
+    """What the kernel of the self-test computes."""
+    assert e.kind == "relu" and e.up is not None and e.residual is not None
+    for found, weight in ((e.z, b), (e.up_z, e.up)):
+        found.copy_(a.float() @ weight.float().T)
+    y.copy_(e.z.float().relu() * e.up_z.float() + e.residual.float())
+    e.amax.copy_(y.abs().amax())
+
+
+def test_the_self_test_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(module, "hopper_epilogue", _epilogue)
+    assert module._self_test(device) is None
+    for name in ("y", "z", "up_z", "amax"):
+
+        def wrong(a: Tensor, b: Tensor, y: Tensor, e: Epilogue, name: str = name) -> None:
+            _epilogue(a, b, y, e)
+            found = y if name == "y" else getattr(e, name)
+            found.view(-1)[-1] = float("nan")
+
+        monkeypatch.setattr(module, "hopper_epilogue", wrong)
+        assert module._self_test(device) == "its self-test gave 1 wrong results of 49153"
+
+
+@pytest.mark.skipif(settings().interpret, reason="there the kernel is not for use at all")
+def test_a_failed_self_test_leaves_it_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_self_tests", {0: "its self-test gave 3 wrong results of 49153"})
+    assert module.fails_here(torch.device("cuda", 0)) == "its self-test gave 3 wrong results of 49153"
 
 
 def _launched(call: Callable[[], Any]) -> set[str]:
