@@ -230,20 +230,26 @@ def _add(
 
 
 def errors(
-    config: Config, seed: int, device: torch.device, dtype: torch.dtype, largest: int, backend: str = "triton"
+    config: Config,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    largest: int,
+    backend: str = "triton",
+    with_lse: bool = True,
 ) -> list[numerics.Error]:
-    """The judge's verdicts on one problem: outputs, LSE and every gradient."""
+    """The judge's verdicts on one problem: outputs, LSE (unless it is left out) and every gradient."""
     call, tensors, options = make(config, seed, device, dtype, largest)
 
     def through(backend: str) -> Any:
-        def run(**given: Tensor) -> tuple[Tensor, Tensor]:
+        def run(**given: Tensor) -> Any:
             out, lse = call(**given, **options, backend=backend)
-            return out, lse.masked_fill(lse == -torch.inf, -1.0)
+            return (out, lse.masked_fill(lse == -torch.inf, -1.0)) if with_lse else out
 
         return run
 
     found = numerics.errors(through(backend), through("plain"), through("reference"), tensors)
-    largest_lse = _rounding(found[1]) / torch.finfo(torch.float32).eps
+    largest_lse = 0.0 if not with_lse else _rounding(found[1]) / torch.finfo(torch.float32).eps
     # ALiBi's part of a row comes off the LSE at the end: a rounding of slope * distance, however small the LSE
     slopes = options.get("alibi_slopes")
     reach = 0.0 if slopes is None else 4 * torch.finfo(torch.float32).eps * largest * slopes.max().item()
