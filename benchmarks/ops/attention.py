@@ -5,6 +5,7 @@ at 192/128. Forward is timed without gradients, backward alone. Nothing is print
 twice as much as plain PyTorch on a slice of the very tensors.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ CASES = [
     Case(2, 8192, 16, 16, 192, 128),
     Case(2, 8192, 8, 8, 256, 256),
 ]
+DOCUMENTS = (132, 8097, 1024, 3331, 3800)  # tokens of packed sequences
 PEERS = ("hopper", "triton", "cudnn", "flash", "flash-attn-4", "flash-attn-3", "flash-attn-2")
 
 
@@ -207,6 +209,29 @@ def _packed(case: Case) -> Iterator[str]:
     yield _beside("dense", f"triton {case.label}", found)
 
 
+def _of_documents(heads: int, kv_heads: int) -> Iterator[str]:
+    """Documents of 100 to 8000 tokens in one row, causal."""
+    total = sum(DOCUMENTS)
+    starts = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], dtype=torch.int32, device="cuda")
+    shapes = ((total, heads, 128), (total, kv_heads, 128), (total, kv_heads, 128))
+    leaves = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    dout = torch.randn_like(leaves[0])
+    options = {"max_seqlen_q": max(DOCUMENTS), "is_causal": True}
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, **chosen: Any) -> Tensor:
+        return varlen_attention(q, k, v, starts, **options, **chosen)
+
+    case = Case(1, total, heads, kv_heads, 128, 128)
+    variants: dict[str, Variant] = {"selector": (packed, {})}
+    variants |= {name: (packed, {"backend": name}) for name in PEERS if name in BACKENDS}
+    forward, backward, said = _time(case, variants, leaves, lambda name: None, dout)
+    label = f"{len(DOCUMENTS)} documents, {total} tokens, H{heads}/{kv_heads} D128 causal"
+    flops = 2 * heads * 256 * sum(n * (n + 1) / 2 for n in DOCUMENTS)
+    yield "\n".join([
+        *said, table(f"{label} fwd", forward, flops=flops), table(f"{label} bwd", backward, flops=2.5 * flops),
+    ])  # fmt: skip
+
+
 def _memory() -> Iterator[str]:
     """Bytes beyond inputs and results."""
     for length in (4096, 16384):
@@ -267,5 +292,7 @@ def run() -> Iterator[str]:
     yield from _features(CASES[2], {"plain": {}, "window 1024": {"window_size": (1023, 0)}})
     for case in (CASES[1], CASES[4], CASES[6]):
         yield from _packed(case)
+    for heads, kv_heads in ((16, 16), (32, 8)):
+        yield from _of_documents(heads, kv_heads)
     yield from _memory()
     yield from _host()
