@@ -1,8 +1,8 @@
 """The Hopper backend: forward in Gluon (hopper_forward.py), for 16 bits on sm_90.
 
 What it does not take, `why_not` says. Numerics, results for rows that see nothing, and what is saved for backward are
-those of the universal kernels (triton_flash.py). Backward is its own (hopper_backward.py), cuDNN's for head dims above
-128 (cudnn_backward.py), and that of the universal kernels where neither takes the call.
+those of the universal kernels (triton_flash.py). Backward is its own (hopper_backward.py), cuDNN's for the wide heads
+that it is faster for (cudnn_backward.py), and that of the universal kernels where neither takes the call.
 
 Memory beyond results: 640 to 896 bytes an SM of descriptors, and 4 a stream.
 """
@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import select
-from powertrain.ops.attention.cudnn_backward import cudnn_attention_bwd, why_not_cudnn_backward
+from powertrain.ops.attention import cudnn_backward, select
 from powertrain.ops.attention.hopper_backward import hopper_attention_bwd, why_not_backward
 from powertrain.ops.attention.hopper_forward import _hopper_attention_fwd_kernel
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
@@ -295,10 +294,8 @@ def _attention_hopper_bwd(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = dout, dlse, query, key, value, out, lse, need
-    if _is_wide(query, value):
-        if reason := why_not_cudnn_backward(query, key, value, out, dlse, _Args(*rest)):
-            _say("attention's backward", reason)
-        return cudnn_attention_bwd(*given, *rest)
+    if cudnn_backward.is_faster(query, value, _Args(*rest)):
+        return cudnn_backward.cudnn_attention_bwd(*given, *rest)
     reason = why_not_backward(query, key, value, _Args(*rest))
     if reason is None and _is_real(query):
         reason = backward_fails_here(query.device)
@@ -308,11 +305,6 @@ def _attention_hopper_bwd(
     return hopper_attention_bwd(*given, *rest)
 
 
-def _is_wide(query: Tensor, value: Tensor) -> bool:
-    """ms, bf16, one H200, backward of B2 S8192 causal: H16 192/128 cuDNN 3.60; H8 D256 cuDNN 3.55."""
-    return max(query.shape[-1], value.shape[-1]) > 128
-
-
 def _setup_context_here(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _setup_context(ctx, inputs, output)
     ctx.allows_cudnn = "cudnn" not in select.wish_of(None).forbidden  # backward may run in another thread
@@ -320,8 +312,9 @@ def _setup_context_here(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     query, _, value = ctx.saved_tensors[:3]
-    forbidden = _is_wide(query, value) and not ctx.allows_cudnn
-    return backward_by(_attention_bwd_op if forbidden else _attention_hopper_bwd_op, ctx, dout, dlse)
+    is_wide = max(query.shape[-1], value.shape[-1]) > 128  # ours takes none of these
+    op = _attention_bwd_op if is_wide and not ctx.allows_cudnn else _attention_hopper_bwd_op
+    return backward_by(op, ctx, dout, dlse)
 
 
 _attention_hopper_op = Op(
