@@ -63,12 +63,14 @@ def choose(
     """
     target = target or Target.of(torch.device("cuda"))
     reason = _why_not_hopper(M, N, K, dtype, target)
+    if reason is None and N < 4096:
+        reason = f"N must be at least 4096, is {N}: it was measured slower"
     if reason is None and accumulate and out_dtype is not torch.float32:
         reason = "it adds to float32 only: in 16 bits the product would be rounded before it is added"
     return Choice("cublas", {"hopper": reason}) if reason else Choice("hopper", {})
 
 
-def _why_not_hopper(M: int, N: int, K: int, dtype: torch.dtype, target: Target) -> str | None:
+def _why_not_hopper(M: int, N: int, K: int, dtype: torch.dtype, target: Target, least_k: int = 2048) -> str | None:
     if target.arch != 90:
         return f"it is made for sm_90, this is sm_{target.arch}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -76,15 +78,15 @@ def _why_not_hopper(M: int, N: int, K: int, dtype: torch.dtype, target: Target) 
     if missing := gluon_compat.trouble():
         return missing
     # bf16, one H200, TFLOP/s ours / cuBLAS, benchmarks/results/2026-11-21_h200_gemm.md; M, N, K:
-    #   8192 8192 8192    816 / 798     8192 8192 2048    788 / 770     2048 14336 8192   821 / 814
-    #   8192 8192 7168    815 / 797     8192 14336 8192   810 / 811     tn 8192^3         815 / 799
+    #   8192 8192 8192    815 / 798     8192 8192 2048    788 / 772     2048 14336 8192   824 / 816
+    #   16384 28672 4096  827 / 812     16384 4096 14336  821 / 809     tn 8192^3         815 / 799
     # and where it is not chosen:
-    #   8192 2560 8192    808 / 817 (5 waves)           2048 8192 2048    710 / 720 (4 waves)
-    #   2048 2560 8192    519 / 787 (1.2 waves in 2)    8192 4096 1024    656 / 683 (K)
+    #   16384 2560 8192   815 / 822 (N)                 2048 8192 2048    710 / 720 (4 waves)
+    #   2048 2560 8192    519 / 787 (1.2 waves in 2)    8192 4096 1024    710 / 730 (K)
     tiles = cdiv(M, 128) * cdiv(N, 256)
     waves = cdiv(tiles, target.num_sms)
-    if K < 2048:
-        return f"K must be at least 2048 to make up for a tile's beginning and end, is {K}"
+    if K < least_k:
+        return f"K must be at least {least_k} to make up for a tile's beginning and end, is {K}"
     if waves < 6:
         return f"it fills the GPU {waves} times; it was measured faster from 6 times on"
     if tiles < 0.95 * waves * target.num_sms:

@@ -4,10 +4,10 @@
     y = act(z) + residual                               or z + residual
     y = act(z) * (a upᵀ + up_bias) + residual           gated: b and up [N, K] each
 
-The loader and the consumers are those of hopper_gemm.py. What follows a tile's product is done by the *storers*, one
-warp for each consumer, while the next tile is multiplied: they read the tile from shared memory, where it is rounded
-to a's dtype, so that results have the bits of a GEMM followed by the activation. Gated, a tile of 256 columns is 128 of
-b's and 128 of up's, which stand in the same thread.
+The loader and the consumers are those of hopper_gemm.py. What follows a tile's product is done by three *finishers*, a
+warp each, while the next tile is multiplied: they read the tile from shared memory, where it is rounded to a's dtype,
+so that results have the bits of a GEMM followed by the activation, and take its pieces in turn. Gated, a tile of 256
+columns is 128 of b's and 128 of up's, which stand in the same thread.
 """
 
 from typing import Any, NamedTuple
@@ -59,12 +59,12 @@ def _finish(
     KIND: gl.constexpr,
     GATED: gl.constexpr,
     BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     GROUP_M: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    FINISHER: gl.constexpr,
 ):
     ROWS: gl.constexpr = c_smem.shape[1]
     COLS: gl.constexpr = c_smem.shape[2]
+    PIECES: gl.constexpr = ROWS // 8 * COLS // 64
     TILE_N: gl.constexpr = COLS if GATED else 2 * COLS
     dtype: gl.constexpr = c_smem.dtype
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
@@ -75,26 +75,29 @@ def _finish(
     if up_z_ptr is not None:
         up_z_desc = tma.make_tensor_descriptor(up_z_ptr, [M, N], [stride_z, 1], [ROWS, COLS], c_smem.layout)
     phase = gl.to_tensor(0)
-    largest = gl.to_tensor(0)  # a number: a tile of them takes registers that the storers do not have
+    largest = gl.to_tensor(0)  # a number: a tile of them takes registers that the finishers do not have
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         tile_m, tile_n = _place(t, gl.cdiv(M, BLOCK_M), tiles_n, GROUP_M)
-        row = tile_m * BLOCK_M + CONSUMER * ROWS
-        mbarrier.wait(c_full.index(CONSUMER), phase)
-        if z_ptr is not None:
-            tma_store(z_desc, [row, tile_n * TILE_N], c_smem.index(2 * CONSUMER))
-            if GATED:
-                tma_store(up_z_desc, [row, tile_n * TILE_N], c_smem.index(2 * CONSUMER + 1))
-            else:
-                tma_store(z_desc, [row, tile_n * TILE_N + COLS], c_smem.index(2 * CONSUMER + 1))
-        for part in gl.static_range(1 if GATED else 2):
-            for piece in range(ROWS // 8 * COLS // 64):
+        for half in range(2):
+            row = tile_m * BLOCK_M + half * ROWS
+            mbarrier.wait(c_full.index(half), phase)
+            if z_ptr is not None:
+                if half == FINISHER:
+                    tma_store(z_desc, [row, tile_n * TILE_N], c_smem.index(2 * half))
+                    if GATED:
+                        tma_store(up_z_desc, [row, tile_n * TILE_N], c_smem.index(2 * half + 1))
+                    else:
+                        tma_store(z_desc, [row, tile_n * TILE_N + COLS], c_smem.index(2 * half + 1))
+            for n in range(FINISHER, PIECES if GATED else 2 * PIECES, 3):
+                part = n // PIECES
+                piece = n % PIECES
                 r = row + piece % (ROWS // 8) * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
                 c = tile_n * TILE_N + part * COLS + piece // (ROWS // 8) * 64
                 c += gl.arange(0, 64, gl.SliceLayout(0, layout))
                 inside = gl.max_constancy(gl.expand_dims(r < M, 1) & gl.expand_dims(c < N, 0), [1, 8])
-                y = _piece(c_smem.index(2 * CONSUMER + part), piece, layout).to(gl.float32)
+                y = _piece(c_smem.index(2 * half + part), piece, layout).to(gl.float32)
                 if GATED:
-                    up = _piece(c_smem.index(2 * CONSUMER + 1), piece, layout).to(gl.float32)
+                    up = _piece(c_smem.index(2 * half + 1), piece, layout).to(gl.float32)
                     y = _gated(y, up, limit, alpha, KIND)[0]
                 elif KIND != "":
                     y = _act(y, KIND)[0]
@@ -109,8 +112,8 @@ def _finish(
                     # magnitudes in the order of their bits, in which NaN is above all
                     size = gl.where(inside, y.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
                     largest = gl.maximum(largest, gl.max(gl.max(size, 1), 0))
-        tma.store_wait(0)
-        mbarrier.arrive(c_empty.index(CONSUMER), count=1)
+            tma.store_wait(0)
+            mbarrier.arrive(c_empty.index(half), count=1)
         phase ^= 1
     if amax_ptr is not None:
         gl.atomic_max(amax_ptr.to(gl.pointer_type(gl.int32), bitcast=True), largest)
@@ -156,39 +159,41 @@ def _epilogue_kernel(
     b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], b_layout)
     c_smem = gl.allocate_shared_memory(dtype, [4, BLOCK_M // 2, BLOCK_N // 2], c_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     c_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     c_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(c_full.index(i), count=1)
-        mbarrier.init(c_empty.index(i), count=1)
+        mbarrier.init(c_empty.index(i), count=3)
     hopper.fence_async_shared()
     gl.warp_specialize([
         (_consume, (
-            a_smem, b_smem, c_smem, full, empty, c_full, c_empty, bias_ptr, up_bias_ptr, None, None, M, N, K, 1,
+            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, up_bias_ptr, None, None, M, N, K, 1,
             False, False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, 2, 2, True, TILE_N, 0,
         )),
         (_consume, (
-            a_smem, b_smem, c_smem, full, empty, c_full, c_empty, bias_ptr, up_bias_ptr, None, None, M, N, K, 1,
+            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, up_bias_ptr, None, None, M, N, K, 1,
             False, False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, 2, 2, True, TILE_N, 1,
         )),
         (_load, (
-            a_ptr, None, b_ptr, up_ptr, a_smem, b_smem, full, empty, None, None, None, M, N, K, 1,
+            a_ptr, None, b_ptr, up_ptr, a_smem, b_smem, full, None, None, None, M, N, K, 1,
             stride_a, stride_b, stride_up, 0, 0, 0, 0, 0,
             False, False, False, False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         )),
         (_finish, (
             y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr, c_smem, c_full, c_empty, M, N, stride_y, stride_z,
-            stride_residual, limit, alpha, KIND, GATED, BLOCK_M, BLOCK_N, GROUP_M, 0,
+            stride_residual, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 0,
         )),
         (_finish, (
             y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr, c_smem, c_full, c_empty, M, N, stride_y, stride_z,
-            stride_residual, limit, alpha, KIND, GATED, BLOCK_M, BLOCK_N, GROUP_M, 1,
+            stride_residual, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 1,
         )),
-        ], [4, 1, 1, 1], [216, 72, 72, 72])  # fmt: skip
+        (_finish, (
+            y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr, c_smem, c_full, c_empty, M, N, stride_y, stride_z,
+            stride_residual, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 2,
+        )),
+        ], [4, 1, 1, 1, 1], [216, 72, 72, 72, 72])  # fmt: skip
 
 
 class Epilogue(NamedTuple):

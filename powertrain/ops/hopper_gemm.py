@@ -34,6 +34,7 @@ from powertrain.ops.layout import cdiv
 from powertrain.runtime import checks
 from powertrain.runtime.gluon_compat import (
     add_and_fetch,
+    arrive_named,
     fence_proxy_async,
     gl,
     gluon,
@@ -44,6 +45,7 @@ from powertrain.runtime.gluon_compat import (
     reinterpret,
     store_release,
     stores_landed,
+    sync_named,
     tma,
     tma_load,
     tma_store,
@@ -91,9 +93,16 @@ def _advance(stage, phase, STAGES: gl.constexpr):
     return gl.where(wraps, 0, stage), gl.where(wraps, phase ^ 1, phase)
 
 
+# Barriers by number, since a consumer comes to them without waiting for its other warps, as it would in Triton 3.6 to
+# come to an mbarrier: one for each stage, at which its 8 warps and the loader meet, and one for each consumer's turn
+_EMPTY = gl.constexpr(8)
+_TURN = gl.constexpr(14)
+
+
 @gluon.jit
-def _before(stage, STAGES: gl.constexpr):
-    return gl.where(stage == 0, STAGES, stage) - 1
+def _give_back(stage, STAGES: gl.constexpr):
+    """The stage before `stage` may be filled again."""
+    arrive_named(_EMPTY + gl.where(stage == 0, STAGES, stage) - 1, 288)
 
 
 @gluon.jit
@@ -105,7 +114,6 @@ def _load(
     a_smem,
     b_smem,
     full,
-    empty,
     bounds_ptr,
     order_ptr,
     flags_ptr,
@@ -156,7 +164,7 @@ def _load(
     tiles_n = gl.cdiv(N, B_COLS)
     tile = gl.program_id(0)
     stage = gl.to_tensor(0)
-    phase = gl.to_tensor(1)
+    filled = gl.to_tensor(0)
     chunk, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
     for position in range(chunks):
         # asked for now, used after this chunk's tiles
@@ -177,7 +185,9 @@ def _load(
             row = start + tile_m * BLOCK_M
             col = tile_n * B_COLS
             for k in range(0, K, BLOCK_K):
-                mbarrier.wait(empty.index(stage), phase)
+                if filled >= STAGES:
+                    sync_named(_EMPTY + stage, 288)
+                filled += 1
                 bar = full.index(stage)
                 mbarrier.expect(bar, BYTES)
                 a_block = a_smem.index(stage)
@@ -197,9 +207,12 @@ def _load(
                     tma_load(up_desc, [col, k], bar, b_smem.index(stage).slice(B_COLS, B_COLS, 0))
                 else:
                     tma_load(b_desc, [col, k], bar, b_smem.index(stage))
-                stage, phase = _advance(stage, phase, STAGES)
+                stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         tile = _behind(tile, tiles)
         chunk, start, end = next_chunk, next_start, next_end
+    # a barrier is left as it was found: whoever came is met
+    for n in range(gl.minimum(filled, STAGES)):
+        sync_named(_EMPTY + (filled - 1 - n) % STAGES, 288)
 
 
 @gluon.jit
@@ -234,7 +247,6 @@ def _consume(
     b_smem,
     c_smem,
     full,
-    empty,
     c_full,
     c_empty,
     bias_ptr,
@@ -268,6 +280,8 @@ def _consume(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     c_phase = gl.to_tensor(1)
+    if CONSUMER == 1:
+        arrive_named(_TURN, 256)  # the first turn is consumer 0's
     _, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
     for position in range(chunks):
         # asked for now, used after this chunk's tiles
@@ -286,13 +300,19 @@ def _consume(
                 b_block = b_smem.index(stage)
                 if not B_T:
                     b_block = b_block.permute((1, 0))
+                # in turns, so that one's products are computed beside the other's end of a tile
+                if CONSUMERS == 2:
+                    sync_named(_TURN + CONSUMER, 256)
                 acc = hopper.warpgroup_mma(a_block, b_block, acc, is_async=True)
+                if CONSUMERS == 2:
+                    arrive_named(_TURN + 1 - CONSUMER, 256)
                 # the one before has finished, and its stage is free
                 acc = hopper.warpgroup_mma_wait(1, deps=[acc])
-                mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=k > 0)
+                if k > 0:
+                    _give_back(stage, STAGES)
                 stage, phase = _advance(stage, phase, STAGES)
             acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
+            _give_back(stage, STAGES)
             col = gl.to_tensor(0)
             if bias_ptr is not None:
                 _, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
@@ -321,6 +341,9 @@ def _consume(
                 c_phase = _hand_over(right, c_part, c_full_bar, c_empty_bar, c_phase)
         tile = _behind(tile, tiles)
         start, end = next_start, next_end
+    if CONSUMERS == 2:
+        if CONSUMER == 0:
+            sync_named(_TURN, 256)
 
 
 @gluon.jit
@@ -481,12 +504,10 @@ def _gemm_kernel(
     b_smem = gl.allocate_shared_memory(dtype, [STAGES, B_SHAPE[0], B_SHAPE[1]], b_layout)
     c_smem = gl.allocate_shared_memory(out_dtype, [CONSUMERS, ROWS, COLS], c_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     c_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     c_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(c_full.index(i), count=1)
         mbarrier.init(c_empty.index(i), count=1)
@@ -495,11 +516,11 @@ def _gemm_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
         (_consume, (
-            a_smem, b_smem, c_smem, full, empty, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
+            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
             chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 0,
         )),
         (_load, (
-            a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, empty, bounds_ptr, order_ptr, flags_ptr, M, N, K,
+            a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, bounds_ptr, order_ptr, flags_ptr, M, N, K,
             chunks, stride_a, stride_b, 0, stride_local, flag_step, ready, local_first, local_end,
             CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         )),
@@ -511,15 +532,15 @@ def _gemm_kernel(
     else:
         gl.warp_specialize([
         (_consume, (
-            a_smem, b_smem, c_smem, full, empty, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
+            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
             chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 0,
         )),
         (_consume, (
-            a_smem, b_smem, c_smem, full, empty, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
+            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
             chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 1,
         )),
         (_load, (
-            a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, empty, bounds_ptr, order_ptr, flags_ptr, M, N, K,
+            a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, bounds_ptr, order_ptr, flags_ptr, M, N, K,
             chunks, stride_a, stride_b, 0, stride_local, flag_step, ready, local_first, local_end,
             CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         )),

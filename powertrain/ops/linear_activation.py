@@ -75,13 +75,11 @@ def choose(
     GPU), aligned memory assumed: "hopper", one kernel, or "apart", a product and what follows."""
     target = target or Target.of(torch.device("cuda"))
     # bf16, one H200, the product apart from its activation / in one, ms; M, N, K:
-    #   swiglu 16384 14336 4096  5.60 / 5.22     8192 28672 8192  11.16 / 10.76     16384 8192 2048  1.69 / 1.44
-    #   gelu   16384 16384 4096  3.33 / 3.08     residual 3.33 / 3.00
-    # and where it is not chosen, since two warps are slower with all of a tile than its product is:
-    #   gelu   16384 8192 2048   0.88 / 1.11     residual 0.89 / 0.86
-    reason = gemms._why_not_hopper(M, 2 * N if gated else N, K, dtype, target)
-    if reason is None and not gated and K < 4096:
-        reason = f"K must be at least 4096 for the product to hide what follows it, is {K}"
+    #   swiglu 16384 14336 4096  5.08 / 4.81     8192 28672 8192  9.83 / 9.77     16384 4096 1024  0.475 / 0.388
+    #   gelu   16384 16384 4096  3.10 / 2.93     16384 8192 2048  0.889 / 0.819   residual 0.897 / 0.775
+    # and where it is not chosen, since three warps are slower with all of a tile than its product is:
+    #   gelu   16384 5120 1280   0.401 / 0.415
+    reason = gemms._why_not_hopper(M, 2 * N if gated else N, K, dtype, target, 1024 if gated else 2048)
     return Choice("apart", {"hopper": reason}) if reason else Choice("hopper", {})
 
 

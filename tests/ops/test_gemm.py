@@ -146,6 +146,7 @@ def test_errors(call: object, message: str) -> None:
         ((8192, 4096, 1024), "cublas", "K must be at least 2048"),
         ((2048, 8192, 2048), "cublas", "it fills the GPU 4 times"),
         ((2048, 17152, 4096), "cublas", "less than 95%"),
+        ((16384, 2560, 8192), "cublas", "N must be at least 4096, is 2560"),
     ],
 )
 def test_choice_by_size(size: tuple[int, int, int], backend: str, why: str) -> None:

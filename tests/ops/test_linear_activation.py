@@ -60,9 +60,10 @@ def test_the_largest_magnitude_is_raised(device: torch.device) -> None:
 
 def test_the_choice_is_explained() -> None:
     assert choose(16384, 8192, 2048, gated=True, target=H200).backend == "hopper"
-    assert choose(16384, 16384, 4096, target=H200).backend == "hopper"
-    short = choose(16384, 8192, 2048, target=H200)
-    assert short.backend == "apart" and "K must be at least 4096" in short.why_not["hopper"]
+    assert choose(16384, 4096, 1024, gated=True, target=H200).backend == "hopper"
+    assert choose(16384, 8192, 2048, target=H200).backend == "hopper"
+    short = choose(16384, 8192, 1280, target=H200)
+    assert short.backend == "apart" and "K must be at least 2048" in short.why_not["hopper"]
     assert "made for sm_90" in choose(16384, 8192, 4096, target=Target.parse("A100")).why_not["hopper"]
 
 
