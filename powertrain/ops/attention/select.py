@@ -145,12 +145,40 @@ ORDERS = (
         (90, 99),
         lambda p: p.lengths.size == "short",
     ),
-    # B2 S8192 H8 D256: cudnn .86 + 3.46, flash-attn-4 .75 + 4.04
+    # B2 S8192 H8 D256 causal: flash-attn-3 .70 + 3.18, hopper .72 + 3.24 (cuDNN's), cudnn .86 + 3.25, flash-attn-4
+    # .75 + 4.04, triton 1.02 + 4.42; full hopper 8.90, cudnn 8.95; B16 S1024 .81, .81; D160: hopper .61 + 2.47
+    # (triton's), triton 3.29, cudnn 3.63
     Order(
-        ("flash-attn-3", "cudnn", "hopper", "triton", "flash-attn-4", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200,
+        ("flash-attn-3", "hopper", "cudnn", "triton", "flash-attn-4", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200_FA3,
         (90, 99),
         lambda p: p.needs_grad and p.head_dim_v > 128,
+    ),
+    # forward + backward: B2 S8192 H16 D128 causal hopper .78 + 2.30, cudnn .89 + 2.54, flash-attn-3 .75 + 2.43,
+    # flash-attn-4 .84 + 2.46; full 6.11, 6.24; D192/128 causal hopper 4.52 (cuDNN's backward), flash-attn-4 4.70, cudnn
+    # 4.71; full hopper 1.79 + 8.81 (triton's), triton 11.52, cudnn 13.62; B8 S2048 1.44, cudnn 1.48
+    Order(
+        ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200_FA3,
+        (90, 90),
+        lambda p: (
+            p.needs_grad
+            and p.lengths.size in ("medium", "long")
+            and (p.head_dim_qk, p.head_dim_v) in ((128, 128), (192, 128))
+        ),
+    ),
+    # B2 S8192 H32 D64 causal: flash-attn-3 .99 + 2.67, hopper 1.04 + 2.69, flash-attn-4 1.05 + 2.78, cudnn 1.20 + 3.21;
+    # B8 S2048 flash-attn-4 .39 + .84, hopper .33 + .98, cudnn .34 + 1.05
+    Order(
+        ("flash-attn-3", "flash-attn-4", "hopper", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200_FA3,
+        (90, 90),
+        lambda p: (
+            p.needs_grad
+            and p.lengths.size in ("medium", "long")
+            and (p.head_dim_qk, p.head_dim_v) == (64, 64)
+            and not p.mask.alibi
+        ),
     ),
     # forward alone, TFLOP/s, causal: B8 S2048 H16 D128 hopper 603 cudnn 520 FlashAttention-3 621; B2 S8192 716, 616,
     # 734; B1 S16384 736, 639, 758; full B2 S8192 730, 690, 741; H32 D64 S8192 532, 459, 557, S2048 411, 401, 429;
@@ -173,8 +201,7 @@ ORDERS = (
         lambda p: not p.needs_grad and p.lengths.size == "medium" and p.head_dim_v <= 128,
     ),
     # B2 S8192 H16: D128 flash-attn-4 .84 + 2.46, cudnn .89 + 2.78, flash 1.72 + 4.88; D192/128 flash-attn-4 .94 + 3.76,
-    # cudnn 1.11 + 3.88; H32 D64 flash-attn-4 1.05 + 2.78, cudnn 1.20 + 3.48; B8 S2048 H16 D128 .29 + .96, .27 + 1.06.
-    # hopper's backward, D128: B2 S8192 causal 2.75, cudnn 2.66, triton 3.28; full 4.99, 4.69; B8 S2048 .98, .92
+    # cudnn 1.11 + 3.88; H32 D64 flash-attn-4 1.05 + 2.78, cudnn 1.20 + 3.48; B8 S2048 H16 D128 .29 + .96, .27 + 1.06
     Order(
         ("flash-attn-4", "flash-attn-3", "cudnn", "hopper", "triton", "flash", "flash-attn-2", "efficient", *_REST),
         _H200,

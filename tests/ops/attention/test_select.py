@@ -107,11 +107,13 @@ def test_every_problem_on_a_gpu_can_be_ours(target: Target) -> None:
         # DeepSeek-V3 on an A100: "No dot product attention backend is available"
         ("A100", {"head_dim_qk": 192, "layout": "thd", "num_heads": 64, "num_kv_heads": 64}, "triton"),
         ("A100", {"head_dim_qk": 192}, "triton"),
-        ("H100", {"head_dim_qk": 192}, "cudnn"),
+        ("H100", {"head_dim_qk": 192}, "hopper"),
         ("H100", {"head_dim_qk": 192, "layout": "thd"}, "hopper"),
         ("A100", {}, "flash"),
         ("A100", {"layout": "thd"}, "flash"),
-        ("H100", {}, "cudnn"),
+        ("H100", {}, "hopper"),
+        ("H100", {"head_dim_qk": 64, "head_dim_v": 64}, "hopper"),
+        ("H100", {"lengths": Lengths("short")}, "cudnn"),
         ("H100", {"needs_grad": False}, "hopper"),
         ("RTX 2080", {"dtype": torch.float16}, "efficient"),
         ("RTX 2080", {}, "triton"),  # bfloat16 on sm_75
@@ -119,7 +121,7 @@ def test_every_problem_on_a_gpu_can_be_ours(target: Target) -> None:
         ("RTX 3090", {"head_dim_qk": 200, "head_dim_v": 200}, "triton"),
         ("RTX 3090", {"head_dim_qk": 200, "head_dim_v": 200, "needs_grad": False}, "flash"),
         ("RTX 3090", {"head_dim_qk": 512, "head_dim_v": 512}, "triton"),
-        ("H100", {"head_dim_qk": 256, "head_dim_v": 256}, "cudnn"),
+        ("H100", {"head_dim_qk": 256, "head_dim_v": 256}, "hopper"),
         ("H100", {"head_dim_qk": 512, "head_dim_v": 512}, "triton"),
         ("H100", {"head_dim_qk": 96, "head_dim_v": 96}, "cudnn"),
         ("H100", {"head_dim_qk": 80, "head_dim_v": 80}, "cudnn"),
@@ -218,8 +220,11 @@ def test_every_reason_of_several_is_given() -> None:
 @pytest.mark.parametrize(
     "facts, expected",
     [
-        ({}, "flash-attn-4"),
-        ({"head_dim_qk": 192}, "flash-attn-4"),
+        ({}, "hopper"),
+        ({"head_dim_qk": 192}, "hopper"),
+        ({"head_dim_qk": 64, "head_dim_v": 64}, "flash-attn-4"),
+        ({"head_dim_qk": 256, "head_dim_v": 256}, "hopper"),
+        ({"head_dim_qk": 96, "head_dim_v": 96}, "flash-attn-4"),
         ({"head_dim_qk": 256, "head_dim_v": 256, "needs_grad": False}, "hopper"),
         ({"lengths": Lengths("medium"), "needs_grad": False}, "hopper"),
         ({"lengths": Lengths("short")}, "cudnn"),
@@ -387,7 +392,8 @@ def test_torch_compile(dynamic: bool) -> None:
 
 def test_compiling_takes_only_what_can_be_traced() -> None:
     with assume(ALL):
-        assert chosen(problem(compiling=True)) == "cudnn"
+        assert chosen(problem(compiling=True)) == "hopper"
+        assert chosen(problem(compiling=True), Wish(forbidden=frozenset({"hopper"}))) == "cudnn"
         assert "host" in reasons("chunked", problem(compiling=True))
 
 
