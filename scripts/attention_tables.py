@@ -210,6 +210,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "head_dim_qk": 96,
         "head_dim_v": 96,
     },
+    "head dim 64, more than 1024 queries": {"head_dim_qk": 64, "head_dim_v": 64},
+    "head dim 96, more than 1024 queries": {"head_dim_qk": 96, "head_dim_v": 96},
     "value wider than 128, with backward": {"head_dim_qk": 256, "head_dim_v": 256},
 }
 
