@@ -5,7 +5,8 @@
 One CTA an SM takes tiles of queries of one head from a counter in memory, longest first. A *loader* warp draws the
 tiles, tells the others, and fetches q once and blocks of k and v into rings of two stages by TMA; *consumer* warpgroups
 hold 64 rows of queries each, scores and results in registers. While the tensor cores compute the scores of one block
-and add the block before to the result, the other warpgroup is at its exponentials.
+and add the block before to the result, the other warpgroup is at its exponentials. Loads are announced by mbarriers,
+which TMA can reach; stages are given back by the hardware's numbered barriers, to which a warp comes without waiting.
 
 Blocks that hold keys which some of a tile's queries do not see come first, so that the loop over all others has no
 masks; the order is free, for the softmax is an online one: running maximum m and sum l per query, base 2.
@@ -18,6 +19,8 @@ from powertrain.ops.attention.hopper_softmax import (
     LN2,
     LOG2E,
     MINUS_INF,
+    as_operand,
+    beside_zeros,
     hidden,
     of_lanes,
     rescaled,
@@ -44,7 +47,10 @@ from powertrain.runtime.gluon_compat import (
 )
 from powertrain.runtime.launch import gluon_kernel
 
-_TURN = gl.constexpr(8)  # the first consumer's barrier
+# numbered barriers: the first consumer's turn, and the first stage's return of keys and of values, up to 4 each
+_TURN = gl.constexpr(5)
+_KEYS_FREE = gl.constexpr(8)
+_VALUES_FREE = gl.constexpr(12)
 
 
 @gluon.jit
@@ -118,6 +124,18 @@ def _lap(count, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _give_back(first: gl.constexpr, stage, CONSUMERS: gl.constexpr):
+    """By each warp of the consumers, once for each round of a stage: who takes it meets them all."""
+    arrive_named(first + stage, 32 + 128 * CONSUMERS)
+
+
+@gluon.jit
+def _take(first: gl.constexpr, stage, CONSUMERS: gl.constexpr):
+    """By the loader, once for each round of a stage but the first."""
+    sync_named(first + stage, 32 + 128 * CONSUMERS)
+
+
+@gluon.jit
 def _tell(tile_smem, slot, place: gl.constexpr, value):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     FIELDS: gl.constexpr = tile_smem.shape[0] // 2
@@ -132,9 +150,22 @@ def _told(tile_smem, slot, place: gl.constexpr):
 
 
 @gluon.jit
+def _load_queries(q_desc, q_smem, q_full, batch, head, row, first_slot, CONSUMERS: gl.constexpr):
+    ROWS: gl.constexpr = q_smem[0].shape[1]
+    CHANNELS: gl.constexpr = q_smem[0].shape[2] + (q_smem[1].shape[2] if len(q_smem) > 1 else 0)
+    BYTES: gl.constexpr = ROWS * CHANNELS * q_smem[0].dtype.primitive_bitwidth // 8
+    for c in gl.static_range(CONSUMERS):
+        bar = q_full.index(first_slot + c)
+        mbarrier.expect(bar, BYTES)
+        for i in gl.static_range(len(q_smem)):
+            where = [batch, head, row + c * ROWS, i * q_smem[0].shape[2]]
+            tma_load(q_desc[i], where, bar, _as_tile(q_smem[i].index(first_slot + c)))
+
+
+@gluon.jit
 def _load(
     q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    q_smem, k_smem, v_smem, tile_smem, q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+    q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
     batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr,
@@ -144,6 +175,7 @@ def _load(
     ROWS: gl.constexpr = q_smem[0].shape[1]
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     PIECES: gl.constexpr = len(q_smem)
+    Q_SLOTS: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
     BYTES: gl.constexpr = v_smem.dtype.primitive_bitwidth // 8
     heads = kv_heads * repeats
     storage = batch
@@ -156,13 +188,13 @@ def _load(
         q_desc += (_rows_desc(q_ptr, storage, heads, queries, D[0], stride_qb, stride_qh, stride_qs, q_smem[i]),)  # type: ignore[assignment]
         k_desc += (_rows_desc(k_ptr, storage, kv_heads, keys, D[0], stride_kb, stride_kh, stride_ks, k_smem[i]),)  # type: ignore[assignment]
     v_desc = _rows_desc(v_ptr, storage, kv_heads, keys, D[1], stride_vb, stride_vh, stride_vs, v_smem)
-    Q_BYTES: gl.constexpr = ROWS * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
-    K_BYTES: gl.constexpr = Q_BYTES // ROWS * BLOCK_N
+    K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
     V_BYTES: gl.constexpr = BLOCK_N * v_smem.shape[2] * BYTES
 
     tile = gl.program_id(0)
     visited = gl.to_tensor(0)  # blocks so far
     taken = gl.to_tensor(0)  # tiles so far
+    emptied = gl.to_tensor(STAGES)  # blocks of keys whose stage is free, counted from the first
     while tile < tiles:
         if q_starts_ptr is not None:
             slot, head = place(tile, blocks, heads, group)
@@ -195,33 +227,31 @@ def _load(
             b_at = b
             if q_starts_ptr is not None:
                 b_at = gl.to_tensor(0)
+            if Q_SLOTS == 2:  # the tile before the last, which had this slot, is done: its place in tile_smem was free
+                _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS)
             before = gl.to_tensor(0)
             for n in range(end - begin):
                 row = k_start + _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
                 at = visited + n
                 stage = at & (STAGES - 1)
-                mbarrier.wait(k_empty.index(stage), _lap(at, STAGES) ^ 1)
+                if emptied <= at:
+                    _take(_KEYS_FREE, stage, CONSUMERS)
+                    emptied += 1
                 bar = k_full.index(stage)
                 mbarrier.expect(bar, K_BYTES)
                 for i in gl.static_range(PIECES):
                     tma_load(k_desc[i], [b_at, kv, row, i * q_smem[0].shape[2]], bar, _as_tile(k_smem[i].index(stage)))
                 if n == 0:
-                    # who has released the last block of keys has done with the queries
-                    last = at + STAGES - 1
-                    mbarrier.wait(k_empty.index(last & (STAGES - 1)), _lap(last, STAGES) ^ 1)
-                    for c in gl.static_range(CONSUMERS):
-                        bar = q_full.index(c)
-                        mbarrier.expect(bar, Q_BYTES)
-                        for i in gl.static_range(PIECES):
-                            tma_load(
-                                q_desc[i],
-                                [b_at, head, q_start + first + c * ROWS, i * q_smem[0].shape[2]],
-                                bar,
-                                _as_tile(q_smem[i].index(c)),
-                            )
+                    if Q_SLOTS == 1:
+                        # who has given back the last block of keys has done with the queries
+                        while emptied < at + STAGES:
+                            _take(_KEYS_FREE, emptied & (STAGES - 1), CONSUMERS)
+                            emptied += 1
+                        _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, 0, CONSUMERS)
                 else:
                     stage = (at - 1) & (STAGES - 1)
-                    mbarrier.wait(v_empty.index(stage), _lap(at - 1, STAGES) ^ 1)
+                    if at > STAGES:
+                        _take(_VALUES_FREE, stage, CONSUMERS)
                     bar = v_full.index(stage)
                     mbarrier.expect(bar, V_BYTES)
                     tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
@@ -230,7 +260,8 @@ def _load(
             # late, for what a long tile has drawn waits for its end; not last, for the answer takes time
             ticket = draw(counter_ptr)
             stage = (visited - 1) & (STAGES - 1)
-            mbarrier.wait(v_empty.index(stage), _lap(visited - 1, STAGES) ^ 1)
+            if visited > STAGES:
+                _take(_VALUES_FREE, stage, CONSUMERS)
             bar = v_full.index(stage)
             mbarrier.expect(bar, V_BYTES)
             tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
@@ -249,16 +280,41 @@ def _load(
 
 
 @gluon.jit
-def _times_keys(q_smem, k_smem, consumer: gl.constexpr, stage, s_layout: gl.constexpr):
-    """q kᵀ under way: [rows, keys]."""
-    QUERIES: gl.constexpr = q_smem[0].shape[1]
-    KEYS: gl.constexpr = k_smem[0].shape[1]
-    s = gl.zeros([QUERIES, KEYS], gl.float32, s_layout)
-    s = hopper.warpgroup_mma(
-        q_smem[0].index(consumer), k_smem[0].index(stage).permute((1, 0)), s, use_acc=False, is_async=True
-    )
-    for i in gl.static_range(1, len(q_smem)):
-        s = hopper.warpgroup_mma(q_smem[i].index(consumer), k_smem[i].index(stage).permute((1, 0)), s, is_async=True)
+def _first_rows(smem, ROWS: gl.constexpr):
+    if ROWS != smem.shape[0]:
+        smem = smem.slice(0, ROWS)
+    return smem
+
+
+@gluon.jit
+def _slot_of(pair, q_smem, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+    """Where a consumer's queries of every other tile are."""
+    slot = CONSUMER
+    if q_smem[0].shape[0] == 2 * CONSUMERS:
+        slot = pair * CONSUMERS + CONSUMER
+    return slot
+
+
+@gluon.jit
+def _queries_at(slot, q_smem):
+    q = ()
+    for i in gl.static_range(len(q_smem)):
+        q += (q_smem[i].index(slot),)  # type: ignore[assignment]
+    return q
+
+
+@gluon.jit
+def _times_keys(q, k_smem, stage, KEYS: gl.constexpr):
+    """q kᵀ under way for the first KEYS of a block: [rows, keys]. q: pieces of its channels, as k's are, in shared
+    memory or in registers."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ROWS: gl.constexpr = q[0].shape[0]
+    s = gl.zeros([ROWS, KEYS], gl.float32, layout)
+    k = _first_rows(k_smem[0].index(stage), KEYS)
+    s = hopper.warpgroup_mma(q[0], k.permute((1, 0)), s, use_acc=False, is_async=True)
+    for i in gl.static_range(1, len(k_smem)):
+        k = _first_rows(k_smem[i].index(stage), KEYS)
+        s = hopper.warpgroup_mma(q[i], k.permute((1, 0)), s, is_async=True)
     return s
 
 
@@ -283,53 +339,57 @@ def _clear_behind(v_smem, count):
 
 @gluon.jit
 def _step(
-    o, m, l, weights, at, q_smem, k_smem, v_smem, bars, start, positions, p_first, k_len,  # noqa: E741
+    o, m, l, weights, at, q, k_smem, v_smem, k_full, v_full, start, positions, p_first, k_len,  # noqa: E741
     left, right, factors, factor, slope,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr, RAGGED: gl.constexpr,
-    EARLY: gl.constexpr, BY_HAND: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
+    EARLY: gl.constexpr, ROUND: gl.constexpr, BY_HAND: gl.constexpr,
+    CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Block number `at`: its scores and, beside them, the product of the block before; then its weights.
 
     EARLY: its softmax runs beside that product too; else there are fewer registers in use."""
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = o.type.layout
-    k_full, k_empty, v_full, v_empty = bars
     stage = at & (STAGES - 1)
     last = (at - 1) & (STAGES - 1)
-    p = gl.convert_layout(rounded(weights, v_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
+    p = as_operand(weights, v_smem.dtype, o_layout)
+    v = _first_rows(v_smem.index(last), p.shape[1])
     if EARLY:
         mbarrier.wait(k_full.index(stage), _lap(at, STAGES))
         # consumers take turns at the tensor cores: one's exponentials beside another's products
         if not MASKED:
             sync_named(_TURN + CONSUMER, 256)
-        s_later = _times_keys(q_smem, k_smem, CONSUMER, stage, s_layout)
+        s_later = _times_keys(q, k_smem, stage, BLOCK_N)
         mbarrier.wait(v_full.index(last), _lap(at - 1, STAGES))
-        o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
+        o_later = hopper.warpgroup_mma(p, v, o, is_async=True)
         if not MASKED:
             arrive_named(_TURN + (CONSUMER + 1) % CONSUMERS, 256)
+        barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
         s = hopper.warpgroup_mma_wait(1, deps=[s_later])
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        _give_back(_KEYS_FREE, stage, CONSUMERS)
     else:
         mbarrier.wait(v_full.index(last), _lap(at - 1, STAGES))
         if not MASKED:
             sync_named(_TURN + CONSUMER, 256)
-        o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
+        o_later = hopper.warpgroup_mma(p, v, o, is_async=True)
         mbarrier.wait(k_full.index(stage), _lap(at, STAGES))
-        s_later = _times_keys(q_smem, k_smem, CONSUMER, stage, s_layout)
+        s_later = _times_keys(q, k_smem, stage, BLOCK_N)
         if not MASKED:
             arrive_named(_TURN + (CONSUMER + 1) % CONSUMERS, 256)
+        barrier()
         s, o, _ = hopper.warpgroup_mma_wait(0, deps=[s_later, o_later, p])
-        mbarrier.arrive(v_empty.index(last), count=1)
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        _give_back(_VALUES_FREE, last, CONSUMERS)
+        _give_back(_KEYS_FREE, stage, CONSUMERS)
     s = scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
     if MASKED:
         s = hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
     weights, m, l, alpha = softmax(s, m, l, factor, BY_HAND, MASKED)  # noqa: E741
+    if ROUND:
+        weights = rounded(weights, v_smem.dtype)
     if EARLY:
         o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
-        mbarrier.arrive(v_empty.index(last), count=1)
+        _give_back(_VALUES_FREE, last, CONSUMERS)
     if RAGGED and MASKED:
         if start + BLOCK_N > k_len:
             mbarrier.wait(v_full.index(stage), _lap(at, STAGES))
@@ -355,10 +415,11 @@ def _parts(o, SPLIT: gl.constexpr):
 @gluon.jit
 def _consume(
     o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
-    q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+    q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
     batch, queries, heads, stride_ob, stride_os, stride_oh, stride_slopes, left, right, scale, softcap,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
-    PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr, EARLY: gl.constexpr, BY_HAND: gl.constexpr,
+    ALIGNED: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr,
+    EARLY: gl.constexpr, ROUND: gl.constexpr, Q_HELD: gl.constexpr, BY_HAND: gl.constexpr,
     CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = v_smem.shape[0]
@@ -366,15 +427,18 @@ def _consume(
     ROWS: gl.constexpr = q_smem[0].shape[1]
     D_V: gl.constexpr = v_smem.shape[2]
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    # of the one masked block of a tile, the first half of the queries see the first half of the keys
+    HALF: gl.constexpr = ALIGNED and CONSUMER == 0
+    FIRST_N: gl.constexpr = BLOCK_N // 2 if HALF else BLOCK_N
     RAW: gl.constexpr = not CAP and ALIBI == 0  # m is a maximum of unscaled scores
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    first_row_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_N, 16]))
     o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = v_smem.dtype
     COLS: gl.constexpr = o_smem.shape[2]
     SPLIT: gl.constexpr = D_V // COLS
-    bars = (k_full, k_empty, v_full, v_empty)
     storage = batch
     if PACKED:
         storage = gl.to_tensor(1)
@@ -398,7 +462,8 @@ def _consume(
     if head >= 0:
         mbarrier.wait(q_full.index(CONSUMER), 0)
         mbarrier.wait(k_full.index(0), 0)
-    s = _times_keys(q_smem, k_smem, CONSUMER, 0, s_layout)
+    s = _times_keys(_queries_at(CONSUMER, q_smem), k_smem, 0, FIRST_N)
+    barrier()
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     while head >= 0:  # with the scores of the first block of a tile
         pair = taken & 1
@@ -413,6 +478,9 @@ def _consume(
         )
         row = first + CONSUMER * ROWS
         positions = row + offset + gl.arange(0, ROWS, row_layout)
+        q = _queries_at(_slot_of(pair, q_smem, CONSUMERS, CONSUMER), q_smem)
+        if Q_HELD:
+            q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)
         slope = 0.0
         if ALIBI:
             b = _told(tile_smem, pair, 0)
@@ -421,39 +489,58 @@ def _consume(
 
         # the first block: masked, if any is
         stage = visited & (STAGES - 1)
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        _give_back(_KEYS_FREE, stage, CONSUMERS)
         start = _block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
-        s = scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
+        first_positions = gl.convert_layout(positions, first_row_layout)
+        s = scored(s, start, first_positions, factors, slope, p_first, CAP, ALIBI)
         if masked > 0:
-            s = hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
+            s = hidden(s, start, first_positions, k_len, left, right, LEFT, RIGHT)
         if RAGGED:
             if start + BLOCK_N > k_len:
                 mbarrier.wait(v_full.index(stage), _lap(visited, STAGES))
                 _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
-        m = gl.full([ROWS], MINUS_INF, gl.float32, row_layout)
+        m = gl.full([ROWS], MINUS_INF, gl.float32, first_row_layout)
         l = gl.zeros_like(of_lanes(s))  # noqa: E741
         weights, m, l, _ = softmax(s, m, l, factor, 0, True)  # noqa: E741
+        if ROUND:
+            weights = rounded(weights, dtype)
         o = gl.zeros([ROWS, D_V], gl.float32, o_layout)
 
-        for n in range(1, masked):
+        done = gl.to_tensor(1)
+        if HALF:
+            m = gl.convert_layout(m, row_layout)
+            l = gl.convert_layout(l, of_lanes(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)).type.layout)  # noqa: E741
+            if end - begin > 1:
+                o, m, l, whole = _step(  # noqa: E741
+                    o, m, l, weights, visited + 1, q, k_smem, v_smem, k_full, v_full, start - BLOCK_N, positions,
+                    p_first, k_len, left, right, factors, factor, slope,
+                    LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, ROUND, BY_HAND, CONSUMERS, CONSUMER, False,
+                )  # fmt: skip
+            else:
+                whole = beside_zeros(weights, s_layout)
+            weights = whole
+            done += 1
+        elif not ALIGNED:
+            for n in range(1, masked):
+                start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+                o, m, l, weights = _step(  # noqa: E741
+                    o, m, l, weights, visited + n, q, k_smem, v_smem, k_full, v_full, start, positions,
+                    p_first, k_len, left, right, factors, factor, slope,
+                    LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, ROUND, BY_HAND, CONSUMERS, CONSUMER, True,
+                )  # fmt: skip
+            done = gl.maximum(masked, 1)
+        for n in range(done, end - begin):
             start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
             o, m, l, weights = _step(  # noqa: E741
-                o, m, l, weights, visited + n, q_smem, k_smem, v_smem, bars, start, positions, p_first, k_len,
-                left, right, factors, factor, slope,
-                LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, BY_HAND, CONSUMERS, CONSUMER, True,
-            )  # fmt: skip
-        for n in range(gl.maximum(masked, 1), end - begin):
-            start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
-            o, m, l, weights = _step(  # noqa: E741
-                o, m, l, weights, visited + n, q_smem, k_smem, v_smem, bars, start, positions, p_first, k_len,
-                left, right, factors, factor, slope,
-                LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, BY_HAND, CONSUMERS, CONSUMER, False,
+                o, m, l, weights, visited + n, q, k_smem, v_smem, k_full, v_full, start, positions,
+                p_first, k_len, left, right, factors, factor, slope,
+                LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, ROUND, BY_HAND, CONSUMERS, CONSUMER, False,
             )  # fmt: skip
 
         visited += end - begin
         last = (visited - 1) & (STAGES - 1)
         mbarrier.wait(v_full.index(last), _lap(visited - 1, STAGES))
-        p = gl.convert_layout(rounded(weights, dtype), gl.DotOperandLayout(0, o_layout, 2))
+        p = as_operand(weights, dtype, o_layout)
         o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
 
         # what the loops need not keep is read again
@@ -470,10 +557,11 @@ def _consume(
         mbarrier.wait(tile_full.index(pair), _lap(taken, 2))
         next_head = _told(tile_smem, pair, 1)
         stage = visited & (STAGES - 1)
+        slot = _slot_of(pair, q_smem, CONSUMERS, CONSUMER)
         if next_head >= 0:
-            mbarrier.wait(q_full.index(CONSUMER), taken & 1)
+            mbarrier.wait(q_full.index(slot), _lap(taken, q_smem[0].shape[0] // CONSUMERS))
             mbarrier.wait(k_full.index(stage), _lap(visited, STAGES))
-        s_later = _times_keys(q_smem, k_smem, CONSUMER, stage, s_layout)
+        s_later = _times_keys(_queries_at(slot, q_smem), k_smem, stage, FIRST_N)
 
         total = gl.convert_layout(gl.sum(l, 1), row_layout)
         m = m * factor
@@ -498,7 +586,7 @@ def _consume(
         gl.store(lse_base + i, lse, mask=i < q_room)
 
         o, _ = hopper.warpgroup_mma_wait(1, deps=[o_later, p])
-        mbarrier.arrive(v_empty.index(last), count=1)
+        _give_back(_VALUES_FREE, last, CONSUMERS)
         o = o * gl.expand_dims(gl.convert_layout(inverse, o_row_layout), 1)
         if RAGGED:  # rows of no sequence may hold NaN
             o = gl.where(gl.expand_dims(gl.convert_layout(i, o_row_layout) < q_len, 1), o, 0.0)
@@ -580,27 +668,27 @@ def _hopper_attention_fwd_kernel(
     slopes_step, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr,
-    BY_HAND: gl.constexpr,
+    ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SPLIT: gl.constexpr,
+    EARLY: gl.constexpr, ROUND: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr, BY_HAND: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None
     ROWS: gl.constexpr = 64
+    # ptxas 12.8 takes addresses of q that depend on the tile for computed where the loop with masks was skipped
+    gl.static_assert(Q_SLOTS == 1 or Q_HELD or ALIGNED, "Q_SLOTS must be 1 where q is read in two loops")
     q_smem = ()
     k_smem = ()
     for i in gl.static_range(len(P_QK)):
-        q_smem += (_stages(dtype, CONSUMERS, ROWS, P_QK[i]),)  # type: ignore[assignment]
+        q_smem += (_stages(dtype, CONSUMERS * Q_SLOTS, ROWS, P_QK[i]),)  # type: ignore[assignment]
         k_smem += (_stages(dtype, STAGES, BLOCK_N, P_QK[i]),)  # type: ignore[assignment]
     v_smem = _stages(dtype, STAGES, BLOCK_N, P_V)
     o_smem = _stages(dtype, CONSUMERS, ROWS, P_V // SPLIT)
     tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_smem = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], tile_layout)
-    q_full = _rings(CONSUMERS, 1)
+    q_full = _rings(CONSUMERS * Q_SLOTS, 1)
     k_full = _rings(STAGES, 1)
-    k_empty = _rings(STAGES, CONSUMERS)
     v_full = _rings(STAGES, 1)
-    v_empty = _rings(STAGES, CONSUMERS)
     tile_full = _rings(2, 1)
     tile_empty = _rings(2, CONSUMERS)
     hopper.fence_async_shared()
@@ -614,19 +702,21 @@ def _hopper_attention_fwd_kernel(
         gl.warp_specialize([
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
-            q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, BY_HAND, CONSUMERS, 0,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, ROUND, Q_HELD, BY_HAND,
+            CONSUMERS, 0,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
-            q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, BY_HAND, CONSUMERS, 1,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, ROUND, Q_HELD, BY_HAND,
+            CONSUMERS, 1,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-            q_smem, k_smem, v_smem, tile_smem, q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
             left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS,
@@ -636,25 +726,28 @@ def _hopper_attention_fwd_kernel(
         gl.warp_specialize([
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
-            q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, BY_HAND, CONSUMERS, 0,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, ROUND, Q_HELD, BY_HAND,
+            CONSUMERS, 0,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
-            q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, BY_HAND, CONSUMERS, 1,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, ROUND, Q_HELD, BY_HAND,
+            CONSUMERS, 1,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
-            q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, PACKED, RAGGED, D, EARLY, BY_HAND, CONSUMERS, 2,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, ROUND, Q_HELD, BY_HAND,
+            CONSUMERS, 2,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-            q_smem, k_smem, v_smem, tile_smem, q_full, k_full, k_empty, v_full, v_empty, tile_full, tile_empty,
+            q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
             left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS,

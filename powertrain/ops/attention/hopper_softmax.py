@@ -168,16 +168,61 @@ def softmax(s, m, l, factor, BY_HAND: gl.constexpr, MASKED: gl.constexpr):  # no
 
 @gluon.jit
 def rounded(p, dtype: gl.constexpr):
+    """`p` in 16 bits, two neighbouring columns in an int32: [rows, columns / 2].
+
+    Carried from block to block as numbers of 16 bits, the compiler takes each pair apart and puts it together again."""
+    even, odd = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
+    if dtype == gl.bfloat16:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+    return pairs
+
+
+@gluon.jit
+def _rounded_here(p, dtype: gl.constexpr):
     """`p` in 16 bits, in this place: left to the compiler it was done later, beside the next scores, and spilled."""
     if dtype == gl.bfloat16:
-        rounded = gl.inline_asm_elementwise(
+        numbers = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.bfloat16, is_pure=False, pack=2
         )
     else:
-        rounded = gl.inline_asm_elementwise(
+        numbers = gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.float16, is_pure=False, pack=2
         )
-    return rounded
+    return numbers
+
+
+@gluon.jit
+def as_operand(weights, dtype: gl.constexpr, o_layout: gl.constexpr):
+    """Weights, `rounded` or in float32, as the left operand of a product of `o_layout`."""
+    if weights.dtype == gl.float32:
+        p = _rounded_here(weights, dtype)
+    else:
+        if dtype == gl.bfloat16:
+            even, odd = gl.inline_asm_elementwise(
+                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [weights], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+            )
+        else:
+            even, odd = gl.inline_asm_elementwise(
+                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [weights], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+            )
+        p = gl.join(even, odd).reshape([weights.shape[0], 2 * weights.shape[1]])
+    return gl.convert_layout(p, gl.DotOperandLayout(0, o_layout, 2))
+
+
+@gluon.jit
+def beside_zeros(pairs, s_layout: gl.constexpr):
+    """`rounded` weights of half a block, and zeros for its other half."""
+    ROWS: gl.constexpr = pairs.shape[0]
+    COLS: gl.constexpr = pairs.shape[1]
+    like = rounded(gl.zeros([ROWS, 4 * COLS], gl.float32, s_layout), gl.bfloat16)
+    whole = gl.join(pairs, gl.zeros_like(pairs)).permute(0, 2, 1).reshape([ROWS, 2 * COLS])
+    return gl.convert_layout(whole, like.type.layout)
 
 
 def _rescaling(count: int) -> str:

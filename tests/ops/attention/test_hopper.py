@@ -6,9 +6,10 @@ import subprocess
 import threading
 import zlib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def _forward(d_qk: int, d_v: int, length: int, packed: bool = False, **options: 
         if packed:
             starts = _empty(3, dtype=torch.int32)
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-            varlen_attention(q, k, v, starts, is_causal=True, backend="hopper")
+            varlen_attention(q, k, v, starts, backend="hopper", **{"is_causal": True} | options)
         else:
             attention(q, k, v, backend="hopper", **{"is_causal": True} | options)
     return wanted.specs
@@ -49,28 +50,54 @@ def _machine_code(cubin: bytes, folder: Path) -> Counter[str]:
     return Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?(\w+(?:\.DEPBAR)?)", text, re.MULTILINE))
 
 
-# head dims, queries, packed; consumers. Each waits seven times for its products: once before the first tile, twice in
-# each of two loops, twice at the end of a tile
+# head dims, queries, packed, causal; consumers
 PLANS = [
-    ((128, 128), 512, False, 2),
-    ((128, 128), 512, True, 2),
-    ((64, 64), 512, False, 2),
-    ((64, 64), 8192, False, 3),
-    ((192, 128), 512, False, 2),
-    ((256, 256), 512, True, 2),
+    ((128, 128), 512, False, True, 2),
+    ((128, 128), 512, True, True, 2),
+    ((128, 128), 512, False, False, 2),
+    ((64, 64), 512, False, True, 2),
+    ((64, 64), 8192, False, True, 3),
+    ((192, 128), 512, False, True, 2),
+    ((256, 256), 512, True, True, 2),
 ]
 
 
+class _Products(NamedTuple):
+    """Instructions of one consumer: `blocks` pairs of products and two waits each, in loops and beside them."""
+
+    waits: int
+    multiplications: int
+
+    @staticmethod
+    def of(blocks: int, scores: int, products: int) -> "_Products":
+        # before the first tile: scores and a wait; after a tile's last block: a product and the next tile's scores
+        return _Products(1 + 2 * blocks + 2, scores + blocks * (scores + products) + products + scores)
+
+
+def _expected(constants: Mapping[str, Any]) -> _Products:
+    """Of all consumers. Aligned: no loop with masks; the first consumer's second block has half a product beside it."""
+    scores = sum(constants["P_QK"]) // 16
+    products = constants["BLOCK_N"] // 16 * (constants["P_V"] // min(constants["P_V"], 256))
+    if constants["ALIGNED"]:
+        first, second = (_Products.of(blocks, scores, products) for blocks in (2, 1))
+        return _Products(
+            first.waits + second.waits, sum((first.multiplications, second.multiplications)) - products // 2
+        )
+    each = _Products.of(2, scores, products)
+    return _Products(*(constants["CONSUMERS"] * count for count in each))
+
+
 @compiled
-@pytest.mark.parametrize("dims, length, packed, consumers", PLANS, ids=lambda x: str(x).replace(" ", ""))
+@pytest.mark.parametrize("dims, length, packed, causal, consumers", PLANS, ids=lambda x: str(x).replace(" ", ""))
 def test_products_are_not_serialised(
-    dims: tuple[int, int], length: int, packed: bool, consumers: int, tmp_path: Path
+    dims: tuple[int, int], length: int, packed: bool, causal: bool, consumers: int, tmp_path: Path
 ) -> None:
     """ptxas waits after every wgmma where it runs out of registers; what is spilled between tiles costs little."""
-    [spec] = _forward(*dims, length, packed)
+    [spec] = _forward(*dims, length, packed, is_causal=causal)
     assert spec.constants["CONSUMERS"] == consumers
+    assert spec.constants["ALIGNED"] == (causal and consumers == 2 and spec.constants["BLOCK_N"] == 128)
     entry, _ = entry_for(spec)
-    assert entry.manifest["launch"]["stack"] <= 128
+    assert entry.manifest["launch"]["stack"] <= 64
     assert entry.manifest["launch"]["num_warps"] == 4 * consumers + 4
     ptx = zlib.decompress(entry.members["ptx"]).decode()
     rows, key_block = 64, spec.constants["BLOCK_N"]
@@ -78,13 +105,56 @@ def test_products_are_not_serialised(
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::(cluster|cta)\.global", ptx)
     assert "cp.async.bulk.tensor.4d.global.shared::cta" in ptx
     code = _machine_code(entry.members["cubin"], tmp_path)
-    assert code["WARPGROUP.DEPBAR"] == 7 * consumers
-    scores = 4 * sum(spec.constants["P_QK"]) // 16  # the first tile's, two loops', the next tile's; 16 channels each
-    products = 3 * key_block // 16 * (spec.constants["P_V"] // min(spec.constants["P_V"], 256))
-    assert code["HGMMA"] == consumers * (scores + products)
+    assert (code["WARPGROUP.DEPBAR"], code["HGMMA"]) == _expected(spec.constants)
     if not packed:
         # halves of registers put together: weights carried from block to block in 16 bits were packed anew each time
         assert code["PRMT"] <= 4
+
+
+@compiled
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_a_block_has_two_barriers_of_the_warpgroup(causal: bool, tmp_path: Path) -> None:
+    """Its turn and one that costs nothing; stages are given back without: see _step."""
+    [spec] = _forward(128, 128, 512, is_causal=causal)
+    entry, _ = entry_for(spec)
+    ptx = zlib.decompress(entry.members["ptx"]).decode()
+    steps = re.findall(r"wgmma\.wait_group\.sync\.aligned 1;.*?wgmma\.wait_group\.sync\.aligned 0;", ptx, re.DOTALL)
+    softmaxes = [step for step in steps if step.count("ex2.approx") >= 64]
+    assert len(softmaxes) == (3 if causal else 4)
+    assert not any("bar.sync" in step or "mbarrier.arrive" in step for step in softmaxes)
+
+
+def _aligned(queries: int, keys: int, **options: Any) -> bool:
+    q, k = _empty(2, queries, 4, 128), _empty(2, keys, 4, 128)
+    with record("sm_90") as wanted:
+        attention(q, k, k, backend="hopper", **{"is_causal": True} | options)
+    [spec] = wanted.specs
+    return bool(spec.constants["ALIGNED"])
+
+
+def test_diagonals_from_corner_to_corner() -> None:
+    lengths = torch.empty(2, dtype=torch.int32, device=META)
+    assert _aligned(300, 300) and _aligned(300, 300, causal_align="top_left")
+    assert _aligned(300, 556) and not _aligned(300, 557) and not _aligned(300, 430)
+    assert _aligned(428, 300) and not _aligned(429, 300)
+    assert _aligned(300, 999, causal_align="top_left") and not _aligned(301, 300, causal_align="top_left")
+    assert not _aligned(300, 300, is_causal=False) and not _aligned(300, 300, is_causal=False, window_size=(64, 0))
+    assert not _aligned(300, 300, is_causal=False, window_size=(-1, 1))
+    assert not _aligned(300, 300, key_lengths=lengths) and not _aligned(300, 300, query_lengths=lengths)
+
+
+def test_packed_diagonals_are_aligned_where_queries_and_keys_have_the_same_lengths() -> None:
+    starts, others = (_empty(3, dtype=torch.int32) for _ in range(2))
+    x = _empty(600, 4, 128)
+
+    def aligned(**options: Any) -> bool:
+        with record("sm_90") as wanted:
+            varlen_attention(x, x, x, starts, is_causal=True, backend="hopper", **options)
+        [spec] = wanted.specs
+        return bool(spec.constants["ALIGNED"])
+
+    assert aligned() and aligned(cu_seqlens_q_padded=others, cu_seqlens_k_padded=others)
+    assert not aligned(cu_seqlens_k=others) and not aligned(seqused_q=_empty(2, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(
