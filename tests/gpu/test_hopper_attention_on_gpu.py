@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from powertrain.ops.attention import attention, hopper_flash, select, varlen_attention
 from powertrain.runtime import prebuild
 from powertrain.runtime.recording import record
+from powertrain.testing import numerics
 from tests.ops.attention.attention_launches import any_order
 from tests.ops.attention.problems import CONFIGS, Config, errors, make
 
@@ -65,6 +67,54 @@ def test_sweep(config: Config) -> None:
         if not error.ok
     ]
     assert not bad, "\n".join(bad)
+
+
+# queries, keys, alignment: one tile, several; queries that see nothing; keys that none sees; ends within half a block
+CORNER_TO_CORNER = [
+    (1, 1, "bottom_right"),
+    (64, 64, "top_left"),
+    (65, 65, "bottom_right"),
+    (130, 258, "bottom_right"),
+    (428, 300, "bottom_right"),
+    (200, 500, "top_left"),
+    (1000, 1000, "bottom_right"),
+]
+OPTIONS = [{}, {"softcap": 15.0}, {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])}, {"sinks": torch.ones(4)}]
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 128), (192, 128)], ids=str)
+def test_diagonals_from_corner_to_corner(dims: tuple[int, int]) -> None:
+    """Of a tile's masked block the first half of the queries see the first half of the keys, and multiply no more."""
+    bad = []
+    for n, (queries, keys, align) in enumerate(CORNER_TO_CORNER):
+        torch.manual_seed(n)
+        shapes = {"query": (2, queries, 4, dims[0]), "key": (2, keys, 2, dims[0]), "value": (2, keys, 2, dims[1])}
+        tensors = {name: torch.randn(shape, device=CUDA).to(DTYPES[n % 2]) for name, shape in shapes.items()}
+        options = {name: x.to(CUDA) if isinstance(x, Tensor) else x for name, x in OPTIONS[n % 4].items()}
+
+        def through(backend: str, align: Any = align, options: dict[str, Any] = options) -> Any:
+            def run(**given: Tensor) -> tuple[Tensor, Tensor]:
+                mask = {"is_causal": True, "causal_align": align, "return_lse": True}
+                out, lse = attention(**given, **mask, **options, backend=backend)
+                return out, lse.masked_fill(lse == -torch.inf, -1.0)
+
+            return run
+
+        found = numerics.errors(through("hopper"), through("plain"), through("reference"), tensors, slack=20)
+        bad += [f"{queries} queries, {keys} keys, {align}, {options}: {error}" for error in found if not error.ok]
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_diagonals_are_those_of_each_sequence(head_dim: int) -> None:
+    lengths = [1, 127, 128, 129, 64, 300, 0, 193]
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=CUDA)
+    q, k, v = (torch.randn(sum(lengths), 4, head_dim, device=CUDA, dtype=torch.bfloat16) for _ in range(3))
+    found = varlen_attention(q, k, v, starts, max_seqlen_q=300, is_causal=True, backend="hopper")
+    for first, end in pairwise(starts.tolist()):
+        alone = [x[None, first:end] for x in (q, k, v)]
+        exact = attention(*(x.double() for x in alone), is_causal=True, backend="reference")
+        torch.testing.assert_close(found[None, first:end].double(), exact, rtol=2e-2, atol=1e-2)
 
 
 def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:

@@ -86,8 +86,7 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
 
 def group_for(keys_bytes: int, repeats: int, causal: bool) -> int:
     """Heads whose tiles are taken in turn. TFLOP/s, bf16, one H200, H16 D128: causal S2048 (1 MiB of keys and values a
-    head) 4 578, 8 603, 16 602, 32 591; S8192 716, 712, 701, 682; S16384 736, 730, 718, 719; full S8192 1 725, 2 723,
-    8 710."""
+    head) 2 604, 4 613, 8 621, 16 620; S8192 732, 733, 728, 716; full S8192 1 725, 2 723, 8 710."""
     if not causal:
         return repeats
     return min(8, max(4, next_power_of_2(16 * 2**20 * repeats // max(1, keys_bytes) + 1) // 2))
