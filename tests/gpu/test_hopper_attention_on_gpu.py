@@ -79,7 +79,12 @@ CORNER_TO_CORNER = [
     (200, 500, "top_left"),
     (1000, 1000, "bottom_right"),
 ]
-OPTIONS = [{}, {"softcap": 15.0}, {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])}, {"sinks": torch.ones(4)}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"softcap": 15.0},
+    {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
+    {"sinks": torch.ones(4)},
+]
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 128), (192, 128)], ids=str)
@@ -94,7 +99,7 @@ def test_diagonals_from_corner_to_corner(dims: tuple[int, int]) -> None:
 
         def through(backend: str, align: Any = align, options: dict[str, Any] = options) -> Any:
             def run(**given: Tensor) -> tuple[Tensor, Tensor]:
-                mask = {"is_causal": True, "causal_align": align, "return_lse": True}
+                mask: dict[str, Any] = {"is_causal": True, "causal_align": align, "return_lse": True}
                 out, lse = attention(**given, **mask, **options, backend=backend)
                 return out, lse.masked_fill(lse == -torch.inf, -1.0)
 
