@@ -98,9 +98,9 @@ def test_diagonals_from_corner_to_corner(dims: tuple[int, int]) -> None:
         options = {name: x.to(CUDA) if isinstance(x, Tensor) else x for name, x in OPTIONS[n % 4].items()}
 
         def through(backend: str, align: Any = align, options: dict[str, Any] = options) -> Any:
-            def run(**given: Tensor) -> tuple[Tensor, Tensor]:
-                mask: dict[str, Any] = {"is_causal": True, "causal_align": align, "return_lse": True}
-                out, lse = attention(**given, **mask, **options, backend=backend)
+            def run(**given: Any) -> tuple[Tensor, Tensor]:
+                given |= options | {"is_causal": True, "causal_align": align, "return_lse": True, "backend": backend}
+                out, lse = attention(**given)
                 return out, lse.masked_fill(lse == -torch.inf, -1.0)
 
             return run
