@@ -18,6 +18,7 @@ from torch import Tensor
 
 from powertrain.ops.attention import attention, hopper_flash, hopper_softmax, varlen_attention
 from powertrain.runtime.compile import Spec, entry_for
+from powertrain.runtime.errors import CompileError
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from tests.ops.attention.attention_launches import META, any_order, launch
@@ -122,6 +123,16 @@ def test_a_block_has_two_barriers_of_the_warpgroup(causal: bool, tmp_path: Path)
     softmaxes = [step for step in steps if step.count("ex2.approx") >= 64]
     assert len(softmaxes) == (3 if causal else 4)
     assert not any("bar.sync" in step or "mbarrier.arrive" in step for step in softmaxes)
+
+
+@compiled
+def test_two_slots_of_queries_are_refused_where_two_loops_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ptxas 12.8 took an address computed ahead of the first loop for the second, which may be reached without it."""
+    plan = hopper_flash.plan_for(128, 128, 512)._replace(q_held=False)
+    monkeypatch.setattr(hopper_flash, "plan_for", lambda *sizes: plan)
+    [spec] = _forward(128, 128, 512, is_causal=False)
+    with pytest.raises(CompileError, match="Q_SLOTS must be 1 where q is read in two loops"):
+        entry_for(spec)
 
 
 def _aligned(queries: int, keys: int, **options: Any) -> bool:
