@@ -62,14 +62,15 @@ def test_tensors() -> None:
     assert reason(_empty(1, 64, 4, 64).expand(2, -1, -1, -1)) is None
 
 
-def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], **given: Any) -> Any:
+def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, **given: Any) -> Any:
     args = _args(**given)
     q, k = _empty(2, 512, 4, head_dim, dtype=dtype), _empty(2, 512, 2, head_dim, dtype=dtype)
+    out, v = (_empty(*x.shape[:-1], d_v or head_dim, dtype=dtype) for x in (q, k))
     if args.layout == "thd":
-        q, k = q.flatten(0, 1), k.flatten(0, 1)
+        q, k, out, v = (x.flatten(0, 1) for x in (q, k, out, v))
     lse = _empty(4, 1024, dtype=torch.float32) if args.layout == "thd" else _empty(2, 4, 512, dtype=torch.float32)
     with record("sm_90") as wanted:
-        hopper_attention_bwd(q, None, q, k, k, q, lse, [*need, False], *args)
+        hopper_attention_bwd(out, None, q, k, v, out, lse, [*need, False], *args)
     names = [spec.kernel.name for spec in wanted.specs]
     assert (
         names
@@ -82,6 +83,7 @@ def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], **given: Any) ->
 
 ALL = [True, True, True]
 STARTS = _empty(3, dtype=torch.int32)
+USED = _empty(2, dtype=torch.int32)
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
@@ -96,8 +98,9 @@ STARTS = _empty(3, dtype=torch.int32)
         (128, torch.bfloat16, ALL, {"left": 100, "softcap": 30.0}),
         (128, torch.bfloat16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS}),
         (80, torch.bfloat16, ALL, {"slopes": _empty(4, dtype=torch.float32)}),
+        (64, torch.float16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS, "query_used": USED}),
     ],
-    ids=["causal", "full", "d64", "no-dq", "window-softcap", "thd", "alibi-d80"],
+    ids=["causal", "full", "d64", "no-dq", "window-softcap", "thd", "alibi-d80", "thd-lengths-d64"],
 )
 def test_products_run_beside_everything_else(
     head_dim: int, dtype: torch.dtype, need: list[bool], given: dict[str, Any], tmp_path: Path
@@ -108,8 +111,8 @@ def test_products_run_beside_everything_else(
     assert facts["num_warps"] == 12
     assert facts["shared"] <= 232448
     ptx = zlib.decompress(entry.members["ptx"]).decode()
-    assert ptx.count("cp.async.bulk.tensor.3d.shared") == 4  # q and do, ahead of the loop and in it
-    parts = plan.block_m * plan.width // (64 * plan.part)
+    assert ptx.count("cp.async.bulk.tensor.5d.shared") == 6  # q and do, at two places; k and v
+    parts = plan.block_m * (64 if head_dim == 64 else 128) // (64 * plan.part)
     # 16 bytes a thread: 4 of the part's columns of 64 rows, in each of the parts
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == (parts * plan.part // 8 if need[0] else 0)
     cubin = tmp_path / "kernel.cubin"
@@ -119,3 +122,20 @@ def test_products_run_beside_everything_else(
     waits = 2 * 3 + (parts if need[0] else 0)
     assert sass.count("WARPGROUP.DEPBAR") == waits
     assert sass.count("HGMMA") >= 2 * 2 * head_dim // 16 + 2 * 2 * plan.block_m // 16
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+@pytest.mark.parametrize("dims", [(128, 64), (64, 128)])
+def test_head_dims_on_both_sides_of_64(dims: tuple[int, int]) -> None:
+    """Each is padded by itself: a panel of 64 columns wholly outside its tensor would be read by TMA."""
+    entry = _entry(dims[0], torch.bfloat16, ALL, d_v=dims[1])
+    assert entry.manifest["launch"]["shared"] <= 232448
+
+
+def test_padding_and_plans() -> None:
+    """What the barriers by number allow: two stages of ds, four of queries."""
+    for dims in ((64, 64), (72, 64), (128, 128)):
+        plan = plan_for(*dims)
+        assert plan.stages <= 4
+        assert plan.ds_stages <= 2
+        assert 2 * plan.registers < 504

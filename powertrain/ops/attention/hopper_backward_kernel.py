@@ -1,0 +1,669 @@
+"""The Hopper backward kernel in Gluon: persistent, TMA and wgmma, a job for each warpgroup; docs/hopper.md teaches it.
+
+    p     = 2^(s - lse)                     recomputed, keys along the rows
+    dv_j  = sum_i p_ij do_i;                ds_ij = p_ij (do_i v_j - delta_i) (1 - tanh_ij^2 with a softcap)
+    dk_j  = scale sum_i ds_ij q_i;          dq_i  = scale sum_j ds_ij k_j
+
+One CTA an SM takes tiles of 128 keys of one head from a counter in memory and runs over the blocks of queries that see
+them, of all query heads that share the keys. Two *consumer* warpgroups hold 64 keys each: scores, dk and dv in
+registers, keys along the rows, so that p and ds are operands of the next products as they are. The third, the *server*,
+draws tiles, loads by TMA, and multiplies what a block adds to dq, from ds in shared memory. It adds to float32 sums in
+memory, 16 bytes a thread at once, in the order in which the threads hold them, and in no fixed order of blocks.
+
+Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, for warpgroups that take turns and registers
+that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.py has the idea.
+"""
+
+from powertrain.ops.attention.triton_tiles import find_sequence, span_of
+from powertrain.runtime.gluon_compat import (
+    arrive_named,
+    barrier,
+    gl,
+    gluon,
+    hopper,
+    kept,
+    mbarrier,
+    reinterpret,
+    sync_named,
+    tma,
+    tma_load,
+    tma_store,
+)
+from powertrain.runtime.launch import gluon_kernel
+
+_LOG2E = gl.constexpr(1.4426950408889634)
+# the hardware's barriers, at which who arrives need not wait: ds of a block is there, a stage was given back, whose
+# turn it is at the tensor cores
+_DS_FULL = gl.constexpr(8)
+_EMPTY = gl.constexpr(10)
+_TURN = gl.constexpr(14)
+_EVERYONE = gl.constexpr(384)
+_CONSUMERS = gl.constexpr(256)
+
+
+@gluon.jit
+def _add_in_order(base, x):
+    """Add accumulators [64, N] to the float32 at `base`, in the order in which the threads hold them."""
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([16 * N, 2, 2])
+    even, odd = x.split()
+    x0, x2 = even.split()
+    x1, x3 = odd.split()
+    ptrs = base + gl.arange(0, 16 * N, x0.type.layout) * 4
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
+        "=r,l,f,f,f,f",
+        [ptrs.to(gl.int64), x0, x1, x2, x3],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    # not to be put off until behind the next product, whose registers these are
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _as_tile(smem):
+    """[rows, columns] in shared memory as the tile of a descriptor."""
+    ROWS: gl.constexpr = smem.shape[0]
+    COLS: gl.constexpr = smem.shape[1]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, ROWS, COLS], smem.dtype)
+    return reinterpret(smem, smem.dtype, [1, 1, 1, ROWS, COLS], layout)
+
+
+@gluon.jit
+def _rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem, RAGGED: gl.constexpr):
+    """A descriptor [batch, heads, end, row, column] of a whole tensor [batch, heads, rows, D], of the tiles that the
+    stages of `smem` hold. RAGGED: it ends where any sequence ends, for row i of n that end before row `end` is
+    (end, rows - n + i); else row i is (0, i).
+
+    A tile must not lie wholly outside: TMA touches then what it takes for the tensor's start."""
+    ROWS: gl.constexpr = smem.shape[1]
+    COLS: gl.constexpr = smem.shape[2]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, ROWS, COLS], smem.dtype)
+    stride = stride_s.to(gl.int64)
+    ends = gl.to_tensor(1)
+    if RAGGED:
+        ptr -= rows * stride
+        ends = rows + 1
+    return tma.make_tensor_descriptor(
+        ptr, [batch, heads, ends, rows, D], [stride_b, stride_h, stride, stride, 1], [1, 1, 1, ROWS, COLS], layout
+    )
+
+
+@gluon.jit
+def _place(start, length, row, rows, RAGGED: gl.constexpr):
+    """(end, row) of row `row` of a sequence of `length` rows from row `start` of a tensor of `rows` on."""
+    end = gl.to_tensor(0)
+    if RAGGED:
+        end = start + length
+        row += rows - length
+    return end, row
+
+
+# what the server tells of a tile: [2, _FIELDS] int32 in shared memory
+_FIELDS = gl.constexpr(16)
+_KV = gl.constexpr(0)  # head of keys; -1: no more tiles
+_B = gl.constexpr(1)
+_COUNT = gl.constexpr(2)  # blocks of queries
+_BEGIN = gl.constexpr(3)  # the first of them
+_TILE = gl.constexpr(4)  # of the sums, of block 0 of the first query head
+_DISTANCE = gl.constexpr(5)  # position of the first query less that of the first key
+_K_LEFT = gl.constexpr(6)  # keys from the first one on
+_Q_END = gl.constexpr(7)
+_Q_ROW = gl.constexpr(8)
+_K_END = gl.constexpr(9)
+_K_ROW = gl.constexpr(10)
+_DK_END = gl.constexpr(11)
+_DK_ROW = gl.constexpr(12)
+_DK_LEFT = gl.constexpr(13)  # rows of dk from the first one on
+_PARITY = gl.constexpr(14)  # of the barriers of keys
+
+
+@gluon.jit
+def _tell(tile_smem, slot, place: gl.constexpr, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    tile_smem.index(slot * _FIELDS + place).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def _told(tile_smem, slot, place: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(tile_smem.index(slot * _FIELDS + place).load(layout), 0)
+
+
+@gluon.jit
+def _tell_tile(
+    tile, taken, keyed, tile_smem, tile_full, tile_empty, counter_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Tell the consumers of `tile`, or of the next one drawn that has keys; or that there is none."""
+    slot = taken & 1
+    mbarrier.wait(tile_empty.index(slot), (taken >> 1) & 1 ^ 1)
+    RAGGED_Q: gl.constexpr = q_starts_ptr is not None or q_used_ptr is not None
+    RAGGED_K: gl.constexpr = k_starts_ptr is not None or k_used_ptr is not None
+    heads = kv_heads
+    if k_starts_ptr is None:
+        heads = kv_heads * batch
+    looks = tile < tiles
+    if not looks:
+        _tell(tile_smem, slot, _KV, -1)
+    while looks:
+        # `group` heads at a time share the L2, and of each the first keys, which most queries see, go first
+        first_head = tile // (group * blocks) * group
+        size = gl.minimum(heads - first_head, group)
+        within = tile - first_head * blocks
+        block = within // size
+        kv = first_head + within % size
+        if k_starts_ptr is not None:
+            b, block = find_sequence(k_starts_ptr, batch, block, BLOCK_N)
+        else:
+            b = kv // kv_heads
+            kv = kv % kv_heads
+        k_start, k_len, k_room = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
+        q_start, q_len, _ = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
+        first = block * BLOCK_N
+        if first < k_room:
+            offset = gl.to_tensor(0)
+            if BOTTOM_RIGHT:
+                offset = k_len - q_len
+            begin = gl.to_tensor(0)
+            end = q_len
+            if RIGHT:
+                begin = gl.maximum(first - right - offset, 0)
+            if LEFT:
+                end = gl.minimum(end, gl.minimum(first + BLOCK_N, k_len) + left - offset)
+            begin = begin // BLOCK_M
+            count = gl.where(first < k_len, gl.maximum(gl.cdiv(end, BLOCK_M) - begin, 0), 0)
+            at = kv * repeats * slots
+            if q_starts_ptr is not None:
+                at += q_start // BLOCK_M + b
+            else:
+                at += b * kv_heads * repeats * slots
+            _tell(tile_smem, slot, _KV, kv)
+            _tell(tile_smem, slot, _B, b)
+            _tell(tile_smem, slot, _COUNT, count)
+            _tell(tile_smem, slot, _BEGIN, begin)
+            _tell(tile_smem, slot, _TILE, at)
+            _tell(tile_smem, slot, _DISTANCE, begin * BLOCK_M + offset - first)
+            _tell(tile_smem, slot, _K_LEFT, k_len - first)
+            end, row = _place(q_start, q_len, begin * BLOCK_M, queries, RAGGED_Q)
+            _tell(tile_smem, slot, _Q_END, end)
+            _tell(tile_smem, slot, _Q_ROW, row)
+            end, row = _place(k_start, k_len, first, keys, RAGGED_K)
+            if RAGGED_K:  # where there is nothing to load, the first rows of all
+                end = gl.where(count > 0, end, keys)
+                row = gl.where(count > 0, row, 0)
+            _tell(tile_smem, slot, _K_END, end)
+            _tell(tile_smem, slot, _K_ROW, row)
+            end, row = _place(k_start, k_room, first, keys, k_starts_ptr is not None)
+            _tell(tile_smem, slot, _DK_END, end)
+            _tell(tile_smem, slot, _DK_ROW, row)
+            _tell(tile_smem, slot, _DK_LEFT, k_room - first)
+            _tell(tile_smem, slot, _PARITY, gl.where(count > 0, keyed, keyed - 1) & 1)
+            looks = first < 0
+        else:
+            tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+            looks = tile < tiles
+            if not looks:
+                _tell(tile_smem, slot, _KV, -1)
+    mbarrier.arrive(tile_full.index(slot), count=1)
+    mbarrier.wait(tile_full.index(slot), (taken >> 1) & 1)
+
+
+@gluon.jit
+def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, place, tile):
+    """Block number `at` of queries, at `place` = (batch entry, head, end, row), when its stage has been given back."""
+    STAGES: gl.constexpr = q_smem.shape[0]
+    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    BYTES: gl.constexpr = (q_smem.shape[2] + do_smem.shape[2]) * q_smem.dtype.primitive_bitwidth // 8 + 2 * 4
+    b, head, end, row = place
+    stage = at % STAGES
+    if at >= STAGES:
+        sync_named(_EMPTY + stage, _EVERYONE)
+    bar = full.index(stage)
+    mbarrier.expect(bar, BLOCK_M * BYTES)
+    tma_load(q_desc, [b, head, end, row, 0], bar, _as_tile(q_smem.index(stage)))
+    tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))
+    tma_load(do_desc, [b, head, end, row, 0], bar, _as_tile(do_smem.index(stage)))
+
+
+@gluon.jit
+def _next(head, row, tile, left, count, slots, BLOCK_M: gl.constexpr):
+    """The block of queries after this one; the heads that share the keys follow each other."""
+    left -= 1
+    wraps = left == 0
+    head = gl.where(wraps, head + 1, head)
+    row = gl.where(wraps, row - (count - 1) * BLOCK_M, row + BLOCK_M)
+    tile = gl.where(wraps, tile + slots - count + 1, tile + 1)
+    return head, row, tile, gl.where(wraps, count, left)
+
+
+@gluon.jit
+def _load_keys(desc, smem, bar, tile_smem, slot, PACKED: gl.constexpr):
+    b = gl.to_tensor(0)
+    if not PACKED:
+        b = _told(tile_smem, slot, _B)
+    kv = _told(tile_smem, slot, _KV)
+    place = [b, kv, _told(tile_smem, slot, _K_END), _told(tile_smem, slot, _K_ROW), 0]
+    mbarrier.expect(bar, smem.shape[0] * smem.shape[1] * smem.dtype.primitive_bitwidth // 8)
+    tma_load(desc, place, bar, _as_tile(smem))
+
+
+@gluon.jit
+def _serve(
+    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, rows_ptr, counter_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, smem, tile_smem, bars,
+    batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, rows_size,
+    stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_dor, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """The warpgroup that draws tiles and loads them, multiplies ds K and adds it to the sums of dq."""
+    k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem
+    k_full, v_full, full, ds_empty, tile_full, tile_empty = bars
+    STAGES: gl.constexpr = q_smem.shape[0]
+    DS_STAGES: gl.constexpr = ds_smem.shape[0]
+    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    W_QK: gl.constexpr = k_smem.shape[2]
+    PACKED: gl.constexpr = q_starts_ptr is not None
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    storage = batch
+    if PACKED:
+        storage = gl.to_tensor(1)
+    heads = kv_heads * repeats
+    RAGGED_Q: gl.constexpr = PACKED or q_used_ptr is not None
+    RAGGED_K: gl.constexpr = PACKED or k_used_ptr is not None
+    k_desc = _rows_desc(k_ptr, storage, kv_heads, keys, D_QK, stride_kb, stride_kh, stride_ks, k_smem, RAGGED_K)
+    v_desc = _rows_desc(v_ptr, storage, kv_heads, keys, D_V, stride_vb, stride_vh, stride_vs, v_smem, RAGGED_K)
+    q_desc = _rows_desc(q_ptr, storage, heads, queries, D_QK, stride_qb, stride_qr, stride_qs, q_smem, RAGGED_Q)
+    do_desc = _rows_desc(do_ptr, storage, heads, queries, D_V, stride_dob, stride_dor, stride_dos, do_smem, RAGGED_Q)
+    rows_desc = tma.make_tensor_descriptor(rows_ptr, [rows_size], [1], [2 * BLOCK_M], rows_layout)
+
+    taken = gl.to_tensor(0)  # tiles begun
+    at = gl.to_tensor(0)  # blocks multiplied, of all tiles
+    loaded = gl.to_tensor(0)  # blocks asked for
+    kv = gl.to_tensor(0)
+    b = gl.to_tensor(0)
+    # the blocks to load next: place, count a head, how many are left of the head and of the tile
+    head = gl.to_tensor(0)
+    end = gl.to_tensor(0)
+    row = gl.to_tensor(0)
+    load_tile = gl.to_tensor(0)
+    load_count = gl.to_tensor(1)
+    load_left = gl.to_tensor(1)
+    to_load = gl.to_tensor(0)
+    # and to multiply
+    tile = gl.to_tensor(0)
+    count = gl.to_tensor(1)
+    left_over = gl.to_tensor(1)
+    rest = gl.to_tensor(0)
+    keyed = gl.to_tensor(0)  # tiles with keys that queries see, and others
+    spared = gl.to_tensor(0)
+    begins = gl.to_tensor(1)
+    while kv >= 0:
+        slot = taken & 1
+        if begins:
+            # while a tile's last blocks are multiplied the next one's are loaded. It is drawn late, for what a long
+            # tile has drawn waits for its end
+            number = gl.program_id(0)
+            if taken > 0:
+                number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+            _tell_tile(
+                number, taken, keyed, tile_smem, tile_full, tile_empty, counter_ptr,
+                q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+                batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, left, right,
+                LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            todo = rest + 0
+            kv = _told(tile_smem, slot, _KV)
+            to_load = gl.to_tensor(0)
+            if kv >= 0:
+                if not PACKED:
+                    b = _told(tile_smem, slot, _B)
+                head = kv * repeats
+                end = _told(tile_smem, slot, _Q_END)
+                row = _told(tile_smem, slot, _Q_ROW)
+                load_tile = _told(tile_smem, slot, _TILE) + _told(tile_smem, slot, _BEGIN)
+                load_count = _told(tile_smem, slot, _COUNT)
+                load_left = load_count + 0
+                to_load = load_count * repeats
+            for _ in range(kept(gl.minimum(at + STAGES - loaded, to_load))):
+                _load(
+                    q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, loaded, (b, head, end, row), load_tile
+                )
+                head, row, load_tile, load_left = _next(head, row, load_tile, load_left, load_count, slots, BLOCK_M)
+                loaded += 1
+                to_load -= 1
+        else:
+            # who has stored the last ds has done with the scores; this warpgroup was the last to read the keys
+            tile = _told(tile_smem, slot, _TILE) + _told(tile_smem, slot, _BEGIN)
+            count = _told(tile_smem, slot, _COUNT)
+            left_over = count + 0
+            rest = gl.minimum(count * repeats, STAGES)
+            todo = count * repeats - rest
+            # keys that no query sees are loaded too, for branches cost registers: under barriers of their own
+            spare = gl.where(count > 0, 0, 1)
+            parity = gl.where(count > 0, keyed, spared) & 1
+            _load_keys(k_desc, k_smem.index(0), k_full.index(spare), tile_smem, slot, PACKED)
+            _load_keys(v_desc, v_smem.index(0), v_full.index(spare), tile_smem, slot, PACKED)
+            mbarrier.wait(k_full.index(spare), parity)
+            mbarrier.wait(v_full.index(spare), parity)
+            keyed += 1 - spare
+            spared += spare
+        for i in range(kept(todo)):
+            stage = at % DS_STAGES
+            sync_named(_DS_FULL + stage, _EVERYONE)
+            for m in gl.static_range(BLOCK_M // 64):
+                ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))
+                for n in gl.static_range(W_QK // PART):
+                    zeros = gl.zeros([64, PART], gl.float32, layout)
+                    # index 0, and no constant: what is computed from it does not fill registers all the while
+                    k = k_smem.index(i >> 30).slice(n * PART, PART, 1)
+                    part = m * (W_QK // PART) + n
+                    if sum_ptr is not None:
+                        dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+                        dq = hopper.warpgroup_mma_wait(0, deps=[dq])
+                    if part == BLOCK_M // 64 * (W_QK // PART) - 1:
+                        mbarrier.arrive(ds_empty.index(stage), count=1)
+                    if sum_ptr is not None:
+                        _add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + part * 64 * PART, dq)
+            at += 1
+            _, _, tile, left_over = _next(tile, tile, tile, left_over, count, slots, BLOCK_M)
+            if to_load > 0:
+                _load(
+                    q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, loaded, (b, head, end, row), load_tile
+                )
+                head, row, load_tile, load_left = _next(head, row, load_tile, load_left, load_count, slots, BLOCK_M)
+                loaded += 1
+                to_load -= 1
+        taken += 1 - begins
+        begins = 1 - begins
+
+
+@gluon.jit
+def _tanh(x):
+    """The hardware's, good to 2^-11, enough beside operands of 16 bits."""
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _store(desc, place, rows_left, tile, x, PACKED: gl.constexpr):
+    """Rows of results through shared memory to memory, by TMA, when the ones before have left."""
+    tma.store_wait(0)
+    barrier()
+    tile.store(x)
+    hopper.fence_async_shared()
+    barrier()
+    if not PACKED:
+        tma_store(desc, place, _as_tile(tile))
+    elif rows_left > 0:
+        tma_store(desc, place, _as_tile(tile))
+
+
+@gluon.jit
+def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
+    """Block number `at`, in which a consumer's keys are seen by none: nothing but zeros for the server."""
+    STAGES: gl.constexpr = full.shape[0]
+    DS_STAGES: gl.constexpr = ds_smem.shape[0]
+    mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
+    arrive_named(_EMPTY + at % STAGES, _EVERYONE)
+    sync_named(_TURN + CONSUMER, _CONSUMERS)
+    arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
+    stage = at % DS_STAGES
+    mbarrier.wait(ds_empty.index(stage), (at // DS_STAGES) & 1 ^ 1)
+    ds_smem.index(stage).slice(CONSUMER * 64, 64, 0).store(zeros.to(ds_smem.dtype))
+    hopper.fence_async_shared()
+    arrive_named(_DS_FULL + stage, _EVERYONE)
+
+
+@gluon.jit
+def _consume(
+    dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, repeats,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
+    scale, softcap, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup that owns 64 keys of a tile: their dk and dv, from all blocks of queries that see them."""
+    k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem
+    dk_smem, dv_smem = out_smem
+    k_full, v_full, full, ds_empty, tile_full, tile_empty = bars
+    STAGES: gl.constexpr = q_smem.shape[0]
+    DS_STAGES: gl.constexpr = ds_smem.shape[0]
+    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    W_QK: gl.constexpr = k_smem.shape[2]
+    W_V: gl.constexpr = v_smem.shape[2]
+    dtype: gl.constexpr = k_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_QK, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_V, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    k = k_smem.index(0).slice(CONSUMER * 64, 64, 0)
+    v = v_smem.index(0).slice(CONSUMER * 64, 64, 0)
+    storage = batch
+    if PACKED:
+        storage = gl.to_tensor(1)
+    if dk_ptr is not None:
+        dk_desc = _rows_desc(
+            dk_ptr, storage, kv_heads, keys, D_QK, _here(stride_dkb), _here(stride_dkh), _here(stride_dks),
+            dk_smem, PACKED,
+        )  # fmt: skip
+    if dv_ptr is not None:
+        dv_desc = _rows_desc(
+            dv_ptr, storage, kv_heads, keys, D_V, _here(stride_dvb), _here(stride_dvh), _here(stride_dvs),
+            dv_smem, PACKED,
+        )  # fmt: skip
+    zeros = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
+    taken = gl.to_tensor(0)
+    done = gl.to_tensor(0)  # blocks
+    if CONSUMER == 1:
+        arrive_named(_TURN, _CONSUMERS)
+    mbarrier.wait(tile_full.index(0), 0)
+    kv = _told(tile_smem, 0, _KV)
+    while kv >= 0:
+        slot = taken & 1
+        count = _told(tile_smem, slot, _COUNT)
+        distance = _told(tile_smem, slot, _DISTANCE) - CONSUMER * 64
+        k_left = _told(tile_smem, slot, _K_LEFT) - CONSUMER * 64
+        if slopes_ptr is not None:
+            b = _told(tile_smem, slot, _B)
+            slopes = slopes_ptr + b * slopes_stride_b + kv * repeats
+            is_sequence = b < batch
+        dk = gl.zeros([64, W_QK], gl.float32, dk_layout)
+        dv = gl.zeros([64, W_V], gl.float32, dv_layout)
+        parity = _told(tile_smem, slot, _PARITY)
+        mbarrier.wait(k_full.index(0), parity)
+        mbarrier.wait(v_full.index(0), parity)
+        low = distance
+        limit = distance + count * BLOCK_M
+        first = gl.to_tensor(0)
+        if RIGHT and CONSUMER > 0:
+            # the diagonal begins where keys of the other consumer are
+            if (low + BLOCK_M - 1 + right < 0) & (count > 1):
+                _pass_over(ds_smem, full, ds_empty, done, zeros, CONSUMER)
+                low += BLOCK_M
+                first += 1
+        sync_named(_TURN + CONSUMER, _CONSUMERS)
+        for i in range(first, repeats * count):
+            at = done + i
+            stage = at % STAGES
+            q = q_smem.index(stage)
+            do = do_smem.index(stage)
+            rows = rows_smem.index(stage)
+            mbarrier.wait(full.index(stage), (at // STAGES) & 1)
+            s = hopper.warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dp = hopper.warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = hopper.warpgroup_mma_wait(1, deps=[s])
+            arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
+            lse = gl.expand_dims(rows.slice(0, BLOCK_M).load(row_layout), 0)
+            if CAP:
+                t = _tanh(s * (scale / softcap))
+                s = t * (softcap * _LOG2E)
+            else:
+                s = s * (scale * _LOG2E)
+            if slopes_ptr is not None:
+                slope = gl.load(slopes + i // count, mask=is_sequence, other=0.0) * _LOG2E
+                j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
+                place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
+                s -= slope * gl.abs(place - j).to(gl.float32)
+            p = gl.exp2(s - lse)
+            masked = k_left < 64
+            if RIGHT:
+                masked = masked | (low + right < 63)
+            if LEFT:
+                masked = masked | (low + BLOCK_M - 1 - left > 0)
+            if masked:
+                j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
+                place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
+                last = k_left - 1
+                if RIGHT:
+                    last = gl.minimum(place + right, last)
+                seen = j <= last
+                if LEFT:
+                    seen = seen & (j >= place - left)
+                p = gl.where(seen, p, 0.0)
+            dp = hopper.warpgroup_mma_wait(0, deps=[dp])
+            delta = gl.expand_dims(rows.slice(BLOCK_M, BLOCK_M).load(row_layout), 0)
+            ds = p * (dp - delta)
+            if CAP:
+                ds *= 1.0 - t * t
+            p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv_layout, 2))
+            ds = ds.to(dtype)
+            ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
+            sync_named(_TURN + CONSUMER, _CONSUMERS)
+            dv = hopper.warpgroup_mma(p16, do, dv, is_async=True)
+            dk = hopper.warpgroup_mma(ds16, q, dk, is_async=True)
+            ds_stage = at % DS_STAGES
+            mbarrier.wait(ds_empty.index(ds_stage), (at // DS_STAGES) & 1 ^ 1)
+            ds_smem.index(ds_stage).slice(CONSUMER * 64, 64, 0).store(ds)
+            hopper.fence_async_shared()
+            arrive_named(_DS_FULL + ds_stage, _EVERYONE)
+            dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
+            arrive_named(_EMPTY + stage, _EVERYONE)
+            low += BLOCK_M
+            if low == limit:
+                low = _told(tile_smem, slot, _DISTANCE) - CONSUMER * 64
+        arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
+        done += repeats * count
+        # what the loop need not keep is read again
+        b = gl.to_tensor(0)
+        if not PACKED:
+            b = _told(tile_smem, slot, _B)
+        place = [
+            b, _told(tile_smem, slot, _KV), _told(tile_smem, slot, _DK_END),
+            _told(tile_smem, slot, _DK_ROW) + CONSUMER * 64, 0,
+        ]  # fmt: skip
+        if RAGGED:  # of rows behind a sequence, by gradients that are not finite
+            k_left = _told(tile_smem, slot, _K_LEFT) - CONSUMER * 64
+            dv = gl.where(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, dv_layout)) < k_left, 1), dv, 0.0)
+            dk = gl.where(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, dk_layout)) < k_left, 1), dk, 0.0)
+        rows_left = _told(tile_smem, slot, _DK_LEFT) - CONSUMER * 64
+        mbarrier.arrive(tile_empty.index(slot), count=1)
+        if dv_ptr is not None:
+            _store(dv_desc, place, rows_left, dv_smem.index(CONSUMER), dv.to(dtype), PACKED)
+        if dk_ptr is not None:
+            _store(dk_desc, place, rows_left, dk_smem.index(CONSUMER), (dk * scale).to(dtype), PACKED)
+        taken += 1
+        mbarrier.wait(tile_full.index(taken & 1), (taken >> 1) & 1)
+        kv = _told(tile_smem, taken & 1, _KV)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _int32(x):
+    return gl.to_tensor(x).to(gl.int32)
+
+
+@gluon.jit
+def _here(stride):
+    """`stride`, computed with where it is used: both consumers' were, ahead of them, and spilled meanwhile."""
+    return gl.inline_asm_elementwise(
+        "mov.b64 $0, $1;", "=l,l", [stride.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _rings(COUNT: gl.constexpr, arrivals: gl.constexpr):
+    """COUNT barriers, each of so many arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=arrivals)
+    return bars
+
+
+@gluon.jit
+def _stages(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], dtype)
+    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLS], layout)
+
+
+@gluon_kernel(archs=(90,))
+def _hopper_attention_bwd_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, rows_size,
+    stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
+    stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, W_QK: gl.constexpr, W_V: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    BLOCK_N: gl.constexpr = 128
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    PACKED: gl.constexpr = q_starts_ptr is not None
+    RAGGED: gl.constexpr = PACKED or k_used_ptr is not None
+    # int64 where a stride needs it
+    queries, keys, kv_heads, repeats = _int32(queries), _int32(keys), _int32(kv_heads), _int32(repeats)
+    blocks, group, slots, tiles = _int32(blocks), _int32(group), _int32(slots), _int32(tiles)
+    batch, left, right, rows_size = _int32(batch), _int32(left), _int32(right), _int32(rows_size)
+    k_smem = _stages(dtype, 1, BLOCK_N, W_QK)
+    v_smem = _stages(dtype, 1, BLOCK_N, W_V)
+    q_smem = _stages(dtype, STAGES, BLOCK_M, W_QK)
+    do_smem = _stages(dtype, STAGES, BLOCK_M, W_V)
+    ds_smem = _stages(dtype, DS_STAGES, BLOCK_N, BLOCK_M)
+    # a consumer's dv leaves through shared memory, then its dk through the same
+    dk_smem = _stages(dtype, 2, 64, W_QK)
+    dv_smem = dk_smem
+    if W_V != W_QK:
+        dv_smem = _stages(dtype, 2, 64, W_V)
+    rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], gl.NVMMASharedLayout(0, 32, 1))
+    tile_smem = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_full = _rings(2, 1)
+    v_full = _rings(2, 1)
+    full = _rings(STAGES, 1)
+    ds_empty = _rings(DS_STAGES, 1)
+    tile_full = _rings(2, 1)
+    tile_empty = _rings(2, 2)
+    hopper.fence_async_shared()
+
+    smem = (k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem)
+    out_smem = (dk_smem, dv_smem)
+    bars = (k_full, v_full, full, ds_empty, tile_full, tile_empty)
+    gl.warp_specialize([
+        (_serve, (
+            q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, rows_ptr, counter_ptr,
+            q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, smem, tile_smem, bars,
+            batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, rows_size,
+            stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+            stride_dob, stride_dos, stride_dor, left, right, LEFT, RIGHT, BOTTOM_RIGHT, D_QK, D_V, PART,
+        )),
+        (_consume, (
+            dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, repeats,
+            stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
+            scale, softcap, left, right, LEFT, RIGHT, CAP, PACKED, RAGGED, D_QK, D_V, 0,
+        )),
+        (_consume, (
+            dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, repeats,
+            stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
+            scale, softcap, left, right, LEFT, RIGHT, CAP, PACKED, RAGGED, D_QK, D_V, 1,
+        )),
+    ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
