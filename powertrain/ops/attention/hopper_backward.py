@@ -1,10 +1,12 @@
-"""Backward of attention for Hopper: hopper_backward_kernel.py between two kernels in Triton.
+"""Backward of attention for Hopper: hopper_backward_kernel.py, for head dims above 192 hopper_backward_wide.py, between
+two kernels in Triton.
 
 The first computes delta_i = o_i do_i - dlse_i and writes the zeros to which the second adds sums of dq, in float32 and
 in the order in which its threads hold them; the third brings these into rows and scales them. The additions come in no
 fixed order, so the last bits of dq differ from run to run.
 
-Memory beyond results: for each query and head, 4 bytes a head dim (padded to 64 or 128) and 8; 1152 an SM.
+Memory beyond results: for each query and head, 4 bytes a head dim (padded to 64, 128 or 256) and 8; 1152 an SM (256:
+640 for each 64 keys of a head).
 FLOPs: five products for each pair that a mask lets see; none twice.
 """
 
@@ -16,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.hopper_backward_kernel import _hopper_attention_bwd_kernel
+from powertrain.ops.attention.hopper_backward_wide import _hopper_attention_bwd_wide_kernel
 from powertrain.ops.attention.triton_flash import (
     _Args,
     _bwd_outputs,
@@ -32,7 +35,7 @@ from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 
-_BLOCK_N = 128
+_BLOCK_N = {64: 128, 128: 128, 256: 64}  # keys of a tile, by what head dims are padded to
 
 
 @triton.jit
@@ -116,7 +119,8 @@ def _hopper_attention_dq_kernel(
 
 
 class Plan(NamedTuple):
-    """Tiles of 128 keys by block_m queries, so that a consumer's scores, dp, dk and dv leave it registers enough."""
+    """Tiles of 128 keys (64 at head dims above 192) by block_m queries, so that a consumer's scores, dp, dk and dv leave
+    it registers enough."""
 
     block_m: int = 64
     stages: int = 3
@@ -128,16 +132,16 @@ class Plan(NamedTuple):
 
 def plan_for(d_qk: int, d_v: int) -> Plan:
     """ms, bf16, one H200, causal: H32 D64 S8192 2.99 with 128 queries a block, 2.71 with 64, 2.59 with 64 columns of dq
-    too; H16 D128 S2048 2 heads at a time 0.744, 4 0.737, packed 1.905, 1.855."""
+    too; H16 D128 S2048 2 heads at a time 0.744, 4 0.737, packed 1.905, 1.855; H8 D256 S8192 64 columns of dq and 208
+    registers 3.08, 32 and 224 3.23."""
+    if max(d_qk, d_v) > 128:
+        return Plan(stages=2, part=64, registers=208, group=2)
     return Plan(stages=4, part=64, registers=208) if max(d_qk, d_v) <= 64 else Plan()
 
 
 def _width(head_dim: int) -> int:
     """What a head dim is padded to. Not further: no panel of 64 columns may lie wholly outside a tensor."""
-    return 64 if head_dim <= 64 else 128
-
-
-_MAX_HEAD_DIM = 128
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def why_not_backward(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> str | None:
@@ -156,10 +160,11 @@ def why_not_backward(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> 
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {checks.name(query.dtype)}"
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.shape[-1] > _MAX_HEAD_DIM or x.shape[-1] % 8:
-            return f"{name}'s head dim must be a multiple of 8 up to {_MAX_HEAD_DIM}, is {x.shape[-1]}"
         if not x.numel():
             return f"{name} is empty"
+    dims = query.shape[-1], value.shape[-1]
+    if any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 192 < min(dims) <= max(dims) <= 256):
+        return f"head dims must be multiples of 8, both up to 128 or both of 200 to 256, are {dims[0]} and {dims[1]}"
     heads = _heads(query, key, value, args.layout)
     operands = {
         "query": _operand(query, args.layout, heads),
@@ -199,20 +204,31 @@ def _launch(
         *o[1:], *do[1:],
         D_V=d_v, W_QK=w_qk, W_V=w_v, BLOCK_M=plan.block_m,
     )  # fmt: skip
-    blocks = _slots(shape, shape.keys, args.key_starts, _BLOCK_N)
+    blocks = _slots(shape, shape.keys, args.key_starts, _BLOCK_N[w_qk])
     slopes, absent = args.slopes, _Operand(k.tensor, 0, 0, 0, 0)
     count = batch * heads.kv * blocks
-    _hopper_attention_bwd_kernel[(min(Target.of(lse.device).num_sms, count),)](
-        q.tensor, k.tensor, v.tensor, do.tensor, sums, dk and dk.tensor, dv and dv.tensor, rows, counter, slopes,
-        args.query_starts, args.key_starts, args.query_used, args.key_used,
-        shape.batch, shape.queries, shape.keys, heads.kv, heads.repeats, blocks, plan.group, slots, count,
+    tensors = q.tensor, k.tensor, v.tensor, do.tensor, sums, dk and dk.tensor, dv and dv.tensor, rows
+    lengths = args.query_starts, args.key_starts, args.query_used, args.key_used
+    sizes = shape.batch, shape.queries, shape.keys, heads.kv, heads.repeats, blocks, plan.group, slots
+    rest = (
         rows.numel(), q.b, q.s, q.r, *k[1:4], *v[1:4], do.b, do.s, do.r, *(dk or absent)[1:4], *(dv or absent)[1:4],
         slopes.shape[1] if slopes is not None and slopes.dim() == 2 else 0,
         args.scale, args.softcap, args.left, args.right,
-        LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
-        D_QK=d_qk, D_V=d_v, W_QK=w_qk, W_V=w_v, BLOCK_M=plan.block_m,
-        STAGES=plan.stages, DS_STAGES=plan.ds_stages, PART=plan.part, REGISTERS=plan.registers, num_warps=4,
     )  # fmt: skip
+    options = {
+        "LEFT": args.left >= 0, "RIGHT": args.right >= 0, "BOTTOM_RIGHT": args.bottom_right, "CAP": args.softcap > 0,
+        "D_QK": d_qk, "D_V": d_v, "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PART": plan.part,
+        "REGISTERS": plan.registers, "num_warps": 4,
+    }  # fmt: skip
+    if w_qk > 128:
+        _hopper_attention_bwd_wide_kernel[(count,)](
+            *tensors, slopes, *lengths, *sizes, *rest, W=w_qk, BLOCK_N=_BLOCK_N[w_qk], **options
+        )
+    else:
+        _hopper_attention_bwd_kernel[(min(Target.of(lse.device).num_sms, count),)](
+            *tensors, counter, slopes, *lengths, *sizes, count, *rest,
+            W_QK=w_qk, W_V=w_v, DS_STAGES=plan.ds_stages, **options,
+        )  # fmt: skip
     if dq is not None:
         _hopper_attention_dq_kernel[(tiles * plan.block_m // 64,)](
             sums, dq.tensor, args.query_starts, args.query_used, shape.batch, shape.queries, slots,

@@ -119,7 +119,6 @@ _K_ROW = gl.constexpr(10)
 _DK_END = gl.constexpr(11)
 _DK_ROW = gl.constexpr(12)
 _DK_LEFT = gl.constexpr(13)  # rows of dk from the first one on
-_PARITY = gl.constexpr(14)  # of the barriers of keys
 
 
 @gluon.jit
@@ -136,7 +135,7 @@ def _told(tile_smem, slot, place: gl.constexpr):
 
 @gluon.jit
 def _tell_tile(
-    tile, taken, keyed, tile_smem, tile_full, tile_empty, counter_ptr,
+    tile, taken, tile_smem, tile_full, tile_empty, counter_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
     batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -204,7 +203,6 @@ def _tell_tile(
             _tell(tile_smem, slot, _DK_END, end)
             _tell(tile_smem, slot, _DK_ROW, row)
             _tell(tile_smem, slot, _DK_LEFT, k_room - first)
-            _tell(tile_smem, slot, _PARITY, gl.where(count > 0, keyed, keyed - 1) & 1)
             looks = first < 0
         else:
             tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
@@ -305,8 +303,6 @@ def _serve(
     count = gl.to_tensor(1)
     left_over = gl.to_tensor(1)
     rest = gl.to_tensor(0)
-    keyed = gl.to_tensor(0)  # tiles with keys that queries see, and others
-    spared = gl.to_tensor(0)
     begins = gl.to_tensor(1)
     while kv >= 0:
         slot = taken & 1
@@ -317,7 +313,7 @@ def _serve(
             if taken > 0:
                 number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
             _tell_tile(
-                number, taken, keyed, tile_smem, tile_full, tile_empty, counter_ptr,
+                number, taken, tile_smem, tile_full, tile_empty, counter_ptr,
                 q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
                 batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, left, right,
                 LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N,
@@ -349,15 +345,11 @@ def _serve(
             left_over = count + 0
             rest = gl.minimum(count * repeats, STAGES)
             todo = count * repeats - rest
-            # keys that no query sees are loaded too, for branches cost registers: under barriers of their own
-            spare = gl.where(count > 0, 0, 1)
-            parity = gl.where(count > 0, keyed, spared) & 1
-            _load_keys(k_desc, k_smem.index(0), k_full.index(spare), tile_smem, slot, PACKED)
-            _load_keys(v_desc, v_smem.index(0), v_full.index(spare), tile_smem, slot, PACKED)
-            mbarrier.wait(k_full.index(spare), parity)
-            mbarrier.wait(v_full.index(spare), parity)
-            keyed += 1 - spare
-            spared += spare
+            # for keys that no query sees too: a branch would cost the consumers registers
+            _load_keys(k_desc, k_smem.index(0), k_full.index(slot), tile_smem, slot, PACKED)
+            _load_keys(v_desc, v_smem.index(0), v_full.index(slot), tile_smem, slot, PACKED)
+            mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
+            mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         for i in range(kept(todo)):
             stage = at % DS_STAGES
             sync_named(_DS_FULL + stage, _EVERYONE)
@@ -479,9 +471,8 @@ def _consume(
             is_sequence = b < batch
         dk = gl.zeros([64, W_QK], gl.float32, dk_layout)
         dv = gl.zeros([64, W_V], gl.float32, dv_layout)
-        parity = _told(tile_smem, slot, _PARITY)
-        mbarrier.wait(k_full.index(0), parity)
-        mbarrier.wait(v_full.index(0), parity)
+        mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
+        mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         low = distance
         limit = distance + count * BLOCK_M
         first = gl.to_tensor(0)
