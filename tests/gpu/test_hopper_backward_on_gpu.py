@@ -1,6 +1,7 @@
 """The Hopper backward against the judge of the universal one, in every layout and with every feature it takes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,9 +29,10 @@ TAKEN = [
     for config in CONFIGS
     if not any(feature.startswith(REFUSED) for feature in config.features)
     and config.layout != "bmghk"
-    and max(config.head_dims) <= 128
+    and (max(config.head_dims) <= 128 or min(config.head_dims) > 192)
     and not any(dim % 8 for dim in config.head_dims)
 ]
+WIDE = [replace(c, name=f"{c.name}-wide", head_dims=(256, 256)) for c in TAKEN if c.head_dims == (64, 64)]
 ROW_PADDING = 128  # tiles of queries are 64 or 128 rows
 
 
@@ -59,22 +61,23 @@ def _largest(seed: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", TAKEN, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*TAKEN, *WIDE], ids=lambda config: config.name)
 def test_sweep(config: Config, taken: list[str | None]) -> None:
     """Sizes, lengths, strides and values at random; compiled ahead, all of a configuration at once."""
+    seeds = SEEDS if config in TAKEN else SEEDS[:5]
     with record() as wanted:
-        for seed in SEEDS:
+        for seed in seeds:
             call, tensors, options = make(config, seed, CUDA, DTYPES[seed % 2], _largest(seed))
             _differentiate(call, tensors, options | {"backend": "triton"})
     assert not prebuild.build(wanted.specs).failures
     bad = [
         f"{config.name}, seed {seed}, {DTYPES[seed % 2]}: {error}"
-        for seed in SEEDS
+        for seed in seeds
         for error in errors(config, seed, CUDA, DTYPES[seed % 2], _largest(seed))
         if not error.ok
     ]
     assert not bad, "\n".join(bad)
-    assert None in taken or config.name == "strided"  # whose rows are seldom aligned
+    assert None in taken or "strided" in config.name  # whose rows are seldom aligned
 
 
 def _leaves(*shapes: tuple[int, ...]) -> Any:
@@ -87,7 +90,7 @@ def _close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6 * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 200])
 def test_groups_of_heads_and_long_rows(head_dim: int, taken: list[str | None]) -> None:
     """More blocks than stages, heads that share keys, and keys that are not whole blocks."""
     leaves = _leaves((1, 1000, 6, head_dim), (1, 1100, 2, head_dim), (1, 1100, 2, head_dim))

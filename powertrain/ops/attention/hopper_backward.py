@@ -119,8 +119,8 @@ def _hopper_attention_dq_kernel(
 
 
 class Plan(NamedTuple):
-    """Tiles of 128 keys (64 at head dims above 192) by block_m queries, so that a consumer's scores, dp, dk and dv leave
-    it registers enough."""
+    """Tiles of 128 keys (64 at head dims above 192) by block_m queries, so that a consumer's scores, dp, dk and dv
+    leave it registers enough."""
 
     block_m: int = 64
     stages: int = 3

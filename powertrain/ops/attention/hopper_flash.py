@@ -335,8 +335,8 @@ def _setup_context_here(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     query, _, value = ctx.saved_tensors[:3]
-    is_wide = max(query.shape[-1], value.shape[-1]) > 128  # ours takes none of these
-    op = _attention_bwd_op if is_wide and not ctx.allows_cudnn else _attention_hopper_bwd_op
+    is_cudnns = (query.shape[-1], value.shape[-1]) in cudnn_backward.HEAD_DIMS and not ctx.allows_cudnn
+    op = _attention_bwd_op if is_cudnns else _attention_hopper_bwd_op
     return backward_by(op, ctx, dout, dlse)
 
 

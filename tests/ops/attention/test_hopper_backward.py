@@ -50,8 +50,11 @@ def test_tensors() -> None:
         return why_not_backward(query, query if key is None else key, query if key is None else key, _args())
 
     assert "not float32" in str(reason(_empty(2, 64, 4, 128, dtype=torch.float32)))
-    assert "up to 128, is 192" in str(reason(_empty(2, 64, 4, 192)))
-    assert "multiple of 8 up to 128, is 60" in str(reason(_empty(2, 64, 4, 60)))
+    assert reason(_empty(2, 64, 4, 256)) is None and reason(_empty(2, 64, 4, 200)) is None
+    for dim in (60, 136, 192, 264):
+        assert f"multiples of 8, both up to 128 or both of 200 to 256, are {dim} and {dim}" in str(
+            reason(_empty(2, 64, 4, dim))
+        )
     assert "query is empty" in str(reason(_empty(2, 0, 4, 64), _empty(2, 8, 4, 64)))
     assert "query's rows must be contiguous" in str(reason(_empty(2, 64, 4, 131)[..., :128], _empty(2, 64, 4, 128)))
     assert "int32" in str(reason(_empty(64, 2**18, 64, 64), _empty(64, 8, 64, 64)))
