@@ -29,7 +29,7 @@ TAKEN = [
     for config in CONFIGS
     if not any(feature.startswith(REFUSED) for feature in config.features)
     and config.layout != "bmghk"
-    and (max(config.head_dims) <= 128 or min(config.head_dims) > 192)
+    and (max(config.head_dims) <= 128 or 192 < min(config.head_dims) <= max(config.head_dims) <= 256)
     and not any(dim % 8 for dim in config.head_dims)
 ]
 WIDE = [replace(c, name=f"{c.name}-wide", head_dims=(256, 256)) for c in TAKEN if c.head_dims == (64, 64)]
