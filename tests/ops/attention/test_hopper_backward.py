@@ -75,12 +75,9 @@ def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, **
     with record("sm_90") as wanted:
         hopper_attention_bwd(out, None, q, k, v, out, lse, [*need, False], *args)
     names = [spec.kernel.name for spec in wanted.specs]
-    assert (
-        names
-        == ["_hopper_attention_rows_kernel", "_hopper_attention_bwd_kernel", "_hopper_attention_dq_kernel"][
-            : 3 if need[0] else 2
-        ]
-    )
+    main = "_hopper_attention_bwd_wide_kernel" if head_dim > 192 else "_hopper_attention_bwd_kernel"
+    every = ["_hopper_attention_rows_kernel", main, "_hopper_attention_dq_kernel"]
+    assert names == (every if need[0] else every[:2])
     return entry_for(wanted.specs[1])[0]
 
 
@@ -125,6 +122,38 @@ def test_products_run_beside_everything_else(
     waits = 2 * 3 + (parts if need[0] else 0)
     assert sass.count("WARPGROUP.DEPBAR") == waits
     assert sass.count("HGMMA") >= 2 * 2 * head_dim // 16 + 2 * 2 * plan.block_m // 16
+
+
+@pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
+@pytest.mark.skipif(not NDISASM.exists(), reason="this Triton brings no nvdisasm")
+@pytest.mark.parametrize(
+    ("head_dim", "need", "given"),
+    [
+        (256, ALL, {}),
+        (200, ALL, {"right": -1}),
+        (256, [False, True, True], {}),
+        (256, ALL, {"left": 100, "softcap": 30.0}),
+        (256, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS, "query_used": USED}),
+        (256, ALL, {"slopes": _empty(4, dtype=torch.float32)}),
+    ],
+    ids=["causal", "full-d200", "no-dq", "window-softcap", "thd-lengths", "alibi"],
+)
+def test_wide_products_run_beside_everything_else(
+    head_dim: int, need: list[bool], given: dict[str, Any], tmp_path: Path
+) -> None:
+    """As above, where the consumers share the columns of dk and dv."""
+    entry = _entry(head_dim, torch.bfloat16, need, **given)
+    facts, plan = entry.manifest["launch"], plan_for(head_dim, head_dim)
+    assert (facts["num_warps"], facts["name"]) == (12, "_hopper_attention_bwd_wide_kernel")
+    assert facts["shared"] <= 232448
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(entry.members["cubin"])
+    sass = subprocess.run([NDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    # in each consumer scores, dp, dv, dk and the last dv, and in the server one for each part
+    parts = 256 // plan.part
+    assert sass.count("WARPGROUP.DEPBAR") == 2 * 5 + (parts if need[0] else 0)
+    # 64x32 and 64x128 at a time in the consumers, whose last dv stands apart, and 64 columns in the server
+    assert sass.count("HGMMA") == 2 * (2 * 16 + 3 * 4) + (4 * parts if need[0] else 0)
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
