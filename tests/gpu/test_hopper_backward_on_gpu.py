@@ -85,9 +85,11 @@ def _leaves(*shapes: tuple[int, ...]) -> Any:
 
 
 def _close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """All but the last bits of dq, whose additions come in no fixed order."""
+    """All but the last bits of dq, whose additions come in no fixed order. Where nothing but rounding is left (dq of a
+    single key is 0), a float32's of numbers around 1."""
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6 * theirs.abs().max().item())
+        largest = max(theirs.abs().max().item(), 2**-10)
+        torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6 * largest)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 200])
