@@ -59,7 +59,7 @@ def any_order() -> Iterator[None]:
 def launch_hopper_attention(dtype: torch.dtype) -> None:
     """Every plan of the Hopper forward with each kind of mask, and its backward where it has one; on sm_90, 16 bits."""
     with any_order():
-        for head_dims in ((64, 64), (128, 128)):
+        for head_dims in ((64, 64), (128, 128), (256, 256)):
             for feature in ("causal", "packed", "softcap"):
                 launch(feature, head_dims, dtype, "hopper")
     for head_dims, length in (((64, 64), 8192), ((192, 128), S), ((256, 256), S)):
