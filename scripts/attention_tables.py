@@ -204,14 +204,30 @@ KINDS: dict[str, dict[str, Any]] = {
     "more queries, forward alone": {"needs_grad": False},
     "up to 4096 queries": {"size": "medium"},
     "more queries": {},
-    "head dim 96, up to 4096 queries, forward alone": {
+    "head dim 80, up to 4096 queries, forward alone": {
         "size": "medium",
         "needs_grad": False,
-        "head_dim_qk": 96,
-        "head_dim_v": 96,
+        "head_dim_qk": 80,
+        "head_dim_v": 80,
     },
-    "head dim 64, more than 1024 queries": {"head_dim_qk": 64, "head_dim_v": 64},
-    "head dim 96, more than 1024 queries": {"head_dim_qk": 96, "head_dim_v": 96},
+    "up to 1024 queries, forward alone": {"size": "short", "needs_grad": False},
+    "head dim 64, up to 1024 queries, forward alone": {
+        "size": "short",
+        "needs_grad": False,
+        "head_dim_qk": 64,
+        "head_dim_v": 64,
+    },
+    "head dim 64, forward alone": {"needs_grad": False, "head_dim_qk": 64, "head_dim_v": 64},
+    "head dim 64 with ALiBi, forward alone": {
+        "needs_grad": False,
+        "head_dim_qk": 64,
+        "head_dim_v": 64,
+        "mask": MaskSpec(right=0, alibi=True),
+    },
+    "head dim 64": {"head_dim_qk": 64, "head_dim_v": 64},
+    "head dim 80": {"head_dim_qk": 80, "head_dim_v": 80},
+    "head dims 192 and 128": {"head_dim_qk": 192},
+    "packed": {"layout": "thd"},
     "value wider than 128, with backward": {"head_dim_qk": 256, "head_dim_v": 256},
 }
 

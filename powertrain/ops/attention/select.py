@@ -111,6 +111,13 @@ _H200_FA3 = "measured 2026-11-21 on one H200 (torch 2.11, cuDNN 9.19, xformers 0
 # A100: cuDNN at 0.82 of flash-2's speed, A10G 0.93, L40S 1.00, RTX PRO 6000 0.88: huggingface/transformers#48163
 _PUBLISHED = "not measured here: published numbers (cuDNN against flash-2: huggingface/transformers#48163)"
 
+
+def _fills_tiles(p: AttentionProblem) -> bool:
+    """With these head dims little of what the Hopper kernels multiply is padding: they were measured with such."""
+    dims = p.head_dim_qk, p.head_dim_v
+    return dims == (64, 64) or min(dims) >= 96
+
+
 # the first that applies; backends that a row does not name cannot run there, and follow so that they are explained
 ORDERS = (
     Order(("triton", "cpu", *_REST), "triton runs on the CPU only when asked to be interpreted", (0, 0)),
@@ -137,16 +144,38 @@ ORDERS = (
         (90, 99),
         lambda p: p.lengths.size == "decode",
     ),
+    # forward + backward of 16k tokens in graphs, causal: H16 D128 S512 hopper .09 + .37, cudnn .10 + .40; S1024 .13 +
+    # .49, .15 + .53; H32 D64 S512 .15 + .41, .13 + .51; S1024 .20 + .56, .20 + .69; H16 D192/128 S512 .67, .68
+    Order(
+        ("hopper", "cudnn", "flash-attn-3", "flash-attn-4", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200,
+        (90, 90),
+        lambda p: p.lengths.size == "short" and (p.needs_grad or p.head_dim_qk > 64) and _fills_tiles(p),
+    ),
     # forward + backward, causal: B16 S512 H16 D128 cudnn .06 + .23, flash-attn-4 .09 + .29, flash .10 + .30;
     # B8 S1024 H16 D128 forward cudnn .09 triton .12 flash .16
     Order(
-        ("cudnn", "flash-attn-3", "flash-attn-4", "triton", "hopper", "flash", "flash-attn-2", "efficient", *_REST),
+        ("cudnn", "flash-attn-3", "flash-attn-4", "hopper", "triton", "flash", "flash-attn-2", "efficient", *_REST),
         _H200,
         (90, 99),
         lambda p: p.lengths.size == "short",
     ),
-    # B2 S8192 H8 D256 causal: flash-attn-3 .70 + 3.18, hopper .72 + 3.24 (cuDNN's), cudnn .86 + 3.25, flash-attn-4
-    # .75 + 4.04, triton 1.02 + 4.42; full hopper 8.90, cudnn 8.95; B16 S1024 .81, .81; D160: hopper .61 + 2.47
+    # forward + backward: B2 S8192 H16 D192/128 causal hopper .91 + 3.61 (cuDNN's), flash-attn-4 .94 + 3.76, cudnn
+    # 1.12 + 3.59; full hopper 1.80 + 9.03 (triton's), triton 2.79 + 8.83, cudnn 2.03 + 11.59; packed H16 D128, 16k
+    # tokens, 132 to 8097 each: hopper .56 + 1.66, triton .79 + 2.50; 100 to 8k each, backward: hopper 1.90,
+    # flash-attn-3 1.93, H32/8 3.77, 3.94
+    Order(
+        ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200_FA3,
+        (90, 90),
+        lambda p: (
+            p.needs_grad
+            and ((p.head_dim_qk, p.head_dim_v) == (192, 128) or (p.layout == "thd" and p.head_dim_v <= 128))
+            and _fills_tiles(p)
+        ),
+    ),
+    # forward + backward, B2 S8192 causal: H8 D256 flash-attn-3 .70 + 2.84, hopper .72 + 3.08, cudnn .86 + 3.26, triton
+    # 1.02 + 4.47; full backward 5.69, 6.10, 7.49; D224 hopper 3.90, cudnn 4.10, triton 6.45; D160 hopper .61 + 2.47
     # (triton's), triton 3.29, cudnn 3.63
     Order(
         ("flash-attn-3", "hopper", "cudnn", "triton", "flash-attn-4", "flash", "flash-attn-2", "efficient", *_REST),
@@ -154,44 +183,42 @@ ORDERS = (
         (90, 99),
         lambda p: p.needs_grad and p.head_dim_v > 128,
     ),
-    # forward + backward: B2 S8192 H16 D128 causal hopper .78 + 2.30, cudnn .89 + 2.54, flash-attn-3 .75 + 2.43,
-    # flash-attn-4 .84 + 2.46; full 6.11, 6.24; D192/128 causal hopper 4.52 (cuDNN's backward), flash-attn-4 4.70, cudnn
-    # 4.71; full hopper 1.79 + 8.81 (triton's), triton 11.52, cudnn 13.62; B8 S2048 1.44, cudnn 1.48
-    Order(
-        ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200_FA3,
-        (90, 90),
-        lambda p: (
-            p.needs_grad
-            and p.lengths.size in ("medium", "long")
-            and (p.head_dim_qk, p.head_dim_v) in ((128, 128), (192, 128))
-        ),
-    ),
-    # B2 S8192 H32 D64 causal: flash-attn-3 .99 + 2.67, hopper 1.04 + 2.69, flash-attn-4 1.05 + 2.78, cudnn 1.20 + 3.21;
-    # B8 S2048 flash-attn-4 .39 + .84, hopper .33 + .98, cudnn .34 + 1.05
-    Order(
-        ("flash-attn-3", "flash-attn-4", "hopper", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200_FA3,
-        (90, 90),
-        lambda p: (
-            p.needs_grad
-            and p.lengths.size in ("medium", "long")
-            and (p.head_dim_qk, p.head_dim_v) == (64, 64)
-            and not p.mask.alibi
-        ),
-    ),
-    # forward alone, TFLOP/s, causal: B8 S2048 H16 D128 hopper 603 cudnn 520 FlashAttention-3 621; B2 S8192 716, 616,
-    # 734; B1 S16384 736, 639, 758; full B2 S8192 730, 690, 741; H32 D64 S8192 532, 459, 557, S2048 411, 401, 429;
-    # D192/128 761, 614, 763; H8 D256 770, 639, 785
+    # forward + backward, causal: B2 S8192 H16 D128 flash-attn-3 .76 + 2.18, hopper .75 + 2.21, flash-attn-4 .84 +
+    # 2.46, cudnn .90 + 2.55; full 5.71, 5.85, cudnn 6.31; B8 S2048 .22 + .71, .22 + .74, flash-attn-4 .29 + .72, cudnn
+    # .26 + .82; H32/8 D128 5.99, 6.02, cudnn 6.86; H32 D64 S8192 1.00 + 2.41, 1.06 + 2.60, 1.05 + 2.78, 1.20 + 3.23;
+    # H16 D96 hopper .73 + 2.13, cudnn .90 + 2.47; H16 D128 with ALiBi hopper 3.54, triton 4.53; window 1024 1.12, 1.36;
+    # softcap 4.73, 4.89
     Order(
         ("flash-attn-3", "hopper", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
         _H200_FA3,
         (90, 90),
+        lambda p: p.needs_grad and _fills_tiles(p),
+    ),
+    # forward alone, B2 S8192 H32 D64 causal with ALiBi: triton 1.43, hopper 1.92; S1024 .31, .29
+    Order(
+        ("triton", "hopper", "flash-attn-2", *_REST),
+        _H200_FA3,
+        (90, 90),
         lambda p: (
-            not p.needs_grad
-            and p.lengths.size in ("medium", "long")
-            and (p.head_dim_qk, p.head_dim_v) in ((64, 64), (128, 128), (192, 128), (256, 256))
+            not p.needs_grad and p.mask.alibi and p.lengths.size == "long" and (p.head_dim_qk, p.head_dim_v) == (64, 64)
         ),
+    ),
+    # forward alone, TFLOP/s, causal: B2 S8192 H16 D128 hopper 734, flash-attn-3 724, cudnn 613; B1 S16384 749, 742,
+    # 631; full 732, 725, 674; H32/8 741, 733, 635; packed 685, 650; B8 S2048 616, 613, 524; D192/128 763, 751, 612;
+    # H16 D96 hopper .73 ms, cudnn .90
+    Order(
+        ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200_FA3,
+        (90, 90),
+        lambda p: not p.needs_grad and _fills_tiles(p) and 64 < p.head_dim_v <= 128,
+    ),
+    # the same: H32 D64 S8192 flash-attn-3 550, hopper 519, cudnn 458; S2048 432, 406, 400; H8 D256 772, 767, 635;
+    # D224 hopper .71 ms, cudnn .86; D160 .61, .67
+    Order(
+        ("flash-attn-3", "hopper", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200_FA3,
+        (90, 90),
+        lambda p: not p.needs_grad and _fills_tiles(p),
     ),
     # B8 S2048 forward alone: H16 D128 cudnn .272 flash-attn-4 .287, H32 D64 .354 .390
     Order(
