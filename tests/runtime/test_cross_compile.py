@@ -120,8 +120,8 @@ def measure(archs: tuple[int, ...], specs_of: SpecsOf = specs_for) -> dict[str, 
 
 
 def _spills(found: dict[str, dict[str, list[int]]], most: int = 64) -> dict[tuple[str, str], list[int]]:
-    """What spills more than `most` bytes. Attention's tiles for sm_90 were timed, and spill where that was fastest; those
-    for sm_100 and sm_103 spill 152 bytes with documents, as the table says of bf16."""
+    """What spills more than `most` bytes. Attention's tiles for sm_90 were timed, and spill where that was fastest;
+    those for sm_100 and sm_103 spill 152 bytes with documents, as the table says of bf16."""
     return {
         (name, arch): facts
         for name, archs in found.items()
