@@ -56,10 +56,8 @@ class Plan(NamedTuple):
     consumers: int = 2  # warpgroups, 64 rows each
     split: int = 1  # parts in which results leave
     early: bool = True  # the softmax of a block runs beside the product of the one before
-    rounded: bool = True  # weights are rounded as they are made, not where they are used
     q_slots: int = 2  # tiles whose queries are in shared memory at a time
     q_held: bool = True  # queries are read from registers
-    by_hand: int = 0  # of four exponentials, so many by float32 arithmetic
 
     @property
     def block_m(self) -> int:
@@ -69,14 +67,14 @@ class Plan(NamedTuple):
 def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     """For head dims, padded with zeros, which TMA fills in, and so many queries a sequence.
 
-    TFLOP/s, bf16, one H200, causal, H32 D64: 2 consumers 475, one of four exponentials by hand 495, 3 consumers 532, by
-    hand 484 (S8192); 405, 411, 384, 345 (S2048). H8 D256 S8192: early 770, late 760."""
+    TFLOP/s, bf16, one H200, causal, H32 D64: 2 consumers 475, 3 consumers 532 (S8192); 405, 384 (S2048). H8 D256 S8192:
+    early 770, late 760."""
     p_qk: tuple[int, ...] = (64,) if d_qk <= 64 else (128,) if d_qk <= 128 else (128, 64) if d_qk <= 192 else (256,)
     p_v = 64 if d_v <= 64 else 128 if d_v <= 128 else 256
     if d_qk <= 64 and d_v <= 64:
         if queries > 4096:
-            return Plan(p_qk, p_v, consumers=3, rounded=False, q_slots=1, q_held=False)
-        return Plan(p_qk, p_v, stages=4, by_hand=1)
+            return Plan(p_qk, p_v, consumers=3, q_slots=1, q_held=False)
+        return Plan(p_qk, p_v, stages=4)
     if d_qk <= 128 and d_v <= 128:
         return Plan(p_qk, p_v)
     if d_qk <= 192 and d_v <= 128:
@@ -265,8 +263,7 @@ def _launch(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> tuple[Ten
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
         ALIBI=_alibi_kind(args), D=(d_qk, d_v), P_QK=plan.p_qk, P_V=plan.p_v,
         BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers,
-        SPLIT=plan.split, EARLY=plan.early, ROUND=plan.rounded, Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held,
-        BY_HAND=plan.by_hand, ALIGNED=aligned, num_warps=4,
+        SPLIT=plan.split, EARLY=plan.early, Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, ALIGNED=aligned, num_warps=4,
     )  # fmt: skip
     return out, lse
 

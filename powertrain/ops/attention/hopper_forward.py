@@ -342,8 +342,7 @@ def _step(
     o, m, l, weights, at, q, k_smem, v_smem, k_full, v_full, start, positions, p_first, k_len,  # noqa: E741
     left, right, factors, factor, slope,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr, RAGGED: gl.constexpr,
-    EARLY: gl.constexpr, ROUND: gl.constexpr, BY_HAND: gl.constexpr,
-    CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
+    EARLY: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Block number `at`: its scores and, beside them, the product of the block before; then its weights.
 
@@ -384,9 +383,8 @@ def _step(
     s = scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
     if MASKED:
         s = hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
-    weights, m, l, alpha = softmax(s, m, l, factor, BY_HAND, MASKED)  # noqa: E741
-    if ROUND:
-        weights = rounded(weights, v_smem.dtype)
+    weights, m, l, alpha = softmax(s, m, l, factor, MASKED)  # noqa: E741
+    weights = rounded(weights, v_smem.dtype)
     if EARLY:
         o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
         _give_back(_VALUES_FREE, last, CONSUMERS)
@@ -419,8 +417,7 @@ def _consume(
     batch, queries, heads, stride_ob, stride_os, stride_oh, stride_slopes, left, right, scale, softcap,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     ALIGNED: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr,
-    EARLY: gl.constexpr, ROUND: gl.constexpr, Q_HELD: gl.constexpr, BY_HAND: gl.constexpr,
-    CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+    EARLY: gl.constexpr, Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
@@ -501,9 +498,8 @@ def _consume(
                 _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
         m = gl.full([ROWS], MINUS_INF, gl.float32, first_row_layout)
         l = gl.zeros_like(of_lanes(s))  # noqa: E741
-        weights, m, l, _ = softmax(s, m, l, factor, 0, True)  # noqa: E741
-        if ROUND:
-            weights = rounded(weights, dtype)
+        weights, m, l, _ = softmax(s, m, l, factor, True)  # noqa: E741
+        weights = rounded(weights, dtype)
         o = gl.zeros([ROWS, D_V], gl.float32, o_layout)
 
         done = gl.to_tensor(1)
@@ -514,7 +510,7 @@ def _consume(
                 o, m, l, whole = _step(  # noqa: E741
                     o, m, l, weights, visited + 1, q, k_smem, v_smem, k_full, v_full, start - BLOCK_N, positions,
                     p_first, k_len, left, right, factors, factor, slope,
-                    LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, ROUND, BY_HAND, CONSUMERS, CONSUMER, False,
+                    LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, CONSUMERS, CONSUMER, False,
                 )  # fmt: skip
             else:
                 whole = beside_zeros(weights, s_layout)
@@ -526,7 +522,7 @@ def _consume(
                 o, m, l, weights = _step(  # noqa: E741
                     o, m, l, weights, visited + n, q, k_smem, v_smem, k_full, v_full, start, positions,
                     p_first, k_len, left, right, factors, factor, slope,
-                    LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, ROUND, BY_HAND, CONSUMERS, CONSUMER, True,
+                    LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, CONSUMERS, CONSUMER, True,
                 )  # fmt: skip
             done = gl.maximum(masked, 1)
         for n in range(done, end - begin):
@@ -534,7 +530,7 @@ def _consume(
             o, m, l, weights = _step(  # noqa: E741
                 o, m, l, weights, visited + n, q, k_smem, v_smem, k_full, v_full, start, positions,
                 p_first, k_len, left, right, factors, factor, slope,
-                LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, ROUND, BY_HAND, CONSUMERS, CONSUMER, False,
+                LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, CONSUMERS, CONSUMER, False,
             )  # fmt: skip
 
         visited += end - begin
@@ -669,7 +665,7 @@ def _hopper_attention_fwd_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
     ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SPLIT: gl.constexpr,
-    EARLY: gl.constexpr, ROUND: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr, BY_HAND: gl.constexpr,
+    EARLY: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     PACKED: gl.constexpr = q_starts_ptr is not None
@@ -704,15 +700,13 @@ def _hopper_attention_fwd_kernel(
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, ROUND, Q_HELD, BY_HAND,
-            CONSUMERS, 0,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, Q_HELD, CONSUMERS, 0,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, ROUND, Q_HELD, BY_HAND,
-            CONSUMERS, 1,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, Q_HELD, CONSUMERS, 1,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
@@ -728,22 +722,19 @@ def _hopper_attention_fwd_kernel(
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, ROUND, Q_HELD, BY_HAND,
-            CONSUMERS, 0,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, Q_HELD, CONSUMERS, 0,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, ROUND, Q_HELD, BY_HAND,
-            CONSUMERS, 1,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, Q_HELD, CONSUMERS, 1,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, ROUND, Q_HELD, BY_HAND,
-            CONSUMERS, 2,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, Q_HELD, CONSUMERS, 2,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,

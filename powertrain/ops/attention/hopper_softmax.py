@@ -107,51 +107,8 @@ def of_lanes(p):
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
-def _exp2_in_turn(by_hand: int) -> str:
-    """PTX: 2^x of four numbers from -126 on, so many of them by float32 arithmetic, good to 7.5e-5.
-
-    x is rounded to an integer in the low bits of a large number, which becomes the exponent. NaN gives 3.4e38, infinite
-    in 16 bits."""
-    lines = ["{ .reg .f32 t, f, p, y<4>;", ".reg .b32 a, b;"]
-    for i in range(4 - by_hand):
-        lines.append(f"ex2.approx.ftz.f32 y{i}, ${4 + i};")
-    for i in range(4 - by_hand, 4):
-        lines += [
-            f"max.NaN.f32 f, ${4 + i}, 0fC2FC0000;",
-            "add.rn.f32 t, f, 0f4B400000;",
-            "sub.rn.f32 p, t, 0f4B400000;",
-            "sub.rn.f32 f, f, p;",
-            f"fma.rn.f32 p, f, {_COEFFICIENTS[3]}, {_COEFFICIENTS[2]};",
-            f"fma.rn.f32 p, p, f, {_COEFFICIENTS[1]};",
-            f"fma.rn.f32 p, p, f, {_COEFFICIENTS[0]};",
-            "mov.b32 a, t;",
-            "mov.b32 b, p;",
-            "shl.b32 a, a, 23;",
-            "add.s32 b, a, b;",
-            f"mov.b32 y{i}, b;",
-        ]
-    return "\n".join([*lines, *(f"mov.f32 ${i}, y{i};" for i in range(4)), "}"])
-
-
-# 2^f between -1/2 and 1/2 by least largest relative error, 7.5e-5: 0.99992807, 0.69326103, 0.24261121, 0.05517138
-_COEFFICIENTS = ("0f3F7FFB49", "0f3F31798E", "0f3E786F13", "0f3D61FB62")
-_EXP2_IN_TURN = gl.constexpr({count: _exp2_in_turn(count) for count in (1, 2)})
-
-
 @gluon.jit
-def _exp2(x, BY_HAND: gl.constexpr):
-    """2^x; BY_HAND: so many of four by float32 arithmetic, for the unit for exponentials is the slowest of all."""
-    if BY_HAND:
-        y = gl.inline_asm_elementwise(
-            _EXP2_IN_TURN[BY_HAND], "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4
-        )
-    else:
-        y = gl.exp2(x)
-    return y
-
-
-@gluon.jit
-def softmax(s, m, l, factor, BY_HAND: gl.constexpr, MASKED: gl.constexpr):  # noqa: E741
+def softmax(s, m, l, factor, MASKED: gl.constexpr):  # noqa: E741
     """(weights, m, l, what the result so far is to be scaled by)."""
     # what is added stays below 2^8 times what it may be; then the results so far need no scaling
     m_new = gl.max(s, 1)
@@ -159,7 +116,7 @@ def softmax(s, m, l, factor, BY_HAND: gl.constexpr, MASKED: gl.constexpr):  # no
     shift = m_new * factor
     if MASKED:
         shift = gl.where(m_new == MINUS_INF, 0.0, shift)  # nothing seen so far: 2^-inf is 0, not NaN
-    p = _exp2(s * factor - gl.expand_dims(shift, 1), 0 if MASKED else BY_HAND)
+    p = gl.exp2(s * factor - gl.expand_dims(shift, 1))
     alpha = gl.exp2(m * factor - shift)
     sums = of_lanes(p)
     of_l = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
@@ -184,34 +141,17 @@ def rounded(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _rounded_here(p, dtype: gl.constexpr):
-    """`p` in 16 bits, in this place: left to the compiler it was done later, beside the next scores, and spilled."""
+def as_operand(pairs, dtype: gl.constexpr, o_layout: gl.constexpr):
+    """`rounded` weights as the left operand of a product of `o_layout`."""
     if dtype == gl.bfloat16:
-        numbers = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.bfloat16, is_pure=False, pack=2
+        even, odd = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
         )
     else:
-        numbers = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.float16, is_pure=False, pack=2
+        even, odd = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
         )
-    return numbers
-
-
-@gluon.jit
-def as_operand(weights, dtype: gl.constexpr, o_layout: gl.constexpr):
-    """Weights, `rounded` or in float32, as the left operand of a product of `o_layout`."""
-    if weights.dtype == gl.float32:
-        p = _rounded_here(weights, dtype)
-    else:
-        if dtype == gl.bfloat16:
-            even, odd = gl.inline_asm_elementwise(
-                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [weights], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
-            )
-        else:
-            even, odd = gl.inline_asm_elementwise(
-                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [weights], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
-            )
-        p = gl.join(even, odd).reshape([weights.shape[0], 2 * weights.shape[1]])
+    p = gl.join(even, odd).reshape([pairs.shape[0], 2 * pairs.shape[1]])
     return gl.convert_layout(p, gl.DotOperandLayout(0, o_layout, 2))
 
 

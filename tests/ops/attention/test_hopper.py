@@ -1,7 +1,6 @@
 """The Hopper back end without a GPU: what it launches, its machine code, its self-tests. Values: tests/gpu."""
 
 import re
-import struct
 import subprocess
 import threading
 import zlib
@@ -16,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from powertrain.ops.attention import attention, hopper_flash, hopper_softmax, varlen_attention
+from powertrain.ops.attention import attention, hopper_flash, varlen_attention
 from powertrain.runtime.compile import Spec, entry_for
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.recording import record
@@ -244,18 +243,6 @@ def test_heads_of_a_group() -> None:
     assert found == [8, 8, 4, 4, 4]
     assert hopper_flash.group_for(4 * mib, 4, True) == 8
     assert hopper_flash.group_for(4 * mib, 1, False) == 1 and hopper_flash.group_for(4 * mib, 4, False) == 4
-
-
-def test_exponentials_by_hand() -> None:
-    """The arithmetic of the PTX, in float32: x to an integer and a rest, whose power is a polynomial."""
-    c = [struct.unpack(">f", bytes.fromhex(text.removeprefix("0f")))[0] for text in hopper_softmax._COEFFICIENTS]
-    x = torch.linspace(-125.9, 8, 100001, dtype=torch.float32)
-    t = x + 12582912.0
-    assert struct.pack(">f", 12582912.0).hex().upper() == "4B400000" and struct.pack(">f", -126.0).hex() == "c2fc0000"
-    f = x - (t - 12582912.0)
-    p = ((f * c[3] + c[2]) * f + c[1]) * f + c[0]
-    y = (p.view(torch.int32) + (t.view(torch.int32) << 23)).view(torch.float32)
-    assert (y / torch.exp2(x.double()) - 1).abs().max() < 8e-5
 
 
 def _right(query: Tensor, key: Tensor, value: Tensor, args: Any) -> tuple[Tensor, Tensor]:
