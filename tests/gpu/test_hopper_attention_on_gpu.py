@@ -25,6 +25,7 @@ pytestmark = [
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16)
 SEEDS = range(8)
+PLANS = ((64, 64, 512), (64, 64, 8192), (128, 128, 512), (192, 128, 512), (256, 256, 512))  # head dims, queries
 
 
 @pytest.fixture(autouse=True)
@@ -130,8 +131,11 @@ def test_self_tests_pass_and_run_once() -> None:
     hopper_flash._self_tests.clear()
     hopper_flash._backward_self_tests.clear()
     here = torch.device("cuda", 0)
-    assert hopper_flash.fails_here(here) is None and hopper_flash.backward_fails_here(here) is None
-    assert hopper_flash._self_tests == hopper_flash._backward_self_tests == {0: None}
+    plans = [hopper_flash.plan_for(*dims) for dims in PLANS]
+    assert [hopper_flash.fails_here(here, plan) for plan in plans] == [None] * len(PLANS)
+    assert [hopper_flash.backward_fails_here(here, width) for width in (64, 128, 256)] == [None] * 3
+    assert hopper_flash._self_tests == {plan: {0: None} for plan in plans}
+    assert hopper_flash._backward_self_tests == {width: {0: None} for width in (64, 128, 256)}
 
 
 def test_a_graph_of_packed_sequences_takes_other_lengths() -> None:

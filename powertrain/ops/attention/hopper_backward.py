@@ -139,7 +139,7 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
     return Plan(stages=4, part=64, registers=208) if max(d_qk, d_v) <= 64 else Plan()
 
 
-def _width(head_dim: int) -> int:
+def width_of(head_dim: int) -> int:
     """What a head dim is padded to. Not further: no panel of 64 columns may lie wholly outside a tensor."""
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
@@ -189,7 +189,7 @@ def _launch(
     dv: _Operand | None, lse: Tensor, dlse: Tensor | None, args: _Args, shape: _Shape, heads: _Heads, plan: Plan,
 ) -> None:  # fmt: skip
     d_qk, d_v = k.tensor.shape[-1], v.tensor.shape[-1]
-    w_qk, w_v = _width(d_qk), _width(d_v)
+    w_qk, w_v = width_of(d_qk), width_of(d_v)
     batch = shape.batch if args.query_starts is None else 1
     slots = _slots(shape, shape.queries, args.query_starts, plan.block_m)
     tiles = batch * heads.kv * heads.repeats * slots

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import cudnn_backward, select
-from powertrain.ops.attention.hopper_backward import hopper_attention_bwd, why_not_backward
+from powertrain.ops.attention.hopper_backward import hopper_attention_bwd, why_not_backward, width_of
 from powertrain.ops.attention.hopper_forward import _hopper_attention_fwd_kernel
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
 from powertrain.ops.attention.triton_flash import (
@@ -125,18 +125,22 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
             yield Reason(f"it has no {name}", "use triton")
 
 
-_self_tests: dict[int | None, str | None] = {}
-_backward_self_tests: dict[int | None, str | None] = {}
+# what was found on each device, of each plan and of each padded head dim
+_self_tests: dict[Plan, dict[int | None, str | None]] = {}
+_backward_self_tests: dict[int, dict[int | None, str | None]] = {}
 
 
-def fails_here(device: torch.device) -> str | None:
-    """Why the kernel must not be used on this sm_90 device, or None: once per device it computes a small problem."""
-    return self_test.failure(_self_tests, device, _forward_self_test, "attention: triton serves")
+def fails_here(device: torch.device, plan: Plan) -> str | None:
+    """Why the kernel must not be used on this sm_90 device with this plan, or None: it is tried once on a small
+    problem."""
+    found, what = _self_tests.setdefault(plan, {}), f"attention at head dims {sum(plan.p_qk)} and {plan.p_v}"
+    return self_test.failure(found, device, lambda on: _forward_self_test(on, plan), f"{what}: triton serves")
 
 
-def backward_fails_here(device: torch.device) -> str | None:
-    """The same of the backward."""
-    return self_test.failure(_backward_self_tests, device, _backward_self_test, "attention's backward: triton serves")
+def backward_fails_here(device: torch.device, width: int) -> str | None:
+    """The same of the backward, whose tiles depend on what head dims are padded to."""
+    found, what = _backward_self_tests.setdefault(width, {}), f"attention's backward at head dim {width}"
+    return self_test.failure(found, device, lambda on: _backward_self_test(on, width), f"{what}: triton serves")
 
 
 class _Small(NamedTuple):
@@ -149,11 +153,12 @@ class _Small(NamedTuple):
     grads: list[Tensor]
 
 
-def _small(device: torch.device) -> _Small:
+def _small(device: torch.device, d_qk: int, d_v: int) -> _Small:
     draws = torch.Generator(device).manual_seed(0)  # the caller's own are left as they are
-    inputs = [torch.randn(1, 192, 1, 128, device=device, generator=draws).to(torch.bfloat16) for _ in range(4)]
+    dims = d_v, d_qk, d_qk, d_v
+    inputs = [torch.randn(1, 192, 1, d, device=device, generator=draws).to(torch.bfloat16) for d in dims]
     dout, q, k, v = (x[0, :, 0].float() for x in inputs)
-    scale = 128**-0.5
+    scale = d_qk**-0.5
     hidden = torch.ones(192, 192, device=device, dtype=torch.bool).triu(1)
     scores = (_product(q, k.T) * scale).masked_fill(hidden, -torch.inf)
     p = scores.softmax(1)
@@ -174,15 +179,15 @@ def _wrong(found: list[Tensor], exact: list[Tensor]) -> str | None:
     return f"its self-test gave {count} wrong results of {sum(x.numel() for x in exact)}" if count else None
 
 
-def _forward_self_test(device: torch.device) -> str | None:
-    small = _small(device)
+def _forward_self_test(device: torch.device, plan: Plan) -> str | None:
+    small = _small(device, sum(plan.p_qk), plan.p_v)
     _, query, key, value = small.inputs
-    return _wrong(list(_launch(query, key, value, small.args)), [small.out, small.lse])
+    return _wrong(list(_launch(query, key, value, small.args, plan)), [small.out, small.lse])
 
 
-def _backward_self_test(device: torch.device) -> str | None:
-    small = _small(device)
-    out, lse = small.out.to(torch.bfloat16).view(1, 192, 1, 128), small.lse.view(1, 1, 192)
+def _backward_self_test(device: torch.device, width: int) -> str | None:
+    small = _small(device, width, width)
+    out, lse = small.out.to(torch.bfloat16).view(1, 192, 1, width), small.lse.view(1, 1, 192)
     dout, query, key, value = small.inputs
     grads = hopper_attention_bwd(dout, None, query, key, value, out, lse, [True] * 3 + [False], *small.args)
     return _wrong(list(grads[:3]), small.grads)
@@ -211,13 +216,20 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[T
     k, v = _operand(key, args.layout, heads, True), _operand(value, args.layout, heads, True)
     if heads.shared:  # copies that the caller expanded are not read
         k, v = (x._replace(tensor=_one_head(x.tensor, args.layout, heads.kv)) for x in (k, v))
+    plan = _plan_of(query, key, value, args)
     reason = _fits(args, _operand(query, args.layout, heads), k, v)
     if reason is None and _is_real(query):
-        reason = fails_here(query.device)
+        reason = fails_here(query.device, plan)
     if reason:
         _say("attention", reason)
         return _attention_fwd(query, key, value, *rest)
-    return _launch(query, key, value, args)
+    return _launch(query, key, value, args, plan)
+
+
+def _plan_of(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> Plan:
+    shape = _shape(query, key, args.layout, args.query_starts)
+    sequences = 1 if args.query_starts is None else max(1, shape.batch)
+    return plan_for(query.shape[-1], value.shape[-1], shape.queries // sequences)
 
 
 def _is_real(x: Tensor) -> bool:
@@ -237,17 +249,15 @@ def _one_head(x: Tensor, layout: Layout, heads: int) -> Tensor:
     return x if x.shape[dim] == heads else x.narrow(dim, 0, heads)
 
 
-def _launch(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> tuple[Tensor, Tensor]:
+def _launch(query: Tensor, key: Tensor, value: Tensor, args: _Args, plan: Plan) -> tuple[Tensor, Tensor]:
     out, lse = _fwd_outputs(query, key, value, *args)
     target = Target.of(query.device)
     heads, shape = _heads(query, key, value, args.layout), _shape(query, key, args.layout, args.query_starts)
     q, o = _operand(query, args.layout, heads), _operand(out, args.layout, heads)
     k, v = _operand(key, args.layout, heads, True), _operand(value, args.layout, heads, True)
     d_qk, d_v = query.shape[-1], value.shape[-1]
-    packed = args.query_starts is not None
-    plan = plan_for(d_qk, d_v, shape.queries // (max(1, shape.batch) if packed else 1))
     aligned = _is_aligned(args, shape, plan)
-    if packed and aligned:
+    if aligned and args.query_starts is not None:
         plan = plan._replace(q_held=False)  # H16 D128, 16k tokens, documents of 132 to 8097: 700 for 672 TFLOP/s
     blocks = _slots(shape, shape.queries, args.query_starts, plan.block_m)
     tiles = blocks * heads.kv * heads.repeats * (shape.batch if args.query_starts is None else 1)
@@ -318,7 +328,7 @@ def _attention_hopper_bwd(
         return cudnn_backward.cudnn_attention_bwd(*given, *rest)
     reason = why_not_backward(query, key, value, _Args(*rest))
     if reason is None and _is_real(query):
-        reason = backward_fails_here(query.device)
+        reason = backward_fails_here(query.device, width_of(max(query.shape[-1], value.shape[-1])))
     if reason:
         _say("attention's backward", reason)
         return _attention_bwd(*given, *rest)

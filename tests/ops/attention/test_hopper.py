@@ -245,17 +245,18 @@ def test_heads_of_a_group() -> None:
     assert hopper_flash.group_for(4 * mib, 1, False) == 1 and hopper_flash.group_for(4 * mib, 4, False) == 4
 
 
-def _right(query: Tensor, key: Tensor, value: Tensor, args: Any) -> tuple[Tensor, Tensor]:
+def _right(query: Tensor, key: Tensor, value: Tensor, args: Any, plan: Any = None) -> tuple[Tensor, Tensor]:
     found: tuple[Tensor, Tensor] = attention(
         query, key, value, is_causal=True, return_lse=True, backend="reference"
     )  # scale: the usual one
     return found
 
 
-def test_self_tests_see_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cpu")
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_self_tests_see_what_is_wrong(monkeypatch: pytest.MonkeyPatch, head_dims: tuple[int, int]) -> None:
+    device, plan = torch.device("cpu"), hopper_flash.plan_for(*head_dims, 512)
     monkeypatch.setattr(hopper_flash, "_launch", _right)
-    assert hopper_flash._forward_self_test(device) is None
+    assert hopper_flash._forward_self_test(device, plan) is None
 
     def wrong(*inputs: Any) -> tuple[Tensor, Tensor]:
         out, lse = _right(*inputs)
@@ -263,34 +264,41 @@ def test_self_tests_see_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         return out, lse
 
     monkeypatch.setattr(hopper_flash, "_launch", wrong)
-    assert hopper_flash._forward_self_test(device) == "its self-test gave 1 wrong results of 24768"
+    expected = f"its self-test gave 1 wrong results of {192 * (head_dims[1] + 1)}"
+    assert hopper_flash._forward_self_test(device, plan) == expected
 
 
-def test_the_backwards_self_test_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = hopper_flash._small(torch.device("cpu"))
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_the_backwards_self_test_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    small = hopper_flash._small(torch.device("cpu"), width, width)
     query, key, value = (x.clone().requires_grad_() for x in small.inputs[1:])
     with torch.enable_grad():
         out, _ = _right(query, key, value, small.args)
     grads = list(torch.autograd.grad(out, (query, key, value), small.inputs[0]))
     monkeypatch.setattr(hopper_flash, "hopper_attention_bwd", lambda *_: (*grads, torch.empty(0)))
-    assert hopper_flash._backward_self_test(torch.device("cpu")) is None
+    assert hopper_flash._backward_self_test(torch.device("cpu"), width) is None
     grads[1] = -grads[1]
-    assert "wrong results of 73728" in str(hopper_flash._backward_self_test(torch.device("cpu")))
+    expected = f"wrong results of {3 * 192 * width}"
+    assert expected in str(hopper_flash._backward_self_test(torch.device("cpu"), width))
 
 
 def test_a_failed_self_test_leaves_it_to_triton(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Each plan by itself."""
     if settings().interpret:
         pytest.skip("another reason comes first")
+    wrong, right = hopper_flash.plan_for(64, 64, 512), hopper_flash.plan_for(128, 128, 512)
+    reason = "its self-test gave 7 wrong results of 9"
     monkeypatch.setattr(hopper_flash, "_self_tests", {})
-    monkeypatch.setattr(hopper_flash, "_forward_self_test", lambda device: "its self-test gave 7 wrong results of 9")
+    monkeypatch.setattr(hopper_flash, "_forward_self_test", lambda device, plan: reason if plan == wrong else None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     device = torch.device("cuda", 0)
     for _ in range(2):
-        assert hopper_flash.fails_here(device) == "its self-test gave 7 wrong results of 9"
+        assert hopper_flash.fails_here(device, wrong) == reason
+        assert hopper_flash.fails_here(device, right) is None
     said = capfd.readouterr().err
-    assert said.count("attention: triton serves cuda:0 although the Hopper kernel is for it") == 1
+    assert said.count("at head dims 64 and 64: triton serves cuda:0 although the Hopper kernel is for it") == 1
 
 
 def test_what_is_kept_is_allocated_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
