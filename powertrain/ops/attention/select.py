@@ -212,7 +212,7 @@ ORDERS = (
         (90, 90),
         lambda p: not p.needs_grad and _fills_tiles(p) and 64 < p.head_dim_v <= 128,
     ),
-    # the same: H32 D64 S8192 flash-attn-3 550, hopper 519, cudnn 458; S2048 432, 406, 400; H8 D256 772, 767, 635;
+    # the same: H32 D64 S8192 flash-attn-3 550, hopper 522, cudnn 458; S2048 432, 434, 400; H8 D256 772, 767, 635;
     # D224 hopper .71 ms, cudnn .86; D160 .61, .67
     Order(
         ("flash-attn-3", "hopper", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
