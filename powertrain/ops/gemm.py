@@ -36,6 +36,10 @@ def gemm_ref(a: Tensor, b: Tensor, *, layout: str = "nt", bias: Tensor | None = 
     return c if bias is None else c + bias.to(acc)
 
 
+# M, N, K at which the rules of `choose` would take it: benchmarks/results/2026-11-21_h200_gemm.md
+_SLOWER = {(8192, 4096, 4096), (16384, 6144, 4096), (28672, 4096, 16384), (57344, 8192, 8192)}
+
+
 class Choice(NamedTuple):
     """The backend that serves a GEMM, and why not the ones before it."""
 
@@ -65,6 +69,8 @@ def choose(
     reason = _why_not_hopper(M, N, K, dtype, target)
     if reason is None and N < 4096:
         reason = f"N must be at least 4096, is {N}: it was measured slower"
+    if reason is None and (M, N, K) in _SLOWER:
+        reason = f"at {M} x {N} x {K} it was measured at 0.98 to 0.996 of cuBLAS's speed"
     if reason is None and accumulate and out_dtype is not torch.float32:
         reason = "it adds to float32 only: in 16 bits the product would be rounded before it is added"
     return Choice("cublas", {"hopper": reason}) if reason else Choice("hopper", {})

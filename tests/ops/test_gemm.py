@@ -147,6 +147,7 @@ def test_errors(call: object, message: str) -> None:
         ((2048, 8192, 2048), "cublas", "it fills the GPU 4 times"),
         ((2048, 17152, 4096), "cublas", "less than 95%"),
         ((16384, 2560, 8192), "cublas", "N must be at least 4096, is 2560"),
+        ((16384, 6144, 4096), "cublas", "it was measured at 0.98 to 0.996"),
     ],
 )
 def test_choice_by_size(size: tuple[int, int, int], backend: str, why: str) -> None:
