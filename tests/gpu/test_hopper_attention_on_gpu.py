@@ -2,16 +2,19 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import attention, hopper_flash, select, varlen_attention
+from powertrain.ops.attention import attention, hopper_backward, hopper_flash, select, varlen_attention
 from powertrain.runtime import prebuild
 from powertrain.runtime.recording import record
+from powertrain.runtime.target import Target
 from powertrain.testing import numerics
 from tests.ops.attention.attention_launches import any_order
 from tests.ops.attention.problems import CONFIGS, Config, errors, make
@@ -121,6 +124,30 @@ def test_packed_diagonals_are_those_of_each_sequence(head_dim: int) -> None:
         alone = [x[None, first:end] for x in (q, k, v)]
         exact = attention(*(x.double() for x in alone), is_causal=True, backend="reference")
         torch.testing.assert_close(found[None, first:end].double(), exact, rtol=2e-2, atol=1e-2)
+
+
+FEW = ("causal", "mqa", "window", "softcap", "thd-causal", "causal-d128", "full-d128", "causal-192-128", "causal-d256")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.name in FEW], ids=lambda config: config.name)
+def test_ctas_that_take_many_tiles(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all SMs problems of this size have a tile for each."""
+    two = replace(Target.of(CUDA), num_sms=2)
+    for module in (hopper_flash, hopper_backward):
+        monkeypatch.setattr(module, "Target", SimpleNamespace(of=lambda device: two))
+    test_sweep(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", [c for c in CONFIGS if c.head_dims == (64, 64) and c.name in FEW], ids=lambda config: config.name
+)
+def test_three_consumers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of long sequences at head dim 64."""
+    plan = hopper_flash.plan_for(64, 64, 8192)
+    monkeypatch.setattr(hopper_flash, "plan_for", lambda d_qk, d_v, queries: plan)
+    test_sweep(config)
 
 
 def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:

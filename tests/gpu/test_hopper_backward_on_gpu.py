@@ -105,7 +105,7 @@ def test_groups_of_heads_and_long_rows(head_dim: int, taken: list[str | None]) -
     _close(tuple(x.float() for x in found), torch.autograd.grad(exact, wide, dout.float()))
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (128, 64), (64, 128)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (128, 64), (64, 128), (256, 256)])
 @pytest.mark.parametrize(
     ("starts", "query_used", "key_used"),
     [

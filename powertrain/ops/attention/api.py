@@ -93,7 +93,7 @@ def attention(
                          the CPU; what lies behind them is not read either (NaN does not leak), its results are 0
         return_lse       (out, lse): also the log-sum-exp of the scores, differentiable
         deterministic    backward must give the same bits every time; None: as torch.use_deterministic_algorithms says.
-                         Ours always do; others are not taken
+                         The universal kernels always do; who does not, the Hopper backward too, is not taken
         backend          a name, or names to try in order and no others; "-name" forbids. See attention_backend,
                          explain_attention and docs/attention.md
     int is int32 or int64 (converted).
@@ -104,7 +104,8 @@ def attention(
     Numerics: scores, softmax and sums in float32; probabilities are rounded to value's dtype before their product.
         float32 products are full precision unless torch.set_float32_matmul_precision allows TF32.
     Memory beyond inputs and results, our kernel: LSE, 4 * B * H * Sq bytes, is saved beside inputs and out; backward
-        takes 8 * B * H * ceil(Sq / 128) * 128 bytes; document_ids 8 * B * (Sq + Sk) and their sorting; the gradient of
+        takes 8 * B * H * ceil(Sq / 128) * 128 bytes, the Hopper one besides 4 for each of dq's elements, head dims
+        rounded up to 64, 128 or 256; document_ids 8 * B * (Sq + Sk) and their sorting; the gradient of
         sinks up to 8 * B * H * Sq * E. On the CPU "chunked" takes about 0.2 GiB of scores, and float32 gradients. Only
         "reference" keeps 4 * B * H * Sq * Sk bytes, several times, and repeats key heads.
     Raises ValueError naming the argument, what it must be and what it was; NoBackendError with every backend's reasons
@@ -187,7 +188,8 @@ def varlen_attention(
         differentiable. Rows of no sequence, between two and behind the last, are 0 with an LSE of -inf and have zero
         gradients, and are never read: NaN there does not leak.
     Numerics, determinism and errors are those of `attention`.
-    Memory beyond inputs and results, our kernel: 4 * H * Tq bytes saved, 8 * H * ceil(Tq / 128) * 128 in backward.
+    Memory beyond inputs and results, our kernel: 4 * H * Tq bytes saved, 8 * H * ceil(Tq / 128) * 128 in backward, on
+        Hopper besides as for `attention`.
     Source: as for `attention`; arguments of flash_attn_varlen_func and TransformerEngine's thd.
     """
     op = "varlen_attention"

@@ -78,6 +78,9 @@ def sequence_starts(
     return as_int32(op, name, starts), lengths
 
 
+_FARTHEST = 2**30  # as far as no sequence reaches, and kernels add places to it in int32
+
+
 def _window(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
     must = "be two integers of at least -1, (left, right), -1 for no bound"
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
@@ -85,7 +88,7 @@ def _window(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
     left, right = window_size
     if not (isinstance(left, int) and isinstance(right, int) and left >= -1 and right >= -1):
         checks.fail(op, "window_size", must, repr(window_size))
-    return left, right
+    return min(left, _FARTHEST), min(right, _FARTHEST)
 
 
 def lower_mask(

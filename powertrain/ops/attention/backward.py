@@ -142,9 +142,11 @@ def _differentiation(call: AttentionCall, sizes: Sizes) -> Any:
     """The op that differentiates a call: of the first backend, in the order of attentions with gradients, that can."""
     facts = api._facts(call, sizes, call.dropout_seed is not None)
     problem = replace(api.problem_of(*facts), needs_grad=True, needs_lse_grad=call.return_lse)
-    for name in select.wish_of(None).order(select.order_of(problem).names):
+    wish = select.wish_of(None)
+    for name in wish.order(select.order_of(problem).names):
         if name in _ABLE and next(iter(select.BACKENDS[name].why_not(problem)), None) is None:
-            return _op_of(name)
+            is_cudnns = (problem.head_dim_qk, problem.head_dim_v) in cudnn_backward.HEAD_DIMS  # hopper's backward then
+            return _op_of("triton" if name == "hopper" and is_cudnns and "cudnn" in wish.forbidden else name)
     return triton_flash._attention_bwd_op
 
 

@@ -52,6 +52,8 @@ def why_not_cudnn_backward(
     for name, x in {"query": q, "key": k, "value": v, "out": out}.items():
         if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
             return f"{name} is expanded, strides {tuple(x.stride())}"
+    if not _is_aligned(to_bhsd(out, args.layout)):
+        return f"out's rows must be contiguous and 16-byte aligned, strides are {tuple(out.stride())}"
     return _refusal(_problem_of(q, k, v, dlse, args), installed())
 
 

@@ -58,8 +58,9 @@ def _hopper_attention_rows_kernel(
     stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,
     D_V: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of queries: LSE in base 2 and delta, both 0 where a row sees nothing and behind the rows, and zeros
-    for the sums of dq. Then a zero to draw tiles from."""
+    """For a tile of queries: LSE in base 2 and delta, inf and 0 where a row sees nothing and behind the rows (whose
+    weights are then 0, whatever ALiBi makes of their places), and zeros for the sums of dq. Then a zero to draw tiles
+    from."""
     t = tl.program_id(0)
     if t == 0:
         tl.store(counter_ptr, 0)
@@ -85,7 +86,7 @@ def _hopper_attention_rows_kernel(
         delta -= tl.load(dlse_ptr + at + rows, mask=rows < length, other=0.0)
     blind = lse == float("-inf")
     to = rows_ptr + to_int64(t) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
-    tl.store(to, tl.where(blind, 0.0, lse * LOG2E))
+    tl.store(to, tl.where(blind, float("inf"), lse * LOG2E))
     tl.store(to + BLOCK_M, tl.where(blind, 0.0, delta))
     if sum_ptr is not None:
         piece = tl.arange(0, BLOCK_M * W_QK)

@@ -203,7 +203,7 @@ def _tell_tile(
             _tell(tile_smem, slot, _DK_END, end)
             _tell(tile_smem, slot, _DK_ROW, row)
             _tell(tile_smem, slot, _DK_LEFT, k_room - first)
-            looks = first < 0
+            looks = tile < 0  # no longer
         else:
             tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
             looks = tile < tiles

@@ -306,8 +306,10 @@ def _hopper_attention_bwd_wide_kernel(
     k64 = k_start.to(gl.int64)
     q_ptr += storage * stride_qb + q64 * stride_qs + head64 * stride_qr
     do_ptr += storage * stride_dob + q64 * stride_dos + head64 * stride_dor
-    k_ptr += storage * stride_kb + k64 * stride_ks + kv64 * stride_kh
-    v_ptr += storage * stride_vb + k64 * stride_vs + kv64 * stride_vh
+    # keys are loaded whether there are any or not: then the first rows of all, for behind the last may be nothing
+    from64 = gl.where(first < k_len, k_start, 0).to(gl.int64)
+    k_ptr += storage * stride_kb + from64 * stride_ks + kv64 * stride_kh
+    v_ptr += storage * stride_vb + from64 * stride_vs + kv64 * stride_vh
     if dk_ptr is not None:
         dk_ptr += storage * stride_dkb + (k64 + first) * stride_dks + kv64 * stride_dkh
     if dv_ptr is not None:

@@ -55,7 +55,6 @@ class Plan(NamedTuple):
     stages: int = 2
     consumers: int = 2  # warpgroups, 64 rows each
     split: int = 1  # parts in which results leave
-    early: bool = True  # the softmax of a block runs beside the product of the one before
     q_slots: int = 2  # tiles whose queries are in shared memory at a time
     q_held: bool = True  # queries are read from registers
 
@@ -67,8 +66,7 @@ class Plan(NamedTuple):
 def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     """For head dims, padded with zeros, which TMA fills in, and so many queries a sequence.
 
-    TFLOP/s, bf16, one H200, causal, H32 D64: 2 consumers 475, 3 consumers 532 (S8192); 405, 384 (S2048). H8 D256 S8192:
-    early 770, late 760."""
+    TFLOP/s, bf16, one H200, causal, H32 D64: 2 consumers 475, 3 consumers 532 (S8192); 405, 384 (S2048)."""
     p_qk: tuple[int, ...] = (64,) if d_qk <= 64 else (128,) if d_qk <= 128 else (128, 64) if d_qk <= 192 else (256,)
     p_v = 64 if d_v <= 64 else 128 if d_v <= 128 else 256
     if d_qk <= 64 and d_v <= 64:
@@ -273,7 +271,7 @@ def _launch(query: Tensor, key: Tensor, value: Tensor, args: _Args, plan: Plan) 
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
         ALIBI=_alibi_kind(args), D=(d_qk, d_v), P_QK=plan.p_qk, P_V=plan.p_v,
         BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers,
-        SPLIT=plan.split, EARLY=plan.early, Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, ALIGNED=aligned, num_warps=4,
+        SPLIT=plan.split, Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, ALIGNED=aligned, num_warps=4,
     )  # fmt: skip
     return out, lse
 
@@ -285,7 +283,7 @@ def _is_aligned(args: _Args, shape: _Shape, plan: Plan) -> bool:
     if args.query_starts is not args.key_starts or args.query_used is not args.key_used:
         return False
     if args.query_starts is not None or args.query_used is not None:  # as many keys as queries
-        return True
+        return shape.keys == shape.queries
     return (shape.keys - shape.queries) % 128 == 0 if args.bottom_right else shape.keys >= shape.queries
 
 

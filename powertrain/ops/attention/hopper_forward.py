@@ -342,11 +342,9 @@ def _step(
     o, m, l, weights, at, q, k_smem, v_smem, k_full, v_full, start, positions, p_first, k_len,  # noqa: E741
     left, right, factors, factor, slope,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr, RAGGED: gl.constexpr,
-    EARLY: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
+    CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Block number `at`: its scores and, beside them, the product of the block before; then its weights.
-
-    EARLY: its softmax runs beside that product too; else there are fewer registers in use."""
+    """Block number `at`: its scores and its weights, beside the product of the block before."""
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     o_layout: gl.constexpr = o.type.layout
@@ -354,40 +352,25 @@ def _step(
     last = (at - 1) & (STAGES - 1)
     p = as_operand(weights, v_smem.dtype, o_layout)
     v = _first_rows(v_smem.index(last), p.shape[1])
-    if EARLY:
-        mbarrier.wait(k_full.index(stage), _lap(at, STAGES))
-        # consumers take turns at the tensor cores: one's exponentials beside another's products
-        if not MASKED:
-            sync_named(_TURN + CONSUMER, 256)
-        s_later = _times_keys(q, k_smem, stage, BLOCK_N)
-        mbarrier.wait(v_full.index(last), _lap(at - 1, STAGES))
-        o_later = hopper.warpgroup_mma(p, v, o, is_async=True)
-        if not MASKED:
-            arrive_named(_TURN + (CONSUMER + 1) % CONSUMERS, 256)
-        barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
-        s = hopper.warpgroup_mma_wait(1, deps=[s_later])
-        _give_back(_KEYS_FREE, stage, CONSUMERS)
-    else:
-        mbarrier.wait(v_full.index(last), _lap(at - 1, STAGES))
-        if not MASKED:
-            sync_named(_TURN + CONSUMER, 256)
-        o_later = hopper.warpgroup_mma(p, v, o, is_async=True)
-        mbarrier.wait(k_full.index(stage), _lap(at, STAGES))
-        s_later = _times_keys(q, k_smem, stage, BLOCK_N)
-        if not MASKED:
-            arrive_named(_TURN + (CONSUMER + 1) % CONSUMERS, 256)
-        barrier()
-        s, o, _ = hopper.warpgroup_mma_wait(0, deps=[s_later, o_later, p])
-        _give_back(_VALUES_FREE, last, CONSUMERS)
-        _give_back(_KEYS_FREE, stage, CONSUMERS)
+    mbarrier.wait(k_full.index(stage), _lap(at, STAGES))
+    # consumers take turns at the tensor cores: one's exponentials beside another's products
+    if not MASKED:
+        sync_named(_TURN + CONSUMER, 256)
+    s_later = _times_keys(q, k_smem, stage, BLOCK_N)
+    mbarrier.wait(v_full.index(last), _lap(at - 1, STAGES))
+    o_later = hopper.warpgroup_mma(p, v, o, is_async=True)
+    if not MASKED:
+        arrive_named(_TURN + (CONSUMER + 1) % CONSUMERS, 256)
+    barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
+    s = hopper.warpgroup_mma_wait(1, deps=[s_later])
+    _give_back(_KEYS_FREE, stage, CONSUMERS)
     s = scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
     if MASKED:
         s = hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
     weights, m, l, alpha = softmax(s, m, l, factor, MASKED)  # noqa: E741
     weights = rounded(weights, v_smem.dtype)
-    if EARLY:
-        o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
-        _give_back(_VALUES_FREE, last, CONSUMERS)
+    o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
+    _give_back(_VALUES_FREE, last, CONSUMERS)
     if RAGGED and MASKED:
         if start + BLOCK_N > k_len:
             mbarrier.wait(v_full.index(stage), _lap(at, STAGES))
@@ -417,7 +400,7 @@ def _consume(
     batch, queries, heads, stride_ob, stride_os, stride_oh, stride_slopes, left, right, scale, softcap,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     ALIGNED: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr,
-    EARLY: gl.constexpr, Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+    Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
@@ -510,7 +493,7 @@ def _consume(
                 o, m, l, whole = _step(  # noqa: E741
                     o, m, l, weights, visited + 1, q, k_smem, v_smem, k_full, v_full, start - BLOCK_N, positions,
                     p_first, k_len, left, right, factors, factor, slope,
-                    LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, CONSUMERS, CONSUMER, False,
+                    LEFT, RIGHT, CAP, ALIBI, RAGGED, CONSUMERS, CONSUMER, False,
                 )  # fmt: skip
             else:
                 whole = beside_zeros(weights, s_layout)
@@ -522,7 +505,7 @@ def _consume(
                 o, m, l, weights = _step(  # noqa: E741
                     o, m, l, weights, visited + n, q, k_smem, v_smem, k_full, v_full, start, positions,
                     p_first, k_len, left, right, factors, factor, slope,
-                    LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, CONSUMERS, CONSUMER, True,
+                    LEFT, RIGHT, CAP, ALIBI, RAGGED, CONSUMERS, CONSUMER, True,
                 )  # fmt: skip
             done = gl.maximum(masked, 1)
         for n in range(done, end - begin):
@@ -530,7 +513,7 @@ def _consume(
             o, m, l, weights = _step(  # noqa: E741
                 o, m, l, weights, visited + n, q, k_smem, v_smem, k_full, v_full, start, positions,
                 p_first, k_len, left, right, factors, factor, slope,
-                LEFT, RIGHT, CAP, ALIBI, RAGGED, EARLY, CONSUMERS, CONSUMER, False,
+                LEFT, RIGHT, CAP, ALIBI, RAGGED, CONSUMERS, CONSUMER, False,
             )  # fmt: skip
 
         visited += end - begin
@@ -665,7 +648,7 @@ def _hopper_attention_fwd_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
     ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SPLIT: gl.constexpr,
-    EARLY: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
+    Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     PACKED: gl.constexpr = q_starts_ptr is not None
@@ -700,13 +683,13 @@ def _hopper_attention_fwd_kernel(
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, Q_HELD, CONSUMERS, 0,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, 0,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, Q_HELD, CONSUMERS, 1,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, 1,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
@@ -722,19 +705,19 @@ def _hopper_attention_fwd_kernel(
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, Q_HELD, CONSUMERS, 0,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, 0,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, Q_HELD, CONSUMERS, 1,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, 1,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, EARLY, Q_HELD, CONSUMERS, 2,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, 2,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,

@@ -52,8 +52,8 @@ def _attention_rows_kernel(
     row_stride, stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,
     D: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Two numbers a row for the kernels that follow: LSE in base 2 and delta, both 0 where a row sees nothing and
-    behind the rows, up to a multiple of 128."""
+    """Two numbers a row for the kernels that follow: LSE in base 2 and delta, inf and 0 where a row sees nothing and
+    behind the rows, up to a multiple of 128: weights there are 0, whatever ALiBi makes of their places."""
     blocks = row_stride // BLOCK_M
     block, index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     heads = kv_heads * repeats
@@ -75,15 +75,15 @@ def _attention_rows_kernel(
         delta -= tl.load(dlse_ptr + head * queries + i, mask=i < queries, other=0.0)
     blind = lse == float("-inf")
     at = head * row_stride + i
-    tl.store(rows_ptr + at, tl.where(blind, 0.0, lse * LOG2E))
+    tl.store(rows_ptr + at, tl.where(blind, float("inf"), lse * LOG2E))
     tl.store(rows_ptr + size + at, tl.where(blind, 0.0, delta))
 
 
 @triton.jit
-def _row_values(base, i, length, VARLEN: tl.constexpr):
-    """Values of rows i, 0 behind the sequence, where those of dense layouts are padded."""
+def _row_values(base, i, length, behind: tl.constexpr, VARLEN: tl.constexpr):
+    """Values of rows i, `behind` the sequence, where those of dense layouts are padded."""
     if VARLEN:
-        values = tl.load(base + i, mask=i < length, other=0.0)
+        values = tl.load(base + i, mask=i < length, other=behind)
     else:
         values = tl.load(base + i)
     return values
@@ -126,7 +126,7 @@ def _add_dkdv(
         i = start + tl.arange(0, BLOCK_M)
         q = load_tile(q_src, start, q_len, strides[0], D[0], P_QK, BLOCK_M, TMA, True)
         if not LATE:
-            lse = _row_values(rows_ptr, i, q_len, VARLEN)[None, :]
+            lse = _row_values(rows_ptr, i, q_len, float("inf"), VARLEN)[None, :]
         if FMA:
             product = dot_rows_fma(
                 k_src, first, k_len, strides[1], q_src, start, q_len, strides[0], D[0], P_QK, BLOCK_N, BLOCK_M
@@ -142,8 +142,8 @@ def _add_dkdv(
             else:
                 dp = dot_rows(v, do, PRECISION)
         if LATE:  # for registers
-            lse = _row_values(rows_ptr, i, q_len, VARLEN)[None, :]
-        delta = _row_values(rows_ptr + size, i, q_len, VARLEN)[None, :]
+            lse = _row_values(rows_ptr, i, q_len, float("inf"), VARLEN)[None, :]
+        delta = _row_values(rows_ptr + size, i, q_len, 0.0, VARLEN)[None, :]
         i = i[None, :]
         weights, t = _weights(
             product, start, first, i, j, i + offset, start + offset, i, lse, rows, limits, factor, bias, documents, HAS,
@@ -380,8 +380,8 @@ def _attention_dq_kernel(
     limits = (left, right, chunk, prefix_of(prefix_ptr, b, batch))
     p_last = tl.minimum(first + BLOCK_M, q_len) - 1 + offset
     begin, full_begin, full_end, end = key_span(first + offset, p_last, k_len, limits, HAS, BLOCK_N)
-    lse = _row_values(rows_ptr + at, i, q_len, q_starts_ptr is not None)[:, None]
-    delta = _row_values(rows_ptr + size + at, i, q_len, q_starts_ptr is not None)[:, None]
+    lse = _row_values(rows_ptr + at, i, q_len, float("inf"), q_starts_ptr is not None)[:, None]
+    delta = _row_values(rows_ptr + size + at, i, q_len, 0.0, q_starts_ptr is not None)[:, None]
     i = i[:, None]
     documents, low, high = documents_of(qdoc_ptr, kdoc_ptr, qrange_ptr, b64, i, q_len, queries, keys)
     if qdoc_ptr is not None:

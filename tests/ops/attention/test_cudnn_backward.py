@@ -185,5 +185,7 @@ def test_a_part_of_the_keys_is_differentiated_by_the_selectors_choice(
     with any_order():
         assert by("cudnn") == ["cudnn"] and by("triton") == []
         assert by("hopper") == (["hopper"] if d_qk == 128 else ["hopper", "cudnn"])
+        with attention_backend("-cudnn"):
+            assert by("hopper") == (["hopper"] if d_qk == 128 else [])
         assert by("cudnn", grad_lse=lse) != ["cudnn"] and by("cudnn", window_size=(100, 0)) != ["cudnn"]
     assert by("cudnn") == by("hopper") == []  # the same bits are wanted every time

@@ -142,6 +142,7 @@ def _aligned(queries: int, keys: int, **options: Any) -> bool:
     return bool(spec.constants["ALIGNED"])
 
 
+@compiled
 def test_diagonals_from_corner_to_corner() -> None:
     lengths = torch.empty(2, dtype=torch.int32, device=META)
     assert _aligned(300, 300) and _aligned(300, 300, causal_align="top_left")
@@ -153,17 +154,19 @@ def test_diagonals_from_corner_to_corner() -> None:
     assert not _aligned(300, 300, key_lengths=lengths) and not _aligned(300, 300, query_lengths=lengths)
 
 
+@compiled
 def test_packed_diagonals_are_aligned_where_queries_and_keys_have_the_same_lengths() -> None:
     starts, others = (_empty(3, dtype=torch.int32) for _ in range(2))
     x = _empty(600, 4, 128)
 
-    def aligned(**options: Any) -> bool:
+    def aligned(key: Tensor = x, **options: Any) -> bool:
         with record("sm_90") as wanted:
-            varlen_attention(x, x, x, starts, is_causal=True, backend="hopper", **options)
+            varlen_attention(x, key, key, starts, is_causal=True, backend="hopper", **options)
         [spec] = wanted.specs
         return bool(spec.constants["ALIGNED"])
 
     assert aligned() and aligned(cu_seqlens_q_padded=others, cu_seqlens_k_padded=others)
+    assert not aligned(_empty(700, 4, 128))  # where lengths beyond the queries' room would differ
     assert not aligned(cu_seqlens_k=others) and not aligned(seqused_q=_empty(2, dtype=torch.int32))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from powertrain.ops.attention import attention
+from powertrain.ops.attention import attention, varlen_attention
 from tests.ops.attention.problems import CONFIGS, Config, errors
 
 pytestmark = pytest.mark.kernels
@@ -21,6 +21,25 @@ def test_one_tensor_three_times_expanded_along_heads(device: torch.device) -> No
         out = attention(heads, heads, heads, is_causal=True, backend=backend)
         found.append(torch.autograd.grad(out.square().sum(), x)[0])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_weights_that_grow_with_distance(packed: bool, device: torch.device) -> None:
+    """ALiBi's slopes may be negative: then what a row behind a sequence would see has no bound."""
+    slopes = torch.tensor([-3.0, -2.0], device=device)
+    starts = torch.tensor([0, 70, 100], dtype=torch.int32, device=device)
+    leaves = [torch.randn(1, 100, 2, 16, device=device, requires_grad=True) for _ in range(3)]
+
+    def grads(backend: str) -> tuple[torch.Tensor, ...]:
+        if packed:
+            q, k, v = (x[0] for x in leaves)
+            out = varlen_attention(q, k, v, starts, max_seqlen_q=70, alibi_slopes=slopes, backend=backend)
+        else:
+            out = attention(*leaves, alibi_slopes=slopes, backend=backend)
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    for found, exact in zip(grads("triton"), grads("reference"), strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
