@@ -14,6 +14,7 @@ Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, for warp
 that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.py has the idea.
 """
 
+from powertrain.ops.attention.hopper_tiles import LOG2E, here, int32, rings, stages, tanh, tell, told
 from powertrain.ops.attention.triton_tiles import find_sequence, span_of
 from powertrain.runtime.gluon_compat import (
     arrive_named,
@@ -31,7 +32,6 @@ from powertrain.runtime.gluon_compat import (
 )
 from powertrain.runtime.launch import gluon_kernel
 
-_LOG2E = gl.constexpr(1.4426950408889634)
 # the hardware's barriers, at which who arrives need not wait: ds of a block is there, a stage was given back, whose
 # turn it is at the tensor cores
 _DS_FULL = gl.constexpr(8)
@@ -122,18 +122,6 @@ _DK_LEFT = gl.constexpr(13)  # rows of dk from the first one on
 
 
 @gluon.jit
-def _tell(tile_smem, slot, place: gl.constexpr, value):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    tile_smem.index(slot * _FIELDS + place).store(gl.full([1], value, gl.int32, layout))
-
-
-@gluon.jit
-def _told(tile_smem, slot, place: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(tile_smem.index(slot * _FIELDS + place).load(layout), 0)
-
-
-@gluon.jit
 def _tell_tile(
     tile, taken, tile_smem, tile_full, tile_empty, counter_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
@@ -150,7 +138,7 @@ def _tell_tile(
         heads = kv_heads * batch
     looks = tile < tiles
     if not looks:
-        _tell(tile_smem, slot, _KV, -1)
+        tell(tile_smem, slot, _KV, -1)
     while looks:
         # `group` heads at a time share the L2, and of each the first keys, which most queries see, go first
         first_head = tile // (group * blocks) * group
@@ -183,32 +171,32 @@ def _tell_tile(
                 at += q_start // BLOCK_M + b
             else:
                 at += b * kv_heads * repeats * slots
-            _tell(tile_smem, slot, _KV, kv)
-            _tell(tile_smem, slot, _B, b)
-            _tell(tile_smem, slot, _COUNT, count)
-            _tell(tile_smem, slot, _BEGIN, begin)
-            _tell(tile_smem, slot, _TILE, at)
-            _tell(tile_smem, slot, _DISTANCE, begin * BLOCK_M + offset - first)
-            _tell(tile_smem, slot, _K_LEFT, k_len - first)
+            tell(tile_smem, slot, _KV, kv)
+            tell(tile_smem, slot, _B, b)
+            tell(tile_smem, slot, _COUNT, count)
+            tell(tile_smem, slot, _BEGIN, begin)
+            tell(tile_smem, slot, _TILE, at)
+            tell(tile_smem, slot, _DISTANCE, begin * BLOCK_M + offset - first)
+            tell(tile_smem, slot, _K_LEFT, k_len - first)
             end, row = _place(q_start, q_len, begin * BLOCK_M, queries, RAGGED_Q)
-            _tell(tile_smem, slot, _Q_END, end)
-            _tell(tile_smem, slot, _Q_ROW, row)
+            tell(tile_smem, slot, _Q_END, end)
+            tell(tile_smem, slot, _Q_ROW, row)
             end, row = _place(k_start, k_len, first, keys, RAGGED_K)
             if RAGGED_K:  # where there is nothing to load, the first rows of all
                 end = gl.where(count > 0, end, keys)
                 row = gl.where(count > 0, row, 0)
-            _tell(tile_smem, slot, _K_END, end)
-            _tell(tile_smem, slot, _K_ROW, row)
+            tell(tile_smem, slot, _K_END, end)
+            tell(tile_smem, slot, _K_ROW, row)
             end, row = _place(k_start, k_room, first, keys, k_starts_ptr is not None)
-            _tell(tile_smem, slot, _DK_END, end)
-            _tell(tile_smem, slot, _DK_ROW, row)
-            _tell(tile_smem, slot, _DK_LEFT, k_room - first)
+            tell(tile_smem, slot, _DK_END, end)
+            tell(tile_smem, slot, _DK_ROW, row)
+            tell(tile_smem, slot, _DK_LEFT, k_room - first)
             looks = tile < 0  # no longer
         else:
             tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
             looks = tile < tiles
             if not looks:
-                _tell(tile_smem, slot, _KV, -1)
+                tell(tile_smem, slot, _KV, -1)
     mbarrier.arrive(tile_full.index(slot), count=1)
     mbarrier.wait(tile_full.index(slot), (taken >> 1) & 1)
 
@@ -245,9 +233,9 @@ def _next(head, row, tile, left, count, slots, BLOCK_M: gl.constexpr):
 def _load_keys(desc, smem, bar, tile_smem, slot, PACKED: gl.constexpr):
     b = gl.to_tensor(0)
     if not PACKED:
-        b = _told(tile_smem, slot, _B)
-    kv = _told(tile_smem, slot, _KV)
-    place = [b, kv, _told(tile_smem, slot, _K_END), _told(tile_smem, slot, _K_ROW), 0]
+        b = told(tile_smem, slot, _B)
+    kv = told(tile_smem, slot, _KV)
+    place = [b, kv, told(tile_smem, slot, _K_END), told(tile_smem, slot, _K_ROW), 0]
     mbarrier.expect(bar, smem.shape[0] * smem.shape[1] * smem.dtype.primitive_bitwidth // 8)
     tma_load(desc, place, bar, _as_tile(smem))
 
@@ -319,16 +307,16 @@ def _serve(
                 LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             todo = rest + 0
-            kv = _told(tile_smem, slot, _KV)
+            kv = told(tile_smem, slot, _KV)
             to_load = gl.to_tensor(0)
             if kv >= 0:
                 if not PACKED:
-                    b = _told(tile_smem, slot, _B)
+                    b = told(tile_smem, slot, _B)
                 head = kv * repeats
-                end = _told(tile_smem, slot, _Q_END)
-                row = _told(tile_smem, slot, _Q_ROW)
-                load_tile = _told(tile_smem, slot, _TILE) + _told(tile_smem, slot, _BEGIN)
-                load_count = _told(tile_smem, slot, _COUNT)
+                end = told(tile_smem, slot, _Q_END)
+                row = told(tile_smem, slot, _Q_ROW)
+                load_tile = told(tile_smem, slot, _TILE) + told(tile_smem, slot, _BEGIN)
+                load_count = told(tile_smem, slot, _COUNT)
                 load_left = load_count + 0
                 to_load = load_count * repeats
             for _ in range(kept(gl.minimum(at + STAGES - loaded, to_load))):
@@ -340,8 +328,8 @@ def _serve(
                 to_load -= 1
         else:
             # who has stored the last ds has done with the scores; this warpgroup was the last to read the keys
-            tile = _told(tile_smem, slot, _TILE) + _told(tile_smem, slot, _BEGIN)
-            count = _told(tile_smem, slot, _COUNT)
+            tile = told(tile_smem, slot, _TILE) + told(tile_smem, slot, _BEGIN)
+            count = told(tile_smem, slot, _COUNT)
             left_over = count + 0
             rest = gl.minimum(count * repeats, STAGES)
             todo = count * repeats - rest
@@ -378,12 +366,6 @@ def _serve(
                 to_load -= 1
         taken += 1 - begins
         begins = 1 - begins
-
-
-@gluon.jit
-def _tanh(x):
-    """The hardware's, good to 2^-11, enough beside operands of 16 bits."""
-    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -445,12 +427,12 @@ def _consume(
         storage = gl.to_tensor(1)
     if dk_ptr is not None:
         dk_desc = _rows_desc(
-            dk_ptr, storage, kv_heads, keys, D_QK, _here(stride_dkb), _here(stride_dkh), _here(stride_dks),
+            dk_ptr, storage, kv_heads, keys, D_QK, here(stride_dkb), here(stride_dkh), here(stride_dks),
             dk_smem, PACKED,
         )  # fmt: skip
     if dv_ptr is not None:
         dv_desc = _rows_desc(
-            dv_ptr, storage, kv_heads, keys, D_V, _here(stride_dvb), _here(stride_dvh), _here(stride_dvs),
+            dv_ptr, storage, kv_heads, keys, D_V, here(stride_dvb), here(stride_dvh), here(stride_dvs),
             dv_smem, PACKED,
         )  # fmt: skip
     zeros = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
@@ -459,14 +441,14 @@ def _consume(
     if CONSUMER == 1:
         arrive_named(_TURN, _CONSUMERS)
     mbarrier.wait(tile_full.index(0), 0)
-    kv = _told(tile_smem, 0, _KV)
+    kv = told(tile_smem, 0, _KV)
     while kv >= 0:
         slot = taken & 1
-        count = _told(tile_smem, slot, _COUNT)
-        distance = _told(tile_smem, slot, _DISTANCE) - CONSUMER * 64
-        k_left = _told(tile_smem, slot, _K_LEFT) - CONSUMER * 64
+        count = told(tile_smem, slot, _COUNT)
+        distance = told(tile_smem, slot, _DISTANCE) - CONSUMER * 64
+        k_left = told(tile_smem, slot, _K_LEFT) - CONSUMER * 64
         if slopes_ptr is not None:
-            b = _told(tile_smem, slot, _B)
+            b = told(tile_smem, slot, _B)
             slopes = slopes_ptr + b * slopes_stride_b + kv * repeats
             is_sequence = b < batch
         dk = gl.zeros([64, W_QK], gl.float32, dk_layout)
@@ -496,12 +478,12 @@ def _consume(
             arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
             lse = gl.expand_dims(rows.slice(0, BLOCK_M).load(row_layout), 0)
             if CAP:
-                t = _tanh(s * (scale / softcap))
-                s = t * (softcap * _LOG2E)
+                t = tanh(s * (scale / softcap))
+                s = t * (softcap * LOG2E)
             else:
-                s = s * (scale * _LOG2E)
+                s = s * (scale * LOG2E)
             if slopes_ptr is not None:
-                slope = gl.load(slopes + i // count, mask=is_sequence, other=0.0) * _LOG2E
+                slope = gl.load(slopes + i // count, mask=is_sequence, other=0.0) * LOG2E
                 j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
                 place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
                 s -= slope * gl.abs(place - j).to(gl.float32)
@@ -541,22 +523,22 @@ def _consume(
             arrive_named(_EMPTY + stage, _EVERYONE)
             low += BLOCK_M
             if low == limit:
-                low = _told(tile_smem, slot, _DISTANCE) - CONSUMER * 64
+                low = told(tile_smem, slot, _DISTANCE) - CONSUMER * 64
         arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
         done += repeats * count
         # what the loop need not keep is read again
         b = gl.to_tensor(0)
         if not PACKED:
-            b = _told(tile_smem, slot, _B)
+            b = told(tile_smem, slot, _B)
         place = [
-            b, _told(tile_smem, slot, _KV), _told(tile_smem, slot, _DK_END),
-            _told(tile_smem, slot, _DK_ROW) + CONSUMER * 64, 0,
+            b, told(tile_smem, slot, _KV), told(tile_smem, slot, _DK_END),
+            told(tile_smem, slot, _DK_ROW) + CONSUMER * 64, 0,
         ]  # fmt: skip
         if RAGGED:  # of rows behind a sequence, by gradients that are not finite
-            k_left = _told(tile_smem, slot, _K_LEFT) - CONSUMER * 64
+            k_left = told(tile_smem, slot, _K_LEFT) - CONSUMER * 64
             dv = gl.where(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, dv_layout)) < k_left, 1), dv, 0.0)
             dk = gl.where(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, dk_layout)) < k_left, 1), dk, 0.0)
-        rows_left = _told(tile_smem, slot, _DK_LEFT) - CONSUMER * 64
+        rows_left = told(tile_smem, slot, _DK_LEFT) - CONSUMER * 64
         mbarrier.arrive(tile_empty.index(slot), count=1)
         if dv_ptr is not None:
             _store(dv_desc, place, rows_left, dv_smem.index(CONSUMER), dv.to(dtype), PACKED)
@@ -564,36 +546,8 @@ def _consume(
             _store(dk_desc, place, rows_left, dk_smem.index(CONSUMER), (dk * scale).to(dtype), PACKED)
         taken += 1
         mbarrier.wait(tile_full.index(taken & 1), (taken >> 1) & 1)
-        kv = _told(tile_smem, taken & 1, _KV)
+        kv = told(tile_smem, taken & 1, _KV)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _int32(x):
-    return gl.to_tensor(x).to(gl.int32)
-
-
-@gluon.jit
-def _here(stride):
-    """`stride`, computed with where it is used: both consumers' were, ahead of them, and spilled meanwhile."""
-    return gl.inline_asm_elementwise(
-        "mov.b64 $0, $1;", "=l,l", [stride.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _rings(COUNT: gl.constexpr, arrivals: gl.constexpr):
-    """COUNT barriers, each of so many arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=arrivals)
-    return bars
-
-
-@gluon.jit
-def _stages(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], dtype)
-    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLS], layout)
 
 
 @gluon_kernel(archs=(90,))
@@ -613,27 +567,27 @@ def _hopper_attention_bwd_kernel(
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = PACKED or k_used_ptr is not None
     # int64 where a stride needs it
-    queries, keys, kv_heads, repeats = _int32(queries), _int32(keys), _int32(kv_heads), _int32(repeats)
-    blocks, group, slots, tiles = _int32(blocks), _int32(group), _int32(slots), _int32(tiles)
-    batch, left, right, rows_size = _int32(batch), _int32(left), _int32(right), _int32(rows_size)
-    k_smem = _stages(dtype, 1, BLOCK_N, W_QK)
-    v_smem = _stages(dtype, 1, BLOCK_N, W_V)
-    q_smem = _stages(dtype, STAGES, BLOCK_M, W_QK)
-    do_smem = _stages(dtype, STAGES, BLOCK_M, W_V)
-    ds_smem = _stages(dtype, DS_STAGES, BLOCK_N, BLOCK_M)
+    queries, keys, kv_heads, repeats = int32(queries), int32(keys), int32(kv_heads), int32(repeats)
+    blocks, group, slots, tiles = int32(blocks), int32(group), int32(slots), int32(tiles)
+    batch, left, right, rows_size = int32(batch), int32(left), int32(right), int32(rows_size)
+    k_smem = stages(dtype, 1, BLOCK_N, W_QK)
+    v_smem = stages(dtype, 1, BLOCK_N, W_V)
+    q_smem = stages(dtype, STAGES, BLOCK_M, W_QK)
+    do_smem = stages(dtype, STAGES, BLOCK_M, W_V)
+    ds_smem = stages(dtype, DS_STAGES, BLOCK_N, BLOCK_M)
     # a consumer's dv leaves through shared memory, then its dk through the same
-    dk_smem = _stages(dtype, 2, 64, W_QK)
+    dk_smem = stages(dtype, 2, 64, W_QK)
     dv_smem = dk_smem
     if W_V != W_QK:
-        dv_smem = _stages(dtype, 2, 64, W_V)
+        dv_smem = stages(dtype, 2, 64, W_V)
     rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], gl.NVMMASharedLayout(0, 32, 1))
     tile_smem = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_full = _rings(2, 1)
-    v_full = _rings(2, 1)
-    full = _rings(STAGES, 1)
-    ds_empty = _rings(DS_STAGES, 1)
-    tile_full = _rings(2, 1)
-    tile_empty = _rings(2, 2)
+    k_full = rings(2, 1)
+    v_full = rings(2, 1)
+    full = rings(STAGES, 1)
+    ds_empty = rings(DS_STAGES, 1)
+    tile_full = rings(2, 1)
+    tile_empty = rings(2, 2)
     hopper.fence_async_shared()
 
     smem = (k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem)

@@ -10,7 +10,8 @@ Memory beyond results: for each query and head 1032 bytes; 640 for each CTA.
 Source: as hopper_backward.py's.
 """
 
-from powertrain.ops.attention.hopper_backward_kernel import _LOG2E, _add_in_order, _int32, _rings, _tanh
+from powertrain.ops.attention.hopper_backward_kernel import _add_in_order
+from powertrain.ops.attention.hopper_tiles import LOG2E, int32, rings, tanh
 from powertrain.ops.attention.triton_tiles import find_sequence, span_of
 from powertrain.runtime.gluon_compat import gl, gluon, hopper, mbarrier, reinterpret, sync_named, tma, tma_load
 from powertrain.runtime.launch import gluon_kernel
@@ -177,12 +178,12 @@ def _consume(
         lse = gl.expand_dims(rows.slice(MINE, ROWS).load(row_layout), 0)
         s = hopper.warpgroup_mma_wait(2, deps=[s])
         if CAP:
-            t = _tanh(s * (scale / softcap))
-            s = t * (softcap * _LOG2E)
+            t = tanh(s * (scale / softcap))
+            s = t * (softcap * LOG2E)
         else:
-            s = s * (scale * _LOG2E)
+            s = s * (scale * LOG2E)
         if slopes_ptr is not None:
-            slope = gl.load(slopes_ptr + i // count) * _LOG2E
+            slope = gl.load(slopes_ptr + i // count) * LOG2E
             j = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, s_layout)), 1)
             at = gl.expand_dims(low + gl.arange(0, ROWS, row_layout), 0)
             s -= slope * gl.abs(at - j).to(gl.float32)
@@ -259,9 +260,9 @@ def _hopper_attention_bwd_wide_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BYTES: gl.constexpr = dtype.primitive_bitwidth // 8
     # int64 where a stride needs it
-    queries, keys, kv_heads, repeats = _int32(queries), _int32(keys), _int32(kv_heads), _int32(repeats)
-    blocks, group, slots, rows_size = _int32(blocks), _int32(group), _int32(slots), _int32(rows_size)
-    batch, left, right = _int32(batch), _int32(left), _int32(right)
+    queries, keys, kv_heads, repeats = int32(queries), int32(keys), int32(kv_heads), int32(repeats)
+    blocks, group, slots, rows_size = int32(blocks), int32(group), int32(slots), int32(rows_size)
+    batch, left, right = int32(batch), int32(left), int32(right)
     # `group` heads at a time share the L2, and of each the first keys, which most queries see, go first
     heads = kv_heads
     if k_starts_ptr is None:
@@ -328,12 +329,12 @@ def _hopper_attention_bwd_wide_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], half_layout)
     rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], rows_layout)
     kv_full = _barrier(1)
-    q_full = _rings(STAGES, 1)
-    q_empty = _rings(STAGES, 2)
-    do_full = _rings(STAGES, 1)
-    do_empty = _rings(STAGES, 2)
-    ds_full = _rings(STAGES, 2)
-    ds_empty = _rings(STAGES, 3)
+    q_full = rings(STAGES, 1)
+    q_empty = rings(STAGES, 2)
+    do_full = rings(STAGES, 1)
+    do_empty = rings(STAGES, 2)
+    ds_full = rings(STAGES, 2)
+    ds_empty = rings(STAGES, 3)
     drained = _barrier(1)
     dv_full = _barrier(2)
     dk_full = _barrier(2)

@@ -16,9 +16,6 @@ during the softmax; Milakov and Gimelshein 2018 (online softmax).
 """
 
 from powertrain.ops.attention.hopper_softmax import (
-    LN2,
-    LOG2E,
-    MINUS_INF,
     as_operand,
     beside_zeros,
     hidden,
@@ -28,6 +25,7 @@ from powertrain.ops.attention.hopper_softmax import (
     scored,
     softmax,
 )
+from powertrain.ops.attention.hopper_tiles import LN2, LOG2E, MINUS_INF, here, int32, rings, stages, tell, told
 from powertrain.ops.attention.triton_forward import place
 from powertrain.ops.attention.triton_tiles import find_sequence, span_of
 from powertrain.runtime.gluon_compat import (
@@ -101,14 +99,6 @@ def _rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem):
 
 
 @gluon.jit
-def _here(stride):
-    """`stride`, computed with where it is used: both consumers' were, ahead of them, and spilled meanwhile."""
-    return gl.inline_asm_elementwise(
-        "mov.b64 $0, $1;", "=l,l", [stride.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _as_tile(smem):
     """[rows, columns] in shared memory as the tile of a descriptor."""
     ROWS: gl.constexpr = smem.shape[0]
@@ -133,20 +123,6 @@ def _give_back(first: gl.constexpr, stage, CONSUMERS: gl.constexpr):
 def _take(first: gl.constexpr, stage, CONSUMERS: gl.constexpr):
     """By the loader, once for each round of a stage but the first."""
     sync_named(first + stage, 32 + 128 * CONSUMERS)
-
-
-@gluon.jit
-def _tell(tile_smem, slot, place: gl.constexpr, value):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    FIELDS: gl.constexpr = tile_smem.shape[0] // 2
-    tile_smem.index(slot * FIELDS + place).store(gl.full([1], value, gl.int32, layout))
-
-
-@gluon.jit
-def _told(tile_smem, slot, place: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    FIELDS: gl.constexpr = tile_smem.shape[0] // 2
-    return gl.max(tile_smem.index(slot * FIELDS + place).load(layout), 0)
 
 
 @gluon.jit
@@ -209,13 +185,13 @@ def _load(
         if first < q_room:
             pair = taken & 1
             mbarrier.wait(tile_empty.index(pair), _lap(taken, 2) ^ 1)
-            _tell(tile_smem, pair, 0, b)
-            _tell(tile_smem, pair, 1, head)
-            _tell(tile_smem, pair, 2, first)
-            _tell(tile_smem, pair, 3, q_start)
-            _tell(tile_smem, pair, 4, q_len)
-            _tell(tile_smem, pair, 5, q_room)
-            _tell(tile_smem, pair, 6, k_len)
+            tell(tile_smem, pair, 0, b)
+            tell(tile_smem, pair, 1, head)
+            tell(tile_smem, pair, 2, first)
+            tell(tile_smem, pair, 3, q_start)
+            tell(tile_smem, pair, 4, q_len)
+            tell(tile_smem, pair, 5, q_room)
+            tell(tile_smem, pair, 6, k_len)
             mbarrier.arrive(tile_full.index(pair), count=1)
             offset = gl.to_tensor(0)
             if BOTTOM_RIGHT:
@@ -275,7 +251,7 @@ def _load(
         tile = gl.num_programs(0) + ticket
     pair = taken & 1
     mbarrier.wait(tile_empty.index(pair), _lap(taken, 2) ^ 1)
-    _tell(tile_smem, pair, 1, -1)
+    tell(tile_smem, pair, 1, -1)
     mbarrier.arrive(tile_full.index(pair), count=1)
 
 
@@ -422,9 +398,7 @@ def _consume(
     storage = batch
     if PACKED:
         storage = gl.to_tensor(1)
-    o_desc = _rows_desc(
-        o_ptr, storage, heads, queries, D[1], _here(stride_ob), _here(stride_oh), _here(stride_os), o_smem
-    )
+    o_desc = _rows_desc(o_ptr, storage, heads, queries, D[1], here(stride_ob), here(stride_oh), here(stride_os), o_smem)
     o_tile = o_smem.index(CONSUMER)
     factors = (scale * LOG2E, softcap)
     if CAP:
@@ -438,7 +412,7 @@ def _consume(
     if CONSUMER == CONSUMERS - 1:
         arrive_named(_TURN, 256)
     mbarrier.wait(tile_full.index(0), 0)
-    head = _told(tile_smem, 0, 1)
+    head = told(tile_smem, 0, 1)
     if head >= 0:
         mbarrier.wait(q_full.index(CONSUMER), 0)
         mbarrier.wait(k_full.index(0), 0)
@@ -447,9 +421,9 @@ def _consume(
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     while head >= 0:  # with the scores of the first block of a tile
         pair = taken & 1
-        first = _told(tile_smem, pair, 2)
-        q_len = _told(tile_smem, pair, 4)
-        k_len = _told(tile_smem, pair, 6)
+        first = told(tile_smem, pair, 2)
+        q_len = told(tile_smem, pair, 4)
+        k_len = told(tile_smem, pair, 6)
         offset = gl.to_tensor(0)
         if BOTTOM_RIGHT:
             offset = k_len - q_len
@@ -463,7 +437,7 @@ def _consume(
             q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)
         slope = 0.0
         if ALIBI:
-            b = _told(tile_smem, pair, 0)
+            b = told(tile_smem, pair, 0)
             slope = gl.load(slopes_ptr + b * stride_slopes + head, mask=b < batch, other=0.0) * LOG2E
         p_first = row + offset
 
@@ -523,18 +497,18 @@ def _consume(
         o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
 
         # what the loops need not keep is read again
-        b = _told(tile_smem, pair, 0)
-        head = _told(tile_smem, pair, 1)
-        row = _told(tile_smem, pair, 2) + CONSUMER * ROWS
-        q_start = _told(tile_smem, pair, 3)
-        q_len = _told(tile_smem, pair, 4)
-        q_room = _told(tile_smem, pair, 5)
+        b = told(tile_smem, pair, 0)
+        head = told(tile_smem, pair, 1)
+        row = told(tile_smem, pair, 2) + CONSUMER * ROWS
+        q_start = told(tile_smem, pair, 3)
+        q_len = told(tile_smem, pair, 4)
+        q_room = told(tile_smem, pair, 5)
         mbarrier.arrive(tile_empty.index(pair), count=1)
         # the next tile's first scores, while this one's results are finished; of no tile, of what lies there
         taken += 1
         pair = taken & 1
         mbarrier.wait(tile_full.index(pair), _lap(taken, 2))
-        next_head = _told(tile_smem, pair, 1)
+        next_head = told(tile_smem, pair, 1)
         stage = visited & (STAGES - 1)
         slot = _slot_of(pair, q_smem, CONSUMERS, CONSUMER)
         if next_head >= 0:
@@ -617,26 +591,6 @@ def _copy_out(o_smem, base, rows, first: gl.constexpr, stride, D: gl.constexpr):
             )
 
 
-@gluon.jit
-def _rings(COUNT: gl.constexpr, arrivals: gl.constexpr):
-    """COUNT barriers, each of so many arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=arrivals)
-    return bars
-
-
-@gluon.jit
-def _int32(x):
-    return gl.to_tensor(x).to(gl.int32)
-
-
-@gluon.jit
-def _stages(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], dtype)
-    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLS], layout)
-
-
 @gluon_kernel(archs=(90,))
 def _hopper_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
@@ -659,23 +613,23 @@ def _hopper_attention_fwd_kernel(
     q_smem = ()
     k_smem = ()
     for i in gl.static_range(len(P_QK)):
-        q_smem += (_stages(dtype, CONSUMERS * Q_SLOTS, ROWS, P_QK[i]),)  # type: ignore[assignment]
-        k_smem += (_stages(dtype, STAGES, BLOCK_N, P_QK[i]),)  # type: ignore[assignment]
-    v_smem = _stages(dtype, STAGES, BLOCK_N, P_V)
-    o_smem = _stages(dtype, CONSUMERS, ROWS, P_V // SPLIT)
+        q_smem += (stages(dtype, CONSUMERS * Q_SLOTS, ROWS, P_QK[i]),)  # type: ignore[assignment]
+        k_smem += (stages(dtype, STAGES, BLOCK_N, P_QK[i]),)  # type: ignore[assignment]
+    v_smem = stages(dtype, STAGES, BLOCK_N, P_V)
+    o_smem = stages(dtype, CONSUMERS, ROWS, P_V // SPLIT)
     tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_smem = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], tile_layout)
-    q_full = _rings(CONSUMERS * Q_SLOTS, 1)
-    k_full = _rings(STAGES, 1)
-    v_full = _rings(STAGES, 1)
-    tile_full = _rings(2, 1)
-    tile_empty = _rings(2, CONSUMERS)
+    q_full = rings(CONSUMERS * Q_SLOTS, 1)
+    k_full = rings(STAGES, 1)
+    v_full = rings(STAGES, 1)
+    tile_full = rings(2, 1)
+    tile_empty = rings(2, CONSUMERS)
     hopper.fence_async_shared()
 
     # int64 where a stride needs it
-    batch, queries, keys, kv_heads = _int32(batch), _int32(queries), _int32(keys), _int32(kv_heads)
-    repeats, blocks, group, tiles = _int32(repeats), _int32(blocks), _int32(group), _int32(tiles)
-    left, right = _int32(left), _int32(right)
+    batch, queries, keys, kv_heads = int32(batch), int32(queries), int32(keys), int32(kv_heads)
+    repeats, blocks, group, tiles = int32(repeats), int32(blocks), int32(group), int32(tiles)
+    left, right = int32(left), int32(right)
     heads = kv_heads * repeats
     if CONSUMERS == 2:
         gl.warp_specialize([

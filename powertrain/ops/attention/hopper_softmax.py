@@ -4,17 +4,8 @@ Of an accumulator [64, N] of wgmma a thread has N / 2 numbers: of two rows, 8 ap
 every 8, from 2 (lane % 4) on. PTX that works on all of a thread's numbers at once counts on that order.
 """
 
+from powertrain.ops.attention.hopper_tiles import MINUS_INF, tanh
 from powertrain.runtime.gluon_compat import gl, gluon
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-MINUS_INF = gl.constexpr(float("-inf"))
-
-
-@gluon.jit
-def _tanh(x):
-    """The hardware's, good to 2^-11: enough beside operands of 16 bits."""
-    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -26,7 +17,7 @@ def _columns(start, s):
 def scored(s, start, positions, factors, slope, p_first, CAP: gl.constexpr, ALIBI: gl.constexpr):
     """Scores in base 2, but for the factor where there is neither softcap nor ALiBi."""
     if CAP:
-        s = _tanh(s * factors[0]) * factors[1]
+        s = tanh(s * factors[0]) * factors[1]
     elif ALIBI:
         s = s * factors[0]
     if ALIBI == 1:
