@@ -122,6 +122,32 @@ _DK_LEFT = gl.constexpr(13)  # rows of dk from the first one on
 
 
 @gluon.jit
+def _keys_of(
+    tile, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, group,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """A tile of keys: (batch entry, head, first key), then start, length and room of its sequence's keys, and start and
+    length of its queries. `group` heads at a time share the L2, and of each the first keys, which most queries see, go
+    first."""
+    heads = kv_heads
+    if k_starts_ptr is None:
+        heads = kv_heads * batch
+    first_head = tile // (group * blocks) * group
+    size = gl.minimum(heads - first_head, group)
+    within = tile - first_head * blocks
+    block = within // size
+    kv = first_head + within % size
+    if k_starts_ptr is not None:
+        b, block = find_sequence(k_starts_ptr, batch, block, BLOCK_N)
+    else:
+        b = kv // kv_heads
+        kv = kv % kv_heads
+    k_start, k_len, k_room = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
+    q_start, q_len, _ = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
+    return b, kv, block * BLOCK_N, k_start, k_len, k_room, q_start, q_len
+
+
+@gluon.jit
 def _tell_tile(
     tile, taken, tile_smem, tile_full, tile_empty, counter_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
@@ -133,27 +159,14 @@ def _tell_tile(
     mbarrier.wait(tile_empty.index(slot), (taken >> 1) & 1 ^ 1)
     RAGGED_Q: gl.constexpr = q_starts_ptr is not None or q_used_ptr is not None
     RAGGED_K: gl.constexpr = k_starts_ptr is not None or k_used_ptr is not None
-    heads = kv_heads
-    if k_starts_ptr is None:
-        heads = kv_heads * batch
     looks = tile < tiles
     if not looks:
         tell(tile_smem, slot, _KV, -1)
     while looks:
-        # `group` heads at a time share the L2, and of each the first keys, which most queries see, go first
-        first_head = tile // (group * blocks) * group
-        size = gl.minimum(heads - first_head, group)
-        within = tile - first_head * blocks
-        block = within // size
-        kv = first_head + within % size
-        if k_starts_ptr is not None:
-            b, block = find_sequence(k_starts_ptr, batch, block, BLOCK_N)
-        else:
-            b = kv // kv_heads
-            kv = kv % kv_heads
-        k_start, k_len, k_room = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
-        q_start, q_len, _ = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
-        first = block * BLOCK_N
+        b, kv, first, k_start, k_len, k_room, q_start, q_len = _keys_of(
+            tile, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, group,
+            BLOCK_N,
+        )  # fmt: skip
         if first < k_room:
             offset = gl.to_tensor(0)
             if BOTTOM_RIGHT:

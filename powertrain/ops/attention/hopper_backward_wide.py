@@ -10,9 +10,8 @@ Memory beyond results: for each query and head 1032 bytes; 640 for each CTA.
 Source: as hopper_backward.py's.
 """
 
-from powertrain.ops.attention.hopper_backward_kernel import _add_in_order
+from powertrain.ops.attention.hopper_backward_kernel import _add_in_order, _keys_of
 from powertrain.ops.attention.hopper_tiles import LOG2E, int32, rings, tanh
-from powertrain.ops.attention.triton_tiles import find_sequence, span_of
 from powertrain.runtime.gluon_compat import gl, gluon, hopper, mbarrier, reinterpret, sync_named, tma, tma_load
 from powertrain.runtime.launch import gluon_kernel
 
@@ -263,23 +262,10 @@ def _hopper_attention_bwd_wide_kernel(
     queries, keys, kv_heads, repeats = int32(queries), int32(keys), int32(kv_heads), int32(repeats)
     blocks, group, slots, rows_size = int32(blocks), int32(group), int32(slots), int32(rows_size)
     batch, left, right = int32(batch), int32(left), int32(right)
-    # `group` heads at a time share the L2, and of each the first keys, which most queries see, go first
-    heads = kv_heads
-    if k_starts_ptr is None:
-        heads = kv_heads * batch
-    first_head = gl.program_id(0) // (group * blocks) * group
-    size = gl.minimum(heads - first_head, group)
-    within = gl.program_id(0) - first_head * blocks
-    block = within // size
-    kv = first_head + within % size
-    if k_starts_ptr is not None:
-        b, block = find_sequence(k_starts_ptr, batch, block, BLOCK_N)
-    else:
-        b = kv // kv_heads
-        kv = kv % kv_heads
-    k_start, k_len, k_room = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
-    q_start, q_len, _ = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
-    first = block * BLOCK_N
+    b, kv, first, k_start, k_len, k_room, q_start, q_len = _keys_of(
+        gl.program_id(0), k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks,
+        group, BLOCK_N,
+    )  # fmt: skip
     offset = gl.to_tensor(0)
     if BOTTOM_RIGHT:
         offset = k_len - q_len
