@@ -36,7 +36,7 @@ def gemm_ref(a: Tensor, b: Tensor, *, layout: str = "nt", bias: Tensor | None = 
     return c if bias is None else c + bias.to(acc)
 
 
-# M, N, K at which the rules of `choose` would take it: benchmarks/results/2026-11-21_h200_gemm.md
+# M, N, K that pass the rules of `choose` and were measured slower: benchmarks/results/2026-11-21_h200_gemm.md
 _SLOWER = {(8192, 4096, 4096), (16384, 6144, 4096), (28672, 4096, 16384), (57344, 8192, 8192)}
 
 

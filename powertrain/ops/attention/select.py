@@ -204,7 +204,7 @@ ORDERS = (
         ),
     ),
     # forward alone, TFLOP/s, causal: B2 S8192 H16 D128 hopper 734, flash-attn-3 724, cudnn 613; B1 S16384 749, 742,
-    # 631; full 732, 725, 674; H32/8 741, 733, 635; packed 685, 650; B8 S2048 616, 613, 524; D192/128 763, 751, 612;
+    # 631; full 732, 725, 674; H32/8 741, 733, 635; packed 685, 650; B8 S2048 621, 619, 524; D192/128 763, 751, 612;
     # H16 D96 hopper .73 ms, cudnn .90
     Order(
         ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
