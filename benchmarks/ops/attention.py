@@ -16,6 +16,7 @@ from powertrain.ops.attention import attention, select, varlen_attention
 from powertrain.ops.attention.arguments import Sizes, lower_mask
 from powertrain.ops.attention.reference import attention_ref
 from powertrain.ops.attention.select import BACKENDS, NoBackendError
+from powertrain.runtime.errors import CompileError
 from powertrain.testing.bench import Timing, host_us, measure, table
 
 Results = list[Tensor]  # out, dq, dk, dv
@@ -123,6 +124,9 @@ def _time(
         try:
             out = function(*leaves, **options)
         except NoBackendError:
+            continue
+        except CompileError as error:
+            said.append(f"{case.label} | {name}: {error}")
             continue
         grads = torch.autograd.grad(out, leaves, dout.view_as(out), retain_graph=True)
         of_case = judge(name)

@@ -189,7 +189,8 @@ class FlashAttention4:
         wait_for(work, f"{self.name} compiles for {tuple(q.shape)} {q.dtype}")
         if failed:
             way = 'attention_backend("-flash-attn-4") takes another backend'
-            raise CompileError(f"{self.name} could not be compiled or run; {way}") from failed[0]
+            what = f"{type(failed[0]).__name__}: {failed[0]}"
+            raise CompileError(f"{self.name} could not be compiled or run ({what}); {way}") from failed[0]
 
 
 _PATIENCE = 2.0  # seconds before a line says what is waited for
