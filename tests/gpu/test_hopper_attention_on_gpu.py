@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,9 +160,10 @@ def test_self_tests_pass_and_run_once() -> None:
     here = torch.device("cuda", 0)
     plans = [hopper_flash.plan_for(*dims) for dims in PLANS]
     assert [hopper_flash.fails_here(here, plan) for plan in plans] == [None] * len(PLANS)
-    assert [hopper_flash.backward_fails_here(here, width) for width in (64, 128, 256)] == [None] * 3
+    backwards = list(product((64, 128, 256), (False, True)))
+    assert [hopper_flash.backward_fails_here(here, *backward) for backward in backwards] == [None] * 6
     assert hopper_flash._self_tests == {plan: {0: None} for plan in plans}
-    assert hopper_flash._backward_self_tests == {width: {0: None} for width in (64, 128, 256)}
+    assert hopper_flash._backward_self_tests == {backward: {0: None} for backward in backwards}
 
 
 def test_a_graph_of_packed_sequences_takes_other_lengths() -> None:

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import attention, triton_flash, varlen_attention
+from powertrain.ops.attention import attention, hopper_backward, triton_flash, varlen_attention
 from powertrain.ops.attention.hopper_backward import hopper_attention_bwd, why_not_backward
 from powertrain.runtime import prebuild
 from powertrain.runtime.recording import record
+from powertrain.runtime.target import Target
 from tests.ops.attention.problems import CONFIGS, Config, errors, make
 
 pytestmark = [
@@ -37,15 +39,20 @@ ROW_PADDING = 128  # tiles of queries are 64 or 128 rows
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """The universal backend differentiates by this backward; why it did not, call by call."""
+def taken(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str | None]:
+    """The universal backend differentiates by this backward, in turn if the parameter says so; why it did not, call by
+    call."""
+    in_turn = getattr(request, "param", False)
     reasons: list[str | None] = []
     universal = triton_flash._attention_bwd_op.forward
 
-    def either(dout: Any, dlse: Any, query: Any, key: Any, value: Any, *rest: Any) -> Any:
-        reasons.append(why_not_backward(query, key, value, triton_flash._Args(*rest[3:])))
+    def either(
+        dout: Any, dlse: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, need: Any, *rest: Any
+    ) -> Any:
+        args = triton_flash._Args(*rest)._replace(deterministic=in_turn)
+        reasons.append(why_not_backward(query, key, value, args))
         call = universal if reasons[-1] else hopper_attention_bwd
-        return call(dout, dlse, query, key, value, *rest)
+        return call(dout, dlse, query, key, value, out, lse, need, *args)
 
     monkeypatch.setattr(triton_flash._attention_bwd_op, "forward", either)
     return reasons
@@ -60,7 +67,12 @@ def _largest(seed: int) -> int:
     return 400 if seed % 3 else 130
 
 
+BOTH_ORDERS = pytest.mark.parametrize("taken", [False, True], ids=["any order", "in turn"], indirect=True)
+IN_TURN = pytest.mark.parametrize("taken", [True], ids=["in turn"], indirect=True)
+
+
 @pytest.mark.slow
+@BOTH_ORDERS
 @pytest.mark.parametrize("config", [*TAKEN, *WIDE], ids=lambda config: config.name)
 def test_sweep(config: Config, taken: list[str | None]) -> None:
     """Sizes, lengths, strides and values at random; compiled ahead, all of a configuration at once."""
@@ -92,6 +104,7 @@ def _close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6 * largest)
 
 
+@BOTH_ORDERS
 @pytest.mark.parametrize("head_dim", [64, 128, 200])
 def test_groups_of_heads_and_long_rows(head_dim: int, taken: list[str | None]) -> None:
     """More blocks than stages, heads that share keys, and keys that are not whole blocks."""
@@ -105,6 +118,7 @@ def test_groups_of_heads_and_long_rows(head_dim: int, taken: list[str | None]) -
     _close(tuple(x.float() for x in found), torch.autograd.grad(exact, wide, dout.float()))
 
 
+@BOTH_ORDERS
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (128, 64), (64, 128), (256, 256)])
 @pytest.mark.parametrize(
     ("starts", "query_used", "key_used"),
@@ -167,6 +181,47 @@ def test_only_what_is_wanted(wanted: tuple[int, ...], taken: list[str | None]) -
     out = attention(*some, is_causal=True, backend="triton")
     _close(torch.autograd.grad(out, [some[n] for n in wanted], dout), tuple(every[n] for n in wanted))
     assert taken == [None, None]
+
+
+MASKS = {
+    "causal": {"is_causal": True},
+    "full": {},
+    "window": {"is_causal": True, "window_size": (300, 0)},
+    "left": {"window_size": (200, -1)},
+    "ahead": {"window_size": (-1, 150)},
+}
+
+
+@IN_TURN
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", list(MASKS))
+def test_the_same_bits(
+    mask: str, head_dim: int, packed: bool, taken: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time after time, and by however many CTAs: the order of the sums is that of the keys."""
+    tokens, keys = 2 * 1500, 2 * (1500 if packed else 1700)
+    leaves = _leaves((tokens, 6, head_dim), (keys, 2, head_dim), (keys, 2, head_dim))
+    dout = torch.randn(tokens, 6, head_dim, device=CUDA, dtype=torch.bfloat16)
+    starts = torch.tensor([0, 70, 70, 1601, 3000], dtype=torch.int32, device=CUDA)
+
+    def grads() -> tuple[Tensor, ...]:
+        q, k, v = leaves
+        if packed:
+            out = varlen_attention(q, k, v, starts, max_seqlen_q=1531, backend="triton", **MASKS[mask])
+        else:
+            q, k, v = (x.unflatten(0, (2, -1)) for x in leaves)
+            out = attention(q, k, v, backend="triton", **MASKS[mask]).flatten(0, 1)
+        return torch.autograd.grad(out, leaves, dout)
+
+    first = grads()
+    for _ in range(20):
+        assert all(map(torch.equal, grads(), first))
+    for num_sms in (1, 3, 50):
+        target = SimpleNamespace(of=lambda device, n=num_sms: replace(Target.of(CUDA), num_sms=n))
+        monkeypatch.setattr(hopper_backward, "Target", target)
+        assert all(map(torch.equal, grads(), first))
+    assert set(taken) == {None}
 
 
 def test_a_graph_of_packed_sequences_takes_other_lengths(taken: list[str | None]) -> None:

@@ -28,9 +28,10 @@ def _attentions(rng: random.Random) -> Step:
     shape = (rng.randint(1, 2), rng.randint(1, 500), rng.choice((1, 4)), rng.choice((64, 128)))
     leaves = [torch.randn(shape, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     dout = torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
+    in_turn = rng.random() < 0.5
 
     def step() -> list[Tensor]:
-        out = attention(*leaves, is_causal=True, backend="hopper")
+        out = attention(*leaves, is_causal=True, backend="hopper", deterministic=in_turn)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     return step

@@ -40,8 +40,9 @@ def is_faster(query: Tensor, value: Tensor, args: _Args) -> bool:
 def why_not_cudnn_backward(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, dlse: Tensor | None, args: _Args
 ) -> str | None:
-    """Why cuDNN's backward does not take this call, or None. Says nothing of whether the caller wants the same bits
-    every time, which it does not give."""
+    """Why cuDNN's backward does not take this call, or None."""
+    if args.deterministic:
+        return "cuDNN's backward adds in no fixed order"
     if args.layout in ("thd", "bmghk"):
         return f"cuDNN's backward takes bshd, bhsd and sbhd, not {args.layout}"
     if args.bias is not None:

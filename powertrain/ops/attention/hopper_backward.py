@@ -2,11 +2,12 @@
 two kernels in Triton.
 
 The first computes delta_i = o_i do_i - dlse_i and writes the zeros to which the second adds sums of dq, in float32 and
-in the order in which its threads hold them; the third brings these into rows and scales them. The additions come in no
-fixed order, so the last bits of dq differ from run to run.
+in the order in which its threads hold them; the third brings these into rows and scales them. Tiles of keys add in no
+fixed order, and the last bits of dq differ from run to run; where the same bits are wanted each time, in turn
+(hopper_order.py).
 
 Memory beyond results: for each query and head, 4 bytes a head dim (padded to 64, 128 or 256) and 8; 1152 an SM (256:
-640 for each 64 keys of a head).
+640 for each 64 keys of a head); where tiles add in turn, 16 for each 64 queries of a head.
 FLOPs: five products for each pair that a mask lets see; none twice.
 """
 
@@ -31,6 +32,7 @@ from powertrain.ops.attention.triton_flash import (
     _slots,
 )
 from powertrain.ops.attention.triton_tiles import LOG2E, find_sequence, span_of, to_int64
+from powertrain.ops.layout import next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -53,14 +55,14 @@ def _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, size, BLOCK_M: tl.con
 
 @kernel()
 def _hopper_attention_rows_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, sum_ptr, counter_ptr, starts_ptr, used_ptr,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, sum_ptr, order_ptr, counter_ptr, starts_ptr, used_ptr,
     batch, queries, slots, heads, repeats, head_of_kv, head_of_repeat,
     stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,
     D_V: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """For a tile of queries: LSE in base 2 and delta, inf and 0 where a row sees nothing and behind the rows (whose
-    weights are then 0, whatever ALiBi makes of their places), and zeros for the sums of dq. Then a zero to draw tiles
-    from."""
+    weights are then 0, whatever ALiBi makes of their places), and zeros for the sums of dq and for whose turn it is to
+    add. Then a zero to draw tiles from."""
     t = tl.program_id(0)
     if t == 0:
         tl.store(counter_ptr, 0)
@@ -91,6 +93,8 @@ def _hopper_attention_rows_kernel(
     if sum_ptr is not None:
         piece = tl.arange(0, BLOCK_M * W_QK)
         tl.store(sum_ptr + to_int64(t) * (BLOCK_M * W_QK) + piece, tl.zeros([BLOCK_M * W_QK], tl.float32))
+    if order_ptr is not None:
+        tl.store(order_ptr + to_int64(t) * 4 + tl.arange(0, 4), tl.zeros([4], tl.int32))
 
 
 @kernel()
@@ -129,6 +133,7 @@ class Plan(NamedTuple):
     part: int = 32  # columns of dq at a time
     registers: int = 224  # of a consumer's thread; the server has 504 less twice as many
     group: int = 4  # heads at a time
+    group_start: int = 2  # in turn: blocks that the tile before is to be ahead
 
 
 def plan_for(d_qk: int, d_v: int) -> Plan:
@@ -136,8 +141,24 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
     too; H16 D128 S2048 2 heads at a time 0.744, 4 0.737, packed 1.905, 1.855; H8 D256 S8192 64 columns of dq and 208
     registers 3.08, 32 and 224 3.23."""
     if max(d_qk, d_v) > 128:
-        return Plan(stages=2, part=64, registers=208, group=2)
-    return Plan(stages=4, part=64, registers=208) if max(d_qk, d_v) <= 64 else Plan()
+        return Plan(stages=2, part=64, registers=208, group=2, group_start=4)
+    if max(d_qk, d_v) <= 64:
+        return Plan(stages=4, part=64, registers=208, group_start=8)
+    return Plan()
+
+
+def group_in_turn(plan: Plan, queries: int, repeats: int, args: _Args, num_sms: int) -> int:
+    """Heads at a time where tiles add in turn: so many that a head's tiles are drawn `group_start` blocks apart, for
+    each waits for the one before.
+
+    ms, bf16, one H200, causal, groups of 4, 8, 16, 32: D128 H16 S2048 1.215, 0.933, 0.905, 0.916; S8192 2.739, 2.747,
+    2.793, 2.945; D64 H32 S2048 1.734, 1.257, 1.093, 1.002; S8192 3.486, 3.144, 3.096, 3.124; D256 H8 S8192 4.325,
+    4.180, 4.461, 4.438."""
+    seen = queries // 2 if args.right >= 0 else queries
+    if args.left >= 0:
+        seen = min(seen, args.left + 128)
+    blocks = max(1, repeats * seen // plan.block_m)
+    return min(32, max(4, next_power_of_2(plan.group_start * num_sms // blocks)))
 
 
 def width_of(head_dim: int) -> int:
@@ -146,8 +167,7 @@ def width_of(head_dim: int) -> int:
 
 
 def why_not_backward(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> str | None:
-    """Why this backward does not take these tensors, or None. Says nothing of the device, nor of whether the caller
-    wants the same bits every time, which the order of its additions does not give."""
+    """Why this backward does not take these tensors, or None. Says nothing of the device."""
     for name, given in (
         ("bias", args.bias is not None),
         ("prefix", args.prefix is not None),
@@ -196,21 +216,27 @@ def _launch(
     tiles = batch * heads.kv * heads.repeats * slots
     rows = torch.empty(tiles * 2 * plan.block_m, dtype=torch.float32, device=lse.device)
     counter = torch.empty(1, dtype=torch.int32, device=lse.device)
-    sums = None
+    sums = order = None
     if dq is not None:
         sums = torch.empty(tiles * plan.block_m * w_qk, dtype=torch.float32, device=lse.device)
+        if args.deterministic:
+            order = torch.empty(tiles * 4, dtype=torch.int32, device=lse.device)
     _hopper_attention_rows_kernel[(tiles,)](
-        o.tensor, do.tensor, lse, dlse, rows, sums, counter, args.query_starts, args.query_used,
+        o.tensor, do.tensor, lse, dlse, rows, sums, order, counter, args.query_starts, args.query_used,
         shape.batch, shape.queries, slots, heads.kv * heads.repeats, heads.repeats, heads.of_kv, heads.of_repeat,
         *o[1:], *do[1:],
         D_V=d_v, W_QK=w_qk, W_V=w_v, BLOCK_M=plan.block_m,
     )  # fmt: skip
     blocks = _slots(shape, shape.keys, args.key_starts, _BLOCK_N[w_qk])
+    group, num_sms = plan.group, Target.of(lse.device).num_sms
+    if order is not None:
+        sequences = 1 if args.query_starts is None else max(1, shape.batch)
+        group = group_in_turn(plan, shape.queries // sequences, heads.repeats, args, num_sms)
     slopes, absent = args.slopes, _Operand(k.tensor, 0, 0, 0, 0)
     count = batch * heads.kv * blocks
-    tensors = q.tensor, k.tensor, v.tensor, do.tensor, sums, dk and dk.tensor, dv and dv.tensor, rows
+    tensors = q.tensor, k.tensor, v.tensor, do.tensor, sums, order, dk and dk.tensor, dv and dv.tensor, rows
     lengths = args.query_starts, args.key_starts, args.query_used, args.key_used
-    sizes = shape.batch, shape.queries, shape.keys, heads.kv, heads.repeats, blocks, plan.group, slots
+    sizes = shape.batch, shape.queries, shape.keys, heads.kv, heads.repeats, blocks, group, slots
     rest = (
         rows.numel(), q.b, q.s, q.r, *k[1:4], *v[1:4], do.b, do.s, do.r, *(dk or absent)[1:4], *(dv or absent)[1:4],
         slopes.shape[1] if slopes is not None and slopes.dim() == 2 else 0,
@@ -223,10 +249,10 @@ def _launch(
     }  # fmt: skip
     if w_qk > 128:
         _hopper_attention_bwd_wide_kernel[(count,)](
-            *tensors, slopes, *lengths, *sizes, *rest, W=w_qk, BLOCK_N=_BLOCK_N[w_qk], **options
+            *tensors, counter, slopes, *lengths, *sizes, *rest, W=w_qk, BLOCK_N=_BLOCK_N[w_qk], **options
         )
     else:
-        _hopper_attention_bwd_kernel[(min(Target.of(lse.device).num_sms, count),)](
+        _hopper_attention_bwd_kernel[(min(num_sms, count),)](
             *tensors, counter, slopes, *lengths, *sizes, count, *rest,
             W_QK=w_qk, W_V=w_v, DS_STAGES=plan.ds_stages, **options,
         )  # fmt: skip

@@ -8,12 +8,14 @@ One CTA an SM takes tiles of 128 keys of one head from a counter in memory and r
 them, of all query heads that share the keys. Two *consumer* warpgroups hold 64 keys each: scores, dk and dv in
 registers, keys along the rows, so that p and ds are operands of the next products as they are. The third, the *server*,
 draws tiles, loads by TMA, and multiplies what a block adds to dq, from ds in shared memory. It adds to float32 sums in
-memory, 16 bytes a thread at once, in the order in which the threads hold them, and in no fixed order of blocks.
+memory, 16 bytes a thread at once, in the order in which the threads hold them, and in no fixed order of blocks, unless
+hopper_order.py gives it one.
 
 Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, for warpgroups that take turns and registers
 that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.py has the idea.
 """
 
+from powertrain.ops.attention.hopper_order import last_turn, pass_turn, take_turn
 from powertrain.ops.attention.hopper_tiles import LOG2E, here, int32, rings, stages, tanh, tell, told
 from powertrain.ops.attention.triton_tiles import find_sequence, span_of
 from powertrain.runtime.gluon_compat import (
@@ -108,8 +110,8 @@ _FIELDS = gl.constexpr(16)
 _KV = gl.constexpr(0)  # head of keys; -1: no more tiles
 _B = gl.constexpr(1)
 _COUNT = gl.constexpr(2)  # blocks of queries
-_BEGIN = gl.constexpr(3)  # the first of them
-_TILE = gl.constexpr(4)  # of the sums, of block 0 of the first query head
+_FIRST = gl.constexpr(3)  # key
+_TILE = gl.constexpr(4)  # of the sums, of the first block of the first query head
 _DISTANCE = gl.constexpr(5)  # position of the first query less that of the first key
 _K_LEFT = gl.constexpr(6)  # keys from the first one on
 _Q_END = gl.constexpr(7)
@@ -119,6 +121,7 @@ _K_ROW = gl.constexpr(10)
 _DK_END = gl.constexpr(11)
 _DK_ROW = gl.constexpr(12)
 _DK_LEFT = gl.constexpr(13)  # rows of dk from the first one on
+_UNSEEN = gl.constexpr(14)  # blocks that the tile of the keys before does not see, of all heads
 
 
 @gluon.jit
@@ -148,11 +151,32 @@ def _keys_of(
 
 
 @gluon.jit
+def _queries_of(
+    first, k_len, q_len, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """(first block, number) of the blocks of queries that see keys of the tile from key `first` on, and the position
+    of query 0."""
+    offset = gl.to_tensor(0)
+    if BOTTOM_RIGHT:
+        offset = k_len - q_len
+    begin = gl.to_tensor(0)
+    end = q_len
+    if RIGHT:
+        begin = gl.maximum(first - right - offset, 0)
+    if LEFT:
+        end = gl.minimum(end, gl.minimum(first + BLOCK_N, k_len) + left - offset)
+    begin = begin // BLOCK_M
+    return begin, gl.where(first < k_len, gl.maximum(gl.cdiv(end, BLOCK_M) - begin, 0), 0), offset
+
+
+@gluon.jit
 def _tell_tile(
     tile, taken, tile_smem, tile_full, tile_empty, counter_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
     batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    IN_TURN: gl.constexpr,
 ):  # fmt: skip
     """Tell the consumers of `tile`, or of the next one drawn that has keys; or that there is none."""
     slot = taken & 1
@@ -168,18 +192,13 @@ def _tell_tile(
             BLOCK_N,
         )  # fmt: skip
         if first < k_room:
-            offset = gl.to_tensor(0)
-            if BOTTOM_RIGHT:
-                offset = k_len - q_len
-            begin = gl.to_tensor(0)
-            end = q_len
-            if RIGHT:
-                begin = gl.maximum(first - right - offset, 0)
-            if LEFT:
-                end = gl.minimum(end, gl.minimum(first + BLOCK_N, k_len) + left - offset)
-            begin = begin // BLOCK_M
-            count = gl.where(first < k_len, gl.maximum(gl.cdiv(end, BLOCK_M) - begin, 0), 0)
-            at = kv * repeats * slots
+            begin, count, offset = _queries_of(
+                first, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N
+            )
+            start = begin
+            if IN_TURN:
+                start = begin + count - 1
+            at = kv * repeats * slots + start
             if q_starts_ptr is not None:
                 at += q_start // BLOCK_M + b
             else:
@@ -187,11 +206,11 @@ def _tell_tile(
             tell(tile_smem, slot, _KV, kv)
             tell(tile_smem, slot, _B, b)
             tell(tile_smem, slot, _COUNT, count)
-            tell(tile_smem, slot, _BEGIN, begin)
+            tell(tile_smem, slot, _FIRST, first)
             tell(tile_smem, slot, _TILE, at)
-            tell(tile_smem, slot, _DISTANCE, begin * BLOCK_M + offset - first)
+            tell(tile_smem, slot, _DISTANCE, start * BLOCK_M + offset - first)
             tell(tile_smem, slot, _K_LEFT, k_len - first)
-            end, row = _place(q_start, q_len, begin * BLOCK_M, queries, RAGGED_Q)
+            end, row = _place(q_start, q_len, start * BLOCK_M, queries, RAGGED_Q)
             tell(tile_smem, slot, _Q_END, end)
             tell(tile_smem, slot, _Q_ROW, row)
             end, row = _place(k_start, k_len, first, keys, RAGGED_K)
@@ -204,6 +223,11 @@ def _tell_tile(
             tell(tile_smem, slot, _DK_END, end)
             tell(tile_smem, slot, _DK_ROW, row)
             tell(tile_smem, slot, _DK_LEFT, k_room - first)
+            if IN_TURN:
+                before, size, _ = _queries_of(
+                    first - BLOCK_N, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N
+                )
+                tell(tile_smem, slot, _UNSEEN, (begin + count - before - size) * repeats)
             looks = tile < 0  # no longer
         else:
             tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
@@ -232,10 +256,17 @@ def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, plac
 
 
 @gluon.jit
-def _next(head, row, tile, left, count, slots, BLOCK_M: gl.constexpr):
-    """The block of queries after this one; the heads that share the keys follow each other."""
+def _next(head, row, tile, left, count, repeats, slots, BLOCK_M: gl.constexpr, IN_TURN: gl.constexpr):
+    """The block of queries after this one: the head's next, and the heads that share the keys follow each other.
+    IN_TURN:
+    of the last rows those of all heads, then of the rows before."""
     left -= 1
     wraps = left == 0
+    if IN_TURN:
+        head = gl.where(wraps, head - repeats + 1, head + 1)
+        row = gl.where(wraps, row - BLOCK_M, row)
+        tile = gl.where(wraps, tile - (repeats - 1) * slots - 1, tile + slots)
+        return head, row, tile, gl.where(wraps, repeats, left)
     head = gl.where(wraps, head + 1, head)
     row = gl.where(wraps, row - (count - 1) * BLOCK_M, row + BLOCK_M)
     tile = gl.where(wraps, tile + slots - count + 1, tile + 1)
@@ -255,7 +286,7 @@ def _load_keys(desc, smem, bar, tile_smem, slot, PACKED: gl.constexpr):
 
 @gluon.jit
 def _serve(
-    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, rows_ptr, counter_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, rows_ptr, counter_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, smem, tile_smem, bars,
     batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, rows_size,
     stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -272,6 +303,7 @@ def _serve(
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     W_QK: gl.constexpr = k_smem.shape[2]
     PACKED: gl.constexpr = q_starts_ptr is not None
+    IN_TURN: gl.constexpr = order_ptr is not None
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     storage = batch
@@ -304,6 +336,10 @@ def _serve(
     count = gl.to_tensor(1)
     left_over = gl.to_tensor(1)
     rest = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    waits_from = gl.to_tensor(0)  # the first block to which another tile adds before this one
+    owed = gl.to_tensor(-1)  # the tile of sums that the next one waits for, and whose turn it was
+    owed_turn = gl.to_tensor(0)
     begins = gl.to_tensor(1)
     while kv >= 0:
         slot = taken & 1
@@ -317,7 +353,7 @@ def _serve(
                 number, taken, tile_smem, tile_full, tile_empty, counter_ptr,
                 q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
                 batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, left, right,
-                LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N,
+                LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N, IN_TURN,
             )  # fmt: skip
             todo = rest + 0
             kv = told(tile_smem, slot, _KV)
@@ -328,22 +364,30 @@ def _serve(
                 head = kv * repeats
                 end = told(tile_smem, slot, _Q_END)
                 row = told(tile_smem, slot, _Q_ROW)
-                load_tile = told(tile_smem, slot, _TILE) + told(tile_smem, slot, _BEGIN)
+                load_tile = told(tile_smem, slot, _TILE)
                 load_count = told(tile_smem, slot, _COUNT)
                 load_left = load_count + 0
+                if IN_TURN:
+                    load_left = repeats + 0
                 to_load = load_count * repeats
             for _ in range(kept(gl.minimum(at + STAGES - loaded, to_load))):
                 _load(
                     q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, loaded, (b, head, end, row), load_tile
                 )
-                head, row, load_tile, load_left = _next(head, row, load_tile, load_left, load_count, slots, BLOCK_M)
+                head, row, load_tile, load_left = _next(
+                    head, row, load_tile, load_left, load_count, repeats, slots, BLOCK_M, IN_TURN
+                )
                 loaded += 1
                 to_load -= 1
         else:
             # who has stored the last ds has done with the scores; this warpgroup was the last to read the keys
-            tile = told(tile_smem, slot, _TILE) + told(tile_smem, slot, _BEGIN)
+            tile = told(tile_smem, slot, _TILE)
             count = told(tile_smem, slot, _COUNT)
             left_over = count + 0
+            if IN_TURN:
+                left_over = repeats + 0
+                turn = told(tile_smem, slot, _FIRST) + BLOCK_N
+                waits_from = at + told(tile_smem, slot, _UNSEEN)
             rest = gl.minimum(count * repeats, STAGES)
             todo = count * repeats - rest
             # for keys that no query sees too: a branch would cost the consumers registers
@@ -353,6 +397,8 @@ def _serve(
             mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         for i in range(kept(todo)):
             stage = at % DS_STAGES
+            if IN_TURN:
+                last = last_turn(order_ptr, tile)
             sync_named(_DS_FULL + stage, _EVERYONE)
             for m in gl.static_range(BLOCK_M // 64):
                 ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))
@@ -363,22 +409,31 @@ def _serve(
                     part = m * (W_QK // PART) + n
                     if sum_ptr is not None:
                         dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+                        if IN_TURN and part == 0:
+                            before = gl.where(at >= waits_from, turn - BLOCK_N, 0)
+                            take_turn(order_ptr, tile, last, before, owed, owed_turn)
+                            owed = tile + 0
+                            owed_turn = turn + 0
                         dq = hopper.warpgroup_mma_wait(0, deps=[dq])
                     if part == BLOCK_M // 64 * (W_QK // PART) - 1:
                         mbarrier.arrive(ds_empty.index(stage), count=1)
                     if sum_ptr is not None:
                         _add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + part * 64 * PART, dq)
             at += 1
-            _, _, tile, left_over = _next(tile, tile, tile, left_over, count, slots, BLOCK_M)
+            _, _, tile, left_over = _next(tile, tile, tile, left_over, count, repeats, slots, BLOCK_M, IN_TURN)
             if to_load > 0:
                 _load(
                     q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, loaded, (b, head, end, row), load_tile
                 )
-                head, row, load_tile, load_left = _next(head, row, load_tile, load_left, load_count, slots, BLOCK_M)
+                head, row, load_tile, load_left = _next(
+                    head, row, load_tile, load_left, load_count, repeats, slots, BLOCK_M, IN_TURN
+                )
                 loaded += 1
                 to_load -= 1
         taken += 1 - begins
         begins = 1 - begins
+    if IN_TURN:
+        pass_turn(order_ptr, owed, owed_turn)
 
 
 @gluon.jit
@@ -417,7 +472,7 @@ def _consume(
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
     scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr,
-    D_QK: gl.constexpr, D_V: gl.constexpr, CONSUMER: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, IN_TURN: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns 64 keys of a tile: their dk and dv, from all blocks of queries that see them."""
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem
@@ -470,15 +525,20 @@ def _consume(
         mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         low = distance
         limit = distance + count * BLOCK_M
+        heads_left = repeats + 0
         first = gl.to_tensor(0)
+        end = repeats * count
         if RIGHT and CONSUMER > 0:
             # the diagonal begins where keys of the other consumer are
-            if (low + BLOCK_M - 1 + right < 0) & (count > 1):
+            if IN_TURN:
+                if (distance + (2 - count) * BLOCK_M - 1 + right < 0) & (count > 1):
+                    end -= repeats
+            elif (low + BLOCK_M - 1 + right < 0) & (count > 1):
                 _pass_over(ds_smem, full, ds_empty, done, zeros, CONSUMER)
                 low += BLOCK_M
                 first += 1
         sync_named(_TURN + CONSUMER, _CONSUMERS)
-        for i in range(first, repeats * count):
+        for i in range(first, end):
             at = done + i
             stage = at % STAGES
             q = q_smem.index(stage)
@@ -496,7 +556,10 @@ def _consume(
             else:
                 s = s * (scale * LOG2E)
             if slopes_ptr is not None:
-                slope = gl.load(slopes + i // count, mask=is_sequence, other=0.0) * LOG2E
+                head = i // count
+                if IN_TURN:
+                    head = repeats - heads_left
+                slope = gl.load(slopes + head, mask=is_sequence, other=0.0) * LOG2E
                 j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
                 place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
                 s -= slope * gl.abs(place - j).to(gl.float32)
@@ -534,10 +597,18 @@ def _consume(
             arrive_named(_DS_FULL + ds_stage, _EVERYONE)
             dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
             arrive_named(_EMPTY + stage, _EVERYONE)
-            low += BLOCK_M
-            if low == limit:
-                low = told(tile_smem, slot, _DISTANCE) - CONSUMER * 64
+            if IN_TURN:
+                heads_left -= 1
+                low = gl.where(heads_left == 0, low - BLOCK_M, low)
+                heads_left = gl.where(heads_left == 0, repeats, heads_left)
+            else:
+                low += BLOCK_M
+                if low == limit:
+                    low = told(tile_smem, slot, _DISTANCE) - CONSUMER * 64
         arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
+        if RIGHT and CONSUMER > 0 and IN_TURN:
+            for i in range(end, repeats * count):
+                _pass_over(ds_smem, full, ds_empty, done + i, zeros, CONSUMER)
         done += repeats * count
         # what the loop need not keep is read again
         b = gl.to_tensor(0)
@@ -565,7 +636,7 @@ def _consume(
 
 @gluon_kernel(archs=(90,))
 def _hopper_attention_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
     batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, rows_size,
     stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -608,7 +679,7 @@ def _hopper_attention_bwd_kernel(
     bars = (k_full, v_full, full, ds_empty, tile_full, tile_empty)
     gl.warp_specialize([
         (_serve, (
-            q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, rows_ptr, counter_ptr,
+            q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, rows_ptr, counter_ptr,
             q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, smem, tile_smem, bars,
             batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, rows_size,
             stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -617,11 +688,13 @@ def _hopper_attention_bwd_kernel(
         (_consume, (
             dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, repeats,
             stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
-            scale, softcap, left, right, LEFT, RIGHT, CAP, PACKED, RAGGED, D_QK, D_V, 0,
+            scale, softcap, left, right, LEFT, RIGHT, CAP, PACKED, RAGGED, D_QK, D_V,
+            order_ptr is not None, 0,
         )),
         (_consume, (
             dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, repeats,
             stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
-            scale, softcap, left, right, LEFT, RIGHT, CAP, PACKED, RAGGED, D_QK, D_V, 1,
+            scale, softcap, left, right, LEFT, RIGHT, CAP, PACKED, RAGGED, D_QK, D_V,
+            order_ptr is not None, 1,
         )),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

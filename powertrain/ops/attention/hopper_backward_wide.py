@@ -10,7 +10,8 @@ Memory beyond results: for each query and head 1032 bytes; 640 for each CTA.
 Source: as hopper_backward.py's.
 """
 
-from powertrain.ops.attention.hopper_backward_kernel import _add_in_order, _keys_of
+from powertrain.ops.attention.hopper_backward_kernel import _add_in_order, _keys_of, _queries_of
+from powertrain.ops.attention.hopper_order import last_turn, pass_turn, take_turn
 from powertrain.ops.attention.hopper_tiles import LOG2E, int32, rings, tanh
 from powertrain.runtime.gluon_compat import gl, gluon, hopper, mbarrier, reinterpret, sync_named, tma, tma_load
 from powertrain.runtime.launch import gluon_kernel
@@ -52,8 +53,14 @@ def _load_grads(desc, smem, full, empty, i, repeat, block):
 
 
 @gluon.jit
-def _next(repeat, block, begin, end):
-    """The block of queries after this one; the heads that share the keys follow each other."""
+def _next(repeat, block, begin, end, repeats, IN_TURN: gl.constexpr):
+    """The block of queries after this one: the head's next, and the heads that share the keys follow each other.
+    IN_TURN:
+    of the last rows those of all heads, then of the rows before."""
+    if IN_TURN:
+        repeat += 1
+        wraps = repeat == repeats
+        return gl.where(wraps, 0, repeat), gl.where(wraps, block - 1, block)
     block += 1
     wraps = block == end
     return gl.where(wraps, repeat + 1, repeat), gl.where(wraps, begin, block)
@@ -75,37 +82,46 @@ def _store_rows(tile, base, length, room, stride, D: gl.constexpr):
 
 @gluon.jit
 def _serve(
-    q_desc, do_desc, rows_desc, sum_ptr, dk_ptr, dv_ptr, smem, bars, begin, end, tile0, slots, repeats, k_left, k_room,
-    stride_dks, stride_dvs, D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr,
+    q_desc, do_desc, rows_desc, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, end, first, unseen, tile0,
+    slots, repeats, k_left, k_room, stride_dks, stride_dvs, D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that loads queries, multiplies ds K and adds it to the sums of dq, and stores dk and dv."""
     k_smem, v_smem, q_smem, do_smem, rows_smem, _, ds_smem = smem
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, drained, dv_full, dk_full = bars
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
     W: gl.constexpr = k_smem.shape[2]
+    IN_TURN: gl.constexpr = order_ptr is not None
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     total = (end - begin) * repeats
     q_repeat = gl.to_tensor(0)
     q_block = begin
+    if IN_TURN:
+        q_block = end - 1
     for i in range(gl.minimum(total, STAGES)):
         tile = tile0 + q_repeat * slots + q_block
         _load_queries(q_desc, rows_desc, q_smem, rows_smem, q_full, q_empty, i, q_repeat, q_block, tile)
         _load_grads(do_desc, do_smem, do_full, do_empty, i, q_repeat, q_block)
-        q_repeat, q_block = _next(q_repeat, q_block, begin, end)
+        q_repeat, q_block = _next(q_repeat, q_block, begin, end, repeats, IN_TURN)
     do_repeat = q_repeat
     do_block = q_block
 
     mbarrier.wait(kv_full, 0)
     repeat = gl.to_tensor(0)
     block = begin
+    if IN_TURN:
+        block = end - 1
+    owed = gl.to_tensor(-1)  # the tile of sums that the next one waits for
     for i in range(total):
         tile = tile0 + repeat * slots + block
         stage = i % STAGES
+        if IN_TURN:
+            last = last_turn(order_ptr, tile)
         mbarrier.wait(ds_full.index(stage), (i // STAGES) & 1)
         if (i > 0) & (i + 1 < total):  # the stage of the block before, whose dv has been computed by now
             _load_grads(do_desc, do_smem, do_full, do_empty, i + 1, do_repeat, do_block)
-            do_repeat, do_block = _next(do_repeat, do_block, begin, end)
+            do_repeat, do_block = _next(do_repeat, do_block, begin, end, repeats, IN_TURN)
         ds = ds_smem.index(stage).permute((1, 0))
         for n in gl.static_range(W // PART):
             zeros = gl.zeros([BLOCK_M, PART], gl.float32, layout)
@@ -113,6 +129,9 @@ def _serve(
             k = k_smem.index(i >> 30).slice(n * PART, PART, 1)
             if sum_ptr is not None:
                 dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+                if IN_TURN and n == 0:
+                    take_turn(order_ptr, tile, last, gl.where(i >= unseen, first, 0), owed, first + BLOCK_N)
+                    owed = tile
                 dq = hopper.warpgroup_mma_wait(0, deps=[dq])
             if n == W // PART - 1:
                 mbarrier.arrive(ds_empty.index(stage), count=1)
@@ -121,8 +140,10 @@ def _serve(
         if i + STAGES < total:
             to = tile0 + q_repeat * slots + q_block
             _load_queries(q_desc, rows_desc, q_smem, rows_smem, q_full, q_empty, i + STAGES, q_repeat, q_block, to)
-            q_repeat, q_block = _next(q_repeat, q_block, begin, end)
-        repeat, block = _next(repeat, block, begin, end)
+            q_repeat, q_block = _next(q_repeat, q_block, begin, end, repeats, IN_TURN)
+        repeat, block = _next(repeat, block, begin, end, repeats, IN_TURN)
+    if IN_TURN:
+        pass_turn(order_ptr, owed, first + BLOCK_N)
     mbarrier.arrive(drained, count=1)
     mbarrier.wait(dv_full, 0)
     if dv_ptr is not None:
@@ -135,7 +156,7 @@ def _serve(
 @gluon.jit
 def _consume(
     slopes_ptr, smem, bars, count, repeats, distance, k_left, scale, softcap, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, CONSUMER: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, IN_TURN: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns half of the columns of dk and dv, and computes half of each block's p and ds.
 
@@ -159,6 +180,7 @@ def _consume(
     mbarrier.wait(kv_full, 0)
     distance += MINE
     low = distance
+    heads_left = repeats + 0
     for i in range(repeats * count):
         stage = i % STAGES
         before = (i + 1) % STAGES  # the stage of the block before, there being two
@@ -182,7 +204,10 @@ def _consume(
         else:
             s = s * (scale * LOG2E)
         if slopes_ptr is not None:
-            slope = gl.load(slopes_ptr + i // count) * LOG2E
+            head = i // count
+            if IN_TURN:
+                head = repeats - heads_left
+            slope = gl.load(slopes_ptr + head) * LOG2E
             j = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, s_layout)), 1)
             at = gl.expand_dims(low + gl.arange(0, ROWS, row_layout), 0)
             s -= slope * gl.abs(at - j).to(gl.float32)
@@ -221,8 +246,13 @@ def _consume(
             mbarrier.arrive(ds_empty.index(before), count=1)
         dk = hopper.warpgroup_mma_wait(0, deps=[dk])
         mbarrier.arrive(q_empty.index(stage), count=1)
-        low += BLOCK_M
-        low = gl.where(low == distance + count * BLOCK_M, distance, low)
+        if IN_TURN:
+            heads_left -= 1
+            low = gl.where(heads_left == 0, low - BLOCK_M, low)
+            heads_left = gl.where(heads_left == 0, repeats, heads_left)
+        else:
+            low += BLOCK_M
+            low = gl.where(low == distance + count * BLOCK_M, distance, low)
     last_block = repeats * count - 1
     if last_block >= 0:
         do = do_smem.index(last_block % STAGES).slice(MY_COLS, COLS, 1)
@@ -246,7 +276,7 @@ def _barrier(arrivals: gl.constexpr):
 
 @gluon_kernel(archs=(90,))
 def _hopper_attention_bwd_wide_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, dk_ptr, dv_ptr, rows_ptr, slopes_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
     batch, queries, keys, kv_heads, repeats, blocks, group, slots, rows_size,
     stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -262,22 +292,22 @@ def _hopper_attention_bwd_wide_kernel(
     queries, keys, kv_heads, repeats = int32(queries), int32(keys), int32(kv_heads), int32(repeats)
     blocks, group, slots, rows_size = int32(blocks), int32(group), int32(slots), int32(rows_size)
     batch, left, right = int32(batch), int32(left), int32(right)
+    number = gl.program_id(0)
+    if order_ptr is not None:  # who waits for another must be sure that it runs
+        number = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     b, kv, first, k_start, k_len, k_room, q_start, q_len = _keys_of(
-        gl.program_id(0), k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks,
-        group, BLOCK_N,
+        number, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, group,
+        BLOCK_N,
     )  # fmt: skip
-    offset = gl.to_tensor(0)
-    if BOTTOM_RIGHT:
-        offset = k_len - q_len
-    begin = gl.to_tensor(0)
-    end = q_len
-    if RIGHT:
-        begin = gl.maximum(first - right - offset, 0)
-    if LEFT:
-        end = gl.minimum(end, gl.minimum(first + BLOCK_N, k_len) + left - offset)
-    begin = begin // BLOCK_M
-    end = gl.maximum(gl.cdiv(end, BLOCK_M), begin)
-    end = gl.where(first < k_len, end, begin)
+    begin, count, offset = _queries_of(first, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N)
+    start = begin
+    unseen = gl.to_tensor(0)
+    if order_ptr is not None:
+        start = begin + count - 1
+        before, size, _ = _queries_of(
+            first - BLOCK_N, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N
+        )
+        unseen = (begin + count - before - size) * repeats
     tile0 = kv * repeats * slots
     storage = b.to(gl.int64)
     if slopes_ptr is not None:
@@ -344,18 +374,19 @@ def _hopper_attention_bwd_wide_kernel(
 
     smem = (k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem)
     bars = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, drained, dv_full, dk_full)
-    distance = begin * BLOCK_M + offset - first
+    distance = start * BLOCK_M + offset - first
     gl.warp_specialize([
         (_serve, (
-            q_desc, do_desc, rows_desc, sum_ptr, dk_ptr, dv_ptr, smem, bars, begin, end, tile0, slots, repeats,
-            k_len - first, k_room - first, stride_dks, stride_dvs, D_QK, D_V, PART,
+            q_desc, do_desc, rows_desc, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, begin + count,
+            first, unseen, tile0, slots, repeats, k_len - first, k_room - first, stride_dks, stride_dvs,
+            D_QK, D_V, PART,
         )),
         (_consume, (
-            slopes_ptr, smem, bars, end - begin, repeats, distance, k_len - first, scale,
-            softcap, left, right, LEFT, RIGHT, CAP, 0,
+            slopes_ptr, smem, bars, count, repeats, distance, k_len - first, scale,
+            softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, 0,
         )),
         (_consume, (
-            slopes_ptr, smem, bars, end - begin, repeats, distance, k_len - first, scale,
-            softcap, left, right, LEFT, RIGHT, CAP, 1,
+            slopes_ptr, smem, bars, count, repeats, distance, k_len - first, scale,
+            softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, 1,
         )),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

@@ -110,8 +110,6 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
         yield Reason("it takes no layout bmghk", "use triton, or bshd")
     if problem.lengths.empty:
         yield Reason("it takes no empty tensors", "use triton")
-    if problem.deterministic and problem.needs_grad:
-        yield Reason("its backward adds in no fixed order", "use triton, or deterministic=False")
     for name, wanted in (
         ("bias", mask.bias != "none"),
         ("documents", mask.documents),
@@ -123,9 +121,9 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
             yield Reason(f"it has no {name}", "use triton")
 
 
-# what was found on each device, of each plan and of each padded head dim
+# what was found on each device, of each plan, and of each padded head dim in any order and in turn
 _self_tests: dict[Plan, dict[int | None, str | None]] = {}
-_backward_self_tests: dict[int, dict[int | None, str | None]] = {}
+_backward_self_tests: dict[tuple[int, bool], dict[int | None, str | None]] = {}
 
 
 def fails_here(device: torch.device, plan: Plan) -> str | None:
@@ -135,10 +133,13 @@ def fails_here(device: torch.device, plan: Plan) -> str | None:
     return self_test.failure(found, device, lambda on: _forward_self_test(on, plan), f"{what}: triton serves")
 
 
-def backward_fails_here(device: torch.device, width: int) -> str | None:
+def backward_fails_here(device: torch.device, width: int, in_turn: bool) -> str | None:
     """The same of the backward, whose tiles depend on what head dims are padded to."""
-    found, what = _backward_self_tests.setdefault(width, {}), f"attention's backward at head dim {width}"
-    return self_test.failure(found, device, lambda on: _backward_self_test(on, width), f"{what}: triton serves")
+    found = _backward_self_tests.setdefault((width, in_turn), {})
+    what = f"attention's backward{', deterministic,' if in_turn else ''} at head dim {width}"
+    return self_test.failure(
+        found, device, lambda on: _backward_self_test(on, width, in_turn), f"{what}: triton serves"
+    )
 
 
 class _Small(NamedTuple):
@@ -183,11 +184,12 @@ def _forward_self_test(device: torch.device, plan: Plan) -> str | None:
     return _wrong(list(_launch(query, key, value, small.args, plan)), [small.out, small.lse])
 
 
-def _backward_self_test(device: torch.device, width: int) -> str | None:
+def _backward_self_test(device: torch.device, width: int, in_turn: bool) -> str | None:
     small = _small(device, width, width)
+    args = small.args._replace(deterministic=in_turn)
     out, lse = small.out.to(torch.bfloat16).view(1, 192, 1, width), small.lse.view(1, 1, 192)
     dout, query, key, value = small.inputs
-    grads = hopper_attention_bwd(dout, None, query, key, value, out, lse, [True] * 3 + [False], *small.args)
+    grads = hopper_attention_bwd(dout, None, query, key, value, out, lse, [True] * 3 + [False], *args)
     return _wrong(list(grads[:3]), small.grads)
 
 
@@ -324,9 +326,11 @@ def _attention_hopper_bwd(
     given = dout, dlse, query, key, value, out, lse, need
     if cudnn_backward.is_faster(query, value, _Args(*rest)):
         return cudnn_backward.cudnn_attention_bwd(*given, *rest)
-    reason = why_not_backward(query, key, value, _Args(*rest))
+    args = _Args(*rest)
+    reason = why_not_backward(query, key, value, args)
     if reason is None and _is_real(query):
-        reason = backward_fails_here(query.device, width_of(max(query.shape[-1], value.shape[-1])))
+        width = width_of(max(query.shape[-1], value.shape[-1]))
+        reason = backward_fails_here(query.device, width, args.deterministic)
     if reason:
         _say("attention's backward", reason)
         return _attention_bwd(*given, *rest)

@@ -151,12 +151,13 @@ class _Args(NamedTuple):
     right: int
     chunk: int
     bottom_right: bool
+    deterministic: bool = False  # the same gradients every time
 
 
 _ARGS_SCHEMA = (
     "Tensor? bias, Tensor? slopes, Tensor? sinks, Tensor? prefix, Tensor? query_documents, Tensor? key_documents, "
     "Tensor? query_starts, Tensor? key_starts, Tensor? query_used, Tensor? key_used, Tensor? seed, str layout, "
-    "float scale, float softcap, float dropout_p, int left, int right, int chunk, bool bottom_right"
+    "float scale, float softcap, float dropout_p, int left, int right, int chunk, bool bottom_right, bool deterministic"
 )
 
 
@@ -551,7 +552,7 @@ def arguments(call: AttentionCall) -> _Args:
         tensors.bias, tensors.alibi_slopes, tensors.sinks, tensors.prefix, tensors.query_documents,
         tensors.key_documents, varlen.query_starts, varlen.key_starts, varlen.query_used, varlen.key_used,
         call.dropout_seed, call.layout, call.scale, mask.softcap, call.dropout_p, mask.left, mask.right, mask.chunk,
-        mask.bottom_right,
+        mask.bottom_right, call.deterministic,
     )  # fmt: skip
 
 

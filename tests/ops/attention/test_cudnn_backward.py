@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import attention, attention_backend, attention_backward, cudnn_backward, hopper_flash
+from powertrain.ops.attention import (
+    attention,
+    attention_backend,
+    attention_backward,
+    cudnn_backward,
+    hopper_flash,
+    triton_flash,
+)
 from powertrain.ops.attention.cudnn_backward import cudnn_attention_bwd, why_not_cudnn_backward
 from powertrain.ops.attention.installed import Installed, assume
 from powertrain.ops.attention.layouts import from_bhsd
@@ -188,4 +195,8 @@ def test_a_part_of_the_keys_is_differentiated_by_the_selectors_choice(
         with attention_backend("-cudnn"):
             assert by("hopper") == (["hopper"] if d_qk == 128 else [])
         assert by("cudnn", grad_lse=lse) != ["cudnn"] and by("cudnn", window_size=(100, 0)) != ["cudnn"]
-    assert by("cudnn") == by("hopper") == []  # the same bits are wanted every time
+    # the same bits are wanted every time, which cuDNN refuses
+    universal = triton_flash._attention_bwd
+    monkeypatch.setattr(cudnn_backward, "_attention_bwd", lambda *given: (asked.append("triton"), universal(*given))[1])
+    assert by("hopper") == (["hopper"] if d_qk == 128 else ["hopper", "cudnn", "triton"])
+    assert by("cudnn") != ["cudnn"]

@@ -271,18 +271,19 @@ def test_self_tests_see_what_is_wrong(monkeypatch: pytest.MonkeyPatch, head_dims
     assert hopper_flash._forward_self_test(device, plan) == expected
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_the_backwards_self_test_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_the_backwards_self_test_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch, width: int, in_turn: bool) -> None:
     small = hopper_flash._small(torch.device("cpu"), width, width)
     query, key, value = (x.clone().requires_grad_() for x in small.inputs[1:])
     with torch.enable_grad():
         out, _ = _right(query, key, value, small.args)
     grads = list(torch.autograd.grad(out, (query, key, value), small.inputs[0]))
     monkeypatch.setattr(hopper_flash, "hopper_attention_bwd", lambda *_: (*grads, torch.empty(0)))
-    assert hopper_flash._backward_self_test(torch.device("cpu"), width) is None
+    assert hopper_flash._backward_self_test(torch.device("cpu"), width, in_turn) is None
     grads[1] = -grads[1]
     expected = f"wrong results of {3 * 192 * width}"
-    assert expected in str(hopper_flash._backward_self_test(torch.device("cpu"), width))
+    assert expected in str(hopper_flash._backward_self_test(torch.device("cpu"), width, in_turn))
 
 
 def test_a_failed_self_test_leaves_it_to_triton(

@@ -84,6 +84,7 @@ def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, **
 ALL = [True, True, True]
 STARTS = _empty(3, dtype=torch.int32)
 USED = _empty(2, dtype=torch.int32)
+IN_TURN = {"deterministic": True}
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
@@ -99,8 +100,21 @@ USED = _empty(2, dtype=torch.int32)
         (128, torch.bfloat16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS}),
         (80, torch.bfloat16, ALL, {"slopes": _empty(4, dtype=torch.float32)}),
         (64, torch.float16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS, "query_used": USED}),
+        (128, torch.bfloat16, ALL, IN_TURN),
+        (64, torch.bfloat16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS, **IN_TURN}),
     ],
-    ids=["causal", "full", "d64", "no-dq", "window-softcap", "thd", "alibi-d80", "thd-lengths-d64"],
+    ids=[
+        "causal",
+        "full",
+        "d64",
+        "no-dq",
+        "window-softcap",
+        "thd",
+        "alibi-d80",
+        "thd-lengths-d64",
+        "in-turn",
+        "in-turn-thd-d64",
+    ],
 )
 def test_products_run_beside_everything_else(
     head_dim: int, dtype: torch.dtype, need: list[bool], given: dict[str, Any], tmp_path: Path
@@ -135,8 +149,9 @@ def test_products_run_beside_everything_else(
         (256, ALL, {"left": 100, "softcap": 30.0}),
         (256, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS, "query_used": USED}),
         (256, ALL, {"slopes": _empty(4, dtype=torch.float32)}),
+        (256, ALL, IN_TURN),
     ],
-    ids=["causal", "full-d200", "no-dq", "window-softcap", "thd-lengths", "alibi"],
+    ids=["causal", "full-d200", "no-dq", "window-softcap", "thd-lengths", "alibi", "in-turn"],
 )
 def test_wide_products_run_beside_everything_else(
     head_dim: int, need: list[bool], given: dict[str, Any], tmp_path: Path

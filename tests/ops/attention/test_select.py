@@ -134,7 +134,7 @@ def test_every_problem_on_a_gpu_can_be_ours(target: Target) -> None:
         ("H100", {"mask": MaskSpec(bias="bool")}, "cudnn"),
         ("H100", {"mask": MaskSpec(bias="float", bias_grad=True)}, "triton"),
         ("H100", {"needs_lse": True, "needs_lse_grad": True}, "hopper"),
-        ("H100", {"deterministic": True}, "triton"),
+        ("H100", {"deterministic": True}, "hopper"),
         (None, {"dtype": torch.float32}, "cpu"),
     ],
 )
@@ -176,7 +176,6 @@ def test_triton_comes_before_efficient() -> None:
         ("hopper", "H100", {"mask": MaskSpec(prefix=True)}, "no prefix"),
         ("hopper", "H100", {"mask": MaskSpec(chunk=64)}, "no chunk"),
         ("hopper", "H100", {"dropout": True}, "no dropout"),
-        ("hopper", "H100", {"deterministic": True}, "no fixed order"),
         ("flash-attn-4", "H100", {"head_dim_qk": 80, "head_dim_v": 80}, "no multiples of 32"),
         ("flash-attn-4", "H100", {"head_dim_qk": 192, "num_kv_heads": 4}, "fewer key heads"),
         ("flash-attn-4", "A100", {}, "no backward below sm_90"),

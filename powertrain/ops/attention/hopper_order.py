@@ -1,0 +1,83 @@
+"""Sums of dq that are the same bits every time: tiles of keys add to a block of queries in turn.
+
+A head's tiles are drawn from its first keys to its last, and each runs over its blocks of queries from the last to the
+first, of all heads that share the keys before the rows change. Who adds to a block waits until the tile of the keys
+before has, if that one sees the block. So a tile stays one block behind the one before it, and the short ones, under a
+causal mask, come last. A tile waits only for one drawn before it, which therefore runs: the first of those that run
+never waits, and all come to an end.
+
+Each block of queries has four int32, one for each warp of those who add, as a warp adds to rows of its own: the turn of
+who added last, 0 at first. A tile's turn is the key behind its last one.
+"""
+
+from powertrain.runtime.gluon_compat import gl, gluon
+
+
+@gluon.jit
+def _place(order_ptr, tile):
+    """Where each thread's warp finds its turn for a tile of sums."""
+    threads = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    return (order_ptr + tile.to(gl.int64) * 4 + threads // 32).to(gl.int64)
+
+
+@gluon.jit
+def last_turn(order_ptr, tile):
+    """Whose turn it was at `tile` of the sums, asked ahead: `take_turn` waits if it was not the one before."""
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b32 $0, [$1];",
+        "=r,l",
+        [_place(order_ptr, tile)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def take_turn(order_ptr, tile, last, before, owed, turn):
+    """Pass on turn `turn` at the tile of sums `owed`, then wait for turn `before` at `tile`."""
+    # one fence for both: additions arrive ahead of what is told, and what was read is older than additions to come
+    pass_turn(order_ptr, owed, turn)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred waits;
+        .reg .b32 seen;
+        mov.b32 seen, $2;
+        again:
+        setp.ne.s32 waits, seen, $3;
+        @!waits bra goes;
+        ld.acquire.gpu.global.b32 seen, [$1];
+        bra again;
+        goes:
+        bar.warp.sync 0xffffffff;
+        mov.b32 $0, seen;
+        }""",
+        "=r,l,r,r",
+        [_place(order_ptr, tile), last, before],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pass_turn(order_ptr, owed, turn):
+    """Tell that tile of sums `owed`, if it is not negative, has been added to, when the additions have arrived."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred tells;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.s32 tells, lane, 0;
+        setp.ge.and.s32 tells, $2, 0, tells;
+        fence.acq_rel.gpu;
+        bar.warp.sync 0xffffffff;
+        @tells st.relaxed.gpu.global.b32 [$1], $3;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [_place(order_ptr, owed), owed, turn],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
