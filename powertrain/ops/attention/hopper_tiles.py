@@ -47,13 +47,24 @@ def stages(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLS: g
 @gluon.jit
 def tell(tile_smem, slot, place: gl.constexpr, value):
     """Number `place` of the tile in `slot`."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    FIELDS: gl.constexpr = tile_smem.shape[0] // 2
-    tile_smem.index(slot * FIELDS + place).store(gl.full([1], value, gl.int32, layout))
+    _write(tile_smem, slot * (tile_smem.shape[0] // 2) + place, value)
 
 
 @gluon.jit
 def told(tile_smem, slot, place: gl.constexpr):
+    return _read(tile_smem, slot * (tile_smem.shape[0] // 2) + place)
+
+
+# apart, for Triton walks through a function once for each set of its constants, and `place` is one
+
+
+@gluon.jit
+def _write(tile_smem, at, value):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    FIELDS: gl.constexpr = tile_smem.shape[0] // 2
-    return gl.max(tile_smem.index(slot * FIELDS + place).load(layout), 0)
+    tile_smem.index(at).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def _read(tile_smem, at):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(tile_smem.index(at).load(layout), 0)
