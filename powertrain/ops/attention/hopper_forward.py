@@ -370,6 +370,180 @@ def _parts(o, SPLIT: gl.constexpr):
 
 
 @gluon.jit
+def _consume_tile(
+    visited, taken, s, o_desc, factors, factor, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
+    q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
+    batch, queries, heads, stride_os, stride_oh, stride_slopes, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
+    ALIGNED: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr,
+    Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """A tile whose first block has the scores `s`. Returns how many blocks and tiles there were, then the head of the
+    next tile, or -1, and the scores of its first block.
+
+    Not in the loop over tiles: Triton walks twice through what a loop has within, and twice again where loops nest."""
+    STAGES: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = v_smem.shape[1]
+    ROWS: gl.constexpr = q_smem[0].shape[1]
+    D_V: gl.constexpr = v_smem.shape[2]
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    FIRST_N: gl.constexpr = s.shape[1]
+    HALF: gl.constexpr = FIRST_N < BLOCK_N
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    first_row_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+    dtype: gl.constexpr = v_smem.dtype
+    COLS: gl.constexpr = o_smem.shape[2]
+    SPLIT: gl.constexpr = D_V // COLS
+    o_tile = o_smem.index(CONSUMER)
+    pair = taken & 1
+    first = told(tile_smem, pair, 2)
+    q_len = told(tile_smem, pair, 4)
+    k_len = told(tile_smem, pair, 6)
+    offset = gl.to_tensor(0)
+    if BOTTOM_RIGHT:
+        offset = k_len - q_len
+    begin, end, full_end, at_right, masked = _blocks_of(
+        first, offset, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N
+    )
+    row = first + CONSUMER * ROWS
+    positions = row + offset + gl.arange(0, ROWS, row_layout)
+    q = _queries_at(_slot_of(pair, q_smem, CONSUMERS, CONSUMER), q_smem)
+    if Q_HELD:
+        q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)
+    slope = 0.0
+    if ALIBI:
+        b = told(tile_smem, pair, 0)
+        slope = gl.load(slopes_ptr + b * stride_slopes + head, mask=b < batch, other=0.0) * LOG2E
+    p_first = row + offset
+
+    # the first block: masked, if any is
+    stage = visited & (STAGES - 1)
+    _give_back(_KEYS_FREE, stage, CONSUMERS)
+    start = _block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+    first_positions = gl.convert_layout(positions, first_row_layout)
+    s = scored(s, start, first_positions, factors, slope, p_first, CAP, ALIBI)
+    if masked > 0:
+        s = hidden(s, start, first_positions, k_len, left, right, LEFT, RIGHT)
+    if RAGGED:
+        if start + BLOCK_N > k_len:
+            mbarrier.wait(v_full.index(stage), _lap(visited, STAGES))
+            _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
+    m = gl.full([ROWS], MINUS_INF, gl.float32, first_row_layout)
+    l = gl.zeros_like(of_lanes(s))  # noqa: E741
+    weights, m, l, _ = softmax(s, m, l, factor, True)  # noqa: E741
+    weights = rounded(weights, dtype)
+    o = gl.zeros([ROWS, D_V], gl.float32, o_layout)
+
+    done = gl.to_tensor(1)
+    if HALF:
+        m = gl.convert_layout(m, row_layout)
+        l = gl.convert_layout(l, of_lanes(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)).type.layout)  # noqa: E741
+        if end - begin > 1:
+            o, m, l, whole = _step(  # noqa: E741
+                o, m, l, weights, visited + 1, q, k_smem, v_smem, k_full, v_full, start - BLOCK_N, positions,
+                p_first, k_len, left, right, factors, factor, slope,
+                LEFT, RIGHT, CAP, ALIBI, RAGGED, CONSUMERS, CONSUMER, False,
+            )  # fmt: skip
+        else:
+            whole = beside_zeros(weights, s_layout)
+        weights = whole
+        done += 1
+    elif not ALIGNED:
+        for n in range(1, masked):
+            start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+            o, m, l, weights = _step(  # noqa: E741
+                o, m, l, weights, visited + n, q, k_smem, v_smem, k_full, v_full, start, positions,
+                p_first, k_len, left, right, factors, factor, slope,
+                LEFT, RIGHT, CAP, ALIBI, RAGGED, CONSUMERS, CONSUMER, True,
+            )  # fmt: skip
+        done = gl.maximum(masked, 1)
+    for n in range(done, end - begin):
+        start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+        o, m, l, weights = _step(  # noqa: E741
+            o, m, l, weights, visited + n, q, k_smem, v_smem, k_full, v_full, start, positions,
+            p_first, k_len, left, right, factors, factor, slope,
+            LEFT, RIGHT, CAP, ALIBI, RAGGED, CONSUMERS, CONSUMER, False,
+        )  # fmt: skip
+
+    visited += end - begin
+    last = (visited - 1) & (STAGES - 1)
+    mbarrier.wait(v_full.index(last), _lap(visited - 1, STAGES))
+    p = as_operand(weights, dtype, o_layout)
+    o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
+
+    # what the loops need not keep is read again
+    b = told(tile_smem, pair, 0)
+    head = told(tile_smem, pair, 1)
+    row = told(tile_smem, pair, 2) + CONSUMER * ROWS
+    q_start = told(tile_smem, pair, 3)
+    q_len = told(tile_smem, pair, 4)
+    q_room = told(tile_smem, pair, 5)
+    mbarrier.arrive(tile_empty.index(pair), count=1)
+    # the next tile's first scores, while this one's results are finished; of no tile, of what lies there
+    taken += 1
+    pair = taken & 1
+    mbarrier.wait(tile_full.index(pair), _lap(taken, 2))
+    next_head = told(tile_smem, pair, 1)
+    stage = visited & (STAGES - 1)
+    slot = _slot_of(pair, q_smem, CONSUMERS, CONSUMER)
+    if next_head >= 0:
+        mbarrier.wait(q_full.index(slot), _lap(taken, q_smem[0].shape[0] // CONSUMERS))
+        mbarrier.wait(k_full.index(stage), _lap(visited, STAGES))
+    s_later = _times_keys(_queries_at(slot, q_smem), k_smem, stage, FIRST_N)
+
+    total = gl.convert_layout(gl.sum(l, 1), row_layout)
+    m = m * factor
+    if ALIBI == 2:
+        m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
+    rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
+    if sinks_ptr is not None:
+        sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
+        with_sink = gl.maximum(m, sink)
+        rescale = gl.exp2(m - with_sink)
+        total = total * rescale + gl.exp2(sink - with_sink)
+        m = with_sink
+    lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
+    inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
+    i = row + gl.arange(0, ROWS, row_layout)
+    inverse = gl.where(i < q_len, inverse, 0.0)
+    lse = gl.where(i < q_len, lse, MINUS_INF)
+    if PACKED:
+        lse_base = lse_ptr + head.to(gl.int64) * queries + q_start
+    else:
+        lse_base = lse_ptr + (b.to(gl.int64) * heads + head) * queries
+    gl.store(lse_base + i, lse, mask=i < q_room)
+
+    o, _ = hopper.warpgroup_mma_wait(1, deps=[o_later, p])
+    _give_back(_VALUES_FREE, last, CONSUMERS)
+    o = o * gl.expand_dims(gl.convert_layout(inverse, o_row_layout), 1)
+    if RAGGED:  # rows of no sequence may hold NaN
+        o = gl.where(gl.expand_dims(gl.convert_layout(i, o_row_layout) < q_len, 1), o, 0.0)
+    b_at = b
+    if PACKED:
+        b_at = gl.to_tensor(0)
+    parts = _parts(o, SPLIT)
+    for part in gl.static_range(SPLIT):
+        tma.store_wait(0)
+        barrier()
+        o_tile.store(parts[part].to(dtype))
+        hopper.fence_async_shared()
+        barrier()
+        if not PACKED:
+            tma_store(o_desc, [b_at, head, row, part * COLS], _as_tile(o_tile))
+        elif row + ROWS <= q_room:
+            tma_store(o_desc, [b_at, head, q_start + row, part * COLS], _as_tile(o_tile))
+        else:  # the rows behind are another sequence's
+            base = o_ptr + (q_start + row).to(gl.int64) * stride_os + head.to(gl.int64) * stride_oh
+            _copy_out(o_tile, base, q_room - row, part * COLS, stride_os, D[1])
+
+    s = hopper.warpgroup_mma_wait(0, deps=[s_later])
+    return visited, taken, next_head, s
+
+
+@gluon.jit
 def _consume(
     o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
     q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
@@ -378,28 +552,15 @@ def _consume(
     ALIGNED: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr,
     Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
-    ROWS: gl.constexpr = q_smem[0].shape[1]
-    D_V: gl.constexpr = v_smem.shape[2]
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     # of the one masked block of a tile, the first half of the queries see the first half of the keys
     HALF: gl.constexpr = ALIGNED and CONSUMER == 0
     FIRST_N: gl.constexpr = BLOCK_N // 2 if HALF else BLOCK_N
     RAW: gl.constexpr = not CAP and ALIBI == 0  # m is a maximum of unscaled scores
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    first_row_layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_N, 16]))
-    o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
-    dtype: gl.constexpr = v_smem.dtype
-    COLS: gl.constexpr = o_smem.shape[2]
-    SPLIT: gl.constexpr = D_V // COLS
     storage = batch
     if PACKED:
         storage = gl.to_tensor(1)
     o_desc = _rows_desc(o_ptr, storage, heads, queries, D[1], here(stride_ob), here(stride_oh), here(stride_os), o_smem)
-    o_tile = o_smem.index(CONSUMER)
     factors = (scale * LOG2E, softcap)
     if CAP:
         factors = (scale / softcap, softcap * LOG2E)
@@ -419,150 +580,13 @@ def _consume(
     s = _times_keys(_queries_at(CONSUMER, q_smem), k_smem, 0, FIRST_N)
     barrier()
     s = hopper.warpgroup_mma_wait(0, deps=[s])
-    while head >= 0:  # with the scores of the first block of a tile
-        pair = taken & 1
-        first = told(tile_smem, pair, 2)
-        q_len = told(tile_smem, pair, 4)
-        k_len = told(tile_smem, pair, 6)
-        offset = gl.to_tensor(0)
-        if BOTTOM_RIGHT:
-            offset = k_len - q_len
-        begin, end, full_end, at_right, masked = _blocks_of(
-            first, offset, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N
-        )
-        row = first + CONSUMER * ROWS
-        positions = row + offset + gl.arange(0, ROWS, row_layout)
-        q = _queries_at(_slot_of(pair, q_smem, CONSUMERS, CONSUMER), q_smem)
-        if Q_HELD:
-            q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)
-        slope = 0.0
-        if ALIBI:
-            b = told(tile_smem, pair, 0)
-            slope = gl.load(slopes_ptr + b * stride_slopes + head, mask=b < batch, other=0.0) * LOG2E
-        p_first = row + offset
-
-        # the first block: masked, if any is
-        stage = visited & (STAGES - 1)
-        _give_back(_KEYS_FREE, stage, CONSUMERS)
-        start = _block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
-        first_positions = gl.convert_layout(positions, first_row_layout)
-        s = scored(s, start, first_positions, factors, slope, p_first, CAP, ALIBI)
-        if masked > 0:
-            s = hidden(s, start, first_positions, k_len, left, right, LEFT, RIGHT)
-        if RAGGED:
-            if start + BLOCK_N > k_len:
-                mbarrier.wait(v_full.index(stage), _lap(visited, STAGES))
-                _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
-        m = gl.full([ROWS], MINUS_INF, gl.float32, first_row_layout)
-        l = gl.zeros_like(of_lanes(s))  # noqa: E741
-        weights, m, l, _ = softmax(s, m, l, factor, True)  # noqa: E741
-        weights = rounded(weights, dtype)
-        o = gl.zeros([ROWS, D_V], gl.float32, o_layout)
-
-        done = gl.to_tensor(1)
-        if HALF:
-            m = gl.convert_layout(m, row_layout)
-            l = gl.convert_layout(l, of_lanes(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)).type.layout)  # noqa: E741
-            if end - begin > 1:
-                o, m, l, whole = _step(  # noqa: E741
-                    o, m, l, weights, visited + 1, q, k_smem, v_smem, k_full, v_full, start - BLOCK_N, positions,
-                    p_first, k_len, left, right, factors, factor, slope,
-                    LEFT, RIGHT, CAP, ALIBI, RAGGED, CONSUMERS, CONSUMER, False,
-                )  # fmt: skip
-            else:
-                whole = beside_zeros(weights, s_layout)
-            weights = whole
-            done += 1
-        elif not ALIGNED:
-            for n in range(1, masked):
-                start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
-                o, m, l, weights = _step(  # noqa: E741
-                    o, m, l, weights, visited + n, q, k_smem, v_smem, k_full, v_full, start, positions,
-                    p_first, k_len, left, right, factors, factor, slope,
-                    LEFT, RIGHT, CAP, ALIBI, RAGGED, CONSUMERS, CONSUMER, True,
-                )  # fmt: skip
-            done = gl.maximum(masked, 1)
-        for n in range(done, end - begin):
-            start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
-            o, m, l, weights = _step(  # noqa: E741
-                o, m, l, weights, visited + n, q, k_smem, v_smem, k_full, v_full, start, positions,
-                p_first, k_len, left, right, factors, factor, slope,
-                LEFT, RIGHT, CAP, ALIBI, RAGGED, CONSUMERS, CONSUMER, False,
-            )  # fmt: skip
-
-        visited += end - begin
-        last = (visited - 1) & (STAGES - 1)
-        mbarrier.wait(v_full.index(last), _lap(visited - 1, STAGES))
-        p = as_operand(weights, dtype, o_layout)
-        o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
-
-        # what the loops need not keep is read again
-        b = told(tile_smem, pair, 0)
-        head = told(tile_smem, pair, 1)
-        row = told(tile_smem, pair, 2) + CONSUMER * ROWS
-        q_start = told(tile_smem, pair, 3)
-        q_len = told(tile_smem, pair, 4)
-        q_room = told(tile_smem, pair, 5)
-        mbarrier.arrive(tile_empty.index(pair), count=1)
-        # the next tile's first scores, while this one's results are finished; of no tile, of what lies there
-        taken += 1
-        pair = taken & 1
-        mbarrier.wait(tile_full.index(pair), _lap(taken, 2))
-        next_head = told(tile_smem, pair, 1)
-        stage = visited & (STAGES - 1)
-        slot = _slot_of(pair, q_smem, CONSUMERS, CONSUMER)
-        if next_head >= 0:
-            mbarrier.wait(q_full.index(slot), _lap(taken, q_smem[0].shape[0] // CONSUMERS))
-            mbarrier.wait(k_full.index(stage), _lap(visited, STAGES))
-        s_later = _times_keys(_queries_at(slot, q_smem), k_smem, stage, FIRST_N)
-
-        total = gl.convert_layout(gl.sum(l, 1), row_layout)
-        m = m * factor
-        if ALIBI == 2:
-            m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
-        rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
-        if sinks_ptr is not None:
-            sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
-            with_sink = gl.maximum(m, sink)
-            rescale = gl.exp2(m - with_sink)
-            total = total * rescale + gl.exp2(sink - with_sink)
-            m = with_sink
-        lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
-        inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
-        i = row + gl.arange(0, ROWS, row_layout)
-        inverse = gl.where(i < q_len, inverse, 0.0)
-        lse = gl.where(i < q_len, lse, MINUS_INF)
-        if PACKED:
-            lse_base = lse_ptr + head.to(gl.int64) * queries + q_start
-        else:
-            lse_base = lse_ptr + (b.to(gl.int64) * heads + head) * queries
-        gl.store(lse_base + i, lse, mask=i < q_room)
-
-        o, _ = hopper.warpgroup_mma_wait(1, deps=[o_later, p])
-        _give_back(_VALUES_FREE, last, CONSUMERS)
-        o = o * gl.expand_dims(gl.convert_layout(inverse, o_row_layout), 1)
-        if RAGGED:  # rows of no sequence may hold NaN
-            o = gl.where(gl.expand_dims(gl.convert_layout(i, o_row_layout) < q_len, 1), o, 0.0)
-        b_at = b
-        if PACKED:
-            b_at = gl.to_tensor(0)
-        parts = _parts(o, SPLIT)
-        for part in gl.static_range(SPLIT):
-            tma.store_wait(0)
-            barrier()
-            o_tile.store(parts[part].to(dtype))
-            hopper.fence_async_shared()
-            barrier()
-            if not PACKED:
-                tma_store(o_desc, [b_at, head, row, part * COLS], _as_tile(o_tile))
-            elif row + ROWS <= q_room:
-                tma_store(o_desc, [b_at, head, q_start + row, part * COLS], _as_tile(o_tile))
-            else:  # the rows behind are another sequence's
-                base = o_ptr + (q_start + row).to(gl.int64) * stride_os + head.to(gl.int64) * stride_oh
-                _copy_out(o_tile, base, q_room - row, part * COLS, stride_os, D[1])
-
-        s = hopper.warpgroup_mma_wait(0, deps=[s_later])
-        head = next_head
+    while head >= 0:
+        visited, taken, head, s = _consume_tile(
+            visited, taken, s, o_desc, factors, factor, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
+            q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
+            batch, queries, heads, stride_os, stride_oh, stride_slopes, left, right,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, CONSUMER,
+        )  # fmt: skip
     tma.store_wait(0)
 
 
