@@ -537,7 +537,7 @@ def _consume_tile(
             tma_store(o_desc, [b_at, head, q_start + row, part * COLS], _as_tile(o_tile))
         else:  # the rows behind are another sequence's
             base = o_ptr + (q_start + row).to(gl.int64) * stride_os + head.to(gl.int64) * stride_oh
-            _copy_out(o_tile, base, q_room - row, part * COLS, stride_os, D[1])
+            _copy_out(o_tile, base, q_room - row, gl.to_tensor(part * COLS), stride_os, D[1])
 
     s = hopper.warpgroup_mma_wait(0, deps=[s_later])
     return visited, taken, next_head, s
@@ -591,7 +591,7 @@ def _consume(
 
 
 @gluon.jit
-def _copy_out(o_smem, base, rows, first: gl.constexpr, stride, D: gl.constexpr):
+def _copy_out(o_smem, base, rows, first, stride, D: gl.constexpr):
     """The first `rows` rows of a tile in shared memory to columns `first` on of [rows, D] at `base`, by ordinary
     stores."""
     ROWS: gl.constexpr = o_smem.shape[0]
