@@ -295,19 +295,25 @@ def _times_keys(q, k_smem, stage, KEYS: gl.constexpr):
 
 
 @gluon.jit
+def _clear_piece(pieces, first, group, count):
+    WIDTH: gl.constexpr = pieces.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
+    piece = pieces.index(first + group)
+    row = group * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
+    piece.store(gl.where(gl.expand_dims(row < count, 1), piece.load(layout), 0.0).to(pieces.dtype))
+
+
+@gluon.jit
 def _clear_behind(v_smem, count):
     """Zeros in the rows of a block of v from `count` on: 0 times what lies behind a sequence may be NaN."""
     ROWS: gl.constexpr = v_smem.shape[0]
     COLS: gl.constexpr = v_smem.shape[1]
     WIDTH: gl.constexpr = min(COLS, 64)
     swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, WIDTH], v_smem.dtype)
-    layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
     pieces = reinterpret(v_smem, v_smem.dtype, [COLS // WIDTH * ROWS // 8, 8, WIDTH], swizzle)
     for panel in gl.static_range(COLS // WIDTH):
         for group in range(count // 8, ROWS // 8):
-            piece = pieces.index(panel * (ROWS // 8) + group)
-            row = group * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
-            piece.store(gl.where(gl.expand_dims(row < count, 1), piece.load(layout), 0.0).to(v_smem.dtype))
+            _clear_piece(pieces, gl.to_tensor(panel * (ROWS // 8)), group, count)
     # wgmma of any warp reads what all have written, by another path to shared memory
     hopper.fence_async_shared()
     barrier()
@@ -600,19 +606,26 @@ def _copy_out(o_smem, base, rows, first, stride, D: gl.constexpr):
     HEIGHT: gl.constexpr = 16
     # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
     swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], o_smem.dtype)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     pieces = reinterpret(o_smem, o_smem.dtype, [COLS // WIDTH * ROWS // HEIGHT, HEIGHT, WIDTH], swizzle)
     for panel in gl.static_range(COLS // WIDTH):
         for piece in range(ROWS // HEIGHT):
-            r = piece * HEIGHT + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
-            c = first + panel * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-            place = base + gl.expand_dims(r.to(gl.int64) * stride, 1) + gl.expand_dims(c, 0)
-            mask = gl.expand_dims(r < rows, 1) & gl.expand_dims(c < D, 0)
-            gl.store(
-                gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16]),
-                pieces.index(panel * (ROWS // HEIGHT) + piece).load(layout),
-                mask=gl.max_constancy(mask, [1, 8]),
-            )
+            _copy_piece(pieces, gl.to_tensor(panel * (ROWS // HEIGHT)), piece, base, rows, first + panel * WIDTH, stride, D)
+
+
+@gluon.jit
+def _copy_piece(pieces, first, piece, base, rows, column, stride, D: gl.constexpr):
+    HEIGHT: gl.constexpr = pieces.shape[1]
+    WIDTH: gl.constexpr = pieces.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    r = piece * HEIGHT + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+    c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    place = base + gl.expand_dims(r.to(gl.int64) * stride, 1) + gl.expand_dims(c, 0)
+    mask = gl.expand_dims(r < rows, 1) & gl.expand_dims(c < D, 0)
+    gl.store(
+        gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16]),
+        pieces.index(first + piece).load(layout),
+        mask=gl.max_constancy(mask, [1, 8]),
+    )
 
 
 @gluon_kernel(archs=(90,))
