@@ -139,13 +139,13 @@ def _load_queries(q_desc, q_smem, q_full, batch, head, row, first_slot, CONSUMER
 
 
 @gluon.jit
-def _load(
-    q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-    batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr,
+def _load_tile(
+    tile, visited, taken, emptied, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
+    batch, queries, keys, heads, repeats, blocks, group, tiles, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
+    """Tell and load a tile. Returns the next one, and how many blocks, tiles and free stages of keys there were."""
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
@@ -153,6 +153,96 @@ def _load(
     PIECES: gl.constexpr = len(q_smem)
     Q_SLOTS: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
     BYTES: gl.constexpr = v_smem.dtype.primitive_bitwidth // 8
+    K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
+    V_BYTES: gl.constexpr = BLOCK_N * v_smem.shape[2] * BYTES
+    if q_starts_ptr is not None:
+        slot, head = place(tile, blocks, heads, group)
+        b, block = find_sequence(q_starts_ptr, batch, slot, BLOCK_M)
+    else:
+        block, at = place(tile, blocks, batch * heads, group)
+        b = at // heads
+        head = at % heads
+    q_start, q_len, q_room = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
+    k_start, k_len, _ = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
+    first = block * BLOCK_M
+    if first < q_room:
+        pair = taken & 1
+        mbarrier.wait(tile_empty.index(pair), _lap(taken, 2) ^ 1)
+        tell(tile_smem, pair, 0, b)
+        tell(tile_smem, pair, 1, head)
+        tell(tile_smem, pair, 2, first)
+        tell(tile_smem, pair, 3, q_start)
+        tell(tile_smem, pair, 4, q_len)
+        tell(tile_smem, pair, 5, q_room)
+        tell(tile_smem, pair, 6, k_len)
+        mbarrier.arrive(tile_full.index(pair), count=1)
+        offset = gl.to_tensor(0)
+        if BOTTOM_RIGHT:
+            offset = k_len - q_len
+        begin, end, full_end, at_right, masked = _blocks_of(
+            first, offset, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N
+        )
+        kv = head // repeats
+        b_at = b
+        if q_starts_ptr is not None:
+            b_at = gl.to_tensor(0)
+        if Q_SLOTS == 2:  # the tile before the last, which had this slot, is done: its place in tile_smem was free
+            _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS)
+        before = gl.to_tensor(0)
+        for n in range(end - begin):
+            row = k_start + _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+            at = visited + n
+            stage = at & (STAGES - 1)
+            if emptied <= at:
+                _take(_KEYS_FREE, stage, CONSUMERS)
+                emptied += 1
+            bar = k_full.index(stage)
+            mbarrier.expect(bar, K_BYTES)
+            for i in gl.static_range(PIECES):
+                tma_load(k_desc[i], [b_at, kv, row, i * q_smem[0].shape[2]], bar, _as_tile(k_smem[i].index(stage)))
+            if n == 0:
+                if Q_SLOTS == 1:
+                    # who has given back the last block of keys has done with the queries
+                    while emptied < at + STAGES:
+                        _take(_KEYS_FREE, emptied & (STAGES - 1), CONSUMERS)
+                        emptied += 1
+                    _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, 0, CONSUMERS)
+            else:
+                stage = (at - 1) & (STAGES - 1)
+                if at > STAGES:
+                    _take(_VALUES_FREE, stage, CONSUMERS)
+                bar = v_full.index(stage)
+                mbarrier.expect(bar, V_BYTES)
+                tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
+            before = row
+        visited += end - begin
+        # late, for what a long tile has drawn waits for its end; not last, for the answer takes time
+        ticket = draw(counter_ptr)
+        stage = (visited - 1) & (STAGES - 1)
+        if visited > STAGES:
+            _take(_VALUES_FREE, stage, CONSUMERS)
+        bar = v_full.index(stage)
+        mbarrier.expect(bar, V_BYTES)
+        tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
+        taken += 1
+    else:
+        ticket = draw(counter_ptr)
+    ticket = drawn(ticket)
+    # as many are drawn as there are tiles: who draws the last leaves the counter as it was found
+    if ticket == tiles - 1:
+        gl.store(counter_ptr, 0)
+    return gl.num_programs(0) + ticket, visited, taken, emptied
+
+
+@gluon.jit
+def _load(
+    q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
+    batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    PIECES: gl.constexpr = len(q_smem)
     heads = kv_heads * repeats
     storage = batch
     if q_starts_ptr is not None:
@@ -164,91 +254,18 @@ def _load(
         q_desc += (_rows_desc(q_ptr, storage, heads, queries, D[0], stride_qb, stride_qh, stride_qs, q_smem[i]),)  # type: ignore[assignment]
         k_desc += (_rows_desc(k_ptr, storage, kv_heads, keys, D[0], stride_kb, stride_kh, stride_ks, k_smem[i]),)  # type: ignore[assignment]
     v_desc = _rows_desc(v_ptr, storage, kv_heads, keys, D[1], stride_vb, stride_vh, stride_vs, v_smem)
-    K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
-    V_BYTES: gl.constexpr = BLOCK_N * v_smem.shape[2] * BYTES
 
     tile = gl.program_id(0)
     visited = gl.to_tensor(0)  # blocks so far
     taken = gl.to_tensor(0)  # tiles so far
-    emptied = gl.to_tensor(STAGES)  # blocks of keys whose stage is free, counted from the first
+    emptied = gl.to_tensor(v_smem.shape[0])  # blocks of keys whose stage is free, counted from the first
     while tile < tiles:
-        if q_starts_ptr is not None:
-            slot, head = place(tile, blocks, heads, group)
-            b, block = find_sequence(q_starts_ptr, batch, slot, BLOCK_M)
-        else:
-            block, at = place(tile, blocks, batch * heads, group)
-            b = at // heads
-            head = at % heads
-        q_start, q_len, q_room = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
-        k_start, k_len, _ = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
-        first = block * BLOCK_M
-        if first < q_room:
-            pair = taken & 1
-            mbarrier.wait(tile_empty.index(pair), _lap(taken, 2) ^ 1)
-            tell(tile_smem, pair, 0, b)
-            tell(tile_smem, pair, 1, head)
-            tell(tile_smem, pair, 2, first)
-            tell(tile_smem, pair, 3, q_start)
-            tell(tile_smem, pair, 4, q_len)
-            tell(tile_smem, pair, 5, q_room)
-            tell(tile_smem, pair, 6, k_len)
-            mbarrier.arrive(tile_full.index(pair), count=1)
-            offset = gl.to_tensor(0)
-            if BOTTOM_RIGHT:
-                offset = k_len - q_len
-            begin, end, full_end, at_right, masked = _blocks_of(
-                first, offset, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N
-            )
-            kv = head // repeats
-            b_at = b
-            if q_starts_ptr is not None:
-                b_at = gl.to_tensor(0)
-            if Q_SLOTS == 2:  # the tile before the last, which had this slot, is done: its place in tile_smem was free
-                _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS)
-            before = gl.to_tensor(0)
-            for n in range(end - begin):
-                row = k_start + _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
-                at = visited + n
-                stage = at & (STAGES - 1)
-                if emptied <= at:
-                    _take(_KEYS_FREE, stage, CONSUMERS)
-                    emptied += 1
-                bar = k_full.index(stage)
-                mbarrier.expect(bar, K_BYTES)
-                for i in gl.static_range(PIECES):
-                    tma_load(k_desc[i], [b_at, kv, row, i * q_smem[0].shape[2]], bar, _as_tile(k_smem[i].index(stage)))
-                if n == 0:
-                    if Q_SLOTS == 1:
-                        # who has given back the last block of keys has done with the queries
-                        while emptied < at + STAGES:
-                            _take(_KEYS_FREE, emptied & (STAGES - 1), CONSUMERS)
-                            emptied += 1
-                        _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, 0, CONSUMERS)
-                else:
-                    stage = (at - 1) & (STAGES - 1)
-                    if at > STAGES:
-                        _take(_VALUES_FREE, stage, CONSUMERS)
-                    bar = v_full.index(stage)
-                    mbarrier.expect(bar, V_BYTES)
-                    tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
-                before = row
-            visited += end - begin
-            # late, for what a long tile has drawn waits for its end; not last, for the answer takes time
-            ticket = draw(counter_ptr)
-            stage = (visited - 1) & (STAGES - 1)
-            if visited > STAGES:
-                _take(_VALUES_FREE, stage, CONSUMERS)
-            bar = v_full.index(stage)
-            mbarrier.expect(bar, V_BYTES)
-            tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
-            taken += 1
-        else:
-            ticket = draw(counter_ptr)
-        ticket = drawn(ticket)
-        # as many are drawn as there are tiles: who draws the last leaves the counter as it was found
-        if ticket == tiles - 1:
-            gl.store(counter_ptr, 0)
-        tile = gl.num_programs(0) + ticket
+        tile, visited, taken, emptied = _load_tile(
+            tile, visited, taken, emptied, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+            q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
+            batch, queries, keys, heads, repeats, blocks, group, tiles, left, right,
+            LEFT, RIGHT, BOTTOM_RIGHT, CONSUMERS,
+        )  # fmt: skip
     pair = taken & 1
     mbarrier.wait(tile_empty.index(pair), _lap(taken, 2) ^ 1)
     tell(tile_smem, pair, 1, -1)
