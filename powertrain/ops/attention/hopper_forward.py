@@ -549,18 +549,10 @@ def _consume_tile(
         b_at = gl.to_tensor(0)
     parts = _parts(o, SPLIT)
     for part in gl.static_range(SPLIT):
-        tma.store_wait(0)
-        barrier()
-        o_tile.store(parts[part].to(dtype))
-        hopper.fence_async_shared()
-        barrier()
-        if not PACKED:
-            tma_store(o_desc, [b_at, head, row, part * COLS], _as_tile(o_tile))
-        elif row + ROWS <= q_room:
-            tma_store(o_desc, [b_at, head, q_start + row, part * COLS], _as_tile(o_tile))
-        else:  # the rows behind are another sequence's
-            base = o_ptr + (q_start + row).to(gl.int64) * stride_os + head.to(gl.int64) * stride_oh
-            _copy_out(o_tile, base, q_room - row, gl.to_tensor(part * COLS), stride_os, D[1])
+        _store(
+            parts[part], gl.to_tensor(part * COLS), o_desc, o_tile, o_ptr, b_at, head, row, q_start, q_room,
+            stride_os, stride_oh, PACKED, D[1],
+        )  # fmt: skip
 
     s = hopper.warpgroup_mma_wait(0, deps=[s_later])
     return visited, taken, next_head, s
@@ -611,6 +603,27 @@ def _consume(
             LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, CONSUMER,
         )  # fmt: skip
     tma.store_wait(0)
+
+
+@gluon.jit
+def _store(
+    o, column, o_desc, o_tile, o_ptr, batch, head, row, q_start, q_room, stride_os, stride_oh,
+    PACKED: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """A part of results, whose columns begin at `column`, through shared memory to memory."""
+    ROWS: gl.constexpr = o_tile.shape[0]
+    tma.store_wait(0)
+    barrier()
+    o_tile.store(o.to(o_tile.dtype))
+    hopper.fence_async_shared()
+    barrier()
+    if not PACKED:
+        tma_store(o_desc, [batch, head, row, column], _as_tile(o_tile))
+    elif row + ROWS <= q_room:
+        tma_store(o_desc, [batch, head, q_start + row, column], _as_tile(o_tile))
+    else:  # the rows behind are another sequence's
+        base = o_ptr + (q_start + row).to(gl.int64) * stride_os + head.to(gl.int64) * stride_oh
+        _copy_out(o_tile, base, q_room - row, column, stride_os, D)
 
 
 @gluon.jit
