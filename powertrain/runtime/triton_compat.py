@@ -3,6 +3,7 @@
 Must not import torch: the compile workers import this module and no torch.
 """
 
+import gc
 import hashlib
 import inspect
 import io
@@ -10,7 +11,8 @@ import os
 import subprocess
 import sys
 import tokenize
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -120,6 +122,19 @@ def is_gluon(jit: Any) -> bool:
     return bool(jit.is_gluon())
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collections: Triton's code generator makes objects by the ten thousand, whose collections go over all
+    that torch holds too, a fifth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def lower(
     jit: Any,
     signature: Mapping[str, str],
@@ -148,9 +163,10 @@ def lower(
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    module = source.make_ir(
-        backend.target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
-    )
+    with _uncollected():
+        module = source.make_ir(
+            backend.target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
+        )
     return str(module)
 
 
