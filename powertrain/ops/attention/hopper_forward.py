@@ -394,17 +394,17 @@ def _parts(o, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _consume_tile(
-    visited, taken, s, o_desc, factors, factor, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
+    visited, taken, head, s, o_desc, factors, factor, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
     q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
     batch, queries, heads, stride_os, stride_oh, stride_slopes, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     ALIGNED: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr,
     Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """A tile whose first block has the scores `s`. Returns how many blocks and tiles there were, then the head of the
-    next tile, or -1, and the scores of its first block.
+    """A tile of `head`, whose first block has the scores `s`. Returns how many blocks and tiles there were, then the
+    head of the next tile, or -1, and the scores of its first block.
 
-    Not in the loop over tiles: Triton walks twice through what a loop has within, and twice again where loops nest."""
+    Not in the loop over tiles: Triton walks twice through what a loop has within, and four times where loops nest."""
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
@@ -597,7 +597,7 @@ def _consume(
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     while head >= 0:
         visited, taken, head, s = _consume_tile(
-            visited, taken, s, o_desc, factors, factor, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
+            visited, taken, head, s, o_desc, factors, factor, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
             q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
             batch, queries, heads, stride_os, stride_oh, stride_slopes, left, right,
             LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, CONSUMER,
@@ -639,7 +639,9 @@ def _copy_out(o_smem, base, rows, first, stride, D: gl.constexpr):
     pieces = reinterpret(o_smem, o_smem.dtype, [COLS // WIDTH * ROWS // HEIGHT, HEIGHT, WIDTH], swizzle)
     for panel in gl.static_range(COLS // WIDTH):
         for piece in range(ROWS // HEIGHT):
-            _copy_piece(pieces, gl.to_tensor(panel * (ROWS // HEIGHT)), piece, base, rows, first + panel * WIDTH, stride, D)
+            _copy_piece(
+                pieces, gl.to_tensor(panel * (ROWS // HEIGHT)), piece, base, rows, first + panel * WIDTH, stride, D
+            )
 
 
 @gluon.jit
