@@ -285,6 +285,38 @@ def _load_keys(desc, smem, bar, tile_smem, slot, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def _add_to_dq(
+    sum_ptr, order_ptr, tile, at, i, k_smem, ds_smem, ds_empty, before, owed, owed_turn, PART: gl.constexpr,
+):  # fmt: skip
+    """Add block number `at` of ds, when it is there, times the keys to tile number `tile` of the sums; give ds back.
+    With `order_ptr` after turn `before`, when turn `owed_turn` at the tile `owed` has been passed on."""
+    DS_STAGES: gl.constexpr = ds_smem.shape[0]
+    BLOCK_M: gl.constexpr = ds_smem.shape[2]
+    W_QK: gl.constexpr = k_smem.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    stage = at % DS_STAGES
+    if order_ptr is not None:
+        last = last_turn(order_ptr, tile)
+    sync_named(_DS_FULL + stage, _EVERYONE)
+    for m in gl.static_range(BLOCK_M // 64):
+        ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))
+        for n in gl.static_range(W_QK // PART):
+            zeros = gl.zeros([64, PART], gl.float32, layout)
+            # index 0, and no constant: what is computed from it does not fill registers all the while
+            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)
+            part = m * (W_QK // PART) + n
+            if sum_ptr is not None:
+                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+                if order_ptr is not None and part == 0:
+                    take_turn(order_ptr, tile, last, before, owed, owed_turn)
+                dq = hopper.warpgroup_mma_wait(0, deps=[dq])
+            if part == BLOCK_M // 64 * (W_QK // PART) - 1:
+                mbarrier.arrive(ds_empty.index(stage), count=1)
+            if sum_ptr is not None:
+                _add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + part * 64 * PART, dq)
+
+
+@gluon.jit
 def _serve(
     q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, rows_ptr, counter_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, smem, tile_smem, bars,
@@ -298,13 +330,10 @@ def _serve(
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem
     k_full, v_full, full, ds_empty, tile_full, tile_empty = bars
     STAGES: gl.constexpr = q_smem.shape[0]
-    DS_STAGES: gl.constexpr = ds_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
-    W_QK: gl.constexpr = k_smem.shape[2]
     PACKED: gl.constexpr = q_starts_ptr is not None
     IN_TURN: gl.constexpr = order_ptr is not None
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     storage = batch
     if PACKED:
@@ -396,29 +425,13 @@ def _serve(
             mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
             mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         for i in range(kept(todo)):
-            stage = at % DS_STAGES
+            before = at
             if IN_TURN:
-                last = last_turn(order_ptr, tile)
-            sync_named(_DS_FULL + stage, _EVERYONE)
-            for m in gl.static_range(BLOCK_M // 64):
-                ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))
-                for n in gl.static_range(W_QK // PART):
-                    zeros = gl.zeros([64, PART], gl.float32, layout)
-                    # index 0, and no constant: what is computed from it does not fill registers all the while
-                    k = k_smem.index(i >> 30).slice(n * PART, PART, 1)
-                    part = m * (W_QK // PART) + n
-                    if sum_ptr is not None:
-                        dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
-                        if IN_TURN and part == 0:
-                            before = gl.where(at >= waits_from, turn - BLOCK_N, 0)
-                            take_turn(order_ptr, tile, last, before, owed, owed_turn)
-                            owed = tile + 0
-                            owed_turn = turn + 0
-                        dq = hopper.warpgroup_mma_wait(0, deps=[dq])
-                    if part == BLOCK_M // 64 * (W_QK // PART) - 1:
-                        mbarrier.arrive(ds_empty.index(stage), count=1)
-                    if sum_ptr is not None:
-                        _add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + part * 64 * PART, dq)
+                before = gl.where(at >= waits_from, turn - BLOCK_N, 0)
+            _add_to_dq(sum_ptr, order_ptr, tile, at, i, k_smem, ds_smem, ds_empty, before, owed, owed_turn, PART)
+            if IN_TURN:
+                owed = tile + 0
+                owed_turn = turn + 0
             at += 1
             _, _, tile, left_over = _next(tile, tile, tile, left_over, count, repeats, slots, BLOCK_M, IN_TURN)
             if to_load > 0:
@@ -467,6 +480,81 @@ def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def _consume_block(
+    dk, dv, at, low, k, v, zeros, slope_ptr, is_sequence, smem, full, ds_empty,
+    k_left, scale, softcap, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """dk and dv with what block number `at` of queries adds.
+
+    Not in the loop: Triton walks twice through what a loop has within, and four times where loops nest."""
+    _, _, q_smem, do_smem, rows_smem, ds_smem = smem
+    STAGES: gl.constexpr = q_smem.shape[0]
+    DS_STAGES: gl.constexpr = ds_smem.shape[0]
+    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    dtype: gl.constexpr = q_smem.dtype
+    s_layout: gl.constexpr = zeros.type.layout
+    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    dk_layout: gl.constexpr = dk.type.layout
+    dv_layout: gl.constexpr = dv.type.layout
+    stage = at % STAGES
+    q = q_smem.index(stage)
+    do = do_smem.index(stage)
+    rows = rows_smem.index(stage)
+    mbarrier.wait(full.index(stage), (at // STAGES) & 1)
+    s = hopper.warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = hopper.warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = hopper.warpgroup_mma_wait(1, deps=[s])
+    arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
+    lse = gl.expand_dims(rows.slice(0, BLOCK_M).load(row_layout), 0)
+    if CAP:
+        t = tanh(s * (scale / softcap))
+        s = t * (softcap * LOG2E)
+    else:
+        s = s * (scale * LOG2E)
+    if slope_ptr is not None:
+        slope = gl.load(slope_ptr, mask=is_sequence, other=0.0) * LOG2E
+        j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
+        place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
+        s -= slope * gl.abs(place - j).to(gl.float32)
+    p = gl.exp2(s - lse)
+    masked = k_left < 64
+    if RIGHT:
+        masked = masked | (low + right < 63)
+    if LEFT:
+        masked = masked | (low + BLOCK_M - 1 - left > 0)
+    if masked:
+        j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
+        place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
+        last = k_left - 1
+        if RIGHT:
+            last = gl.minimum(place + right, last)
+        seen = j <= last
+        if LEFT:
+            seen = seen & (j >= place - left)
+        p = gl.where(seen, p, 0.0)
+    dp = hopper.warpgroup_mma_wait(0, deps=[dp])
+    delta = gl.expand_dims(rows.slice(BLOCK_M, BLOCK_M).load(row_layout), 0)
+    ds = p * (dp - delta)
+    if CAP:
+        ds *= 1.0 - t * t
+    p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv_layout, 2))
+    ds = ds.to(dtype)
+    ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
+    sync_named(_TURN + CONSUMER, _CONSUMERS)
+    dv = hopper.warpgroup_mma(p16, do, dv, is_async=True)
+    dk = hopper.warpgroup_mma(ds16, q, dk, is_async=True)
+    ds_stage = at % DS_STAGES
+    mbarrier.wait(ds_empty.index(ds_stage), (at // DS_STAGES) & 1 ^ 1)
+    ds_smem.index(ds_stage).slice(CONSUMER * 64, 64, 0).store(ds)
+    hopper.fence_async_shared()
+    arrive_named(_DS_FULL + ds_stage, _EVERYONE)
+    dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
+    arrive_named(_EMPTY + stage, _EVERYONE)
+    return dk, dv
+
+
+@gluon.jit
 def _consume(
     dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, repeats,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
@@ -475,11 +563,9 @@ def _consume(
     D_QK: gl.constexpr, D_V: gl.constexpr, IN_TURN: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns 64 keys of a tile: their dk and dv, from all blocks of queries that see them."""
-    k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem
+    k_smem, v_smem, q_smem, _, _, ds_smem = smem
     dk_smem, dv_smem = out_smem
     k_full, v_full, full, ds_empty, tile_full, tile_empty = bars
-    STAGES: gl.constexpr = q_smem.shape[0]
-    DS_STAGES: gl.constexpr = ds_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     W_QK: gl.constexpr = k_smem.shape[2]
     W_V: gl.constexpr = v_smem.shape[2]
@@ -487,7 +573,6 @@ def _consume(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_QK, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_V, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     k = k_smem.index(0).slice(CONSUMER * 64, 64, 0)
     v = v_smem.index(0).slice(CONSUMER * 64, 64, 0)
     storage = batch
@@ -515,6 +600,8 @@ def _consume(
         count = told(tile_smem, slot, _COUNT)
         distance = told(tile_smem, slot, _DISTANCE) - CONSUMER * 64
         k_left = told(tile_smem, slot, _K_LEFT) - CONSUMER * 64
+        slopes = None
+        is_sequence = None
         if slopes_ptr is not None:
             b = told(tile_smem, slot, _B)
             slopes = slopes_ptr + b * slopes_stride_b + kv * repeats
@@ -539,64 +626,15 @@ def _consume(
                 first += 1
         sync_named(_TURN + CONSUMER, _CONSUMERS)
         for i in range(first, end):
-            at = done + i
-            stage = at % STAGES
-            q = q_smem.index(stage)
-            do = do_smem.index(stage)
-            rows = rows_smem.index(stage)
-            mbarrier.wait(full.index(stage), (at // STAGES) & 1)
-            s = hopper.warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            dp = hopper.warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            s = hopper.warpgroup_mma_wait(1, deps=[s])
-            arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
-            lse = gl.expand_dims(rows.slice(0, BLOCK_M).load(row_layout), 0)
-            if CAP:
-                t = tanh(s * (scale / softcap))
-                s = t * (softcap * LOG2E)
-            else:
-                s = s * (scale * LOG2E)
+            slope_ptr = None
             if slopes_ptr is not None:
-                head = i // count
+                slope_ptr = slopes + i // count
                 if IN_TURN:
-                    head = repeats - heads_left
-                slope = gl.load(slopes + head, mask=is_sequence, other=0.0) * LOG2E
-                j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
-                place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
-                s -= slope * gl.abs(place - j).to(gl.float32)
-            p = gl.exp2(s - lse)
-            masked = k_left < 64
-            if RIGHT:
-                masked = masked | (low + right < 63)
-            if LEFT:
-                masked = masked | (low + BLOCK_M - 1 - left > 0)
-            if masked:
-                j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
-                place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
-                last = k_left - 1
-                if RIGHT:
-                    last = gl.minimum(place + right, last)
-                seen = j <= last
-                if LEFT:
-                    seen = seen & (j >= place - left)
-                p = gl.where(seen, p, 0.0)
-            dp = hopper.warpgroup_mma_wait(0, deps=[dp])
-            delta = gl.expand_dims(rows.slice(BLOCK_M, BLOCK_M).load(row_layout), 0)
-            ds = p * (dp - delta)
-            if CAP:
-                ds *= 1.0 - t * t
-            p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv_layout, 2))
-            ds = ds.to(dtype)
-            ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
-            sync_named(_TURN + CONSUMER, _CONSUMERS)
-            dv = hopper.warpgroup_mma(p16, do, dv, is_async=True)
-            dk = hopper.warpgroup_mma(ds16, q, dk, is_async=True)
-            ds_stage = at % DS_STAGES
-            mbarrier.wait(ds_empty.index(ds_stage), (at // DS_STAGES) & 1 ^ 1)
-            ds_smem.index(ds_stage).slice(CONSUMER * 64, 64, 0).store(ds)
-            hopper.fence_async_shared()
-            arrive_named(_DS_FULL + ds_stage, _EVERYONE)
-            dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
-            arrive_named(_EMPTY + stage, _EVERYONE)
+                    slope_ptr = slopes + repeats - heads_left
+            dk, dv = _consume_block(
+                dk, dv, done + i, low, k, v, zeros, slope_ptr, is_sequence, smem, full, ds_empty,
+                k_left, scale, softcap, left, right, LEFT, RIGHT, CAP, CONSUMER,
+            )  # fmt: skip
             if IN_TURN:
                 heads_left -= 1
                 low = gl.where(heads_left == 0, low - BLOCK_M, low)
