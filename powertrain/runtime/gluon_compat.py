@@ -33,6 +33,7 @@ __all__ = [
     "kept",
     "load_acquire",
     "mbarrier",
+    "meet_named",
     "reinterpret",
     "store_release",
     "stores_landed",
@@ -167,9 +168,22 @@ def drawn(ticket):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def sync_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until `threads` threads, those here among them, have come to barrier `number`."""
+    """Wait until `threads` threads, those here among them, have come to barrier `number`; all others `arrive_named`."""
     gl.inline_asm_elementwise(
         f"bar.sync $1, {threads}; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.to_tensor(number)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def meet_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The same, where others wait too, in another place of the code: `bar.sync` wants all who wait in one."""
+    gl.inline_asm_elementwise(
+        f"barrier.sync $1, {threads}; mov.b32 $0, $1;",
         "=r,r",
         [gl.to_tensor(number)],
         dtype=gl.int32,

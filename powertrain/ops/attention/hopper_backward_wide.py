@@ -13,7 +13,7 @@ Source: as hopper_backward.py's.
 from powertrain.ops.attention.hopper_backward_kernel import _add_in_order, _keys_of, _queries_of
 from powertrain.ops.attention.hopper_order import last_turn, pass_turn, take_turn
 from powertrain.ops.attention.hopper_tiles import LOG2E, int32, rings, tanh
-from powertrain.runtime.gluon_compat import gl, gluon, hopper, mbarrier, reinterpret, sync_named, tma, tma_load
+from powertrain.runtime.gluon_compat import gl, gluon, hopper, mbarrier, meet_named, reinterpret, tma, tma_load
 from powertrain.runtime.launch import gluon_kernel
 
 _PAIR = gl.constexpr(8)  # at which the consumers meet
@@ -237,7 +237,7 @@ def _consume(
             ds *= 1.0 - t * t
         ds_smem.index(stage).slice(MINE, ROWS, 1).store(ds.to(dtype))
         hopper.fence_async_shared()
-        sync_named(_PAIR, 256)
+        meet_named(_PAIR, 256)
         mbarrier.arrive(ds_full.index(stage), count=1)
         dk = hopper.warpgroup_mma(ds_smem.index(stage), q.slice(MY_COLS, COLS, 1), dk, is_async=True)
         dv = hopper.warpgroup_mma_wait(1, deps=[dv])
@@ -259,7 +259,7 @@ def _consume(
         dv = hopper.warpgroup_mma(p_smem.index(last_block % STAGES), do, dv, use_acc=last_block > 0, is_async=True)
         dv = hopper.warpgroup_mma_wait(0, deps=[dv])
     # in the place of v, which both have read; and of k, when the server has
-    sync_named(_PAIR, 256)
+    meet_named(_PAIR, 256)
     v_smem.index(0).slice(MY_COLS, COLS, 1).store(dv.to(dtype))
     mbarrier.arrive(dv_full, count=1)
     mbarrier.wait(drained, 0)
