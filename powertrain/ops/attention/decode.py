@@ -333,6 +333,9 @@ def _combine_kernel(
     num_queries,
     heads,
     num_splits,
+    stride_ob,
+    stride_os,
+    stride_oh,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -341,7 +344,8 @@ def _combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = row % heads
     query = row // heads % num_queries
-    lse_row = (row // heads // num_queries * heads + head) * num_queries + query
+    batch = row // heads // num_queries
+    lse_row = (batch * heads + head) * num_queries + query
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, BLOCK_S)
     top = float("-inf")
@@ -365,7 +369,8 @@ def _combine_kernel(
         mask = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM_V)[None, :]
         acc += tl.sum(weight[:, None] * tl.load(partial_ptr + offsets, mask=mask, other=0.0), axis=0)
     acc = acc / tl.where(total > 0.0, total, 1.0)
-    tl.store(out_ptr + row * HEAD_DIM_V + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)
+    out_row = batch * stride_ob + query * stride_os + head * stride_oh
+    tl.store(out_ptr + out_row + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)
     if lse_ptr is not None:
         tl.store(lse_ptr + lse_row, tl.where(total > 0.0, safe + tl.log(total), float("-inf")))
 
@@ -510,12 +515,22 @@ def _decode(
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        block_d = min(128, next_power_of_2(head_dim_v))
-        _combine_kernel[(b * sq * h, cdiv(head_dim_v, block_d))](
-            partial, partial_lse, sinks, out, lse, b * sq * h, sq, h, num_splits,
-            HEAD_DIM_V=head_dim_v, BLOCK_S=min(32, next_power_of_2(num_splits)), BLOCK_D=block_d, num_warps=2,
-        )  # fmt: skip
+        combine(partial, partial_lse, sinks, out, lse, out.stride()[:3])
     return out, lse
+
+
+def combine(
+    partial: Tensor, partial_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, strides: tuple[int, ...]
+) -> None:
+    """Results of parts of the keys, weighted by their LSE, into `out`, with these strides by batch, query and head, and
+    `lse` [B, H, S]. partial [splits, B, S, H, E] and partial_lse [splits, B, H, S], float32; of a part with LSE -inf
+    nothing is read."""
+    num_splits, b, sq, h, head_dim_v = partial.shape
+    block_d = min(128, next_power_of_2(head_dim_v))
+    _combine_kernel[(b * sq * h, cdiv(head_dim_v, block_d))](
+        partial, partial_lse, sinks, out, lse, b * sq * h, sq, h, num_splits, *strides,
+        HEAD_DIM_V=head_dim_v, BLOCK_S=min(32, next_power_of_2(num_splits)), BLOCK_D=block_d, num_warps=2,
+    )  # fmt: skip
 
 
 def _append(

@@ -4,9 +4,11 @@ What it does not take, `why_not` says. Numerics, results for rows that see nothi
 those of the universal kernels (triton_flash.py). Backward is its own (hopper_backward.py), cuDNN's for the wide heads
 that it is faster for (cudnn_backward.py), and that of the universal kernels where neither takes the call.
 
-Memory beyond results: 640 to 896 bytes an SM of descriptors, and 4 a stream.
+Memory beyond results: 640 to 896 bytes an SM of descriptors, and 4 a stream; where keys are cut into parts, which makes
+at most four tiles an SM, B * S * H * (E + 1) * 4 bytes for each part.
 """
 
+import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import cudnn_backward, select
+from powertrain.ops.attention.decode import combine
 from powertrain.ops.attention.hopper_backward import hopper_attention_bwd, why_not_backward, width_of
 from powertrain.ops.attention.hopper_forward import _hopper_attention_fwd_kernel
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
@@ -37,7 +40,7 @@ from powertrain.ops.attention.triton_flash import (
     arguments,
     backward_by,
 )
-from powertrain.ops.layout import next_power_of_2
+from powertrain.ops.layout import cdiv, next_power_of_2
 from powertrain.runtime import checks, gluon_compat, recording, self_test, tracing
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.settings import settings
@@ -47,7 +50,7 @@ _MAX_HEAD_DIM = 256
 
 
 class Plan(NamedTuple):
-    """The tiles of a pair of head dims."""
+    """The tiles of a pair of head dims, and of so many queries beside so many keys."""
 
     p_qk: tuple[int, ...]  # pieces of the head dim of queries and keys
     p_v: int
@@ -57,10 +60,22 @@ class Plan(NamedTuple):
     split: int = 1  # parts in which results leave
     q_slots: int = 2  # tiles whose queries are in shared memory at a time
     q_held: bool = True  # queries are read from registers
+    pack: int = 1  # heads that share keys in one tile, a power of 2
+    partial: bool = False  # the last tile of a group has fewer: results leave as those of cuts
+    cuts: int = 1  # parts of the keys, a tile each
 
     @property
     def block_m(self) -> int:
         return 64 * self.consumers
+
+    @property
+    def leaves_parts(self) -> bool:
+        return self.cuts > 1 or self.partial
+
+    @property
+    def queries(self) -> int:
+        """Of a tile."""
+        return self.block_m // self.pack
 
 
 def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
@@ -78,6 +93,41 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     if d_qk <= 192 and d_v <= 128:
         return Plan(p_qk, p_v, split=2, q_slots=1, q_held=False)
     return Plan(p_qk, p_v, block_n=64, split=p_v // 64, q_slots=1, q_held=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def pack_for(repeats: int, queries: int, block_m: int, *, partial: bool) -> int:
+    """How many of `repeats` heads that share keys stand in one tile: as many as may, where that makes fewer tiles.
+    `partial`: a tile may have fewer.
+
+    ms, bf16, one H200, B8 D128, 32768 keys, alone and packed: H32/8, 16 queries .67 .35, 64 .70 .40, 96 .73 .73; H64/8,
+    16 queries 1.30 .36, 64 1.39 .78."""
+
+    def tiles(pack: int) -> int:
+        return cdiv(repeats, pack) * cdiv(queries * pack, block_m)
+
+    packs = [pack for pack in (16, 8, 4, 2, 1) if repeats % pack == 0 or (partial and pack < 2 * repeats)]
+    pack = min(packs, key=lambda pack: (tiles(pack), repeats % pack > 0))
+    return pack if 8 * tiles(pack) <= 7 * tiles(1) else 1
+
+
+@functools.lru_cache(maxsize=1024)
+def cuts_for(tiles: int, blocks: int, result_bytes: int, sms: int) -> int:
+    """Into how many parts the keys of so many tiles, `blocks` each, are cut to fill the SMs; `result_bytes`: of all
+    results in float32.
+
+    Reckoned in the time of a block, 1.3 us: a tile costs two beside its own, a second kernel four, and what is written
+    and read again its bytes. Cut where that saves a tenth. ms, bf16, one H200, B1 H32/8 D128, 32768 keys, packed,
+    whole, in as many parts as this says, twice and half of that: 16 queries .337, 16 .051, .056 .061; 64 .345, 8 .067,
+    .072 .104; 128 .338, 4 .115, .121 .191; B8, 16 queries .348, 2 .258, .262."""
+
+    def cost(cuts: int) -> float:
+        beside = 4 + 2 * cuts * result_bytes / 5e6 if cuts > 1 else 0
+        return cdiv(tiles * cuts, sms) * (cdiv(blocks, cuts) + 2) + beside
+
+    most = min(blocks // 2, 4 * sms // max(1, tiles))
+    cuts = min(range(1, max(1, most) + 1), key=cost)
+    return cuts if 10 * cost(cuts) <= 9 * cost(1) else 1
 
 
 def group_for(keys_bytes: int, repeats: int, causal: bool) -> int:
@@ -129,6 +179,7 @@ _backward_self_tests: dict[tuple[int, bool], dict[int | None, str | None]] = {}
 def fails_here(device: torch.device, plan: Plan) -> str | None:
     """Why the kernel must not be used on this sm_90 device with this plan, or None: it is tried once on a small
     problem."""
+    plan = plan._replace(cuts=min(plan.cuts, 2))  # how many there are is the same to it
     found, what = _self_tests.setdefault(plan, {}), f"attention at head dims {sum(plan.p_qk)} and {plan.p_v}"
     return self_test.failure(found, device, lambda on: _forward_self_test(on, plan), f"{what}: triton serves")
 
@@ -143,7 +194,7 @@ def backward_fails_here(device: torch.device, width: int, in_turn: bool) -> str 
 
 
 class _Small(NamedTuple):
-    """A causal problem of 192 tokens, and its results in float32."""
+    """A causal problem of 192 keys and at most as many pairs of query and head, and its results in float32."""
 
     inputs: list[Tensor]  # dout, query, key, value
     args: _Args
@@ -152,19 +203,22 @@ class _Small(NamedTuple):
     grads: list[Tensor]
 
 
-def _small(device: torch.device, d_qk: int, d_v: int) -> _Small:
+def _small(device: torch.device, d_qk: int, d_v: int, heads: int = 1) -> _Small:
     draws = torch.Generator(device).manual_seed(0)  # the caller's own are left as they are
-    dims = d_v, d_qk, d_qk, d_v
-    inputs = [torch.randn(1, 192, 1, d, device=device, generator=draws).to(torch.bfloat16) for d in dims]
-    dout, q, k, v = (x[0, :, 0].float() for x in inputs)
+    queries, keys = 192 // heads, 192
+    shapes = (queries, heads, d_v), (queries, heads, d_qk), (keys, 1, d_qk), (keys, 1, d_v)
+    inputs = [torch.randn(1, *shape, device=device, generator=draws).to(torch.bfloat16) for shape in shapes]
+    dout, q, k, v = (x.flatten(0, 2).float() for x in inputs)
     scale = d_qk**-0.5
-    hidden = torch.ones(192, 192, device=device, dtype=torch.bool).triu(1)
+    row, column = torch.arange(queries * heads, device=device), torch.arange(keys, device=device)
+    hidden = column > (row // heads + keys - queries)[:, None]
     scores = (_product(q, k.T) * scale).masked_fill(hidden, -torch.inf)
     p = scores.softmax(1)
     out = _product(p, v)
     ds = p * (_product(dout, v.T) - (dout * out).sum(1, keepdim=True)) * scale
     args = _Args(*(None,) * 11, "bshd", scale, 0.0, 0.0, -1, 0, 0, True)
-    return _Small(inputs, args, out, scores.logsumexp(1), [_product(ds, k), _product(ds.T, q), _product(p.T, dout)])
+    lse = scores.logsumexp(1).view(queries, heads).T
+    return _Small(inputs, args, out, lse, [_product(ds, k), _product(ds.T, q), _product(p.T, dout)])
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -179,7 +233,7 @@ def _wrong(found: list[Tensor], exact: list[Tensor]) -> str | None:
 
 
 def _forward_self_test(device: torch.device, plan: Plan) -> str | None:
-    small = _small(device, sum(plan.p_qk), plan.p_v)
+    small = _small(device, sum(plan.p_qk), plan.p_v, plan.pack - plan.partial)
     _, query, key, value = small.inputs
     return _wrong(list(_launch(query, key, value, small.args, plan)), [small.out, small.lse])
 
@@ -227,9 +281,21 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[T
 
 
 def _plan_of(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> Plan:
-    shape = _shape(query, key, args.layout, args.query_starts)
+    heads, shape = _heads(query, key, value, args.layout), _shape(query, key, args.layout, args.query_starts)
     sequences = 1 if args.query_starts is None else max(1, shape.batch)
-    return plan_for(query.shape[-1], value.shape[-1], shape.queries // sequences)
+    # of packed sequences on average
+    queries, keys = max(1, shape.queries // sequences), max(1, shape.keys // sequences)
+    plan = plan_for(query.shape[-1], value.shape[-1], queries)
+    few = 4 * queries <= keys
+    if args.slopes is None:  # one for a tile
+        pack = pack_for(heads.repeats, queries, plan.block_m, partial=few)
+        plan = plan._replace(pack=pack, partial=heads.repeats % pack > 0)
+    if not few:
+        return plan
+    tiles = shape.batch * heads.kv * cdiv(heads.repeats, plan.pack) * cdiv(queries, plan.queries)
+    seen = min(keys, args.left + queries + max(0, args.right)) if args.left >= 0 else keys
+    result_bytes = shape.batch * queries * heads.kv * heads.repeats * value.shape[-1] * 4
+    return plan._replace(cuts=cuts_for(tiles, cdiv(seen, plan.block_n), result_bytes, Target.of(query.device).num_sms))
 
 
 def _is_real(x: Tensor) -> bool:
@@ -259,27 +325,37 @@ def _launch(query: Tensor, key: Tensor, value: Tensor, args: _Args, plan: Plan) 
     aligned = _is_aligned(args, shape, plan)
     if aligned and args.query_starts is not None:
         plan = plan._replace(q_held=False)  # H16 D128, 16k tokens, documents of 132 to 8097: 700 for 672 TFLOP/s
-    blocks = _slots(shape, shape.queries, args.query_starts, plan.block_m)
-    tiles = blocks * heads.kv * heads.repeats * (shape.batch if args.query_starts is None else 1)
+    blocks = _slots(shape, shape.queries, args.query_starts, plan.queries)
+    storage = shape.batch if args.query_starts is None else 1
+    tiles = blocks * heads.kv * cdiv(heads.repeats, plan.pack) * plan.cuts * storage
     slopes = args.slopes
+    into, into_lse = out, lse
+    strides: tuple[int, ...] = o.b, o.s, o.r
+    if plan.leaves_parts:
+        into = query.new_empty((plan.cuts, storage, shape.queries, heads.kv * heads.repeats, d_v), dtype=torch.float32)
+        into_lse, strides = lse.new_empty((plan.cuts, *lse.shape)), into.stride()[1:4]
     _hopper_attention_fwd_kernel[(min(target.num_sms, tiles),)](
-        query, key, value, out, lse, slopes, args.sinks,
+        query, key, value, into, into_lse, slopes, args.sinks,
         args.query_starts, args.key_starts, args.query_used, args.key_used, _counter(query),
         shape.batch, shape.queries, shape.keys, heads.kv, heads.repeats, blocks,
         group_for(shape.keys * (d_qk + d_v) * key.element_size(), heads.repeats, args.right >= 0), tiles,
-        q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, o.b, o.s, o.r,
+        q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, *strides,
         slopes.shape[1] if slopes is not None and slopes.dim() == 2 else 0,
         args.scale, args.softcap, args.left, args.right,
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
         ALIBI=_alibi_kind(args), D=(d_qk, d_v), P_QK=plan.p_qk, P_V=plan.p_v,
-        BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers,
-        SPLIT=plan.split, Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, ALIGNED=aligned, num_warps=4,
+        BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers, SPLIT=plan.split, Q_SLOTS=plan.q_slots,
+        Q_HELD=plan.q_held, PACK=plan.pack, CUT=plan.leaves_parts, ALIGNED=aligned, num_warps=4,
     )  # fmt: skip
+    if plan.leaves_parts:
+        combine(into, into_lse, None, out, lse, (o.b, o.s, o.r))
     return out, lse
 
 
 def _is_aligned(args: _Args, shape: _Shape, plan: Plan) -> bool:
     """Whether each tile has one block with hidden scores, whose diagonal goes from corner to corner."""
+    if plan.pack > 1 or plan.cuts > 1:
+        return False
     if args.left >= 0 or args.right != 0 or (plan.block_m, plan.block_n) != (128, 128):
         return False
     if args.query_starts is not args.key_starts or args.query_used is not args.key_used:

@@ -11,6 +11,10 @@ which TMA can reach; stages are given back by the hardware's numbered barriers, 
 Blocks that hold keys which some of a tile's queries do not see come first, so that the loop over all others has no
 masks; the order is free, for the softmax is an online one: running maximum m and sum l per query, base 2.
 
+Queries beside long keys may be few. Then the rows of a tile are (query, head) pairs, PACK heads that share keys, and
+the keys of each tile may be cut into `cuts` parts, each a tile of its own, whose results and LSE, in float32, another
+kernel puts together (`combine` in decode.py).
+
 Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3) for warpgroups beside one another and products under way
 during the softmax; Milakov and Gimelshein 2018 (online softmax).
 """
@@ -53,13 +57,13 @@ _VALUES_FREE = gl.constexpr(12)
 
 @gluon.jit
 def _blocks_of(
-    first, offset, q_len, k_len, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    first, offset, q_len, k_len, left, right, cut, cuts,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """What a tile visits, in blocks of keys: (first, end, end of those that all see, how many are masked at the right,
     in all). At least one, in which nothing may be seen."""
     p_first = first + offset
-    p_last = gl.minimum(first + BLOCK_M, q_len) - 1 + offset
+    p_last = gl.minimum(first + QUERIES, q_len) - 1 + offset
     begin = gl.to_tensor(0)
     full_begin = begin
     end = k_len
@@ -72,6 +76,10 @@ def _blocks_of(
         full_end = gl.maximum(gl.minimum(k_len, p_first + right + 1), 0)
     begin = begin // BLOCK_N
     end = gl.maximum(gl.cdiv(end, BLOCK_N), begin + 1)
+    if cuts is not None:  # who comes too late takes the block behind the last, which nobody sees
+        share = gl.cdiv(end - begin, cuts)
+        begin = gl.minimum(begin + cut * share, end)
+        end = gl.maximum(gl.minimum(begin + share, end), begin + 1)
     full_begin = gl.maximum(gl.minimum(gl.cdiv(full_begin, BLOCK_N), end), begin)
     full_end = gl.maximum(gl.minimum(full_end // BLOCK_N, end), full_begin)
     return begin, end, full_end, end - full_end, end - full_end + full_begin - begin
@@ -99,12 +107,43 @@ def _rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem):
 
 
 @gluon.jit
-def _as_tile(smem):
+def _packed_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem, PACK: gl.constexpr):
+    """The same of queries or results, with rows of (query, head) pairs where PACK heads share a tile."""
+    ROWS: gl.constexpr = smem.shape[1]
+    COLS: gl.constexpr = smem.shape[2]
+    if PACK == 1:
+        desc = _rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem)
+    else:
+        box: gl.constexpr = [1, ROWS // PACK, PACK, COLS]
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, smem.dtype)
+        desc = tma.make_tensor_descriptor(ptr, [batch, rows, heads, D], [stride_b, stride_s, stride_h, 1], box, layout)
+    return desc
+
+
+@gluon.jit
+def _as_tile(smem, PACK: gl.constexpr = 1):
     """[rows, columns] in shared memory as the tile of a descriptor."""
     ROWS: gl.constexpr = smem.shape[0]
     COLS: gl.constexpr = smem.shape[1]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, COLS], smem.dtype)
-    return reinterpret(smem, smem.dtype, [1, 1, ROWS, COLS], layout)
+    box: gl.constexpr = [1, 1, ROWS, COLS] if PACK == 1 else [1, ROWS // PACK, PACK, COLS]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, smem.dtype)
+    return reinterpret(smem, smem.dtype, box, layout)
+
+
+@gluon.jit
+def _query_of(row, PACK: gl.constexpr):
+    """Which of a tile's queries a row is of."""
+    if PACK > 1:
+        row = row >> (PACK.bit_length() - 1)
+    return row
+
+
+@gluon.jit
+def _with_head_of(head, row, PACK: gl.constexpr):
+    """The head of a row whose tile begins with `head`."""
+    if PACK > 1:
+        head += row & (PACK - 1)
+    return head
 
 
 @gluon.jit
@@ -126,7 +165,9 @@ def _take(first: gl.constexpr, stage, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(q_desc, q_smem, q_full, batch, head, row, first_slot, CONSUMERS: gl.constexpr):
+def _load_queries(
+    q_desc, q_smem, q_full, batch, head, row, first_slot, CONSUMERS: gl.constexpr, PACK: gl.constexpr
+):  # fmt: skip
     ROWS: gl.constexpr = q_smem[0].shape[1]
     CHANNELS: gl.constexpr = q_smem[0].shape[2] + (q_smem[1].shape[2] if len(q_smem) > 1 else 0)
     BYTES: gl.constexpr = ROWS * CHANNELS * q_smem[0].dtype.primitive_bitwidth // 8
@@ -134,37 +175,48 @@ def _load_queries(q_desc, q_smem, q_full, batch, head, row, first_slot, CONSUMER
         bar = q_full.index(first_slot + c)
         mbarrier.expect(bar, BYTES)
         for i in gl.static_range(len(q_smem)):
-            where = [batch, head, row + c * ROWS, i * q_smem[0].shape[2]]
-            tma_load(q_desc[i], where, bar, _as_tile(q_smem[i].index(first_slot + c)))
+            if PACK == 1:
+                where = [batch, head, row + c * ROWS, i * q_smem[0].shape[2]]
+            else:
+                where = [batch, row + c * (ROWS // PACK), head, i * q_smem[0].shape[2]]
+            tma_load(q_desc[i], where, bar, _as_tile(q_smem[i].index(first_slot + c), PACK))
 
 
 @gluon.jit
 def _load_tile(
     tile, visited, taken, emptied, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-    batch, queries, keys, heads, repeats, blocks, group, tiles, left, right,
+    batch, queries, keys, units, repeats, blocks, group, tiles, cuts, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CONSUMERS: gl.constexpr,
+    PACK: gl.constexpr,
 ):  # fmt: skip
     """Tell and load a tile. Returns the next one, and how many blocks, tiles and free stages of keys there were."""
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // PACK
     PIECES: gl.constexpr = len(q_smem)
     Q_SLOTS: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
     BYTES: gl.constexpr = v_smem.dtype.primitive_bitwidth // 8
     K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
     V_BYTES: gl.constexpr = BLOCK_N * v_smem.shape[2] * BYTES
     if q_starts_ptr is not None:
-        slot, head = place(tile, blocks, heads, group)
-        b, block = find_sequence(q_starts_ptr, batch, slot, BLOCK_M)
+        slot, head = place(tile, blocks, units, group)
+        b, block = find_sequence(q_starts_ptr, batch, slot, QUERIES)
     else:
-        block, at = place(tile, blocks, batch * heads, group)
-        b = at // heads
-        head = at % heads
+        block, at = place(tile, blocks, batch * units, group)
+        b = at // units
+        head = at % units
+    cut = None
+    if cuts is not None:
+        cut = head % cuts
+        head = head // cuts
+    if PACK > 1:
+        parts = gl.cdiv(repeats, PACK)
+        head = head // parts * repeats + head % parts * PACK
     q_start, q_len, q_room = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
     k_start, k_len, _ = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
-    first = block * BLOCK_M
+    first = block * QUERIES
     if first < q_room:
         pair = taken & 1
         mbarrier.wait(tile_empty.index(pair), _lap(taken, 2) ^ 1)
@@ -175,19 +227,21 @@ def _load_tile(
         tell(tile_smem, pair, 4, q_len)
         tell(tile_smem, pair, 5, q_room)
         tell(tile_smem, pair, 6, k_len)
+        if cuts is not None:
+            tell(tile_smem, pair, 7, cut)
         mbarrier.arrive(tile_full.index(pair), count=1)
         offset = gl.to_tensor(0)
         if BOTTOM_RIGHT:
             offset = k_len - q_len
         begin, end, full_end, at_right, masked = _blocks_of(
-            first, offset, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N
+            first, offset, q_len, k_len, left, right, cut, cuts, LEFT, RIGHT, QUERIES, BLOCK_N
         )
         kv = head // repeats
         b_at = b
         if q_starts_ptr is not None:
             b_at = gl.to_tensor(0)
         if Q_SLOTS == 2:  # the tile before the last, which had this slot, is done: its place in tile_smem was free
-            _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS)
+            _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS, PACK)
         before = gl.to_tensor(0)
         for n in range(end - begin):
             row = k_start + _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
@@ -206,7 +260,7 @@ def _load_tile(
                     while emptied < at + STAGES:
                         _take(_KEYS_FREE, emptied & (STAGES - 1), CONSUMERS)
                         emptied += 1
-                    _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, 0, CONSUMERS)
+                    _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, 0, CONSUMERS, PACK)
             else:
                 stage = (at - 1) & (STAGES - 1)
                 if at > STAGES:
@@ -238,12 +292,18 @@ def _load_tile(
 def _load(
     q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
     q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-    batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
+    batch, queries, keys, kv_heads, repeats, blocks, group, tiles, cuts,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr,
+    PACK: gl.constexpr,
 ):  # fmt: skip
     PIECES: gl.constexpr = len(q_smem)
     heads = kv_heads * repeats
+    units = heads
+    if PACK > 1:
+        units = kv_heads * gl.cdiv(repeats, PACK)
+    if cuts is not None:
+        units = units * cuts
     storage = batch
     if q_starts_ptr is not None:
         storage = gl.to_tensor(1)
@@ -251,7 +311,9 @@ def _load(
     q_desc = ()
     k_desc = ()
     for i in gl.static_range(PIECES):
-        q_desc += (_rows_desc(q_ptr, storage, heads, queries, D[0], stride_qb, stride_qh, stride_qs, q_smem[i]),)  # type: ignore[assignment]
+        q_desc += (  # type: ignore[assignment]
+            _packed_desc(q_ptr, storage, heads, queries, D[0], stride_qb, stride_qh, stride_qs, q_smem[i], PACK),
+        )
         k_desc += (_rows_desc(k_ptr, storage, kv_heads, keys, D[0], stride_kb, stride_kh, stride_ks, k_smem[i]),)  # type: ignore[assignment]
     v_desc = _rows_desc(v_ptr, storage, kv_heads, keys, D[1], stride_vb, stride_vh, stride_vs, v_smem)
 
@@ -263,8 +325,8 @@ def _load(
         tile, visited, taken, emptied = _load_tile(
             tile, visited, taken, emptied, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
             q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, keys, heads, repeats, blocks, group, tiles, left, right,
-            LEFT, RIGHT, BOTTOM_RIGHT, CONSUMERS,
+            batch, queries, keys, units, repeats, blocks, group, tiles, cuts, left, right,
+            LEFT, RIGHT, BOTTOM_RIGHT, CONSUMERS, PACK,
         )  # fmt: skip
     pair = taken & 1
     mbarrier.wait(tile_empty.index(pair), _lap(taken, 2) ^ 1)
@@ -396,10 +458,10 @@ def _parts(o, SPLIT: gl.constexpr):
 def _consume_tile(
     visited, taken, head, s, o_desc, factors, factor, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
     q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-    batch, queries, heads, stride_os, stride_oh, stride_slopes, left, right,
+    batch, queries, heads, storage, cuts, repeats, stride_ob, stride_os, stride_oh, stride_slopes, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     ALIGNED: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr,
-    Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+    Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A tile of `head`, whose first block has the scores `s`. Returns how many blocks and tiles there were, then the
     head of the next tile, or -1, and the scores of its first block.
@@ -409,7 +471,7 @@ def _consume_tile(
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
     D_V: gl.constexpr = v_smem.shape[2]
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    QUERIES: gl.constexpr = ROWS // PACK  # of a consumer
     FIRST_N: gl.constexpr = s.shape[1]
     HALF: gl.constexpr = FIRST_N < BLOCK_N
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -428,11 +490,14 @@ def _consume_tile(
     offset = gl.to_tensor(0)
     if BOTTOM_RIGHT:
         offset = k_len - q_len
+    cut = None
+    if cuts is not None:
+        cut = told(tile_smem, pair, 7)
     begin, end, full_end, at_right, masked = _blocks_of(
-        first, offset, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N
+        first, offset, q_len, k_len, left, right, cut, cuts, LEFT, RIGHT, QUERIES * CONSUMERS, BLOCK_N
     )
-    row = first + CONSUMER * ROWS
-    positions = row + offset + gl.arange(0, ROWS, row_layout)
+    row = first + CONSUMER * QUERIES
+    positions = row + offset + _query_of(gl.arange(0, ROWS, row_layout), PACK)
     q = _queries_at(_slot_of(pair, q_smem, CONSUMERS, CONSUMER), q_smem)
     if Q_HELD:
         q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)
@@ -500,10 +565,12 @@ def _consume_tile(
     # what the loops need not keep is read again
     b = told(tile_smem, pair, 0)
     head = told(tile_smem, pair, 1)
-    row = told(tile_smem, pair, 2) + CONSUMER * ROWS
+    row = told(tile_smem, pair, 2) + CONSUMER * QUERIES
     q_start = told(tile_smem, pair, 3)
     q_len = told(tile_smem, pair, 4)
     q_room = told(tile_smem, pair, 5)
+    if cuts is not None:
+        cut = told(tile_smem, pair, 7)
     mbarrier.arrive(tile_empty.index(pair), count=1)
     # the next tile's first scores, while this one's results are finished; of no tile, of what lies there
     taken += 1
@@ -522,37 +589,56 @@ def _consume_tile(
     if ALIBI == 2:
         m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
     rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
+    lane = _with_head_of(0, gl.arange(0, ROWS, row_layout), PACK)
     if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
+        if PACK == 1:
+            sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
+        else:
+            sink = gl.load(sinks_ptr + head + lane, mask=head + lane < heads, other=0.0).to(gl.float32) * LOG2E
         with_sink = gl.maximum(m, sink)
         rescale = gl.exp2(m - with_sink)
-        total = total * rescale + gl.exp2(sink - with_sink)
+        weight = gl.exp2(sink - with_sink)
+        if cuts is not None:  # once in all
+            weight = gl.where(cut == 0, weight, 0.0)
+        total = total * rescale + weight
         m = with_sink
     lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
     inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
-    i = row + gl.arange(0, ROWS, row_layout)
+    i = row + _query_of(gl.arange(0, ROWS, row_layout), PACK)
     inverse = gl.where(i < q_len, inverse, 0.0)
     lse = gl.where(i < q_len, lse, MINUS_INF)
     if PACKED:
         lse_base = lse_ptr + head.to(gl.int64) * queries + q_start
     else:
         lse_base = lse_ptr + (b.to(gl.int64) * heads + head) * queries
-    gl.store(lse_base + i, lse, mask=i < q_room)
+    if cuts is not None:
+        lse_base += (cut * storage).to(gl.int64) * heads * queries
+    if PACK > 1:
+        lse_base += lane * queries
+    is_row = i < q_room
+    if PACK > 1 and cuts is not None:  # the last tile of a group may have fewer heads
+        is_row = is_row & (lane < repeats - head % repeats)
+    gl.store(lse_base + i, lse, mask=is_row)
 
     o, _ = hopper.warpgroup_mma_wait(1, deps=[o_later, p])
     _give_back(_VALUES_FREE, last, CONSUMERS)
     o = o * gl.expand_dims(gl.convert_layout(inverse, o_row_layout), 1)
-    if RAGGED:  # rows of no sequence may hold NaN
-        o = gl.where(gl.expand_dims(gl.convert_layout(i, o_row_layout) < q_len, 1), o, 0.0)
     b_at = b
     if PACKED:
         b_at = gl.to_tensor(0)
-    parts = _parts(o, SPLIT)
-    for part in gl.static_range(SPLIT):
-        _store(
-            parts[part], gl.to_tensor(part * COLS), o_desc, o_tile, o_ptr, b_at, head, row, q_start, q_room,
-            stride_os, stride_oh, PACKED, D[1],
-        )  # fmt: skip
+    if cuts is not None:
+        base = o_ptr + (cut * storage + b_at).to(gl.int64) * stride_ob + (q_start + row).to(gl.int64) * stride_os
+        base += head.to(gl.int64) * stride_oh
+        _store_part(o, base, q_room - row, repeats - head % repeats, stride_os, stride_oh, D[1], PACK)
+    else:
+        if RAGGED:  # rows of no sequence may hold NaN
+            o = gl.where(gl.expand_dims(gl.convert_layout(i, o_row_layout) < q_len, 1), o, 0.0)
+        parts = _parts(o, SPLIT)
+        for part in gl.static_range(SPLIT):
+            _store(
+                parts[part], gl.to_tensor(part * COLS), o_desc, o_tile, o_ptr, b_at, head, row, q_start, q_room,
+                stride_os, stride_oh, PACKED, D[1], PACK,
+            )  # fmt: skip
 
     s = hopper.warpgroup_mma_wait(0, deps=[s_later])
     return visited, taken, next_head, s
@@ -562,10 +648,10 @@ def _consume_tile(
 def _consume(
     o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
     q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-    batch, queries, heads, stride_ob, stride_os, stride_oh, stride_slopes, left, right, scale, softcap,
+    batch, queries, heads, cuts, repeats, stride_ob, stride_os, stride_oh, stride_slopes, left, right, scale, softcap,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     ALIGNED: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr,
-    Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+    Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     # of the one masked block of a tile, the first half of the queries see the first half of the keys
@@ -575,7 +661,11 @@ def _consume(
     storage = batch
     if PACKED:
         storage = gl.to_tensor(1)
-    o_desc = _rows_desc(o_ptr, storage, heads, queries, D[1], here(stride_ob), here(stride_oh), here(stride_os), o_smem)
+    o_desc = None
+    if cuts is None:
+        o_desc = _packed_desc(
+            o_ptr, storage, heads, queries, D[1], here(stride_ob), here(stride_oh), here(stride_os), o_smem, PACK
+        )
     factors = (scale * LOG2E, softcap)
     if CAP:
         factors = (scale / softcap, softcap * LOG2E)
@@ -599,8 +689,8 @@ def _consume(
         visited, taken, head, s = _consume_tile(
             visited, taken, head, s, o_desc, factors, factor, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
             q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, heads, stride_os, stride_oh, stride_slopes, left, right,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, CONSUMER,
+            batch, queries, heads, storage, cuts, repeats, stride_ob, stride_os, stride_oh, stride_slopes, left, right,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, PACK, CONSUMER,
         )  # fmt: skip
     tma.store_wait(0)
 
@@ -608,28 +698,52 @@ def _consume(
 @gluon.jit
 def _store(
     o, column, o_desc, o_tile, o_ptr, batch, head, row, q_start, q_room, stride_os, stride_oh,
-    PACKED: gl.constexpr, D: gl.constexpr,
+    PACKED: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
     """A part of results, whose columns begin at `column`, through shared memory to memory."""
-    ROWS: gl.constexpr = o_tile.shape[0]
+    QUERIES: gl.constexpr = o_tile.shape[0] // PACK
     tma.store_wait(0)
     barrier()
     o_tile.store(o.to(o_tile.dtype))
     hopper.fence_async_shared()
     barrier()
     if not PACKED:
-        tma_store(o_desc, [batch, head, row, column], _as_tile(o_tile))
-    elif row + ROWS <= q_room:
-        tma_store(o_desc, [batch, head, q_start + row, column], _as_tile(o_tile))
+        _store_tile(o_desc, o_tile, batch, head, row, column, PACK)
+    elif row + QUERIES <= q_room:
+        _store_tile(o_desc, o_tile, batch, head, q_start + row, column, PACK)
     else:  # the rows behind are another sequence's
         base = o_ptr + (q_start + row).to(gl.int64) * stride_os + head.to(gl.int64) * stride_oh
-        _copy_out(o_tile, base, q_room - row, column, stride_os, D)
+        _copy_out(o_tile, base, q_room - row, column, stride_os, stride_oh, D, PACK)
 
 
 @gluon.jit
-def _copy_out(o_smem, base, rows, first, stride, D: gl.constexpr):
-    """The first `rows` rows of a tile in shared memory to columns `first` on of [rows, D] at `base`, by ordinary
-    stores."""
+def _store_tile(o_desc, o_tile, batch, head, row, column, PACK: gl.constexpr):
+    if PACK == 1:
+        tma_store(o_desc, [batch, head, row, column], _as_tile(o_tile))
+    else:
+        tma_store(o_desc, [batch, row, head, column], _as_tile(o_tile, PACK))
+
+
+@gluon.jit
+def _store_part(o, base, rows, heads, stride, stride_h, D: gl.constexpr, PACK: gl.constexpr):
+    """The first `rows` queries and `heads` heads of `o` [rows, columns] to [rows, heads, D] at `base`, in float32."""
+    r = gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout))
+    c = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
+    query = _query_of(r, PACK)
+    offset = query * stride.to(gl.int64)
+    is_row = query < rows
+    if PACK > 1:
+        lane = _with_head_of(0, r, PACK)
+        offset += lane * stride_h.to(gl.int64)
+        is_row = is_row & (lane < heads)
+    place = base + gl.expand_dims(offset, 1) + gl.expand_dims(c, 0)
+    gl.store(place, o, mask=gl.expand_dims(is_row, 1) & gl.expand_dims(c < D, 0))
+
+
+@gluon.jit
+def _copy_out(o_smem, base, rows, first, stride, stride_h, D: gl.constexpr, PACK: gl.constexpr):
+    """The first `rows` queries of a tile in shared memory to columns `first` on of [rows, heads, D] at `base`, by
+    ordinary stores."""
     ROWS: gl.constexpr = o_smem.shape[0]
     COLS: gl.constexpr = o_smem.shape[1]
     WIDTH: gl.constexpr = min(COLS, 64)
@@ -640,19 +754,34 @@ def _copy_out(o_smem, base, rows, first, stride, D: gl.constexpr):
     for panel in gl.static_range(COLS // WIDTH):
         for piece in range(ROWS // HEIGHT):
             _copy_piece(
-                pieces, gl.to_tensor(panel * (ROWS // HEIGHT)), piece, base, rows, first + panel * WIDTH, stride, D
+                pieces,
+                gl.to_tensor(panel * (ROWS // HEIGHT)),
+                piece,
+                base,
+                rows,
+                first + panel * WIDTH,
+                stride,
+                stride_h,
+                D,
+                PACK,
             )
 
 
 @gluon.jit
-def _copy_piece(pieces, first, piece, base, rows, column, stride, D: gl.constexpr):
+def _copy_piece(
+    pieces, first, piece, base, rows, column, stride, stride_h, D: gl.constexpr, PACK: gl.constexpr
+):  # fmt: skip
     HEIGHT: gl.constexpr = pieces.shape[1]
     WIDTH: gl.constexpr = pieces.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = piece * HEIGHT + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
     c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    place = base + gl.expand_dims(r.to(gl.int64) * stride, 1) + gl.expand_dims(c, 0)
-    mask = gl.expand_dims(r < rows, 1) & gl.expand_dims(c < D, 0)
+    query = _query_of(r, PACK)
+    offset = query.to(gl.int64) * stride
+    if PACK > 1:
+        offset += _with_head_of(0, r, PACK).to(gl.int64) * stride_h
+    place = base + gl.expand_dims(offset, 1) + gl.expand_dims(c, 0)
+    mask = gl.expand_dims(query < rows, 1) & gl.expand_dims(c < D, 0)
     gl.store(
         gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16]),
         pieces.index(first + piece).load(layout),
@@ -671,7 +800,7 @@ def _hopper_attention_fwd_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
     ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SPLIT: gl.constexpr,
-    Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
+    Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr, PACK: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     PACKED: gl.constexpr = q_starts_ptr is not None
@@ -700,26 +829,34 @@ def _hopper_attention_fwd_kernel(
     repeats, blocks, group, tiles = int32(repeats), int32(blocks), int32(group), int32(tiles)
     left, right = int32(left), int32(right)
     heads = kv_heads * repeats
+    if CUT:
+        cuts = tiles // (blocks * kv_heads * gl.cdiv(repeats, PACK) * (1 if PACKED else batch))
+        members = repeats
+    else:
+        cuts: gl.constexpr = None  # type: ignore[no-redef]
+        members: gl.constexpr = None  # type: ignore[no-redef]
     if CONSUMERS == 2:
         gl.warp_specialize([
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, 0,
+            batch, queries, heads, cuts, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
+            scale, softcap,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, PACK, 0,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, 1,
+            batch, queries, heads, cuts, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
+            scale, softcap,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, PACK, 1,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
             q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
+            batch, queries, keys, kv_heads, repeats, blocks, group, tiles, cuts,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS,
+            left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS, PACK,
         )),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
@@ -727,26 +864,29 @@ def _hopper_attention_fwd_kernel(
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, 0,
+            batch, queries, heads, cuts, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
+            scale, softcap,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, PACK, 0,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, 1,
+            batch, queries, heads, cuts, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
+            scale, softcap,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, PACK, 1,
         )),
         (_consume, (
             o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
             q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, heads, stride_ob, stride_os, stride_oh, slopes_step, left, right, scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, 2,
+            batch, queries, heads, cuts, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
+            scale, softcap,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, PACK, 2,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
             q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
+            batch, queries, keys, kv_heads, repeats, blocks, group, tiles, cuts,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS,
+            left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS, PACK,
         )),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

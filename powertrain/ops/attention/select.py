@@ -118,6 +118,14 @@ def _fills_tiles(p: AttentionProblem) -> bool:
     return dims == (64, 64) or min(dims) >= 96
 
 
+def _is_beside_longer_keys(p: AttentionProblem) -> bool:
+    """Few queries, and another number of keys: what the Hopper forward packs and cuts."""
+    repeats = p.num_heads // max(1, p.num_kv_heads)
+    packs = repeats & (repeats - 1) == 0
+    few = p.lengths.size in ("decode", "short") and not p.lengths.equal
+    return not p.needs_grad and few and packs and _fills_tiles(p)
+
+
 # the first that applies; backends that a row does not name cannot run there, and follow so that they are explained
 ORDERS = (
     Order(("triton", "cpu", *_REST), "triton runs on the CPU only when asked to be interpreted", (0, 0)),
@@ -136,6 +144,16 @@ ORDERS = (
         ("efficient", "triton", *_REST),
         f"float32 at full precision, {_H200}",
         applies=lambda p: p.dtype is torch.float32,
+    ),
+    # forward alone, ms, causal, 32768 keys, D128: B8 H32/8, 1 query hopper .25 flash .25 flash-attn-3 .36 triton 1.07;
+    # 16 .26 1.52 .35 1.07; 64 .40 1.53 .39 1.07; H64/8, 16 .26 3.02 .35 2.10; H32, 1 .95 - .97 1.17; B1 H32/8, 1 .05
+    # .06 .35 .83; 64 .07 .14 .34 .83; 256 .21 .43 .34 .82; 1000 .73 1.52 .72 1.04; 8192 keys, H64/8 D64, B8, 16 .06
+    # .47 .10 .22; 128 .30 .46 .29 .36; H16/8 D256, 16 .14 .23 .18 .29
+    Order(
+        ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
+        _H200_FA3,
+        (90, 90),
+        _is_beside_longer_keys,
     ),
     # ms, B8 H32/8 D128, 8192 keys: 1 query cudnn .07 flash .07 flash-attn-4 .14 triton .41; 16 cudnn .21 flash .39
     Order(

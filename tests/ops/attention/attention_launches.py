@@ -70,6 +70,13 @@ def launch_hopper_attention(dtype: torch.dtype) -> None:
         attention(q, k, v, is_causal=True, backend="hopper")
         flat = [x.flatten(0, 1) for x in (q, k, v)]
         varlen_attention(*flat, _integers(B + 1), is_causal=True, backend="hopper")
+    for head_dim, batch in ((64, 1), (128, 1), (128, 16), (256, 1)):  # of 16, enough tiles: keys are not cut
+        q = torch.empty(batch, 64, 32, head_dim, dtype=dtype, device=META)
+        k = torch.empty(batch, 4096, 8, head_dim, dtype=dtype, device=META)
+        attention(q, k, k, is_causal=True, backend="hopper")
+        starts = _integers(batch + 1), _integers(batch + 1)
+        flat = [x.flatten(0, 1) for x in (q, k, k)]
+        varlen_attention(*flat, *starts, max_seqlen_q=64, is_causal=True, backend="hopper")
 
 
 def launch_attention_kernels(dtype: torch.dtype) -> None:

@@ -111,6 +111,64 @@ def test_products_are_not_serialised(
         assert code["PRMT"] <= 4
 
 
+def _few_queries(batch: int, queries: int, keys: int, heads: tuple[int, int] = (32, 8), **options: Any) -> list[Spec]:
+    q, k = _empty(batch, queries, heads[0], 128), _empty(batch, keys, heads[1], 128)
+    with record("sm_90") as wanted:
+        attention(q, k, k, backend="hopper", **{"is_causal": True} | options)
+    return wanted.specs
+
+
+def _packed_and_cut(specs: list[Spec]) -> tuple[int, bool]:
+    pack, cut = (specs[0].constants[name] for name in ("PACK", "CUT"))
+    assert _names(specs) == {"_hopper_attention_fwd_kernel"} | ({"_combine_kernel"} if cut else set())
+    return pack, cut
+
+
+@compiled
+@pytest.mark.parametrize("batch", [1, 8], ids=["cut", "packed"])
+def test_products_of_few_queries_are_not_serialised(batch: int, tmp_path: Path) -> None:
+    specs = _few_queries(batch, 64, 4096)
+    assert _packed_and_cut(specs) == (4, batch == 1)
+    entry, _ = entry_for(specs[0])
+    assert entry.manifest["launch"]["stack"] <= 128
+    code = _machine_code(entry.members["cubin"], tmp_path)
+    assert (code["WARPGROUP.DEPBAR"], code["HGMMA"]) == _expected(specs[0].constants)
+
+
+@compiled
+def test_what_is_packed_and_cut() -> None:
+    assert _packed_and_cut(_few_queries(1, 64, 4096)) == (4, True)
+    assert _packed_and_cut(_few_queries(8, 64, 4096)) == (4, False)
+    assert _packed_and_cut(_few_queries(1, 128, 4096)) == (1, True)
+    assert _packed_and_cut(_few_queries(1, 128, 512)) == (1, False)  # not few
+    assert _packed_and_cut(_few_queries(4, 2048, 2048)) == (1, False)
+    assert _packed_and_cut(_few_queries(1, 64, 32768, is_causal=False, window_size=(200, 0))) == (4, False)
+    assert _packed_and_cut(_few_queries(8, 16, 4096, (56, 8))) == (8, True)  # one is missing: results leave in parts
+    assert _packed_and_cut(_few_queries(8, 16, 60, (56, 8))) == (1, False)
+    assert _packed_and_cut(_few_queries(8, 16, 4096, alibi_slopes=torch.empty(32, device=META))) == (1, False)
+
+
+def test_heads_share_a_tile_where_that_makes_fewer() -> None:
+    def packs(queries: int, partial: bool) -> list[int]:
+        return [hopper_flash.pack_for(repeats, queries, 128, partial=partial) for repeats in (1, 4, 6, 7, 24, 32)]
+
+    assert packs(1, False) == [1, 4, 2, 1, 8, 16] and packs(1, True) == [1, 4, 8, 8, 16, 16]
+    assert packs(96, False) == [1, 4, 1, 1, 8, 16] and packs(96, True) == [1, 4, 1, 8, 8, 16]
+    assert packs(128, False) == packs(128, True) == [1] * 6
+    assert (
+        hopper_flash.pack_for(4, 300, 128, partial=True) == 4 and hopper_flash.pack_for(4, 500, 128, partial=True) == 1
+    )
+
+
+def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
+    def cuts(tiles: int, blocks: int, rows: int = 2048) -> int:
+        return hopper_flash.cuts_for(tiles, blocks, rows * 128 * 4, 132)
+
+    assert [cuts(tiles, 256) for tiles in (8, 16, 64, 128, 132, 192, 264)] == [16, 8, 2, 1, 1, 2, 1]
+    assert [cuts(16, blocks) for blocks in (1, 2, 8, 32)] == [1, 1, 1, 8]
+    assert cuts(64, 256, rows=10**7) == 1  # what is written beside costs more
+
+
 @compiled
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_a_block_has_two_barriers_of_the_warpgroup(causal: bool, tmp_path: Path) -> None:
@@ -255,9 +313,12 @@ def _right(query: Tensor, key: Tensor, value: Tensor, args: Any, plan: Any = Non
     return found
 
 
+@pytest.mark.parametrize("pack, partial", [(1, False), (4, False), (16, False), (8, True)])
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_self_tests_see_what_is_wrong(monkeypatch: pytest.MonkeyPatch, head_dims: tuple[int, int]) -> None:
-    device, plan = torch.device("cpu"), hopper_flash.plan_for(*head_dims, 512)
+def test_self_tests_see_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, head_dims: tuple[int, int], pack: int, partial: bool
+) -> None:
+    device, plan = torch.device("cpu"), hopper_flash.plan_for(*head_dims, 512)._replace(pack=pack, partial=partial)
     monkeypatch.setattr(hopper_flash, "_launch", _right)
     assert hopper_flash._forward_self_test(device, plan) is None
 
@@ -267,7 +328,7 @@ def test_self_tests_see_what_is_wrong(monkeypatch: pytest.MonkeyPatch, head_dims
         return out, lse
 
     monkeypatch.setattr(hopper_flash, "_launch", wrong)
-    expected = f"its self-test gave 1 wrong results of {192 * (head_dims[1] + 1)}"
+    expected = f"its self-test gave 1 wrong results of {(189 if partial else 192) * (head_dims[1] + 1)}"
     assert hopper_flash._forward_self_test(device, plan) == expected
 
 

@@ -234,7 +234,9 @@ def test_every_reason_of_several_is_given() -> None:
         ({"lengths": Lengths("short")}, "hopper"),
         ({"lengths": Lengths("short"), "needs_grad": False}, "hopper"),
         ({"lengths": Lengths("short"), "needs_grad": False, "head_dim_qk": 64, "head_dim_v": 64}, "cudnn"),
-        ({"lengths": Lengths("decode", False), "mask": MaskSpec(), "needs_grad": False}, "cudnn"),
+        ({"lengths": Lengths("decode", False), "mask": MaskSpec(), "needs_grad": False}, "hopper"),
+        ({"lengths": Lengths("short", False), "needs_grad": False, "head_dim_qk": 64, "head_dim_v": 64}, "hopper"),
+        ({"lengths": Lengths("decode", False), "needs_grad": False, "num_heads": 28, "num_kv_heads": 4}, "cudnn"),
     ],
 )
 def test_order_on_hopper_with_everything(facts: dict[str, Any], expected: str) -> None:
