@@ -20,6 +20,7 @@ from powertrain.runtime.compile import Spec, entry_for
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
+from powertrain.runtime.triton_compat import lower
 from tests.ops.attention.attention_launches import META, any_order, launch
 
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -180,6 +181,18 @@ def test_a_block_has_two_barriers_of_the_warpgroup(causal: bool, tmp_path: Path)
     softmaxes = [step for step in steps if step.count("ex2.approx") >= 64]
     assert len(softmaxes) == (3 if causal else 4)
     assert not any("bar.sync" in step or "mbarrier.arrive" in step for step in softmaxes)
+
+
+@compiled
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_alibi_is_lowered(causal: bool, packed: bool) -> None:
+    """No other launch without a GPU has slopes; a name that a branch of a kernel lacks shows where it is taken."""
+    slopes = _empty(4, dtype=torch.float32)
+    [spec] = _forward(128, 128, 512, packed, is_causal=causal, alibi_slopes=slopes)
+    assert spec.constants["ALIBI"] == (2 if causal else 1)
+    text = lower(spec.kernel.jit, spec.signature, spec.constants, spec.aligned, spec.options, spec.arch)
+    assert "ttng.warp_group_dot" in text
 
 
 @compiled
