@@ -47,7 +47,7 @@ LENGTHS = {
 CASES = [
     Case(1, 700, (8, 2)),
     Case(4, 1000, (32, 2)),
-    Case(17, 611, (12, 2), layout="bhsd"),  # 6 heads: pairs
+    Case(17, 611, (12, 2), layout="bhsd"),  # 6 heads: 8 to a tile, of which two are missing
     Case(33, 300, (4, 1), layout="sbhd"),
     Case(1, 900, (14, 2)),  # 7 heads: 8 to a tile, of which one is missing
     Case(50, 900, (14, 2), layout="bhsd"),
@@ -61,6 +61,7 @@ CASES = [
     Case(40, 900, (8, 2), options={"is_causal": False, "window_size": (300, 5)}),
     Case(40, 900, (8, 2), options={"is_causal": False, "window_size": (130, 0)}),
     Case(40, 900, (8, 2), options={"causal_align": "top_left"}),
+    Case(60, 333, (4, 2), layout="sbhd"),
     Case(60, 500, (4, 4)),  # no heads to pack
     Case(200, 1111, (4, 2), layout="bhsd"),
     Case(30, 700, (4, 2), options={"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])}),
