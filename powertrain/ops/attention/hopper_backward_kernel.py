@@ -171,6 +171,16 @@ def _queries_of(
 
 
 @gluon.jit
+def _draw(counter_ptr, IN_TURN: gl.constexpr):
+    """A tile that nobody has. The first of each CTA is that of its own number, but IN_TURN, where who waits for a tile
+    must be sure that its CTA runs."""
+    first = gl.num_programs(0)
+    if IN_TURN:
+        first = 0
+    return first + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+
+
+@gluon.jit
 def _tell_tile(
     tile, taken, tile_smem, tile_full, tile_empty, counter_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
@@ -230,7 +240,7 @@ def _tell_tile(
                 tell(tile_smem, slot, _UNSEEN, (begin + count - before - size) * repeats)
             looks = tile < 0  # no longer
         else:
-            tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+            tile = _draw(counter_ptr, IN_TURN)
             looks = tile < tiles
             if not looks:
                 tell(tile_smem, slot, _KV, -1)
@@ -375,9 +385,12 @@ def _serve(
         if begins:
             # while a tile's last blocks are multiplied the next one's are loaded. It is drawn late, for what a long
             # tile has drawn waits for its end
-            number = gl.program_id(0)
-            if taken > 0:
-                number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+            if IN_TURN:
+                number = _draw(counter_ptr, IN_TURN)
+            else:
+                number = gl.program_id(0)
+                if taken > 0:
+                    number = _draw(counter_ptr, IN_TURN)
             _tell_tile(
                 number, taken, tile_smem, tile_full, tile_empty, counter_ptr,
                 q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,

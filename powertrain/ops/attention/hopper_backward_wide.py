@@ -10,7 +10,7 @@ Memory beyond results: for each query and head 1032 bytes; 640 for each CTA.
 Source: as hopper_backward.py's.
 """
 
-from powertrain.ops.attention.hopper_backward_kernel import _add_in_order, _keys_of, _queries_of
+from powertrain.ops.attention.hopper_backward_kernel import _add_in_order, _draw, _keys_of, _queries_of
 from powertrain.ops.attention.hopper_order import last_turn, pass_turn, take_turn
 from powertrain.ops.attention.hopper_tiles import LOG2E, int32, rings, tanh
 from powertrain.runtime.gluon_compat import gl, gluon, hopper, mbarrier, meet_named, reinterpret, tma, tma_load
@@ -293,8 +293,8 @@ def _hopper_attention_bwd_wide_kernel(
     blocks, group, slots, rows_size = int32(blocks), int32(group), int32(slots), int32(rows_size)
     batch, left, right = int32(batch), int32(left), int32(right)
     number = gl.program_id(0)
-    if order_ptr is not None:  # who waits for another must be sure that it runs
-        number = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    if order_ptr is not None:
+        number = _draw(counter_ptr, True)
     b, kv, first, k_start, k_len, k_room, q_start, q_len = _keys_of(
         number, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, group,
         BLOCK_N,
