@@ -198,7 +198,12 @@ def _link(source: str) -> str:
 KINDS: dict[str, dict[str, Any]] = {
     "float32, TF32 allowed": {"dtype": torch.float32, "tf32": True},
     "float32": {"dtype": torch.float32},
-    "up to 1024 queries beside more keys, forward alone": {"size": "short", "equal": False, "needs_grad": False},
+    "up to 1024 queries at the end of four times as many keys, causal, forward alone": {
+        "size": "short",
+        "few": True,
+        "mask": MaskSpec(right=0, bottom_right=True),
+        "needs_grad": False,
+    },
     "up to 16 queries": {"size": "decode", "needs_grad": False},
     "up to 1024 queries": {"size": "short"},
     "up to 4096 queries, forward alone": {"size": "medium", "needs_grad": False},
@@ -254,7 +259,8 @@ def orders() -> str:
 
 def _order(target: Target | None, changed: dict[str, Any]) -> int:
     facts: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128} | changed
-    lengths = Lengths(facts.pop("size", "long"), facts.pop("equal", True))
+    few = facts.pop("few", False)
+    lengths = Lengths(facts.pop("size", "long"), not few, few=few)
     problem = AttentionProblem(target=target, lengths=lengths, **facts)
     fits: Callable[[Order], bool] = lambda o: o.archs[0] <= problem.arch <= o.archs[1] and o.applies(problem)  # noqa: E731
     return next(index for index, order in enumerate(ORDERS) if fits(order))

@@ -75,7 +75,7 @@ def attention_backward(
     Numerics: products accumulate in float32. On a GPU by cuDNN, the Hopper or the universal kernels, whichever comes
         first in the selector's order and takes the call; deterministic under torch.use_deterministic_algorithms, else
         dq's last bits may differ. On the CPU in float32 (float64 for float64), by chunks, deterministic.
-    Memory beyond the results: 8 bytes per query and head, and where it is not deterministic float32 sums of dq; on the
+    Memory beyond the results: 8 bytes per query and head, and but for the universal kernels float32 sums of dq; on the
         CPU O(sequence), float32 copies among it.
     Raises ValueError naming the argument, what it must be and what it was.
     Source: Liu et al., arXiv:2310.01889 (ring attention); Dao, arXiv:2307.08691 (backward from out and LSE).

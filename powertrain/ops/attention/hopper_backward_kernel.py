@@ -494,7 +494,7 @@ def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _consume_block(
-    dk, dv, at, low, k, v, zeros, slope_ptr, is_sequence, smem, full, ds_empty,
+    dk, dv, at, low, k, v, zeros, slopes, number, blocks, is_sequence, smem, full, ds_empty,
     k_left, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
@@ -525,8 +525,8 @@ def _consume_block(
         s = t * (softcap * LOG2E)
     else:
         s = s * (scale * LOG2E)
-    if slope_ptr is not None:
-        slope = gl.load(slope_ptr, mask=is_sequence, other=0.0) * LOG2E
+    if slopes is not None:  # of head number // blocks
+        slope = gl.load(slopes + number // blocks, mask=is_sequence, other=0.0) * LOG2E
         j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
         place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
         s -= slope * gl.abs(place - j).to(gl.float32)
@@ -639,13 +639,11 @@ def _consume(
                 first += 1
         sync_named(_TURN + CONSUMER, _CONSUMERS)
         for i in range(first, end):
-            slope_ptr = None
-            if slopes_ptr is not None:
-                slope_ptr = slopes + i // count
-                if IN_TURN:
-                    slope_ptr = slopes + repeats - heads_left
+            number, blocks = i, count
+            if IN_TURN:
+                number, blocks = repeats - heads_left, 1
             dk, dv = _consume_block(
-                dk, dv, done + i, low, k, v, zeros, slope_ptr, is_sequence, smem, full, ds_empty,
+                dk, dv, done + i, low, k, v, zeros, slopes, number, blocks, is_sequence, smem, full, ds_empty,
                 k_left, scale, softcap, left, right, LEFT, RIGHT, CAP, CONSUMER,
             )  # fmt: skip
             if IN_TURN:

@@ -6,7 +6,7 @@ each computes half of the queries; p and ds meet in shared memory, from where bo
 for dv waits for the next block, whose exponentials run beside it. The *server* loads, and multiplies what a block adds
 to dq, as there.
 
-Memory beyond results: for each query and head 1032 bytes; 640 for each CTA.
+Memory beyond results: for each query and head 1032 bytes; 640 for each CTA; in turn, 16 for each 64 queries of a head.
 Source: as hopper_backward.py's.
 """
 

@@ -5,7 +5,7 @@ those of the universal kernels (triton_flash.py). Backward is its own (hopper_ba
 that it is faster for (cudnn_backward.py), and that of the universal kernels where neither takes the call.
 
 Memory beyond results: 640 to 896 bytes an SM of descriptors, and 4 a stream; where keys are cut into parts, which makes
-at most four tiles an SM, B * S * H * (E + 1) * 4 bytes for each part.
+at most four tiles an SM, or heads do not fill their tiles, B * S * H * (E + 1) * 4 bytes for each part.
 """
 
 import functools
@@ -96,9 +96,9 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def pack_for(repeats: int, queries: int, block_m: int, *, partial: bool) -> int:
+def pack_for(repeats: int, queries: int, block_m: int) -> int:
     """How many of `repeats` heads that share keys stand in one tile: as many as may, where that makes fewer tiles.
-    `partial`: a tile may have fewer.
+    The last tile of a group may have fewer.
 
     ms, bf16, one H200, B8 D128, 32768 keys, alone and packed: H32/8, 16 queries .67 .35, 64 .70 .40, 96 .73 .73; H64/8,
     16 queries 1.30 .36, 64 1.39 .78."""
@@ -106,7 +106,7 @@ def pack_for(repeats: int, queries: int, block_m: int, *, partial: bool) -> int:
     def tiles(pack: int) -> int:
         return cdiv(repeats, pack) * cdiv(queries * pack, block_m)
 
-    packs = [pack for pack in (16, 8, 4, 2, 1) if repeats % pack == 0 or (partial and pack < 2 * repeats)]
+    packs = [pack for pack in (16, 8, 4, 2, 1) if pack < 2 * repeats]
     pack = min(packs, key=lambda pack: (tiles(pack), repeats % pack > 0))
     return pack if 8 * tiles(pack) <= 7 * tiles(1) else 1
 
@@ -286,14 +286,16 @@ def _plan_of(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> Plan:
     # of packed sequences on average
     queries, keys = max(1, shape.queries // sequences), max(1, shape.keys // sequences)
     plan = plan_for(query.shape[-1], value.shape[-1], queries)
-    few = 4 * queries <= keys
-    if args.slopes is None:  # one for a tile
-        pack = pack_for(heads.repeats, queries, plan.block_m, partial=few)
-        plan = plan._replace(pack=pack, partial=heads.repeats % pack > 0)
-    if not few:
+    if 4 * queries > keys:
         return plan
+    if args.slopes is None:  # one for a tile
+        pack = pack_for(heads.repeats, queries, plan.block_m)
+        plan = plan._replace(pack=pack, partial=heads.repeats % pack > 0)
     tiles = shape.batch * heads.kv * cdiv(heads.repeats, plan.pack) * cdiv(queries, plan.queries)
-    seen = min(keys, args.left + queries + max(0, args.right)) if args.left >= 0 else keys
+    first = keys - queries if args.bottom_right else 0  # the position of the first query
+    begin = max(0, first - args.left) if args.left >= 0 else 0
+    end = min(keys, first + queries + args.right) if args.right >= 0 else keys
+    seen = max(1, end - begin)
     result_bytes = shape.batch * queries * heads.kv * heads.repeats * value.shape[-1] * 4
     return plan._replace(cuts=cuts_for(tiles, cdiv(seen, plan.block_n), result_bytes, Target.of(query.device).num_sms))
 
@@ -415,14 +417,14 @@ def _attention_hopper_bwd(
 
 def _setup_context_here(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _setup_context(ctx, inputs, output)
-    ctx.allows_cudnn = "cudnn" not in select.wish_of(None).forbidden  # backward may run in another thread
+    query, _, value = inputs[:3]
+    is_cudnns = (query.shape[-1], value.shape[-1]) in cudnn_backward.HEAD_DIMS
+    # asked here: backward may run in another thread, and may look at the saved tensors but once (checkpoints)
+    ctx.by_universal = is_cudnns and "cudnn" in select.wish_of(None).forbidden
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, _, value = ctx.saved_tensors[:3]
-    is_cudnns = (query.shape[-1], value.shape[-1]) in cudnn_backward.HEAD_DIMS and not ctx.allows_cudnn
-    op = _attention_bwd_op if is_cudnns else _attention_hopper_bwd_op
-    return backward_by(op, ctx, dout, dlse)
+    return backward_by(_attention_bwd_op if ctx.by_universal else _attention_hopper_bwd_op, ctx, dout, dlse)
 
 
 _attention_hopper_op = Op(

@@ -70,8 +70,8 @@ def pass_turn(order_ptr, owed, turn):
         mov.u32 lane, %laneid;
         setp.eq.s32 tells, lane, 0;
         setp.ge.and.s32 tells, $2, 0, tells;
-        fence.acq_rel.gpu;
         bar.warp.sync 0xffffffff;
+        fence.acq_rel.gpu;
         @tells st.relaxed.gpu.global.b32 [$1], $3;
         mov.b32 $0, 0;
         }""",

@@ -35,6 +35,7 @@ class Lengths:
     empty: bool = False  # no queries, no keys or no batch
     single_key: bool = False
     large: bool = False  # more than 65535 sequences, or 2^31 elements or more in query, key and value
+    few: bool = False  # four keys or more to a query
 
     @staticmethod
     def facts(queries: int, keys: int, equal: bool | None, batch: int, elements: int) -> "_LengthFacts":
@@ -47,6 +48,7 @@ class Lengths:
             not (queries and keys and batch),
             keys == 1,
             batch > 65535 or elements >= 2**31,
+            4 * queries <= keys,
         )
 
     @staticmethod
@@ -54,7 +56,7 @@ class Lengths:
         return Lengths(*Lengths.facts(queries, keys, equal, batch, elements))
 
 
-_LengthFacts = tuple[SizeClass, bool, bool, bool, bool, bool, bool]
+_LengthFacts = tuple[SizeClass, bool, bool, bool, bool, bool, bool, bool]
 
 
 @dataclass(frozen=True)

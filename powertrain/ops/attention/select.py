@@ -118,12 +118,13 @@ def _fills_tiles(p: AttentionProblem) -> bool:
     return dims == (64, 64) or min(dims) >= 96
 
 
-def _is_beside_longer_keys(p: AttentionProblem) -> bool:
-    """Few queries, and another number of keys: what the Hopper forward packs and cuts."""
+def _is_few_beside_long(p: AttentionProblem) -> bool:
+    """Few queries at the end of long keys, whose tiles the Hopper forward packs and cuts: what was measured of that."""
     repeats = p.num_heads // max(1, p.num_kv_heads)
-    packs = repeats & (repeats - 1) == 0
-    few = p.lengths.size in ("decode", "short") and not p.lengths.equal
-    return not p.needs_grad and few and packs and _fills_tiles(p)
+    packs = repeats & (repeats - 1) == 0 and not p.mask.alibi
+    at_end = p.mask.right == 0 and p.mask.bottom_right
+    few = p.lengths.few and p.lengths.size in ("decode", "short")
+    return not p.needs_grad and few and at_end and packs and _fills_tiles(p)
 
 
 # the first that applies; backends that a row does not name cannot run there, and follow so that they are explained
@@ -153,7 +154,7 @@ ORDERS = (
         ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
         _H200_FA3,
         (90, 90),
-        _is_beside_longer_keys,
+        _is_few_beside_long,
     ),
     # ms, B8 H32/8 D128, 8192 keys: 1 query cudnn .07 flash .07 flash-attn-4 .14 triton .41; 16 cudnn .21 flash .39
     Order(

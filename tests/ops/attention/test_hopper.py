@@ -146,19 +146,22 @@ def test_what_is_packed_and_cut() -> None:
     assert _packed_and_cut(_few_queries(1, 64, 32768, is_causal=False, window_size=(200, 0))) == (4, False)
     assert _packed_and_cut(_few_queries(8, 16, 4096, (56, 8))) == (8, True)  # one is missing: results leave in parts
     assert _packed_and_cut(_few_queries(8, 16, 60, (56, 8))) == (1, False)
+    assert _packed_and_cut(_few_queries(8, 64, 64)) == (1, False)  # training
+    assert _packed_and_cut(_few_queries(1, 16, 32768, causal_align="top_left")) == (4, False)  # 16 keys are seen
+    assert _packed_and_cut(_few_queries(1, 16, 32768, window_size=(200, -1), is_causal=False, causal_align="top_left"))[
+        1
+    ]
     assert _packed_and_cut(_few_queries(8, 16, 4096, alibi_slopes=torch.empty(32, device=META))) == (1, False)
 
 
 def test_heads_share_a_tile_where_that_makes_fewer() -> None:
-    def packs(queries: int, partial: bool) -> list[int]:
-        return [hopper_flash.pack_for(repeats, queries, 128, partial=partial) for repeats in (1, 4, 6, 7, 24, 32)]
+    def packs(queries: int) -> list[int]:
+        return [hopper_flash.pack_for(repeats, queries, 128) for repeats in (1, 4, 6, 7, 24, 32)]
 
-    assert packs(1, False) == [1, 4, 2, 1, 8, 16] and packs(1, True) == [1, 4, 8, 8, 16, 16]
-    assert packs(96, False) == [1, 4, 1, 1, 8, 16] and packs(96, True) == [1, 4, 1, 8, 8, 16]
-    assert packs(128, False) == packs(128, True) == [1] * 6
-    assert (
-        hopper_flash.pack_for(4, 300, 128, partial=True) == 4 and hopper_flash.pack_for(4, 500, 128, partial=True) == 1
-    )
+    assert packs(1) == [1, 4, 8, 8, 16, 16]
+    assert packs(96) == [1, 4, 1, 8, 8, 16]
+    assert packs(128) == [1] * 6
+    assert hopper_flash.pack_for(4, 300, 128) == 4 and hopper_flash.pack_for(4, 500, 128) == 1
 
 
 def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
@@ -401,3 +404,18 @@ def test_what_is_kept_is_allocated_by_another_thread(monkeypatch: pytest.MonkeyP
     assert first is second and first.dtype is torch.int32 and first.tolist() == [0]
     assert len(threads) == 1 and threads[0] != threading.get_ident()
     assert waits == ["the default stream of cpu"]
+
+
+@compiled
+@pytest.mark.parametrize("head_dims", [(128, 128), (192, 128)])
+def test_backward_looks_at_saved_tensors_once(head_dims: tuple[int, int]) -> None:
+    """A checkpoint hands each out but once."""
+    d_qk, d_v = head_dims
+    unpacked: list[int] = []
+    with record("sm_90"), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: unpacked.append(id(x)) or x):
+        q, k, v = (
+            torch.empty(1, 256, 2, d, dtype=torch.bfloat16, device=META, requires_grad=True) for d in (d_qk, d_qk, d_v)
+        )
+        out = attention(q, k, v, is_causal=True, backend="hopper")
+        torch.autograd.grad(out, [q, k, v], torch.empty_like(out))
+    assert len(unpacked) == 5  # query, key, value, out, LSE

@@ -215,6 +215,9 @@ def test_every_reason_of_several_is_given() -> None:
         assert words in found
 
 
+D64: dict[str, Any] = {"head_dim_qk": 64, "head_dim_v": 64, "mask": MaskSpec(right=0, bottom_right=True)}
+
+
 # measured on an H200 with all three installed: which is fastest depends on length, head dim and gradients
 @pytest.mark.parametrize(
     "facts, expected",
@@ -234,9 +237,13 @@ def test_every_reason_of_several_is_given() -> None:
         ({"lengths": Lengths("short")}, "hopper"),
         ({"lengths": Lengths("short"), "needs_grad": False}, "hopper"),
         ({"lengths": Lengths("short"), "needs_grad": False, "head_dim_qk": 64, "head_dim_v": 64}, "cudnn"),
-        ({"lengths": Lengths("decode", False), "mask": MaskSpec(), "needs_grad": False}, "hopper"),
-        ({"lengths": Lengths("short", False), "needs_grad": False, "head_dim_qk": 64, "head_dim_v": 64}, "hopper"),
-        ({"lengths": Lengths("decode", False), "needs_grad": False, "num_heads": 28, "num_kv_heads": 4}, "cudnn"),
+        ({"lengths": Lengths("decode", False, few=True), "mask": MaskSpec(), "needs_grad": False}, "cudnn"),
+        ({"lengths": Lengths("short", False, few=True), "needs_grad": False, **D64}, "hopper"),
+        ({"lengths": Lengths("short", False), "needs_grad": False, **D64}, "flash-attn-4"),
+        (
+            {"lengths": Lengths("short", few=True), "needs_grad": False, "num_heads": 28, "num_kv_heads": 4, **D64},
+            "cudnn",
+        ),
     ],
 )
 def test_order_on_hopper_with_everything(facts: dict[str, Any], expected: str) -> None:
