@@ -167,42 +167,33 @@ def drawn(ticket):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def sync_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until `threads` threads, those here among them, have come to barrier `number`; all others `arrive_named`."""
+def _at_named(instruction: gl.constexpr, number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
     gl.inline_asm_elementwise(
-        f"bar.sync $1, {threads}; mov.b32 $0, $1;",
+        f"{instruction} $1, {threads}; mov.b32 $0, $1;",
         "=r,r",
         [gl.to_tensor(number)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def sync_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until `threads` threads, those here among them, have come to barrier `number`; all others `arrive_named`."""
+    _at_named("bar.sync", number, threads)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def meet_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
     """The same, where others wait too, in another place of the code: `bar.sync` wants all who wait in one."""
-    gl.inline_asm_elementwise(
-        f"barrier.sync $1, {threads}; mov.b32 $0, $1;",
-        "=r,r",
-        [gl.to_tensor(number)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _at_named("barrier.sync", number, threads)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def arrive_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
     """Come to barrier `number`, at which `threads` threads meet, and go on."""
-    gl.inline_asm_elementwise(
-        f"bar.arrive $1, {threads}; mov.b32 $0, $1;",
-        "=r,r",
-        [gl.to_tensor(number)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _at_named("bar.arrive", number, threads)
 
 
 @gluon.jit
