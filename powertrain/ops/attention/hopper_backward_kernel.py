@@ -16,7 +16,7 @@ that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.p
 """
 
 from powertrain.ops.attention.hopper_order import last_turn, pass_turn, take_turn
-from powertrain.ops.attention.hopper_tiles import LOG2E, here, int32, rings, stages, tanh, tell, told
+from powertrain.ops.attention.hopper_tiles import LOG2E, here, int32, keep_order, rings, stages, tanh, tell, told
 from powertrain.ops.attention.triton_tiles import find_sequence, span_of
 from powertrain.runtime.gluon_compat import (
     arrive_named,
@@ -60,10 +60,7 @@ def _add_in_order(base, x):
         is_pure=False,
         pack=1,
     )
-    # not to be put off until behind the next product, whose registers these are
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
+    keep_order()  # the next product writes to these registers
 
 
 @gluon.jit
@@ -492,34 +489,36 @@ def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
     arrive_named(_DS_FULL + stage, _EVERYONE)
 
 
-@gluon.jit
-def _consume_block(
-    dk, dv, at, low, k, v, zeros, slopes, number, blocks, is_sequence, smem, full, ds_empty,
-    k_left, scale, softcap, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """dk and dv with what block number `at` of queries adds.
+# What follows stands in functions and not in loops: Triton walks twice through what a loop has within, and four times
+# where loops nest.
 
-    Not in the loop: Triton walks twice through what a loop has within, and four times where loops nest."""
-    _, _, q_smem, do_smem, rows_smem, ds_smem = smem
-    STAGES: gl.constexpr = q_smem.shape[0]
-    DS_STAGES: gl.constexpr = ds_smem.shape[0]
-    BLOCK_M: gl.constexpr = q_smem.shape[1]
-    dtype: gl.constexpr = q_smem.dtype
-    s_layout: gl.constexpr = zeros.type.layout
+
+@gluon.jit
+def _rows_of(smem, at, FIRST: gl.constexpr, layout: gl.constexpr):
+    """LSE (FIRST 0) or delta (1) of block number `at` of queries, along the columns."""
+    rows_smem = smem[4]
+    BLOCK_M: gl.constexpr = smem[2].shape[1]
+    rows = rows_smem.index(at % rows_smem.shape[0]).slice(FIRST * BLOCK_M, BLOCK_M)
+    return gl.expand_dims(rows.load(gl.SliceLayout(0, layout)), 0)
+
+
+@gluon.jit
+def _ask_scores(keys, rows_smem, at, zeros):
+    """keys rowsᵀ of block number `at` of queries, under way."""
+    rows = rows_smem.index(at % rows_smem.shape[0])
+    return hopper.warpgroup_mma(keys, rows.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weights_of(
+    s, lse, low, slopes, number, blocks, is_sequence, k_left, scale, softcap, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr,
+):  # fmt: skip
+    """p of a block of queries from its scores; and what the softcap's tanh was, with CAP."""
+    BLOCK_M: gl.constexpr = s.shape[1]
+    s_layout: gl.constexpr = s.type.layout
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
-    dk_layout: gl.constexpr = dk.type.layout
-    dv_layout: gl.constexpr = dv.type.layout
-    stage = at % STAGES
-    q = q_smem.index(stage)
-    do = do_smem.index(stage)
-    rows = rows_smem.index(stage)
-    mbarrier.wait(full.index(stage), (at // STAGES) & 1)
-    s = hopper.warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dp = hopper.warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = hopper.warpgroup_mma_wait(1, deps=[s])
-    arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
-    lse = gl.expand_dims(rows.slice(0, BLOCK_M).load(row_layout), 0)
+    t = s
     if CAP:
         t = tanh(s * (scale / softcap))
         s = t * (softcap * LOG2E)
@@ -546,25 +545,129 @@ def _consume_block(
         if LEFT:
             seen = seen & (j >= place - left)
         p = gl.where(seen, p, 0.0)
+    return p, t
+
+
+@gluon.jit
+def _hand_over(ds, at, ds_smem, ds_empty, CONSUMER: gl.constexpr):
+    """This consumer's ds of block number `at` into shared memory, when the server has done with what was there."""
+    stage = at % ds_smem.shape[0]
+    mbarrier.wait(ds_empty.index(stage), (at // ds_smem.shape[0]) & 1 ^ 1)
+    ds_smem.index(stage).slice(CONSUMER * 64, 64, 0).store(ds)
+
+
+@gluon.jit
+def _add_products(
+    dk, dv, p, ds, at, k, zeros, smem, full, ds_empty,
+    CONSUMER: gl.constexpr, DS_FIRST: gl.constexpr, NEXT: gl.constexpr,
+):  # fmt: skip
+    """dk and dv with what block number `at` of queries adds, under way, and ds for the server. DS_FIRST: it is stored
+    ahead of the products. NEXT: the next block's scores are asked for behind them."""
+    _, _, q_smem, do_smem, _, ds_smem = smem
+    STAGES: gl.constexpr = q_smem.shape[0]
+    dtype: gl.constexpr = q_smem.dtype
+    p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
+    ds = ds.to(dtype)
+    ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
+    if NEXT:
+        mbarrier.wait(full.index((at + 1) % STAGES), ((at + 1) // STAGES) & 1)
+    if DS_FIRST:
+        _hand_over(ds, at, ds_smem, ds_empty, CONSUMER)
+    sync_named(_TURN + CONSUMER, _CONSUMERS)
+    dv = hopper.warpgroup_mma(p16, do_smem.index(at % STAGES), dv, is_async=True)
+    dk = hopper.warpgroup_mma(ds16, q_smem.index(at % STAGES), dk, is_async=True)
+    s = zeros
+    if NEXT:
+        s = _ask_scores(k, q_smem, at + 1, zeros)
+    if not DS_FIRST:
+        _hand_over(ds, at, ds_smem, ds_empty, CONSUMER)
+    hopper.fence_async_shared()
+    arrive_named(_DS_FULL + at % ds_smem.shape[0], _EVERYONE)
+    return s, dk, dv
+
+
+@gluon.jit
+def _consume_block(
+    dk, dv, at, after, low, k, v, zeros, slopes, number, blocks, is_sequence, smem, full, ds_empty,
+    k_left, scale, softcap, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """dk and dv with what block number `at` of queries adds. EARLY: its queries are there, those of number
+    `after` are waited for beside the products, LSE is loaded ahead of the scores, the turn passed on behind them."""
+    _, _, q_smem, do_smem, _, _ = smem
+    STAGES: gl.constexpr = q_smem.shape[0]
+    s_layout: gl.constexpr = zeros.type.layout
+    if EARLY:
+        lse = _rows_of(smem, at, 0, s_layout)
+        keep_order()
+    else:
+        mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
+    s = _ask_scores(k, q_smem, at, zeros)
+    dp = _ask_scores(v, do_smem, at, zeros)
+    if EARLY:
+        arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
+    s = hopper.warpgroup_mma_wait(1, deps=[s])
+    if not EARLY:
+        arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
+        lse = _rows_of(smem, at, 0, s_layout)
+    p, t = _weights_of(
+        s, lse, low, slopes, number, blocks, is_sequence, k_left, scale, softcap, left, right, LEFT, RIGHT, CAP
+    )
     dp = hopper.warpgroup_mma_wait(0, deps=[dp])
-    delta = gl.expand_dims(rows.slice(BLOCK_M, BLOCK_M).load(row_layout), 0)
-    ds = p * (dp - delta)
+    ds = p * (dp - _rows_of(smem, at, 1, s_layout))
     if CAP:
         ds *= 1.0 - t * t
-    p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv_layout, 2))
-    ds = ds.to(dtype)
-    ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
-    sync_named(_TURN + CONSUMER, _CONSUMERS)
-    dv = hopper.warpgroup_mma(p16, do, dv, is_async=True)
-    dk = hopper.warpgroup_mma(ds16, q, dk, is_async=True)
-    ds_stage = at % DS_STAGES
-    mbarrier.wait(ds_empty.index(ds_stage), (at // DS_STAGES) & 1 ^ 1)
-    ds_smem.index(ds_stage).slice(CONSUMER * 64, 64, 0).store(ds)
-    hopper.fence_async_shared()
-    arrive_named(_DS_FULL + ds_stage, _EVERYONE)
+    _, dk, dv = _add_products(dk, dv, p, ds, at, k, zeros, smem, full, ds_empty, CONSUMER, False, False)
+    if EARLY:
+        mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
     dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
-    arrive_named(_EMPTY + stage, _EVERYONE)
+    arrive_named(_EMPTY + at % STAGES, _EVERYONE)
     return dk, dv
+
+
+@gluon.jit
+def _weigh_ahead(
+    s, at, low, v, zeros, slopes, number, blocks, is_sequence, smem, k_left, scale, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """p, dp and delta of block number `at` of queries, whose scores `s` have been asked for. With RIGHT, whose masks
+    need the registers, delta is not loaded yet, but dp."""
+    s_layout: gl.constexpr = zeros.type.layout
+    lse = _rows_of(smem, at, 0, s_layout)  # behind dp's products it would wait for them
+    keep_order()
+    dp = _ask_scores(v, smem[3], at, zeros)
+    arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
+    s = hopper.warpgroup_mma_wait(1, deps=[s])
+    p, _ = _weights_of(
+        s, lse, low, slopes, number, blocks, is_sequence, k_left, scale, 0.0, left, right, LEFT, RIGHT, False
+    )
+    if RIGHT:
+        dp = hopper.warpgroup_mma_wait(0, deps=[dp])
+        return p, dp, dp
+    else:
+        delta = _rows_of(smem, at, 1, s_layout)
+        keep_order()
+        dp = hopper.warpgroup_mma_wait(0, deps=[dp])
+        return p, dp, delta
+
+
+@gluon.jit
+def _products_ahead(
+    dk, dv, p, dp, delta, at, k, zeros, smem, full, ds_empty,
+    RIGHT: gl.constexpr, CONSUMER: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    """dk and dv with what block number `at` of queries adds; unless LAST, the next one's scores are under way."""
+    STAGES: gl.constexpr = full.shape[0]
+    s_layout: gl.constexpr = zeros.type.layout
+    if RIGHT:
+        delta = _rows_of(smem, at, 1, s_layout)
+    s, dk, dv = _add_products(dk, dv, p, p * (dp - delta), at, k, zeros, smem, full, ds_empty, CONSUMER, True, not LAST)
+    if LAST:
+        dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
+    else:
+        dv, dk = hopper.warpgroup_mma_wait(1, deps=[dv, dk])
+    arrive_named(_EMPTY + at % STAGES, _EVERYONE)
+    return s, dk, dv
 
 
 @gluon.jit
@@ -579,10 +682,15 @@ def _consume(
     k_smem, v_smem, q_smem, _, _, ds_smem = smem
     dk_smem, dv_smem = out_smem
     k_full, v_full, full, ds_empty, tile_full, tile_empty = bars
+    STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     W_QK: gl.constexpr = k_smem.shape[2]
     W_V: gl.constexpr = v_smem.shape[2]
     dtype: gl.constexpr = k_smem.dtype
+    # a block's scores are asked for behind the products of the one before, where there are registers for both; in turn
+    # neither was faster
+    AHEAD: gl.constexpr = W_QK == 64 and W_V == 64 and not CAP and not IN_TURN
+    EARLY: gl.constexpr = not AHEAD and not RIGHT and not IN_TURN
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_QK, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_V, 16])
@@ -637,23 +745,49 @@ def _consume(
                 _pass_over(ds_smem, full, ds_empty, done, zeros, CONSUMER)
                 low += BLOCK_M
                 first += 1
+        at = done + first
+        if EARLY:
+            mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1, pred=first < end)
         sync_named(_TURN + CONSUMER, _CONSUMERS)
-        for i in range(first, end):
-            number, blocks = i, count
-            if IN_TURN:
-                number, blocks = repeats - heads_left, 1
-            dk, dv = _consume_block(
-                dk, dv, done + i, low, k, v, zeros, slopes, number, blocks, is_sequence, smem, full, ds_empty,
-                k_left, scale, softcap, left, right, LEFT, RIGHT, CAP, CONSUMER,
+        if not AHEAD:
+            for i in range(first, end):
+                number, blocks = i, count
+                if IN_TURN:
+                    number, blocks = repeats - heads_left, 1
+                dk, dv = _consume_block(
+                    dk, dv, done + i, done + gl.minimum(i + 1, end - 1), low, k, v, zeros, slopes, number, blocks,
+                    is_sequence, smem, full, ds_empty, k_left, scale, softcap, left, right,
+                    LEFT, RIGHT, CAP, EARLY, CONSUMER,
+                )  # fmt: skip
+                if IN_TURN:
+                    heads_left -= 1
+                    low = gl.where(heads_left == 0, low - BLOCK_M, low)
+                    heads_left = gl.where(heads_left == 0, repeats, heads_left)
+                else:
+                    low += BLOCK_M
+                    if low == limit:
+                        low = told(tile_smem, slot, _DISTANCE) - CONSUMER * 64
+        elif first < end:
+            mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
+            s = _ask_scores(k, q_smem, at, zeros)
+            p, dp, delta = _weigh_ahead(
+                s, at, low, v, zeros, slopes, first, count, is_sequence, smem, k_left, scale, left, right,
+                LEFT, RIGHT, CONSUMER,
             )  # fmt: skip
-            if IN_TURN:
-                heads_left -= 1
-                low = gl.where(heads_left == 0, low - BLOCK_M, low)
-                heads_left = gl.where(heads_left == 0, repeats, heads_left)
-            else:
+            for i in range(first + 1, end):
+                s, dk, dv = _products_ahead(
+                    dk, dv, p, dp, delta, done + i - 1, k, zeros, smem, full, ds_empty, RIGHT, CONSUMER, False
+                )
                 low += BLOCK_M
                 if low == limit:
                     low = told(tile_smem, slot, _DISTANCE) - CONSUMER * 64
+                p, dp, delta = _weigh_ahead(
+                    s, done + i, low, v, zeros, slopes, i, count, is_sequence, smem, k_left, scale, left, right,
+                    LEFT, RIGHT, CONSUMER,
+                )  # fmt: skip
+            s, dk, dv = _products_ahead(
+                dk, dv, p, dp, delta, done + end - 1, k, zeros, smem, full, ds_empty, RIGHT, CONSUMER, True
+            )
         arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
         if RIGHT and CONSUMER > 0 and IN_TURN:
             for i in range(end, repeats * count):

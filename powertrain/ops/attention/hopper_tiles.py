@@ -24,6 +24,14 @@ def here(stride):
 
 
 @gluon.jit
+def keep_order():
+    """What is loaded or added ahead of this is not moved behind it, as ptxas does to save registers."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def tanh(x):
     """The hardware's, good to 2^-11: enough beside operands of 16 bits."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
