@@ -172,13 +172,15 @@ def test_keys_that_all_batch_entries_share(taken: list[str | None]) -> None:
     assert taken == [None, None]
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2), (0, 2)])
-def test_only_what_is_wanted(wanted: tuple[int, ...], taken: list[str | None]) -> None:
-    leaves = _leaves((2, 300, 4, 128), (2, 300, 2, 128), (2, 300, 2, 128))
-    dout = torch.randn(2, 300, 4, 128, device=CUDA, dtype=torch.bfloat16)
-    every = torch.autograd.grad(attention(*leaves, is_causal=True, backend="triton"), leaves, dout)
+def test_only_what_is_wanted(wanted: tuple[int, ...], head_dim: int, is_causal: bool, taken: list[str | None]) -> None:
+    leaves = _leaves((2, 300, 4, head_dim), (2, 300, 2, head_dim), (2, 300, 2, head_dim))
+    dout = torch.randn(2, 300, 4, head_dim, device=CUDA, dtype=torch.bfloat16)
+    every = torch.autograd.grad(attention(*leaves, is_causal=is_causal, backend="triton"), leaves, dout)
     some = [x.detach().requires_grad_(n in wanted) for n, x in enumerate(leaves)]
-    out = attention(*some, is_causal=True, backend="triton")
+    out = attention(*some, is_causal=is_causal, backend="triton")
     _close(torch.autograd.grad(out, [some[n] for n in wanted], dout), tuple(every[n] for n in wanted))
     assert taken == [None, None]
 
@@ -192,14 +194,8 @@ MASKS = {
 }
 
 
-@IN_TURN
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("mask", list(MASKS))
-def test_the_same_bits(
-    mask: str, head_dim: int, packed: bool, taken: list[str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Time after time, and by however many CTAs: the order of the sums is that of the keys."""
+def _gradients(mask: str, head_dim: int, packed: bool) -> Callable[[], tuple[Tensor, ...]]:
+    """Of 24 to 27 tiles of keys and two heads."""
     tokens, keys = 2 * 1500, 2 * (1500 if packed else 1700)
     leaves = _leaves((tokens, 6, head_dim), (keys, 2, head_dim), (keys, 2, head_dim))
     dout = torch.randn(tokens, 6, head_dim, device=CUDA, dtype=torch.bfloat16)
@@ -214,13 +210,44 @@ def test_the_same_bits(
             out = attention(q, k, v, backend="triton", **MASKS[mask]).flatten(0, 1)
         return torch.autograd.grad(out, leaves, dout)
 
+    return grads
+
+
+def _with_sms(num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = SimpleNamespace(of=lambda device: replace(Target.of(CUDA), num_sms=num_sms))
+    monkeypatch.setattr(hopper_backward, "Target", target)
+
+
+@IN_TURN
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", list(MASKS))
+def test_the_same_bits(
+    mask: str, head_dim: int, packed: bool, taken: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time after time, and by however many CTAs: the order of the sums is that of the keys."""
+    grads = _gradients(mask, head_dim, packed)
     first = grads()
     for _ in range(20):
         assert all(map(torch.equal, grads(), first))
     for num_sms in (1, 3, 50):
-        target = SimpleNamespace(of=lambda device, n=num_sms: replace(Target.of(CUDA), num_sms=n))
-        monkeypatch.setattr(hopper_backward, "Target", target)
+        _with_sms(num_sms, monkeypatch)
         assert all(map(torch.equal, grads(), first))
+    assert set(taken) == {None}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", list(MASKS))
+def test_from_tile_to_tile(
+    mask: str, head_dim: int, packed: bool, taken: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By few CTAs, each of many tiles, as by one for each tile."""
+    grads = _gradients(mask, head_dim, packed)
+    first = grads()
+    for num_sms in (1, 3, 50):
+        _with_sms(num_sms, monkeypatch)
+        _close(grads(), first)
     assert set(taken) == {None}
 
 

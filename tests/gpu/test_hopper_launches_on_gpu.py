@@ -24,14 +24,23 @@ Step = Callable[[], list[Tensor]]
 
 
 def _attentions(rng: random.Random) -> Step:
-    """Forward and backward: two kernels that wait at barriers, of 1 to 16 tiles."""
-    shape = (rng.randint(1, 2), rng.randint(1, 500), rng.choice((1, 4)), rng.choice((64, 128)))
-    leaves = [torch.randn(shape, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    dout = torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
-    in_turn = rng.random() < 0.5
+    """Forward and backward: two kernels that wait at barriers, of one tile to twice as many as there are SMs."""
+    batch, length, kv_heads, head_dim = (
+        rng.randint(1, 2),
+        rng.randint(1, 500),
+        rng.choice((1, 4)),
+        rng.choice((64, 128)),
+    )
+    batch *= rng.choice((1, 1, 16))
+    heads = (kv_heads * rng.choice((1, 3)), kv_heads, kv_heads)
+    leaves = [
+        torch.randn(batch, length, n, head_dim, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for n in heads
+    ]
+    dout = torch.randn_like(leaves[0])
+    is_causal, in_turn = rng.random() < 0.5, rng.random() < 0.5
 
     def step() -> list[Tensor]:
-        out = attention(*leaves, is_causal=True, backend="hopper", deterministic=in_turn)
+        out = attention(*leaves, is_causal=is_causal, backend="hopper", deterministic=in_turn)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     return step

@@ -265,8 +265,7 @@ def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, plac
 @gluon.jit
 def _next(head, row, tile, left, count, repeats, slots, BLOCK_M: gl.constexpr, IN_TURN: gl.constexpr):
     """The block of queries after this one: the head's next, and the heads that share the keys follow each other.
-    IN_TURN:
-    of the last rows those of all heads, then of the rows before."""
+    IN_TURN: of the last rows those of all heads, then of the rows before."""
     left -= 1
     wraps = left == 0
     if IN_TURN:
@@ -489,24 +488,23 @@ def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
     arrive_named(_DS_FULL + stage, _EVERYONE)
 
 
-# What follows stands in functions and not in loops: Triton walks twice through what a loop has within, and four times
-# where loops nest.
+# What _consume's loops have within stands in functions: Triton walks twice through a loop, four times where loops nest.
 
 
 @gluon.jit
-def _rows_of(smem, at, FIRST: gl.constexpr, layout: gl.constexpr):
-    """LSE (FIRST 0) or delta (1) of block number `at` of queries, along the columns."""
-    rows_smem = smem[4]
-    BLOCK_M: gl.constexpr = smem[2].shape[1]
-    rows = rows_smem.index(at % rows_smem.shape[0]).slice(FIRST * BLOCK_M, BLOCK_M)
+def _row_numbers(smem, at, DELTA: gl.constexpr, layout: gl.constexpr):
+    """LSE, or delta where DELTA is 1, of block number `at` of queries, along the columns."""
+    _, _, q_smem, _, rows_smem, _ = smem
+    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    rows = rows_smem.index(at % rows_smem.shape[0]).slice(DELTA * BLOCK_M, BLOCK_M)
     return gl.expand_dims(rows.load(gl.SliceLayout(0, layout)), 0)
 
 
 @gluon.jit
-def _ask_scores(keys, rows_smem, at, zeros):
-    """keys rowsᵀ of block number `at` of queries, under way."""
-    rows = rows_smem.index(at % rows_smem.shape[0])
-    return hopper.warpgroup_mma(keys, rows.permute((1, 0)), zeros, use_acc=False, is_async=True)
+def _ask(keys, b_smem, at, zeros):
+    """keys bᵀ, under way, b being q (for the scores; keys are k) or do (for dp; v) of block number `at` of queries."""
+    b = b_smem.index(at % b_smem.shape[0])
+    return hopper.warpgroup_mma(keys, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -561,8 +559,8 @@ def _add_products(
     dk, dv, p, ds, at, k, zeros, smem, full, ds_empty,
     CONSUMER: gl.constexpr, DS_FIRST: gl.constexpr, NEXT: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with what block number `at` of queries adds, under way, and ds for the server. DS_FIRST: it is stored
-    ahead of the products. NEXT: the next block's scores are asked for behind them."""
+    """s, dk and dv, the latter with what block number `at` of queries adds, under way; and ds for the server. DS_FIRST:
+    it is stored ahead of the products. NEXT: s is the next block's scores, asked for behind them; else nothing."""
     _, _, q_smem, do_smem, _, ds_smem = smem
     STAGES: gl.constexpr = q_smem.shape[0]
     dtype: gl.constexpr = q_smem.dtype
@@ -578,7 +576,7 @@ def _add_products(
     dk = hopper.warpgroup_mma(ds16, q_smem.index(at % STAGES), dk, is_async=True)
     s = zeros
     if NEXT:
-        s = _ask_scores(k, q_smem, at + 1, zeros)
+        s = _ask(k, q_smem, at + 1, zeros)
     if not DS_FIRST:
         _hand_over(ds, at, ds_smem, ds_empty, CONSUMER)
     hopper.fence_async_shared()
@@ -598,23 +596,23 @@ def _consume_block(
     STAGES: gl.constexpr = q_smem.shape[0]
     s_layout: gl.constexpr = zeros.type.layout
     if EARLY:
-        lse = _rows_of(smem, at, 0, s_layout)
+        lse = _row_numbers(smem, at, 0, s_layout)
         keep_order()
     else:
         mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
-    s = _ask_scores(k, q_smem, at, zeros)
-    dp = _ask_scores(v, do_smem, at, zeros)
+    s = _ask(k, q_smem, at, zeros)
+    dp = _ask(v, do_smem, at, zeros)
     if EARLY:
         arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
     s = hopper.warpgroup_mma_wait(1, deps=[s])
     if not EARLY:
         arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
-        lse = _rows_of(smem, at, 0, s_layout)
+        lse = _row_numbers(smem, at, 0, s_layout)
     p, t = _weights_of(
         s, lse, low, slopes, number, blocks, is_sequence, k_left, scale, softcap, left, right, LEFT, RIGHT, CAP
     )
     dp = hopper.warpgroup_mma_wait(0, deps=[dp])
-    ds = p * (dp - _rows_of(smem, at, 1, s_layout))
+    ds = p * (dp - _row_numbers(smem, at, 1, s_layout))
     if CAP:
         ds *= 1.0 - t * t
     _, dk, dv = _add_products(dk, dv, p, ds, at, k, zeros, smem, full, ds_empty, CONSUMER, False, False)
@@ -631,11 +629,12 @@ def _weigh_ahead(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """p, dp and delta of block number `at` of queries, whose scores `s` have been asked for. With RIGHT, whose masks
-    need the registers, delta is not loaded yet, but dp."""
+    need the registers, delta is loaded later, by _products_ahead, and something stands in its place here."""
+    _, _, _, do_smem, _, _ = smem
     s_layout: gl.constexpr = zeros.type.layout
-    lse = _rows_of(smem, at, 0, s_layout)  # behind dp's products it would wait for them
+    lse = _row_numbers(smem, at, 0, s_layout)  # behind dp's products it would wait for them
     keep_order()
-    dp = _ask_scores(v, smem[3], at, zeros)
+    dp = _ask(v, do_smem, at, zeros)
     arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
     s = hopper.warpgroup_mma_wait(1, deps=[s])
     p, _ = _weights_of(
@@ -645,7 +644,7 @@ def _weigh_ahead(
         dp = hopper.warpgroup_mma_wait(0, deps=[dp])
         return p, dp, dp
     else:
-        delta = _rows_of(smem, at, 1, s_layout)
+        delta = _row_numbers(smem, at, 1, s_layout)
         keep_order()
         dp = hopper.warpgroup_mma_wait(0, deps=[dp])
         return p, dp, delta
@@ -660,7 +659,7 @@ def _products_ahead(
     STAGES: gl.constexpr = full.shape[0]
     s_layout: gl.constexpr = zeros.type.layout
     if RIGHT:
-        delta = _rows_of(smem, at, 1, s_layout)
+        delta = _row_numbers(smem, at, 1, s_layout)
     s, dk, dv = _add_products(dk, dv, p, p * (dp - delta), at, k, zeros, smem, full, ds_empty, CONSUMER, True, not LAST)
     if LAST:
         dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
@@ -687,10 +686,12 @@ def _consume(
     W_QK: gl.constexpr = k_smem.shape[2]
     W_V: gl.constexpr = v_smem.shape[2]
     dtype: gl.constexpr = k_smem.dtype
-    # a block's scores are asked for behind the products of the one before, where there are registers for both; in turn
-    # neither was faster
+    # AHEAD: a block's scores are asked for behind the products of the one before, where there are registers for both.
+    # EARLY: as _consume_block says, where it was measured faster: masks, ALiBi and a softcap need the registers. Where
+    # tiles add in turn neither was faster
     AHEAD: gl.constexpr = W_QK == 64 and W_V == 64 and not CAP and not IN_TURN
-    EARLY: gl.constexpr = not AHEAD and not RIGHT and not IN_TURN
+    PLAIN: gl.constexpr = not (LEFT or RIGHT or CAP or RAGGED or IN_TURN) and slopes_ptr is None
+    EARLY: gl.constexpr = PLAIN and W_QK == 128 and W_V == 128
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_QK, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_V, 16])
@@ -754,8 +755,10 @@ def _consume(
                 number, blocks = i, count
                 if IN_TURN:
                     number, blocks = repeats - heads_left, 1
+                # the next tile's first block is not waited for: its place may be the one to be given back
+                after = done + gl.minimum(i + 1, end - 1)
                 dk, dv = _consume_block(
-                    dk, dv, done + i, done + gl.minimum(i + 1, end - 1), low, k, v, zeros, slopes, number, blocks,
+                    dk, dv, done + i, after, low, k, v, zeros, slopes, number, blocks,
                     is_sequence, smem, full, ds_empty, k_left, scale, softcap, left, right,
                     LEFT, RIGHT, CAP, EARLY, CONSUMER,
                 )  # fmt: skip
@@ -769,7 +772,7 @@ def _consume(
                         low = told(tile_smem, slot, _DISTANCE) - CONSUMER * 64
         elif first < end:
             mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
-            s = _ask_scores(k, q_smem, at, zeros)
+            s = _ask(k, q_smem, at, zeros)
             p, dp, delta = _weigh_ahead(
                 s, at, low, v, zeros, slopes, first, count, is_sequence, smem, k_left, scale, left, right,
                 LEFT, RIGHT, CONSUMER,
@@ -785,7 +788,7 @@ def _consume(
                     s, done + i, low, v, zeros, slopes, i, count, is_sequence, smem, k_left, scale, left, right,
                     LEFT, RIGHT, CONSUMER,
                 )  # fmt: skip
-            s, dk, dv = _products_ahead(
+            _no_scores, dk, dv = _products_ahead(
                 dk, dv, p, dp, delta, done + end - 1, k, zeros, smem, full, ds_empty, RIGHT, CONSUMER, True
             )
         arrive_named(_TURN + 1 - CONSUMER, _CONSUMERS)
@@ -830,6 +833,7 @@ def _hopper_attention_bwd_kernel(
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = 128
+    gl.static_assert(2 <= STAGES and STAGES <= 4 and DS_STAGES <= 2)  # the barriers by number that there are
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = PACKED or k_used_ptr is not None
