@@ -55,8 +55,7 @@ def _load_grads(desc, smem, full, empty, i, repeat, block):
 @gluon.jit
 def _next(repeat, block, begin, end, repeats, IN_TURN: gl.constexpr):
     """The block of queries after this one: the head's next, and the heads that share the keys follow each other.
-    IN_TURN:
-    of the last rows those of all heads, then of the rows before."""
+    IN_TURN: of the last rows those of all heads, then of the rows before."""
     if IN_TURN:
         repeat += 1
         wraps = repeat == repeats
