@@ -196,7 +196,7 @@ def _position(
             ended = open & (tl.load(cu_seqlens_ptr + middle + 1, mask=open, other=0) <= inner)
             sequence = tl.where(ended, middle + 1, sequence)
             high = tl.where(open & ~ended, middle, high)
-        in_sequence = live & (sequence < num_seqs)
+        in_sequence = live & (sequence < num_seqs) & (inner >= tl.load(cu_seqlens_ptr))
         position = inner - tl.load(cu_seqlens_ptr + sequence, mask=in_sequence, other=0) + offset
         if offsets_ptr is not None:
             position += tl.load(offsets_ptr + sequence, mask=in_sequence, other=0)
@@ -470,7 +470,7 @@ def rope(
         position_ids  [B, S], [S] or, for thd, [T]: the positions themselves, for all layouts batch first; [A, B, S] or
                       [A, T] for the A axes of M-RoPE
         cu_seqlens    [num_seqs + 1] int32 or int64, for thd: where sequences begin; positions restart there. Tokens
-                      after the last one get position 0
+                      ahead of the first and after the last one get position 0
     Returns q's rotation, contiguous, or (q's, k's); dtypes as given.
     Numerics: float32, rounded once. A position the table does not have gives NaN on a GPU (no host synchronisation to
         find it) and IndexError on the CPU. Deterministic.
@@ -630,6 +630,7 @@ def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Ten
     cos, sin = (t.to(acc)[0] if x.dim() == 3 else t.to(acc) for t in (cos, sin))
     # split, since the backward of a slice fills a tensor of x's size with zeros
     turning, rest = x.split((2 * pairs, x.shape[-1] - 2 * pairs), -1)
+    turning = turning.to(acc)  # once, so that gradients are summed ahead of rounding
     a, b = turning.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else turning.split(pairs, -1)
     a, b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     parts = [torch.stack((a, b), -1).flatten(-2)] if interleaved else [a, b]
@@ -656,7 +657,7 @@ def _positions(x: Tensor, at: _Positions) -> Tensor:
         sequence = torch.searchsorted(at.cu_seqlens.to(index.dtype), index, right=True) - 1
         shift = at.offset if at.offsets is None else F.pad(at.offsets, (0, 1))[sequence]
         position = index - at.cu_seqlens[sequence] + shift
-        return torch.where(sequence < at.cu_seqlens.shape[0] - 1, position, 0)[None]
+        return torch.where((sequence >= 0) & (sequence < at.cu_seqlens.shape[0] - 1), position, 0)[None]
     if at.layout == "sbhd":
         return (index[:, None] + (at.offset if at.offsets is None else at.offsets)).expand(x.shape[:2])
     return (index + (at.offset if at.offsets is None else at.offsets[:, None])).expand(x.shape[:2])

@@ -151,7 +151,9 @@ def _packed_part(sharding: Sharding, source: int, mask: Mask, device: torch.devi
     if source == rank:
         options["is_causal"] = causal
     else:
-        options.update(cu_seqlens_k=keys.starts, seqused_q=queries.lengths, seqused_k=keys.lengths)
+        options.update(
+            cu_seqlens_k=keys.starts, seqused_q=queries.lengths, seqused_k=keys.lengths, cu_seqlens_k_padded=keys.starts
+        )
     yield _Part((0, sharding.length(rank)), (0, sharding.length(source)), options)
 
 

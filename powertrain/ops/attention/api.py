@@ -173,19 +173,23 @@ def varlen_attention(
         query          [Tq, H, D]  dtypes and strides as in `attention`
         key, value     [Tk, K, D], [Tk, K, E]
         cu_seqlens_q   [B + 1] int32 or int64 (converted) on query's device: sequence n is rows cu[n] to cu[n + 1]. May
-                       repeat (an empty sequence) and end before Tq. Never read by the host but on the CPU
+                       repeat (an empty sequence), begin behind 0 and end before Tq. Never read by the host but on the
+                       CPU
         cu_seqlens_k   the same of the keys; None: cu_seqlens_q
         max_seqlen_q, max_seqlen_k   upper bounds known to the host, for flash-2, which launches by them (too small a
                        one leaves rows out); our kernel needs none. None: Tq, Tk
-        cu_seqlens_q_padded, cu_seqlens_k_padded   [B + 1]: where sequences begin, if not one behind the other; the
-                       differences of cu_seqlens are then their lengths only
-        seqused_q, seqused_k   [B]: their lengths, if less than that
+        cu_seqlens_q_padded, cu_seqlens_k_padded   [B + 1]: where sequences begin, if not one behind the other,
+                       ascending; the differences of cu_seqlens are then their lengths only
+        seqused_q, seqused_k   [B]: their lengths, if less than that. With seqused_k, and without cu_seqlens_k_padded,
+                       keys lie anywhere: sequence n has seqused_k[n] rows from cu_seqlens_k[n] on, and starts may be in
+                       any order, and rows those of several sequences, whose gradients add up. (With
+                       cu_seqlens_k_padded the Hopper backward serves, here the universal one)
         prefix_lengths [B]; alibi_slopes [H] or [B, H]; sinks [H]
     is_causal to backend are those of `attention`: positions count within a sequence, as do dropout's rows and columns
     (and the sequence's number in the batch), so that packing changes no result.
 
     Returns out [Tq, H, E] in query's dtype; with return_lse also LSE [H, Tq] in nats, float32 (float64 for float64),
-        differentiable. Rows of no sequence, between two and behind the last, are 0 with an LSE of -inf and have zero
+        differentiable. Rows of no sequence, ahead of the first, between two and behind the last, are 0 with an LSE of -inf and have zero
         gradients, and are never read: NaN there does not leak.
     Numerics, determinism and errors are those of `attention`.
     Memory beyond inputs and results, our kernel: 4 * H * Tq bytes saved, 8 * H * ceil(Tq / 128) * 128 in backward, on
@@ -213,7 +217,8 @@ def varlen_attention(
     ours, others = (cu_seqlens_q, cu_seqlens_q_padded, seqused_q), (cu_seqlens_k, cu_seqlens_k_padded, seqused_k)
     if any(x is not y for x, y in zip(ours, others, strict=True)):
         key_starts, key_used = sequence_starts(op, "k", *others)
-    varlen = Varlen(query_starts, key_starts, query_used, key_used, max_seqlen_q or 0, max_seqlen_k or 0)
+    unordered = key_used is not None and key_used is not query_used and cu_seqlens_k_padded is None
+    varlen = Varlen(query_starts, key_starts, query_used, key_used, max_seqlen_q or 0, max_seqlen_k or 0, unordered)
     mask, tensors = lower_mask(
         op, sizes, is_causal=is_causal, causal_align=causal_align, window_size=window_size, chunk_size=chunk_size,
         prefix_lengths=prefix_lengths, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks,
@@ -257,7 +262,8 @@ def _facts(call: AttentionCall, sizes: Sizes, seeded: bool) -> tuple[Any, ...]:
     batch, heads, kv_heads, queries, keys = sizes
     return (
         query.dtype, query.shape[-1], value.shape[-1], query.device, call.mask, call.layout, heads, kv_heads,
-        varlen.query_used is not None or varlen.key_used is not None, call.dropout_p, seeded, needs_grad,
+        varlen.query_used is not None or varlen.key_used is not None, varlen.unordered, call.dropout_p, seeded,
+        needs_grad,
         call.return_lse, call.deterministic, _aligned(query, key, value, compiling), compiling,
         query.dtype is torch.float32 and select.allows_tf32(),
         Lengths.facts(queries, keys, equal, batch, elements),
@@ -283,6 +289,7 @@ def problem_of(
     num_heads: int,
     num_kv_heads: int,
     has_key_lengths: bool,
+    has_unordered_keys: bool,
     dropout_p: float,
     dropout_seeded: bool,
     needs_grad: bool,
@@ -305,6 +312,7 @@ def problem_of(
         num_kv_heads,
         Lengths(*lengths),
         has_key_lengths,
+        has_unordered_keys,
         dropout=dropout_p > 0,
         dropout_in_sixteenths=(dropout_p * 16).is_integer(),
         dropout_seeded=dropout_seeded,

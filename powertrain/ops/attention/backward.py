@@ -40,6 +40,8 @@ def attention_backward(
     cu_seqlens_k: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_k_padded: Tensor | None = None,
     query_lengths: Tensor | None = None,
     key_lengths: Tensor | None = None,
     attn_bias: Tensor | None = None,
@@ -64,8 +66,8 @@ def attention_backward(
         out       query's shape with Dv last, any floating dtype: the result over all keys
         lse       its log-sum-exp in nats, float32 [B, H, Sq], thd [H, Tq], bmghk [B, G, H, Sq]
         grad_lse  gradient of that LSE, float32, the same shape
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k   thd only; cu_seqlens_k is cu_seqlens_q unless given. Where
-                  storage is padded, cu_seqlens say where sequences begin and seqused how long they are
+        cu_seqlens_q to cu_seqlens_k_padded   thd only, as in varlen_attention; cu_seqlens_k is cu_seqlens_q unless
+                  given
         query_lengths, key_lengths, attn_bias, document_ids   the other layouts only
     Returns the gradients of query, key and value, in their shapes and dtypes. dq is this part's share: sum the shares
         of all parts, in float32 if they are many. Along a dim of key or value that is expanded, gradients sum to the
@@ -97,11 +99,13 @@ def attention_backward(
         _refuse(op, "thd", **dense)
         if cu_seqlens_q is None:
             checks.fail(op, "cu_seqlens_q", "be given for thd", None)
-        varlen = _packed(op, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        varlen = _packed(
+            op, (cu_seqlens_q, cu_seqlens_q_padded, seqused_q), (cu_seqlens_k, cu_seqlens_k_padded, seqused_k)
+        )
         sizes = sizes._replace(batch=cu_seqlens_q.shape[0] - 1)
     else:
         packed = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
-        _refuse(op, layout, **packed)
+        _refuse(op, layout, **packed, cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_k_padded=cu_seqlens_k_padded)
         queries, keys = as_int32(op, "query_lengths", query_lengths), as_int32(op, "key_lengths", key_lengths)
         for name, lengths in (("query_lengths", queries), ("key_lengths", keys)):
             checks.shape(op, name, lengths, (sizes.batch,), "batch")
@@ -164,14 +168,22 @@ def _refuse(op: str, layout: Layout, **given: object) -> None:
             checks.fail(op, name, f"be None for layout {layout}", "one")
 
 
-def _packed(op: str, cu_q: Tensor, cu_k: Tensor | None, used_q: Tensor | None, used_k: Tensor | None) -> Varlen:
+_Starts = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens, those of padded storage, lengths
+
+
+def _packed(op: str, queries: _Starts, keys: _Starts) -> Varlen:
+    cu_q, padded_q, used_q = queries
+    cu_k, padded_k, used_k = keys
+    assert cu_q is not None
     cu_k = cu_q if cu_k is None else cu_k
     for name, tensor in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         checks.require(tensor.dim() == 1 and tensor.shape[0] > 0, op, name, "be [batch + 1]", list(tensor.shape))
     checks.shape(op, "cu_seqlens_k", cu_k, cu_q.shape, "as cu_seqlens_q")
-    query_starts, query_used = sequence_starts(op, "q", cu_q, None, used_q)
-    key_starts, key_used = sequence_starts(op, "k", cu_k, None, used_k)
-    return Varlen(query_starts, key_starts, query_used, key_used)
+    query_starts, query_used = sequence_starts(op, "q", cu_q, padded_q, used_q)
+    key_starts, key_used = sequence_starts(op, "k", cu_k, padded_k, used_k)
+    is_same = cu_k is cu_q and used_k is used_q
+    unordered = key_used is not None and padded_k is None and not is_same
+    return Varlen(query_starts, key_starts, query_used, key_used, unordered=unordered)
 
 
 def _check_results(

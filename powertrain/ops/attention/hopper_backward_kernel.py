@@ -171,7 +171,7 @@ def _tell_tile(
                 start = begin + count - 1
             at = kv * repeats * slots + start
             if q_starts_ptr is not None:
-                at += q_start // BLOCK_M + b
+                at += gl.cdiv(q_start, BLOCK_M) + b
             else:
                 at += b * kv_heads * repeats * slots
             tell(tile_smem, slot, TILE_KV, kv)

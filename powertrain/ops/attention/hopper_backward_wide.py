@@ -312,7 +312,7 @@ def _hopper_attention_bwd_wide_kernel(
     if slopes_ptr is not None:
         slopes_ptr += storage * slopes_stride_b + kv * repeats
     if q_starts_ptr is not None:
-        tile0 += q_start // BLOCK_M + b
+        tile0 += gl.cdiv(q_start, BLOCK_M) + b
         storage = storage * 0
     else:
         tile0 += b * kv_heads * repeats * slots

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
+from powertrain.ops.attention.layouts import from_bhsd, from_lse_order, to_bhsd
 from powertrain.ops.layout import acc_dtype, cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
@@ -337,7 +337,8 @@ def merge_attentions(
         rows = to_bhsd(out, layout).shape[:3]
         checks.shape(op, f"lses[{n}]", lse, rows[1:] if layout == "thd" else rows, "batch, heads, queries")
     if len(outs) == 1:
-        return first, lses[0]
+        seen = from_lse_order(lses[0] > -torch.inf, layout)[..., None]
+        return first.masked_fill(~seen, 0.0), lses[0]
     if not use_kernel(op, first):
         with without_autocast(first.device):
             return merge_attentions_ref(outs, lses, layout=layout)

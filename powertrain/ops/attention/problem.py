@@ -73,6 +73,7 @@ class AttentionProblem:
     num_kv_heads: int = 16
     lengths: Lengths = field(default_factory=Lengths)
     has_key_lengths: bool = False  # sequences end before their storage does (padded cu_seqlens, lengths per batch)
+    has_unordered_keys: bool = False  # or have starts and lengths of keys that may lie anywhere, also in two of them
     dropout: bool = False
     dropout_in_sixteenths: bool = False  # dropout_p is a multiple of 1/16
     dropout_seeded: bool = False  # the caller gave the seed: only our Philox will do
@@ -102,7 +103,8 @@ class AttentionProblem:
 class Varlen(NamedTuple):
     """Where the sequences of a thd layout lie, or how long those of a batch are. int32 on the device of the queries.
 
-    Dense layouts have no starts. `used` lengths are given where a sequence ends before its storage does.
+    Dense layouts have no starts. `used` lengths are given where a sequence ends before its storage does. Starts ascend,
+    and a sequence ends before the next begins; those of keys need not if they are `unordered`, which have lengths.
     """
 
     query_starts: Tensor | None = None  # [batch + 1]: sequence n begins at row query_starts[n]
@@ -111,6 +113,7 @@ class Varlen(NamedTuple):
     key_used: Tensor | None = None
     max_queries: int = 0  # an upper bound, known to the host
     max_keys: int = 0
+    unordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,8 @@ def assemble(call: AttentionCall, parts: list[tuple[Tensor, Tensor]]) -> tuple[T
         if call.layout == "bmghk":
             lse = lse.unflatten(1, call.query.shape[2:4])
         return from_bshd(out, call.layout, call.query), lse
+    if not parts:
+        return _of_no_sequences(call)
     assert call.varlen.query_starts is not None
     tokens, heads, dv = call.query.shape[0], call.query.shape[1], call.value.shape[-1]
     outs, lses, end = [], [], 0
@@ -164,11 +166,21 @@ def assemble(call: AttentionCall, parts: list[tuple[Tensor, Tensor]]) -> tuple[T
     return torch.cat(outs), torch.cat(lses, 1)
 
 
+def _of_no_sequences(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The results of a thd call without sequences, differentiable by what its inputs are."""
+    nothing = sum(x[:0].sum() for x in (call.query, call.key, call.value))
+    shape = call.query.shape[0], call.query.shape[1], call.value.shape[-1]
+    out = call.query.new_zeros(shape) + nothing
+    return out, out.new_full((shape[1], shape[0]), -torch.inf, dtype=acc_dtype(out.dtype)) + nothing
+
+
 def run_reference(call: AttentionCall, upcast: bool = True) -> tuple[Tensor, Tensor]:
     """(o, lse) of a call by `attention_ref`, sequence by sequence; differentiated by PyTorch.
 
     Lengths are read on the host. Where nobody can (torch.compile, fake tensors) all sequences are computed at once, and
     those that do not belong together masked: O(all queries * all keys) memory."""
+    if call.varlen.query_starts is not None and call.varlen.query_starts.shape[0] == 1:
+        return _of_no_sequences(call)
     if call.has_lengths and (is_traced(call.query) or call.query.is_meta):
         return _run_at_once(call, upcast)
     parts = []
@@ -184,7 +196,7 @@ def run_reference(call: AttentionCall, upcast: bool = True) -> tuple[Tensor, Ten
 
 
 class _Side(NamedTuple):
-    """The sequences along the queries or the keys of a call; [b, n] of dense layouts, [1, n] of thd."""
+    """The sequences along the queries of a call; [b, n] of dense layouts, [1, n] of thd."""
 
     sequence: Tensor  # its number
     position: Tensor  # in its sequence
@@ -192,13 +204,20 @@ class _Side(NamedTuple):
     lengths: Tensor  # [batch]
 
 
+def _lengths(x: Tensor, starts: Tensor | None, used: Tensor | None, like: Tensor) -> Tensor:
+    """[batch], as `like`: of the sequences along dim 1 of x."""
+    if used is not None:
+        return used
+    return torch.full_like(like, x.shape[1]) if starts is None else starts.diff()
+
+
 def _side(x: Tensor, starts: Tensor | None, used: Tensor | None) -> _Side:
     at = torch.arange(x.shape[1], device=x.device)[None]
     if starts is None:
         sequence = torch.arange(x.shape[0], device=x.device)[:, None]
-        lengths = torch.full_like(sequence[:, 0], x.shape[1]) if used is None else used
+        lengths = _lengths(x, None, used, sequence[:, 0])
         return _Side(sequence, at, at < lengths[:, None], lengths)
-    lengths = starts.diff() if used is None else used
+    lengths = _lengths(x, starts, used, starts)
     sequence = torch.searchsorted(starts[1:].contiguous(), at.to(starts.dtype), right=True)
     exists = sequence < lengths.shape[0]
     sequence = sequence.clamp(max=lengths.shape[0] - 1)
@@ -210,13 +229,21 @@ def _run_at_once(call: AttentionCall, upcast: bool) -> tuple[Tensor, Tensor]:
     mask, tensors, varlen = call.mask, call.tensors, call.varlen
     packed = call.layout == "thd"
     q, k, v = (x[None] if packed else to_bshd(x, call.layout) for x in (call.query, call.key, call.value))
-    rows, cols = _side(q, varlen.query_starts, varlen.query_used), _side(k, varlen.key_starts, varlen.key_used)
-    i, j, number = rows.position[:, :, None], cols.position[:, None, :], rows.sequence[:, :, None]
-    p = i + (cols.lengths - rows.lengths)[number] if mask.bottom_right else i
+    rows = _side(q, varlen.query_starts, varlen.query_used)
+    i, number = rows.position[:, :, None], rows.sequence[:, :, None]
+    lengths = _lengths(k, varlen.key_starts, varlen.key_used, rows.lengths)
+    j = torch.arange(k.shape[1], device=k.device)[None, None]
+    if varlen.key_starts is not None:  # counted in the sequence of each query, for a key may be in several
+        j = j - varlen.key_starts[number]
+    p = i + (lengths - rows.lengths)[number] if mask.bottom_right else i
     visible = mask.sees(p, j)
     if tensors.prefix is not None:
         visible = visible | (j < tensors.prefix[number])
-    visible = visible & (number == cols.sequence[:, None, :]) & rows.inside[:, :, None] & cols.inside[:, None, :]
+    held = rows.inside[:, :, None] & (j >= 0) & (j < lengths[number])
+    visible = visible & held
+    # what lies outside may be NaN, and 0 times NaN is NaN
+    q = q.masked_fill(~rows.inside[:, :, None, None], 0.0)
+    k, v = (x.masked_fill(~held.any(1)[:, :, None, None], 0.0) for x in (k, v))
     visible, added = mask.add(visible[:, None], (p - j)[:, None], tensors, rows.sequence, acc_dtype(q.dtype))
     keep = None
     if call.dropout_p > 0:
@@ -224,6 +251,7 @@ def _run_at_once(call: AttentionCall, upcast: bool) -> tuple[Tensor, Tensor]:
         keep = _keep(call.dropout_seed, number[:, None], q.shape[2], i[:, None], j[:, None], call.dropout_p)
     dtype = acc_dtype(q.dtype) if upcast else q.dtype
     out, lse = _attend(q, k, v, visible, added, keep, call.dropout_p, mask, tensors, call.scale, dtype)
+    out = out.masked_fill(~rows.inside[:, :, None, None], 0.0)
     lse = lse.masked_fill(~rows.inside[:, None], -torch.inf)
     if packed:
         return out[0], lse[0]

@@ -200,7 +200,7 @@ class Flash:
         q, k, v = tail.zero_gradient_tails(call.query, call.key, call.value, starts, starts)
         longest = varlen.max_queries or q.shape[0]
         out, lse = self._forward(call, q, k, v, starts, longest, longest)
-        return tail.zero_tail(out, starts), tail.empty_tail(lse, starts) if call.return_lse else None
+        return tail.zero_tail(out, starts, ahead=True), tail.empty_tail(lse, starts) if call.return_lse else None
 
     @staticmethod
     def _forward(

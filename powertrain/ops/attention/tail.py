@@ -1,8 +1,9 @@
-"""Rows of packed sequences that lie past the last one: zeros, where kernels of others leave what was in memory.
+"""Rows of packed sequences ahead of the first one and past the last: zeros, where kernels of others leave what was in
+memory.
 
-flash-2 and its successors write nothing beyond cu_seqlens[-1], neither results nor gradients
+flash-2 and its successors write nothing before cu_seqlens[0] or beyond cu_seqlens[-1], neither results nor gradients
 (https://github.com/pytorch/pytorch/issues/176793). The host does not know where that is, so a small kernel looks; it
-reads one number and writes nothing where sequences fill their storage.
+reads two numbers and writes nothing where sequences fill their storage.
 """
 
 from typing import Any
@@ -17,22 +18,28 @@ _PROGRAMS, _BLOCK = 64, 1024
 
 
 @kernel(aligned=("row_size",))
-def _zero_tail_kernel(x_ptr, starts_ptr, batch, rows, row_size, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    first = tl.load(starts_ptr + batch) + tl.program_id(0)
-    x_ptr += first.to(tl.int64) * row_size
-    for _ in range(first, rows, PROGRAMS):
+def _zero_tail_kernel(
+    x_ptr, starts_ptr, batch, rows, row_size, AHEAD: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
+):
+    # the rows ahead and those past the end are counted as one run of rows
+    ahead = 0
+    if AHEAD:
+        ahead = tl.load(starts_ptr)
+    inside = tl.load(starts_ptr + batch) - ahead
+    for at in range(tl.program_id(0), rows - inside, PROGRAMS):
+        row_ptr = x_ptr + tl.where(at < ahead, at, at + inside).to(tl.int64) * row_size
         for start in range(0, row_size, BLOCK):
             cols = start + tl.arange(0, BLOCK)
-            tl.store(x_ptr + cols, tl.zeros((BLOCK,), x_ptr.dtype.element_ty), mask=cols < row_size)
-        x_ptr += PROGRAMS * row_size
+            tl.store(row_ptr + cols, tl.zeros((BLOCK,), x_ptr.dtype.element_ty), mask=cols < row_size)
 
 
-def zero_tail(x: Tensor, starts: Tensor) -> Tensor:
-    """`x` [tokens, ...] contiguous, its rows from starts[-1] on set to zero in place, unseen by autograd."""
+def zero_tail(x: Tensor, starts: Tensor, *, ahead: bool = False) -> Tensor:
+    """`x` [tokens, ...] contiguous, its rows from starts[-1] on set to zero in place, unseen by autograd; with `ahead`
+    those before starts[0] too."""
     if x.numel():
         row_size = x.numel() // x.shape[0]
         _zero_tail_kernel[(_PROGRAMS,)](
-            x, starts, starts.shape[0] - 1, x.shape[0], row_size, PROGRAMS=_PROGRAMS, BLOCK=_BLOCK
+            x, starts, starts.shape[0] - 1, x.shape[0], row_size, AHEAD=ahead, PROGRAMS=_PROGRAMS, BLOCK=_BLOCK
         )
     return x
 
@@ -51,14 +58,16 @@ class _ZeroGradientTails(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query_starts, key_starts = ctx.saved_tensors
         starts = (query_starts, key_starts, key_starts)
-        zeroed = (None if g is None else zero_tail(g.contiguous(), s) for g, s in zip(grads, starts, strict=True))
+        zeroed = (
+            None if g is None else zero_tail(g.contiguous(), s, ahead=True) for g, s in zip(grads, starts, strict=True)
+        )
         return (*zeroed, None, None)
 
 
 def zero_gradient_tails(
     query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The three, differentiated with zeros past the last sequence whatever the kernel that follows leaves there."""
+    """The three, differentiated with zeros ahead of the first sequence and past the last, whatever the kernel that follows leaves there."""
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         found: tuple[Tensor, Tensor, Tensor] = _ZeroGradientTails.apply(query, key, value, query_starts, key_starts)
         return found
@@ -66,6 +75,6 @@ def zero_gradient_tails(
 
 
 def empty_tail(lse: Tensor, starts: Tensor) -> Tensor:
-    """`lse` [heads, tokens], -inf past the last sequence."""
+    """`lse` [heads, tokens], -inf ahead of the first sequence and past the last."""
     tokens = torch.arange(lse.shape[-1], device=lse.device)
-    return lse.masked_fill(tokens >= starts[-1], -torch.inf)
+    return lse.masked_fill((tokens < starts[0]) | (tokens >= starts[-1]), -torch.inf)

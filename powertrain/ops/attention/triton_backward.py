@@ -8,8 +8,9 @@
     dbias = ds before the softcap's factor, summed over the dims that were broadcast
 
 `dkdv`: a program per block of keys runs over the queries that see it, and over the query heads that share it. `dq`: a
-program per block of queries, over keys as in forward. `dbias`: a program per tile of the bias. Rows behind a sequence
-get zeros.
+program per block of queries, over keys as in forward. `dbias`: a program per tile of the bias. Rows ahead of and behind
+a sequence get zeros. Where sequences of keys lie in any order and may share keys, `dkdv` has a program per block of a
+segment, which runs over all sequences that have it; segments are cut where a sequence begins or ends.
 
 Source: Dao 2023, arXiv:2307.08691; the tiles were measured here (triton_flash.py).
 """
@@ -33,6 +34,7 @@ from powertrain.ops.attention.triton_tiles import (
     keep_tile,
     key_span,
     load_tile,
+    next_over,
     prefix_of,
     query_span,
     same_document,
@@ -165,51 +167,34 @@ def _add_dkdv(
     return dk, dv
 
 
-@kernel(aligned=("row_stride",))
-def _attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, rows_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr,
-    kdoc_ptr, krange_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, seed_ptr,
-    batch, queries, keys, kv_heads, repeats, blocks, group,
-    stride_qb, stride_qs, stride_qh, stride_qr, stride_kb, stride_ks, stride_kh, stride_kr,
-    stride_vb, stride_vs, stride_vh, stride_vr, stride_dob, stride_dos, stride_doh, stride_dor,
-    stride_dkb, stride_dks, stride_dkh, stride_dkr, stride_dvb, stride_dvs, stride_dvh, stride_dvr,
-    head_of_kv, head_of_repeat, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, slopes_stride_b,
+@triton.jit
+def _add_sequence(
+    dk, dv, b, first, kv, first_repeat, q_ptr, k_ptr, v_ptr, do_ptr, rows_ptr, bias_ptr, slopes_ptr, prefix_ptr,
+    qdoc_ptr, kdoc_ptr, krange_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, seed_ptr,
+    batch, queries, keys, heads, repeats, q_strides, k_strides, v_strides, do_strides,
+    head_of_kv, head_of_repeat, bias_strides, slopes_stride_b,
     scale, softcap, left, right, chunk, threshold, keep_scale, size, row_stride,
     HAS: tl.constexpr, ADDS: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr,
     P_QK: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
-    FMA: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr, LATE: tl.constexpr,
+    FMA: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr, LATE: tl.constexpr, NEED: tl.constexpr,
 ):  # fmt: skip
-    heads = kv_heads * repeats
-    outer = 1 if SHARED else repeats
-    if k_starts_ptr is not None:
-        slot, index = place(tl.program_id(0), blocks, kv_heads * outer, group)
-        b, block = find_sequence(k_starts_ptr, batch, blocks - 1 - slot, BLOCK_N)
-    else:
-        block, index = place(tl.program_id(0), blocks, batch * kv_heads * outer, group)
-        block = blocks - 1 - block  # the first keys are seen by most queries
-        b = index // (kv_heads * outer)
-        index = index % (kv_heads * outer)
-    kv, first_repeat = index // outer, index % outer
-    k_start, k_len, k_room = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
+    """The queries of sequence b that see its keys from key `first` on, into dk and dv."""
+    k_start, k_len, _ = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
     q_start, q_len, _ = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
-    first = block * BLOCK_N
-    if k_starts_ptr is not None:
-        if first >= k_room:
-            return
     b64, kv64, q64, k64 = to_int64(b), to_int64(kv), to_int64(q_start), to_int64(k_start)
     storage = b64
     if k_starts_ptr is not None:
         storage = storage * 0
     r64 = to_int64(first_repeat)
-    k_base = k_ptr + storage * stride_kb + k64 * stride_ks + kv64 * stride_kh + r64 * stride_kr
-    v_base = v_ptr + storage * stride_vb + k64 * stride_vs + kv64 * stride_vh + r64 * stride_vr
-    k_src = source(k_base, k_len, stride_ks, D[0], P_QK, BLOCK_N, TMA)
-    v_src = source(v_base, k_len, stride_vs, D[1], P_V, BLOCK_N, TMA)
+    k_base = k_ptr + storage * k_strides[0] + k64 * k_strides[1] + kv64 * k_strides[2] + r64 * k_strides[3]
+    v_base = v_ptr + storage * v_strides[0] + k64 * v_strides[1] + kv64 * v_strides[2] + r64 * v_strides[3]
+    k_src = source(k_base, k_len, k_strides[1], D[0], P_QK, BLOCK_N, TMA)
+    v_src = source(v_base, k_len, v_strides[1], D[1], P_V, BLOCK_N, TMA)
     k, v = k_src, v_src
     if not FMA:
-        k = load_tile(k_src, first, k_len, stride_ks, D[0], P_QK, BLOCK_N, TMA, True)
-        if dk_ptr is not None:
-            v = load_tile(v_src, first, k_len, stride_vs, D[1], P_V, BLOCK_N, TMA, True)
+        k = load_tile(k_src, first, k_len, k_strides[1], D[0], P_QK, BLOCK_N, TMA, True)
+        if NEED[0]:
+            v = load_tile(v_src, first, k_len, v_strides[1], D[1], P_V, BLOCK_N, TMA, True)
 
     j = (first + tl.arange(0, BLOCK_N))[:, None]
     offset = q_len * 0
@@ -223,71 +208,134 @@ def _attention_dkdv_kernel(
         begin = tl.minimum(tl.maximum(begin, low // BLOCK_M * BLOCK_M), end)
     end = tl.where(first < k_len, end, begin)  # behind the sequence: zeros
     factor = factors(scale, softcap, CAP[0])
-    bias_strides = (bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
     rows = (q_len, k_len, q_len)
     MASKED: tl.constexpr = HAS[0] or HAS[1] or HAS[2] or ADDS[2]
-
-    dk = zeros_tile(BLOCK_N, P_QK)
-    dv = zeros_tile(BLOCK_N, P_V)
-    NEED: tl.constexpr = (dk_ptr is not None, dv_ptr is not None)
-    strides = (stride_qs, stride_ks, stride_vs, stride_dos)
+    strides = (q_strides[1], k_strides[1], v_strides[1], do_strides[1])
+    # a loop of one turn would cost what the compiler knows of a single one
     if SHARED:
         for turn in range(0, repeats):
-            repeat = first_repeat + turn
-            r64 = to_int64(repeat)
-            head = kv * head_of_kv + repeat * head_of_repeat
-            at = (b64 * heads + head) * row_stride
-            if q_starts_ptr is not None:
-                at = to_int64(head) * row_stride + q64
-            bias = bias_of(
-                bias_ptr,
-                slopes_ptr,
-                b64,
-                head,
-                bias_strides,
-                slopes_stride_b,
-                batch,
-                queries,
-                keys,
-                ADDS,
-                BLOCK_M,
-                BLOCK_N,
-            )
-            dropout = (begin, b, threshold)
-            if ADDS[3]:
-                dropout = (seed_ptr, b * heads + head, threshold)
-            q_base = q_ptr + storage * stride_qb + q64 * stride_qs + kv64 * stride_qh + r64 * stride_qr
-            do_base = do_ptr + storage * stride_dob + q64 * stride_dos + kv64 * stride_doh + r64 * stride_dor
-            q_src = source(q_base, q_len, stride_qs, D[0], P_QK, BLOCK_M, TMA)
-            do_src = source(do_base, q_len, stride_dos, D[1], P_V, BLOCK_M, TMA)
-            dk, dv = _add_dkdv(
-                dk, dv, begin, end, k_src, v_src, k, v, q_src, do_src, first, j, rows, offset, rows_ptr + at, size,
-                limits, factor, bias, documents, dropout, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M,
+            dk, dv = _add_head(
+                dk, dv, begin, end, k_src, v_src, k, v, first, j, rows, offset, b, b64, kv, kv64, first_repeat + turn,
+                q64, storage, q_ptr, do_ptr, rows_ptr, bias_ptr, slopes_ptr, seed_ptr, batch, queries, keys, heads,
+                q_strides, do_strides, head_of_kv, head_of_repeat, bias_strides, slopes_stride_b, size, row_stride,
+                limits, factor, documents, threshold, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M,
                 BLOCK_N, TMA, FMA, PRECISION, NEED, MASKED, k_starts_ptr is not None, LATE,
             )  # fmt: skip
     else:
-        repeat = first_repeat
-        r64 = to_int64(repeat)
-        head = kv * head_of_kv + repeat * head_of_repeat
-        at = (b64 * heads + head) * row_stride
-        if q_starts_ptr is not None:
-            at = to_int64(head) * row_stride + q64
-        bias = bias_of(
-            bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch, queries, keys, ADDS, BLOCK_M, BLOCK_N
-        )
-        dropout = (begin, b, threshold)
-        if ADDS[3]:
-            dropout = (seed_ptr, b * heads + head, threshold)
-        q_base = q_ptr + storage * stride_qb + q64 * stride_qs + kv64 * stride_qh + r64 * stride_qr
-        do_base = do_ptr + storage * stride_dob + q64 * stride_dos + kv64 * stride_doh + r64 * stride_dor
-        q_src = source(q_base, q_len, stride_qs, D[0], P_QK, BLOCK_M, TMA)
-        do_src = source(do_base, q_len, stride_dos, D[1], P_V, BLOCK_M, TMA)
-        dk, dv = _add_dkdv(
-            dk, dv, begin, end, k_src, v_src, k, v, q_src, do_src, first, j, rows, offset, rows_ptr + at, size,
-            limits, factor, bias, documents, dropout, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M,
+        dk, dv = _add_head(
+            dk, dv, begin, end, k_src, v_src, k, v, first, j, rows, offset, b, b64, kv, kv64, first_repeat,
+            q64, storage, q_ptr, do_ptr, rows_ptr, bias_ptr, slopes_ptr, seed_ptr, batch, queries, keys, heads,
+            q_strides, do_strides, head_of_kv, head_of_repeat, bias_strides, slopes_stride_b, size, row_stride,
+            limits, factor, documents, threshold, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M,
             BLOCK_N, TMA, FMA, PRECISION, NEED, MASKED, k_starts_ptr is not None, LATE,
         )  # fmt: skip
-    r64 = to_int64(first_repeat)
+    return dk, dv
+
+
+@triton.jit
+def _add_head(
+    dk, dv, begin, end, k_src, v_src, k, v, first, j, rows, offset, b, b64, kv, kv64, repeat, q64, storage,
+    q_ptr, do_ptr, rows_ptr, bias_ptr, slopes_ptr, seed_ptr, batch, queries, keys, heads, q_strides, do_strides,
+    head_of_kv, head_of_repeat, bias_strides, slopes_stride_b, size, row_stride, limits, factor, documents, threshold,
+    strides, keep_scale, HAS: tl.constexpr, ADDS: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr, P_QK: tl.constexpr,
+    P_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, FMA: tl.constexpr,
+    PRECISION: tl.constexpr, NEED: tl.constexpr, MASKED: tl.constexpr, VARLEN: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """Blocks of queries begin to end of one head."""
+    r64 = to_int64(repeat)
+    head = kv * head_of_kv + repeat * head_of_repeat
+    at = (b64 * heads + head) * row_stride
+    if VARLEN:
+        at = to_int64(head) * row_stride + q64
+    bias = bias_of(
+        bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch, queries, keys, ADDS, BLOCK_M, BLOCK_N
+    )
+    dropout = (begin, b, threshold)
+    if ADDS[3]:
+        dropout = (seed_ptr, b * heads + head, threshold)
+    q_base = q_ptr + storage * q_strides[0] + q64 * q_strides[1] + kv64 * q_strides[2] + r64 * q_strides[3]
+    do_base = do_ptr + storage * do_strides[0] + q64 * do_strides[1] + kv64 * do_strides[2] + r64 * do_strides[3]
+    q_src = source(q_base, rows[0], q_strides[1], D[0], P_QK, BLOCK_M, TMA)
+    do_src = source(do_base, rows[0], do_strides[1], D[1], P_V, BLOCK_M, TMA)
+    return _add_dkdv(
+        dk, dv, begin, end, k_src, v_src, k, v, q_src, do_src, first, j, rows, offset, rows_ptr + at, size,
+        limits, factor, bias, documents, dropout, strides, keep_scale, HAS, ADDS, CAP, D, P_QK, P_V, BLOCK_M,
+        BLOCK_N, TMA, FMA, PRECISION, NEED, MASKED, VARLEN, LATE,
+    )  # fmt: skip
+
+
+@kernel(aligned=("row_stride",))
+def _attention_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, rows_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr,
+    kdoc_ptr, krange_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, seed_ptr, segments_ptr,
+    batch, queries, keys, kv_heads, repeats, blocks, group, segments,
+    stride_qb, stride_qs, stride_qh, stride_qr, stride_kb, stride_ks, stride_kh, stride_kr,
+    stride_vb, stride_vs, stride_vh, stride_vr, stride_dob, stride_dos, stride_doh, stride_dor,
+    stride_dkb, stride_dks, stride_dkh, stride_dkr, stride_dvb, stride_dvs, stride_dvh, stride_dvr,
+    head_of_kv, head_of_repeat, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, slopes_stride_b,
+    scale, softcap, left, right, chunk, threshold, keep_scale, size, row_stride,
+    HAS: tl.constexpr, ADDS: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr,
+    P_QK: tl.constexpr, P_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+    FMA: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    heads = kv_heads * repeats
+    outer = 1 if SHARED else repeats
+    if k_starts_ptr is not None:
+        slot, index = place(tl.program_id(0), blocks, kv_heads * outer, group)
+        slot = blocks - 1 - slot
+        if segments_ptr is not None:
+            b, block = find_sequence(segments_ptr, segments, slot, BLOCK_N)
+        else:
+            b, block = find_sequence(k_starts_ptr, batch, slot, BLOCK_N)
+    else:
+        block, index = place(tl.program_id(0), blocks, batch * kv_heads * outer, group)
+        block = blocks - 1 - block  # the first keys are seen by most queries
+        b = index // (kv_heads * outer)
+        index = index % (kv_heads * outer)
+    kv, first_repeat = index // outer, index % outer
+    if segments_ptr is not None:
+        k_start, _, k_room = span_of(segments_ptr, None, b, segments, keys)
+        k_len = k_room
+    else:
+        k_start, k_len, k_room = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
+    first = block * BLOCK_N
+    if k_starts_ptr is not None:
+        if first >= k_room:
+            return
+    q_strides = (stride_qb, stride_qs, stride_qh, stride_qr)
+    k_strides = (stride_kb, stride_ks, stride_kh, stride_kr)
+    v_strides = (stride_vb, stride_vs, stride_vh, stride_vr)
+    do_strides = (stride_dob, stride_dos, stride_doh, stride_dor)
+    bias_strides = (bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
+    NEED: tl.constexpr = (dk_ptr is not None, dv_ptr is not None)
+    dk = zeros_tile(BLOCK_N, P_QK)
+    dv = zeros_tile(BLOCK_N, P_V)
+    if segments_ptr is None:
+        dk, dv = _add_sequence(
+            dk, dv, b, first, kv, first_repeat, q_ptr, k_ptr, v_ptr, do_ptr, rows_ptr, bias_ptr, slopes_ptr, prefix_ptr,
+            qdoc_ptr, kdoc_ptr, krange_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, seed_ptr,
+            batch, queries, keys, heads, repeats, q_strides, k_strides, v_strides, do_strides,
+            head_of_kv, head_of_repeat, bias_strides, slopes_stride_b,
+            scale, softcap, left, right, chunk, threshold, keep_scale, size, row_stride, HAS, ADDS, BOTTOM_RIGHT, CAP,
+            D, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, SHARED, LATE, NEED,
+        )  # fmt: skip
+    else:  # each sequence that has the segment has all of it
+        row = k_start + first
+        n = next_over(k_starts_ptr, k_used_ptr, row, b * 0, batch, keys)
+        while n < batch:
+            dk, dv = _add_sequence(
+                dk, dv, n, row - tl.load(k_starts_ptr + n), kv, first_repeat, q_ptr, k_ptr, v_ptr, do_ptr, rows_ptr,
+                bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr, kdoc_ptr, krange_ptr, q_starts_ptr, k_starts_ptr,
+                q_used_ptr, k_used_ptr, seed_ptr, batch, queries, keys, heads, repeats, q_strides, k_strides, v_strides,
+                do_strides, head_of_kv, head_of_repeat, bias_strides, slopes_stride_b,
+                scale, softcap, left, right, chunk, threshold, keep_scale, size, row_stride, HAS, ADDS, BOTTOM_RIGHT,
+                CAP, D, P_QK, P_V, BLOCK_M, BLOCK_N, TMA, FMA, PRECISION, SHARED, LATE, NEED,
+            )  # fmt: skip
+            n = next_over(k_starts_ptr, k_used_ptr, row, n + 1, batch, keys)
+    kv64, k64, r64 = to_int64(kv), to_int64(k_start), to_int64(first_repeat)
+    storage = to_int64(b)
+    if k_starts_ptr is not None:
+        storage = storage * 0
     if dk_ptr is not None:
         base = dk_ptr + storage * stride_dkb + k64 * stride_dks + kv64 * stride_dkh + r64 * stride_dkr
         store_tile(base, scale_tile(dk, scale), first, k_len, k_room, stride_dks, D[0], P_QK, BLOCK_N)

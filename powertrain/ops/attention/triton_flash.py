@@ -152,18 +152,27 @@ class _Args(NamedTuple):
     chunk: int
     bottom_right: bool
     deterministic: bool = False  # the same gradients every time
+    unordered: bool = False  # keys of sequences lie in any order, and may be those of several
 
 
 _ARGS_SCHEMA = (
     "Tensor? bias, Tensor? slopes, Tensor? sinks, Tensor? prefix, Tensor? query_documents, Tensor? key_documents, "
     "Tensor? query_starts, Tensor? key_starts, Tensor? query_used, Tensor? key_used, Tensor? seed, str layout, "
-    "float scale, float softcap, float dropout_p, int left, int right, int chunk, bool bottom_right, bool deterministic"
+    "float scale, float softcap, float dropout_p, int left, int right, int chunk, bool bottom_right, bool deterministic, "
+    "bool unordered"
 )
 
 
 def _slots(shape: _Shape, tokens: int, starts: Tensor | None, block: int) -> int:
-    """Blocks of a head: of thd as many as any lengths may need, and those behind the last sequence."""
-    return cdiv(tokens, block) if starts is None else tokens // block + shape.batch + 1
+    """Blocks of a head: of thd as many as any lengths may need, and those ahead of the first sequence and behind the
+    last."""
+    return cdiv(tokens, block) if starts is None else cdiv(tokens, block) + shape.batch + 1
+
+
+def _segments(starts: Tensor, used: Tensor, keys: int) -> Tensor:
+    """Where sequences of keys, in any order, begin or end, [2 * batch] int32 ascending: between two of these, each
+    sequence has all keys or none."""
+    return torch.cat([starts[:-1], starts[:-1] + used]).clamp(0, keys).sort().values
 
 
 def _group(keys_bytes: int, repeats: int, target: Target) -> int:
@@ -352,7 +361,10 @@ def _attention_bwd(
     row_stride = cdiv(shape.queries, 128) * 128
     num_heads = heads.kv * heads.repeats * (shape.batch if args.query_starts is None else 1)
     rows = torch.empty((2, num_heads * row_stride), dtype=torch.float32, device=lse.device)
-    _launch_rows(_operand(out, args.layout, heads), do, lse, dlse, rows, args, shape, heads, value.shape[-1])
+    if rows.numel():
+        _launch_rows(
+            _operand(out, args.layout, heads), do, lse, dlse, rows, row_stride, args, shape, heads, value.shape[-1]
+        )
     common = dict(
         **_strides(q=q, k=k, v=v, do=do), **_mask_arguments(args, shape, target),
         **_compute(query, value, args, target),
@@ -376,6 +388,7 @@ def _launch_rows(
     lse: Tensor,
     dlse: Tensor | None,
     rows: Tensor,
+    row_stride: int,
     args: _Args,
     shape: _Shape,
     heads: _Heads,
@@ -383,7 +396,6 @@ def _launch_rows(
 ) -> None:
     batch = 1 if args.query_starts is not None else shape.batch
     block = 64 if d_v <= 128 else 16
-    row_stride = rows.shape[1] // (batch * heads.kv * heads.repeats)
     _attention_rows_kernel[(rows.shape[1] // block,)](
         **_strides(o=o, do=do), lse_ptr=lse, dlse_ptr=None if dlse is None else dlse.contiguous(),
         rows_ptr=rows, size=rows.shape[1], row_stride=row_stride,
@@ -399,13 +411,19 @@ def _launch_dkdv(
 ) -> None:  # fmt: skip
     target, d_qk, d_v = Target.of(key.device), key.shape[-1], value.shape[-1]
     programs = heads.kv * (1 if heads.shared else heads.repeats) * (shape.batch if args.key_starts is None else 1)
-    ranges = None
+    ranges = segments = None
     if args.query_documents is not None and args.key_documents is not None:
         ranges = _document_ranges(args.key_documents, args.query_documents)
+    in_blocks = shape
+    if args.unordered and shape.batch > 0:
+        assert args.key_starts is not None and args.key_used is not None
+        segments = _segments(args.key_starts, args.key_used, shape.keys)
+        in_blocks = shape._replace(batch=segments.shape[0] - 1)
+        use_tma = False  # descriptors of each sequence's keys
     widths = sum(pieces(d_qk)), sum(pieces(d_v))
     for part in dkdv_parts(d_qk, d_v, dk is not None, dv is not None, target):
         plan = plan_dkdv(key.element_size(), *widths, _feature(args), use_tma, common["FMA"], part, target)
-        blocks = _slots(shape, shape.keys, args.key_starts, plan.block_n)
+        blocks = _slots(in_blocks, shape.keys, args.key_starts, plan.block_n)
         results = {"dk": dk if part != "dv" else None, "dv": dv if part != "dk" else None}
         absent = _Operand(key, 0, 0, 0, 0)
         named = _strides(
@@ -413,6 +431,7 @@ def _launch_dkdv(
         )
         _attention_dkdv_kernel[(blocks * programs,)](
             **(common | named | {f"{name}_ptr": x for name, x in results.items()}), krange_ptr=ranges,
+            segments_ptr=segments, segments=in_blocks.batch,
             kv_heads=heads.kv, SHARED=heads.shared, LATE=plan.late, blocks=blocks,
             group=_group(shape.queries * (d_qk + d_v) * key.element_size(), 1, target),
             BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=use_tma and plan.tma, num_warps=plan.num_warps,
@@ -552,7 +571,7 @@ def arguments(call: AttentionCall) -> _Args:
         tensors.bias, tensors.alibi_slopes, tensors.sinks, tensors.prefix, tensors.query_documents,
         tensors.key_documents, varlen.query_starts, varlen.key_starts, varlen.query_used, varlen.key_used,
         call.dropout_seed, call.layout, call.scale, mask.softcap, call.dropout_p, mask.left, mask.right, mask.chunk,
-        mask.bottom_right, call.deterministic,
+        mask.bottom_right, call.deterministic, varlen.unordered,
     )  # fmt: skip
 
 

@@ -189,16 +189,17 @@ def scale_tile(tile, factor):
 
 @triton.jit
 def find_sequence(starts_ptr, batch, slot, BLOCK: tl.constexpr):
-    """(sequence, block in it) of a slot. Sequence n has the slots from starts[n] // BLOCK + n on: enough for its
-    blocks. Number `batch` stands for the rows behind the last sequence."""
-    low = slot * 0
-    high = low + batch
+    """(sequence, block in it) of a slot. Sequence n has the slots from cdiv(starts[n], BLOCK) + n on: enough for its
+    blocks. Number `batch` stands for the rows behind the last sequence, batch + 1 for those ahead of the first."""
+    low = slot * 0 - 1
+    high = slot * 0 + batch
     while low < high:
         middle = (low + high + 1) // 2
-        is_before = tl.load(starts_ptr + middle) // BLOCK + middle <= slot
+        is_before = tl.cdiv(tl.load(starts_ptr + middle), BLOCK) + middle <= slot
         low = tl.where(is_before, middle, low)
         high = tl.where(is_before, high, middle - 1)
-    return low, slot - tl.load(starts_ptr + low) // BLOCK - low
+    first = tl.cdiv(tl.load(starts_ptr + low, mask=low >= 0, other=0), BLOCK) + tl.maximum(low, 0)
+    return tl.where(low < 0, batch + 1, low), slot - first
 
 
 @triton.jit
@@ -206,15 +207,29 @@ def span_of(starts_ptr, used_ptr, b, batch, size):
     """(first row, length, rows of storage) of sequence b; `size` rows in all."""
     start = b * 0
     room = start + size
-    if starts_ptr is not None:
-        start = tl.load(starts_ptr + b)
-        room = tl.load(starts_ptr + b + 1, mask=b < batch, other=size) - start
     length = room
-    if used_ptr is not None:
-        length = tl.minimum(room, tl.load(used_ptr + b, mask=b < batch, other=0))
-    elif starts_ptr is not None:
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + b, mask=b <= batch, other=0)
+        room = tl.load(starts_ptr + tl.where(b <= batch, b + 1, 0), mask=b != batch, other=size) - start
         length = tl.where(b < batch, room, 0)
+    if used_ptr is not None:
+        length = tl.minimum(size - start, tl.load(used_ptr + b, mask=b < batch, other=0))
     return start, length, room
+
+
+@triton.jit
+def next_over(starts_ptr, used_ptr, row, b, batch, size):
+    """The first sequence from b on that has row `row`, or `batch`."""
+    WIDTH: tl.constexpr = 128
+    found = b * 0 + batch
+    at = b
+    while at < found:
+        n = at + tl.arange(0, WIDTH)
+        start = tl.load(starts_ptr + n, mask=n < batch, other=size)
+        end = start + tl.load(used_ptr + n, mask=n < batch, other=0)
+        found = tl.min(tl.where((start <= row) & (row < end), n, found), 0)
+        at += WIDTH
+    return found
 
 
 # Positions are limited by `limits` = (left, right, chunk, prefix); HAS, a constexpr tuple of four, says which hold.
