@@ -119,7 +119,8 @@ def flash_attn_varlen_func(
     used: dict[str, Any] = {}
     if block_table is not None:
         checks.require(k.dim() == 4, "flash_attn_varlen_func", "k", "be [pages, page_size, heads, d]", list(k.shape))
-        room = min(int(max_seqlen_k), block_table.shape[1] * k.shape[1])
+        op, room, most = "flash_attn_varlen_func", int(max_seqlen_k), block_table.shape[1] * k.shape[1]
+        checks.require(room <= most, op, "max_seqlen_k", f"be at most {most}, the pages of block_table", room)
         k, v = (gather_pages(x, block_table, room).flatten(0, 1) for x in (k, v))
         starts = torch.arange(block_table.shape[0] + 1, device=k.device, dtype=torch.int32) * room
         used = {"cu_seqlens_k_padded": starts}
@@ -210,17 +211,19 @@ def flash_attn_with_kvcache(
         (rotary_cos is None) == (rotary_sin is None), op, "rotary_sin", "be given with rotary_cos", "one of the two"
     )
     rotary = None if rotary_cos is None or rotary_sin is None else RopeTable(rotary_cos.float(), rotary_sin.float())
+    room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if cache_seqlens is None:
-        room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
         cache_seqlens = room - (0 if k is None else k.shape[1])
     if not isinstance(cache_seqlens, Tensor):
+        checks.require(cache_seqlens <= room, op, "cache_seqlens", f"be at most {room}, what there is room for", cache_seqlens)
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-    return decode_attention(
-        q, k_cache, v_cache, cache_seqlens, key_new=k, value_new=v, page_table=block_table, is_causal=causal,
-        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, scale=softmax_scale,
-        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, return_lse=return_softmax_lse,
-        num_splits=num_splits or None, rotary=rotary, rotary_interleaved=rotary_interleaved,
-    )  # fmt: skip
+    with torch.no_grad():  # as there: what requires a gradient is taken, and gets none
+        return decode_attention(
+            q, k_cache, v_cache, cache_seqlens, key_new=k, value_new=v, page_table=block_table, is_causal=causal,
+            window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, scale=softmax_scale,
+            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, return_lse=return_softmax_lse,
+            num_splits=num_splits or None, rotary=rotary, rotary_interleaved=rotary_interleaved,
+        )  # fmt: skip
 
 
 def _no_mask_of_dropout(op: str, return_attn_probs: bool, dropout_p: float) -> None:

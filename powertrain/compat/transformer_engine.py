@@ -69,7 +69,8 @@ class DotProductAttention(nn.Module):
         for cross attention a pair of them, any pattern; where positions count from the bottom right, padding is
         at the end. As there, it is not looked at for other types, nor with cu_seqlens given.
     cu_seqlens_q, cu_seqlens_kv  [b + 1] int32; "thd": where sequences begin, unless cu_seqlens_*_padded says so;
-        others: their lengths, with padding at the end
+        others: their lengths, with padding at the end. As there, not looked at in dense formats for types without
+        padding, nor cu_seqlens_*_padded for any type
     window_size  (left, right) keys around a query's position; counts from the top left for "causal" and
         "padding_causal", else from the bottom right (bottom_right_diagonal=False: from the top left too)
     softmax_type  "off-by-one" is a sink of score 0, "learnable" one per head, the parameter softmax_offset [h]
@@ -209,7 +210,7 @@ class DotProductAttention(nn.Module):
             options |= _packed(mask_type, attention_mask, lengths, max_seqlen_q, max_seqlen_kv, pad_between_seqs, bias)
         else:
             sizes = (q.shape[layout.index("s")], k.shape[layout.index("s")])
-            _check_dense(layout, sizes, lengths[2:], max_seqlen_q, max_seqlen_kv, pad_between_seqs)
+            _check_dense(layout, sizes, max_seqlen_q, max_seqlen_kv, pad_between_seqs)
             options |= {"layout": layout, **bias}
             options |= _masked(mask_type, attention_mask, cu_seqlens_q, cu_seqlens_kv, options)
         return self._run(q, k, v, options, checkpoint_core_attention).flatten(-2)
@@ -359,7 +360,6 @@ def _packed(
 def _check_dense(
     layout: str,
     sizes: tuple[int, int],
-    padded: tuple[Tensor | None, ...],
     max_q: int | None,
     max_kv: int | None,
     pad_between: bool | None,
@@ -368,8 +368,6 @@ def _check_dense(
     for name, given, size in (("max_seqlen_q", max_q, sizes[0]), ("max_seqlen_kv", max_kv, sizes[1])):
         if given is not None and given != size:
             checks.fail(_OP, name, f"be {size}, the 's' of qkv_format {layout!r}", given)
-    for name, x in (("cu_seqlens_q_padded", padded[0]), ("cu_seqlens_kv_padded", padded[1])):
-        checks.require(x is None, _OP, name, f"be None for qkv_format {layout!r}", "a tensor")
     checks.require(not pad_between, _OP, "pad_between_seqs", f"be False for qkv_format {layout!r}", pad_between)
 
 
@@ -383,7 +381,6 @@ def _masked(
     """The mask of a dense format as arguments of ours."""
     given = cu_q is not None or cu_kv is not None
     if "padding" not in mask_type:
-        checks.require(not given, _OP, "cu_seqlens_q", f"be None for attn_mask_type {mask_type!r}", "a tensor")
         return _arbitrary(mask, options.get("attn_bias")) if mask_type == "arbitrary" else {}
     if given:
         if cu_q is None or cu_kv is None:

@@ -236,8 +236,7 @@ def _run(call: AttentionCall, sizes: Sizes, seeded: bool, backend: str | Sequenc
         refuse_vmap(op, call.query, call.key, call.value)
     facts = _facts(call, sizes, seeded)
     if torch.compiler.is_compiling():
-        plain = (*facts[:4], *(getattr(call.mask, name) for name in _MASK_FIELDS), *facts[5:-1], *facts[-1])
-        chosen = select.BACKENDS[select.name_traced(problem_of, backend, *(_constant(fact) for fact in plain))]
+        chosen = select.BACKENDS[select.name_traced(problem_of, backend, *_plain(facts, call.mask))]
     else:
         chosen = select.choose(facts, lambda: problem_of(*facts), backend)
     if call.dropout_p > 0 and call.dropout_seed is None and chosen.draws_keep:
@@ -268,6 +267,12 @@ def _facts(call: AttentionCall, sizes: Sizes, seeded: bool) -> tuple[Any, ...]:
         query.dtype is torch.float32 and select.allows_tf32(),
         Lengths.facts(queries, keys, equal, batch, elements),
     )  # fmt: skip
+
+
+def _plain(facts: tuple[Any, ...], mask: MaskSpec) -> tuple[Any, ...]:
+    """Facts as `select.name_traced` takes them."""
+    plain = (*facts[:4], *(getattr(mask, name) for name in _MASK_FIELDS), *facts[5:-1], *facts[-1])
+    return tuple(_constant(fact) for fact in plain)
 
 
 def _constant(fact: Any) -> Any:

@@ -1,7 +1,9 @@
 """What callers of attention say, checked and lowered: shapes to Sizes, masks to a MaskSpec, all of it to a call."""
 
+from collections.abc import Sequence
 from math import inf
-from typing import Literal, NamedTuple, overload
+from operator import index
+from typing import Literal, NamedTuple, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -81,13 +83,16 @@ def sequence_starts(
 _FARTHEST = 2**30  # as far as no sequence reaches, and kernels add places to it in int32
 
 
-def _window(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
-    must = "be two integers of at least -1, (left, right), -1 for no bound"
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        checks.fail(op, "window_size", must, repr(window_size))
-    left, right = window_size
-    if not (isinstance(left, int) and isinstance(right, int) and left >= -1 and right >= -1):
-        checks.fail(op, "window_size", must, repr(window_size))
+def window_bounds(op: str, window_size: Sequence[SupportsIndex]) -> tuple[int, int]:
+    """(left, right) of a window: integers of Python, of NumPy, of tensors (which are read)."""
+    try:
+        left, right = (bound if type(bound) is int else index(bound) for bound in window_size)
+    except (TypeError, ValueError):
+        left = right = -2
+    if left < -1 or right < -1:
+        checks.fail(
+            op, "window_size", "be two integers of at least -1, (left, right), -1 for no bound", repr(window_size)
+        )
     return min(left, _FARTHEST), min(right, _FARTHEST)
 
 
@@ -98,7 +103,7 @@ def lower_mask(
     attn_bias: Tensor | None = None,
     is_causal: bool = False,
     causal_align: Alignment = "bottom_right",
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[SupportsIndex] = (-1, -1),
     chunk_size: int = 0,
     prefix_lengths: Tensor | None = None,
     document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
@@ -109,7 +114,7 @@ def lower_mask(
     """Mask arguments to (MaskSpec, MaskTensors), checked."""
     batch, heads, _, queries, keys = sizes
     checks.one_of(op, "causal_align", causal_align, ("top_left", "bottom_right"))
-    left, right = _window(op, window_size)
+    left, right = window_bounds(op, window_size)
     if is_causal:
         right = 0
     if not (isinstance(chunk_size, int) and chunk_size >= 0):

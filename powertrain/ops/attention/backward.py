@@ -21,7 +21,7 @@ from powertrain.ops.attention.arguments import (
     sequence_starts,
 )
 from powertrain.ops.attention.layouts import to_lse_order
-from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, Layout, Varlen
+from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionProblem, Layout, Varlen
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import falls_back, use_kernel, without_autocast
 
@@ -145,13 +145,26 @@ _ABLE = ("cudnn", "hopper", "triton")  # whose backward takes the LSE of a large
 def _differentiation(call: AttentionCall, sizes: Sizes) -> Any:
     """The op that differentiates a call: of the first backend, in the order of attentions with gradients, that can."""
     facts = api._facts(call, sizes, call.dropout_seed is not None)
-    problem = replace(api.problem_of(*facts), needs_grad=True, needs_lse_grad=call.return_lse)
+    if torch.compiler.is_compiling():
+        return _op_of(_name_traced(call.return_lse, *api._plain(facts, call.mask)))
+    return _op_of(_name_of(api.problem_of(*facts), call.return_lse, _ABLE))
+
+
+def _name_of(problem: AttentionProblem, has_lse_grad: bool, able: tuple[str, ...]) -> str:
+    problem = replace(problem, needs_grad=True, needs_lse_grad=has_lse_grad)
     wish = select.wish_of(None)
     for name in wish.order(select.order_of(problem).names):
-        if name in _ABLE and next(iter(select.BACKENDS[name].why_not(problem)), None) is None:
+        if name in able and next(iter(select.BACKENDS[name].why_not(problem)), None) is None:
             is_cudnns = (problem.head_dim_qk, problem.head_dim_v) in cudnn_backward.HEAD_DIMS  # hopper's backward then
-            return _op_of("triton" if name == "hopper" and is_cudnns and "cudnn" in wish.forbidden else name)
-    return triton_flash._attention_bwd_op
+            return "triton" if name == "hopper" and is_cudnns and "cudnn" in wish.forbidden else name
+    return "triton"
+
+
+@select.constant_to_dynamo
+def _name_traced(has_lse_grad: bool, *facts: Any) -> str:
+    """When torch.compile traces: of ops, which cuDNN's is not."""
+    problem = api.problem_of(*select.full_facts(facts))
+    return _name_of(problem, has_lse_grad, ("hopper", "triton"))
 
 
 def _op_of(name: str) -> Any:

@@ -8,6 +8,7 @@ Not deterministic. Memory beyond the gradients: cuDNN's workspace, float32 sums 
 Source: PyTorch's aten/src/ATen/native/cudnn/MHA.cpp for the arguments: LSE in nats, float32 [b, h, s, 1].
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,23 +31,19 @@ _CUDNN = sdpa.Cudnn()
 HEAD_DIMS = ((192, 128),)
 
 
-def is_faster(query: Tensor, value: Tensor, args: _Args) -> bool:
+def is_faster(d_qk: int, d_v: int, right: int) -> bool:
     """Than our kernels, on sm_90. ms, bf16, one H200, backward of B2 S8192, cuDNN's, the universal and the Hopper
     kernels: H16 192/128 causal 3.61, 4.42, full 11.59, 8.81; H8 D256 causal 3.26, 4.42, 3.08, full 7.49, 8.99, 6.10; H8
     D160 causal 2.91, 2.47."""
-    return (query.shape[-1], value.shape[-1]) in HEAD_DIMS and args.right == 0
+    return (d_qk, d_v) in HEAD_DIMS and right == 0
 
 
 def why_not_cudnn_backward(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, dlse: Tensor | None, args: _Args
 ) -> str | None:
     """Why cuDNN's backward does not take this call, or None."""
-    if args.deterministic:
-        return "cuDNN's backward adds in no fixed order"
-    if args.layout in ("thd", "bmghk"):
-        return f"cuDNN's backward takes bshd, bhsd and sbhd, not {args.layout}"
-    if args.bias is not None:
-        return "cuDNN's backward is handed no bias"
+    if reason := _why_not_kind(args.deterministic, args.layout, args.bias is not None):
+        return reason
     if out.dtype is not query.dtype:
         return f"cuDNN's backward takes out in query's dtype {checks.name(query.dtype)}, not {checks.name(out.dtype)}"
     q, k, v = _inputs(query, key, value, args.layout)
@@ -56,6 +53,22 @@ def why_not_cudnn_backward(
     if not _is_aligned(to_bhsd(out, args.layout)):
         return f"out's rows must be contiguous and 16-byte aligned, strides are {tuple(out.stride())}"
     return _refusal(_problem_of(q, k, v, dlse, args), installed())
+
+
+def why_not_of(problem: AttentionProblem) -> str | None:
+    """What of `why_not_cudnn_backward` is known without tensors."""
+    given = problem.mask.bias != "none"
+    if reason := _why_not_kind(problem.deterministic, problem.layout, given):
+        return reason
+    return _refusal(replace(problem, mask=replace(problem.mask, sinks=False)), installed())
+
+
+def _why_not_kind(deterministic: bool, layout: Layout, has_bias: bool) -> str | None:
+    if deterministic:
+        return "cuDNN's backward adds in no fixed order"
+    if layout in ("thd", "bmghk"):
+        return f"cuDNN's backward takes bshd, bhsd and sbhd, not {layout}"
+    return "cuDNN's backward is handed no bias" if has_bias else None
 
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:

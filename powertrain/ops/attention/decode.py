@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.attention.arguments import window_bounds
 from powertrain.ops.attention.masks import MaskSpec, MaskTensors
 from powertrain.ops.attention.reference import attention_ref
 from powertrain.ops.attention.triton_tiles import (
@@ -41,7 +42,7 @@ from powertrain.ops.layout import acc_dtype, cdiv, next_power_of_2
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -686,6 +687,7 @@ def decode_attention(
         key_cache      [C, L, K, D]  C >= B entries of up to L rows; with a page table [pages, page size >= 1, K, D]
         value_cache    [C, L, K, E]  E up to 512; None: the first head_dim_v channels of the keys (MLA), read once
         cache_seqlens  [B] int32     rows of each sequence before the append, on the same device, never read by the host
+                       but on the CPU; more than there is room for raises there, and counts as that elsewhere
         key_new, value_new   [B, N, K, D], [B, N, K, E], written behind them; what the cache has no room for is dropped
         page_table     [B, max pages] int32: page p of a sequence is its rows [p * page size, (p + 1) * page size)
         cache_batch_idx  [B] int32   the entry of the cache that serves each sequence (not with pages)
@@ -731,7 +733,12 @@ def decode_attention(
     runs_kernel = backend != "reference" and use_kernel(_OP, query)
     checks.require(runs_kernel or backend != "triton", _OP, "query", "be on a GPU for backend 'triton'", query.device)
 
-    left, right = max(window_size[0], -1), 0 if is_causal else max(window_size[1], -1)
+    capacity = key_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    if cache_seqlens.device.type == "cpu" and cache_seqlens.numel() and not is_traced(cache_seqlens):
+        longest = int(cache_seqlens.max())
+        checks.require(longest <= capacity, _OP, "cache_seqlens", f"be at most {capacity}, what there is room for", longest)
+    left, right = window_bounds(_OP, window_size)
+    right = 0 if is_causal else right
     if rotary is not None:
         query, key_new = _rotate(query, key_new, rotary, rotary_interleaved, cache_seqlens, left >= 0 or right >= 0)
     if key_new is not None:
@@ -747,12 +754,11 @@ def decode_attention(
             num_splits or 0, torch.backends.cuda.matmul.allow_tf32,
         )  # fmt: skip
     else:
-        capacity = key_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
         with without_autocast(query.device):
             out, lse = decode_attention_ref(
                 query, key_cache, value_cache, (cache_seqlens + num_new).clamp(max=capacity), page_table=page_table,
                 cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, is_causal=is_causal,
-                window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, scale=scale,
+                window_size=(left, right), softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, scale=scale,
                 head_dim_v=dv,
             )  # fmt: skip
     out = out.transpose(1, 2) if layout == "bhsd" else out

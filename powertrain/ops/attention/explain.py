@@ -24,6 +24,7 @@ class Column:
     problem: AttentionProblem
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...] = ()
+    backward: str | None = None  # who differentiates what `chosen` computed; None: nobody
 
     @property
     def chosen(self) -> str | None:
@@ -40,6 +41,11 @@ class Explanation:
     def chosen(self) -> str | None:
         """The chosen backend's name, on the first GPU; None: there is none."""
         return self.columns[0].chosen
+
+    @property
+    def backward(self) -> str | None:
+        """Who differentiates it, on the first GPU: mostly `chosen` itself; None: no gradient is wanted."""
+        return self.columns[0].backward
 
     @property
     def by_gpu(self) -> dict[str, str | None]:
@@ -153,7 +159,14 @@ def _column(name: str, problem: AttentionProblem, wish: select.Wish, given: Inst
         notes.append(f"nothing is left; smallest change: {select.smallest_change(list(found))}")
     elif note := getattr(select.BACKENDS[chosen], "note", None):
         notes.append(f"{chosen}: {note}")
-    return Column(name, problem, found, tuple(notes))
+    backward = chosen if problem.needs_grad else None
+    if backward == "hopper":
+        from powertrain.ops.attention import hopper_flash  # Gluon, which only Hopper needs
+
+        backward, why = hopper_flash.differentiates(problem, select.wish_of(None))
+        if backward != chosen:
+            notes.append(f"forward by {chosen}, backward by {backward}: {why}")
+    return Column(name, problem, found, tuple(notes), backward)
 
 
 _SHAPES = {

@@ -166,6 +166,16 @@ def width_of(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
+def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
+    """What of `why_not_backward` is no need of the forward too, and known without tensors."""
+    dims = d_qk, d_v
+    if any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 192 < min(dims) <= max(dims) <= 256):
+        return f"head dims must be multiples of 8, both up to 128 or both of 200 to 256, are {d_qk} and {d_v}"
+    if unordered:
+        return "keys must be of one sequence each, in ascending order (cu_seqlens_k_padded says that they are)"
+    return None
+
+
 def why_not_backward(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> str | None:
     """Why this backward does not take these tensors, or None. Says nothing of the device."""
     for name, given in (
@@ -183,9 +193,8 @@ def why_not_backward(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> 
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not x.numel():
             return f"{name} is empty"
-    dims = query.shape[-1], value.shape[-1]
-    if any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 192 < min(dims) <= max(dims) <= 256):
-        return f"head dims must be multiples of 8, both up to 128 or both of 200 to 256, are {dims[0]} and {dims[1]}"
+    if reason := why_not_of(query.shape[-1], value.shape[-1], args.unordered):
+        return reason
     heads = _heads(query, key, value, args.layout)
     operands = {
         "query": _operand(query, args.layout, heads),

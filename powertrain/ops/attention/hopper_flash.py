@@ -11,6 +11,7 @@ at most four tiles an SM, or heads do not fill their tiles, B * S * H * (E + 1) 
 import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from powertrain.ops.attention import cudnn_backward, select
 from powertrain.ops.attention.decode import combine
-from powertrain.ops.attention.hopper_backward import hopper_attention_bwd, why_not_backward, width_of
+from powertrain.ops.attention.hopper_backward import hopper_attention_bwd, why_not_backward, why_not_of, width_of
 from powertrain.ops.attention.hopper_forward import _hopper_attention_fwd_kernel
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
 from powertrain.ops.attention.triton_flash import (
@@ -402,9 +403,9 @@ def _attention_hopper_bwd(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = dout, dlse, query, key, value, out, lse, need
-    if cudnn_backward.is_faster(query, value, _Args(*rest)):
-        return cudnn_backward.cudnn_attention_bwd(*given, *rest)
     args = _Args(*rest)
+    if cudnn_backward.is_faster(query.shape[-1], value.shape[-1], args.right):
+        return cudnn_backward.cudnn_attention_bwd(*given, *rest)
     reason = why_not_backward(query, key, value, args)
     if reason is None and _is_real(query):
         width = width_of(max(query.shape[-1], value.shape[-1]))
@@ -418,9 +419,27 @@ def _attention_hopper_bwd(
 def _setup_context_here(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _setup_context(ctx, inputs, output)
     query, _, value = inputs[:3]
-    is_cudnns = (query.shape[-1], value.shape[-1]) in cudnn_backward.HEAD_DIMS
     # asked here: backward may run in another thread, and may look at the saved tensors but once (checkpoints)
-    ctx.by_universal = is_cudnns and "cudnn" in select.wish_of(None).forbidden
+    ctx.by_universal = _must_be_universal(query.shape[-1], value.shape[-1], select.wish_of(None))
+
+
+def _must_be_universal(d_qk: int, d_v: int, wish: select.Wish) -> bool:
+    return (d_qk, d_v) in cudnn_backward.HEAD_DIMS and "cudnn" in wish.forbidden
+
+
+def differentiates(problem: AttentionProblem, wish: select.Wish) -> tuple[str, str]:
+    """(who differentiates a problem that this forward serves, and why), by what `_attention_hopper_bwd` asks with the
+    tensors in hand."""
+    dims = problem.head_dim_qk, problem.head_dim_v
+    if _must_be_universal(*dims, wish):
+        return "triton", "cuDNN's is the other one for these head dims, and cudnn is forbidden"
+    if cudnn_backward.is_faster(*dims, problem.mask.right):
+        reason = cudnn_backward.why_not_of(replace(problem, needs_lse_grad=False))
+        if reason is not None:
+            return "triton", reason
+        return "cudnn", "it is faster at these head dims" + "; triton where LSE has a gradient" * problem.needs_lse
+    reason = why_not_of(*dims, problem.has_unordered_keys)
+    return ("hopper", "") if reason is None else ("triton", reason)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

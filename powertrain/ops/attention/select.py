@@ -482,28 +482,33 @@ def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | S
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _constant_to_dynamo(function: F) -> F:
+def constant_to_dynamo(function: F) -> F:
     """What torch.compiler.assume_constant_result does, which would import all of torch._dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-@_constant_to_dynamo
+@constant_to_dynamo
 def allows_tf32() -> bool:
     """torch.set_float32_matmul_precision allows products of float32 in TF32."""
     return bool(torch.get_float32_matmul_precision() != "highest")
 
 
-@_constant_to_dynamo
+@constant_to_dynamo
 def name_traced(problem: Callable[..., AttentionProblem], backend: Any, *facts: Any) -> str:
     """The name of the backend when torch.compile traces: decided then, and kept for as long as the trace is.
 
     Facts are those of `choose`, with the fields of mask and lengths in their place: Dynamo takes plain constants only.
     """
+    full = full_facts(facts)
+    return choose(full, lambda: problem(*full), backend).name
+
+
+def full_facts(facts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The facts of `choose` from those of `name_traced`."""
     at, after = 4, 4 + len(fields(MaskSpec))
     lengths = facts[-len(fields(Lengths)) :]
-    full = (*facts[:at], MaskSpec(*facts[at:after]), *facts[after : -len(lengths)], lengths)
-    return choose(full, lambda: problem(*full), backend).name
+    return (*facts[:at], MaskSpec(*facts[at:after]), *facts[after : -len(lengths)], lengths)
 
 
 def _decide(problem: AttentionProblem, wish: Wish) -> Backend:

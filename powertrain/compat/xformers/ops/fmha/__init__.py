@@ -5,6 +5,7 @@ size, dropout with every bias, keys and values with fewer heads than queries. Di
 (there NaN, or an error), and the LSE of packed sequences is packed too, [1, heads, rows].
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +39,16 @@ from powertrain.compat.xformers.ops.fmha.operators import (
     flash3,
     triton_splitk,
 )
-from powertrain.ops.attention import attention, decode_attention, varlen_attention
+from powertrain.ops.attention import (
+    NoBackendError,
+    attention,
+    attention_backward,
+    decode_attention,
+    varlen_attention,
+)
 from powertrain.ops.attention import merge_attentions as merge
 from powertrain.runtime import checks
+from powertrain.runtime.dispatch import use_kernel
 
 _OP = "memory_efficient_attention"
 _DECODE = 16  # queries per sequence up to which keys are split among programs rather than queries
@@ -146,18 +154,82 @@ def memory_efficient_attention_backward(
     """(dq, dk, dv) of a result and its LSE, which may be merged from more keys than those given here.
 
     With w = exp(own lse - lse), the share of these keys in the result, grad reaches their own output as w * grad and
-    their own LSE as w * grad . (own output - output). Computes the forward of these keys once more.
+    their own LSE as w * grad . (own output - output). Computes the forward of these keys once more where there are no
+    kernels, in pages, for blocks of groups and where `op` is given.
     """
     _no_dropout("memory_efficient_attention_backward", p)
-    with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in (query, key, value))
-        own, own_lse = _attend(q, k, v, attn_bias, p, scale, backends_of(op), return_lse=True)
+    backends = backends_of(op)
+    _check_results(grad, output, lse, query, value)
+    in_blocks = isinstance(attn_bias, _BlockBias)
+    is_plain = not isinstance(attn_bias, _PagedBias) and not (in_blocks and query.dim() == 5)
+    # Dynamo cannot differentiate an op of ours in what it traces, so it takes this way if it can
+    if is_plain and use_kernel("attention", query) and (backends is None or torch.compiler.is_compiling()):
+        return _backward(grad, output, lse, query, key, value, attn_bias, scale)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = _attend(q, k, v, attn_bias, p, scale, backends, return_lse=True)
+        return found
+
+    (own, own_lse), differentiate = _vjp(attend, query, key, value)
     share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0.0)  # [B, H, Mq]
     towards = grad.to(share.dtype)
     d_lse = share * (towards * (own.detach() - output)).sum(-1).movedim(1, -1).reshape(share.shape)
     d_own = towards * share.movedim(-1, 1).reshape(*towards.shape[:-1], 1)
-    dq, dk, dv = torch.autograd.grad([own, own_lse], [q, k, v], [d_own.to(own.dtype), d_lse])
+    dq, dk, dv = differentiate((d_own.to(own.dtype), d_lse))
     return dq, dk, dv
+
+
+_Pair = tuple[Tensor, Tensor]
+_Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def _vjp(attend: Callable[..., _Pair], *inputs: Tensor) -> tuple[_Pair, Callable[[_Pair], _Triple]]:
+    """(out and lse, what turns their gradients into those of the inputs)."""
+    if torch.compiler.is_compiling():  # Dynamo traces this way only
+        results, differentiate = torch.func.vjp(attend, *(x.detach() for x in inputs))
+        return results, differentiate
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        results = attend(*leaves)
+    return results, lambda grads: torch.autograd.grad(results, leaves, grads)
+
+
+def _backward(
+    grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Bias,
+    scale: float | None,
+) -> _Triple:  # fmt: skip
+    """By `attention_backward`, of what is neither in pages nor in blocks of groups."""
+    dims = query.dim()
+    q, k, v = (x.detach() for x in unit_stride(query, key, value))
+    given = [grad.to(q.dtype), q, k, v, output]
+    if dims == 3:
+        given, lse = [x.unsqueeze(2) for x in given], lse.view(lse.shape[0], 1, lse.shape[-1])
+    if isinstance(bias, _BlockBias):
+        _check_blocks(q, k, bias)
+        given, lse = [x[0] for x in given], lse[0]
+        options = _block_options(bias, bias.k_seqinfo.seqstart, getattr(bias.k_seqinfo, "seqlen", None))
+        found = attention_backward(*given, lse, scale=scale, layout="thd", **options)
+        dq, dk, dv = (x[None] for x in found)
+    else:
+        dense = _dense_options(bias, dims)
+        if dense["attn_bias"] is not None:
+            dense["attn_bias"] = dense["attn_bias"].detach()
+        dq, dk, dv = attention_backward(*given, lse, scale=scale, **dense)
+    return (dq.squeeze(2), dk.squeeze(2), dv.squeeze(2)) if dims == 3 else (dq, dk, dv)
+
+
+def _check_results(grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, value: Tensor) -> None:
+    op = "memory_efficient_attention_backward"
+    expected = (*query.shape[:-1], value.shape[-1])
+    for name, x in (("grad", grad), ("output", output)):
+        checks.shape(op, name, x, expected, "query's, with value's last dim")
+    if query.dim() == 3:
+        expected = (query.shape[0], 1, query.shape[1])
+        if lse.dim() == 2:
+            expected = (query.shape[0], query.shape[1])
+    else:
+        expected = (query.shape[0], *query.shape[2:-1], query.shape[1])
+    checks.shape(op, "lse", lse, expected, "batch, heads, queries")
 
 
 def merge_attentions(
@@ -218,12 +290,15 @@ def _attend(
     if dims == 4 and k.shape[2] == v.shape[2] > 1 and k.stride(2) == v.stride(2) == 0:
         k, v = k[:, :, :1], v[:, :, :1]  # one head, expanded: it is read once
     options = _Options(p, scale, backends, return_lse)
-    if isinstance(bias, _BlockBias):
-        out, lse = _in_blocks(q, k, v, bias, options)
-    elif bias is None or isinstance(bias, Tensor | AttentionBias):
-        out, lse = _dense(q, k, v, bias, dims, options)
-    else:
+    if not (bias is None or isinstance(bias, Tensor | AttentionBias)):
         checks.fail(_OP, "attn_bias", "be a tensor, a class of fmha.attn_bias or None", type(bias).__name__)
+    try:
+        if isinstance(bias, _BlockBias):
+            out, lse = _in_blocks(q, k, v, bias, options)
+        else:
+            out, lse = _dense(q, k, v, bias, dims, options)
+    except NoBackendError as error:
+        raise ValueError(str(error)) from error  # theirs where `op` does not take the call
     return out.squeeze(2) if dims == 3 else out, lse
 
 
@@ -235,19 +310,23 @@ def _dense(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | AttentionBias | None, dims: int, options: _Options
 ) -> tuple[Tensor, Tensor | None]:
     """Sequences of equal length, [B, M, H, K] or [B, M, G, H, K]."""
+    return _pair(attention(q, k, v, **_dense_options(bias, dims), **options._asdict()))
+
+
+def _dense_options(bias: Tensor | AttentionBias | None, dims: int) -> dict[str, Any]:
+    """Bias and layout as `attention` takes them."""
     band, tensor = Band(), bias if isinstance(bias, Tensor) else None
     if isinstance(bias, AttentionBias):
         band = bias.band
         tensor = bias.bias if isinstance(bias, LowerTriangularMaskWithTensorBias) else None
     if tensor is not None:
         tensor = _tensor_bias(tensor, dims)
-    return _pair(
-        attention(
-            q, k, v, attn_bias=tensor, window_size=(band.left, band.right),
-            causal_align="bottom_right" if band.bottom_right else "top_left",
-            layout="bmghk" if dims == 5 else "bshd", **options._asdict(),
-        )
-    )  # fmt: skip
+    return {"attn_bias": tensor, "layout": "bmghk" if dims == 5 else "bshd", **_band_options(band)}
+
+
+def _band_options(band: Band) -> dict[str, Any]:
+    aligned = "bottom_right" if band.bottom_right else "top_left"
+    return {"window_size": (band.left, band.right), "causal_align": aligned}
 
 
 def _tensor_bias(bias: Tensor, dims: int) -> Tensor:
@@ -264,18 +343,8 @@ def _tensor_bias(bias: Tensor, dims: int) -> Tensor:
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: _BlockBias, options: _Options) -> tuple[Tensor, Tensor | None]:
     """Sequences in one row, [1, rows, H, K] or [1, rows, G, H, K]."""
-    name = type(bias).__name__
-    checks.require(q.shape[0] == k.shape[0] == 1, _OP, "query", f"have a batch of 1 for {name}", list(q.shape))
-    rows = bias.q_seqinfo.seqstart_py[-1]
-    checks.require(q.shape[1] == rows, _OP, "query", f"have {rows} rows, as {name} says", q.shape[1])
-    device = bias.q_seqinfo.seqstart.device
-    checks.require(device == q.device, _OP, "attn_bias", f"be on {q.device} (use attn_bias.to(query.device))", device)
+    _check_blocks(q, k, bias)
     groups, (q, k, v) = _ungroup(q[0], k[0], v[0])
-    if isinstance(bias, _PagedBias):
-        checks.require(k.shape[0] % bias.page_size == 0, _OP, "key", f"have pages of {bias.page_size} rows", k.shape[0])
-    else:
-        rows = bias.k_seqinfo.seqstart_py[-1]
-        checks.require(k.shape[0] == rows, _OP, "key", f"have {rows} rows, as {name} says", k.shape[0])
     if _decodes(q, k, v, bias, options):
         out, lse = _cached(q, k, v, bias, options)
     elif isinstance(bias, _PagedBias):
@@ -283,6 +352,20 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: _BlockBias, options: _Opti
     else:
         out, lse = _pair(_packed(q, k, v, bias, options))
     return groups.restore(out, -2)[None], None if lse is None else groups.restore(lse, 0)[None]
+
+
+def _check_blocks(q: Tensor, k: Tensor, bias: _BlockBias) -> None:
+    name = type(bias).__name__
+    checks.require(q.shape[0] == k.shape[0] == 1, _OP, "query", f"have a batch of 1 for {name}", list(q.shape))
+    rows = bias.q_seqinfo.seqstart_py[-1]
+    checks.require(q.shape[1] == rows, _OP, "query", f"have {rows} rows, as {name} says", q.shape[1])
+    device = bias.q_seqinfo.seqstart.device
+    checks.require(device == q.device, _OP, "attn_bias", f"be on {q.device} (use attn_bias.to(query.device))", device)
+    if isinstance(bias, _PagedBias):
+        checks.require(k.shape[1] % bias.page_size == 0, _OP, "key", f"have pages of {bias.page_size} rows", k.shape[1])
+    else:
+        rows = bias.k_seqinfo.seqstart_py[-1]
+        checks.require(k.shape[1] == rows, _OP, "key", f"have {rows} rows, as {name} says", k.shape[1])
 
 
 class _Groups(NamedTuple):
@@ -368,12 +451,18 @@ def _varlen(
     used: Tensor | None,
     max_keys: int,
 ) -> Any:
-    band = bias.band
     return varlen_attention(
-        q, k, v, bias.q_seqinfo.seqstart, key_starts, max(bias.q_seqinfo.max_seqlen, 0), max(max_keys, 0),
-        seqused_k=used, window_size=(band.left, band.right),
-        causal_align="bottom_right" if band.bottom_right else "top_left", **options._asdict(),
+        q, k, v, max_seqlen_q=max(bias.q_seqinfo.max_seqlen, 0), max_seqlen_k=max(max_keys, 0),
+        **_block_options(bias, key_starts, used), **options._asdict(),
     )  # fmt: skip
+
+
+def _block_options(bias: _BlockBias, key_starts: Tensor, used: Tensor | None) -> dict[str, Any]:
+    """Blocks as `varlen_attention` takes them."""
+    found = {"cu_seqlens_q": bias.q_seqinfo.seqstart, "cu_seqlens_k": key_starts, "seqused_k": used}
+    if used is not None and (isinstance(bias, _PagedBias) or isinstance(bias.k_seqinfo, _PaddedSeqLenInfo)):
+        found["cu_seqlens_k_padded"] = key_starts  # one after the other; gappy ones lie anywhere
+    return found | _band_options(bias.band)
 
 
 __all__ = [

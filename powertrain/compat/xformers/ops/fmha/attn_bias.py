@@ -232,6 +232,8 @@ class _GappySeqInfo(_SeqLenInfo):
         if not lengths or blocks != len(lengths):
             checks.fail("BlockDiagonalGappyKeysMask", "kv_seqlen", f"have {blocks} lengths, at least 1", len(lengths))
         most, least = max(lengths), min(lengths)
+        if not paged:
+            _lie_in("BlockDiagonalGappyKeysMask", starts[:-1], lengths, starts[-1])
         if paged:
             lengths = [start + n for start, n in zip(starts, lengths, strict=True)]
             starts = [*starts, -1]
@@ -423,7 +425,9 @@ class BlockDiagonalPaddedKeysMask(_BlockBias):
         self, block_tables: Tensor, page_size: int, paged_type: type["PagedBlockDiagonalPaddedKeysMask"]
     ) -> "PagedBlockDiagonalPaddedKeysMask":
         """The same lengths with keys in pages."""
-        k_seqinfo = replace(self.k_seqinfo, padding=block_tables.shape[1] * page_size)
+        room = block_tables.shape[1] * page_size
+        _fits("kv_seqlen", self.k_seqinfo.seqlen_py, len(self.k_seqinfo.seqlen_py), room)
+        k_seqinfo = replace(self.k_seqinfo, padding=room)
         return _paged(self, paged_type, k_seqinfo, block_tables, page_size)
 
 
@@ -522,9 +526,7 @@ class BlockDiagonalGappyKeysMask(_BlockBias):
             checks.fail("make_paged", "notional_padding", f"be a multiple of page_size {page_size}", notional_padding)
         info, room = self.k_seqinfo, block_tables.shape[1] * page_size
         starts = [start - n * notional_padding for n, start in enumerate(info.seqstart_py[:-1])]
-        for n, (start, length) in enumerate(zip(starts, info.seqlen_py, strict=True)):
-            if start < 0 or start + length > room:
-                checks.fail("make_paged", f"block {n}", f"lie in its {room} rows", f"rows {start} to {start + length}")
+        _lie_in("make_paged", starts, info.seqlen_py, room)
         k_seqinfo = _GappySeqInfo.from_seqlens_gappy(starts, info.seqlen_py, True, device=info.seqstart.device)
         return _paged(self, paged_type, k_seqinfo, block_tables, page_size)
 
@@ -678,6 +680,7 @@ class PagedBlockDiagonalGappyKeysMask(_PagedBias):
         """From the lengths of queries, starts and lengths of keys within their pages, and the pages."""
         device = block_tables.device if device is None else device
         infos = _gappy(cls, q_seqlen, kv_seqstarts, kv_seqlen, device, paged=True)
+        _lie_in("PagedBlockDiagonalGappyKeysMask", kv_seqstarts, kv_seqlen, block_tables.shape[1] * page_size)
         return cls(**infos, block_tables=block_tables, page_size=page_size)
 
 
@@ -725,6 +728,12 @@ def _as_many(cls: type, queries: Sequence[Any], keys: Sequence[Any]) -> None:
 def _fits(argument: str, lengths: list[int], count: int, most: int) -> None:
     if len(lengths) != count or any(n > most for n in lengths):
         checks.fail("attn_bias", argument, f"be {count} lengths of at most {most}", lengths)
+
+
+def _lie_in(op: str, starts: Sequence[int], lengths: Sequence[int], rows: int) -> None:
+    for n, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        if length < 0 or start < 0 or start + length > rows:
+            checks.fail(op, f"block {n}", f"lie in its {rows} rows", f"rows {start} to {start + length}")
 
 
 def _no_diagonal(cls: type, causal_diagonal: None) -> None:
