@@ -215,7 +215,9 @@ def flash_attn_with_kvcache(
     if cache_seqlens is None:
         cache_seqlens = room - (0 if k is None else k.shape[1])
     if not isinstance(cache_seqlens, Tensor):
-        checks.require(cache_seqlens <= room, op, "cache_seqlens", f"be at most {room}, what there is room for", cache_seqlens)
+        checks.require(
+            cache_seqlens <= room, op, "cache_seqlens", f"be at most {room}, what there is room for", cache_seqlens
+        )
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     with torch.no_grad():  # as there: what requires a gradient is taken, and gets none
         return decode_attention(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -183,6 +184,38 @@ def test_with_kvcache(causal: bool, rotary: bool | None, paged: bool) -> None:
     torch.testing.assert_close(out, torch.cat(outs), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(lse.double(), torch.cat(lses), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(given_k.reshape(expected_k.shape), expected_k, rtol=1e-6, atol=1e-6)
+
+
+def test_kvcache_of_inputs_that_require_gradients() -> None:
+    """It has no backward, so it takes them and gives a result that requires none."""
+    q, k, v, new_k, new_v = tensors((2, 1, 2, 8), (2, 6, 2, 8), (2, 6, 2, 8), (2, 1, 2, 8), (2, 1, 2, 8))
+    out = fa.flash_attn_with_kvcache(q, k, v, new_k, new_v, cache_seqlens=3)
+    assert not out.requires_grad and torch.equal(k[:, 3:4], new_k)
+    keys, values = (x.detach()[:, :4] for x in (k, v))
+    torch.testing.assert_close(out, _expected(q.detach(), keys, values)[0])
+
+
+def test_windows_of_numpy_and_tensors() -> None:
+    q, k, v = tensors((2, 5, 2, 8), (2, 5, 2, 8), (2, 5, 2, 8))
+    expected = fa.flash_attn_func(q, k, v, window_size=(2, 1))
+    for window in ((np.int64(2), np.int32(1)), np.array([2, 1]), torch.tensor([2, 1]), (torch.tensor(2), 1)):
+        assert torch.equal(fa.flash_attn_func(q, k, v, window_size=window), expected)  # type: ignore[arg-type]
+        with torch.no_grad():
+            fa.flash_attn_with_kvcache(q, k, v, window_size=window)  # type: ignore[arg-type]
+    for wrong in ((2.0, 1), (2,), torch.tensor([2.0, 1.0]), (-2, 0), 3):
+        with pytest.raises(ValueError, match="window_size must be two integers of at least -1"):
+            fa.flash_attn_func(q, k, v, window_size=wrong)  # type: ignore[arg-type]
+
+
+def test_more_than_there_are_pages_for() -> None:
+    q, k, v = tensors((2, 1, 2, 8), (4, 4, 2, 8), (4, 4, 2, 8), grad=False)
+    table, cu = torch.tensor([[0, 1], [2, 3]]).int(), torch.tensor([0, 1, 2]).int()
+    with pytest.raises(ValueError, match="cache_seqlens must be at most 8, what there is room for, got 9"):
+        fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=9, block_table=table)
+    with pytest.raises(ValueError, match="cache_seqlens must be at most 8, what there is room for, got 9"):
+        fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([3, 9]).int(), block_table=table)
+    with pytest.raises(ValueError, match="max_seqlen_k must be at most 8, the pages of block_table, got 9"):
+        fa.flash_attn_varlen_func(q[:, 0], k, v, cu, cu * 9, 1, 9, block_table=table)
 
 
 def test_kvcache_lengths() -> None:

@@ -73,6 +73,17 @@ def test_dense(layout: str, mask_type: str, window: tuple[int, int] | None) -> N
     )
 
 
+@pytest.mark.parametrize("mask_type", MASKS)
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+def test_dense_takes_cu_seqlens_with_every_mask(layout: str, mask_type: str) -> None:
+    """As there: of the types with padding they say the lengths, of others nothing; *_padded says nothing."""
+    module = DotProductAttention(4, (8, 6), num_gqa_groups=2, qkv_format=layout, attn_mask_type=mask_type)
+    cu = {"cu_seqlens_q": _cu(Q), "cu_seqlens_kv": _cu(KV)}
+    padded = {"cu_seqlens_q_padded": _cu([5] * 3), "cu_seqlens_kv_padded": _cu([6] * 3)}
+    needed = cu if "padding" in mask_type else {}
+    same(lambda *x: module(*x, **cu, **padded), lambda *x: module(*x, **needed), _dense(layout))
+
+
 @pytest.mark.parametrize("mask_type", [m for m in MASKS if "padding" in m])
 @pytest.mark.parametrize("apart", [False, True], ids=["close", "apart"])
 def test_thd(mask_type: str, apart: bool) -> None:
@@ -332,10 +343,8 @@ def test_errors() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "attention_mask must be given for 'padding_causal', or cu_seqlens, got None"),
         ({"attn_mask_type": "band"}, "attn_mask_type must be one of 'no_mask', .*, got 'band'"),
-        ({"attn_mask_type": "causal", **cu}, "cu_seqlens_q must be None for attn_mask_type 'causal'"),
         ({"cu_seqlens_q": _cu(Q)}, "cu_seqlens_q and cu_seqlens_kv must be given together, got one of them"),
         ({**cu, "max_seqlen_q": 4}, "max_seqlen_q must be 5, the 's' of qkv_format 'bshd', got 4"),
-        ({**cu, "cu_seqlens_q_padded": _cu(Q)}, "cu_seqlens_q_padded must be None for qkv_format 'bshd'"),
         ({**cu, "pad_between_seqs": True}, "pad_between_seqs must be False for qkv_format 'bshd', got True"),
         ({**cu, "window_size": (-2, 0)}, "window_size must be two numbers of at least -1"),
         ({"attn_mask_type": "no_mask", "window_size": (-1, 0)}, "window_size must not be causal .*use 'causal'"),

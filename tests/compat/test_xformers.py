@@ -362,6 +362,42 @@ def test_backward(name: str, dims: int) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_what_raises_there_raises_here() -> None:
+    """ValueError, where xFormers' own is one."""
+    q, k, v = tensors((2, 5, 3, 8), (2, 9, 3, 8), (2, 9, 3, 8), grad=False)
+    out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v)
+    backward = fmha.memory_efficient_attention_backward
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: backward(out[:, :4], out, lse, q, k, v), r"grad must have shape \[2, 5, 3, 8\]"),
+        (lambda: backward(out, out[0], lse, q, k, v), "output must have shape"),
+        (lambda: backward(out, out, lse.mT, q, k, v), r"lse must have shape \[2, 3, 5\]"),
+        (lambda: memory_efficient_attention(q, k.float(), v), "key must have query's dtype"),
+        (lambda: memory_efficient_attention(q, k[:1], v), "key"),
+        (lambda: memory_efficient_attention(q, k, v[:, :8]), "value"),
+        (lambda: memory_efficient_attention(q, k, v, p=1.5), "dropout_p must be"),
+        (lambda: memory_efficient_attention(q, k, v, op=fmha.MemoryEfficientAttentionCutlassOp), "efficient"),
+        (lambda: memory_efficient_attention(q, k, v, torch.zeros(2, 3, 5, 8)), "attn_bias must broadcast"),
+        (lambda: fmha.merge_attentions([out, out[:, :4]], [lse, lse]), r"outs\[1\] must have shape"),
+        (lambda: fmha.merge_attentions([out], [lse, lse]), "lse_split must be 1 parts"),
+        (lambda: fmha.merge_attentions([out], [lse[0]]), r"lses\[0\] must have shape"),
+        (lambda: ab.BlockDiagonalGappyKeysMask.from_seqlens([1], [0, 4], [5]), "lie in its 4 rows"),
+        (lambda: ab.BlockDiagonalGappyKeysMask.from_seqlens([1], [3], [2]), "must have 0 lengths"),
+        (
+            lambda: ab.PagedBlockDiagonalGappyKeysMask.from_seqlens(Q, [1, 3, 2], [4, 4, 4], TABLE, 2),
+            "block 1 must lie in its 6 rows, got rows 3 to 7",
+        ),
+        (
+            lambda: ab.BlockDiagonalPaddedKeysMask.from_seqlens(Q, 8, [7, 2, 4]).make_paged(
+                TABLE, 2, ab.PagedBlockDiagonalPaddedKeysMask
+            ),
+            "kv_seqlen must be 3 lengths of at most 6",
+        ),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_backward_of_a_part() -> None:
     """With the LSE and result of all keys, a part gives its share of the gradients (ring attention)."""
     q, k, v = tensors((2, 5, 3, 8), (2, 9, 3, 8), (2, 9, 3, 8))

@@ -189,8 +189,8 @@ def varlen_attention(
     (and the sequence's number in the batch), so that packing changes no result.
 
     Returns out [Tq, H, E] in query's dtype; with return_lse also LSE [H, Tq] in nats, float32 (float64 for float64),
-        differentiable. Rows of no sequence, ahead of the first, between two and behind the last, are 0 with an LSE of -inf and have zero
-        gradients, and are never read: NaN there does not leak.
+        differentiable. Rows of no sequence, ahead of the first, between two and behind the last, are 0 with an LSE of
+        -inf and have zero gradients, and are never read: NaN there does not leak.
     Numerics, determinism and errors are those of `attention`.
     Memory beyond inputs and results, our kernel: 4 * H * Tq bytes saved, 8 * H * ceil(Tq / 128) * 128 in backward, on
         Hopper besides as for `attention`.

@@ -736,7 +736,9 @@ def decode_attention(
     capacity = key_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     if cache_seqlens.device.type == "cpu" and cache_seqlens.numel() and not is_traced(cache_seqlens):
         longest = int(cache_seqlens.max())
-        checks.require(longest <= capacity, _OP, "cache_seqlens", f"be at most {capacity}, what there is room for", longest)
+        checks.require(
+            longest <= capacity, _OP, "cache_seqlens", f"be at most {capacity}, what there is room for", longest
+        )
     left, right = window_bounds(_OP, window_size)
     right = 0 if is_causal else right
     if rotary is not None:

@@ -67,7 +67,8 @@ class _ZeroGradientTails(torch.autograd.Function):
 def zero_gradient_tails(
     query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The three, differentiated with zeros ahead of the first sequence and past the last, whatever the kernel that follows leaves there."""
+    """The three, differentiated with zeros ahead of the first sequence and past the last, whatever the kernel that
+    follows leaves there."""
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         found: tuple[Tensor, Tensor, Tensor] = _ZeroGradientTails.apply(query, key, value, query_starts, key_starts)
         return found

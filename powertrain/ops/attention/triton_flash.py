@@ -158,8 +158,8 @@ class _Args(NamedTuple):
 _ARGS_SCHEMA = (
     "Tensor? bias, Tensor? slopes, Tensor? sinks, Tensor? prefix, Tensor? query_documents, Tensor? key_documents, "
     "Tensor? query_starts, Tensor? key_starts, Tensor? query_used, Tensor? key_used, Tensor? seed, str layout, "
-    "float scale, float softcap, float dropout_p, int left, int right, int chunk, bool bottom_right, bool deterministic, "
-    "bool unordered"
+    "float scale, float softcap, float dropout_p, int left, int right, int chunk, bool bottom_right, "
+    "bool deterministic, bool unordered"
 )
 
 

@@ -1,7 +1,7 @@
 """Random index structure of packed attention: where sequences begin and end, in every way that callers may say it.
 
-`check(draw(way, seed), ...)` runs one call, forward and backward, and holds it against the reference in float64. Rows of
-no sequence hold NaN, in the gradient of the output too, so that whoever reads them is found.
+`check(draw(way, seed), ...)` runs one call, forward and backward, and holds it against the reference in float64. Rows
+of no sequence hold NaN, in the gradient of the output too, so that whoever reads them is found.
 """
 
 import random

@@ -11,6 +11,7 @@ from powertrain.ops.attention import (
     attention_backend,
     attention_backward,
     cudnn_backward,
+    explain_attention,
     hopper_flash,
     triton_flash,
 )
@@ -149,6 +150,30 @@ def _launched(d_qk: int, d_v: int, **options: Any) -> set[str]:
         out = attention(q, k, v, backend="hopper", **{"is_causal": True} | options)
         out.backward(torch.empty_like(out))
     return {spec.kernel.name for spec in wanted.specs}
+
+
+@compiled
+@pytest.mark.parametrize("cudnn", [True, False], ids=["cudnn", "without"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": False}, {"deterministic": True}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (160, 160), (256, 256), (192, 192)], ids=str)
+def test_what_is_explained_is_what_runs(dims: tuple[int, int], options: dict[str, Any], cudnn: bool) -> None:
+    """`explain_attention` names who differentiates what the Hopper forward computed."""
+    by = {
+        frozenset(): "cudnn",
+        frozenset({"_attention_rows_kernel", "_attention_dkdv_kernel", "_attention_dq_kernel"}): "triton",
+    }
+    given = {name: torch.empty(8, device=META) if name == "sinks" else value for name, value in options.items()}
+    with assume(PLAIN), attention_backend(*(() if cudnn else ("-cudnn",))):
+        launched = _launched(*dims, **given) - {"_hopper_attention_fwd_kernel"}
+        with any_order():
+            explained = explain_attention(
+                arch="sm_90", backend="hopper", head_dim_qk=dims[0], head_dim_v=dims[1], num_heads=8, queries=512,
+                software=PLAIN, **{"is_causal": True} | options,
+            )  # fmt: skip
+    assert explained.chosen == "hopper"
+    assert explained.backward == by.get(frozenset(launched), "hopper")
+    differ = f"forward by hopper, backward by {explained.backward}: "
+    assert (differ in str(explained)) == (explained.backward != "hopper")
 
 
 @compiled

@@ -37,6 +37,19 @@ def test_parts_make_the_whole(ends: list[int], dtype: torch.dtype, device: torch
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "thd"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_rows_that_nobody_saw(count: int, layout: str, device: torch.device) -> None:
+    """0, -inf and no gradient, whatever a part holds there; of one part too."""
+    shape = {"bshd": (B, S, H, D), "bhsd": (B, H, S, D), "sbhd": (S, B, H, D), "thd": (S, H, D)}[layout]
+    lse = torch.full((H, S) if layout == "thd" else (B, H, S), -torch.inf, device=device)
+    outs = [torch.full(shape, torch.nan, device=device, requires_grad=True) for _ in range(count)]
+    out, merged = merge_attentions(outs, [lse] * count, layout=layout)  # type: ignore[arg-type]
+    out.sum().backward()
+    assert not out.any() and torch.equal(merged, lse)
+    assert all(x.grad is not None and not x.grad.any() for x in outs)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "thd"])
 def test_layouts_and_strides(layout: str, device: torch.device) -> None:
     shape = {"bshd": (B, S, H, D), "bhsd": (B, H, S, D), "sbhd": (S, B, H, D), "thd": (S, H, D)}[layout]
     rows = (H, S) if layout == "thd" else (B, H, S)

@@ -122,16 +122,21 @@ def test_zero_tail(device: torch.device) -> None:
     assert tail.zero_tail(x, full)[:130].isnan().all()
     lse = tail.empty_tail(torch.zeros(3, 200, device=device), starts)
     assert not lse[:, :130].any() and (lse[:, 130:] == -torch.inf).all()
+    ahead = torch.tensor([70, 80, 150], dtype=torch.int32, device=device)
+    x = tail.zero_tail(torch.full((200, 3, 400), torch.nan, device=device), ahead, ahead=True)
+    assert not x[:70].any() and x[70:150].isnan().all() and not x[150:].any()
+    lse = tail.empty_tail(torch.zeros(3, 200, device=device), ahead)
+    assert (lse[:, :70] == -torch.inf).all() and not lse[:, 70:150].any() and (lse[:, 150:] == -torch.inf).all()
 
 
 @pytest.mark.kernels
 def test_gradients_past_the_last_sequence_are_zero(device: torch.device) -> None:
-    starts = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
+    starts = torch.tensor([1, 2, 5], dtype=torch.int32, device=device)
     leaves = [torch.randn(7, 2, 4, device=device, requires_grad=True) for _ in range(3)]
     q, k, v = tail.zero_gradient_tails(leaves[0], leaves[1], leaves[2], starts, starts)
     (q * k * v * torch.full_like(q, torch.nan)).sum().backward()
     for x in leaves:
-        assert x.grad is not None and x.grad[:5].isnan().all() and not x.grad[5:].any()
+        assert x.grad is not None and x.grad[1:5].isnan().all() and not x.grad[5:].any() and not x.grad[:1].any()
 
 
 @pytest.mark.skipif(settings_module.settings().interpret, reason="nothing is compiled under the interpreter")

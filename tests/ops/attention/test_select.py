@@ -443,6 +443,12 @@ def test_hopper_is_for_hopper() -> None:
     assert "run on GPUs" in reasons("hopper", problem(None))
 
 
+def test_explains_who_differentiates() -> None:
+    by = lambda **facts: explain_attention(arch="A100", software=PLAIN, **facts).backward  # noqa: E731
+    assert by(is_causal=True) == explain_attention(arch="A100", software=PLAIN, is_causal=True).chosen
+    assert by(is_causal=True, needs_grad=False) is None
+
+
 def test_misaligned_goes_to_ours() -> None:
     assert chosen(problem(aligned=False)) == "triton"
     q, k, v = (torch.randn(2, 8, 4, 17)[..., 1:] for _ in range(3))
