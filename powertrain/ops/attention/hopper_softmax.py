@@ -7,6 +7,13 @@ every 8, from 2 (lane % 4) on. PTX that works on all of a thread's numbers at on
 from powertrain.ops.attention.hopper_tiles import MINUS_INF, tanh
 from powertrain.runtime.gluon_compat import gl, gluon
 
+# By how much, in base 2, a row's greatest score may exceed the maximum that weights are relative to. At the maximum a
+# weight is 1 and not rounded; one above it is, and if it is nearly all of the row, so is the result. Such a weight is at
+# most 2^GROWTH / (1 + 2^GROWTH) of its row. Largest error in parts of xFormers' tolerance, of 7 million results of inputs
+# with deviation 3 (an emulation), with 0, 1, 2, 4, 8: float16 0.55, 0.63, 0.81, 0.92, 1.02, bfloat16 0.62, 0.69, 0.82,
+# 0.95, 0.95. Of 63 blocks after the first, a warp scales its results at 29, 13, 6, 0, 0.
+GROWTH = gl.constexpr(1.0)
+
 
 @gluon.jit
 def _columns(start, s):
@@ -101,9 +108,9 @@ def of_lanes(p):
 @gluon.jit
 def softmax(s, m, l, factor, MASKED: gl.constexpr):  # noqa: E741
     """(weights, m, l, what the result so far is to be scaled by)."""
-    # what is added stays below 2^8 times what it may be; then the results so far need no scaling
+    # until it grows by more than GROWTH, the results so far need no scaling
     m_new = gl.max(s, 1)
-    m_new = gl.where((m_new - m) * factor > 8.0, m_new, m)
+    m_new = gl.where((m_new - m) * factor > GROWTH, m_new, m)
     shift = m_new * factor
     if MASKED:
         shift = gl.where(m_new == MINUS_INF, 0.0, shift)  # nothing seen so far: 2^-inf is 0, not NaN

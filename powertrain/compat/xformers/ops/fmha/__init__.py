@@ -183,10 +183,10 @@ _Pair = tuple[Tensor, Tensor]
 _Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def _vjp(attend: Callable[..., _Pair], *inputs: Tensor) -> tuple[_Pair, Callable[[_Pair], _Triple]]:
+def _vjp(attend: Callable[..., _Pair], *inputs: Tensor) -> tuple[_Pair, Callable[[_Pair], tuple[Tensor, ...]]]:
     """(out and lse, what turns their gradients into those of the inputs)."""
     if torch.compiler.is_compiling():  # Dynamo traces this way only
-        results, differentiate = torch.func.vjp(attend, *(x.detach() for x in inputs))
+        results, differentiate = torch.func.vjp(attend, *(x.detach() for x in inputs))  # type: ignore[misc]
         return results, differentiate
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
@@ -201,12 +201,13 @@ def _backward(
     """By `attention_backward`, of what is neither in pages nor in blocks of groups."""
     dims = query.dim()
     q, k, v = (x.detach() for x in unit_stride(query, key, value))
-    given = [grad.to(q.dtype), q, k, v, output]
+    given = (grad.to(q.dtype), q, k, v, output)
     if dims == 3:
-        given, lse = [x.unsqueeze(2) for x in given], lse.view(lse.shape[0], 1, lse.shape[-1])
+        given = tuple(x.unsqueeze(2) for x in given)  # type: ignore[assignment]
+        lse = lse.view(lse.shape[0], 1, lse.shape[-1])
     if isinstance(bias, _BlockBias):
         _check_blocks(q, k, bias)
-        given, lse = [x[0] for x in given], lse[0]
+        given, lse = tuple(x[0] for x in given), lse[0]  # type: ignore[assignment]
         options = _block_options(bias, bias.k_seqinfo.seqstart, getattr(bias.k_seqinfo, "seqlen", None))
         found = attention_backward(*given, lse, scale=scale, layout="thd", **options)
         dq, dk, dv = (x[None] for x in found)
@@ -290,8 +291,6 @@ def _attend(
     if dims == 4 and k.shape[2] == v.shape[2] > 1 and k.stride(2) == v.stride(2) == 0:
         k, v = k[:, :, :1], v[:, :, :1]  # one head, expanded: it is read once
     options = _Options(p, scale, backends, return_lse)
-    if not (bias is None or isinstance(bias, Tensor | AttentionBias)):
-        checks.fail(_OP, "attn_bias", "be a tensor, a class of fmha.attn_bias or None", type(bias).__name__)
     try:
         if isinstance(bias, _BlockBias):
             out, lse = _in_blocks(q, k, v, bias, options)
@@ -315,6 +314,8 @@ def _dense(
 
 def _dense_options(bias: Tensor | AttentionBias | None, dims: int) -> dict[str, Any]:
     """Bias and layout as `attention` takes them."""
+    if not (bias is None or isinstance(bias, Tensor | AttentionBias)):
+        checks.fail(_OP, "attn_bias", "be a tensor, a class of fmha.attn_bias or None", type(bias).__name__)
     band, tensor = Band(), bias if isinstance(bias, Tensor) else None
     if isinstance(bias, AttentionBias):
         band = bias.band
