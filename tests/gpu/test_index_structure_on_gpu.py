@@ -22,7 +22,7 @@ CUDA = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # heads, head dims, largest sequence: one tile and several of every kernel; packed tiles of few queries; wide ones
 SIZES = (((4, 2), (128, 128), 300), ((4, 4), (64, 64), 700), ((8, 1), (128, 128), 150), ((2, 2), (256, 256), 200))
-BACKENDS = ("triton", "hopper", "flash", "chunked", "reference")
+BACKENDS = ("triton", "hopper", "chunked", "reference")  # that give an LSE which is differentiated
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +59,8 @@ def test_any_structure_at_length(backend: str, way: str, dtype: torch.dtype) -> 
 def _sweep(backend: str, way: str, dtype: torch.dtype, seeds: range) -> None:
     taken = [_check(way, seed, backend, dtype) for seed in seeds]
     if not any(taken):
-        # flash-2 takes one cu_seqlens for both, and no LSE that is differentiated; hopper is for sm_90
-        assert backend in ("hopper", "flash"), f"{backend} took nothing"
-        pytest.skip(f"{backend} takes none of these here")
+        assert backend == "hopper" and torch.cuda.get_device_capability() != (9, 0), f"{backend} took nothing"
+        pytest.skip("the Hopper kernels are for sm_90")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -94,7 +93,7 @@ def test_flash_without_lse(way: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_hopper_in_turn(way: str, dtype: torch.dtype) -> None:
-    """The deterministic Hopper backward, whose tiles add in turn: `why_not` forbids it by name, so by what serves."""
+    """The Hopper backward whose tiles add in turn, which is taken where the same bits are wanted every time."""
     for seed in range(8):
         heads, dims, largest = SIZES[seed % len(SIZES)]
         s = draw(way, seed, largest, 6)

@@ -8,10 +8,10 @@ from powertrain.ops.attention.hopper_tiles import MINUS_INF, tanh
 from powertrain.runtime.gluon_compat import gl, gluon
 
 # By how much, in base 2, a row's greatest score may exceed the maximum that weights are relative to. At the maximum a
-# weight is 1 and not rounded; one above it is, and if it is nearly all of the row, so is the result. Such a weight is at
-# most 2^GROWTH / (1 + 2^GROWTH) of its row. Largest error in parts of xFormers' tolerance, of 7 million results of inputs
-# with deviation 3 (an emulation), with 0, 1, 2, 4, 8: float16 0.55, 0.63, 0.81, 0.92, 1.02, bfloat16 0.62, 0.69, 0.82,
-# 0.95, 0.95. Of 63 blocks after the first, a warp scales its results at 29, 13, 6, 0, 0.
+# weight is 1 and not rounded; one above it is, and if it is nearly all of the row, so is the result. Such a weight is
+# at most 2^GROWTH / (1 + 2^GROWTH) of its row. Largest error in parts of xFormers' tolerance, of 7 million results of
+# inputs with deviation 3 (an emulation), with 0, 1, 2, 4, 8: float16 0.55, 0.63, 0.81, 0.92, 1.02, bfloat16 0.62,
+# 0.69, 0.82, 0.95, 0.95. Of 63 blocks after the first, a warp scales its results at 29, 13, 6, 0, 0.
 GROWTH = gl.constexpr(1.0)
 
 
