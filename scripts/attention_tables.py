@@ -14,10 +14,10 @@ import torch
 
 from powertrain.compat import transformer_engine
 from powertrain.compat.xformers.ops.fmha import attn_bias
-from powertrain.ops.attention import flash_attn, sdpa
-from powertrain.ops.attention.installed import Installed, assume
-from powertrain.ops.attention.limits import Limits
-from powertrain.ops.attention.masks import MaskSpec
+from powertrain.ops.attention.backends import flash_attn, sdpa
+from powertrain.ops.attention.backends.requirements import Limits
+from powertrain.ops.attention.backends.versions import Installed, assume
+from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import AttentionProblem, Lengths
 from powertrain.ops.attention.select import _ALL, ORDERS, Order
 from powertrain.runtime import checks

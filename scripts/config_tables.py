@@ -12,8 +12,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from powertrain.train.config import RunConfig
-from powertrain.train.neox_keys import KEYS
+from powertrain.train.config.neox_keys import KEYS
+from powertrain.train.config.schema import RunConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 _FATES = {

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from powertrain.cli import app, check, facts
-from powertrain.ops.catalog import Case, cases
+from powertrain.ops.cases import Case, cases
 from powertrain.runtime import settings as settings_module
 from powertrain.runtime.settings import VARIABLES
 
@@ -110,7 +110,7 @@ def test_check_fails_when_an_op_does(how: str, monkeypatch: pytest.MonkeyPatch) 
         return real.run(**tensors) * (1.1 if how == "wrong" else float("nan"))
 
     broken = Case("layer_norm", "", run, real.reference, real.plain, real.inputs, real.tiny, real.full)
-    monkeypatch.setattr("powertrain.ops.catalog.cases", lambda: [broken])
+    monkeypatch.setattr("powertrain.ops.cases.cases", lambda: [broken])
     code, output = _run("check", "--device", "cpu")
     assert code == 1 and "1 of 1 calls" in output
     assert how != "raises" or "no kernel today" in output

@@ -7,7 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from powertrain.cli import app
-from powertrain.runtime import compile, settings, store
+from powertrain.runtime import settings
+from powertrain.runtime.compile import kernel_store
+from powertrain.runtime.compile import service as compile_service
 
 SCRIPT = """
 import torch, powertrain
@@ -19,11 +21,11 @@ powertrain.rms_norm(x, torch.empty(512, requires_grad=True)).sum().backward()
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("POWERTRAIN_STORE", str(tmp_path / "store"))
-    for forget in (settings.reload, store.user_store.cache_clear, compile._entries.clear):
+    for forget in (settings.reload, kernel_store.user_store.cache_clear, compile_service._entries.clear):
         forget()
     yield tmp_path
     monkeypatch.undo()
-    for forget in (settings.reload, store.user_store.cache_clear, compile._entries.clear):
+    for forget in (settings.reload, kernel_store.user_store.cache_clear, compile_service._entries.clear):
         forget()
 
 

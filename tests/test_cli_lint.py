@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from powertrain.cli import app
 from powertrain.models import build
 from powertrain.runtime.target import Target
+from powertrain.train.config.reader import read_config
 from powertrain.train.lint import lint, memory_of, rehearse
-from powertrain.train.reader import read_config
 
 ROOT = Path(__file__).parents[1]
 OURS = str(ROOT / "tests/train/fixtures/ours.yml")
@@ -131,7 +131,7 @@ def test_prebuild_takes_a_training_config(tmp_path: Path, monkeypatch: pytest.Mo
 
     def build_nothing(specs: list[object], *arguments: object, **options: object) -> object:
         asked.extend(specs)
-        from powertrain.runtime.prebuild import Report
+        from powertrain.runtime.compile.prebuild import Report
 
         return Report()
 

@@ -10,17 +10,17 @@ ROOT = Path(__file__).resolve().parent.parent / "powertrain"
 ORDER = ["runtime", "ops", "quant", "parallel", "nn", "models", "train", "compat", "cli"]
 BELOW = {layer: set(ORDER[: index + 1]) for index, layer in enumerate(ORDER)}
 # beside the order: what each of these may import; cli, on top, may import them too
-BELOW |= {side: {"runtime", side} for side in ("testing", "governor", "doctor")}
-BELOW["cli"] |= {"testing", "governor", "doctor"}
+BELOW |= {side: {"runtime", side} for side in ("testing", "builder", "doctor")}
+BELOW["cli"] |= {"testing", "builder", "doctor"}
 BELOW["__main__"] = {"cli"}
 BELOW["__init__"] = set(BELOW)  # the public names; they are resolved on first use
 
 # files that may touch os.environ, and why
 ENVIRONMENT = {
     "runtime/settings.py": "reads every variable of ours",
-    "runtime/triton_compat.py": "Triton takes its interpreter switch from the environment alone",
-    "runtime/compile.py": "hands its workers an environment",
-    "runtime/worker.py": "gives its compiler a private folder",
+    "runtime/compile/triton_compat.py": "Triton takes its interpreter switch from the environment alone",
+    "runtime/compile/service.py": "hands its workers an environment",
+    "runtime/compile/worker.py": "gives its compiler a private folder",
     "train/ranks.py": "reads what launchers say of rank and meeting place; cuBLAS takes its workspace from there",
     "compat/transformer_engine.py": "reads TransformerEngine's own switches, at every call",
     "doctor/machine.py": "reads other tools' variables, in the one place that tests replace",

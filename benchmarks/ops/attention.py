@@ -14,7 +14,7 @@ from torch import Tensor
 
 from powertrain.ops.attention import attention, select, varlen_attention
 from powertrain.ops.attention.arguments import Sizes, lower_mask
-from powertrain.ops.attention.reference import attention_ref
+from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.select import BACKENDS, NoBackendError
 from powertrain.runtime.errors import CompileError
 from powertrain.testing.bench import Timing, host_us, measure, table

@@ -6,10 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from powertrain.ops.gemm import BACKENDS, choose, gemm
-from powertrain.ops.hopper_gemm import Gathered, Scattered, hopper_gemm
-from powertrain.ops.linear_activation import choose as choose_linear
-from powertrain.ops.linear_activation import linear_activation
+from powertrain.ops.gemm.gemm import BACKENDS, choose, gemm
+from powertrain.ops.gemm.hopper import Gathered, Scattered, hopper_gemm
+from powertrain.ops.gemm.linear_activation import choose as choose_linear
+from powertrain.ops.gemm.linear_activation import linear_activation
 from powertrain.runtime.dispatch import disable
 from powertrain.testing.bench import measure, table
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.ops.attention import attention, varlen_attention
-from powertrain.parallel.context import ContextParallel, Mode, context_parallel
-from powertrain.parallel.exchange import Peers, Transfer
-from powertrain.parallel.sharding import Sharding
+from powertrain.parallel.context.api import ContextParallel, Mode, context_parallel
+from powertrain.parallel.context.point_to_point import Peers, Transfer
+from powertrain.parallel.context.sharding import Sharding
 
 MODES: tuple[Mode, ...] = ("all_gather", "ring", "all_to_all")
 _HEAD_START = 2_000_000  # cycles, about 1 ms: more than a forward and backward of 4 ranks takes to launch

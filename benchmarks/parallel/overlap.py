@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powertrain.parallel.functions import all_gather_gemm, gemm_reduce_scatter
+from powertrain.parallel.collective_matmul import all_gather_gemm, gemm_reduce_scatter
+from powertrain.parallel.cost_model import Choice
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.planner import Choice
 
 
 class Case(NamedTuple):

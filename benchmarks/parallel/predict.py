@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from powertrain.parallel.planner import Choice, Product, Rates, predict, product_seconds
+from powertrain.parallel.cost_model import Choice, Product, Rates, predict, product_seconds
 
 GPUS = (8, 64, 1024, 8192)
 WIDTH = 2  # bytes of what is computed with and travels

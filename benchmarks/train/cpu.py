@@ -21,7 +21,7 @@ VARIANTS = ("powertrain", "transformers", "transformers, fused AdamW", "transfor
 
 def _ours(tokens: torch.Tensor) -> Callable[[], Any]:
     from powertrain.models import build, configure
-    from powertrain.train.config import OptimizerConfig, TrainConfig
+    from powertrain.train.config.schema import OptimizerConfig, TrainConfig
     from powertrain.train.host_memory import keep_freed_memory
     from powertrain.train.optim import Optimizer
 

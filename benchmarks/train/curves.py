@@ -14,11 +14,11 @@ import torch
 
 from benchmarks.train.twin import Twin
 from powertrain.models import ModelConfig
-from powertrain.train.chart import line_chart, series
-from powertrain.train.config import RunConfig
+from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import Batch, batches
 from powertrain.train.data.sources import open_tokenizer
 from powertrain.train.ranks import Ranks
+from powertrain.train.reporting.chart import line_chart, series
 from powertrain.train.run import open_run_data, with_vocabulary
 from powertrain.train.schedule import learning_rate
 from powertrain.train.trainer import Trainer

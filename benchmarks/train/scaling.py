@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from benchmarks.train.throughput import CASES, Case, RandomTokens, _Data, run_config
 from powertrain.models.flops import flops_per_token
-from powertrain.train.config import ParallelConfig
-from powertrain.train.peak import peak_tflops
+from powertrain.train.config.schema import ParallelConfig
 from powertrain.train.ranks import Ranks, arrange, connect, disconnect, seat
+from powertrain.train.reporting.peak_flops import peak_tflops
 from powertrain.train.trainer import Trainer
 
 Step = Callable[[], torch.Tensor]

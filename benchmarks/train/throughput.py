@@ -18,10 +18,10 @@ from torch import nn
 
 from benchmarks.train.twin import Twin
 from powertrain.models.flops import flops_per_token
-from powertrain.train.config import RunConfig
+from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.packed import Sample
-from powertrain.train.peak import peak_tflops
 from powertrain.train.ranks import Ranks
+from powertrain.train.reporting.peak_flops import peak_tflops
 from powertrain.train.trainer import Trainer
 
 

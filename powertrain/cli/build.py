@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from powertrain.governor.history import History, Record
-    from powertrain.governor.plan import Plan
-    from powertrain.governor.run import Outcome
+    from powertrain.builder.history import History, Record
+    from powertrain.builder.plan import Plan
+    from powertrain.builder.run import Outcome
 
 REFUSED = 2  # exit code of a build that was not begun
 SLOWEST = 5  # units named at the end
@@ -47,10 +47,10 @@ def build(
     powertrain build --plan -- pip install transformer-engine[pytorch]
     powertrain build history
     """
-    from powertrain.governor.history import History
-    from powertrain.governor.machine import look
-    from powertrain.governor.plan import make_plan
-    from powertrain.governor.recipes import recipe_of
+    from powertrain.builder.history import History
+    from powertrain.builder.machine import look
+    from powertrain.builder.plan import make_plan
+    from powertrain.builder.recipes import recipe_of
 
     console, environment = Console(), dict(os.environ)
     folder = platformdirs.user_data_path("powertrain") / "builds"
@@ -84,10 +84,10 @@ def _run(
     stall: float,
     fix: bool,
 ) -> int:
-    from powertrain.governor.history import Record
-    from powertrain.governor.run import Governor
-    from powertrain.governor.terminal import keyboard_here
-    from powertrain.governor.view import LiveView, PlainView
+    from powertrain.builder.history import Record
+    from powertrain.builder.run import Governor
+    from powertrain.builder.terminal import keyboard_here
+    from powertrain.builder.view import LiveView, PlainView
 
     text = _text(plan.command)
     if not shutil.which(plan.command[0], path=environment.get("PATH")):
@@ -128,7 +128,7 @@ def _archs(archs: Sequence[int]) -> str:
 
 
 def _print_outcome(console: Console, outcome: "Outcome") -> None:
-    from powertrain.governor.view import duration
+    from powertrain.builder.view import duration
 
     verdict = "[green]done[/]" if outcome.code == 0 else f"[bold red]failed[/] with exit code {outcome.code}"
     acts = f", {outcome.paused} paused, {outcome.rerun} run again" if outcome.paused or outcome.rerun else ""
@@ -146,7 +146,7 @@ def _print_outcome(console: Console, outcome: "Outcome") -> None:
 
 
 def _print_wheel(console: Console, plan: "Plan") -> None:
-    from powertrain.governor.wheels import prebuilt
+    from powertrain.builder.wheels import prebuilt
 
     package, python = plan.recipe.package, plan.machine.python
     if not package or not python:
@@ -163,7 +163,7 @@ def _print_wheel(console: Console, plan: "Plan") -> None:
 
 
 def _print_history(console: Console, records: "Sequence[Record]") -> None:
-    from powertrain.governor.view import duration
+    from powertrain.builder.view import duration
 
     table = Table("when", "recipe", "command", "archs", "jobs", "time", "peak", "exit")
     for record in records:
@@ -183,7 +183,7 @@ def _bytes(text: str | None) -> int | None:
 
 
 def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:
-    from powertrain.governor.view import duration
+    from powertrain.builder.view import duration
 
     machine = plan.machine
     facts = {

@@ -15,7 +15,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     import torch
 
-    from powertrain.ops.catalog import Case
+    from powertrain.ops.cases import Case
     from powertrain.testing.numerics import Error
 
 # elements of the largest input: what a CPU computes in well under a second, and what fits a GPU of 8 GB in float64
@@ -50,7 +50,7 @@ def check(
     """
     import torch
 
-    from powertrain.ops.catalog import cases
+    from powertrain.ops.cases import cases
 
     console = Console()
     console = console if console.is_terminal else Console(width=130)
@@ -84,8 +84,8 @@ def machine() -> Table:
     import triton
 
     from powertrain import __version__
+    from powertrain.runtime.compile.kernel_store import default_root
     from powertrain.runtime.jobs import available_memory, usable_cores
-    from powertrain.runtime.store import default_root
     from powertrain.runtime.target import Target
 
     table = Table(show_header=False, title="this machine", title_justify="left")

@@ -43,9 +43,9 @@ def convert(
     powertrain convert checkpoints/global_step143000 pythia-hf --to hf --config 160M.yml
     powertrain convert pythia-160m pythia-neox --to neox --model-parallel-size 2
     """
-    from powertrain.train.convert import LogitsDiffer
-    from powertrain.train.convert import convert as write
-    from powertrain.train.load import NAMES, open_weights
+    from powertrain.train.checkpoint.convert import LogitsDiffer
+    from powertrain.train.checkpoint.convert import convert as write
+    from powertrain.train.checkpoint.load import NAMES, open_weights
     from powertrain.train.optim import DTYPES
 
     console = Console(soft_wrap=True, highlight=False)

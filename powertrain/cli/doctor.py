@@ -94,7 +94,7 @@ def _overlap(machine: "Machine") -> "Iterator[Finding]":
 
     on_gpus = len(machine.gpus) >= 2 and machine.torch_cuda is not None
     backend, size, seconds = ("nccl", len(machine.gpus), 120.0) if on_gpus else ("gloo", 2, 60.0)
-    ran = run_ranks(machine, backend, size, seconds, ("-m", "powertrain.parallel.echo"))
+    ran = run_ranks(machine, backend, size, seconds, ("-m", "powertrain.parallel.self_check"))
     said = [line for line in ran.output.splitlines() if line.startswith("products are right over")]
     if ran.status == 0 and len(said) == size:
         yield Finding("ok", f"tensor parallelism without MPI, {size} ranks: {said[0]}")
@@ -227,8 +227,8 @@ def _inputs(device: "torch.device", shape: tuple[int, ...]) -> list[Any]:
 
 def _run(name: str, backend: "Backend", device: "torch.device") -> tuple[tuple[str, ...], bool]:
     from powertrain.ops.attention import attention
-    from powertrain.ops.attention.masks import MaskSpec
-    from powertrain.ops.attention.reference import attention_ref
+    from powertrain.ops.attention.backends.reference import attention_ref
+    from powertrain.ops.attention.mask import MaskSpec
     from powertrain.testing.numerics import errors
 
     def ours(query: Any, key: Any, value: Any) -> Any:

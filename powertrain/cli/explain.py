@@ -142,7 +142,7 @@ def _software(torch_version: str | None, cudnn: str | None, flash_attn: str | No
         return None
     from dataclasses import replace
 
-    from powertrain.ops.attention.installed import cudnn_number, installed, version_numbers, with_cuda
+    from powertrain.ops.attention.backends.versions import cudnn_number, installed, version_numbers, with_cuda
 
     given = with_cuda(installed())
     if torch_version is not None:
@@ -169,8 +169,8 @@ def explained_as(
     switches: list[str],
 ) -> "Explanation":
     """The same table of another library."""
+    from powertrain.compat.attention_rules import LIBRARIES, versions_of
     from powertrain.ops.attention.explain import Explanation
-    from powertrain.ops.attention.peers import LIBRARIES, versions_of
 
     if library not in LIBRARIES:
         raise ValueError(f"--as must be one of {', '.join(LIBRARIES)}, got {library!r}")
@@ -188,8 +188,8 @@ def explained_as(
 def _peer_column(
     column: "Column", library: str, queries: int, keys: int, versions: Any, environment: dict[str, str]
 ) -> "Column":
+    from powertrain.compat.attention_rules import LIBRARIES, PeerCase, changes_that_help, peer_verdicts
     from powertrain.ops.attention.explain import Column
-    from powertrain.ops.attention.peers import LIBRARIES, PeerCase, changes_that_help, peer_verdicts
 
     known = LIBRARIES[library]
     case = PeerCase(column.problem, queries, keys, versions, environment)

@@ -35,7 +35,7 @@ def generate(
 
     from powertrain.models.generate import Sampler, stream
     from powertrain.models.generate import generate as new_tokens
-    from powertrain.train.load import load_model
+    from powertrain.train.checkpoint.load import load_model
 
     console = Console(soft_wrap=True)
     try:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from powertrain.runtime.store import Entry
+    from powertrain.runtime.compile.kernel_store import Entry
 
 
 class Action(str, Enum):
@@ -30,8 +30,8 @@ def kernels(
     powertrain kernels
     powertrain kernels verify --pack h100.ptp
     """
+    from powertrain.runtime.compile.kernel_store import Pack, user_store
     from powertrain.runtime.errors import StoreError
-    from powertrain.runtime.store import Pack, user_store
 
     console = Console()
     if pack is not None and action is Action.clear:

@@ -10,9 +10,9 @@ from rich.table import Table
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:
-    from powertrain.train.config import RunConfig
+    from powertrain.train.config.reader import Run
+    from powertrain.train.config.schema import RunConfig
     from powertrain.train.lint import Finding, Memory, Report
-    from powertrain.train.reader import Run
 
 
 def lint(
@@ -32,7 +32,7 @@ def lint(
     powertrain lint configs/neox/125M.yml configs/neox/local_setup.yml --arch A100 --arch "RTX 2080"
     powertrain lint run.yml train.seq_length=8192 --world-size 8
     """
-    from powertrain.train.config_table import render
+    from powertrain.train.config.table import render
     from powertrain.train.lint import lint as inspect
 
     console = Console()
@@ -51,8 +51,8 @@ def lint(
 
 def read_run(words: list[str], *, world_size: int = 1, strict: bool = False, format: str | None = None) -> "Run":
     """The run of a command line's files and key=value words; what is wrong with it is said, and ends with 2."""
-    from powertrain.train.reader import read_config
-    from powertrain.train.source import ConfigError
+    from powertrain.train.config.reader import read_config
+    from powertrain.train.config.yaml_source import ConfigError
 
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
     files = [word for word in words if word not in overrides]

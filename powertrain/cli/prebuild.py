@@ -11,8 +11,8 @@ from powertrain.cli.check import Dtype
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:
-    from powertrain.runtime.compile import Spec
-    from powertrain.runtime.prebuild import Report
+    from powertrain.runtime.compile.prebuild import Report
+    from powertrain.runtime.compile.service import Spec
 
 
 def prebuild(
@@ -72,7 +72,7 @@ def recorded(what: list[str], target: Target, dtype: Dtype, world_size: int = 1)
         return rehearse(sized(read_run(what, world_size=world_size)), target, world_size=world_size)
     import torch
 
-    from powertrain.ops.catalog import cases
+    from powertrain.ops.cases import cases
     from powertrain.runtime.recording import record
 
     with record(target) as wanted:
@@ -96,9 +96,9 @@ def build_with_progress(specs: "list[Spec]", console: Console, *, again: bool = 
     """Build with a bar that says what was compiled last and how many workers there are and why."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from powertrain.runtime.compile import PER_JOB_BYTES
+    from powertrain.runtime.compile.prebuild import build
+    from powertrain.runtime.compile.service import PER_JOB_BYTES
     from powertrain.runtime.jobs import jobs
-    from powertrain.runtime.prebuild import build
     from powertrain.runtime.settings import settings
 
     console.print(f"{len(specs)} kernels; {jobs(PER_JOB_BYTES, settings().jobs).why}")

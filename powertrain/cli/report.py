@@ -15,7 +15,7 @@ def report(
     \b
     powertrain report runs/quickstart
     """
-    from powertrain.train.report import write_report
+    from powertrain.train.reporting.report import write_report
 
     try:
         path = write_report(folder)

@@ -32,8 +32,8 @@ print(extension.load("probe", [source], build_directory=sys.argv[1]).one(), flus
 
 _OUR_KERNELS = """
 import torch
-from powertrain.ops.catalog import cases
-from powertrain.runtime.compile import entry_for
+from powertrain.ops.cases import cases
+from powertrain.runtime.compile.service import entry_for
 from powertrain.runtime.recording import record
 case = cases("rms_norm")[0]
 with record("sm_90") as wanted:

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from powertrain.parallel.functions import all_gather_gemm, gemm_reduce_scatter
-from powertrain.parallel.ladder import TransportUnavailable
+from powertrain.parallel.collective_matmul import all_gather_gemm, gemm_reduce_scatter
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.peers import PeerTimeout
+from powertrain.parallel.transport.heartbeat import PeerTimeout
+from powertrain.parallel.transport.select import TransportUnavailable
 
 HIDDEN, INTERMEDIATE = 256, 1024
 FIRST, SECOND = (256, 200), (31, 64)  # tokens by rank: neither alike on the ranks nor twice the same

@@ -14,8 +14,8 @@ from rich.console import Console
 from powertrain.cli.lint import read_run
 
 if TYPE_CHECKING:
-    from powertrain.train.metrics import Sink
-    from powertrain.train.reader import Run
+    from powertrain.train.config.reader import Run
+    from powertrain.train.reporting.metrics import Sink
     from powertrain.train.trainer import Trainer
 
 
@@ -60,13 +60,13 @@ def train(
 
 
 def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Trainer":
-    from powertrain.train.about import About, about
     from powertrain.train.data.loader import UnreadableSample
-    from powertrain.train.kernels_seen import LateCompile
-    from powertrain.train.progress import closing, opening
     from powertrain.train.ranks import NotTogether
+    from powertrain.train.reporting.kernel_profile import LateCompile
+    from powertrain.train.reporting.progress import closing, opening
+    from powertrain.train.reporting.run_summary import About, about
+    from powertrain.train.reporting.sinks import check, open_sinks
     from powertrain.train.run import start, stop_on_signals
-    from powertrain.train.sinks import check, open_sinks
     from powertrain.train.trainer import TrainingStopped
 
     known: list[About] = []
@@ -154,7 +154,7 @@ def _shortened(run: "Run", folder: Path, steps: int) -> "Run":
 
 
 def _refuse_checkpoint(run: "Run") -> None:
-    from powertrain.train.checkpoint import find
+    from powertrain.train.checkpoint.store import find
 
     folder = run.config.checkpoint_folder()
     if find(folder) is not None:
@@ -164,7 +164,7 @@ def _refuse_checkpoint(run: "Run") -> None:
 
 
 def _show(run: "Run", console: Console) -> None:
-    from powertrain.train.config_table import render
+    from powertrain.train.config.table import render
 
     console.print(run.note, highlight=False)
     render(run.table, console)

@@ -10,7 +10,7 @@ from rich.table import Table
 from powertrain.cli.check import Dtype
 
 if TYPE_CHECKING:
-    from powertrain.ops.catalog import Case
+    from powertrain.ops.cases import Case
 
 
 def tune(
@@ -30,7 +30,7 @@ def tune(
     """
     import torch
 
-    from powertrain.ops.catalog import cases
+    from powertrain.ops.cases import cases
     from powertrain.runtime import tuning
 
     console = Console()
@@ -89,7 +89,7 @@ def _tune_case(case: "Case", shape: tuple[int, ...], dtype: Dtype, deadline: flo
 
 
 def _shipped() -> Table:
-    from powertrain.ops.catalog import cases
+    from powertrain.ops.cases import cases
     from powertrain.runtime import tuning
 
     cases()  # imports every op

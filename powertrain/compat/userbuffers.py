@@ -3,7 +3,7 @@
     from powertrain.compat.transformer_engine import destroy_ub, initialize_ub
 
 There a buffer of one shape is made for all layers, before any of them, over `tp_size` consecutive ranks. Here each
-layer (powertrain/nn/parallel.py) is given its group, and any number of rows travels; docs/overlap.md has the table.
+layer (powertrain/nn/tensor_parallel/linear.py) is given its group, and any number of rows travels; docs/overlap.md has the table.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from powertrain.parallel.overlap import close_all
 from powertrain.runtime import checks, tracing
 
 _OP = "initialize_ub"
-# the products that ub_cfgs may name; each is chosen for here by powertrain/parallel/planner.py
+# the products that ub_cfgs may name; each is chosen for here by powertrain/parallel/cost_model.py
 _NAMES = tuple(
     f"{layer}_{product}" for layer in ("qkv", "proj", "fc1", "fc2") for product in ("fprop", "dgrad", "wgrad")
 )
@@ -56,7 +56,7 @@ def initialize_ub(
     unneeded += ["with_cublasmp"] if with_cublasmp else []
     if not dist.is_initialized() or dist.get_rank() == 0:
         tracing.progress(
-            f"initialize_ub: layers of powertrain.nn.parallel overlap over the group of {tp_size} ranks that each is "
+            f"initialize_ub: layers of powertrain.nn.tensor_parallel.linear overlap over the group of {tp_size} ranks that each is "
             f"given; not needed, and not read: {', '.join(unneeded)}"
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from powertrain.doctor.finding import Check, Finding
 from powertrain.doctor.machine import NETWORK_FILE_SYSTEMS, Machine
-from powertrain.runtime.store import Damaged, Entry, Store, default_root, distrust
+from powertrain.runtime.compile.kernel_store import Damaged, Entry, Store, default_root, distrust
 
 
 def kernel_store(machine: Machine) -> Iterator[Finding]:

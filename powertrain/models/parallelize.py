@@ -1,6 +1,6 @@
 """Spread a model over a mesh of processes: tensor parallel, overlapped, then FSDP2, from outside the model.
 
-    tensor     each rank has some heads and some MLP columns of every layer (powertrain/nn/parallel.py), and between
+    tensor     each rank has some heads and some MLP columns of every layer (powertrain/nn/tensor_parallel/linear.py), and between
                them some of the tokens: the residual stream, its norms and dropout are spread by tokens
     expert     of the shard ranks, so many share each layer's experts (powertrain/parallel/experts.py)
     shard      FSDP: a layer's parameters are gathered when it runs;  replicate: copies of that whole arrangement (HSDP)
@@ -21,11 +21,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from powertrain.models.causal_lm import Whole
 from powertrain.models.config import ModelConfig, architecture
-from powertrain.models.context_spread import ContextSpread, weighed
+from powertrain.models.sequence_sharding import ContextSpread, weighed
 from powertrain.nn.attention import Context
-from powertrain.nn.parallel import ColumnParallelLinear, OwnLinear, RowParallelLinear, name_layers, replicate
-from powertrain.nn.tokens import even_rows, gather_tokens
-from powertrain.parallel.context import context_parallel
+from powertrain.nn.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    OwnLinear,
+    RowParallelLinear,
+    name_layers,
+    replicate,
+)
+from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens
+from powertrain.parallel.context.api import context_parallel
 from powertrain.parallel.overlap import Overlap
 
 # a layer hands on the stream that it was given; nothing here writes into it

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from powertrain.nn.cache import KVCache
 from powertrain.nn.norm import RMSNorm
-from powertrain.nn.parallel import columns
+from powertrain.nn.tensor_parallel.linear import columns
 from powertrain.ops.attention import attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.rope import rope, rope_qkv

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from powertrain.nn.attention import Context, Rotary
 from powertrain.nn.cache import KVCache
 from powertrain.nn.norm import RMSNorm
-from powertrain.nn.parallel import columns, of_all_tokens
+from powertrain.nn.tensor_parallel.linear import columns, of_all_tokens
 from powertrain.ops.attention import attention
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.rope import rope

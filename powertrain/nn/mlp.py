@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from powertrain.nn.attention import Context
-from powertrain.nn.parallel import columns
+from powertrain.nn.tensor_parallel.linear import columns
 from powertrain.ops.activations import Activation, Gated, activation, gated_activation
-from powertrain.ops.linear_activation import linear_activation
+from powertrain.ops.gemm.linear_activation import linear_activation
 
 # what stands in a module that does more when it is called
 _SEEN_BY = (

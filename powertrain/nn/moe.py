@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 from powertrain.nn.attention import Context
 from powertrain.nn.mlp import GatedMLP
-from powertrain.nn.parallel import local, spread
+from powertrain.nn.tensor_parallel.linear import local, spread
 from powertrain.ops.activations import gated_activation
 from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.moe import (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from powertrain.nn.parallel import summed
+from powertrain.nn.tensor_parallel.linear import summed
 from powertrain.ops.norm import layer_norm, rms_norm
 
 

@@ -1,4 +1,4 @@
 """Fused ops: pure functions on tensors, one file each."""
 
 # before any op imports triton: under POWERTRAIN_INTERPRET=1 this switches Triton to its interpreter
-import powertrain.runtime.triton_compat  # noqa: F401
+import powertrain.runtime.compile.triton_compat  # noqa: F401

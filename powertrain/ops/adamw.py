@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.optim.adamw import adamw as _adamw_functional
 
-from powertrain.ops.layout import acc_dtype
+from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import use_kernel
 from powertrain.runtime.launch import kernel

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.attention.tail import zero_tail
-from powertrain.ops.layout import acc_dtype, as_rows, cdiv, next_power_of_2
+from powertrain.ops.attention.backends.zero_padding import zero_tail
+from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks, tracing
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel

@@ -40,7 +40,7 @@ from powertrain.ops.cross_entropy import (
     late_scale,
     refuse_second_backward,
 )
-from powertrain.ops.layout import as_rows, empty, wanted
+from powertrain.ops.shapes import as_rows, empty, wanted
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel

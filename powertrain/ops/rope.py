@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.layout import acc_dtype, cdiv, empty, next_power_of_2
 from powertrain.ops.rope_table import RopeTable
+from powertrain.ops.shapes import acc_dtype, cdiv, empty, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.layout import acc_dtype, as_rows, cdiv, next_power_of_2
+from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel

@@ -5,16 +5,16 @@ import importlib
 # public name -> module; resolved on first use, as powertrain's own are
 _PUBLIC = {
     "Overlap": "powertrain.parallel.overlap",
-    "all_gather_gemm": "powertrain.parallel.functions",
-    "gemm_reduce_scatter": "powertrain.parallel.functions",
-    "gemm_all_reduce": "powertrain.parallel.functions",
-    "replicated_gemm": "powertrain.parallel.functions",
-    "context_parallel": "powertrain.parallel.context",
+    "all_gather_gemm": "powertrain.parallel.collective_matmul",
+    "gemm_reduce_scatter": "powertrain.parallel.collective_matmul",
+    "gemm_all_reduce": "powertrain.parallel.collective_matmul",
+    "replicated_gemm": "powertrain.parallel.collective_matmul",
+    "context_parallel": "powertrain.parallel.context.api",
     "moe_experts": "powertrain.parallel.experts",
-    "PeerTimeout": "powertrain.parallel.peers",
-    "CollectiveMismatch": "powertrain.parallel.peers",
-    "TransportUnavailable": "powertrain.parallel.ladder",
-    "World": "powertrain.parallel.simulate",
+    "PeerTimeout": "powertrain.parallel.transport.heartbeat",
+    "CollectiveMismatch": "powertrain.parallel.transport.heartbeat",
+    "TransportUnavailable": "powertrain.parallel.transport.select",
+    "World": "powertrain.parallel.transport.simulated",
 }
 
 __all__ = [*_PUBLIC]

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from powertrain.parallel.ladder import NAMES, open_transport
-from powertrain.parallel.planner import Planner
-from powertrain.parallel.transport import Rows, Transport
+from powertrain.parallel.cost_model import Planner
+from powertrain.parallel.transport.collective import Rows, Transport
+from powertrain.parallel.transport.select import NAMES, open_transport
 from powertrain.runtime import checks
 
 _open: dict[str, "Overlap"] = {}  # by the group's name, which is how a traced call finds its overlap
@@ -55,7 +55,7 @@ class Overlap:
 
     @classmethod
     def over(cls, transport: Transport, key: str) -> "Overlap":
-        """Over a transport that was made elsewhere: a rank of powertrain.parallel.simulate."""
+        """Over a transport that was made elsewhere: a rank of powertrain.parallel.transport.simulated."""
         self = object.__new__(cls)
         self._adopt(transport, key)
         return self

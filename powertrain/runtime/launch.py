@@ -119,7 +119,7 @@ class Kernel:
 
     @cached_property
     def source_hash(self) -> str:
-        from powertrain.runtime.triton_compat import source_hash
+        from powertrain.runtime.compile.triton_compat import source_hash
 
         return source_hash(self.fn)
 
@@ -142,7 +142,7 @@ class Kernel:
 
     def specialize(self, values: dict[str, Any], constants: dict[str, Any], arch: int) -> Any:
         """The Spec of a launch: argument values and constants to types, alignment and options."""
-        from powertrain.runtime.compile import Spec
+        from powertrain.runtime.compile.service import Spec
 
         if self.archs and arch not in self.archs:
             known = ", ".join(f"sm_{known}" for known in self.archs)
@@ -198,7 +198,7 @@ class Kernel:
         )
 
     def _load(self, spec: Any, device: int, emulated: bool) -> Loaded:
-        from powertrain.runtime.compile import entry_for
+        from powertrain.runtime.compile.service import entry_for
 
         if torch.cuda.is_current_stream_capturing():
             raise WarmUpFirst(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from powertrain.runtime.target import Target, pretended
 
 if TYPE_CHECKING:
-    from powertrain.runtime.compile import Spec
+    from powertrain.runtime.compile.service import Spec
 
 
 class Recording:

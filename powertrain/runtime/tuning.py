@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from powertrain.runtime import store, tracing
+from powertrain.runtime import tracing
+from powertrain.runtime.compile import kernel_store
 from powertrain.runtime.target import Target
 
 P = TypeVar("P", bound=Callable[..., Any])
@@ -42,7 +43,7 @@ def tunable(measured: str, fields: tuple[str, ...] = ("num_warps",)) -> Callable
     """
 
     def decorate(plan: P) -> P:
-        name = f"{plan.__module__.rpartition('.')[2]}.{plan.__name__}"
+        name = f"{plan.__module__.removeprefix('powertrain.ops.')}.{plan.__name__}"
         shipped[name] = measured, fields
 
         @functools.wraps(plan)
@@ -61,7 +62,7 @@ def tunable(measured: str, fields: tuple[str, ...] = ("num_warps",)) -> Callable
 
 def table_path(device: str) -> Path:
     """The file of a GPU's tuned plans."""
-    return store.default_root().parent / "tuned" / (re.sub(r"[^A-Za-z0-9]+", "-", device) + ".json")
+    return kernel_store.default_root().parent / "tuned" / (re.sub(r"[^A-Za-z0-9]+", "-", device) + ".json")
 
 
 @functools.cache

@@ -16,11 +16,11 @@ from powertrain.ops.attention.explain import Explanation, explain_attention
 from powertrain.parallel.experts import rehearse_experts
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
-from powertrain.train.config import RunConfig
+from powertrain.train.config.schema import RunConfig
 from powertrain.train.optim import DTYPES, Optimizer
 
 if TYPE_CHECKING:
-    from powertrain.runtime.compile import Spec
+    from powertrain.runtime.compile.service import Spec
 
 # GB of the makers' data sheets; the longest name that a target's begins with counts
 _MEMORY_GB = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from powertrain.ops.adamw import AdamW, grad_norm
-from powertrain.train.config import LossScale, OptimizerConfig, TrainConfig
+from powertrain.train.config.schema import LossScale, OptimizerConfig, TrainConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -10,7 +10,7 @@ import torch
 
 import powertrain
 from powertrain.runtime.target import Target
-from powertrain.train.config import RunConfig
+from powertrain.train.config.schema import RunConfig
 
 _SHOWN = 8  # differences in one message
 

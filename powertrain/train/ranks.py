@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from powertrain.models.parallelize import check_context, check_expert, check_tensor
 from powertrain.runtime import tracing
 from powertrain.train import preflight
-from powertrain.train.config import ParallelConfig, RunConfig
+from powertrain.train.config.schema import ParallelConfig, RunConfig
 
 _QUIET = 5.0  # seconds a wait may take before a line says what for
 _FAREWELL = 10.0  # seconds that the first rank stays, after an error, for the others to read it

@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 
-from powertrain.runtime import prebuild, tracing
+from powertrain.runtime import tracing
+from powertrain.runtime.compile import prebuild
 from powertrain.runtime.target import Target
-from powertrain.train.checkpoint import write_json
-from powertrain.train.config import RunConfig
+from powertrain.train.checkpoint.load import kinds_at
+from powertrain.train.checkpoint.store import write_json
+from powertrain.train.config.reader import Run
+from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.sources import Data, open_data, open_tokenizer
 from powertrain.train.data.tokenizer import Tokenizer, padded_vocab_size
 from powertrain.train.host_memory import keep_freed_memory
 from powertrain.train.lint import rehearse
-from powertrain.train.load import kinds_at
-from powertrain.train.metrics import Sink
 from powertrain.train.ranks import Seat, be_deterministic, check_parallel, connect
-from powertrain.train.reader import Run
+from powertrain.train.reporting.metrics import Sink
 from powertrain.train.trainer import Trainer
 
 MakeSinks = Callable[[Trainer], Sequence[Sink]]

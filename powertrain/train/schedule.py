@@ -2,7 +2,7 @@
 
 import math
 
-from powertrain.train.config import ScheduleConfig
+from powertrain.train.config.schema import ScheduleConfig
 
 
 def learning_rate(step: int, lr: float, schedule: ScheduleConfig, steps: int) -> float:

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from powertrain.models import build, configure
-from powertrain.models.context_spread import weighed
 from powertrain.models.flops import flops_per_token
 from powertrain.models.parallelize import parallelize
+from powertrain.models.sequence_sharding import weighed
 from powertrain.parallel.overlap import Overlap
-from powertrain.train import checkpoint
 from powertrain.train.anomaly import SpikeWatch, diagnose
-from powertrain.train.clock import Moment, PhaseTimers, Spans, seconds
-from powertrain.train.config import RunConfig
+from powertrain.train.checkpoint import store as checkpoint_store
+from powertrain.train.checkpoint.load import NAMES, fill, fitted, open_weights, refuse_another
+from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import Batch, batches
-from powertrain.train.kernels_seen import StepWatch
-from powertrain.train.load import NAMES, fill, fitted, open_weights, refuse_another
-from powertrain.train.metrics import EvaluationRecord, Sink, StepRecord
 from powertrain.train.optim import DTYPES, Optimizer, Stepped
-from powertrain.train.peak import peak_tflops
 from powertrain.train.ranks import Ranks, disconnect
+from powertrain.train.reporting.kernel_profile import StepWatch
+from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord
+from powertrain.train.reporting.peak_flops import peak_tflops
+from powertrain.train.reporting.timers import Moment, PhaseTimers, Spans, seconds
 from powertrain.train.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -191,17 +191,17 @@ class Trainer:
 
     def resume(self, path: Path | None = None) -> bool:
         """Load the newest checkpoint of the run (or the one at `path`); False if there is none."""
-        found = checkpoint.find(path or self.checkpoints.folder)
+        found = checkpoint_store.find(path or self.checkpoints.folder)
         if found is None:
             return False
-        facts = checkpoint.read_facts(found)
+        facts = checkpoint_store.read_facts(found)
         if facts.get("weights_only"):
-            raise checkpoint.CheckpointError(
+            raise checkpoint_store.CheckpointError(
                 f"{found} holds weights only, of another run; name it in checkpoint.load and keep it out of "
                 f"{self.checkpoints.folder}"
             )
         refuse_another(configure(**facts["config"]["model"]), self.config.model, found)
-        checkpoint.load(found, self.optimizer.tensors(), group=self.ranks.checkpoint_group)
+        checkpoint_store.load(found, self.optimizer.tensors(), group=self.ranks.checkpoint_group)
         self.optimizer.weights_from_masters()
         self.progress = Progress(facts["step"], facts["samples"], facts["tokens"])
         self._note(f"resumed step {self.progress.step} from {found}")
@@ -216,7 +216,7 @@ class Trainer:
         """
         weights = open_weights(path)
         if weights.is_run:
-            self.resume(path if checkpoint.find(path) else weights.path)
+            self.resume(path if checkpoint_store.find(path) else weights.path)
             return
         tensors = self.optimizer.tensors()
         ours = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
@@ -285,7 +285,7 @@ class Trainer:
         batch = bad[0] if bad else micro_batches[-1]
         found = diagnose(self.model, lambda: self._loss(batch))
         everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {found}")
-        newest = checkpoint.find(self.checkpoints.folder)
+        newest = checkpoint_store.find(self.checkpoints.folder)
         lines = "\n".join(f"  rank {rank}, {text}" for rank, text in enumerate(everywhere))
         message = f"training stopped at step {record.step}: {what}.\n{lines}\nThe last checkpoint is {newest}."
         self._note(message)
@@ -412,11 +412,11 @@ def _balance_experts(model: Any, ranks: Ranks) -> None:
         model.balance(torch.distributed.group.WORLD if ranks.world_size > 1 else None)
 
 
-def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint.Checkpoints:
+def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint_store.Checkpoints:
     folder = config.checkpoint_folder()
     if config.checkpoint.folder and ranks.is_first:
         folder.mkdir(parents=True, exist_ok=True)  # where that fails it should now, not at the first checkpoint
-    return checkpoint.Checkpoints(folder, keep_last=config.checkpoint.keep_last, group=ranks.checkpoint_group)
+    return checkpoint_store.Checkpoints(folder, keep_last=config.checkpoint.keep_last, group=ranks.checkpoint_group)
 
 
 def _peak_flops(config: RunConfig, ranks: Ranks) -> float | None:

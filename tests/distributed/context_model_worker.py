@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.models import build, configure
-from powertrain.models.context_spread import ContextSpread
-from powertrain.parallel.context import context_parallel
+from powertrain.models.sequence_sharding import ContextSpread
+from powertrain.parallel.context.api import context_parallel
 
 _SMALL = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
 # every way that a model's layers know of positions

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.ops.attention import attention, varlen_attention
-from powertrain.parallel.context import context_parallel
-from powertrain.parallel.sharding import Sharding
+from powertrain.parallel.context.api import context_parallel
+from powertrain.parallel.context.sharding import Sharding
 
 DQK, DV = 12, 8
 

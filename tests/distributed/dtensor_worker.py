@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from powertrain.nn.norm import RMSNorm
-from powertrain.nn.parallel import replicate
+from powertrain.nn.tensor_parallel.linear import replicate
 from powertrain.ops.activations import activation, gated_activation
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.cross_entropy import cross_entropy

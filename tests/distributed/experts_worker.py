@@ -20,8 +20,8 @@ from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.moe import moe_permute, moe_route, moe_unpermute
 from powertrain.parallel.experts import combine, dispatch, moe_experts
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.peers import PeerTimeout
-from powertrain.parallel.simulate import World
+from powertrain.parallel.transport.heartbeat import PeerTimeout
+from powertrain.parallel.transport.simulated import World
 
 H, INTERMEDIATE, TOP_K = 6, 5, 2
 

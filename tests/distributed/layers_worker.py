@@ -30,10 +30,10 @@ from powertrain.models.parallelize import _spread_layers as spread_layers
 from powertrain.models.parallelize import check_tensor, parallelize
 from powertrain.nn.attention import Context
 from powertrain.nn.norm import LayerNorm, RMSNorm
-from powertrain.nn.outside import parallelize_linears
-from powertrain.nn.parallel import ColumnParallelLinear, RowParallelLinear, columns, replicate
-from powertrain.nn.tokens import even_rows, gather_tokens, scatter_tokens, split_tokens, sum_ranks
-from powertrain.nn.vocab import (
+from powertrain.nn.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, columns, replicate
+from powertrain.nn.tensor_parallel.parallelize_linears import parallelize_linears
+from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens, scatter_tokens, split_tokens, sum_ranks
+from powertrain.nn.tensor_parallel.vocab import (
     VocabParallelEmbedding,
     VocabParallelHead,
     vocab_parallel_cross_entropy,

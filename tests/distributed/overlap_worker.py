@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from powertrain.parallel.functions import (
+from powertrain.parallel.collective_matmul import (
     _all_gather_op,
     all_gather_gemm,
     gemm_all_reduce,
@@ -21,8 +21,8 @@ from powertrain.parallel.functions import (
     replicated_gemm,
 )
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.peers import CollectiveMismatch, PeerTimeout
-from powertrain.parallel.simulate import World
+from powertrain.parallel.transport.heartbeat import CollectiveMismatch, PeerTimeout
+from powertrain.parallel.transport.simulated import World
 
 K, N = 6, 12  # features in and out of a whole column-parallel weight
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from powertrain.train import preflight
-from powertrain.train.config import ParallelConfig
+from powertrain.train.config.schema import ParallelConfig
 from powertrain.train.ranks import Meeting, Seat, check_parallel, first_host, mesh_shape, seat
 from tests.distributed.launch import clean_environment, run_ranks
 from tests.distributed.worker import run_config

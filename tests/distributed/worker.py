@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from powertrain.train.config import RunConfig
+from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.packed import IGNORED, Sample
-from powertrain.train.metrics import StepRecord
 from powertrain.train.ranks import Ranks, arrange, connect, disconnect, seat
+from powertrain.train.reporting.metrics import StepRecord
 from powertrain.train.trainer import Trainer, TrainingStopped
 
 SEQ_LENGTH, GLOBAL_BATCH = 12, 8

@@ -278,7 +278,7 @@ class _Usage:
 
 
 def test_kernel_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from powertrain.runtime.store import Entry, Store
+    from powertrain.runtime.compile.kernel_store import Entry, Store
 
     root = tmp_path / "kernels"
     monkeypatch.setattr(kernel_store, "default_root", lambda: root)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from powertrain.ops.attention import attention, decode_attention, varlen_attention
-from powertrain.runtime import prebuild
+from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from tests.ops.attention.problems import BY_NAME, CONFIGS, Config, errors, make
 

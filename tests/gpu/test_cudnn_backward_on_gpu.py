@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import attention, attention_backward, cudnn_backward
-from powertrain.runtime import prebuild
+from powertrain.ops.attention import attention, attention_backward
+from powertrain.ops.attention.backends import cudnn_backward
+from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from tests.ops.attention.attention_launches import any_order
 from tests.ops.attention.problems import BY_NAME, Config, errors, make

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops import gemm as module
-from powertrain.ops import linear_activation as linear_module
-from powertrain.ops.gemm import LAYOUTS, choose, gemm, gemm_ref
-from powertrain.ops.hopper_epilogue import Epilogue, hopper_epilogue
-from powertrain.ops.hopper_gemm import Gathered, Plan, Scattered, hopper_gemm
-from powertrain.ops.linear_activation import choose as choose_linear
-from powertrain.ops.linear_activation import linear_activation, linear_activation_ref
+from powertrain.ops.gemm import gemm as module
+from powertrain.ops.gemm import linear_activation as linear_module
+from powertrain.ops.gemm.gemm import LAYOUTS, choose, gemm, gemm_ref
+from powertrain.ops.gemm.hopper import Gathered, Plan, Scattered, hopper_gemm
+from powertrain.ops.gemm.hopper_activation import Epilogue, hopper_epilogue
+from powertrain.ops.gemm.linear_activation import choose as choose_linear
+from powertrain.ops.gemm.linear_activation import linear_activation, linear_activation_ref
 from powertrain.runtime.dispatch import disable
 from powertrain.testing.numerics import check
 from tests.ops.gemm_launches import operands

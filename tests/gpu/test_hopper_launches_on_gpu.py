@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention
-from powertrain.ops.gemm import LAYOUTS, gemm
-from powertrain.ops.hopper_epilogue import Epilogue, hopper_epilogue
+from powertrain.ops.gemm.gemm import LAYOUTS, gemm
+from powertrain.ops.gemm.hopper_activation import Epilogue, hopper_epilogue
 from tests.ops.attention.attention_launches import any_order
 from tests.ops.gemm_launches import operands
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import powertrain
-from powertrain.ops.catalog import Case, cases
-from powertrain.runtime import compile, launch, recording
+from powertrain.ops.cases import Case, cases
+from powertrain.runtime import launch, recording
+from powertrain.runtime.compile import service as compile_service
 from powertrain.runtime.errors import WarmUpFirst
 from powertrain.testing.numerics import errors
 from tests.runtime.kernels import _twice_kernel
@@ -148,10 +149,10 @@ def test_mixed_devices_are_refused_by_the_launch_itself() -> None:
 def test_nothing_is_compiled_twice() -> None:
     x = torch.randn(33, 512, device=CUDA)
     powertrain.rms_norm(x)
-    before = set(compile._entries)
+    before = set(compile_service._entries)
     for rows in (1, 2, 16, 100, 4096):
         powertrain.rms_norm(torch.randn(rows, 512, device=CUDA))
-    assert set(compile._entries) == before, "a batch size caused a compile"
+    assert set(compile_service._entries) == before, "a batch size caused a compile"
 
 
 def test_memory_of_a_norm_is_its_results() -> None:
@@ -172,14 +173,14 @@ def test_a_kernel_that_cannot_be_compiled_falls_back_as_a_whole(broken: str, mon
     from powertrain.runtime import dispatch, settings
     from powertrain.runtime.errors import CompileTimeout
 
-    entry_for = compile.entry_for
+    entry_for = compile_service.entry_for
 
-    def refuse(spec: compile.Spec, **options: bool) -> object:
+    def refuse(spec: compile_service.Spec, **options: bool) -> object:
         if broken in spec.kernel.name:
             raise CompileTimeout(f"{spec.describe()} did not compile")
         return entry_for(spec, **options)
 
-    monkeypatch.setattr(compile, "entry_for", refuse)
+    monkeypatch.setattr(compile_service, "entry_for", refuse)
     monkeypatch.setattr(dispatch, "_disabled", ())
     monkeypatch.setenv("POWERTRAIN_ON_COMPILE_FAILURE", "reference")
     for kernel in (norm._norm_fwd_kernel, norm._norm_bwd_kernel):

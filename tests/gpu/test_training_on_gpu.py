@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from powertrain.models.generate import Sampler, generate
-from powertrain.train.load import load_model
+from powertrain.train.checkpoint.load import load_model
 from powertrain.train.trainer import Trainer, TrainingStopped
 from tests.train.tiny_run import At, open_trainer
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from powertrain.models import build, configure
 from powertrain.models.deepseek import Config, Model, from_hf_config, to_hf_config
 from powertrain.models.huggingface import from_hf, to_hf
-from powertrain.train.config import RunConfig
+from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.packed import Sample
 from powertrain.train.ranks import Ranks
 from powertrain.train.trainer import Trainer

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from powertrain.ops.gemm import gemm
-from powertrain.ops.hopper_epilogue import Epilogue, hopper_epilogue
-from powertrain.ops.hopper_gemm import Gathered, Plan, Scattered, hopper_gemm
+from powertrain.ops.gemm.gemm import gemm
+from powertrain.ops.gemm.hopper import Gathered, Plan, Scattered, hopper_gemm
+from powertrain.ops.gemm.hopper_activation import Epilogue, hopper_epilogue
 
 META = torch.device("meta")
 

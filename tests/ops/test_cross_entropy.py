@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powertrain.ops import cross_entropy as module
-from powertrain.ops.catalog.cross_entropy import plain_loss, tokens
+from powertrain.ops.cases.cross_entropy import plain_loss, tokens
 from powertrain.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from powertrain.testing.numerics import check
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops import gemm as module
-from powertrain.ops.gemm import LAYOUTS, choose, gemm, gemm_ref
-from powertrain.ops.hopper_gemm import Gathered, Plan, Scattered, hopper_gemm, why_not
+from powertrain.ops.gemm import gemm as module
+from powertrain.ops.gemm.gemm import LAYOUTS, choose, gemm, gemm_ref
+from powertrain.ops.gemm.hopper import Gathered, Plan, Scattered, hopper_gemm, why_not
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
@@ -136,7 +136,7 @@ def test_errors(call: object, message: str) -> None:
         call()  # type: ignore[operator]
 
 
-# M, N, K as measured: see the numbers in ops/gemm.py
+# M, N, K as measured: see the numbers in ops/gemm/gemm.py
 @pytest.mark.parametrize(
     "size, backend, why",
     [

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops import grouped_gemm as module
-from powertrain.ops.catalog.grouped_gemm import _plain
+from powertrain.ops.cases.grouped_gemm import _plain
 from powertrain.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
 from powertrain.testing.numerics import check
 

@@ -12,9 +12,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.hooks import RemovableHandle
 
 from powertrain.nn.mlp import MLP, GatedMLP
-from powertrain.ops import linear_activation as module
-from powertrain.ops.hopper_epilogue import Epilogue
-from powertrain.ops.linear_activation import choose, linear_activation, linear_activation_ref
+from powertrain.ops.gemm import linear_activation as module
+from powertrain.ops.gemm.hopper_activation import Epilogue
+from powertrain.ops.gemm.linear_activation import choose, linear_activation, linear_activation_ref
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target

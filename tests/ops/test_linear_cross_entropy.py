@@ -10,8 +10,8 @@ from torch import Tensor
 
 from powertrain.ops import cross_entropy as losses
 from powertrain.ops import linear_cross_entropy as module
-from powertrain.ops.catalog.cross_entropy import tokens
-from powertrain.ops.catalog.linear_cross_entropy import plain
+from powertrain.ops.cases.cross_entropy import tokens
+from powertrain.ops.cases.linear_cross_entropy import plain
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from powertrain.testing.numerics import check
 

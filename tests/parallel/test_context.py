@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powertrain.models.context_spread import ContextSpread
+from powertrain.models.sequence_sharding import ContextSpread
 from powertrain.ops.attention import attention, varlen_attention
-from powertrain.parallel.blocks import Mask, Queries, Sum, dense_blocks, gradients
-from powertrain.parallel.context import FLOPS_PER_BYTE, ContextParallel, choose_mode, context_parallel
-from powertrain.parallel.sharding import Sharding
+from powertrain.parallel.context.api import FLOPS_PER_BYTE, ContextParallel, choose_mode, context_parallel
+from powertrain.parallel.context.block_attention import Mask, Queries, Sum, dense_blocks, gradients
+from powertrain.parallel.context.sharding import Sharding
 
 # long and odd, shorter than there are pieces, of one token, empty
 DOCUMENTS = [37, 1, 0, 3, 20, 2, 8]

@@ -8,11 +8,11 @@ import torch
 from powertrain.models import configure
 from powertrain.models.parallelize import check_expert
 from powertrain.ops.moe import moe_permute
+from powertrain.parallel.collective_matmul import all_gather_gemm
 from powertrain.parallel.experts import combine, dispatch, moe_experts, spread_experts
-from powertrain.parallel.functions import all_gather_gemm
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.peers import PeerTimeout
-from powertrain.parallel.simulate import World
+from powertrain.parallel.transport.heartbeat import PeerTimeout
+from powertrain.parallel.transport.simulated import World
 from powertrain.runtime.target import Target
 from powertrain.train.lint import rehearse
 from tests.distributed.experts_worker import check, simulated

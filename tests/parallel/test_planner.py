@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from powertrain.parallel.functions import all_gather_gemm
-from powertrain.parallel.planner import Choice, Planner, Product, Rates, predict
-from powertrain.parallel.simulate import World
+from powertrain.parallel.collective_matmul import all_gather_gemm
+from powertrain.parallel.cost_model import Choice, Planner, Product, Rates, predict
+from powertrain.parallel.transport.simulated import World
 
 H200 = Rates(132, 132 * 5.8e12, 350e9)
 # (kind, rows, width, depth) of one rank of four: milliseconds in sequence and in chunks, measured

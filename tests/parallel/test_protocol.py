@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from powertrain.parallel.protocol import (
+from powertrain.parallel.transport.protocol import (
     COMBINE,
     DISPATCH,
     FULL,
@@ -162,7 +162,7 @@ class ModelEngine(Engine[str, Place]):
 
 
 class Rank:
-    """Makes the calls of powertrain/parallel/symmetric.py, as it makes them, on a model."""
+    """Makes the calls of powertrain/parallel/transport/symmetric.py, as it makes them, on a model."""
 
     def __init__(self, model: Model, rank: int) -> None:
         self.engine = ModelEngine(model, rank)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.parallel import symmetric
-from powertrain.parallel.functions import all_gather_gemm
-from powertrain.parallel.fused import Fused
+from powertrain.parallel.collective_matmul import all_gather_gemm
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.protocol import GATHER
-from powertrain.parallel.simulate import World
-from powertrain.parallel.symmetric import SymmetricGathering, SymmetricTransport
-from powertrain.parallel.transport import Gathering, Rows, gather_all
-from powertrain.parallel.watch import Call
+from powertrain.parallel.transport import symmetric
+from powertrain.parallel.transport.collective import Gathering, Rows, gather_all
+from powertrain.parallel.transport.protocol import GATHER
+from powertrain.parallel.transport.simulated import World
+from powertrain.parallel.transport.symmetric import SymmetricGathering, SymmetricTransport
+from powertrain.parallel.transport.symmetric_fused import Fused
+from powertrain.parallel.transport.watchdog import Call
 from tests.parallel.test_trading import _Memory, _Transport
 
 

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from powertrain.nn.vocab import vocab_parallel_linear_cross_entropy
-from powertrain.parallel.functions import all_gather_gemm, gemm_reduce_scatter
+from powertrain.nn.tensor_parallel.vocab import vocab_parallel_linear_cross_entropy
+from powertrain.parallel.collective_matmul import all_gather_gemm, gemm_reduce_scatter
 from powertrain.parallel.overlap import Overlap, find
-from powertrain.parallel.peers import PeerTimeout
-from powertrain.parallel.simulate import World, _SimulatedGathering
+from powertrain.parallel.transport.heartbeat import PeerTimeout
+from powertrain.parallel.transport.simulated import World, _SimulatedGathering
 from tests.distributed.overlap_worker import simulated
 
 

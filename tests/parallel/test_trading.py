@@ -1,4 +1,4 @@
-"""The trading of powertrain/parallel/symmetric.py, as it is, on CPU memory: ranks are threads, copies are memmove."""
+"""The trading of powertrain/parallel/transport/symmetric.py, as it is, on CPU memory: ranks are threads, copies are memmove."""
 
 import ctypes
 import threading
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.protocol import COMBINE, DISPATCH, SLOTS_OF
-from powertrain.parallel.simulate import SimulatedTransport, Stream, ThreadEngine, World
-from powertrain.parallel.symmetric import Shared, SymmetricTrading, _roomy, _starts
-from powertrain.parallel.transport import Trading, Traffic
+from powertrain.parallel.transport.collective import Trading, Traffic
+from powertrain.parallel.transport.protocol import COMBINE, DISPATCH, SLOTS_OF
+from powertrain.parallel.transport.simulated import SimulatedTransport, Stream, ThreadEngine, World
+from powertrain.parallel.transport.symmetric import Shared, SymmetricTrading, _roomy, _starts
 from tests.distributed.experts_worker import check_case, tokens_of
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import triton.language as tl
 
-import powertrain.runtime.triton_compat
+import powertrain.runtime.compile.triton_compat
 from powertrain.runtime.launch import Kernel, kernel
 from powertrain.runtime.recording import record
 
@@ -59,7 +59,7 @@ def run(store: Path, *args: str, **extra: str) -> dict:
 
 def fake_ptxas(folder: Path, behaviour: str) -> str:
     """A ptxas that answers --version and otherwise does `behaviour` (shell) if the file `folder/armed` exists."""
-    real = powertrain.runtime.triton_compat._bundled("ptxas")
+    real = powertrain.runtime.compile.triton_compat._bundled("ptxas")
     script = folder / "ptxas"
     script.write_text(
         f'#!/bin/sh\nif [ "$1" = "--version" ]; then exec {real} --version; fi\n'
@@ -97,7 +97,8 @@ def wait_until(condition, seconds: float = 60) -> bool:
 
 
 def main(what: str) -> None:
-    from powertrain.runtime import compile, tracing
+    from powertrain.runtime import tracing
+    from powertrain.runtime.compile import service as compile_service
 
     if what == "die":  # a forked child lives on while the process dies in the middle of a compile
         child = os.fork()
@@ -106,7 +107,7 @@ def main(what: str) -> None:
             os._exit(0)
         print(json.dumps({"child": child}), flush=True)
     try:
-        entry, source = compile.entry_for(spec_of())
+        entry, source = compile_service.entry_for(spec_of())
     except Exception as error:
         print(json.dumps({"error": type(error).__name__, "message": str(error)}))
         return

@@ -15,17 +15,17 @@ import torch
 
 import powertrain
 from powertrain import ops
-from powertrain.ops.attention.tail import zero_tail
-from powertrain.ops.catalog import cases
-from powertrain.ops.poison import poison
-from powertrain.ops.sum_parts import sum_parts
-from powertrain.runtime import prebuild
-from powertrain.runtime.compile import Spec
+from powertrain.ops.attention.backends.zero_padding import zero_tail
+from powertrain.ops.cases import cases
+from powertrain.parallel.transport.poison import poison
+from powertrain.parallel.transport.sum_parts import sum_parts
+from powertrain.runtime.compile import prebuild
+from powertrain.runtime.compile.service import Spec
+from powertrain.runtime.compile.triton_compat import VERSION_TEXT
 from powertrain.runtime.launch import Kernel
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
-from powertrain.runtime.triton_compat import VERSION_TEXT
 from tests.ops.attention.attention_launches import (
     launch_all_features,
     launch_attention_kernels,

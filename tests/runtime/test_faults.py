@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import triton.language as tl
 
-from powertrain.runtime import compile, settings, store, tracing, worker
+from powertrain.runtime import settings, tracing
+from powertrain.runtime.compile import kernel_store, worker
+from powertrain.runtime.compile import service as compile_service
+from powertrain.runtime.compile.triton_compat import VERSION_TEXT
 from powertrain.runtime.errors import CompileError, CompileTimeout
-from powertrain.runtime.triton_compat import VERSION_TEXT
 from tests.runtime import kernels
 from tests.runtime.kernels import descendants_of, fake_ptxas, run, spec_of, start, wait_until
 
@@ -29,12 +31,12 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def forget() -> None:
         settings.reload()
-        store.user_store.cache_clear()
-        store.packs.cache_clear()
-        compile.ptxas_version.cache_clear()
-        compile._entries.clear()
+        kernel_store.user_store.cache_clear()
+        kernel_store.packs.cache_clear()
+        compile_service.ptxas_version.cache_clear()
+        compile_service._entries.clear()
         tracing.clear()
-        compile.service().close()  # idle workers have the old environment
+        compile_service.service().close()  # idle workers have the old environment
 
     forget()
     yield folder
@@ -112,16 +114,18 @@ def test_killed_owner_whose_forked_child_lives_on(tmp_path: Path) -> None:
 def test_a_spawning_thread_that_exits(fresh: Path) -> None:
     sources: list[str] = []
     for block in (128, 256):
-        thread = threading.Thread(target=lambda b=block: sources.append(compile.entry_for(spec_of(block=b))[1]))
+        thread = threading.Thread(target=lambda b=block: sources.append(compile_service.entry_for(spec_of(block=b))[1]))
         thread.start()
         thread.join()
     assert sources == ["compiled", "compiled"]
-    assert len(compile.service()._idle) == 1, "the second compile found the first one's worker alive"
+    assert len(compile_service.service()._idle) == 1, "the second compile found the first one's worker alive"
 
 
 def test_threads_share_one_compile(fresh: Path) -> None:
     sources: list[str] = []
-    threads = [threading.Thread(target=lambda: sources.append(compile.entry_for(spec_of())[1])) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: sources.append(compile_service.entry_for(spec_of())[1])) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -135,9 +139,9 @@ def test_sixteen_processes_want_one_kernel(fresh: Path) -> None:
         read, write = os.pipe()
         if os.fork() == 0:
             try:
-                os.write(write, compile.entry_for(spec_of())[1].encode())
+                os.write(write, compile_service.entry_for(spec_of())[1].encode())
             finally:
-                compile.service().close()
+                compile_service.service().close()
                 os._exit(0)
         os.close(write)
         pipes.append(os.fdopen(read))
@@ -156,8 +160,8 @@ def test_sixteen_processes_want_one_kernel(fresh: Path) -> None:
 @pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "foreign", "behind"])
 def test_damaged_entries_are_rebuilt(damage: str, fresh: Path) -> None:
     spec = spec_of()
-    entry, _ = compile.entry_for(spec)
-    path = store.user_store().path(spec.key)
+    entry, _ = compile_service.entry_for(spec)
+    path = kernel_store.user_store().path(spec.key)
     data = path.read_bytes()
     middle = bytearray(data)
     middle[len(data) // 2] ^= 1
@@ -170,21 +174,21 @@ def test_damaged_entries_are_rebuilt(damage: str, fresh: Path) -> None:
             "behind": data + b"more",
         }[damage]
     )
-    compile._entries.clear()
-    again, source = compile.entry_for(spec)
+    compile_service._entries.clear()
+    again, source = compile_service.entry_for(spec)
     assert source == "compiled" and again.members == entry.members
     warnings = [event.text for event in tracing.trace() if event.kind == "warning"]
     assert len(warnings) == 1 and str(path) in warnings[0] and "quarantine" in warnings[0]
-    compile._entries.clear()
-    assert compile.entry_for(spec)[1] == "store"
+    compile_service._entries.clear()
+    assert compile_service.entry_for(spec)[1] == "store"
 
 
 def test_every_cut_of_an_entry_is_noticed(fresh: Path) -> None:
-    entry, _ = compile.entry_for(spec_of())
+    entry, _ = compile_service.entry_for(spec_of())
     data = entry.to_bytes()
     for cut in [*range(0, 120), *range(120, len(data), 97)]:
-        with pytest.raises((store.Damaged, ValueError, KeyError)):
-            store.Entry.from_bytes(entry.key, data[:cut])
+        with pytest.raises((kernel_store.Damaged, ValueError, KeyError)):
+            kernel_store.Entry.from_bytes(entry.key, data[:cut])
 
 
 def _mounted(folder: Path, mount: str, *args: str) -> dict:
@@ -296,8 +300,8 @@ def test_leftover_folders_of_dead_workers_are_removed(tmp_path: Path, monkeypatc
 def test_a_world_writable_store_is_refused(fresh: Path) -> None:
     fresh.mkdir()
     fresh.chmod(0o777)
-    _, source = compile.entry_for(spec_of())
-    assert source == "compiled" and not list(store.user_store().keys())
+    _, source = compile_service.entry_for(spec_of())
+    assert source == "compiled" and not list(kernel_store.user_store().keys())
     assert any("written by everybody" in e.text and "chmod o-w" in e.text for e in tracing.trace())
 
 
@@ -305,7 +309,7 @@ def test_a_world_writable_store_is_refused(fresh: Path) -> None:
 def test_a_foreign_store_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh.mkdir()
     os.chown(fresh, 12345, 12345)
-    assert compile.entry_for(spec_of())[1] == "compiled"
+    assert compile_service.entry_for(spec_of())[1] == "compiled"
     assert any("belongs to user 12345" in e.text for e in tracing.trace())
 
 
@@ -317,7 +321,7 @@ def test_a_kernel_that_is_not_valid_triton(fresh: Path) -> None:
         tl.store(x_ptr, unknown_name)  # noqa: F821
 
     with pytest.raises(CompileError, match=r"(?s)_broken_kernel for sm_80 is not valid Triton: .*unknown_name"):
-        compile.entry_for(spec_of(_broken_kernel))
+        compile_service.entry_for(spec_of(_broken_kernel))
 
 
 @pytest.mark.skipif(VERSION_TEXT >= "3.8", reason="its LLVM reports this error instead of exiting")
@@ -332,5 +336,5 @@ def test_a_kernel_at_which_llvm_ends_the_process(fresh: Path) -> None:
         tl.store(y_ptr + tl.arange(0, BLOCK), y)
 
     with pytest.raises(CompileError, match=r"(?s)_fatal_kernel for sm_80 died .*constraint 'Z'"):
-        compile.entry_for(spec_of(_fatal_kernel))
-    assert compile.entry_for(spec_of())[1] == "compiled", "the next compile finds a living worker"
+        compile_service.entry_for(spec_of(_fatal_kernel))
+    assert compile_service.entry_for(spec_of())[1] == "compiled", "the next compile finds a living worker"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from powertrain.ops.attention import attention, varlen_attention
-from powertrain.ops.gemm import gemm
+from powertrain.ops.gemm.gemm import gemm
 from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 from powertrain.runtime.flops import FORMULAS
@@ -69,7 +69,7 @@ def test_packed_attention() -> None:
 
 
 def test_every_formula_is_of_an_op() -> None:
-    import powertrain.nn.vocab  # and with it those of powertrain.parallel
-    import powertrain.ops.attention.hopper_flash  # noqa: F401  which the selector loads where it may serve
+    import powertrain.nn.tensor_parallel.vocab  # and with it those of powertrain.parallel
+    import powertrain.ops.attention.hopper.backend  # noqa: F401  which the selector loads where it may serve
 
     assert all(hasattr(torch.ops.powertrain, name) for name in FORMULAS)

@@ -9,9 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from powertrain.ops.hopper_gemm import Plan, _gemm_kernel
-from powertrain.runtime import compile, gluon_compat, triton_compat
-from powertrain.runtime.compile import Spec, entry_for
+from powertrain.ops.gemm.hopper import Plan, _gemm_kernel
+from powertrain.runtime import gluon_compat
+from powertrain.runtime.compile import service as compile_service
+from powertrain.runtime.compile import triton_compat
+from powertrain.runtime.compile.service import Spec, entry_for
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
@@ -119,7 +121,7 @@ def test_other_archs_are_refused_by_name_before_anything_compiles() -> None:
 
 def test_the_interpreter_is_refused() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", "from powertrain.ops.hopper_gemm import _gemm_kernel as k; k[(1,)]()"],
+        [sys.executable, "-c", "from powertrain.ops.gemm.hopper import _gemm_kernel as k; k[(1,)]()"],
         env={"POWERTRAIN_INTERPRET": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
@@ -132,7 +134,7 @@ def test_an_arch_that_ends_the_compiler_ends_only_a_worker() -> None:
     [spec] = _specs(launch_gathered)
     other = Spec(spec.kernel, spec.signature, spec.constants, spec.aligned, spec.options, 80)
     with pytest.raises(CompileError, match="_gemm_kernel for sm_80"):
-        compile.service().compile(other, triton_compat.lower(spec.kernel.jit, spec.signature, spec.constants,
+        compile_service.service().compile(other, triton_compat.lower(spec.kernel.jit, spec.signature, spec.constants,
                                                              spec.aligned, spec.options, 90))  # fmt: skip
 
 

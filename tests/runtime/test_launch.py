@@ -11,7 +11,8 @@ import torch
 import triton.language as tl
 
 import powertrain
-from powertrain.runtime import compile, driver, recording, tracing
+from powertrain.runtime import driver, recording, tracing
+from powertrain.runtime.compile import service as compile_service
 from powertrain.runtime.errors import WarmUpFirst
 from powertrain.runtime.launch import Kernel, Loaded, kernel
 from powertrain.runtime.settings import settings
@@ -189,7 +190,7 @@ def test_an_image_the_driver_refuses_is_rebuilt_once(reason: str, monkeypatch: p
         return driver.Function(1, 2, 3, 4)
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(compile, "entry_for", entry_for)
+    monkeypatch.setattr(compile_service, "entry_for", entry_for)
     monkeypatch.setattr(driver, "load", load)
     versions = iter([11000, 99000] if reason == "driver too old" else [99000, 99000])
     monkeypatch.setattr(driver, "version", lambda: next(versions))

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import triton.language as tl
 
-from powertrain.runtime import compile, settings, store, tracing
+from powertrain.runtime import settings, tracing
+from powertrain.runtime.compile import kernel_store
+from powertrain.runtime.compile import service as compile_service
 from powertrain.runtime.errors import StoreError
 from powertrain.runtime.launch import kernel
 from tests.runtime.kernels import _twice_kernel, spec_of
@@ -15,14 +17,14 @@ from tests.runtime.test_faults import fresh  # noqa: F401
 
 
 def _pack(folder: Path, **manifest: str) -> Path:
-    entry, _ = compile.entry_for(spec_of())
+    entry, _ = compile_service.entry_for(spec_of())
     path = folder / "kernels.ptp"
-    store.write_pack(path, [entry], {"triton": store_version(), **manifest})
+    kernel_store.write_pack(path, [entry], {"triton": store_version(), **manifest})
     return path
 
 
 def store_version() -> str:
-    from powertrain.runtime.triton_compat import VERSION_TEXT
+    from powertrain.runtime.compile.triton_compat import VERSION_TEXT
 
     return VERSION_TEXT
 
@@ -31,20 +33,20 @@ def _use_pack(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POWERTRAIN_PACKS", str(path))
     monkeypatch.setenv("POWERTRAIN_STORE", str(path.parent / "other-store"))
     settings.reload()
-    store.packs.cache_clear()
-    store.user_store.cache_clear()
-    compile._entries.clear()
+    kernel_store.packs.cache_clear()
+    kernel_store.user_store.cache_clear()
+    compile_service._entries.clear()
     tracing.clear()
 
 
 def test_an_entry_survives_its_bytes() -> None:
-    entry = store.Entry("a" * 64, {"kernel": "k", "launch": {"shared": 3}}, {"cubin": b"\0\1", "ptx": b""})
-    assert store.Entry.from_bytes("a" * 64, entry.to_bytes()) == entry
+    entry = kernel_store.Entry("a" * 64, {"kernel": "k", "launch": {"shared": 3}}, {"cubin": b"\0\1", "ptx": b""})
+    assert kernel_store.Entry.from_bytes("a" * 64, entry.to_bytes()) == entry
 
 
 def test_a_pack_is_read(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     _use_pack(_pack(tmp_path), monkeypatch)
-    assert compile.entry_for(spec_of())[1] == "pack"
+    assert compile_service.entry_for(spec_of())[1] == "pack"
 
 
 def test_equal_entries_make_equal_packs(fresh: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -54,7 +56,7 @@ def test_equal_entries_make_equal_packs(fresh: Path, tmp_path: Path) -> None:  #
 
 def test_a_pack_for_another_version(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     _use_pack(_pack(tmp_path, triton="3.0.0"), monkeypatch)
-    assert compile.entry_for(spec_of())[1] == "compiled"
+    assert compile_service.entry_for(spec_of())[1] == "compiled"
     assert any("built by Triton 3.0.0" in e.text and "prebuild" in e.text for e in tracing.trace())
 
 
@@ -63,9 +65,9 @@ def test_a_pack_whose_path_climbs_out_is_refused(fresh: Path, tmp_path: Path, mo
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("../../evil.ptk", b"x")
     with pytest.raises(StoreError, match=r"refused: it holds '\.\./\.\./evil\.ptk'"):
-        store.Pack(path)
+        kernel_store.Pack(path)
     _use_pack(path, monkeypatch)
-    assert compile.entry_for(spec_of())[1] == "compiled"
+    assert compile_service.entry_for(spec_of())[1] == "compiled"
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip", b"PK\5\6" + bytes(18)], ids=["empty", "text", "no manifest"])
@@ -73,7 +75,7 @@ def test_what_is_no_pack_is_said(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "p.ptp"
     path.write_bytes(content)
     with pytest.raises(StoreError, match="not a pack"):
-        store.Pack(path)
+        kernel_store.Pack(path)
 
 
 def test_a_damaged_entry_in_a_pack_is_compiled_here(
@@ -86,17 +88,17 @@ def test_a_damaged_entry_in_a_pack_is_compiled_here(
     data[data.index(b"PTKERNEL") + 200] ^= 1
     path.write_bytes(data)
     _use_pack(path, monkeypatch)
-    assert compile.entry_for(spec_of())[1] == "compiled"
+    assert compile_service.entry_for(spec_of())[1] == "compiled"
     assert any("is damaged" in e.text for e in tracing.trace())
 
 
 def test_two_triton_versions_on_one_store(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    compile.entry_for(spec_of())
-    monkeypatch.setattr(compile, "VERSION_TEXT", "3.99.0")
-    assert compile.entry_for(spec_of())[1] == "compiled"
-    assert len(list(store.user_store().keys())) == 2
-    compile._entries.clear()
-    assert compile.entry_for(spec_of())[1] == "store"
+    compile_service.entry_for(spec_of())
+    monkeypatch.setattr(compile_service, "VERSION_TEXT", "3.99.0")
+    assert compile_service.entry_for(spec_of())[1] == "compiled"
+    assert len(list(kernel_store.user_store().keys())) == 2
+    compile_service._entries.clear()
+    assert compile_service.entry_for(spec_of())[1] == "store"
     monkeypatch.undo()
 
 
@@ -115,7 +117,7 @@ def test_the_key_knows_code_and_not_comments() -> None:
         x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
         tl.store(y_ptr + cols, x + x + x, mask=cols < n)
 
-    from powertrain.runtime.triton_compat import _tokens
+    from powertrain.runtime.compile.triton_compat import _tokens
 
     def body(k: object) -> str:
         return _tokens(k.fn).partition(":")[2].partition(";")[2]
@@ -125,7 +127,7 @@ def test_the_key_knows_code_and_not_comments() -> None:
 
 def test_the_key_knows_called_functions_and_constants() -> None:
     from powertrain.ops import norm
-    from powertrain.runtime.triton_compat import source_hash
+    from powertrain.runtime.compile.triton_compat import source_hash
 
     before = norm._norm_fwd_kernel.source_hash
     kept = norm._affine
@@ -143,8 +145,8 @@ def test_specializations_have_keys_of_their_own() -> None:
 
 
 def test_clear_and_list(fresh: Path) -> None:  # noqa: F811
-    compile.entry_for(spec_of())
-    home = store.user_store()
+    compile_service.entry_for(spec_of())
+    home = kernel_store.user_store()
     assert list(home.keys()) == [spec_of().key]
     assert home.clear() == 1 and not list(home.keys())
 
@@ -155,7 +157,9 @@ def test_an_entry_appears_whole_without_a_second_name(tmp_path: Path, monkeypatc
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_WRONLY, 0o600))
     except OSError as error:
         pytest.skip(f"no O_TMPFILE here: {error}")
-    monkeypatch.setattr(store, "_write_renamed", lambda path, data: pytest.fail("took the way with a temporary name"))
-    store._write_whole(tmp_path / "entry", b"all of it")
+    monkeypatch.setattr(
+        kernel_store, "_write_renamed", lambda path, data: pytest.fail("took the way with a temporary name")
+    )
+    kernel_store._write_whole(tmp_path / "entry", b"all of it")
     assert (tmp_path / "entry").read_bytes() == b"all of it"
     assert [path.name for path in tmp_path.iterdir()] == ["entry"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from powertrain.train import checkpoint
-from powertrain.train.checkpoint import CheckpointError, Checkpoints, checkpoints_in, find, load, read_facts
+from powertrain.train.checkpoint import store as checkpoint_store
+from powertrain.train.checkpoint.store import CheckpointError, Checkpoints, checkpoints_in, find, load, read_facts
 from tests.distributed.launch import ROOT, clean_environment
 
 
@@ -44,7 +44,7 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
 
 
 def test_large_states_go_to_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 64)
+    monkeypatch.setattr(checkpoint_store, "_FILE_BYTES", 64)
     Checkpoints(tmp_path).save(_tensors(), {"step": 1}, asynchronous=False)
     loaded = _zeros()
     load(tmp_path / "step_00000001", loaded)
@@ -76,7 +76,7 @@ def test_what_a_kill_left_is_removed_and_never_found(tmp_path: Path) -> None:
 _KILLED = """
 import sys, torch
 from pathlib import Path
-from powertrain.train.checkpoint import Checkpoints
+from powertrain.train.checkpoint.store import Checkpoints
 checkpoints, n = Checkpoints(Path(sys.argv[1])), 0
 while True:
     n += 1
@@ -146,7 +146,7 @@ def test_no_pickle_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 _KEEPER = """
 import sys, time
 from pathlib import Path
-from powertrain.train.checkpoint import Checkpoints
+from powertrain.train.checkpoint.store import Checkpoints
 kept = Checkpoints(Path(sys.argv[1]))
 print("here", flush=True)
 time.sleep(60)

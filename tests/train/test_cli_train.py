@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from powertrain.cli import app
 from powertrain.train.data.indexed import IndexedWriter
-from powertrain.train.metrics import read_metrics
+from powertrain.train.reporting.metrics import read_metrics
 from tests.train.tiny_run import open_trainer, write_config
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from powertrain.train.config import RunConfig
-from powertrain.train.reader import read_config
-from powertrain.train.source import ConfigError
+from powertrain.train.config.reader import read_config
+from powertrain.train.config.schema import RunConfig
+from powertrain.train.config.yaml_source import ConfigError
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CONFIGS = Path(__file__).parents[2] / "configs"

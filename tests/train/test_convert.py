@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from powertrain.cli import app
 from powertrain.models import build, configure, huggingface
 from powertrain.models.generate import Sampler, generate
-from powertrain.train import convert as convert_module
-from powertrain.train.checkpoint import CheckpointError
-from powertrain.train.convert import LogitsDiffer, convert
+from powertrain.train.checkpoint import convert as convert_module
+from powertrain.train.checkpoint.convert import LogitsDiffer, convert
+from powertrain.train.checkpoint.load import fill, load_model, open_weights
+from powertrain.train.checkpoint.store import CheckpointError
 from powertrain.train.data.tokenizer import train_tokenizer
-from powertrain.train.load import fill, load_model, open_weights
 from tests.distributed.launch import run_ranks
 from tests.train.tiny_run import open_trainer, write_config
 

@@ -15,10 +15,10 @@ import yaml
 from torch import Tensor
 
 from powertrain.models import configure
-from powertrain.train.load import build_from, open_weights
-from powertrain.train.neox_checkpoint import NeoXCheckpoint, find, to_neox_config, write
-from powertrain.train.neox_config import model_fields
-from powertrain.train.source import Source
+from powertrain.train.checkpoint.load import build_from, open_weights
+from powertrain.train.checkpoint.neox import NeoXCheckpoint, find, to_neox_config, write
+from powertrain.train.config.neox import model_fields
+from powertrain.train.config.yaml_source import Source
 
 LAYERS, HIDDEN, HEADS, VOCAB, LENGTH = 2, 32, 4, 96, 24
 Shards = list[dict[str, Tensor]]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from powertrain.train.config import RunConfig
-from powertrain.train.config_table import Row, render
-from powertrain.train.neox_keys import KEYS
-from powertrain.train.reader import Run, read_config
+from powertrain.train.config.neox_keys import KEYS
+from powertrain.train.config.reader import Run, read_config
+from powertrain.train.config.schema import RunConfig
+from powertrain.train.config.table import Row, render
+from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
 from powertrain.train.schedule import learning_rate
-from powertrain.train.source import ConfigError, UnsupportedConfig
 
 QUIRKS = Path(__file__).parent / "fixtures/every_quirk.yml"
 # a whole config, of which each test changes a key or two
@@ -82,7 +82,7 @@ def test_defaults_are_gpt_neoxs(tmp_path: Path) -> None:
 
 def test_every_key_is_read(tmp_path: Path) -> None:
     """A key that is mapped or honoured, and read by nobody, would be silently ignored."""
-    import powertrain.train.neox_config as module
+    import powertrain.train.config.neox as module
 
     source = Path(str(module.__file__)).read_text()
     by_part = {f"{part}_data_paths" for part in ("train", "valid", "test")}

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from powertrain.train import report
-from powertrain.train.about import About
-from powertrain.train.chart import line_chart, series, tick
-from powertrain.train.kernels_seen import KernelRow, KernelTable
-from powertrain.train.metrics import EvaluationRecord, Metrics, StepRecord
+from powertrain.train.reporting import report
+from powertrain.train.reporting.chart import line_chart, series, tick
+from powertrain.train.reporting.kernel_profile import KernelRow, KernelTable
+from powertrain.train.reporting.metrics import EvaluationRecord, Metrics, StepRecord
+from powertrain.train.reporting.run_summary import About
 
 ABOUT = About(
     folder="runs/x", checkpoints="runs/x/checkpoints", command="powertrain train x.yml", started="2026-01-01T00:00:00",

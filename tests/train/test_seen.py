@@ -9,11 +9,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from typer.testing import CliRunner
 
 from powertrain.cli import app
-from powertrain.train.about import About, about
-from powertrain.train.checkpoint import find
-from powertrain.train.metrics import JsonLines, Sink, read_metrics
-from powertrain.train.report import ReportFile
-from powertrain.train.sinks import open_sinks
+from powertrain.train.checkpoint.store import find
+from powertrain.train.reporting.metrics import JsonLines, Sink, read_metrics
+from powertrain.train.reporting.report import ReportFile
+from powertrain.train.reporting.run_summary import About, about
+from powertrain.train.reporting.sinks import open_sinks
 from powertrain.train.trainer import Trainer, TrainingStopped
 from tests.train.tiny_run import MICRO, SEQ, VOCAB, At, open_trainer, read, write_config
 

@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 
 from powertrain.runtime import tracing
-from powertrain.train.kernels_seen import KernelTable, LateCompile, StepWatch, served
-from powertrain.train.metrics import EvaluationRecord, JsonLines, StepRecord, read_metrics
-from powertrain.train.progress import Lines, Live, Pace, many, si
-from powertrain.train.sinks import WandB, check
+from powertrain.train.reporting.kernel_profile import KernelTable, LateCompile, StepWatch, served
+from powertrain.train.reporting.metrics import EvaluationRecord, JsonLines, StepRecord, read_metrics
+from powertrain.train.reporting.progress import Lines, Live, Pace, many, si
+from powertrain.train.reporting.sinks import WandB, check
 from tests.train.tiny_run import read
 
 

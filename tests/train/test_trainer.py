@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.train.curves import distance, losses_of_ours, losses_of_twin, run_config
 from powertrain.models import build, configure
-from powertrain.train.config import LossScale, OptimizerConfig, ScheduleConfig, TrainConfig
+from powertrain.train.config.schema import LossScale, OptimizerConfig, ScheduleConfig, TrainConfig
 from powertrain.train.optim import Optimizer, Scaler, global_norm
 from powertrain.train.run import stop_on_signals
 from powertrain.train.schedule import learning_rate

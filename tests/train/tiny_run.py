@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from powertrain.train import ranks
-from powertrain.train.kernels_seen import KernelTable
-from powertrain.train.metrics import EvaluationRecord, Sink, StepRecord
-from powertrain.train.reader import Run, read_config
+from powertrain.train.config.reader import Run, read_config
+from powertrain.train.reporting.kernel_profile import KernelTable
+from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord
 from powertrain.train.run import start
 from powertrain.train.trainer import Trainer
 

@@ -18,7 +18,7 @@ from powertrain.ops.attention.arguments import (
     make_call,
     sequence_starts,
 )
-from powertrain.ops.attention.masks import MaskSpec
+from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionProblem, Layout, Lengths, Varlen
 from powertrain.ops.philox import dropout_seed as draw_seed
 from powertrain.runtime import checks

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, SupportsIndex, overload
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention.masks import BiasKind, MaskSpec, MaskTensors
+from powertrain.ops.attention.mask import BiasKind, MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import AttentionCall, Layout, Varlen
 from powertrain.runtime import checks
 

@@ -27,9 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.arguments import window_bounds
-from powertrain.ops.attention.masks import MaskSpec, MaskTensors
-from powertrain.ops.attention.reference import attention_ref
-from powertrain.ops.attention.triton_tiles import (
+from powertrain.ops.attention.backends.reference import attention_ref
+from powertrain.ops.attention.mask import MaskSpec, MaskTensors
+from powertrain.ops.attention.triton.tiles import (
     LN2,
     LOG2E,
     piece_start,
@@ -38,9 +38,9 @@ from powertrain.ops.attention.triton_tiles import (
     tanh,
     zeros_tile,
 )
-from powertrain.ops.layout import acc_dtype, cdiv, next_power_of_2
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
+from powertrain.ops.shapes import acc_dtype, cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import api, select
-from powertrain.ops.attention.installed import Installed, assume, installed, with_cuda
+from powertrain.ops.attention.backends.versions import Installed, assume, installed, with_cuda
 from powertrain.ops.attention.problem import LAYOUTS, AttentionProblem, Layout
 from powertrain.ops.attention.select import Verdict
 from powertrain.runtime import checks
@@ -161,9 +161,9 @@ def _column(name: str, problem: AttentionProblem, wish: select.Wish, given: Inst
         notes.append(f"{chosen}: {note}")
     backward = chosen if problem.needs_grad else None
     if backward == "hopper":
-        from powertrain.ops.attention import hopper_flash  # Gluon, which only Hopper needs
+        from powertrain.ops.attention.hopper import backend as hopper_backend  # Gluon, which only Hopper needs
 
-        backward, why = hopper_flash.differentiates(problem, select.wish_of(None))
+        backward, why = hopper_backend.differentiates(problem, select.wish_of(None))
         if backward != chosen:
             notes.append(f"forward by {chosen}, backward by {backward}: {why}")
     return Column(name, problem, found, tuple(notes), backward)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.layouts import from_bhsd, from_lse_order, to_bhsd
-from powertrain.ops.layout import acc_dtype, cdiv, next_power_of_2
+from powertrain.ops.shapes import acc_dtype, cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel

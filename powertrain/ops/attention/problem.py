@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention.masks import MaskSpec, MaskTensors
+from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.runtime.target import Target
 
 Layout = Literal["bshd", "bhsd", "sbhd", "thd", "bmghk"]

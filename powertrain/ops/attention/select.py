@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import flash_attn, sdpa
-from powertrain.ops.attention.masks import MaskSpec
+from powertrain.ops.attention.backends import flash_attn, sdpa
+from powertrain.ops.attention.backends.reference import run_reference
+from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Lengths, Reason
-from powertrain.ops.attention.reference import run_reference
 from powertrain.runtime import dispatch, tracing
 from powertrain.runtime.errors import PowertrainError
 from powertrain.runtime.settings import Settings, settings
@@ -81,8 +81,8 @@ class Reference:
 
 
 _ALL: tuple[Backend, ...] = (
-    _Lazy("triton", "powertrain.ops.attention.triton_flash"),
-    _Lazy("hopper", "powertrain.ops.attention.hopper_flash", draws_keep=False),
+    _Lazy("triton", "powertrain.ops.attention.triton.backend"),
+    _Lazy("hopper", "powertrain.ops.attention.hopper.backend", draws_keep=False),
     sdpa.Cudnn(),
     sdpa.Flash(),
     sdpa.Efficient(),
@@ -90,7 +90,7 @@ _ALL: tuple[Backend, ...] = (
     flash_attn.FlashAttention3(),
     flash_attn.FlashAttention2(),
     sdpa.Cpu(),
-    _Lazy("chunked", "powertrain.ops.attention.chunked"),
+    _Lazy("chunked", "powertrain.ops.attention.backends.chunked"),
     Reference(),
 )
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _ALL}

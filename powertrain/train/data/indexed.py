@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from powertrain.train.data.newfile import NewFile
+from powertrain.runtime.atomic_file import NewFile
 
 Flavour = Literal["neox", "megatron-core"]
 Values = npt.NDArray[Any]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powertrain.runtime import tracing
-from powertrain.train.config import DataConfig, DataSource
+from powertrain.runtime.atomic_file import one_at_a_time
+from powertrain.train.config.schema import DataConfig, DataSource
 from powertrain.train.data.blend import (
     BlendedSamples,
     blend_indices,
@@ -22,7 +23,6 @@ from powertrain.train.data.blend import (
 from powertrain.train.data.corpus import digest, find_files, raw_documents, texts
 from powertrain.train.data.encode import Counts, Encoding, encode
 from powertrain.train.data.indexed import IndexedData, IndexedWriter, exists, folder_of, token_dtype
-from powertrain.train.data.newfile import one_at_a_time
 from powertrain.train.data.packed import PackedSamples, SampleSource
 from powertrain.train.data.quickstart import quickstart_files
 from powertrain.train.data.samples import cached_arrays, cached_order, split_bounds

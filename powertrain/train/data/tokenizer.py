@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from powertrain.train.data.newfile import NewFile
+from powertrain.runtime.atomic_file import NewFile
 
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import varlen_attention
-from powertrain.ops.attention.backward import attention_backward
+from powertrain.ops.attention.partial_backward import attention_backward
 
 # one cu_seqlens for both; one each; storage with room behind each sequence, said by cu_seqlens_*_padded or by seqused;
 # keys anywhere: in any order, over each other, shared

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, select, varlen_attention
+from powertrain.ops.attention.backends.reference import run_reference
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
-from powertrain.ops.attention.reference import run_reference
 from powertrain.testing import numerics
 from tests.conftest import INTERPRET
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from powertrain.ops.attention import reference
+from powertrain.ops.attention.backends import reference
 from powertrain.runtime.settings import settings
 from tests.ops.attention.problems import CONFIGS, Config, make
 

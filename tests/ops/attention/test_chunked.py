@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from powertrain.ops.attention import attention, chunked
+from powertrain.ops.attention import attention
+from powertrain.ops.attention.backends import chunked
 from powertrain.runtime.settings import settings
 from tests.ops.attention.problems import CONFIGS, Config, errors
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from powertrain.ops.attention import decode
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from powertrain.ops.attention.merge import merge_attentions
-from powertrain.ops.attention.triton_tiles import pieces
+from powertrain.ops.attention.triton.tiles import pieces
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import rope_table
 from powertrain.runtime.launch import Kernel

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from powertrain.ops.attention import attention, attention_backend, triton_flash, varlen_attention
+from powertrain.ops.attention import attention, attention_backend, varlen_attention
+from powertrain.ops.attention.triton import backend as triton_backend
 from powertrain.runtime import dispatch, settings, tracing
 from powertrain.runtime.errors import CompileTimeout
 
@@ -17,7 +18,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     def refuse(*args: object) -> None:
         raise CompileTimeout("_attention_fwd_kernel for sm_80 did not compile")
 
-    monkeypatch.setattr(triton_flash, "run", refuse)
+    monkeypatch.setattr(triton_backend, "run", refuse)
     monkeypatch.setattr(dispatch, "_disabled", ())
     yield monkeypatch
     monkeypatch.undo()

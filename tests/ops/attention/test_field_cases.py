@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, explain_attention, varlen_attention
-from powertrain.ops.attention.installed import Installed, assume
-from powertrain.ops.attention.masks import MaskSpec
+from powertrain.ops.attention.backends.versions import Installed, assume
+from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import AttentionProblem, Lengths
 from powertrain.ops.attention.select import BACKENDS, Wish, verdicts
-from powertrain.runtime import prebuild, target
-from powertrain.runtime.compile import Spec
+from powertrain.runtime import target
+from powertrain.runtime.compile import prebuild
+from powertrain.runtime.compile.service import Spec
 from powertrain.runtime.recording import emulate, record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target

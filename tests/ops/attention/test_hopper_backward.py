@@ -10,9 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from powertrain.ops.attention.hopper_backward import hopper_attention_bwd, plan_for, why_not_backward
-from powertrain.ops.attention.triton_flash import _Args
-from powertrain.runtime.compile import entry_for
+from powertrain.ops.attention.hopper.backward import hopper_attention_bwd, plan_for, why_not_backward
+from powertrain.ops.attention.triton.backend import _Args
+from powertrain.runtime.compile.service import entry_for
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 

@@ -5,7 +5,7 @@ import torch
 
 from powertrain.ops.attention import attention, varlen_attention
 from powertrain.runtime import settings as settings_module
-from powertrain.runtime.prebuild import build
+from powertrain.runtime.compile.prebuild import build
 from powertrain.runtime.recording import record
 from tests.ops.attention.index_structure import WAYS, check, check_backward, compare, draw, run, tensors
 
@@ -42,7 +42,7 @@ def test_any_structure_traced(way: str) -> None:
         given, dout = tensors(s, (2, 1), (16, 16), torch.device("cpu"), torch.float32)
         exact = run(s, [x.double() for x in given], dout.double(), "reference")
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("powertrain.ops.attention.reference.is_traced", lambda x: True)
+            patched.setattr("powertrain.ops.attention.backends.reference.is_traced", lambda x: True)
             found = run(s, given, dout, "reference")
         compare(s, found, exact, torch.float32, f"traced, seed {seed}")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention.hopper_softmax import GROWTH
+from powertrain.ops.attention.hopper.softmax import GROWTH
 
 LOG2E = 1.4426950408889634
 TOLERANCES = {torch.float16: (4e-3, 4e-4), torch.bfloat16: (2e-2, 5e-3)}  # xFormers' of the forward: absolute, relative

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import powertrain
+from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.merge import merge_attentions, merge_attentions_ref
-from powertrain.ops.attention.reference import attention_ref
 from powertrain.testing.numerics import check
 
 B, S, H, K, D = 2, 3, 4, 2, 20

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import NoBackendError, attention, flash_attn, tail, varlen_attention
+from powertrain.ops.attention import NoBackendError, attention, varlen_attention
+from powertrain.ops.attention.backends import flash_attn, zero_padding
+from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
-from powertrain.ops.attention.masks import MaskSpec, MaskTensors
+from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import AttentionCall, Layout, Varlen
-from powertrain.ops.attention.reference import attention_ref
 from powertrain.ops.attention.select import BACKENDS
 from powertrain.runtime import settings as settings_module
+from powertrain.runtime.compile.prebuild import build
 from powertrain.runtime.errors import CompileError, CompileTimeout
-from powertrain.runtime.prebuild import build
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import _ARCHS
 from powertrain.runtime.tracing import trace
@@ -116,16 +117,16 @@ def test_views() -> None:
 def test_zero_tail(device: torch.device) -> None:
     starts = torch.tensor([0, 3, 3, 130], dtype=torch.int32, device=device)
     x = torch.full((200, 3, 400), torch.nan, device=device)
-    tail.zero_tail(x, starts)
+    zero_padding.zero_tail(x, starts)
     assert x[:130].isnan().all() and not x[130:].any()
     full = torch.tensor([0, 200], dtype=torch.int32, device=device)
-    assert tail.zero_tail(x, full)[:130].isnan().all()
-    lse = tail.empty_tail(torch.zeros(3, 200, device=device), starts)
+    assert zero_padding.zero_tail(x, full)[:130].isnan().all()
+    lse = zero_padding.empty_tail(torch.zeros(3, 200, device=device), starts)
     assert not lse[:, :130].any() and (lse[:, 130:] == -torch.inf).all()
     ahead = torch.tensor([70, 80, 150], dtype=torch.int32, device=device)
-    x = tail.zero_tail(torch.full((200, 3, 400), torch.nan, device=device), ahead, ahead=True)
+    x = zero_padding.zero_tail(torch.full((200, 3, 400), torch.nan, device=device), ahead, ahead=True)
     assert not x[:70].any() and x[70:150].isnan().all() and not x[150:].any()
-    lse = tail.empty_tail(torch.zeros(3, 200, device=device), ahead)
+    lse = zero_padding.empty_tail(torch.zeros(3, 200, device=device), ahead)
     assert (lse[:, :70] == -torch.inf).all() and not lse[:, 70:150].any() and (lse[:, 150:] == -torch.inf).all()
 
 
@@ -133,7 +134,7 @@ def test_zero_tail(device: torch.device) -> None:
 def test_gradients_past_the_last_sequence_are_zero(device: torch.device) -> None:
     starts = torch.tensor([1, 2, 5], dtype=torch.int32, device=device)
     leaves = [torch.randn(7, 2, 4, device=device, requires_grad=True) for _ in range(3)]
-    q, k, v = tail.zero_gradient_tails(leaves[0], leaves[1], leaves[2], starts, starts)
+    q, k, v = zero_padding.zero_gradient_tails(leaves[0], leaves[1], leaves[2], starts, starts)
     (q * k * v * torch.full_like(q, torch.nan)).sum().backward()
     for x in leaves:
         assert x.grad is not None and x.grad[1:5].isnan().all() and not x.grad[5:].any() and not x.grad[:1].any()
@@ -145,7 +146,7 @@ def test_zero_tail_compiles_for_every_arch() -> None:
     for arch in _ARCHS:
         with record(f"sm_{arch}") as wanted:
             x = torch.empty(300, 4, 64, dtype=torch.bfloat16, device="meta")
-            tail.zero_tail(x, torch.empty(4, dtype=torch.int32, device="meta"))
+            zero_padding.zero_tail(x, torch.empty(4, dtype=torch.int32, device="meta"))
         specs += wanted.specs
     report = build(specs)
     assert len(report.entries) == len(_ARCHS) and not report.failures

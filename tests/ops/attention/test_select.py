@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from powertrain.ops.attention import NoBackendError, attention, attention_backend, explain_attention, select
-from powertrain.ops.attention.installed import Installed, assume, cudnn_name, cudnn_number
-from powertrain.ops.attention.masks import MaskSpec
+from powertrain.ops.attention.backends.versions import Installed, assume, cudnn_name, cudnn_number
+from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import AttentionProblem, Layout, Lengths
 from powertrain.ops.attention.select import BACKENDS, Wish, verdicts
 from powertrain.runtime import settings as settings_module

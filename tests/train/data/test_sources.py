@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from powertrain.runtime import tracing
-from powertrain.train.config import DataConfig
+from powertrain.train.config.schema import DataConfig
 from powertrain.train.data.blend import blend_indices, weights_by_documents
 from powertrain.train.data.indexed import IndexedData, IndexedWriter
 from powertrain.train.data.packed import SampleSource

@@ -1,0 +1,254 @@
+"""Plan: how many compilers at once, for which GPUs, and what cannot work; made before anything runs.
+
+Formats, each as its reader parses it: NVTE_CUDA_ARCHS "75;86" (TransformerEngine's setup.py), CUDAARCHS "75;86" (what
+CMake reads), TORCH_CUDA_ARCH_LIST "7.5 8.6" (torch.utils.cpp_extension), FLASH_ATTN_CUDA_ARCHS "80;90", families only
+(flash-attention's setup.py). vLLM divides MAX_JOBS by NVCC_THREADS (its issue 20079).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from powertrain.builder.machine import HEADERS, Machine
+from powertrain.builder.recipes import Recipe, recipe_of
+from powertrain.runtime.jobs import SHARE
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    value: str
+    why: str
+    yours: bool = False  # it was set already, and stays as it is
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the build cannot work, and what to do."""
+
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what}. Fix: {self.fix}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a job of this build takes, and who says so."""
+
+    bytes: int
+    seconds: float | None  # of the whole build, on this machine
+    why: str
+    time_why: str = "not measured"
+    rough: bool = False  # the time is the recipe's, of other machines
+
+
+@dataclass(frozen=True)
+class Plan:
+    command: tuple[str, ...]
+    recipe: Recipe
+    machine: Machine
+    estimate: Estimate
+    archs: tuple[int, ...]
+    jobs: int
+    variables: tuple[Variable, ...]
+    refusals: tuple[Refusal, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What to add to the command's environment: nothing that was set before."""
+        return {variable.name: variable.value for variable in self.variables if not variable.yours}
+
+
+def make_plan(
+    command: Sequence[str], environment: Mapping[str, str], machine: Machine, measured: Estimate | None = None
+) -> Plan:
+    """The plan for `command` on `machine`.
+
+    measured  what earlier builds of the same took (builder/history.py), instead of the recipe's numbers
+    """
+    recipe = recipe_of(command)
+    estimate = measured or Estimate(recipe.bytes, None, recipe.source)
+    fit = int(machine.memory * SHARE // estimate.bytes)
+    slots = max(1, min(machine.cores, fit))
+    if estimate.seconds is None:
+        estimate = replace(estimate, seconds=recipe.seconds(slots), time_why=recipe.time_source, rough=True)
+    variables = [
+        *_parallelism(slots, fit, machine, estimate),
+        *_arch_lists(machine),
+        *_toolkit(machine),
+        *_headers(recipe, machine),
+    ]
+    kept = [_kept(variable, environment) for variable in variables]
+    refusals = [*_refusals(recipe, machine), *_arch_refusals(recipe, machine)]
+    notes = _notes(recipe, machine, estimate, fit)
+    asked = environment.get("MAX_JOBS", "")
+    jobs = int(asked) if asked.isdigit() and int(asked) else slots
+    return Plan(
+        tuple(command), recipe, machine, estimate, machine.archs, jobs, tuple(kept), tuple(refusals), tuple(notes)
+    )
+
+
+def _kept(variable: Variable, environment: Mapping[str, str]) -> Variable:
+    yours = environment.get(variable.name)
+    if not yours:
+        return variable
+    return Variable(variable.name, yours, f"yours; it would be {variable.value}", yours=True)
+
+
+def _parallelism(slots: int, fit: int, machine: Machine, estimate: Estimate) -> list[Variable]:
+    why = (
+        f"{machine.cores} {machine.cores_why}; {SHARE} of {_gib(machine.memory)} ({machine.memory_why}) holds {fit} "
+        f"of {_gib(estimate.bytes)}"
+    )
+    one = "one thread a job, so that MAX_JOBS alone bounds memory (threads multiply it)"
+    return [
+        Variable("MAX_JOBS", str(slots), why),
+        Variable("CMAKE_BUILD_PARALLEL_LEVEL", str(slots), "the same for cmake --build"),
+        Variable("NVCC_THREADS", "1", one),
+        Variable("NVTE_BUILD_THREADS_PER_JOB", "1", one),
+    ]
+
+
+def _arch_lists(machine: Machine) -> list[Variable]:
+    archs = machine.archs
+    if not archs:
+        return []
+    plain = ";".join(map(str, archs))
+    why = f"{', '.join(map(str, dict.fromkeys(machine.gpus)))} ({machine.gpus_why})"
+    dotted = " ".join(f"{arch // 10}.{arch % 10}" for arch in archs)
+    ptx = "no +PTX: machine code for these GPUs only. +PTX adds text that a newer GPU's driver compiles at first use"
+    variables = [
+        Variable("TORCH_CUDA_ARCH_LIST", dotted, f"{why}; {ptx}"),
+        Variable("NVTE_CUDA_ARCHS", plain, why),
+        Variable("CUDAARCHS", plain, f"CMake's own variable; {why}"),
+        Variable("CMAKE_CUDA_ARCHITECTURES", plain, "for setup.py files that hand it to CMake"),
+    ]
+    families = sorted({family for arch in archs if (family := _flash_family(arch))})
+    if families:
+        families_why = "flash-attn knows families: 80 serves 86, 87 and 89; 100 serves 103; 120 serves 121"
+        variables.append(Variable("FLASH_ATTN_CUDA_ARCHS", ";".join(map(str, families)), families_why))
+    return variables
+
+
+def _flash_family(arch: int) -> int | None:
+    return None if arch < 80 else arch if arch == 110 else arch // 10 * 10
+
+
+def _toolkit(machine: Machine) -> list[Variable]:
+    nvcc = machine.nvcc
+    if not nvcc:
+        return []
+    why = f"the toolkit of {nvcc.path}, {_version(nvcc.version)}"
+    return [Variable("CUDA_HOME", nvcc.home, why), Variable("CUDA_PATH", nvcc.home, why)]
+
+
+def _headers(recipe: Recipe, machine: Machine) -> list[Variable]:
+    """Headers that lie in torch's own wheels, where no compiler looks."""
+    site = f"{machine.python.site}/" if machine.python else "none"
+    wheels = {
+        name: Path(path) for name in recipe.headers if (path := machine.headers.get(name)) and path.startswith(site)
+    }
+    if not wheels:
+        return []
+    why = f"{', '.join(wheels)}: in the wheels that torch came with, where no compiler looks"
+    folders = dict.fromkeys(str(path.parent) for path in wheels.values())
+    variables = [Variable("CPATH", ":".join(folders), why)]
+    if "cudnn.h" in wheels:
+        variables.append(Variable("CUDNN_PATH", str(wheels["cudnn.h"].parent.parent), "the same, for CMake"))
+    return variables
+
+
+def _refusals(recipe: Recipe, machine: Machine) -> list[Refusal]:
+    found = []
+    nvcc, compiler, python = machine.nvcc, machine.compiler, machine.python
+    if recipe.needs_nvcc and not nvcc:
+        wants = f"CUDA {python.torch_cuda}" if python and python.torch_cuda else "torch's CUDA version"
+        fix = f"install the toolkit of {wants} and set CUDA_HOME, or take a wheel: {recipe.wheels or 'none known'}"
+        found.append(Refusal("no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda", fix))
+    if nvcc and python and python.torch_cuda and recipe.needs_nvcc:
+        major = int(python.torch_cuda.split(".")[0])
+        if major != nvcc.version[0]:
+            what = (
+                f"nvcc {_version(nvcc.version)} ({nvcc.path}) cannot build for torch {python.torch}, "
+                f"made with CUDA {python.torch_cuda}"
+            )
+            found.append(
+                Refusal(what, f"set CUDA_HOME to a CUDA {major}.x toolkit, or install a torch for cu{nvcc.version[0]}x")
+            )
+    if nvcc and compiler and nvcc.newest_gcc and compiler.gcc and compiler.gcc > nvcc.newest_gcc:
+        newest = nvcc.newest_gcc
+        what = (
+            f"gcc {compiler.gcc} ({compiler.path}) is newer than nvcc {_version(nvcc.version)} accepts (gcc {newest})"
+        )
+        found.append(Refusal(what, f"install g++-{newest} and set CC=gcc-{newest} CXX=g++-{newest}"))
+    if recipe.needs_nvcc and not compiler:
+        found.append(Refusal("no C++ compiler on PATH", "install g++, or set CXX"))
+    if recipe.needs_nvcc and python and not python.headers:
+        version = ".".join(python.version.split(".")[:2])
+        found.append(
+            Refusal(f"{python.path} has no Python.h", f"install python{version}-dev (Debian) or python{version}-devel")
+        )
+    for header in recipe.headers:
+        if machine.headers.get(header) is None:
+            library = HEADERS[header]
+            fix = (
+                f"install the {library} development package, or set {library.upper()}_PATH to the folder above include/"
+            )
+            found.append(Refusal(f"{header} is nowhere that {recipe.name} looks", fix))
+    if machine.disk < recipe.disk * _GIB:
+        what = f"{machine.tmp} has {_gib(machine.disk)} free; {recipe.name} wants {recipe.disk:g} GiB"
+        found.append(Refusal(what, "set TMPDIR to a folder on a larger disk"))
+    return found
+
+
+def _arch_refusals(recipe: Recipe, machine: Machine) -> list[Refusal]:
+    found, nvcc = [], machine.nvcc
+    for arch in machine.archs:
+        if nvcc and nvcc.archs and arch not in nvcc.archs:
+            side = "old" if arch > nvcc.archs[-1] else "new"
+            what = f"nvcc {_version(nvcc.version)} is too {side} for sm_{arch}: it knows {_archs(nvcc.archs)}"
+            found.append(Refusal(what, f"install a CUDA toolkit that lists sm_{arch} and set CUDA_HOME"))
+        if recipe.archs and arch < recipe.archs[0]:
+            what = f"{recipe.name} has no code for sm_{arch}: its oldest is sm_{recipe.archs[0]}"
+            found.append(Refusal(what, "build with --arch for another GPU; powertrain.attention runs on this one"))
+    return found
+
+
+def _notes(recipe: Recipe, machine: Machine, estimate: Estimate, fit: int) -> list[str]:
+    notes = []
+    if not machine.archs:
+        notes.append(
+            f"no GPU to build for ({machine.gpus_why}): the project's own list of archs stands, each of which costs "
+            "time; --arch 8.6 names yours"
+        )
+    if fit < 1:
+        notes.append(
+            f"one job of {_gib(estimate.bytes)} may not fit in {SHARE} of {_gib(machine.memory)} "
+            f"({machine.memory_why}): they run one at a time"
+        )
+    if machine.python and machine.python.torch is None and recipe.needs_nvcc:
+        notes.append(
+            f"{machine.python.path} has no torch: with --no-build-isolation the build needs it installed first"
+        )
+    if machine.python and machine.python.torch and not machine.python.torch_cuda and recipe.needs_nvcc:
+        notes.append(f"torch {machine.python.torch} is a build without CUDA: its extensions will have none either")
+    if "memory" in Path(machine.tmp).parts or str(machine.tmp).startswith("/dev/shm"):
+        notes.append(f"TMPDIR {machine.tmp} is memory: what is written there counts against the compilers")
+    return notes
+
+
+def _version(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _archs(archs: Sequence[int]) -> str:
+    return " ".join(f"sm_{arch}" for arch in archs)
+
+
+def _gib(size: float) -> str:
+    return f"{size / _GIB:.1f} GiB"

@@ -1,0 +1,548 @@
+"""Governor: runs one build; shows it, gives its compilers room, says why it stands still, and leaves nothing behind."""
+
+import ctypes
+import os
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Protocol
+
+import psutil
+
+from powertrain.builder import stall, watchdog
+from powertrain.builder.ending import Failure, first_error
+from powertrain.builder.history import UnitRecord
+from powertrain.builder.memory_scheduler import Act, Unit, decide, reserve
+from powertrain.builder.plan import Plan
+from powertrain.builder.processes import (
+    Pace,
+    Process,
+    below,
+    called_by_compiler,
+    foreign_compilers,
+    oom_kills,
+    own_memory,
+    tree,
+)
+from powertrain.builder.progress import Progress, is_pip, verbose
+from powertrain.builder.shims import make_shims, shimmed
+from powertrain.builder.terminal import Terminal
+from powertrain.runtime.jobs import available_memory
+
+_PR_SET_CHILD_SUBREAPER = 36
+_GROWTH = 256 * 2**20  # bytes a second by which a compiler may grow: cicc on flash-attention does by half of that
+_HURRY = 0.1  # seconds between glances at memory that is nearly out
+_SEEN = 0.5  # seconds between samples then: only they see new processes
+_GRACE = 5.0  # seconds between asking processes to end and ending them
+_LEARN = 3  # units of a language after which their sizes replace the recipe's
+_MARGIN = 1.2  # over the largest unit seen
+_REAP = 10  # seconds between looks for orphans that ended
+_RETRIES = 3
+_LEAST = 32 * 2**20  # bytes that any compiler is expected to take
+
+
+@dataclass
+class Status:
+    """What a view shows. Sizes in bytes, times in seconds."""
+
+    phase: str
+    done: int
+    total: int
+    elapsed: float
+    eta: float | None
+    used: int
+    memory: int
+    units: list[Unit]
+    now: float
+
+
+class View(Protocol):
+    def say(self, text: str) -> None: ...
+    def show(self, status: Status) -> None: ...
+
+
+@dataclass
+class Outcome:
+    """How a build ended. Sizes in bytes, times in seconds."""
+
+    code: int  # the command's exit code; 128 + the signal that ended it
+    seconds: float
+    cpu: float  # of the build
+    overhead: float  # CPU of the governor itself
+    peak: int
+    log: Path
+    units: list[UnitRecord]
+    wheels: list[str]
+    failure: Failure | None
+    paused: int  # how often a compiler was paused
+    rerun: int  # how often one was killed and run again
+
+
+@dataclass(eq=False)
+class _Launcher:
+    """A connection from a launcher.py, with the compiler that it runs or wants to run."""
+
+    connection: socket.socket
+    text: bytes = b""
+    unit: Unit | None = None
+    kills: int = 0  # the kernel's count of processes killed for memory, when the compiler started
+
+
+class Governor:
+    """One build under `plan`. Memory is measured over all descendants of this process.
+
+    environment    what the command is given, the plan's variables added
+    folder         where shims and logs are kept
+    view           shown what happens
+    known          what units took in earlier builds
+    stall_seconds  of stillness before its cause is looked for
+    fix            rename a lock that nobody owns
+    keyboard       where a user answers what the build asks (builder/terminal.py); None: a question fails at once
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        environment: Mapping[str, str],
+        *,
+        folder: Path,
+        view: View,
+        known: Mapping[str, UnitRecord],
+        stall_seconds: float = 180,
+        fix: bool = False,
+        keyboard: int | None = None,
+    ) -> None:
+        self.plan, self.view, self.known = plan, view, known
+        self.stall_seconds, self.fix = stall_seconds, fix
+        self.folder = folder
+        self.log = folder / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+        self.sockets = Path("/tmp", f"powertrain-build-{os.getuid()}")
+        self.shims = make_shims(folder / "shims", self.sockets, environment, plan.machine.nvcc)
+        self.terminal = None if keyboard is None else Terminal(keyboard)
+        defaults = {"PYTHONUNBUFFERED": "1"}
+        if not is_pip(plan.command):
+            defaults["PIP_VERBOSE"] = "1"  # for one that the command calls in turn
+        if not self.terminal:
+            defaults["GIT_TERMINAL_PROMPT"] = "0"
+        self.environment = {**defaults, **environment, **plan.environment}
+        self.environment |= shimmed(self.environment, self.shims, plan.machine.nvcc)
+        self.selector = selectors.DefaultSelector()
+        self.progress, self.pace = Progress(), Pace()
+        self.launchers: list[_Launcher] = []
+        self.foreign: dict[int, Unit] = {}
+        self.processes: dict[int, Process] = {}
+        self.finished: list[UnitRecord] = []
+        self.timed: list[float] = []  # seconds of those that the builder counts
+        self.peaks: dict[str, list[int]] = {}  # of finished units, by suffix
+        self.used = self.peak = self.paused = self.rerun = 0
+        self.available = self.elsewhere = plan.machine.memory  # left; and what could be left with this build gone
+        self.reaped = self.glanced = 0.0
+        self.fresh = False  # whether nothing was done since the last sample
+        self.signals: list[int] = []
+        self.asked_to_end = 0.0
+        self.complained = 0.0
+        self.text = b""
+        self.ended_output = False
+        self.file: IO[bytes]
+
+    def run(self) -> Outcome:
+        """Run the command to its end. SIGINT and SIGTERM end it and everything it started."""
+        self.started, self.cpu_before = time.time(), time.process_time()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as self.file:
+            handlers = {number: signal.signal(number, self._on_signal) for number in _ENDING}
+            try:
+                self._start()
+                self.stillness = stall.Stillness(time.time())
+                while not self._over():
+                    self._turn()
+            finally:
+                self._finish()
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+        return self._outcome(_spent(resource.RUSAGE_CHILDREN, before[0]), _spent(resource.RUSAGE_SELF, before[1]))
+
+    def _start(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans stay in our tree
+        self.sockets.mkdir(mode=0o700, exist_ok=True)
+        if self.sockets.lstat().st_uid != os.getuid():
+            raise PermissionError(f"{self.sockets} must belong to user {os.getuid()}: remove it")
+        for left in self.sockets.iterdir():
+            if not psutil.pid_exists(int(left.name)):
+                left.unlink(missing_ok=True)
+        self.address = self.sockets / str(os.getpid())
+        self.address.unlink(missing_ok=True)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(str(self.address))
+        self.listener.listen(256)
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.watchdog = subprocess.Popen(
+            [sys.executable, "-IS", watchdog.__file__], stdin=subprocess.PIPE, start_new_session=True
+        )
+        self.build = subprocess.Popen(
+            verbose(self.plan.command),
+            env=self.environment,
+            stdin=self.terminal.theirs if self.terminal else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=self.terminal.take if self.terminal else None,
+        )
+        self._tell_watchdog(str(self.build.pid))
+        assert self.build.stdout
+        os.set_blocking(self.build.stdout.fileno(), False)
+        self.selector.register(self.build.stdout, selectors.EVENT_READ)
+        if self.terminal:
+            self.selector.register(self.terminal.ours, selectors.EVENT_READ)
+            self.selector.register(self.terminal.keyboard, selectors.EVENT_READ)
+        self.sampled = 0.0
+        self._sample()
+
+    def _tell_watchdog(self, line: str) -> None:
+        assert self.watchdog.stdin
+        self.watchdog.stdin.write(f"{line}\n".encode())
+        self.watchdog.stdin.flush()
+
+    def _over(self) -> bool:
+        return self.build.poll() is not None and (self.ended_output or self.selector_is_quiet)
+
+    selector_is_quiet = False
+
+    def _turn(self) -> None:
+        pause = self._pause()
+        looked = max(self.sampled, self.glanced)
+        events = self.selector.select(max(0.0, min(pause, looked + pause - time.time())))
+        self.selector_is_quiet = not events
+        for key, _ in events:
+            if key.fileobj is self.listener:
+                connection, _ = self.listener.accept()
+                launcher = _Launcher(connection)
+                self.launchers.append(launcher)
+                self.selector.register(connection, selectors.EVENT_READ, launcher)
+            elif isinstance(key.data, _Launcher):
+                self._hear(key.data)
+            elif self.terminal and key.fileobj == self.terminal.ours:
+                self.file.write(self.terminal.hear())
+                self.stillness.spoke(time.time())
+            elif self.terminal and key.fileobj == self.terminal.keyboard:
+                self.terminal.type()
+            else:
+                self._read_output()
+        if time.time() - self.sampled >= min(self.pace.pause, max(pause, _SEEN)):
+            self._sample()
+            self._watch()
+            work = sum(process.cpu for process in self.processes.values())
+            self.pace.took(time.process_time() - self.cpu_before, work)
+        elif time.time() - looked >= pause:
+            self._glance()
+        self._give_room()
+        self._end_if_asked()
+
+    def _pause(self) -> float:
+        """Seconds until the next look: fewer where memory would not last as long if every compiler grew."""
+        running = sum(unit.state == "running" for unit in self._units())
+        lasts = (self.available - reserve(self.plan.machine.memory)) / (max(1, running) * _GROWTH)
+        return max(_HURRY, min(self.pace.pause, lasts)) if running else self.pace.pause
+
+    # what compilers ask and get
+
+    def _hear(self, launcher: _Launcher) -> None:
+        try:
+            part = launcher.connection.recv(4096)
+        except OSError:
+            part = b""
+        if not part:
+            self._gone(launcher)
+            return
+        launcher.text += part
+        while b"\n" in launcher.text:
+            line, _, launcher.text = launcher.text.partition(b"\n")
+            word, *rest = line.decode().split(" ")
+            if word == "want":
+                self._wants(launcher, int(rest[0]), rest[1], rest[2] == "thrifty")
+            elif word == "started" and launcher.unit:
+                launcher.unit.pid = int(rest[0])
+                launcher.kills = oom_kills()
+            elif word == "ended":
+                self._ended(launcher, int(rest[0]), int(rest[1]))
+
+    def _wants(self, launcher: _Launcher, pid: int, name: str, thrifty: bool) -> None:
+        running = [each.unit.pid for each in self.launchers if each.unit and each.unit.pid]
+        if called_by_compiler(pid, running):
+            self._send(launcher, "pass")
+            return
+        launcher.unit = Unit(name, self._expected(name), seen=name in self.known, thrifty=thrifty)
+
+    def _expected(self, name: str) -> int:
+        peaks = self.peaks.get(Path(name).suffix, [])
+        if name in self.known:
+            return max(_LEAST, int(self.known[name].peak * _MARGIN))
+        if len(peaks) >= _LEARN:
+            return max(_LEAST, int(max(peaks) * _MARGIN))
+        return self.plan.estimate.bytes
+
+    def _ended(self, launcher: _Launcher, status: int, most: int) -> None:
+        unit = launcher.unit
+        assert unit
+        unit.peak = max(unit.peak, most)  # samples miss what is short
+        starved = status and (status in (-signal.SIGKILL, 128 + signal.SIGKILL) or oom_kills() > launcher.kills)
+        if unit.state == "killed" or (starved and unit.tries < _RETRIES and not self.signals):
+            if unit.state != "killed":
+                unit.expected, unit.seen = self.plan.machine.memory, True  # alone, the next time
+                self.view.say(f"{unit.name} was killed at {_gib(unit.peak)}: it runs again, alone")
+            unit.state, unit.pid, unit.pids = "waiting", 0, []
+            self.rerun += 1
+            self._send(launcher, "again")
+            return
+        seconds = time.time() - unit.since
+        if not status or starved:  # the next plan is to know what did not fit, too
+            self.finished.append(UnitRecord(unit.name, seconds, unit.peak))
+        if not status:
+            self.timed += [seconds] if self.progress.total else []  # a configuration's probes are small
+            self.peaks.setdefault(Path(unit.name).suffix, []).append(unit.peak)
+            for other in self._units():
+                if other.state == "waiting" and not other.tries:
+                    other.expected = self._expected(other.name)
+        launcher.unit = None
+        self._send(launcher, "done")
+
+    def _gone(self, launcher: _Launcher) -> None:
+        """A launcher closed its connection; if it was killed, its compiler goes too, which may be paused."""
+        self.selector.unregister(launcher.connection)
+        launcher.connection.close()
+        self.launchers.remove(launcher)
+        if launcher.unit and launcher.unit.pid:
+            _signal([*launcher.unit.pids, -launcher.unit.pid], signal.SIGKILL)
+
+    def _give_room(self) -> None:
+        if not (units := self._units()):
+            return
+        by_unit = {launcher.unit: launcher for launcher in self.launchers if launcher.unit}
+        memory = self.plan.machine.memory
+        for act, unit in list(decide(units, self.available, memory, max(1, self.plan.jobs))):
+            if self.fresh or act in ("go", "go frugal"):
+                self._act(act, unit, by_unit.get(unit))
+        self.fresh = False  # one act against shortage a sample: what it brought is seen in the next
+
+    def _act(self, act: Act, unit: Unit, launcher: _Launcher | None) -> None:
+        if act in ("go", "go frugal") and launcher:
+            unit.state, unit.since, unit.memory, unit.peak = "running", time.time(), 0, 0
+            unit.frugal = act == "go frugal"
+            unit.tries += 1
+            self._send(launcher, act)
+            if unit.frugal:
+                self.view.say(
+                    f"{unit.name} may not fit: gcc collects its garbage early, which is slower and takes less memory"
+                )
+        elif act == "resume":
+            unit.state = "running"
+            _signal(unit.pids, signal.SIGCONT)
+            self.view.say(f"resumed {unit.name}")
+        elif act == "pause" and unit.pids:
+            unit.state = "paused"
+            unit.expected = max(unit.expected, unit.memory * 3 // 2)
+            _signal(unit.pids, signal.SIGSTOP)
+            self.paused += 1
+            self.view.say(f"paused {unit.name} at {_gib(unit.memory)}: {_gib(self.available)} left")
+        elif act == "kill" and launcher:
+            unit.state, unit.seen = "killed", True
+            unit.expected = max(unit.expected, unit.memory * 3 // 2)
+            self._send(launcher, "kill")
+            self.view.say(f"killed {unit.name} at {_gib(unit.memory)} to make room: it will run again")
+        elif act == "alone":
+            unit.told_alone = True
+            self.view.say(
+                f"even one job does not fit: {unit.name} has {_gib(unit.memory)} of {_gib(self.plan.machine.memory)} "
+                f"({self.plan.machine.memory_why}) and wants more. Fix: more memory or swap, or fewer archs"
+            )
+
+    def _send(self, launcher: _Launcher, word: str) -> None:
+        try:
+            launcher.connection.sendall(f"{word}\n".encode())
+        except OSError:
+            pass  # it is gone; its end of file comes next
+
+    # what is seen
+
+    def _units(self) -> list[Unit]:
+        return [*self.foreign.values(), *(each.unit for each in self.launchers if each.unit)]
+
+    def _sample(self) -> None:
+        self.processes = tree(os.getpid(), [self.watchdog.pid])
+        self.sampled, self.fresh = time.time(), True
+        self.used = sum(process.memory for process in self.processes.values())
+        self.peak = max(self.peak, self.used)
+        self.elsewhere = available_memory()[0] + self.used
+        self.available = min(self.elsewhere, self.plan.machine.memory) - self.used
+        launched = [each.unit.pid for each in self.launchers if each.unit and each.unit.pid]
+        foreign = {process.pid: process for process in foreign_compilers(self.processes, launched)}
+        self.foreign = {pid: self.foreign.get(pid) or self._foreign(process) for pid, process in foreign.items()}
+        for unit in self._units():
+            of = below(unit.pid, self.processes)
+            unit.pids = [process.pid for process in of]
+            unit.memory = sum(process.memory for process in of)
+            unit.peak = max(unit.peak, unit.memory)
+            unit.cpu = sum(process.cpu for process in of)
+            unit.doing = max((p for p in of if p.compiles), key=lambda p: p.memory, default=_NOBODY).name
+        if self.sampled - self.reaped > _REAP:
+            self.reaped = self.sampled
+            _reap(self.build.pid, self.watchdog.pid)
+
+    def _glance(self) -> None:
+        """The memory of the processes of the last sample, which costs little: it may run short between two."""
+        self.glanced, self.fresh = time.time(), True
+        sizes = {pid: own_memory(pid) for pid in self.processes}
+        for unit in self._units():
+            unit.memory = sum(sizes.get(pid, 0) for pid in unit.pids)
+            unit.peak = max(unit.peak, unit.memory)
+        self.used = sum(sizes.values())
+        self.peak = max(self.peak, self.used)
+        self.available = min(self.elsewhere, self.plan.machine.memory) - self.used
+
+    def _foreign(self, process: Process) -> Unit:
+        """A compiler that runs already, whoever started it."""
+        name = f"{process.name} {process.pid}"
+        return Unit(name, 0, process.pid, "running", time.time(), launched=False)
+
+    def _watch(self) -> None:
+        now = time.time()
+        paused = {pid for unit in self._units() if unit.state == "paused" for pid in unit.pids}
+        moving = {pid: process for pid, process in self.processes.items() if pid not in paused}
+        still = self.stillness.observe(moving, now)
+        if still > self.stall_seconds and self.complained < self.stillness.since:
+            self.complained = now
+            self._complain(moving, still)
+        if self._is_asked(moving, now):
+            return  # a table that is redrawn would be in the way of the answer
+        running = [unit for unit in self._units() if unit.state == "running"]
+        seconds = [now - unit.since for unit in running]
+        estimate = self.plan.estimate
+        earlier = None if estimate.rough else estimate.seconds
+        eta = self.progress.eta(self.timed, seconds, earlier, now - self.started)
+        progress = self.progress
+        self.view.show(
+            Status(
+                "link" if any(p.links for p in self.processes.values()) and not running else progress.phase,
+                *(progress.done, progress.total, now - self.started, eta, self.used),
+                *(self.plan.machine.memory, self._units(), now),
+            )
+        )
+
+    def _is_asked(self, processes: Mapping[int, Process], now: float) -> bool:
+        """Whether the build waits for an answer of the user; who asks what is said once."""
+        if not self.terminal:
+            return False
+        if question := self.terminal.question(processes.values(), self.text, now):
+            self.view.say(question)
+        return self.terminal.waits
+
+    def _complain(self, processes: Mapping[int, Process], still: float) -> None:
+        folders = [Path.cwd(), *stall.extension_folders(self.environment)]
+        cause = stall.cause(processes, folders, self.stillness.swap_rate)
+        self.view.say(f"nothing has moved for {still:.0f} s (no CPU time, no I/O, no output): {cause}")
+        if cause.lock and self.fix:
+            self.view.say(f"renamed {cause.lock} to {stall.set_aside(cause.lock)}")
+
+    def _read_output(self) -> None:
+        assert self.build.stdout
+        part = os.read(self.build.stdout.fileno(), 1 << 16)
+        if not part:
+            self.selector.unregister(self.build.stdout)
+            self.ended_output = True
+            return
+        self.file.write(part)
+        self.stillness.spoke(time.time())
+        *lines, self.text = (self.text + part).replace(b"\r", b"\n").split(b"\n")
+        for line in lines:
+            if self.progress.feed(line.decode(errors="replace")):
+                self.view.say(f"{self.progress.phase}: {line.decode(errors='replace').strip()[:200]}")
+
+    # how it ends
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.signals.append(number)
+
+    def _end_if_asked(self) -> None:
+        if not self.signals or self.build.poll() is not None:
+            return
+        now = time.time()
+        if not self.asked_to_end:
+            self.asked_to_end = now
+            self.view.say(f"{signal.Signals(self.signals[0]).name}: ending the build")
+            watchdog.end(self.build.pid, signal.SIGINT if self.signals[0] == signal.SIGINT else signal.SIGTERM)
+        elif now - self.asked_to_end > _GRACE or len(self.signals) > 1:
+            watchdog.end(self.build.pid, signal.SIGKILL)
+
+    def _finish(self) -> None:
+        """Nothing of the build is left: not running, not paused."""
+        if hasattr(self, "build"):
+            deadline = time.time() + (_GRACE if self.build.poll() is not None and not self.signals else 0)
+            while watchdog.end(self.build.pid, signal.SIGTERM if time.time() < deadline else signal.SIGKILL):
+                time.sleep(0.05)
+            self.build.wait()
+            _reap(self.build.pid, self.watchdog.pid)
+        if hasattr(self, "watchdog"):
+            self._tell_watchdog("over")
+            self.watchdog.wait()
+        self.selector.close()
+        if self.terminal:
+            self.terminal.close()
+        for launcher in self.launchers:
+            launcher.connection.close()
+        if hasattr(self, "listener"):
+            self.listener.close()
+            self.address.unlink(missing_ok=True)
+
+    def _outcome(self, cpu: float, overhead: float) -> Outcome:
+        code = self.build.returncode
+        if self.signals:
+            code = -self.signals[0]
+        failure = None
+        if code:
+            with self.log.open(errors="replace") as lines:
+                failure = first_error(lines)
+        seconds = time.time() - self.started
+        return Outcome(
+            *(128 - code if code < 0 else code, seconds, cpu, overhead, self.peak, self.log),
+            *(self.finished, self.progress.wheels, failure, self.paused, self.rerun),
+        )
+
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NOBODY = Process(0, 0, "", "", 0, 0.0, 0)
+
+
+def _spent(who: int, before: resource.struct_rusage) -> float:
+    now = resource.getrusage(who)
+    return now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _reap(*but: int) -> None:
+    """Collect orphans that ended in our care."""
+    for child in psutil.Process().children():
+        try:
+            if child.pid not in but and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+        except (psutil.NoSuchProcess, ChildProcessError):
+            continue
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

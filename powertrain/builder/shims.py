@@ -1,0 +1,96 @@
+"""Shims: small scripts named like the compilers, first on a build's PATH, that start launcher.py with the real ones.
+
+They stay where they are after the build, in a folder named after what they hold: CMake writes the compiler's path into
+its cache, and that build folder must go on working, with or without us.
+"""
+
+import hashlib
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from powertrain.builder import launcher
+from powertrain.builder.machine import Nvcc
+
+_NAMES = (
+    *("cc", "c++", "gcc", "g++", "clang", "clang++"),
+    *(f"x86_64-linux-gnu-{name}" for name in ("gcc", "g++")),
+    *(f"aarch64-linux-gnu-{name}" for name in ("gcc", "g++")),
+)
+_LANGUAGES = {"C": "CC", "CXX": "CXX", "CUDA": "CUDACXX"}
+_NAMED = (*_LANGUAGES.values(), "PYTORCH_NVCC")  # variables in which a user names a compiler
+
+
+@dataclass(frozen=True)
+class Shims:
+    bin: Path  # goes first on PATH
+    launch: Path  # a compiler launcher in CMake's sense
+    sockets: Path
+    named: Mapping[str, str]  # for CC, CXX and the like, where the user named a compiler in them
+
+
+def make_shims(folder: Path, sockets: Path, environment: Mapping[str, str], nvcc: Nvcc | None) -> Shims:
+    """Shims for every compiler on PATH, for those that CC, CXX and the like name, and for this nvcc.
+
+    folder       where they are kept
+    sockets      where launchers find their governor
+    environment  the build's
+    """
+    path = environment.get("PATH", os.defpath)
+    known = [name for name in os.listdir("/usr/bin") if name.startswith(("gcc-", "g++-", "clang-", "clang++-"))]
+    versioned = [name for name in known if name.rpartition("-")[2].isdigit()]
+    real = {name: found for name in (*_NAMES, *sorted(versioned)) if (found := shutil.which(name, path=path))}
+    if nvcc:
+        real["nvcc"] = nvcc.path
+    start = f"{shlex.quote(sys.executable)} -IS {shlex.quote(launcher.__file__)} {shlex.quote(str(sockets))}"
+    guard = f"[ -x {shlex.quote(sys.executable)} ] && [ -f {shlex.quote(launcher.__file__)} ]"
+    files = {f"bin/{name}": _script(guard, start, shlex.quote(found)) for name, found in real.items()}
+    files["launch"] = _script(guard, start, "")
+    chosen = {name: found for name in _NAMED if (found := shutil.which(environment.get(name, ""), path=path))}
+    named = {name: f"{name}/{os.path.basename(found)}" for name, found in chosen.items()}
+    files |= {named[name]: _script(guard, start, shlex.quote(found)) for name, found in chosen.items()}
+    place = folder / hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
+    if not place.is_dir():
+        _write(place, files)
+    ours = {name: str(place / file) for name, file in named.items()}
+    return Shims(place / "bin", place / "launch", sockets, ours)
+
+
+def _script(guard: str, start: str, real: str) -> str:
+    return f'#!/bin/sh\n{guard} && exec {start} {real} "$@"\nexec {real} "$@"\n'
+
+
+def _write(place: Path, files: Mapping[str, str]) -> None:
+    """All of it or nothing: written aside, then renamed."""
+    aside = place.with_name(f"{place.name}.{os.getpid()}")
+    for name, text in files.items():
+        file = aside / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+    try:
+        aside.rename(place)
+    except OSError:  # another build made the same meanwhile
+        shutil.rmtree(aside)
+
+
+def shimmed(environment: Mapping[str, str], shims: Shims, nvcc: Nvcc | None) -> dict[str, str]:
+    """What to add to an environment so that compilers are reached through the shims.
+
+    A compiler that the user named stays the one that runs. torch's extensions take nvcc from PYTORCH_NVCC. CMake finds
+    compilers on PATH or in CC, CXX and CUDACXX, hence shims; its launcher variables serve what is named in another way:
+    TransformerEngine hands CMake the path of nvcc itself, and "ccache g++" is no program.
+    """
+    added = {"PATH": f"{shims.bin}:{environment.get('PATH', os.defpath)}", **shims.named}
+    if nvcc:
+        added |= {name: str(shims.bin / "nvcc") for name in ("PYTORCH_NVCC", "CUDACXX") if not environment.get(name)}
+    for language, variable in _LANGUAGES.items():
+        launcher = f"CMAKE_{language}_COMPILER_LAUNCHER"
+        elsewhere = language == "CUDA" or (environment.get(variable) and variable not in shims.named)
+        if elsewhere and not environment.get(launcher):
+            added[launcher] = str(shims.launch)
+    return added

@@ -1,0 +1,188 @@
+"""Stall: nothing moves, and why. Evidence is CPU time, bytes and lines of the whole tree; a clock proves nothing."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from powertrain.builder.processes import Process, swap_ins
+
+_IDLE_CPU = 0.03  # of one core: a loop that polls a lock file takes about 0.01
+_IDLE_IO = 16 << 10  # bytes a second; a shell's polling loop reads some
+_SLOW = 120  # seconds of silence after which a compiler that works is said to work
+_LOCK = "lock"  # torch.utils.file_baton.FileBaton's, in the folder of an extension
+_READS = ("read", "n_tty", "wait_woken")
+_THRASH = 100  # pages a second from swap
+
+
+@dataclass(frozen=True)
+class Cause:
+    what: str
+    fix: str
+    lock: Path | None = None  # a file that --fix would rename
+
+    def __str__(self) -> str:
+        return f"{self.what}. Fix: {self.fix}"
+
+
+class Stillness:
+    """For how long nothing has moved."""
+
+    def __init__(self, now: float) -> None:
+        self.since = now
+        self._at = now
+        self._cpu = 0.0
+        self._io = 0
+        self._swap = swap_ins()
+        self.swap_rate = 0.0
+
+    def spoke(self, now: float) -> None:
+        """A line came."""
+        self.since = now
+
+    def observe(self, processes: Mapping[int, Process], now: float) -> float:
+        """Seconds of stillness, given the tree as it is now."""
+        if now - self._at >= 1:
+            cpu = sum(process.cpu for process in processes.values())
+            io = sum(process.io for process in processes.values())
+            swap, elapsed = swap_ins(), now - self._at
+            self.swap_rate = (swap - self._swap) / elapsed
+            # a process that ends takes its numbers along, which is movement too
+            if cpu < self._cpu or cpu - self._cpu > _IDLE_CPU * elapsed or abs(io - self._io) > _IDLE_IO * elapsed:
+                self.since = now
+            self._at, self._cpu, self._io, self._swap = now, cpu, io, swap
+        return now - self.since
+
+
+def cause(processes: Mapping[int, Process], folders: Iterable[Path], swap_rate: float = 0.0) -> Cause:
+    """Why these processes do nothing.
+
+    folders    where torch's extension locks may lie, besides the processes' own
+    swap_rate  pages read from swap a second
+    """
+    stopped = [process for process in processes.values() if process.status == psutil.STATUS_STOPPED]
+    if stopped:
+        pids = " ".join(str(process.pid) for process in stopped)
+        return Cause(f"stopped by a signal: {_names(stopped)}", f"kill -CONT {pids}")
+    for lock in find_locks([*folders, *_working_folders(processes)]):
+        age = time.time() - lock.stat().st_mtime
+        if not owners(lock):
+            what = f"waits for {lock}, {_age(age)} old, which no process owns: its owner was killed"
+            return Cause(what, f"rm {lock} (or --fix, which renames it)", lock)
+    if swap_rate > _THRASH:
+        return Cause(f"swapping: {swap_rate:.0f} pages a second come back from disk", "fewer jobs: MAX_JOBS=1")
+    for process in processes.values():
+        if asked := waits_for_input(process.pid):
+            what = f"{process.name} (process {process.pid}) waits for input on {asked}"
+            return Cause(what, "type the answer, or give it beforehand: credentials, -y, or a configuration file")
+    asleep = [process for process in processes.values() if process.status == psutil.STATUS_DISK_SLEEP]
+    if asleep:
+        what = f"waits for a disk that does not answer: {_names(asleep)}"
+        return Cause(what, "look at dmesg and at network file systems (mount | grep nfs); TMPDIR to a local disk")
+    for process in processes.values():
+        if peer := _peer(process.pid):
+            what = f"{process.name} (process {process.pid}) waits for {peer} on the network"
+            return Cause(what, "check the connection and the proxy; pip takes --timeout and --retries")
+    return Cause(f"nothing is known of what these wait for: {_names(processes.values())}", "look at the end of the log")
+
+
+def slow_but_working(silent: float, name: str, doing: str, seconds: float) -> str | None:
+    """What to say of a long silence in which a compiler works."""
+    if silent < _SLOW:
+        return None
+    return f"{doing or 'the compiler'} on {name}, {_age(seconds)}: it works, and is slow"
+
+
+def find_locks(folders: Iterable[Path]) -> list[Path]:
+    """Files that look like torch's extension locks in these folders: empty, called `lock`."""
+    found = []
+    for folder in dict.fromkeys(folders):
+        for pattern in ("lock", "*/lock", "*/*/lock", "*/*/*/lock"):
+            try:
+                found += [file for file in folder.glob(pattern) if file.is_file() and not file.stat().st_size]
+            except OSError:
+                continue  # not ours to read, or gone meanwhile
+    return list(dict.fromkeys(file.resolve() for file in found))
+
+
+def owners(lock: Path) -> list[int]:
+    """The processes that have the file open: FileBaton's owner keeps it so, and no other opens it."""
+    target = str(lock.resolve())
+    return [int(name) for name in filter(str.isdigit, os.listdir("/proc")) if target in _opened(name)]
+
+
+def _opened(pid: str) -> Iterator[str]:
+    try:
+        numbers = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return  # not ours to see, or gone
+    for number in numbers:
+        try:
+            yield os.readlink(f"/proc/{pid}/fd/{number}")
+        except OSError:
+            continue  # closed meanwhile
+
+
+def set_aside(lock: Path) -> Path:
+    """Rename the lock, so that whoever waits for it goes on; its new name."""
+    aside = lock.with_name(f"{lock.name}.stale-{time.strftime('%Y%m%d-%H%M%S')}")
+    lock.rename(aside)
+    return aside
+
+
+def extension_folders(environment: Mapping[str, str]) -> list[Path]:
+    """Where torch keeps the extensions that it builds at first use."""
+    own = environment.get("TORCH_EXTENSIONS_DIR")
+    cache = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return [Path(own)] if own else [Path(cache, "torch_extensions")]
+
+
+def _working_folders(processes: Mapping[int, Process]) -> list[Path]:
+    found = set()
+    for pid in processes:
+        try:
+            found.add(Path(os.readlink(f"/proc/{pid}/cwd")))
+        except OSError:
+            continue
+    return sorted(path for path in found if len(path.parts) > 2)
+
+
+def waits_for_input(pid: int) -> str | None:
+    """The terminal, or the pipe at its standard input, that a process is blocked on."""
+    try:
+        channel = Path(f"/proc/{pid}/wchan").read_text()
+        call = Path(f"/proc/{pid}/syscall").read_text().split()
+        if len(call) < 2 or call[0] not in ("0", "63"):  # read on x86-64, on aarch64
+            return None
+        number = int(call[1], 16)
+        target = os.readlink(f"/proc/{pid}/fd/{number}")
+    except OSError:
+        return None
+    terminal = target.startswith(("/dev/pts/", "/dev/tty"))  # git and ssh open it anew, whatever their input is
+    if any(word in channel for word in _READS) and (terminal or number == 0) and target != "/dev/null":
+        return target
+    return None
+
+
+def _peer(pid: int) -> str | None:
+    try:
+        process = psutil.Process(pid)
+        ask = getattr(process, "net_connections", None) or process.connections  # its name before psutil 6
+        connections = ask("inet")
+    except (psutil.Error, OSError):
+        return None
+    waiting = [each for each in connections if each.raddr and each.status in ("ESTABLISHED", "SYN_SENT")]
+    return f"{waiting[0].raddr.ip}:{waiting[0].raddr.port} ({waiting[0].status})" if waiting else None
+
+
+def _names(processes: Iterable[Process]) -> str:
+    return (
+        ", ".join(f"{process.name} (process {process.pid}, {process.status})" for process in processes) or "no process"
+    )
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

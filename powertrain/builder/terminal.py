@@ -1,0 +1,114 @@
+"""Terminal: one of the build's own, so that what is asked there is seen, named and answered.
+
+A build inherits nothing that it could wait at unseen. When the governor has a terminal, the build's standard input and
+controlling terminal are a pseudo-terminal between the two: git's and ssh's questions, pip's, sudo's. Without one they
+are nothing at all, and a question fails at once.
+"""
+
+import fcntl
+import os
+import termios
+import time
+from collections.abc import Iterable
+
+from powertrain.builder.processes import Process
+from powertrain.builder.stall import waits_for_input
+
+_SETTLED = 2.0  # seconds after which a line that was begun on the terminal, and not ended, is a question
+_LONGEST = 200  # characters of a question that are shown
+
+
+def keyboard_here() -> int | None:
+    """The descriptor to read answers from, if a user sits at it."""
+    return 0 if os.isatty(0) and _in_front(0) else None
+
+
+def _in_front(terminal: int) -> bool:
+    """Whether reading would not stop us, as it does a job in the background."""
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return True  # a terminal, but not the one that controls us
+
+
+class Terminal:
+    """The build's terminal; `keyboard` is where the user types."""
+
+    def __init__(self, keyboard: int) -> None:
+        self.keyboard = keyboard
+        self.ours, self.theirs = os.openpty()
+        self.text = b""  # since the last end of a line
+        self.heard = 0.0
+        self.said = ""  # the question that was named
+        self.open = False  # whether it still stands
+        self.asker: int | None = None  # the process that reads the answer, if it was found
+        self._before = termios.tcgetattr(keyboard)
+        self._hidden = False  # whether the user's terminal does not show what is typed
+
+    def take(self) -> None:
+        """In the build's first process, which leads a session: make this its controlling terminal."""
+        fcntl.ioctl(self.theirs, termios.TIOCSCTTY, 0)
+
+    def hear(self) -> bytes:
+        """What the build wrote to its terminal."""
+        part = os.read(self.ours, 1 << 16)
+        self.text = (self.text + part).replace(b"\r", b"\n").rpartition(b"\n")[2]
+        self.heard = time.time()
+        return part
+
+    def type(self) -> None:
+        """Hand on what the user typed."""
+        if not _in_front(self.keyboard):
+            return
+        typed = os.read(self.keyboard, 4096)
+        os.write(self.ours, typed or b"\x04")  # nothing: end of file, as the terminal says it
+        self.open, self.said, self.text = False, "", b""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a process waits for the user now."""
+        return self.open and self.asker is not None
+
+    def question(self, processes: Iterable[Process], output: bytes, now: float) -> str | None:
+        """Who asks what, said once for each question; None if nobody does, or it was said.
+
+        output  what the build wrote to its output since the last end of a line: pip asks there
+        """
+        if self.waits and not _at_terminal(self.asker or 0):
+            self.open, self.text = False, b""  # it gave up, or ended
+        self._show_typing()
+        text = (self.text.strip() or output.strip()).decode(errors="replace")[-_LONGEST:]
+        if not text or text == self.said:
+            return None
+        asker = next((each for each in processes if _at_terminal(each.pid)), None)
+        if not asker and not (self.text.strip() and now - self.heard > _SETTLED):
+            return None
+        self.said, self.open, self.asker = text, True, asker.pid if asker else None
+        self._hide_typing()
+        who = f"{asker.name} (process {asker.pid})" if asker else "the build"
+        return f"{who} asks: {text}   [type the answer here]"
+
+    def _hide_typing(self) -> None:
+        """Passwords are not shown: the build turned the echo of its terminal off."""
+        if termios.tcgetattr(self.ours)[3] & termios.ECHO or not _in_front(self.keyboard):
+            return
+        now = termios.tcgetattr(self.keyboard)
+        now[3] &= ~termios.ECHO
+        termios.tcsetattr(self.keyboard, termios.TCSADRAIN, now)
+        self._hidden = True
+
+    def _show_typing(self) -> None:
+        if self._hidden and not self.open and _in_front(self.keyboard):
+            termios.tcsetattr(self.keyboard, termios.TCSADRAIN, self._before)
+            self._hidden = False
+
+    def close(self) -> None:
+        """Give the user's terminal back as it was."""
+        self.open = False
+        self._show_typing()
+        os.close(self.ours)
+        os.close(self.theirs)
+
+
+def _at_terminal(pid: int) -> bool:
+    return (waits_for_input(pid) or "").startswith(("/dev/pts/", "/dev/tty"))

@@ -1,0 +1,120 @@
+"""A model's tokens spread over context-parallel ranks: each reads the whole batch and keeps its part of every sequence.
+
+Losses are equal on every rank; each differentiates its own part of them, times the number of ranks, so the average over
+the ranks of a parameter's gradients is the gradient of that loss (what FSDP makes of them).
+"""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from powertrain.models.causal_lm import Whole
+from powertrain.nn.attention import Context
+from powertrain.parallel.context.api import ContextParallel
+from powertrain.parallel.context.sharding import Sharding
+
+_LENGTHS = 16  # of sequences whose tokens' places are kept
+
+
+class ContextSpread(Whole):
+    """Tokens [B, S] of a batch as [B, n]; where they are packed documents, all of them one behind the other, as [1, n].
+
+    cp      the ranks
+    inner   what is done with a rank's tokens: they may be spread over tensor ranks in turn
+
+    Documents are found by the host, which waits for their ids: a wait for each batch that has some.
+    """
+
+    def __init__(self, cp: ContextParallel, inner: Whole | None = None) -> None:
+        self.cp, self.inner = cp, inner or Whole()
+        # with tensors on the device, as long as the sequence
+        self._of_length = lru_cache(_LENGTHS)(cp.sharding)
+        self._sharding: Sharding | None = None  # of the batch in work
+
+    def context(self, tokens: Tensor, context: Context) -> Context:
+        if context.cache is not None:
+            raise NotImplementedError("CausalLM: cache must be None under context parallelism, got a KVCache")
+        self._sharding = sharding = self._sharding_of(tokens, context.document_ids)
+        positions = context.position_ids
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        inner = Context(self._part(positions, tokens), across=partial(_attend, self.cp, sharding))
+        return self.inner.context(self._part(tokens, tokens), inner)
+
+    def own(self, x: Tensor, tokens: Tensor) -> Tensor:
+        part = self._part(tokens, tokens)
+        # positions are this rank's already
+        return self.inner.own(x if x.shape == part.shape != tokens.shape else self._part(x, tokens), part)
+
+    def entered(self, x: Tensor) -> Tensor:
+        return self.inner.entered(x)
+
+    def left(self, x: Tensor) -> Tensor:
+        return self.inner.left(x)
+
+    def gathered(self, states: Tensor, tokens: Tensor) -> Tensor:
+        states = self.inner.gathered(states, self._part(tokens, tokens))
+        assert self._sharding is not None
+        if self._sharding.is_packed:
+            return self.cp.unshard(states[0], self._sharding, dim=0).unflatten(0, tokens.shape)
+        return self.cp.unshard(states, self._sharding, dim=1)
+
+    def loss(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:
+        part, weight = weighed(self._part(labels, labels), (labels != -100).sum())
+        loss = self.inner.loss(mean_loss, states, part) * (weight * self.cp.world_size)
+        return _MeanOfRanks.apply(loss, self.cp.peers.group)
+
+    def _sharding_of(self, tokens: Tensor, document_ids: Tensor | None) -> Sharding:
+        if document_ids is None:
+            return self._of_length(tokens.shape[1])
+        return self.cp.sharding(cu_seqlens=_starts(document_ids))
+
+    def _part(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """This rank's of an x [B, S] or [S]."""
+        sharding = self._sharding
+        assert sharding is not None
+        x = x.expand_as(tokens)
+        if sharding.is_packed:
+            return sharding.shard(x.flatten(), dim=0)[0][None]
+        return sharding.shard(x, dim=1)[0]
+
+
+def _starts(document_ids: Tensor) -> Tensor:
+    """[documents + 1] on the CPU: where documents begin among the tokens of all rows, and the end."""
+    ids = document_ids.cpu()
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([ids.numel()])])
+
+
+def _attend(cp: ContextParallel, sharding: Sharding, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if sharding.is_packed:
+        return cp.attention(q[0], k[0], v[0], sharding, **options)[None]
+    return cp.attention(q, k, v, sharding, **options)
+
+
+def weighed(labels: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels to take a mean loss of, and that mean's weight among others: the share of `total` counted labels.
+
+    Where none counts the mean would be nan and so would be its gradients, times zero too; all count then, for nothing.
+    """
+    count = (labels != -100).sum()
+    return torch.where(count > 0, labels, 0), count / total.clamp(min=1)
+
+
+class _MeanOfRanks(torch.autograd.Function):
+    """The mean over the ranks of a group; the gradient goes through unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = loss.clone()
+        dist.all_reduce(total, group=group)
+        return total / dist.get_world_size(group)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:
+        return dloss, None

@@ -1,0 +1,1 @@
+"""Layers whose weights are sharded over ranks."""

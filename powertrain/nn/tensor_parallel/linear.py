@@ -1,0 +1,306 @@
+"""Linear layers whose weight is spread over the ranks of a group, computing while their tokens travel.
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("shard", "tensor"))
+    up = ColumnParallelLinear(4096, 16384, mesh["tensor"])       # rank r has rows of the weight: features out
+    down = RowParallelLinear(16384, 4096, mesh["tensor"])        # rank r has columns of it: features in
+    y = down(gelu(up(x)))                                        # x, y: this rank's tokens [t, 4096]
+
+With sequence parallelism every rank holds some of the tokens between the two (powertrain/nn/tensor_parallel/token_shards.py): the first layer
+gathers them, the second sums and scatters. Without it every rank holds all of them: the second sums, and so does the
+first in backward. Weights are DTensors over the group, so FSDP2 and torch.distributed.checkpoint go on top: give a
+mesh's axis then, not an Overlap, as FSDP2 wants both axes of one mesh.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens, move_rows
+from powertrain.ops.shapes import acc_dtype
+from powertrain.parallel.collective_matmul import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, replicated_gemm
+from powertrain.parallel.overlap import Overlap
+from powertrain.runtime import checks
+
+Ranks = DeviceMesh | Overlap
+
+
+def open_overlap(ranks: Ranks) -> tuple[Overlap, DeviceMesh]:
+    """The overlap of a mesh's axis, or the mesh of an overlap's group."""
+    if isinstance(ranks, DeviceMesh):
+        return Overlap(ranks), ranks
+    if not isinstance(ranks, Overlap):
+        checks.fail(
+            "powertrain.nn.tensor_parallel.linear", "ranks", "be one axis of a DeviceMesh or an Overlap", repr(ranks)
+        )
+    device = "cuda" if ranks.transport.on_gpus else "cpu"
+    return ranks, DeviceMesh.from_group(ranks.group, device, mesh_dim_names=("tensor",))
+
+
+def spread(p: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """A parameter that every rank has whole as a DTensor of which each keeps its part; meta tensors stay meta."""
+    local = p.detach()
+    if isinstance(placement, Shard):
+        size = -(-p.shape[placement.dim] // mesh.size())  # DTensor's rule, torch.chunk's
+        start = min(mesh.get_local_rank() * size, p.shape[placement.dim])
+        local = local.narrow(placement.dim, start, min(size, p.shape[placement.dim] - start))
+    local = local.clone(memory_format=torch.contiguous_format)
+    whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=p.shape, stride=p.stride())
+    return nn.Parameter(whole, requires_grad=p.requires_grad)
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """A module's own parameters as DTensors that every rank has whole. In place."""
+    for name, p in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, spread(p, mesh, Replicate()))
+
+
+def local(p: Tensor) -> Tensor:
+    """This rank's part of a parameter, with the `main_grad` that it may have."""
+    if not isinstance(p, DTensor):
+        return p
+    main_grad = getattr(p, "main_grad", None)
+    if main_grad is None:
+        return p.to_local()
+    part: Tensor = _Local.apply(p)
+    part.main_grad = main_grad.to_local() if isinstance(main_grad, DTensor) else main_grad  # type: ignore[attr-defined]
+    return part
+
+
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local` for a gradient that may be absent, being in main_grad: torch 2.11 would make zeros of it."""
+
+    @staticmethod
+    def forward(ctx: Any, p: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = p.device_mesh, p.placements
+        ctx.set_materialize_grads(False)
+        return p.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, dp: Tensor | None) -> Tensor | None:
+        return None if dp is None else DTensor.from_local(dp, ctx.mesh, ctx.placements, run_check=False)
+
+
+def summed(p: Tensor) -> Tensor:
+    """A parameter that all ranks have and each uses on its own tokens or heads: its gradient is summed over them."""
+    found: Tensor = _Summed.apply(p) if isinstance(p, DTensor) else p
+    return found
+
+
+class _Summed(torch.autograd.Function):
+    """Forward as `DTensor.to_local`; the gradient's sum over the mesh's one axis goes back, so it is never Partial.
+
+    It is taken in float32 and rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, p: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = p.device_mesh, p.placements
+        return p.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, dp: Tensor) -> Tensor:
+        total = dp.to(acc_dtype(dp.dtype), memory_format=torch.contiguous_format, copy=True)
+        if torch.compiler.is_compiling():
+            parts = DTensor.from_local(total, ctx.mesh, [Partial()], run_check=False)
+            return parts.redistribute(placements=ctx.placements).to(dp.dtype)
+        dist.all_reduce(total, group=ctx.mesh.get_group())
+        return DTensor.from_local(total.to(dp.dtype), ctx.mesh, ctx.placements, run_check=False)
+
+
+class _SpreadLinear(nn.Linear):
+    """What the two kinds share: how they come to be, and how they show."""
+
+    _weight_dim: int
+    bias: nn.Parameter | None  # type: ignore[assignment]
+    label: str = ""  # its name in the model, for messages of ranks that wait
+
+    def __init__(self, in_features: int, out_features: int, ranks: Ranks, *, bias: bool, **factory: Any) -> None:
+        super().__init__(in_features, out_features, bias=bias, **factory)
+        self.overlap, mesh = open_overlap(ranks)
+        name, count = (("out_features", out_features), ("in_features", in_features))[self._weight_dim]
+        good = count % self.overlap.size == 0
+        checks.require(good, type(self).__name__, name, f"be a multiple of {self.overlap.size} ranks", count)
+        self._spread(self, mesh)
+
+    def _spread(self, linear: nn.Linear, mesh: DeviceMesh) -> None:
+        self.weight = spread(linear.weight, mesh, Shard(self._weight_dim))
+        if linear.bias is not None:
+            self.bias = spread(linear.bias, mesh, Replicate() if self._weight_dim else Shard(0))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, ranks: Ranks, **options: Any) -> Any:
+        """With the weights of an nn.Linear that is the same on every rank, or on the meta device."""
+        size = (linear.in_features, linear.out_features)
+        found = cls(*size, ranks, bias=linear.bias is not None, device="meta", dtype=linear.weight.dtype, **options)
+        found._spread(linear, cast(DTensor, found.weight).device_mesh)
+        return found.train(linear.training)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, ranks={self.overlap.size}"
+
+
+class ColumnParallelLinear(_SpreadLinear):
+    """x wᵀ + b, of which each rank makes some features.
+
+    Shapes: K features in, N out, W ranks; T tokens in all, t on this rank.
+        x   [t, K] or [..., K], flattened; without sequence parallelism all T tokens
+        y   [T, N / W]; [T, N] with gather_output; without sequence parallelism in x's leading dims
+    ranks               one axis of a DeviceMesh, or an Overlap
+    sequence_parallel   x is this rank's tokens; else every rank has all of them, and x's gradient is summed over ranks
+    gather_output       all features on every rank, where all go on alike
+    weight [N, K], bias [N]: DTensors, Shard(0). First values are nn.Linear's of the same generator, whatever W.
+    Raises ValueError naming the argument if the ranks do not divide N.
+    """
+
+    _weight_dim = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ranks: Ranks,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        gather_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, ranks, bias=bias, device=device, dtype=dtype)
+        self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
+
+    def forward(self, x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        """`shape` as `columns` takes it."""
+        return columns(x, self, shape=shape)[0]
+
+
+class RowParallelLinear(_SpreadLinear):
+    """x wᵀ + b, summed over ranks that have some of the features in each; b is added once.
+
+    Shapes: K features in, N out, W ranks; T tokens in all.
+        x   [..., K / W], T tokens in the leading dims; [..., K] without input_is_parallel
+        y   [t, N], this rank's share of the tokens (even_rows); without sequence parallelism [..., N], all of them
+    input_is_parallel   x has this rank's features; else every rank has all and takes its own
+    weight [N, K]: a DTensor, Shard(1); bias [N]: Replicate. The rest as ColumnParallelLinear.
+    """
+
+    _weight_dim = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ranks: Ranks,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        input_is_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, ranks, bias=bias, device=device, dtype=dtype)
+        self.sequence_parallel, self.input_is_parallel = sequence_parallel, input_is_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        _check_tokens(type(self).__name__, x)
+        if not self.input_is_parallel:
+            x = _own_features(x, self.overlap)
+        tokens, bias = x.flatten(0, -2), None if self.bias is None else local(self.bias)
+        if self.sequence_parallel:
+            rows = even_rows(tokens.shape[0], self.overlap.size)
+            return gemm_reduce_scatter(
+                tokens, local(self.weight), self.overlap, bias=bias, rows=rows, layer=_named(self)
+            )
+        y = gemm_all_reduce(tokens, local(self.weight), self.overlap, bias=bias, layer=_named(self))
+        return y.unflatten(0, x.shape[:-1])
+
+
+class OwnLinear(nn.Linear):
+    """x wᵀ + b for a rank's own tokens [..., K]: every rank has the whole weight, and its gradient is summed."""
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, ranks: Ranks) -> "OwnLinear":
+        """With the weights of an nn.Linear that is the same on every rank, or on the meta device."""
+        found = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
+        for name, p in linear.named_parameters():
+            found.register_parameter(name, spread(p, open_overlap(ranks)[1], Replicate()))
+        return found.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, summed(self.weight), None if self.bias is None else summed(self.bias))
+
+
+def _named(*layers: _SpreadLinear) -> str:
+    """What layers are called; compiled none is, or each of a model's layers would be compiled by itself."""
+    return "" if torch.compiler.is_compiling() else ", ".join(layer.label for layer in layers if layer.label)
+
+
+def name_layers(model: nn.Module) -> None:
+    """Give parallel layers their names in the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, _SpreadLinear):
+            module.label = name
+
+
+def of_all_tokens(x: Tensor, layer: nn.Module, shape: Sequence[int] | None = None) -> Tensor:
+    """x [t, K] of all tokens, [*shape, K], as `columns(x, layer, shape=shape)` sees them; x itself for other layers.
+
+    The layer's features are this rank's, and what is done with x beside them is for them: its gradients are summed.
+    """
+    if not isinstance(layer, ColumnParallelLinear) or not layer.sequence_parallel:
+        return x
+    rows = None if shape is None else even_rows(torch.Size(shape).numel(), layer.overlap.size)
+    tokens = gather_tokens(x.flatten(0, -2), layer.overlap, rows, gradient="parts")
+    return tokens if shape is None else tokens.unflatten(0, tuple(shape))
+
+
+def columns(x: Tensor, *layers: nn.Module, shape: Sequence[int] | None = None) -> list[Tensor]:
+    """What several layers make of the same x: column-parallel ones (up to three) from one gathering of its tokens.
+
+    shape   of all ranks' tokens, which are spread evenly over them: results have these leading dims. None: [T], and as
+            many tokens on every rank
+    Layers of other kinds are called one after the other.
+    """
+    first = layers[0]
+    if not isinstance(first, ColumnParallelLinear):
+        return [layer(x) for layer in layers]
+    for layer in layers:
+        kind = isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel == first.sequence_parallel
+        checks.require(kind, "columns", "layers", "all be ColumnParallelLinear like the first", type(layer).__name__)
+    _check_tokens(type(first).__name__, x)
+    linears = cast(tuple[ColumnParallelLinear, ...], layers)
+    tokens, overlap = x.flatten(0, -2), first.overlap
+    weights = [local(layer.weight) for layer in linears]
+    biases = [None if layer.bias is None else local(layer.bias) for layer in linears]
+    name = _named(*linears)
+    if first.sequence_parallel:
+        rows = None if shape is None else even_rows(torch.Size(shape).numel(), overlap.size)
+        ys = all_gather_gemm(tokens, weights, overlap, bias=biases, rows=rows, layer=name)
+        leading = (ys[0].shape[0],) if shape is None else tuple(shape)
+    else:
+        ys = replicated_gemm(tokens, weights, overlap, bias=biases, layer=name)
+        leading = tuple(x.shape[:-1])
+    whole = (_all_features(y, overlap) if layer.gather_output else y for y, layer in zip(ys, linears, strict=True))
+    return [y.view(*leading, y.shape[-1]) for y in whole]
+
+
+def _check_tokens(name: str, x: Tensor) -> None:
+    checks.require(x.dim() > 1, name, "x", "be [..., features], with a dim of tokens", list(x.shape))
+
+
+def _all_features(y: Tensor, overlap: Overlap) -> Tensor:
+    """[T, n] of each rank -> [T, W n] on all, where all go on alike."""
+    rows = (y.shape[1],) * overlap.size
+    return move_rows(y.T, "gather", "slice", overlap, rows).T.contiguous()
+
+
+def _own_features(x: Tensor, overlap: Overlap) -> Tensor:
+    """[..., K] on all ranks -> this rank's [..., K / W]."""
+    features = x.flatten(0, -2).T
+    return move_rows(features, "slice", "gather", overlap).T.unflatten(0, x.shape[:-1])

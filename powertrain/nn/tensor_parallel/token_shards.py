@@ -1,0 +1,102 @@
+"""Tokens that are spread over the ranks of a group: from all of them on every rank to a part on each, and back.
+
+Rank r holds consecutive tokens, after those of the ranks before it. Between the products of tensor parallelism a
+residual stream so held takes part of the memory, and of the work of norms and dropout (sequence parallelism).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from powertrain.parallel.overlap import Overlap, find
+from powertrain.parallel.transport.collective import Rows
+from powertrain.runtime.dispatch import Op
+
+# gather   every rank's rows, on every rank          slice  this rank's rows of what all have
+# scatter  this rank's rows of the sum over ranks    sum    the sum over ranks, on every rank     same   unchanged
+How = Literal["gather", "slice", "scatter", "sum", "same"]
+
+
+def even_rows(count: int, size: int) -> tuple[int, ...]:
+    """So many rows over `size` ranks as evenly as they go, the first ranks one more."""
+    return tuple(count // size + (rank < count % size) for rank in range(size))
+
+
+def _move(x: Tensor, how: str, back: str, counts: Sequence[int], key: str) -> Tensor:
+    overlap, rows = find(key), Rows(tuple(counts))
+    if how in ("slice", "same"):
+        return (x[rows.of(overlap.rank)] if how == "slice" else x).clone()
+    found = x.reshape(x.shape[0], x.shape[1:].numel()).contiguous()
+    if how != "gather":
+        found = overlap.transport.reduce_scatter(found, rows)
+    if how != "scatter":
+        found = overlap.transport.all_gather(found, rows)
+    return found.view(found.shape[0], *x.shape[1:])
+
+
+def _move_outputs(x: Tensor, how: str, back: str, counts: Sequence[int], key: str) -> Tensor:
+    match how:
+        case "gather":
+            return x.new_empty((sum(counts), *x.shape[1:]))
+        case "slice" | "scatter":
+            return x.new_empty((counts[find(key).rank], *x.shape[1:]))
+    return x.new_empty(x.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.how, ctx.back, ctx.counts, ctx.key = inputs
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    dx = None if dy is None else _move_op(dy, ctx.back, ctx.how, ctx.counts, ctx.key)
+    return dx, None, None, None, None
+
+
+_move_op = Op(
+    "move_rows(Tensor x, str how, str back, SymInt[] counts, str key) -> Tensor",
+    _move,
+    _move_outputs,
+    backward=_backward,
+    setup_context=_setup,
+)
+
+
+def move_rows(x: Tensor, how: How, back: How, overlap: Overlap, rows: Sequence[int] | None = None) -> Tensor:
+    """x [rows, ...] as `how` says; its gradient goes the way that `back` says. Any number of dims, any float dtype.
+
+    rows   of each rank; None: a whole x is spread evenly (even_rows), one to be gathered is as long everywhere
+    """
+    if overlap.size == 1:
+        return x
+    if rows is None:
+        rows = even_rows(x.shape[0] * (overlap.size if how == "gather" else 1), overlap.size)
+    overlap.transport.compare(how, tuple(rows), [x[:0]])
+    found: Tensor = _move_op(x, how, back, list(rows), overlap.key)
+    return found
+
+
+def split_tokens(x: Tensor, overlap: Overlap, rows: Sequence[int] | None = None) -> Tensor:
+    """This rank's rows of an x [T, ...] that every rank has; the gradient is gathered."""
+    return move_rows(x, "slice", "gather", overlap, rows)
+
+
+def gather_tokens(
+    x: Tensor, overlap: Overlap, rows: Sequence[int] | None = None, *, gradient: Literal["same", "parts"] = "same"
+) -> Tensor:
+    """Every rank's rows, [T, ...], from this rank's [t, ...].
+
+    gradient   same: what follows is the same on every rank, and so is the gradient; parts: the ranks' gradients add up
+    """
+    return move_rows(x, "gather", "slice" if gradient == "same" else "scatter", overlap, rows)
+
+
+def scatter_tokens(x: Tensor, overlap: Overlap, rows: Sequence[int] | None = None) -> Tensor:
+    """This rank's rows of the sum over ranks of x [T, ...]; the gradient is gathered."""
+    return move_rows(x, "scatter", "gather", overlap, rows)
+
+
+def sum_ranks(x: Tensor, overlap: Overlap) -> Tensor:
+    """The sum over ranks of x [T, ...], on every rank, where all go on alike: the gradient goes through unchanged."""
+    return move_rows(x, "sum", "same", overlap)

@@ -1,0 +1,489 @@
+"""The Hopper backward kernel in Gluon: persistent, TMA and wgmma, a job for each warpgroup; docs/hopper.md teaches it.
+
+    p     = 2^(s - lse)                     recomputed, keys along the rows
+    dv_j  = sum_i p_ij do_i;                ds_ij = p_ij (do_i v_j - delta_i) (1 - tanh_ij^2 with a softcap)
+    dk_j  = scale sum_i ds_ij q_i;          dq_i  = scale sum_j ds_ij k_j
+
+One CTA an SM takes tiles of 128 keys of one head from a counter in memory and runs over the blocks of queries that see
+them, of all query heads that share the keys. Two *consumer* warpgroups hold 64 keys each: scores, dk and dv in
+registers, keys along the rows, so that p and ds are operands of the next products as they are. The third, the *server*,
+draws tiles, loads by TMA, and multiplies what a block adds to dq, from ds in shared memory. It adds to float32 sums in
+memory, 16 bytes a thread at once, in the order in which the threads hold them, and in no fixed order of blocks, unless
+hopper/dq_order.py gives it one.
+
+Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, for warpgroups that take turns and registers
+that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.py has the idea.
+"""
+
+from powertrain.ops.attention.hopper.backward_consumer import consume
+from powertrain.ops.attention.hopper.backward_primitives import (
+    BAR_DS_FULL,
+    BAR_EMPTY,
+    EVERYONE,
+    TILE_B,
+    TILE_COUNT,
+    TILE_DISTANCE,
+    TILE_DK_END,
+    TILE_DK_LEFT,
+    TILE_DK_ROW,
+    TILE_FIELDS,
+    TILE_FIRST,
+    TILE_K_END,
+    TILE_K_LEFT,
+    TILE_K_ROW,
+    TILE_KV,
+    TILE_Q_END,
+    TILE_Q_ROW,
+    TILE_SUMS,
+    TILE_UNSEEN,
+    as_tile,
+    rows_desc_of,
+)
+from powertrain.ops.attention.hopper.dq_order import last_turn, pass_turn, take_turn
+from powertrain.ops.attention.hopper.primitives import int32, keep_order, rings, stages, tell, told
+from powertrain.ops.attention.triton.tiles import find_sequence, span_of
+from powertrain.runtime.gluon_compat import (
+    gl,
+    gluon,
+    hopper,
+    kept,
+    mbarrier,
+    sync_named,
+    tma,
+    tma_load,
+)
+from powertrain.runtime.launch import gluon_kernel
+
+
+@gluon.jit
+def _add_in_order(base, x):
+    """Add accumulators [64, N] to the float32 at `base`, in the order in which the threads hold them."""
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([16 * N, 2, 2])
+    even, odd = x.split()
+    x0, x2 = even.split()
+    x1, x3 = odd.split()
+    ptrs = base + gl.arange(0, 16 * N, x0.type.layout) * 4
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
+        "=r,l,f,f,f,f",
+        [ptrs.to(gl.int64), x0, x1, x2, x3],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    keep_order()  # the next product writes to these registers
+
+
+@gluon.jit
+def _place(start, length, row, rows, RAGGED: gl.constexpr):
+    """(end, row) of row `row` of a sequence of `length` rows from row `start` of a tensor of `rows` on."""
+    end = gl.to_tensor(0)
+    if RAGGED:
+        end = start + length
+        row += rows - length
+    return end, row
+
+
+@gluon.jit
+def _keys_of(
+    tile, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, group,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """A tile of keys: (batch entry, head, first key), then start, length and room of its sequence's keys, and start and
+    length of its queries. `group` heads at a time share the L2, and of each the first keys, which most queries see, go
+    first."""
+    heads = kv_heads
+    if k_starts_ptr is None:
+        heads = kv_heads * batch
+    first_head = tile // (group * blocks) * group
+    size = gl.minimum(heads - first_head, group)
+    within = tile - first_head * blocks
+    block = within // size
+    kv = first_head + within % size
+    if k_starts_ptr is not None:
+        b, block = find_sequence(k_starts_ptr, batch, block, BLOCK_N)
+    else:
+        b = kv // kv_heads
+        kv = kv % kv_heads
+    k_start, k_len, k_room = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
+    q_start, q_len, _ = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
+    return b, kv, block * BLOCK_N, k_start, k_len, k_room, q_start, q_len
+
+
+@gluon.jit
+def _queries_of(
+    first, k_len, q_len, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """(first block, number) of the blocks of queries that see keys of the tile from key `first` on, and the position
+    of query 0."""
+    offset = gl.to_tensor(0)
+    if BOTTOM_RIGHT:
+        offset = k_len - q_len
+    begin = gl.to_tensor(0)
+    end = q_len
+    if RIGHT:
+        begin = gl.maximum(first - right - offset, 0)
+    if LEFT:
+        end = gl.minimum(end, gl.minimum(first + BLOCK_N, k_len) + left - offset)
+    begin = begin // BLOCK_M
+    return begin, gl.where(first < k_len, gl.maximum(gl.cdiv(end, BLOCK_M) - begin, 0), 0), offset
+
+
+@gluon.jit
+def _draw(counter_ptr, IN_TURN: gl.constexpr):
+    """A tile that nobody has. The first of each CTA is that of its own number, but IN_TURN, where who waits for a tile
+    must be sure that its CTA runs."""
+    first = gl.num_programs(0)
+    if IN_TURN:
+        first = 0
+    return first + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+
+
+@gluon.jit
+def _tell_tile(
+    tile, taken, tile_smem, tile_full, tile_empty, counter_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    IN_TURN: gl.constexpr,
+):  # fmt: skip
+    """Tell the consumers of `tile`, or of the next one drawn that has keys; or that there is none."""
+    slot = taken & 1
+    mbarrier.wait(tile_empty.index(slot), (taken >> 1) & 1 ^ 1)
+    RAGGED_Q: gl.constexpr = q_starts_ptr is not None or q_used_ptr is not None
+    RAGGED_K: gl.constexpr = k_starts_ptr is not None or k_used_ptr is not None
+    looks = tile < tiles
+    if not looks:
+        tell(tile_smem, slot, TILE_KV, -1)
+    while looks:
+        b, kv, first, k_start, k_len, k_room, q_start, q_len = _keys_of(
+            tile, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, group,
+            BLOCK_N,
+        )  # fmt: skip
+        if first < k_room:
+            begin, count, offset = _queries_of(
+                first, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N
+            )
+            start = begin
+            if IN_TURN:
+                start = begin + count - 1
+            at = kv * repeats * slots + start
+            if q_starts_ptr is not None:
+                at += gl.cdiv(q_start, BLOCK_M) + b
+            else:
+                at += b * kv_heads * repeats * slots
+            tell(tile_smem, slot, TILE_KV, kv)
+            tell(tile_smem, slot, TILE_B, b)
+            tell(tile_smem, slot, TILE_COUNT, count)
+            tell(tile_smem, slot, TILE_FIRST, first)
+            tell(tile_smem, slot, TILE_SUMS, at)
+            tell(tile_smem, slot, TILE_DISTANCE, start * BLOCK_M + offset - first)
+            tell(tile_smem, slot, TILE_K_LEFT, k_len - first)
+            end, row = _place(q_start, q_len, start * BLOCK_M, queries, RAGGED_Q)
+            tell(tile_smem, slot, TILE_Q_END, end)
+            tell(tile_smem, slot, TILE_Q_ROW, row)
+            end, row = _place(k_start, k_len, first, keys, RAGGED_K)
+            if RAGGED_K:  # where there is nothing to load, the first rows of all
+                end = gl.where(count > 0, end, keys)
+                row = gl.where(count > 0, row, 0)
+            tell(tile_smem, slot, TILE_K_END, end)
+            tell(tile_smem, slot, TILE_K_ROW, row)
+            end, row = _place(k_start, k_room, first, keys, k_starts_ptr is not None)
+            tell(tile_smem, slot, TILE_DK_END, end)
+            tell(tile_smem, slot, TILE_DK_ROW, row)
+            tell(tile_smem, slot, TILE_DK_LEFT, k_room - first)
+            if IN_TURN:
+                before, size, _ = _queries_of(
+                    first - BLOCK_N, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N
+                )
+                tell(tile_smem, slot, TILE_UNSEEN, (begin + count - before - size) * repeats)
+            looks = tile < 0  # no longer
+        else:
+            tile = _draw(counter_ptr, IN_TURN)
+            looks = tile < tiles
+            if not looks:
+                tell(tile_smem, slot, TILE_KV, -1)
+    mbarrier.arrive(tile_full.index(slot), count=1)
+    mbarrier.wait(tile_full.index(slot), (taken >> 1) & 1)
+
+
+@gluon.jit
+def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, place, tile):
+    """Block number `at` of queries, at `place` = (batch entry, head, end, row), when its stage has been given back."""
+    STAGES: gl.constexpr = q_smem.shape[0]
+    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    BYTES: gl.constexpr = (q_smem.shape[2] + do_smem.shape[2]) * q_smem.dtype.primitive_bitwidth // 8 + 2 * 4
+    b, head, end, row = place
+    stage = at % STAGES
+    if at >= STAGES:
+        sync_named(BAR_EMPTY + stage, EVERYONE)
+    bar = full.index(stage)
+    mbarrier.expect(bar, BLOCK_M * BYTES)
+    tma_load(q_desc, [b, head, end, row, 0], bar, as_tile(q_smem.index(stage)))
+    tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))
+    tma_load(do_desc, [b, head, end, row, 0], bar, as_tile(do_smem.index(stage)))
+
+
+@gluon.jit
+def _next(head, row, tile, left, count, repeats, slots, BLOCK_M: gl.constexpr, IN_TURN: gl.constexpr):
+    """The block of queries after this one: the head's next, and the heads that share the keys follow each other.
+    IN_TURN: of the last rows those of all heads, then of the rows before."""
+    left -= 1
+    wraps = left == 0
+    if IN_TURN:
+        head = gl.where(wraps, head - repeats + 1, head + 1)
+        row = gl.where(wraps, row - BLOCK_M, row)
+        tile = gl.where(wraps, tile - (repeats - 1) * slots - 1, tile + slots)
+        return head, row, tile, gl.where(wraps, repeats, left)
+    head = gl.where(wraps, head + 1, head)
+    row = gl.where(wraps, row - (count - 1) * BLOCK_M, row + BLOCK_M)
+    tile = gl.where(wraps, tile + slots - count + 1, tile + 1)
+    return head, row, tile, gl.where(wraps, count, left)
+
+
+@gluon.jit
+def _load_keys(desc, smem, bar, tile_smem, slot, PACKED: gl.constexpr):
+    b = gl.to_tensor(0)
+    if not PACKED:
+        b = told(tile_smem, slot, TILE_B)
+    kv = told(tile_smem, slot, TILE_KV)
+    place = [b, kv, told(tile_smem, slot, TILE_K_END), told(tile_smem, slot, TILE_K_ROW), 0]
+    mbarrier.expect(bar, smem.shape[0] * smem.shape[1] * smem.dtype.primitive_bitwidth // 8)
+    tma_load(desc, place, bar, as_tile(smem))
+
+
+@gluon.jit
+def _add_to_dq(
+    sum_ptr, order_ptr, tile, at, i, k_smem, ds_smem, ds_empty, before, owed, owed_turn, PART: gl.constexpr,
+):  # fmt: skip
+    """Add block number `at` of ds, when it is there, times the keys to tile number `tile` of the sums; give ds back.
+    With `order_ptr` after turn `before`, when turn `owed_turn` at the tile `owed` has been passed on."""
+    DS_STAGES: gl.constexpr = ds_smem.shape[0]
+    BLOCK_M: gl.constexpr = ds_smem.shape[2]
+    W_QK: gl.constexpr = k_smem.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    stage = at % DS_STAGES
+    if order_ptr is not None:
+        last = last_turn(order_ptr, tile)
+    sync_named(BAR_DS_FULL + stage, EVERYONE)
+    for m in gl.static_range(BLOCK_M // 64):
+        ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))
+        for n in gl.static_range(W_QK // PART):
+            zeros = gl.zeros([64, PART], gl.float32, layout)
+            # index 0, and no constant: what is computed from it does not fill registers all the while
+            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)
+            part = m * (W_QK // PART) + n
+            if sum_ptr is not None:
+                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+                if order_ptr is not None and part == 0:
+                    take_turn(order_ptr, tile, last, before, owed, owed_turn)
+                dq = hopper.warpgroup_mma_wait(0, deps=[dq])
+            if part == BLOCK_M // 64 * (W_QK // PART) - 1:
+                mbarrier.arrive(ds_empty.index(stage), count=1)
+            if sum_ptr is not None:
+                _add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + part * 64 * PART, dq)
+
+
+@gluon.jit
+def _serve(
+    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, rows_ptr, counter_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, smem, tile_smem, bars,
+    batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, rows_size,
+    stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_dor, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """The warpgroup that draws tiles and loads them, multiplies ds K and adds it to the sums of dq."""
+    k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem
+    k_full, v_full, full, ds_empty, tile_full, tile_empty = bars
+    STAGES: gl.constexpr = q_smem.shape[0]
+    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    PACKED: gl.constexpr = q_starts_ptr is not None
+    IN_TURN: gl.constexpr = order_ptr is not None
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    storage = batch
+    if PACKED:
+        storage = gl.to_tensor(1)
+    heads = kv_heads * repeats
+    RAGGED_Q: gl.constexpr = PACKED or q_used_ptr is not None
+    RAGGED_K: gl.constexpr = PACKED or k_used_ptr is not None
+    k_desc = rows_desc_of(k_ptr, storage, kv_heads, keys, D_QK, stride_kb, stride_kh, stride_ks, k_smem, RAGGED_K)
+    v_desc = rows_desc_of(v_ptr, storage, kv_heads, keys, D_V, stride_vb, stride_vh, stride_vs, v_smem, RAGGED_K)
+    q_desc = rows_desc_of(q_ptr, storage, heads, queries, D_QK, stride_qb, stride_qr, stride_qs, q_smem, RAGGED_Q)
+    do_desc = rows_desc_of(do_ptr, storage, heads, queries, D_V, stride_dob, stride_dor, stride_dos, do_smem, RAGGED_Q)
+    rows_desc = tma.make_tensor_descriptor(rows_ptr, [rows_size], [1], [2 * BLOCK_M], rows_layout)
+
+    taken = gl.to_tensor(0)  # tiles begun
+    at = gl.to_tensor(0)  # blocks multiplied, of all tiles
+    loaded = gl.to_tensor(0)  # blocks asked for
+    kv = gl.to_tensor(0)
+    b = gl.to_tensor(0)
+    # the blocks to load next: place, count a head, how many are left of the head and of the tile
+    head = gl.to_tensor(0)
+    end = gl.to_tensor(0)
+    row = gl.to_tensor(0)
+    load_tile = gl.to_tensor(0)
+    load_count = gl.to_tensor(1)
+    load_left = gl.to_tensor(1)
+    to_load = gl.to_tensor(0)
+    # and to multiply
+    tile = gl.to_tensor(0)
+    count = gl.to_tensor(1)
+    left_over = gl.to_tensor(1)
+    rest = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    waits_from = gl.to_tensor(0)  # the first block to which another tile adds before this one
+    owed = gl.to_tensor(-1)  # the tile of sums that the next one waits for, and whose turn it was
+    owed_turn = gl.to_tensor(0)
+    begins = gl.to_tensor(1)
+    while kv >= 0:
+        slot = taken & 1
+        if begins:
+            # while a tile's last blocks are multiplied the next one's are loaded. It is drawn late, for what a long
+            # tile has drawn waits for its end
+            if IN_TURN:
+                number = _draw(counter_ptr, IN_TURN)
+            else:
+                number = gl.program_id(0)
+                if taken > 0:
+                    number = _draw(counter_ptr, IN_TURN)
+            _tell_tile(
+                number, taken, tile_smem, tile_full, tile_empty, counter_ptr,
+                q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+                batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, left, right,
+                LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N, IN_TURN,
+            )  # fmt: skip
+            todo = rest + 0
+            kv = told(tile_smem, slot, TILE_KV)
+            to_load = gl.to_tensor(0)
+            if kv >= 0:
+                if not PACKED:
+                    b = told(tile_smem, slot, TILE_B)
+                head = kv * repeats
+                end = told(tile_smem, slot, TILE_Q_END)
+                row = told(tile_smem, slot, TILE_Q_ROW)
+                load_tile = told(tile_smem, slot, TILE_SUMS)
+                load_count = told(tile_smem, slot, TILE_COUNT)
+                load_left = load_count + 0
+                if IN_TURN:
+                    load_left = repeats + 0
+                to_load = load_count * repeats
+            for _ in range(kept(gl.minimum(at + STAGES - loaded, to_load))):
+                _load(
+                    q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, loaded, (b, head, end, row), load_tile
+                )
+                head, row, load_tile, load_left = _next(
+                    head, row, load_tile, load_left, load_count, repeats, slots, BLOCK_M, IN_TURN
+                )
+                loaded += 1
+                to_load -= 1
+        else:
+            # who has stored the last ds has done with the scores; this warpgroup was the last to read the keys
+            tile = told(tile_smem, slot, TILE_SUMS)
+            count = told(tile_smem, slot, TILE_COUNT)
+            left_over = count + 0
+            if IN_TURN:
+                left_over = repeats + 0
+                turn = told(tile_smem, slot, TILE_FIRST) + BLOCK_N
+                waits_from = at + told(tile_smem, slot, TILE_UNSEEN)
+            rest = gl.minimum(count * repeats, STAGES)
+            todo = count * repeats - rest
+            # for keys that no query sees too: a branch would cost the consumers registers
+            _load_keys(k_desc, k_smem.index(0), k_full.index(slot), tile_smem, slot, PACKED)
+            _load_keys(v_desc, v_smem.index(0), v_full.index(slot), tile_smem, slot, PACKED)
+            mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
+            mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
+        for i in range(kept(todo)):
+            before = at
+            if IN_TURN:
+                before = gl.where(at >= waits_from, turn - BLOCK_N, 0)
+            _add_to_dq(sum_ptr, order_ptr, tile, at, i, k_smem, ds_smem, ds_empty, before, owed, owed_turn, PART)
+            if IN_TURN:
+                owed = tile + 0
+                owed_turn = turn + 0
+            at += 1
+            _, _, tile, left_over = _next(tile, tile, tile, left_over, count, repeats, slots, BLOCK_M, IN_TURN)
+            if to_load > 0:
+                _load(
+                    q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, loaded, (b, head, end, row), load_tile
+                )
+                head, row, load_tile, load_left = _next(
+                    head, row, load_tile, load_left, load_count, repeats, slots, BLOCK_M, IN_TURN
+                )
+                loaded += 1
+                to_load -= 1
+        taken += 1 - begins
+        begins = 1 - begins
+    if IN_TURN:
+        pass_turn(order_ptr, owed, owed_turn)
+
+
+@gluon_kernel(archs=(90,))
+def _hopper_attention_bwd_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
+    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
+    batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, rows_size,
+    stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
+    stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, W_QK: gl.constexpr, W_V: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    BLOCK_N: gl.constexpr = 128
+    gl.static_assert(2 <= STAGES and STAGES <= 4 and DS_STAGES <= 2)  # the barriers by number that there are
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    PACKED: gl.constexpr = q_starts_ptr is not None
+    RAGGED: gl.constexpr = PACKED or k_used_ptr is not None
+    # int64 where a stride needs it
+    queries, keys, kv_heads, repeats = int32(queries), int32(keys), int32(kv_heads), int32(repeats)
+    blocks, group, slots, tiles = int32(blocks), int32(group), int32(slots), int32(tiles)
+    batch, left, right, rows_size = int32(batch), int32(left), int32(right), int32(rows_size)
+    k_smem = stages(dtype, 1, BLOCK_N, W_QK)
+    v_smem = stages(dtype, 1, BLOCK_N, W_V)
+    q_smem = stages(dtype, STAGES, BLOCK_M, W_QK)
+    do_smem = stages(dtype, STAGES, BLOCK_M, W_V)
+    ds_smem = stages(dtype, DS_STAGES, BLOCK_N, BLOCK_M)
+    # a consumer's dv leaves through shared memory, then its dk through the same
+    dk_smem = stages(dtype, 2, 64, W_QK)
+    dv_smem = dk_smem
+    if W_V != W_QK:
+        dv_smem = stages(dtype, 2, 64, W_V)
+    rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], gl.NVMMASharedLayout(0, 32, 1))
+    tile_smem = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_full = rings(2, 1)
+    v_full = rings(2, 1)
+    full = rings(STAGES, 1)
+    ds_empty = rings(DS_STAGES, 1)
+    tile_full = rings(2, 1)
+    tile_empty = rings(2, 2)
+    hopper.fence_async_shared()
+
+    smem = (k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem)
+    out_smem = (dk_smem, dv_smem)
+    bars = (k_full, v_full, full, ds_empty, tile_full, tile_empty)
+    gl.warp_specialize([
+        (_serve, (
+            q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, rows_ptr, counter_ptr,
+            q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, smem, tile_smem, bars,
+            batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, rows_size,
+            stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+            stride_dob, stride_dos, stride_dor, left, right, LEFT, RIGHT, BOTTOM_RIGHT, D_QK, D_V, PART,
+        )),
+        (consume, (
+            dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, repeats,
+            stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
+            scale, softcap, left, right, LEFT, RIGHT, CAP, PACKED, RAGGED, D_QK, D_V,
+            order_ptr is not None, 0,
+        )),
+        (consume, (
+            dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, repeats,
+            stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
+            scale, softcap, left, right, LEFT, RIGHT, CAP, PACKED, RAGGED, D_QK, D_V,
+            order_ptr is not None, 1,
+        )),
+    ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

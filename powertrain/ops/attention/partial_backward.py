@@ -1,0 +1,222 @@
+"""Backward of an attention to a part of the keys, from the whole attention's output and LSE.
+
+With p_ij = exp(s_ij - lse_i) and delta_i = o_i . do_i - dlse_i, the gradients of a key need that key's scores and, of
+all the others, only `out` and `lse`. So each part of a ring or a cascade is differentiated where its keys are.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention import api, select
+from powertrain.ops.attention.arguments import (
+    Alignment,
+    Sizes,
+    as_int32,
+    check_qkv,
+    lower_mask,
+    make_call,
+    sequence_starts,
+)
+from powertrain.ops.attention.backends import chunked, cudnn_backward
+from powertrain.ops.attention.layouts import to_lse_order
+from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionProblem, Layout, Varlen
+from powertrain.ops.attention.triton import backend as triton_backend
+from powertrain.runtime import checks
+from powertrain.runtime.dispatch import falls_back, use_kernel, without_autocast
+
+
+@falls_back("attention")
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    grad_lse: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_k_padded: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    is_causal: bool = False,
+    causal_align: Alignment = "bottom_right",
+    window_size: tuple[int, int] = (-1, -1),
+    chunk_size: int = 0,
+    prefix_lengths: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    layout: Layout = "bshd",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of an attention to these keys, whose `out` and `lse` may be those of a larger attention.
+
+    Shapes: those of `attention`, or of `varlen_attention` with layout="thd"; Dv is the head dim of value.
+        grad_out  as out, dtype of query
+        query, key, value, masks, scale, dropout_p, dropout_seed: what the forward over these keys was given
+        out       query's shape with Dv last, any floating dtype: the result over all keys
+        lse       its log-sum-exp in nats, float32 [B, H, Sq], thd [H, Tq], bmghk [B, G, H, Sq]
+        grad_lse  gradient of that LSE, float32, the same shape
+        cu_seqlens_q to cu_seqlens_k_padded   thd only, as in varlen_attention; cu_seqlens_k is cu_seqlens_q unless
+                  given
+        query_lengths, key_lengths, attn_bias, document_ids   the other layouts only
+    Returns the gradients of query, key and value, in their shapes and dtypes. dq is this part's share: sum the shares
+        of all parts, in float32 if they are many. Along a dim of key or value that is expanded, gradients sum to the
+        right one; how they are spread over the copies is not said. A sink is in lse already; its gradient and the
+        bias's are not computed here (autograd through `attention(..., return_lse=True)` and `merge_attentions` gives
+        all).
+    Numerics: products accumulate in float32. On a GPU by cuDNN, the Hopper or the universal kernels, whichever comes
+        first in the selector's order and takes the call; deterministic under torch.use_deterministic_algorithms, else
+        dq's last bits may differ. On the CPU in float32 (float64 for float64), by chunks, deterministic.
+    Memory beyond the results: 8 bytes per query and head, and but for the universal kernels float32 sums of dq; on the
+        CPU O(sequence), float32 copies among it.
+    Raises ValueError naming the argument, what it must be and what it was.
+    Source: Liu et al., arXiv:2310.01889 (ring attention); Dao, arXiv:2307.08691 (backward from out and LSE).
+
+    Backward of a ring over `parts` of the keys, forward being merge_attentions over attention(..., return_lse=True):
+
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        for n, (k, v) in enumerate(parts):
+            share, dk[n], dv[n] = attention_backward(do, q, k, v, out, lse)
+            dq += share
+    """
+    op = "attention_backward"
+    checks.one_of(op, "layout", layout, LAYOUTS)
+    sizes = check_qkv(op, query, key, value, layout)
+    if layout == "thd":
+        dense = dict(
+            query_lengths=query_lengths, key_lengths=key_lengths, attn_bias=attn_bias, document_ids=document_ids
+        )
+        _refuse(op, "thd", **dense)
+        if cu_seqlens_q is None:
+            checks.fail(op, "cu_seqlens_q", "be given for thd", None)
+        varlen = _packed(
+            op, (cu_seqlens_q, cu_seqlens_q_padded, seqused_q), (cu_seqlens_k, cu_seqlens_k_padded, seqused_k)
+        )
+        sizes = sizes._replace(batch=cu_seqlens_q.shape[0] - 1)
+    else:
+        packed = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
+        _refuse(op, layout, **packed, cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_k_padded=cu_seqlens_k_padded)
+        queries, keys = as_int32(op, "query_lengths", query_lengths), as_int32(op, "key_lengths", key_lengths)
+        for name, lengths in (("query_lengths", queries), ("key_lengths", keys)):
+            checks.shape(op, name, lengths, (sizes.batch,), "batch")
+        varlen = Varlen(None, None, queries, keys, sizes.queries, sizes.keys)
+    if attn_bias is not None and attn_bias.requires_grad:
+        checks.fail(
+            op, "attn_bias", "not require a gradient (it gets none here: pass attn_bias.detach())", "one that does"
+        )
+    mask, tensors = lower_mask(
+        op, sizes, attn_bias=attn_bias, is_causal=is_causal, causal_align=causal_align, window_size=window_size,
+        chunk_size=chunk_size, prefix_lengths=prefix_lengths, document_ids=document_ids, alibi_slopes=alibi_slopes,
+        softcap=softcap,
+    )  # fmt: skip
+    if dropout_p > 0 and dropout_seed is None:
+        checks.fail(op, "dropout_seed", "be that of the forward, where dropout_p is not 0", None)
+    call = make_call(
+        op, query, key, value, layout, mask, tensors, varlen, scale, dropout_p, dropout_seed, grad_lse is not None, None
+    )
+    _check_results(op, call, grad_out, out, lse, grad_lse)
+    with torch.no_grad():
+        if not use_kernel("attention", query) or query.dtype is torch.float64:
+            with without_autocast(query.device):
+                return chunked.backward(call, grad_out, out, lse, grad_lse)
+        grads = triton_backend.backward(
+            _unit(grad_out), None if grad_lse is None else grad_lse.contiguous(), query, key, value, _unit(out),
+            lse.contiguous(), triton_backend.arguments(call), (True, True, True, False, False),
+            _differentiation(call, sizes),
+        )  # fmt: skip
+    dq, dk, dv = grads[:3]
+    assert dq is not None and dk is not None and dv is not None
+    return dq, dk, dv
+
+
+_ABLE = ("cudnn", "hopper", "triton")  # whose backward takes the LSE of a larger attention
+
+
+def _differentiation(call: AttentionCall, sizes: Sizes) -> Any:
+    """The op that differentiates a call: of the first backend, in the order of attentions with gradients, that can."""
+    facts = api._facts(call, sizes, call.dropout_seed is not None)
+    if torch.compiler.is_compiling():
+        return _op_of(_name_traced(call.return_lse, *api._plain(facts, call.mask)))
+    return _op_of(_name_of(api.problem_of(*facts), call.return_lse, _ABLE))
+
+
+def _name_of(problem: AttentionProblem, has_lse_grad: bool, able: tuple[str, ...]) -> str:
+    problem = replace(problem, needs_grad=True, needs_lse_grad=has_lse_grad)
+    wish = select.wish_of(None)
+    for name in wish.order(select.order_of(problem).names):
+        if name in able and next(iter(select.BACKENDS[name].why_not(problem)), None) is None:
+            is_cudnns = (problem.head_dim_qk, problem.head_dim_v) in cudnn_backward.HEAD_DIMS  # hopper's backward then
+            return "triton" if name == "hopper" and is_cudnns and "cudnn" in wish.forbidden else name
+    return "triton"
+
+
+@select.constant_to_dynamo
+def _name_traced(has_lse_grad: bool, *facts: Any) -> str:
+    """When torch.compile traces: of ops, which cuDNN's is not."""
+    problem = api.problem_of(*select.full_facts(facts))
+    return _name_of(problem, has_lse_grad, ("hopper", "triton"))
+
+
+def _op_of(name: str) -> Any:
+    if name == "hopper":
+        from powertrain.ops.attention.hopper import backend as hopper_backend  # Gluon, which only Hopper needs
+
+        return hopper_backend._attention_hopper_bwd_op
+    return {"cudnn": cudnn_backward.cudnn_attention_bwd, "triton": triton_backend._attention_bwd_op}[name]
+
+
+def _refuse(op: str, layout: Layout, **given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            checks.fail(op, name, f"be None for layout {layout}", "one")
+
+
+_Starts = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens, those of padded storage, lengths
+
+
+def _packed(op: str, queries: _Starts, keys: _Starts) -> Varlen:
+    cu_q, padded_q, used_q = queries
+    cu_k, padded_k, used_k = keys
+    assert cu_q is not None
+    cu_k = cu_q if cu_k is None else cu_k
+    for name, tensor in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        checks.require(tensor.dim() == 1 and tensor.shape[0] > 0, op, name, "be [batch + 1]", list(tensor.shape))
+    checks.shape(op, "cu_seqlens_k", cu_k, cu_q.shape, "as cu_seqlens_q")
+    query_starts, query_used = sequence_starts(op, "q", cu_q, padded_q, used_q)
+    key_starts, key_used = sequence_starts(op, "k", cu_k, padded_k, used_k)
+    is_same = cu_k is cu_q and used_k is used_q
+    unordered = key_used is not None and padded_k is None and not is_same
+    return Varlen(query_starts, key_starts, query_used, key_used, unordered=unordered)
+
+
+def _check_results(
+    op: str, call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+) -> None:
+    query = call.query
+    checks.same_device(op, "query", query, grad_out=grad_out, out=out, lse=lse, grad_lse=grad_lse)
+    expected = (*query.shape[:-1], call.value.shape[-1])
+    checks.shape(op, "grad_out", grad_out, expected, "query's, with value's head dim")
+    checks.shape(op, "out", out, expected, "query's, with value's head dim")
+    if grad_out.dtype is not query.dtype:
+        checks.fail(op, "grad_out", f"have query's dtype {checks.name(query.dtype)}", checks.name(grad_out.dtype))
+    rows = to_lse_order(query, call.layout).shape[:-1]
+    for name, x in (("lse", lse), ("grad_lse", grad_lse)):
+        checks.shape(op, name, x, rows, "heads and queries, as attention returns it")
+        if x is not None and x.dtype not in (torch.float32, query.dtype if query.dtype is torch.float64 else None):
+            checks.fail(op, name, "be float32", checks.name(x.dtype))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

@@ -1,0 +1,696 @@
+"""GEMM for Hopper in Gluon: persistent, TMA and wgmma, each warp with one job; with hooks for overlapped transfers.
+
+    c = op(a) op(b) + bias       [M, N], accumulated in float32
+    nt  a [M, K], b [N, K]       y = x Wᵀ
+    nn  a [M, K], b [K, N]       dx = dy W
+    tn  a [K, M], b [K, N]       dW = dyᵀ x, also added to what float32 c holds
+
+One CTA an SM walks over tiles of c. A *loader* warp fetches blocks of a and b by TMA into a ring of stages; two
+*consumer* warpgroups multiply, half a tile each; two *storer* warps write the halves by TMA while the next tile is
+being multiplied. Descriptors are made on the device, so pointers may come from device memory.
+
+`Gathered` input: a's rows come in chunks that other GPUs or copy engines write while the GEMM runs. The loader waits
+for a chunk's flag once, before its first tile of that chunk. Nothing else waits, and no host and no other kernel is
+needed for a flag to be seen. Whoever writes the chunk must not need an SM: this kernel may hold them all.
+
+`Scattered` output: the rows of each chunk go to an address of their own, another GPU's memory perhaps. When all of a
+chunk's tiles are written the last storer sets the chunk's flag, over there.
+
+Ordering. Waiting: ld.acquire.sys until the flag is there, fence.proxy.async, TMA loads. Signalling, by each storer: its
+TMA stores have landed (not only left shared memory), fence.proxy.async, fence.acq_rel.sys, then one acq_rel add to the
+chunk's counter; who completes the count has thereby acquired the others' stores, and writes st.release.sys.
+Reset by the same thread, the counters are zero again for the next launch, a graph's replay included.
+
+Source: CUTLASS's warp-specialised persistent kernels for the division of labour; PTX ISA 8.x, memory consistency model
+and async proxy.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.shapes import cdiv
+from powertrain.runtime import checks
+from powertrain.runtime.gluon_compat import (
+    add_and_fetch,
+    arrive_named,
+    fence_proxy_async,
+    gl,
+    gluon,
+    hopper,
+    kept,
+    load_acquire,
+    mbarrier,
+    reinterpret,
+    store_release,
+    stores_landed,
+    sync_named,
+    tma,
+    tma_load,
+    tma_store,
+    tma_store_add,
+)
+from powertrain.runtime.launch import gluon_kernel
+from powertrain.runtime.target import Target
+
+LAYOUTS = ("nt", "nn", "tn")
+
+
+@gluon.jit
+def _chunk(bounds_ptr, order_ptr, position, M, CHUNKED: gl.constexpr):
+    """The chunk at `position` of the order: its number, first row, and the row behind its last."""
+    chunk = gl.to_tensor(0)
+    start = gl.to_tensor(0)
+    end = gl.to_tensor(0) + M
+    if CHUNKED:
+        chunk = gl.load(order_ptr + position)
+        start = gl.load(bounds_ptr + chunk)
+        end = gl.load(bounds_ptr + chunk + 1)
+    return chunk, start, end
+
+
+@gluon.jit
+def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    """Tile number to (row, column): GROUP_M rows of tiles by all columns, so that what they read stays in L2."""
+    first = tile // (GROUP_M * tiles_n) * GROUP_M
+    height = gl.minimum(tiles_m - first, GROUP_M)
+    tile -= first * tiles_n
+    return first + tile % height, tile // height
+
+
+@gluon.jit
+def _behind(tile, tiles):
+    """This CTA's next tile behind a chunk of `tiles`, counted from the next chunk's first."""
+    step = gl.num_programs(0)
+    return kept(tile + gl.maximum(gl.cdiv(tiles - tile, step), 0) * step - tiles)
+
+
+@gluon.jit
+def _advance(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    wraps = stage == STAGES
+    return gl.where(wraps, 0, stage), gl.where(wraps, phase ^ 1, phase)
+
+
+# Barriers by number, since a consumer comes to them without waiting for its other warps, as it would in Triton 3.6 to
+# come to an mbarrier: one for each stage, at which its 8 warps and the loader meet, and one for each consumer's turn
+_EMPTY = gl.constexpr(8)
+_TURN = gl.constexpr(14)
+
+
+@gluon.jit
+def _give_back(stage, STAGES: gl.constexpr):
+    """The stage before `stage` may be filled again."""
+    arrive_named(_EMPTY + gl.where(stage == 0, STAGES, stage) - 1, 288)
+
+
+@gluon.jit
+def _load(
+    a_ptr,
+    local_ptr,
+    b_ptr,
+    up_ptr,
+    a_smem,
+    b_smem,
+    full,
+    bounds_ptr,
+    order_ptr,
+    flags_ptr,
+    M,
+    N,
+    K,
+    chunks,
+    stride_a,
+    stride_b,
+    stride_up,
+    stride_local,
+    flag_step,
+    ready,
+    local_first,
+    local_end,
+    CHUNKED: gl.constexpr,
+    GATHERED: gl.constexpr,
+    LOCAL: gl.constexpr,
+    A_T: gl.constexpr,
+    B_T: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    STAGES: gl.constexpr = a_smem.shape[0]
+    BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * a_smem.dtype.primitive_bitwidth // 8
+    # made by the warp that uses them: acquiring a descriptor is a thread's own affair
+    a_layout: gl.constexpr = a_smem.layout
+    b_layout: gl.constexpr = b_smem.layout
+    if A_T:
+        a_desc = tma.make_tensor_descriptor(a_ptr, [K, M], [stride_a, 1], [BLOCK_K, BLOCK_M], a_layout)
+    else:
+        a_desc = tma.make_tensor_descriptor(a_ptr, [M, K], [stride_a, 1], [BLOCK_M, BLOCK_K], a_layout)
+    # of a gated product half a block's columns are of b, half of up
+    B_COLS: gl.constexpr = BLOCK_N if up_ptr is None else BLOCK_N // 2
+    if B_T:
+        b_desc = tma.make_tensor_descriptor(b_ptr, [K, N], [stride_b, 1], [BLOCK_K, BLOCK_N], b_layout)
+    else:
+        b_desc = tma.make_tensor_descriptor(b_ptr, [N, K], [stride_b, 1], [B_COLS, BLOCK_K], b_layout)
+    if up_ptr is not None:
+        up_desc = tma.make_tensor_descriptor(up_ptr, [N, K], [stride_up, 1], [B_COLS, BLOCK_K], b_layout)
+    local_start = gl.to_tensor(0)
+    if LOCAL:
+        local_start = gl.load(bounds_ptr + local_first)
+        rows = gl.load(bounds_ptr + local_end) - local_start
+        local_desc = tma.make_tensor_descriptor(local_ptr, [rows, K], [stride_local, 1], [BLOCK_M, BLOCK_K], a_layout)
+    tiles_n = gl.cdiv(N, B_COLS)
+    tile = gl.program_id(0)
+    stage = gl.to_tensor(0)
+    filled = gl.to_tensor(0)
+    chunk, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
+    for position in range(chunks):
+        # asked for now, used after this chunk's tiles
+        next_chunk, next_start, next_end = _chunk(
+            bounds_ptr, order_ptr, gl.minimum(position + 1, chunks - 1), M, CHUNKED
+        )
+        tiles_m = gl.cdiv(end - start, BLOCK_M)
+        tiles = tiles_m * tiles_n
+        is_local = (chunk >= local_first) & (chunk < local_end)
+        if GATHERED:
+            if (tile < tiles) & (is_local == 0):
+                seen = load_acquire(flags_ptr + chunk * flag_step)
+                while seen < ready:
+                    seen = load_acquire(flags_ptr + chunk * flag_step)
+                fence_proxy_async(seen)
+        for t in range(tile, tiles, gl.num_programs(0)):
+            tile_m, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
+            row = start + tile_m * BLOCK_M
+            col = tile_n * B_COLS
+            for k in range(0, K, BLOCK_K):
+                if filled >= STAGES:
+                    sync_named(_EMPTY + stage, 288)
+                filled += 1
+                bar = full.index(stage)
+                mbarrier.expect(bar, BYTES)
+                a_block = a_smem.index(stage)
+                if LOCAL:
+                    if is_local:
+                        tma_load(local_desc, [row - local_start, k], bar, a_block)
+                    else:
+                        tma_load(a_desc, [row, k], bar, a_block)
+                elif A_T:
+                    tma_load(a_desc, [k, row], bar, a_block)
+                else:
+                    tma_load(a_desc, [row, k], bar, a_block)
+                if B_T:
+                    tma_load(b_desc, [k, col], bar, b_smem.index(stage))
+                elif up_ptr is not None:
+                    tma_load(b_desc, [col, k], bar, b_smem.index(stage).slice(0, B_COLS, 0))
+                    tma_load(up_desc, [col, k], bar, b_smem.index(stage).slice(B_COLS, B_COLS, 0))
+                else:
+                    tma_load(b_desc, [col, k], bar, b_smem.index(stage))
+                stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        tile = _behind(tile, tiles)
+        chunk, start, end = next_chunk, next_start, next_end
+    # a barrier is left as it was found: whoever came is met
+    for n in range(gl.minimum(filled, STAGES)):
+        sync_named(_EMPTY + (filled - 1 - n) % STAGES, 288)
+
+
+@gluon.jit
+def _plus_bias(x, bias_ptr, col, N):
+    if bias_ptr is not None:
+        cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+        x += gl.expand_dims(gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32), 0)
+    return x
+
+
+@gluon.jit
+def _hand_over(x, c_smem, c_full, c_empty, phase):
+    """A part of the result to the storer."""
+    mbarrier.wait(c_empty, phase)
+    c_smem.store(x.to(c_smem.dtype))
+    hopper.fence_async_shared()
+    mbarrier.arrive(c_full, count=1)
+    return phase ^ 1
+
+
+@gluon.jit
+def _halves(x, layout: gl.constexpr):
+    ROWS: gl.constexpr = x.shape[0]
+    COLS: gl.constexpr = x.shape[1]
+    left, right = x.reshape([ROWS, 2, COLS // 2]).permute(0, 2, 1).split()
+    return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
+
+
+@gluon.jit
+def _consume(
+    a_smem,
+    b_smem,
+    c_smem,
+    full,
+    c_full,
+    c_empty,
+    bias_ptr,
+    up_bias_ptr,
+    bounds_ptr,
+    order_ptr,
+    M,
+    N,
+    K,
+    chunks,
+    CHUNKED: gl.constexpr,
+    A_T: gl.constexpr,
+    B_T: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    TILE_N: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    STAGES: gl.constexpr = a_smem.shape[0]
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N // SPLIT, 16])
+    tiles_n = gl.cdiv(N, TILE_N)
+    blocks = gl.cdiv(K, BLOCK_K)
+    tile = gl.program_id(0)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    c_phase = gl.to_tensor(1)
+    if CONSUMER == 1:
+        arrive_named(_TURN, 256)  # the first turn is consumer 0's
+    _, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
+    for position in range(chunks):
+        # asked for now, used after this chunk's tiles
+        _, next_start, next_end = _chunk(bounds_ptr, order_ptr, gl.minimum(position + 1, chunks - 1), M, CHUNKED)
+        tiles_m = gl.cdiv(end - start, BLOCK_M)
+        tiles = tiles_m * tiles_n
+        for t in range(tile, tiles, gl.num_programs(0)):
+            acc = gl.zeros([ROWS, BLOCK_N], gl.float32, acc_layout)
+            for k in range(blocks):
+                mbarrier.wait(full.index(stage), phase)
+                a_block = a_smem.index(stage)
+                if A_T:
+                    a_block = a_block.slice(CONSUMER * ROWS, ROWS, 1).permute((1, 0))
+                else:
+                    a_block = a_block.slice(CONSUMER * ROWS, ROWS, 0)
+                b_block = b_smem.index(stage)
+                if not B_T:
+                    b_block = b_block.permute((1, 0))
+                # in turns, so that one's products are computed beside the other's end of a tile
+                if CONSUMERS == 2:
+                    sync_named(_TURN + CONSUMER, 256)
+                acc = hopper.warpgroup_mma(a_block, b_block, acc, is_async=True)
+                if CONSUMERS == 2:
+                    arrive_named(_TURN + 1 - CONSUMER, 256)
+                # the one before has finished, and its stage is free
+                acc = hopper.warpgroup_mma_wait(1, deps=[acc])
+                if k > 0:
+                    _give_back(stage, STAGES)
+                stage, phase = _advance(stage, phase, STAGES)
+            acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+            _give_back(stage, STAGES)
+            col = gl.to_tensor(0)
+            if bias_ptr is not None:
+                _, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
+                col = tile_n * TILE_N
+            c_part = c_smem.index(CONSUMER)
+            c_full_bar = c_full.index(CONSUMER)
+            c_empty_bar = c_empty.index(CONSUMER)
+            if AT_ONCE:
+                left, right = _halves(acc, part_layout)
+                left = _plus_bias(left, bias_ptr, col, N)
+                right = _plus_bias(right, up_bias_ptr, col + TILE_N - BLOCK_N // 2, N)
+                mbarrier.wait(c_empty_bar, c_phase)
+                c_smem.index(2 * CONSUMER).store(left.to(c_smem.dtype))
+                c_smem.index(2 * CONSUMER + 1).store(right.to(c_smem.dtype))
+                hopper.fence_async_shared()
+                mbarrier.arrive(c_full_bar, count=1)
+                c_phase ^= 1
+            elif SPLIT == 1:
+                acc = _plus_bias(acc, bias_ptr, col, N)
+                c_phase = _hand_over(acc, c_part, c_full_bar, c_empty_bar, c_phase)
+            else:
+                left, right = _halves(acc, part_layout)
+                left = _plus_bias(left, bias_ptr, col, N)
+                c_phase = _hand_over(left, c_part, c_full_bar, c_empty_bar, c_phase)
+                right = _plus_bias(right, bias_ptr, col + BLOCK_N // SPLIT, N)
+                c_phase = _hand_over(right, c_part, c_full_bar, c_empty_bar, c_phase)
+        tile = _behind(tile, tiles)
+        start, end = next_start, next_end
+    if CONSUMERS == 2:
+        if CONSUMER == 0:
+            sync_named(_TURN, 256)
+
+
+@gluon.jit
+def _copy_out(c_smem, base, row, col, rows, N, stride_cm):
+    """Shared memory to [rows, N] at `base` by one warp's ordinary stores; N and its place in multiples of 8."""
+    ROWS: gl.constexpr = c_smem.shape[0]
+    COUNT: gl.constexpr = ROWS // 8 * c_smem.shape[1] // 64
+    # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
+    swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], c_smem.dtype)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    pieces = reinterpret(c_smem, c_smem.dtype, [COUNT, 8, 64], swizzle)
+    for piece in range(COUNT):
+        r = row + piece % (ROWS // 8) * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
+        c = col + piece // (ROWS // 8) * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))
+        place = base + gl.expand_dims(r.to(gl.int64) * stride_cm, 1) + gl.expand_dims(c, 0)
+        mask = gl.expand_dims(r < rows, 1) & gl.expand_dims(c < N, 0)
+        gl.store(
+            gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16]),
+            pieces.index(piece).load(layout),
+            mask=gl.max_constancy(mask, [1, 8]),
+        )
+
+
+@gluon.jit
+def _store(
+    c_ptr,
+    targets_ptr,
+    counters_ptr,
+    signals_ptr,
+    c_smem,
+    c_full,
+    c_empty,
+    bounds_ptr,
+    order_ptr,
+    M,
+    N,
+    chunks,
+    stride_cm,
+    ready,
+    CHUNKED: gl.constexpr,
+    SCATTERED: gl.constexpr,
+    ADD: gl.constexpr,
+    PLAIN: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    COLS: gl.constexpr = BLOCK_N // SPLIT
+    dtype: gl.constexpr = c_smem.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], dtype)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    tile = gl.program_id(0)
+    phase = gl.to_tensor(0)
+    chunk, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
+    for position in range(chunks):
+        # asked for now, used after this chunk's tiles
+        next_chunk, next_start, next_end = _chunk(
+            bounds_ptr, order_ptr, gl.minimum(position + 1, chunks - 1), M, CHUNKED
+        )
+        tiles_m = gl.cdiv(end - start, BLOCK_M)
+        tiles = tiles_m * tiles_n
+        # a descriptor that ends where the chunk ends: a tile that reaches beyond writes nothing there
+        if SCATTERED:
+            base = gl.load(targets_ptr + chunk).to(gl.pointer_type(dtype))
+        else:
+            base = c_ptr + start.to(gl.int64) * stride_cm
+        if CHUNKED:
+            stores_landed(chunk)  # the one before may still be read by stores under way
+        desc = tma.make_tensor_descriptor(base, [end - start, N], [stride_cm, 1], [ROWS, COLS], layout)
+        for t in range(tile, tiles, gl.num_programs(0)):
+            tile_m, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
+            row = tile_m * BLOCK_M + CONSUMER * ROWS
+            for part in gl.static_range(SPLIT):
+                mbarrier.wait(c_full.index(CONSUMER), phase)
+                if PLAIN:
+                    _copy_out(
+                        c_smem.index(CONSUMER), base, row, tile_n * BLOCK_N + part * COLS, end - start, N, stride_cm
+                    )
+                elif ADD:
+                    tma_store_add(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))
+                else:
+                    tma_store(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))
+                tma.store_wait(0)
+                mbarrier.arrive(c_empty.index(CONSUMER), count=1)
+                phase ^= 1
+            if SCATTERED:
+                stores_landed(chunk)
+                if add_and_fetch(counters_ptr + chunk, 1) == tiles * CONSUMERS - 1:
+                    gl.store(counters_ptr + chunk, 0)
+                    store_release(gl.load(signals_ptr + chunk).to(gl.pointer_type(gl.int32)), ready)
+        if SCATTERED:
+            # nobody has a tile of an empty chunk, and its reader waits all the same
+            if (tiles == 0) & (gl.program_id(0) == 0):
+                if CONSUMER == 0:
+                    store_release(gl.load(signals_ptr + chunk).to(gl.pointer_type(gl.int32)), ready)
+        tile = _behind(tile, tiles)
+        chunk, start, end = next_chunk, next_start, next_end
+    stores_landed(tile)
+
+
+@gluon_kernel(archs=(90,))
+def _gemm_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    bias_ptr,
+    local_ptr,
+    bounds_ptr,
+    order_ptr,
+    flags_ptr,
+    targets_ptr,
+    counters_ptr,
+    signals_ptr,
+    M,
+    N,
+    K,
+    chunks,
+    stride_a,
+    stride_b,
+    stride_c,
+    stride_local,
+    flag_step,
+    ready,
+    local_first,
+    local_end,
+    LAYOUT: gl.constexpr,
+    ADD: gl.constexpr,
+    PLAIN: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
+    A_T: gl.constexpr = LAYOUT == "tn"
+    B_T: gl.constexpr = LAYOUT != "nt"
+    CHUNKED: gl.constexpr = order_ptr is not None
+    GATHERED: gl.constexpr = flags_ptr is not None
+    LOCAL: gl.constexpr = local_ptr is not None
+    SCATTERED: gl.constexpr = targets_ptr is not None
+    dtype: gl.constexpr = a_ptr.dtype.element_ty
+    out_dtype: gl.constexpr = dtype if SCATTERED else c_ptr.dtype.element_ty
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    COLS: gl.constexpr = BLOCK_N // SPLIT
+    A_SHAPE: gl.constexpr = (BLOCK_K, BLOCK_M) if A_T else (BLOCK_M, BLOCK_K)
+    B_SHAPE: gl.constexpr = (BLOCK_K, BLOCK_N) if B_T else (BLOCK_N, BLOCK_K)
+    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([A_SHAPE[0], A_SHAPE[1]], dtype)
+    b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B_SHAPE[0], B_SHAPE[1]], dtype)
+    c_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], out_dtype)
+
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES, A_SHAPE[0], A_SHAPE[1]], a_layout)
+    b_smem = gl.allocate_shared_memory(dtype, [STAGES, B_SHAPE[0], B_SHAPE[1]], b_layout)
+    c_smem = gl.allocate_shared_memory(out_dtype, [CONSUMERS, ROWS, COLS], c_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    c_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    c_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(c_full.index(i), count=1)
+        mbarrier.init(c_empty.index(i), count=1)
+    hopper.fence_async_shared()
+
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+        (_consume, (
+            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
+            chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 0,
+        )),
+        (_load, (
+            a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, bounds_ptr, order_ptr, flags_ptr, M, N, K,
+            chunks, stride_a, stride_b, 0, stride_local, flag_step, ready, local_first, local_end,
+            CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+        )),
+        (_store, (
+            c_ptr, targets_ptr, counters_ptr, signals_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
+            stride_c, ready, CHUNKED, SCATTERED, ADD, PLAIN, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
+        )),
+        ], [1, 1], [40, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+        (_consume, (
+            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
+            chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 0,
+        )),
+        (_consume, (
+            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
+            chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 1,
+        )),
+        (_load, (
+            a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, bounds_ptr, order_ptr, flags_ptr, M, N, K,
+            chunks, stride_a, stride_b, 0, stride_local, flag_step, ready, local_first, local_end,
+            CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+        )),
+        (_store, (
+            c_ptr, targets_ptr, counters_ptr, signals_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
+            stride_c, ready, CHUNKED, SCATTERED, ADD, PLAIN, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
+        )),
+        (_store, (
+            c_ptr, targets_ptr, counters_ptr, signals_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
+            stride_c, ready, CHUNKED, SCATTERED, ADD, PLAIN, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 1,
+        )),
+        ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
+
+
+class Gathered(NamedTuple):
+    """a's rows arrive while the GEMM runs, in C chunks. Chunk c is rows bounds[c] to bounds[c + 1], possibly none."""
+
+    bounds: Tensor  # [C + 1] int32, ascending from 0 to M
+    order: Tensor  # [C] int32: the chunks as they are multiplied, the local ones first
+    flags: Tensor  # [C] int32, any stride: chunk c is there when flags[c] >= ready
+    local: Tensor | None = None  # [rows, K]: the rows of the local chunks, read here and not from a, and not waited for
+    local_chunks: tuple[int, int] = (0, 0)  # first, and behind the last
+    ready: int = 1
+
+
+class Scattered(NamedTuple):
+    """The result's rows go to addresses of their own, in C chunks. Chunk c is rows bounds[c] to bounds[c + 1]."""
+
+    bounds: Tensor  # [C + 1] int32, ascending from 0 to M
+    order: Tensor  # [C] int32: the chunks as they are multiplied
+    targets: Tensor  # [C] int64: the address of chunk c's first row, a multiple of 16 bytes; a peer's memory too
+    signals: Tensor  # [C] int64: the address of the int32 that becomes `ready` when chunk c is written
+    counters: Tensor  # [C] int32 on this device: zeros, and zeros again afterwards
+    stride: int  # elements from row to row, in all targets
+    ready: int = 1
+
+
+class Plan(NamedTuple):
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    stages: int = 3
+    group_m: int = 16
+    consumers: int = 2
+    split: int = 1  # parts in which a consumer hands over its half
+    plain_stores: bool = False  # by ordinary stores, should TMA not reach the targets
+
+
+def _plan(out: Tensor | None, bias: Tensor | None) -> Plan:
+    """The tiles of a call: 227 KiB of stages and of what the storers hold."""
+    if out is not None and out.dtype is torch.float32:
+        return Plan(split=2)
+    # a bias of 256 columns in registers spilled (Triton 3.9)
+    return Plan() if bias is None else Plan(split=2, stages=4)
+
+
+def why_not(a: Tensor, b: Tensor, out: Tensor | None) -> str | None:
+    """Why these tensors are not for this kernel, or None. Says nothing of the device."""
+    for name, tensor in {"a": a, "b": b, "out": out}.items():
+        if tensor is None:
+            continue
+        if tensor.stride(1) != 1 or tensor.stride(0) < tensor.shape[1] or tensor.stride(0) * tensor.element_size() % 16:
+            return f"{name}'s rows must be contiguous and 16-byte aligned, strides are {tuple(tensor.stride())}"
+        if not tensor.is_meta and tensor.data_ptr() % 16:
+            return f"{name} must start at a multiple of 16 bytes"
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return f"a must be bfloat16 or float16, is {checks.name(a.dtype)}"
+    return None
+
+
+def sizes(a: Tensor, b: Tensor, layout: str) -> tuple[int, int, int]:
+    """M, N, K."""
+    M, K = reversed(a.shape) if layout == "tn" else a.shape
+    return M, b.shape[0] if layout == "nt" else b.shape[1], K
+
+
+def _check(a: Tensor, out: Tensor | None, layout: str, gathered: Gathered | None, scattered: Scattered | None) -> None:
+    op = "hopper_gemm"
+    checks.require((out is None) == (scattered is not None), op, "out", "be None with scattered, and only then", out)
+    if gathered and scattered:
+        checks.fail(op, "scattered", "be None where gathered is given", "both")
+    if gathered and layout == "tn":
+        checks.fail(op, "gathered", "be None for layout tn, whose a does not hold rows of the result", gathered.order)
+    if not (chunked := gathered or scattered):
+        return
+    C = (chunked.order.numel(),)
+    tables = {"order": chunked.order, "flags": gathered.flags} if gathered else {"order": chunked.order}
+    checks.shape(op, "bounds", chunked.bounds, (C[0] + 1,), "one more than order")
+    if scattered:
+        tables |= {"counters": scattered.counters, "targets": scattered.targets, "signals": scattered.signals}
+    for name, table in tables.items():
+        dtype = torch.int64 if name in ("targets", "signals") else torch.int32
+        checks.shape(op, name, table, C, "one for each chunk of order")
+        checks.require(table.dtype is dtype, op, name, f"be {checks.name(dtype)}", checks.name(table.dtype))
+        checks.require(
+            name == "flags" or table.is_contiguous(), op, name, "be contiguous", f"strides {tuple(table.stride())}"
+        )
+    checks.require(chunked.bounds.dtype is torch.int32, op, "bounds", "be int32", checks.name(chunked.bounds.dtype))
+    local = gathered.local if gathered else None
+    if local is not None:
+        checks.require(local.dtype is a.dtype, op, "local", f"have a's dtype {checks.name(a.dtype)}", local.dtype)
+        checks.require(local.shape[1] == a.shape[1], op, "local", f"have {a.shape[1]} columns as a has", local.shape[1])
+        reason = why_not(local, a, None)
+        checks.require(reason is None, op, "local", "have aligned rows as a has", reason)
+
+
+def hopper_gemm(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor | None,
+    *,
+    layout: str = "nt",
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    gathered: Gathered | None = None,
+    scattered: Scattered | None = None,
+    num_sms: int | None = None,
+    plan: Plan | None = None,
+) -> None:
+    """`out = op(a) op(b) + bias`, or `out += op(a) op(b)`, on sm_90; nothing is checked that `gemm` checks.
+
+    Shapes: nt a [M, K], b [N, K]; nn a [M, K], b [K, N]; tn a [K, M], b [K, N]. `why_not` says which memory.
+        out       [M, N] in a's dtype, or float32 with accumulate; None with `scattered`
+        gathered  a's rows come while this runs, and local ones from elsewhere (nt and nn)
+        scattered the result's rows go elsewhere, chunk by chunk, in a's dtype
+        num_sms   how many SMs to use; all by default
+    Host: no synchronisation; bounds, order and addresses are read on the device, so a graph's replay reads them anew.
+    Raises ValueError for hooks that do not fit, by name.
+    """
+    M, N, K = sizes(a, b, layout)
+    chunked = gathered or scattered
+    _check(a, out, layout, gathered, scattered)
+    plan = plan or _plan(out, bias)
+    if plan.plain_stores:
+        checks.require(N % 8 == 0, "hopper_gemm", "N", "be a multiple of 8 with plain_stores", N)
+    chunks = chunked.order.numel() if chunked else 1
+    local = gathered.local if gathered else None
+    local_first, local_end = gathered.local_chunks if gathered else (0, 0)
+    tiles = (cdiv(M, plan.block_m) + (chunks if chunked else 0)) * cdiv(N, plan.block_n)
+    g, s = gathered, scattered
+    stride_c = s.stride if s else 0 if out is None else out.stride(0)
+    _gemm_kernel[(min(num_sms or Target.of(a.device).num_sms, tiles),)](
+        a, b, out, bias, local,
+        chunked.bounds if chunked else None, chunked.order if chunked else None, g.flags if g else None,
+        s.targets if s else None, s.counters if s else None, s.signals if s else None,
+        M, N, K, chunks,
+        a.stride(0), b.stride(0), stride_c, 0 if local is None else local.stride(0),
+        g.flags.stride(0) if g else 0, chunked.ready if chunked else 0, local_first, local_end,
+        LAYOUT=layout, ADD=accumulate, PLAIN=plan.plain_stores,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
+        STAGES=plan.stages, GROUP_M=plan.group_m, CONSUMERS=plan.consumers, SPLIT=plan.split,
+        num_warps=8 // plan.consumers,
+    )  # fmt: skip

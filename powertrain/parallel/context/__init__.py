@@ -1,0 +1,1 @@
+"""One sequence over several ranks."""

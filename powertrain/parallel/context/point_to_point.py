@@ -1,0 +1,183 @@
+"""What context-parallel ranks send each other: chunks passed round or fetched from their owners, tokens for heads.
+
+Point to point only, in the order that all ranks share, one peer at a time, so that ranks may have different numbers of
+tokens. NCCL's sends run on a stream of its own: they are issued before the attention that hides them, and waited for
+after it.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from powertrain.parallel.context.sharding import Sharding
+
+
+class Transfer:
+    """Messages under way; keeps what they read and write."""
+
+    def __init__(self, works: list[dist.Work], *tensors: Tensor | None) -> None:
+        self._works, self._tensors = works, tensors
+
+    def wait(self) -> None:
+        """On a GPU: the current stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        self._works, self._tensors = [], ()
+
+
+class Peers:
+    """The ranks of a group, by their numbers in it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._met: set[torch.device] = set()
+
+    def meet(self, device: torch.device) -> None:
+        """Connect all ranks: NCCL wants each of them there at the first message, even those that send none."""
+        if device not in self._met and device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+        self._met.add(device)
+
+    def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Transfer:
+        """Send one tensor, receive another, both contiguous; None or empty: nothing."""
+        operations = []
+        if sent is not None and sent.numel():
+            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))
+        if received is not None and received.numel():
+            operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
+        return Transfer(dist.batch_isend_irecv(operations) if operations else [], sent, received)
+
+
+class Chunk:
+    """Keys and values of one rank in one buffer, so that they are one message."""
+
+    def __init__(self, flat: Tensor, key: Tensor, value: Tensor) -> None:
+        self.flat, self.key, self.value = flat, key, value
+
+    @staticmethod
+    def of(key: Tensor, value: Tensor) -> "Chunk":
+        flat = torch.cat([key.reshape(-1), value.reshape(-1)])
+        return Chunk._over(flat, key.shape, value.shape)
+
+    def of_rows(self, dim: int, rows: int, dtype: torch.dtype | None = None) -> "Chunk":
+        """An empty one of another number of rows."""
+        shapes = [torch.Size((*x.shape[:dim], rows, *x.shape[dim + 1 :])) for x in (self.key, self.value)]
+        flat = self.flat.new_empty(sum(shape.numel() for shape in shapes), dtype=dtype)
+        return Chunk._over(flat, *shapes)
+
+    def like(self, dtype: torch.dtype | None = None) -> "Chunk":
+        """An empty one of the same rows."""
+        return Chunk._over(torch.empty_like(self.flat, dtype=dtype), self.key.shape, self.value.shape)
+
+    @staticmethod
+    def _over(flat: Tensor, key: torch.Size, value: torch.Size) -> "Chunk":
+        size = key.numel()
+        return Chunk(flat, flat[:size].view(key), flat[size:].view(value))
+
+
+def passed_round(peers: Peers, own: Chunk, sharding: Sharding, dim: int) -> Iterator[tuple[int, Chunk]]:
+    """(its rank, chunk) of all ranks, this one first, then those before it; each passed on while the caller works."""
+    rank, world_size = peers.rank, peers.world_size
+    held = own
+    for step in range(world_size):
+        source = (rank - step) % world_size
+        if step == world_size - 1:
+            yield source, held
+            return
+        coming = own.of_rows(dim, sharding.length((source - 1) % world_size))
+        transfer = peers.exchange(held.flat, (rank + 1) % world_size, coming.flat, (rank - 1) % world_size)
+        yield source, held
+        transfer.wait()
+        held = coming
+
+
+def fetched(
+    peers: Peers, own: Chunk, sharding: Sharding, dim: int, needs: Callable[[int, int], bool]
+) -> Iterator[tuple[int, Chunk]]:
+    """(its rank, chunk) of all ranks that this one needs, its own first; all are under way before the first is given.
+
+    needs   (rank, source): whether a rank sees anything of a source's; the same on both
+    """
+    rank, world_size = peers.rank, peers.world_size
+    coming: list[tuple[int, Chunk | None, Transfer]] = []
+    for step in range(1, world_size):
+        to, source = (rank + step) % world_size, (rank - step) % world_size
+        chunk = own.of_rows(dim, sharding.length(source)) if needs(rank, source) else None
+        sent = own.flat if needs(to, rank) else None
+        transfer = peers.exchange(sent, to, None if chunk is None else chunk.flat, source)
+        coming.append((source, chunk, transfer))
+    yield rank, own
+    for source, chunk, transfer in coming:
+        transfer.wait()
+        if chunk is not None:
+            yield source, chunk
+
+
+def all_gather_rows(peers: Peers, rows: Tensor, sharding: Sharding) -> Tensor:
+    """All ranks' rows one behind the other; `rows` contiguous."""
+    peers.meet(rows.device)
+    counts = [sharding.length(r) for r in range(peers.world_size)]
+    whole = rows.new_empty((sum(counts), *rows.shape[1:]))
+    parts = list(whole.split(counts))
+    parts[peers.rank].copy_(rows)
+    transfers = []
+    for step in range(1, peers.world_size):
+        to, source = (peers.rank + step) % peers.world_size, (peers.rank - step) % peers.world_size
+        transfers.append(peers.exchange(rows, to, parts[source], source))
+    for transfer in transfers:
+        transfer.wait()
+    return whole
+
+
+class _Exchange(torch.autograd.Function):
+    """[W, n, B, c], a row of it for each rank, to [S, B, c] of all tokens in order; or the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers, sharding: Sharding, forwards: bool) -> Tensor:
+        ctx.how = (peers, sharding, not forwards)
+        return _gather_tokens(x, peers, sharding) if forwards else _scatter_tokens(x, peers, sharding)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        peers, sharding, forwards = ctx.how
+        back = _gather_tokens(grad, peers, sharding) if forwards else _scatter_tokens(grad, peers, sharding)
+        return back, None, None, None
+
+
+def _gather_tokens(x: Tensor, peers: Peers, sharding: Sharding) -> Tensor:
+    counts = [sharding.length(r) for r in range(peers.world_size)]
+    rows = x.new_empty((sharding.num_tokens, *x.shape[2:]))
+    _all_to_all(rows, x.flatten(0, 1).contiguous(), counts, [x.shape[1]] * peers.world_size, peers)
+    return rows.index_select(0, sharding.order(x.device))
+
+
+def _scatter_tokens(x: Tensor, peers: Peers, sharding: Sharding) -> Tensor:
+    counts = [sharding.length(r) for r in range(peers.world_size)]
+    order = torch.cat([sharding.indices(x.device, r) for r in range(peers.world_size)])
+    own = counts[peers.rank]
+    parts = x.new_empty((peers.world_size * own, *x.shape[1:]))
+    _all_to_all(parts, x.index_select(0, order), [own] * peers.world_size, counts, peers)
+    return parts.unflatten(0, (peers.world_size, own))
+
+
+def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], peers: Peers) -> None:
+    dist.all_to_all_single(out, x, received, sent, group=peers.group)
+
+
+def to_heads(peers: Peers, tensors: tuple[Tensor, ...], sharding: Sharding) -> list[Tensor]:
+    """Tensors [n, B, heads, channels] of this rank's tokens to [S, B, heads / W, channels], in one message a rank."""
+    split = [x.unflatten(2, (peers.world_size, -1)).permute(2, 0, 1, 3, 4) for x in tensors]
+    widths = [x.shape[3] * x.shape[4] for x in split]
+    rows = _Exchange.apply(torch.cat([x.flatten(3) for x in split], -1), peers, sharding, True)
+    return [x.unflatten(2, s.shape[3:]) for x, s in zip(rows.split(widths, -1), split, strict=True)]
+
+
+def to_tokens(peers: Peers, x: Tensor, sharding: Sharding) -> Tensor:
+    """[S, B, heads / W, channels] of all tokens to [n, B, heads, channels] of this rank's."""
+    parts = _Exchange.apply(x.flatten(2), peers, sharding, False)  # [W, n, B, heads / W * channels]
+    return parts.unflatten(3, x.shape[2:]).permute(1, 2, 0, 3, 4).flatten(2, 3)

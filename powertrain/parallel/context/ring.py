@@ -1,0 +1,143 @@
+"""Attention to keys that come from other ranks while it runs, forward and backward: modes "ring" and "all_gather".
+
+Forward merges a part per rank by its LSE. Backward needs only the whole's out and LSE: each rank fetches the keys and
+values again and sends their owner dk and dv, float32. In a ring a chunk's dk and dv travel one step behind it and each
+rank adds its own; otherwise each rank sends its own to their owner, which adds them in the order of ranks.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.shapes import acc_dtype
+from powertrain.parallel.context.block_attention import Mask, Queries, Sum, dense_blocks, gradients
+from powertrain.parallel.context.point_to_point import Chunk, Peers, Transfer, fetched, passed_round
+from powertrain.parallel.context.sharding import Sharding
+
+
+class RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        peers: Peers,
+        sharding: Sharding,
+        mask: Mask,
+        is_ring: bool,
+    ) -> Tensor:
+        queries = Queries(query, sharding, mask)
+        for source, chunk in _chunks(peers, Chunk.of(key, value), sharding, mask, is_ring):
+            queries.attend(source, chunk.key, chunk.value)
+        out, lse = queries.result(value.shape[-1], sinks)
+        ctx.save_for_backward(query, key, value, out, lse, sinks, mask.slopes)
+        ctx.how = (peers, sharding, mask._replace(slopes=None), is_ring)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, sinks, slopes = ctx.saved_tensors
+        peers, sharding, mask, is_ring = ctx.how
+        mask = mask._replace(slopes=slopes)
+        grad = grad.contiguous()
+        own = Chunk.of(key, value)
+        dq = Sum(torch.empty_like(query, dtype=acc_dtype(query.dtype)), 0 if sharding.is_packed else 1)
+        dkv = (_Travelling if is_ring else _Sent)(peers, own, sharding, mask)
+        for source, chunk in _chunks(peers, own, sharding, mask, is_ring):
+            share = chunk.like(dq.total.dtype)
+            gradients(sharding, source, mask, grad, query, chunk.key, chunk.value, out, lse, dq, share.key, share.value)
+            dkv.add(source, share)
+        total = dkv.total()
+        dsinks = None if sinks is None or not ctx.needs_input_grad[3] else _sinks_grad(grad, out, lse, sinks)
+        dquery = dq.result().to(query.dtype)
+        return dquery, total.key.to(key.dtype), total.value.to(value.dtype), dsinks, None, None, None, None
+
+
+def _chunks(peers: Peers, own: Chunk, sharding: Sharding, mask: Mask, is_ring: bool) -> Iterator[tuple[int, Chunk]]:
+    peers.meet(own.flat.device)
+    dim = 0 if sharding.is_packed else 1
+    if is_ring:
+        return passed_round(peers, own, sharding, dim)
+    return fetched(peers, own, sharding, dim, lambda rank, source: _sees(sharding, rank, source, mask))
+
+
+def _sees(sharding: Sharding, rank: int, source: int, mask: Mask) -> bool:
+    """Whether any query of `rank` sees a key of `source`."""
+    return sharding.is_packed or bool(dense_blocks(sharding, source, mask, rank))
+
+
+class _Travelling:
+    """dk and dv of a ring: each rank adds its share to what the one before it sent, and sends it on."""
+
+    def __init__(self, peers: Peers, own: Chunk, sharding: Sharding, mask: Mask) -> None:
+        self.peers, self.own, self.sharding = peers, own, sharding
+        self.coming: Chunk | None = None
+        self.transfer: Transfer | None = None
+
+    def add(self, source: int, share: Chunk) -> None:
+        rank, world_size = self.peers.rank, self.peers.world_size
+        if self.coming is not None and self.transfer is not None:
+            self.transfer.wait()
+            share.flat.add_(self.coming.flat)
+        dim = 0 if self.sharding.is_packed else 1
+        rows = self.sharding.length((source - 1) % world_size)
+        self.coming = self.own.of_rows(dim, rows, share.flat.dtype)
+        self.transfer = self.peers.exchange(
+            share.flat, (rank + 1) % world_size, self.coming.flat, (rank - 1) % world_size
+        )
+
+    def total(self) -> Chunk:
+        assert self.coming is not None and self.transfer is not None
+        self.transfer.wait()
+        return self.coming
+
+
+class _Sent:
+    """dk and dv straight to their owner."""
+
+    def __init__(self, peers: Peers, own: Chunk, sharding: Sharding, mask: Mask) -> None:
+        self.peers, self.own, self.sharding, self.mask = peers, own, sharding, mask
+        self.shares: dict[int, Chunk] = {}
+        self.transfers: list[Transfer] = []
+        self.step = 0
+
+    def add(self, source: int, share: Chunk) -> None:
+        rank, world_size = self.peers.rank, self.peers.world_size
+        if source == rank:
+            self.shares[rank] = share
+            return
+        # sources that are not seen have no turn: what their owners are owed by others is exchanged on the way
+        self._exchange((rank - source) % world_size, share)
+
+    def _exchange(self, until: int, share: Chunk | None) -> None:
+        rank, world_size = self.peers.rank, self.peers.world_size
+        while self.step < until:
+            self.step += 1
+            to, source = (rank - self.step) % world_size, (rank + self.step) % world_size
+            coming = None
+            if _sees(self.sharding, source, rank, self.mask):
+                coming = self.shares[source] = self.shares[rank].like()
+            sent = share.flat if share is not None and self.step == until else None
+            received = None if coming is None else coming.flat
+            self.transfers.append(self.peers.exchange(sent, to, received, source))
+
+    def total(self) -> Chunk:
+        self._exchange(self.peers.world_size - 1, None)
+        for transfer in self.transfers:
+            transfer.wait()
+        first, *others = (self.shares[rank] for rank in sorted(self.shares))
+        for share in others:
+            first.flat.add_(share.flat)
+        return first
+
+
+def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """- sum over rows of exp(sink - lse) * (grad . out), per head."""
+    delta = (grad.to(lse.dtype) * out).sum(-1).transpose(-1, -2)  # [B, H, n]
+    shares = torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta
+    return -shares.sum(-1).reshape(-1, sinks.shape[0]).sum(0).to(sinks.dtype)

@@ -1,0 +1,157 @@
+"""Which way a product takes: overlapped with what travels, in one kernel or in chunks, or after it.
+
+The times are predicted, not measured: a product by the waves of 128 x 256 tiles it takes on the device's SMs, what
+travels by the link rate that was measured when the transport was opened. All ranks have the same numbers, so all
+choose alike without asking each other.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from powertrain.runtime import checks
+
+if TYPE_CHECKING:
+    from powertrain.parallel.transport.collective import Transport
+
+_TILE_M, _TILE_N = 128, 256
+# measured on four H200s (benchmarks/results/2026-11-21_h200_overlap.md), in seconds, bytes/s and share
+_PRODUCT_START = 5e-6  # from one product's end to the next one's start
+_COPY_START = 12e-6  # a copy engine's time for a small copy, with the words around it
+_CALL = 25e-6  # what an overlapped call adds: publishing or summing, the words of all peers
+_COLLECTIVE_START = 30e-6
+_COLLECTIVE_RATE = 0.85  # of the link rate
+_IN_TURN = 0.88  # of the link rate, when copies from one peer follow those from another
+_HOST = 200e-6  # that the host takes to make an overlapped call: one that ends sooner would wait for it
+_FUSED_FROM = 64 << 20  # bytes of each rank, of rows that travel longer than the product takes: 0.681 ms, chunks 0.705
+_UNKNOWN_FROM = 4 << 20  # bytes of each rank that are sent in pieces where no link was measured
+_REMEMBERED = 256  # choices: token counts may differ in every call
+_WORTH = 0.98  # an overlapped call must be predicted to take less than this share of the sequential one
+
+
+Way = Literal["sequential", "chunked", "fused"]
+
+
+class Product(NamedTuple):
+    """gather: [rows, depth] travels, then is multiplied; scatter: [rows, width] is the product, and travels."""
+
+    kind: Literal["gather", "scatter"]
+    rows: int
+    width: int
+    depth: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Seconds, predicted; 0 where nothing was predicted.
+
+    way    "sequential": the collective, then the product; "chunked": a product for each rank's rows, by cuBLAS;
+           "fused": one kernel that waits for the rows, or sends them, itself
+    """
+
+    way: Way
+    why: str
+    product: float = 0.0
+    collective: float = 0.0
+    overlapped: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """The share of the collective's own time that is not hidden."""
+        taken = self.product + self.collective if self.way == "sequential" else self.overlapped
+        return (taken - self.product) / self.collective if self.collective else 0.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device and its links do. flops: dense, of the tensors' dtype; link: bytes/s from one peer."""
+
+    sms: int
+    flops: float
+    link: float
+
+
+class Planner:
+    """Chooses once for each product, and keeps what it chose."""
+
+    def __init__(self, transport: "Transport", rates: Rates | None = None) -> None:
+        self.transport, self.rates = transport, rates
+        self.choices: dict[Product, Choice] = {}
+
+    def choose(self, product: Product) -> Choice:
+        found = self.choices.get(product)
+        if found is None:
+            if len(self.choices) >= _REMEMBERED:
+                del self.choices[next(iter(self.choices))]
+            found = self.choices[product] = self._chosen(product)
+        return found
+
+    def _chosen(self, product: Product) -> Choice:
+        name = self.transport.name
+        if name == "sequential":
+            return Choice("sequential", "asked for")
+        if product.rows < self.transport.size:
+            return Choice("sequential", "fewer rows than ranks")
+        if self.rates is None:
+            small = self.transport.on_gpus and _travels(product, self.transport.size) < _UNKNOWN_FROM
+            why = "too little to send in pieces" if small else "nothing is known of this device's speed"
+            return Choice("sequential" if small else "chunked", f"{name}: {why}")
+        return predict(product, self.transport.size, self.rates)
+
+    def explain(self) -> str:
+        """A line for each product: alone, collective alone, exposed, bound, choice and why."""
+        return "\n".join(_line(product, choice) for product, choice in self.choices.items())
+
+
+def product_seconds(rows: int, width: int, depth: int, rates: Rates) -> float:
+    """Of [rows, depth] x [depth, width], by whole waves of tiles."""
+    waves = -(-(-(-rows // _TILE_M) * -(-width // _TILE_N)) // rates.sms)
+    return waves * 2 * _TILE_M * _TILE_N * depth / (rates.flops / rates.sms)
+
+
+def predict(product: Product, size: int, rates: Rates) -> Choice:
+    """The faster way for one product on `size` ranks."""
+    _, rows, width, depth, _ = product
+    chunk, travels = -(-rows // size), _travels(product, size)
+    alone = product_seconds(rows, width, depth, rates)
+    collective = _COLLECTIVE_START + (size - 1) * travels / (_COLLECTIVE_RATE * rates.link)
+    step = _COPY_START + travels / (_IN_TURN * rates.link)
+    chunked = _CALL + _pipeline(product_seconds(chunk, width, depth, rates), step, size)
+    if chunked < _HOST:
+        why = f"overlapped it would take {chunked * 1e3:.3f} ms, less than the host takes to say so"
+        return Choice("sequential", why, alone, collective, chunked)
+    if chunked > _WORTH * (alone + collective):
+        why = f"overlapped it would take {chunked * 1e3:.3f} ms, one after the other less"
+        return Choice("sequential", why, alone, collective, chunked)
+    if product.kind == "gather" and travels >= _FUSED_FROM and alone < collective:
+        return Choice("fused", "the product waits for pieces smaller than one of its own", alone, collective, chunked)
+    return Choice("chunked", "what travels hides behind the products", alone, collective, chunked)
+
+
+def _travels(product: Product, size: int) -> int:
+    """Bytes that each rank sends to each other one."""
+    width = product.depth if product.kind == "gather" else product.width
+    return -(-product.rows // size) * width * product.dtype.itemsize
+
+
+def _pipeline(product: float, step: float, size: int) -> float:
+    """Seconds until the last of `size` products ends, one of which needs nothing to travel, the others a step each."""
+    ended = product + _PRODUCT_START
+    for peer in range(1, size):
+        ended = max(ended, peer * step) + product + _PRODUCT_START
+    return ended
+
+
+def _line(product: Product, choice: Choice) -> str:
+    p, c = product, choice
+    shape = f"{'all-gather, then' if p.kind == 'gather' else ''} {p.rows}x{p.depth} by {p.depth}x{p.width}".strip()
+    name = f"{shape}{', then reduce-scatter' if p.kind == 'scatter' else ''}, {checks.name(p.dtype)}"
+    if not c.collective:
+        return f"{name}: {c.way} ({c.why})"
+    bound = (c.product + c.collective) / max(c.product, c.collective)
+    return (
+        f"{name}: {c.way} ({c.why}); predicted: product {c.product * 1e3:.3f} ms, "
+        f"collective {c.collective * 1e3:.3f} ms, exposed {c.exposed:.0%}, at best {bound:.2f}x"
+    )

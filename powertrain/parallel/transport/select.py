@@ -1,0 +1,97 @@
+"""From the best transport down to the one that always works; every step down is said, with the probe that failed."""
+
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from powertrain.parallel.transport.collective import CollectiveTransport, Transport, on_gpus
+from powertrain.parallel.transport.heartbeat import Peer
+from powertrain.runtime import checks, tracing
+
+NAMES = ("auto", "symmetric", "pipelined", "sequential")
+SLOWEST_LINK = 60e9  # bytes/s: PCIe 5 x16 stays below, every NVLink above
+
+
+class TransportUnavailable(RuntimeError):
+    """The transport that was asked for cannot serve this group; the message names the probe that failed."""
+
+
+def open_transport(group: dist.ProcessGroup, name: str, *, strict: bool, debug: bool) -> Transport:
+    """The transport of that name, or the best one; collective over the group.
+
+    Raises TransportUnavailable, on every rank, if it was asked for by name or strictly and cannot be had.
+    """
+    checks.one_of("Overlap", "transport", name, NAMES)
+    if name in ("auto", "symmetric") and group.size() > 1:
+        found = _open_symmetric(group, debug)
+        if not isinstance(found, str):
+            return found
+        if strict or name == "symmetric":
+            raise TransportUnavailable(f"Overlap: no symmetric memory among these {group.size()} ranks: {found}")
+        if group.rank() == 0 and on_gpus(group):
+            tracing.warn(f"overlap goes through {dist.get_backend(group)} sends, not symmetric memory: {found}")
+    return CollectiveTransport(group, sequential=name == "sequential", debug=debug)
+
+
+def _open_symmetric(group: dist.ProcessGroup, debug: bool) -> Transport | str:
+    """The transport, or which probe failed. The same answer on every rank."""
+    problem = _together(group, _problem_here(group))
+    if problem:
+        return problem
+    from powertrain.parallel.transport.symmetric import SymmetricTransport
+
+    transport, problem, rate = None, "", 0.0
+    try:
+        transport = SymmetricTransport(group, torch.device("cuda", torch.cuda.current_device()), debug=debug)
+        rate = transport.measure_link()
+    except RuntimeError as error:
+        problem = f"memory cannot be shared: {str(error).splitlines()[0]}"
+    problem = _together(group, problem)
+    rate = _slowest(group, rate)
+    if not problem and rate < SLOWEST_LINK:
+        problem = (
+            f"{rate / 1e9:.0f} GB/s between GPUs is PCIe, not NVLink: `nvidia-smi topo -m` shows which GPUs are "
+            "linked; put a group's ranks on those"
+        )
+    if transport is None or problem:
+        return problem
+    transport.link_rate = rate
+    return transport
+
+
+def _problem_here(group: dist.ProcessGroup) -> str:
+    """What rules symmetric memory out, as far as this rank can tell before trying; "" if nothing does."""
+    if not on_gpus(group):
+        return "its tensors are on the CPU"
+    here = torch.cuda.get_device_properties(torch.cuda.current_device())
+    mine = (Peer.here(group.rank()).machine, socket.gethostname(), str(here.uuid), torch.cuda.current_device())
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, (machine, host, uuid, index) in enumerate(everyone):
+        if rank == group.rank():
+            continue
+        if machine != mine[0]:
+            return f"ranks are on several hosts ({mine[1]}, {host}): make one axis of the mesh per host"
+        if uuid == mine[2]:
+            return f"ranks {group.rank()} and {rank} use the same GPU: set each to its own with torch.cuda.set_device"
+        if index != mine[3] and not torch.cuda.can_device_access_peer(mine[3], index):
+            return (
+                f"GPU {mine[3]} cannot reach GPU {index}'s memory: `nvidia-smi topo -p2p r` says why (IOMMU or ACS of "
+                "the PCIe bridges, a virtual machine without peer access)"
+            )
+    return ""
+
+
+def _together(group: dist.ProcessGroup, problem: str) -> str:
+    """The first rank's problem that has one, on every rank."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, problem, group=group)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text), "")
+
+
+def _slowest(group: dist.ProcessGroup, rate: float) -> float:
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, rate, group=group)
+    return min(everyone)

@@ -1,0 +1,431 @@
+"""GPUs of one host that reach each other's memory over NVLink: torch's symmetric memory, copy engines, our own words.
+
+Every rank has memory that all others have mapped too. Rows are copied by copy engines, one peer at a time in an order
+that differs from rank to rank (on four H200s 310 to 370 GB/s to one peer from 16 MiB on, 276 to three at once).
+Words are waited for and written by the streams themselves (powertrain/parallel/transport/protocol.py); no kernel spins, and
+nothing that a product could starve stands between a copy and the product that wants it. Rows are written to where they
+are wanted, not read from there: a writer needs no answer before it starts. Any shape, any number of rows
+a call: memory grows when a call needs more than any before it, which is the one time that ranks wait for each other
+on the host.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from powertrain.parallel.cost_model import Choice, Rates
+from powertrain.parallel.transport.collective import CollectiveTransport, Gathering, Rows, Scattering, Trading, Traffic
+from powertrain.parallel.transport.poison import poison_kernel
+from powertrain.parallel.transport.protocol import (
+    COMBINE,
+    DISPATCH,
+    GATHER,
+    KINDS,
+    PIECES,
+    ROOM,
+    SCATTER,
+    SLOTS,
+    SLOTS_OF,
+    USES,
+    Engine,
+    Protocol,
+    Word,
+)
+from powertrain.parallel.transport.sum_parts import sum_parts
+from powertrain.parallel.transport.watchdog import Call, Watch
+from powertrain.runtime import tracing
+from powertrain.runtime.driver import MemoryOps, copy
+from powertrain.runtime.errors import WarmUpFirst
+
+_ALIGNMENT = 256  # bytes: of every part in an inbox, so that any kernel may read or write it in whole vectors
+_LINE = 64  # bytes between words
+_FLOPS_PER_SM = 5.8e12  # bf16 products, measured on an H200; slower devices hide more than is predicted
+
+
+class TransportBroken(RuntimeError):
+    """Memory shared between GPUs does not hold what was written to it."""
+
+
+_TRADES = {DISPATCH: "dispatch to experts", COMBINE: "results of experts"}
+
+Span = tuple[int, int]  # a piece of memory, this device's or a peer's: address and bytes
+
+
+class Shared:
+    """Memory of which every rank has the like, all of it mapped by all, in slots."""
+
+    def __init__(self, slot_bytes: int, slots: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.slot_bytes = max(1, -(-slot_bytes // _ALIGNMENT)) * _ALIGNMENT
+        self.mine = symmetric_memory.empty(slots * self.slot_bytes, dtype=torch.uint8, device=device)
+        self.handle = symmetric_memory.rendezvous(self.mine, group.group_name)
+        self.addresses = [int(p) for p in self.handle.buffer_ptrs]
+
+    def tensor(self, slot: int, shape: tuple[int, int], dtype: torch.dtype, start: int = 0) -> Tensor:
+        """Elements of one of this rank's own slots, from a byte on."""
+        elements = self.mine.view(dtype)
+        offset = elements.storage_offset() + (slot * self.slot_bytes + start) // dtype.itemsize
+        return elements.as_strided(shape, (shape[1], 1), offset)
+
+    def slot(self, rank: int, slot: int) -> int:
+        """The address of a rank's slot."""
+        return self.addresses[rank] + slot * self.slot_bytes
+
+
+class CudaEngine(Engine[int, Span]):
+    """Streams are CUDA's, by address."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        shape = (len(KINDS), len(USES), SLOTS, self.size, PIECES)
+        nbytes = _LINE * math.prod(shape)
+        self.words = Shared(nbytes, 1, group, device)
+        torch.cuda.synchronize(device)
+        self.words.mine.zero_()
+        self.block = self.words.mine[:nbytes].view(torch.int32)
+        self.values = self.block.view(*shape, _LINE // 4)[..., 0]
+        self.values[ROOM] = 1
+        torch.cuda.synchronize(device)
+        self._ops: dict[Any, MemoryOps] = {}
+
+    def address(self, rank: int, word: Word) -> int:
+        index = ((word.kind * len(USES) + word.use) * SLOTS + word.slot) * self.size + word.peer
+        return self.words.addresses[rank] + _LINE * (index * PIECES + word.piece)
+
+    def consume(self, stream: int, words: Sequence[Word]) -> None:
+        key = tuple(words)
+        ops = self._ops.get(key)
+        if ops is None:
+            places = [self.address(self.rank, word) for word in words]
+            ops = self._ops[key] = MemoryOps(wait=[(p, 1) for p in places], write=[(p, 0) for p in places])
+        ops.enqueue(stream)
+
+    def signal(self, stream: int, words: Sequence[tuple[int, Word]]) -> None:
+        key = tuple(words)
+        ops = self._ops.get(key)
+        if ops is None:
+            ops = self._ops[key] = MemoryOps(write=[(self.address(rank, word), 1) for rank, word in words])
+        ops.enqueue(stream)
+
+    def copy(self, stream: int, source: Span, target: Span) -> None:
+        if source[1]:
+            copy(target[0], source[0], source[1], stream)
+
+
+class SymmetricTransport(CollectiveTransport):
+    """NCCL for what is taken in sequence, and this file for what overlaps."""
+
+    name = "symmetric"
+    link_rate: float  # bytes/s from one peer, of the slowest rank
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, debug: bool = False) -> None:
+        super().__init__(group, debug=debug)
+        start = time.monotonic()
+        self.device = device
+        self.engine = CudaEngine(group, device)
+        self.steps = Protocol(self.engine)
+        self.error = torch.zeros(1, dtype=torch.int32, device=device)
+        self.watch = Watch(self.peers, group, device, self.error, self.engine.block, self.engine.values.numel())
+        # copies of one kind go out one after the other: two peers at once get less than one after the other
+        self.outward = {use: torch.cuda.Stream(device, priority=-1) for use in USES}
+        self._fork, self._join = torch.cuda.Event(), torch.cuda.Event()
+        self._shared: dict[int, Shared] = {}
+        self._captured: set[Shared] = set()
+        self._fused: Any = None
+        self._abandoned = ""
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        dist.barrier(group)
+        if self.rank == 0:
+            seconds = time.monotonic() - start
+            tracing.progress(f"overlap of {self.size} GPUs over NVLink started in {seconds:.1f} s")
+
+    def inbox(self, use: int, slot_bytes: int) -> Shared:
+        """Slots of at least so many bytes. Larger than ever before: every rank waits for all others."""
+        found, capturing = self._shared.get(use), torch.cuda.is_current_stream_capturing()
+        if found is None or found.slot_bytes < slot_bytes:
+            if capturing:
+                raise WarmUpFirst(
+                    f"powertrain.parallel: a call in a captured graph needs {slot_bytes} bytes of shared memory, more "
+                    "than any before: run it once before capturing"
+                )
+            self._wait_for_all()
+            self._shared.pop(use, None)
+            self._shared[use] = found = Shared(slot_bytes, SLOTS_OF[use], self.group, self.device)
+            self._wait_for_all()
+        if capturing:
+            self._captured.add(found)  # replays go on there, whatever later calls need
+        return found
+
+    def _wait_for_all(self) -> None:
+        """Nobody's streams touch the memory any more."""
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)
+
+    def measure_link(self) -> float:
+        """Bytes per second from the next rank's memory, all ranks at once; checks what came, too."""
+        nbytes = 32 << 20
+        memory = self.inbox(GATHER, nbytes)
+        memory.mine[:nbytes].view(torch.int32).copy_(torch.arange(nbytes // 4, device=self.device) + self.rank)
+        self._wait_for_all()
+        peer, stream = (self.rank + 1) % self.size, torch.cuda.current_stream(self.device)
+        target = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        best = 0.0
+        for _ in range(4):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            self.engine.copy(stream.cuda_stream, (memory.addresses[peer], nbytes), (target.data_ptr(), nbytes))
+            end.record()
+            end.synchronize()
+            best = max(best, nbytes / (start.elapsed_time(end) / 1e3))
+        came = target.view(torch.int32)[:: nbytes // 64].cpu()
+        expected = torch.arange(nbytes // 4)[:: nbytes // 64] + peer
+        self._wait_for_all()
+        if not torch.equal(came.long(), expected):
+            raise TransportBroken(f"rank {self.rank} read from rank {peer}'s memory what was not written there")
+        return best
+
+    def rates(self) -> Rates | None:
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return Rates(sms, _FLOPS_PER_SM * sms, self.link_rate)
+
+    def fused(self, choice: Choice, x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Any:
+        if choice.way != "fused" or not x.is_cuda:
+            return None
+        from powertrain.parallel.transport.symmetric_fused import Fused, serves  # needs Gluon
+
+        if not serves(x, weights, outputs):
+            return None
+        if self._fused is None:
+            self._fused = Fused(self)
+        return self._fused
+
+    def fork(self, use: int, main: torch.cuda.Stream) -> int:
+        """The stream for copies that come after what the main stream holds."""
+        stream = self.outward[use]
+        self._fork.record(main)
+        stream.wait_event(self._fork)
+        return stream.cuda_stream
+
+    def join(self, use: int, main: torch.cuda.Stream) -> None:
+        """The main stream goes on when the copies are made."""
+        self._join.record(self.outward[use])
+        main.wait_event(self._join)
+
+    def begin(self, call: Call) -> torch.cuda.Stream:
+        """A call starts on the current stream, after the one before it, whose slots it may use."""
+        self.watch.raise_if_failed()
+        if self._abandoned:
+            raise TransportBroken(f"{self._abandoned}; close this Overlap on every rank, and make it anew")
+        main = torch.cuda.current_stream(self.device)
+        if self._last is not None and self._last[0] != main and not torch.cuda.is_current_stream_capturing():
+            main.wait_event(self._last[1])
+        self.peers.calls += 1
+        self.watch.begin(call, self.peers.calls, main.cuda_stream)
+        return main
+
+    def end(self, call: Call, main: torch.cuda.Stream, outputs: Sequence[Tensor]) -> None:
+        for y in outputs:
+            if y.is_contiguous():
+                poison_kernel(y, self.error)
+            else:  # a main_grad may lie as it likes
+                y.masked_fill_(self.error != 0, torch.nan)
+        self.watch.end(call, main.cuda_stream)
+        if not torch.cuda.is_current_stream_capturing():
+            event = self._last[1] if self._last is not None else torch.cuda.Event()
+            event.record(main)
+            self._last = main, event
+
+    def abandon(self, error: Exception) -> None:
+        call = self.watch.inside()
+        if call is not None:
+            self._abandoned = f"{call} failed half-way on rank {self.peers.here.global_rank} ({error!r})"
+
+    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
+        if not shard.is_cuda:
+            return super().gather(shard, rows, keep=keep)
+        return SymmetricGathering(self, shard.contiguous(), rows, keep)
+
+    def scatter(self, like: Tensor, rows: Rows, width: int) -> Scattering:
+        if not like.is_cuda:
+            return super().scatter(like, rows, width)
+        return SymmetricScattering(self, like, rows, width)
+
+    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> Trading:
+        if not like.is_cuda:
+            return super().trade(use, like, traffic, width)
+        return SymmetricTrading(self, use, like, traffic, width)
+
+    def let_go(self) -> None:
+        self.watch.close()
+        super().let_go()
+
+    def close(self) -> None:
+        super().close()
+        self.watch.close()
+        if self.watch.failure is None:  # else somebody will not come
+            self._wait_for_all()
+        self._shared.clear()
+        self._captured.clear()
+
+
+class SymmetricGathering(Gathering):
+    """Each rank copies its rows to where they belong in the others' inboxes, which are the gathered tensors."""
+
+    pieces = 1
+
+    def __init__(self, transport: SymmetricTransport, shard: Tensor, rows: Rows, keep: bool) -> None:
+        self.transport, self.shard, self.rows = transport, shard, rows
+        self.rank, steps = transport.rank, transport.steps
+        row_bytes = shard.shape[1] * shard.element_size()
+        inbox = transport.inbox(GATHER, rows.total * row_bytes)
+        self.order = [self.rank, *steps.senders]
+        self.call = Call("all-gather", (rows.total, shard.shape[1]), shard.dtype, transport.layer)
+        self.main = transport.begin(self.call)
+        self.slot = steps.next_slot(GATHER)
+        self.buffer = inbox.tensor(self.slot, (rows.total, shard.shape[1]), shard.dtype)
+        self.parts = rows.split(self.buffer)
+        stream = transport.fork(GATHER, self.main)
+        source, first = shard.data_ptr(), rows.of(self.rank).start * row_bytes
+        cuts = [(a * row_bytes, (b - a) * row_bytes) for a, b in pairwise(self.cuts(self.rank))]
+        for peer in steps.receivers:
+            base = inbox.slot(peer, self.slot)
+            steps.send(stream, GATHER, self.slot, peer, [((source + at - first, n), (base + at, n)) for at, n in cuts])
+        if keep:
+            own = inbox.slot(self.rank, self.slot) + first
+            transport.engine.copy(stream, (source, shard.numel() * shard.element_size()), (own, 0))
+
+    def cuts(self, rank: int) -> list[int]:
+        """Where a rank's pieces start in the whole, and where the last one ends."""
+        start, count = self.rows.of(rank).start, self.rows.counts[rank]
+        return [start + count * i // self.pieces for i in range(self.pieces + 1)]
+
+    @property
+    def whole(self) -> Tensor:  # type: ignore[override]
+        self.transport.join(GATHER, self.main)
+        return self.buffer
+
+    def wait(self, rank: int) -> Tensor:
+        if rank == self.rank:
+            return self.shard
+        stream = torch.cuda.current_stream(self.transport.device).cuda_stream
+        self.transport.steps.receive(stream, GATHER, self.slot, [rank])
+        return self.parts[rank]
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:
+        self.transport.join(GATHER, self.main)
+        self.transport.steps.release(self.main.cuda_stream, GATHER, self.slot)
+        self.transport.end(self.call, self.main, outputs)
+
+
+class SymmetricScattering(Scattering):
+    """Each part is copied to the inbox of the rank that owns its rows."""
+
+    def __init__(self, transport: SymmetricTransport, like: Tensor, rows: Rows, width: int) -> None:
+        self.transport, self.rows, self.width = transport, rows, width
+        self.rank = transport.rank
+        self.order = [*transport.steps.receivers, self.rank]
+        element = like.element_size()
+        # the distance between two sources' parts in each rank's inbox
+        self.strides = [-(-count * width * element // _ALIGNMENT) * _ALIGNMENT for count in rows.counts]
+        self.memory = transport.inbox(SCATTER, max(self.strides) * transport.size)
+        self.call = Call("reduce-scatter", (rows.total, width), like.dtype, transport.layer)
+        self.main = transport.begin(self.call)
+        self.slot = transport.steps.next_slot(SCATTER)
+        apart = self.strides[self.rank] // element
+        mine = self.memory.tensor(self.slot, (transport.size, apart), like.dtype)
+        self.inbox = mine.as_strided((transport.size, rows.counts[self.rank], width), (apart, width, 1))
+        self._start(like)
+
+    def _start(self, like: Tensor) -> None:
+        self.parts = self.rows.split(like.new_empty((self.rows.total, self.width)))
+
+    def place(self, rank: int) -> int:
+        """The address of this rank's part in another's inbox."""
+        return self.memory.slot(rank, self.slot) + self.rank * self.strides[rank]
+
+    def part(self, rank: int) -> Tensor:
+        return self.inbox[rank] if rank == self.rank else self.parts[rank]
+
+    def send(self, rank: int) -> None:
+        if rank == self.rank:
+            return
+        stream = self.transport.fork(SCATTER, torch.cuda.current_stream(self.transport.device))
+        part = self.parts[rank]
+        source = part.data_ptr(), part.numel() * part.element_size()
+        self.transport.steps.send(stream, SCATTER, self.slot, rank, [(source, (self.place(rank), 0))])
+
+    def _sent(self) -> None:
+        self.transport.join(SCATTER, self.main)
+
+    def reduce(self, bias: Tensor | None = None) -> Tensor:
+        steps, stream = self.transport.steps, self.main.cuda_stream
+        self._sent()
+        steps.receive(stream, SCATTER, self.slot, steps.senders)
+        y = sum_parts(self.inbox, bias)
+        steps.release(stream, SCATTER, self.slot)
+        self.transport.end(self.call, self.main, [y])
+        return y
+
+
+class SymmetricTrading(Trading):
+    """Rows are copied into the inbox of the rank they are for, each source's behind those of the ranks before it."""
+
+    def __init__(self, transport: SymmetricTransport, use: int, like: Tensor, traffic: Traffic, width: int) -> None:
+        self.transport, self.use, self.rank = transport, use, transport.rank
+        self.order = [self.rank, *transport.inwards()]
+        row_bytes = width * like.element_size()
+        # [target][source]: where in the target's inbox those rows start; its own never go there
+        self.starts = [_starts(traffic.received(rank), rank, row_bytes) for rank in range(transport.size)]
+        self.memory = transport.inbox(use, _roomy(max(starts[-1] for starts in self.starts)))
+        received = traffic.received(self.rank)
+        self.call = Call(_TRADES[use], (sum(received), width), like.dtype, transport.layer)
+        self.main = transport.begin(self.call)
+        self.slot = transport.steps.next_slot(use)
+        self.whole = like.new_empty((sum(received), width))
+        self.parts = self.whole.split(received)
+        self.sent: list[Tensor] = []
+
+    def send(self, rank: int, rows: Tensor) -> None:
+        if rank == self.rank:
+            self.parts[rank].copy_(rows)
+            return
+        stream = self.transport.fork(self.use, torch.cuda.current_stream(self.transport.device))
+        source = rows.data_ptr(), rows.numel() * rows.element_size()
+        target = self.memory.slot(rank, self.slot) + self.starts[rank][self.rank]
+        self.transport.steps.send(stream, self.use, self.slot, rank, [(source, (target, 0))])
+        self.sent.append(rows)
+
+    def wait(self, rank: int) -> Tensor:
+        part = self.parts[rank]
+        if rank != self.rank:
+            stream = torch.cuda.current_stream(self.transport.device).cuda_stream
+            self.transport.steps.receive(stream, self.use, self.slot, [rank])
+            shape = (part.shape[0], part.shape[1])
+            part.copy_(self.memory.tensor(self.slot, shape, part.dtype, self.starts[self.rank][rank]))
+        return part
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:
+        self.transport.join(self.use, self.main)
+        self.transport.steps.release(self.main.cuda_stream, self.use, self.slot)
+        self.transport.end(self.call, self.main, outputs)
+
+
+def _starts(counts: Sequence[int], own: int, row_bytes: int) -> list[int]:
+    """Where each source's rows start in an inbox, in bytes, and where the last ones end."""
+    starts = [0]
+    for rank, count in enumerate(counts):
+        nbytes = 0 if rank == own else -(-count * row_bytes // _ALIGNMENT) * _ALIGNMENT
+        starts.append(starts[-1] + nbytes)
+    return starts
+
+
+def _roomy(nbytes: int) -> int:
+    """At most a quarter more, so that memory grows seldom where counts change in every call."""
+    step = 1 << max(0, nbytes.bit_length() - 3)
+    return -(-nbytes // step) * step

@@ -1,0 +1,127 @@
+"""One kernel for a whole product whose rows travel meanwhile: the Hopper GEMM of ops/gemm/hopper.py over NVLink.
+
+Gathered: peers' copy engines bring their rows in pieces, each with its FULL word; the kernel starts with this rank's
+own rows and waits, inside, for each piece before its first tile of it. Scattered: each tile is stored straight into the
+inbox of the rank that owns its rows, and the last tile of a rank's rows makes that rank's FULL word 1.
+
+Beside chunked products this fills every wave of tiles but the last, needs no staging memory for what is sent, and lets
+rows be used in pieces smaller than a good product. The words and slots are the protocol's, unchanged.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from powertrain.ops.gemm.gemm import fails_here
+from powertrain.ops.gemm.hopper import Gathered, Scattered, hopper_gemm, why_not
+from powertrain.parallel.transport.collective import Rows
+from powertrain.parallel.transport.protocol import FULL, GATHER, PIECES, SCATTER, Word
+from powertrain.parallel.transport.symmetric import SymmetricGathering, SymmetricScattering, SymmetricTransport
+from powertrain.runtime.gluon_compat import trouble
+from powertrain.runtime.target import Target
+
+
+class Fused:
+    """What the kernel needs on this device, made once."""
+
+    def __init__(self, transport: SymmetricTransport) -> None:
+        self.transport, self.device = transport, transport.device
+        self.counters = torch.zeros(transport.size, dtype=torch.int32, device=self.device)
+        self.own_signal = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._integers = lru_cache(256)(partial(_integers, self.device))
+        self._captured: list[Tensor] = []
+
+    def integers(self, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """On the device; made once for each of the last calls' values."""
+        found = self._integers(values, dtype)
+        if torch.cuda.is_current_stream_capturing():
+            self._captured.append(found)  # replays read it, however many calls are between
+        return found
+
+    def all_gather_gemm(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Rows, ys: Sequence[Tensor],
+        *, keep: bool,
+    ) -> "FusedGathering":  # fmt: skip
+        """ys[i] = gather(x) weights[i]ᵀ + biases[i]; the gathering is still to be finished."""
+        gathering = FusedGathering(self, x.contiguous(), rows, keep)
+        hook = gathering.hook()
+        for w, bias, y in zip(weights, biases, ys, strict=True):
+            b, layout = _stored(w)
+            hopper_gemm(gathering.buffer, b, y, layout=layout, bias=bias, gathered=hook)
+        gathering.received()
+        return gathering
+
+    def gemm_scatter(self, x: Tensor, w: Tensor, rows: Rows) -> "FusedScattering":
+        """x wᵀ, each rank's rows on their way to it; the sum is still to be taken."""
+        scattering = FusedScattering(self, x, rows, w.shape[0])
+        b, layout = _stored(w)
+        hopper_gemm(x, b, None, layout=layout, scattered=scattering.hook())
+        return scattering
+
+
+def _integers(device: torch.device, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def serves(x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> bool:
+    """Whether the kernel runs here, and takes these operands."""
+    if Target.of(x.device).arch != 90 or trouble() or fails_here(x.device):
+        return False
+    return all(why_not(x, _stored(w)[0], y) is None for w, y in zip(weights, outputs, strict=True))
+
+
+def _stored(w: Tensor) -> tuple[Tensor, str]:
+    """w [N, K] as it lies in memory, and the layout of x wᵀ."""
+    return (w, "nt") if w.stride(1) == 1 else (w.T, "nn")
+
+
+class FusedGathering(SymmetricGathering):
+    pieces = PIECES
+
+    def __init__(self, fused: Fused, shard: Tensor, rows: Rows, keep: bool) -> None:
+        self.fused = fused
+        super().__init__(fused.transport, shard, rows, keep)
+
+    def hook(self) -> Gathered:
+        ranks, integers = range(self.transport.size), self.fused.integers
+        bounds = (*(cut for rank in ranks for cut in self.cuts(rank)[:-1]), self.rows.total)
+        order = tuple(rank * PIECES + piece for rank in self.order for piece in range(PIECES))
+        flags = self.transport.engine.values[FULL, GATHER, self.slot].view(-1)
+        own = self.rank * PIECES, (self.rank + 1) * PIECES
+        return Gathered(integers(bounds, torch.int32), integers(order, torch.int32), flags, self.shard, own)
+
+    def received(self) -> None:
+        """The kernel has waited for every piece: the words are consumed."""
+        steps = self.transport.steps
+        steps.receive(self.main.cuda_stream, GATHER, self.slot, steps.senders, PIECES)
+
+    def wait(self, rank: int) -> Tensor:
+        return self.parts[rank]
+
+
+class FusedScattering(SymmetricScattering):
+    def __init__(self, fused: Fused, like: Tensor, rows: Rows, width: int) -> None:
+        self.fused = fused
+        super().__init__(fused.transport, like, rows, width)
+
+    def _start(self, like: Tensor) -> None:
+        """The kernel writes into all inboxes: it starts when all of them have room."""
+        steps = self.transport.steps
+        steps.await_room(self.main.cuda_stream, SCATTER, self.slot, steps.receivers)
+
+    def hook(self) -> Scattered:
+        ranks, integers = range(self.transport.size), self.fused.integers
+        starts = (*(self.rows.of(rank).start for rank in ranks), self.rows.total)
+        full = Word(FULL, SCATTER, self.slot, self.rank)
+        signals = [self.transport.engine.address(rank, full) for rank in ranks]
+        signals[self.rank] = self.fused.own_signal.data_ptr()
+        return Scattered(
+            integers(starts, torch.int32), integers(tuple(self.order), torch.int32),
+            integers(tuple(self.place(rank) for rank in ranks), torch.int64),
+            integers(tuple(signals), torch.int64), self.fused.counters, self.width,
+        )  # fmt: skip
+
+    def _sent(self) -> None:
+        """The kernel has sent everything when it ends."""

@@ -1,0 +1,155 @@
+"""Waits that report: which call a GPU stands in, whom it waits for, and what happens when that rank is gone.
+
+A stream that waits for a word in memory waits for ever and cannot raise. So a thread of each process looks at what its
+stream says it is doing. After five seconds in one call it names the ranks that have not come. When one of them is
+gone, or nobody came for as long as the process group waits, it sets the error word and then makes every word 1
+until the stream has run dry: what the streams compute on the way is not to be trusted, and the kernel at the end of
+each call fills its result with NaN where the error word is set. The next call raises PeerTimeout.
+
+The thread launches no kernel: loading one for the first time waits for streams that stand still. It copies words and
+writes them, which needs none.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from powertrain.parallel.transport.collective import in_layer
+from powertrain.parallel.transport.heartbeat import Peers, PeerTimeout, in_background, listed
+from powertrain.runtime import checks, tracing
+from powertrain.runtime.driver import MemoryOps, write_word
+
+_QUIET = 5.0  # seconds in one call before a line says whom it waits for
+_POLL = 0.25
+_REMEMBERED = 4096  # calls whose names are kept
+
+
+class Call(NamedTuple):
+    """What a stream does: "all-gather" of [rows, features], in a layer of that name."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layer: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.op} of {list(self.shape)} {checks.name(self.dtype)}{in_layer(self.layer)}"
+
+
+class Watch:
+    """error [1] and words (all of them, contiguous): int32 on the device. number: of words, evenly spaced in that."""
+
+    def __init__(
+        self, peers: Peers, group: dist.ProcessGroup, device: torch.device, error: Tensor, words: Tensor, number: int
+    ) -> None:
+        self.device, self.error, self.words = device, error, words
+        self.failure: PeerTimeout | None = None
+        self.deadline = group._get_backend(device).options._timeout.total_seconds()
+        self.peers = peers
+        # written by streams, read by the thread: the number of the call they are in, or 0
+        self.running = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._address = self.running.data_ptr()
+        self._names: OrderedDict[int, Call] = OrderedDict()
+        self._inside: list[tuple[Call, int]] = []
+        self._stream = torch.cuda.Stream(device)
+        self._seen = torch.zeros(words.shape, dtype=torch.int32, pin_memory=True)
+        step = words.numel() // number
+        first = words.data_ptr()
+        self._free_all = MemoryOps(write=[(first + 4 * step * i, 1) for i in range(number)])
+        self.close = in_background(self, _look)
+
+    def begin(self, call: Call, count: int, stream: int) -> None:
+        """The count-th call of this group starts on a stream."""
+        number = count & 0x7FFFFFFF
+        self._names[number] = call
+        if len(self._names) > _REMEMBERED:
+            self._names.popitem(last=False)
+        self._inside.append((call, number))
+        self._mark(stream)
+
+    def end(self, call: Call, stream: int) -> None:
+        """A call may end inside another's, in any order."""
+        index = next(i for i, (inside, _) in enumerate(self._inside) if inside is call)
+        del self._inside[index]
+        self._mark(stream)
+
+    def inside(self) -> Call | None:
+        """The call that has begun last, and not ended."""
+        return self._inside[-1][0] if self._inside else None
+
+    def _mark(self, stream: int) -> None:
+        number = self._inside[-1][1] if self._inside else 0
+        write_word(self._address, number, stream)
+
+    def raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise PeerTimeout(str(self.failure))
+
+    def state(self) -> tuple[int, bytes]:
+        """The call that the stream is in, and all words: unchanged for seconds, it waits."""
+        with torch.cuda.stream(self._stream):
+            self._seen.copy_(self.words, non_blocking=True)
+        self._stream.synchronize()
+        return int(self.running), self._seen.numpy().tobytes()
+
+    def fail(self, why: str, closed: threading.Event) -> None:
+        """Let the streams run dry, with the error word set first, and raise at the next call."""
+        self.failure = PeerTimeout(why)
+        tracing.progress(why)
+        stream = self._stream.cuda_stream
+        with torch.cuda.device(self.device):
+            write_word(self.error.data_ptr(), 1, stream)
+            self._stream.synchronize()
+            quiet = 0
+            while quiet < 3 and not closed.wait(0.05):
+                self._free_all.enqueue(stream)
+                self._stream.synchronize()
+                quiet = quiet + 1 if int(self.running) == 0 else 0
+        self.peers.give_up(why)  # last: a store may be slow to answer
+
+
+def _look(watch: Any, closed: threading.Event) -> None:
+    """The thread: looks whether the stream still moves. It keeps no Watch alive."""
+    since, before, said = time.monotonic(), None, False
+    while not closed.wait(_POLL):
+        here: Watch | None = watch()
+        if here is None or here.failure is not None:
+            return
+        now = time.monotonic()
+        if int(here.running) == 0:
+            since, before, said = now, None, False
+            continue
+        state = here.state()
+        if state != before:
+            since, before, said = now, state, False
+        elif now - since > _QUIET:
+            said = _report(here, state[0], now - since, said, closed)
+        del here
+
+
+def _report(watch: Watch, number: int, seconds: float, said: bool, closed: threading.Event) -> bool:
+    call = watch._names.get(number, "a call in a captured graph")
+    where = f"rank {watch.peers.here.global_rank}: {call} (call {number})"
+    gone = watch.peers.gone()
+    if gone:
+        are, chunk = ("are", "their chunks do") if len(gone) > 1 else ("is", "its chunk does")
+        watch.fail(f"{where} cannot end: {listed(gone)} {are} gone, and {chunk} not come; results are NaN now", closed)
+    elif (said_by := watch.peers.gave_up()) is not None:
+        watch.fail(f"{where} cannot end: {said_by}", closed)
+    elif seconds > watch.deadline:
+        watch.fail(f"{where} waited {seconds:.0f} s, the process group's time-out, for {_late(watch, number)}", closed)
+    elif not said:
+        tracing.progress(f"{where} has waited {seconds:.0f} s for {_late(watch, number)}")
+    return True
+
+
+def _late(watch: Watch, number: int) -> str:
+    late = watch.peers.behind(number)
+    if not late:
+        return "ranks that have come this far, too: they are in this call"
+    return f"{listed(late)}, alive but not yet in this call: building kernels, saving or evaluating"

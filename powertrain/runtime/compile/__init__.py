@@ -1,0 +1,1 @@
+"""The compile service: worker processes, the store of compiled kernels, and what differs between Triton versions."""

@@ -1,0 +1,307 @@
+"""Compiled kernels on disk: content-addressed, one checksummed file an entry, layered over read-only packs.
+
+    <root>/<2 hex>/<key>.ptk     an entry
+    <root>/quarantine/           entries that were damaged, kept for a look
+    <root>/locks/<key>           flock()ed by the worker that compiles the key; existing means nothing
+
+An entry appears whole or not at all: it is written to a file without a name (O_TMPFILE), synced, then linked; where a
+file system has no such files, to a temporary name that is then renamed. A damaged entry is moved to quarantine, said
+once, and rebuilt. A store that cannot be written (read-only, full) is said once and the process works from memory.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+import struct
+import time
+import uuid
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from powertrain.runtime import tracing
+from powertrain.runtime.errors import StoreError
+from powertrain.runtime.settings import settings
+
+SCHEMA = 1
+_MAGIC = b"PTKERNEL%d\n" % SCHEMA
+_HEAD = struct.Struct("<Q32s")  # manifest length, sha256 of the manifest
+_ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.ptk")
+_MANIFEST_NAME = "pack.json"
+
+
+class Damaged(Exception):
+    """The bytes are not a whole entry; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One compiled kernel: `manifest` (kernel, arch, versions, launch facts) and `members` (cubin, ptx)."""
+
+    key: str
+    manifest: dict[str, Any]
+    members: dict[str, bytes]
+
+    def to_bytes(self) -> bytes:
+        index = [
+            {"name": name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for name, data in self.members.items()
+        ]
+        manifest = json.dumps({**self.manifest, "key": self.key, "members": index}, sort_keys=True).encode()
+        head = _HEAD.pack(len(manifest), hashlib.sha256(manifest).digest())
+        return b"".join((_MAGIC, head, manifest, *self.members.values()))
+
+    @staticmethod
+    def from_bytes(key: str, data: bytes) -> "Entry":
+        start = len(_MAGIC) + _HEAD.size
+        if len(data) < start or not data.startswith(_MAGIC):
+            raise Damaged("it is empty, cut short or no kernel entry")
+        length, digest = _HEAD.unpack_from(data, len(_MAGIC))
+        text = data[start : start + length]
+        if hashlib.sha256(text).digest() != digest:
+            raise Damaged("its manifest fails the checksum")
+        manifest = json.loads(text)
+        if manifest.pop("key") != key:
+            raise Damaged("it is the entry of another key")
+        members, at = {}, start + length
+        for member in manifest.pop("members"):
+            part = data[at : at + member["size"]]
+            if hashlib.sha256(part).hexdigest() != member["sha256"]:
+                raise Damaged(f"its {member['name']} fails the checksum")
+            members[member["name"]] = part
+            at += member["size"]
+        if at != len(data):
+            raise Damaged("it has bytes behind its end")
+        return Entry(key, manifest, members)
+
+
+def distrust(path: Path) -> str | None:
+    """Why code must not be loaded from this folder or file: somebody else could have put it there."""
+    facts = path.stat()
+    if facts.st_mode & stat.S_IWOTH:
+        return f"{path} can be written by everybody; run `chmod o-w {path}`"
+    if facts.st_uid not in (os.getuid(), 0):
+        return (
+            f"{path} belongs to user {facts.st_uid}, not to you ({os.getuid()}); choose another with POWERTRAIN_STORE"
+        )
+    return None
+
+
+@dataclass
+class Store:
+    """A folder of entries that this user may write."""
+
+    root: Path
+    trouble: str | None = field(default=None)  # why it is not written any more
+
+    def open(self) -> "Store":
+        """Make the folder if need be; raise StoreError if it must not be trusted."""
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            self.give_up(error)
+        if self.root.exists() and (reason := distrust(self.root)):
+            raise StoreError(f"kernel store refused: {reason}")
+        return self
+
+    def path(self, key: str) -> Path:
+        return self.root / key[:2] / f"{key}.ptk"
+
+    def lock_path(self, key: str) -> Path:
+        return self.root / "locks" / key
+
+    def get(self, key: str) -> Entry | None:
+        path = self.path(key)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        try:
+            return Entry.from_bytes(key, data)
+        except (Damaged, ValueError, KeyError, TypeError) as error:
+            self.quarantine(key, str(error))
+            return None
+
+    def put(self, entry: Entry) -> bool:
+        """Write an entry; False (said once) where the disk does not let us."""
+        if self.trouble:
+            return False
+        path = self.path(entry.key)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write_whole(path, entry.to_bytes())
+        except OSError as error:
+            self.give_up(error)
+            return False
+        return True
+
+    def quarantine(self, key: str, why: str) -> None:
+        """Move a damaged entry out of the way, so that it is rebuilt."""
+        path, aside = self.path(key), self.root / "quarantine" / f"{key}.{uuid.uuid4().hex[:8]}"
+        try:
+            aside.parent.mkdir(mode=0o700, exist_ok=True)
+            os.replace(path, aside)
+            where = f"moved to {aside}"
+        except OSError as error:
+            where = f"could not be moved ({error.strerror})"
+        tracing.warn(f"kernel store: {path} is damaged ({why}); {where}; the kernel is compiled again")
+
+    def keys(self) -> Iterator[str]:
+        for path in sorted(self.root.glob("[0-9a-f][0-9a-f]/*.ptk")):
+            yield path.stem
+
+    def clear(self) -> int:
+        """Delete every entry and everything in quarantine; how many files that was."""
+        paths = [*self.root.glob("[0-9a-f][0-9a-f]/*.ptk"), *self.root.glob("quarantine/*")]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return len(paths)
+
+    def give_up(self, error: OSError) -> None:
+        self.trouble = error.strerror or str(error)
+        tracing.warn(
+            f"kernel store {self.root}: cannot be written ({self.trouble}); kernels compiled now live in memory only. "
+            "Make room or set POWERTRAIN_STORE to a folder you can write"
+        )
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    try:
+        descriptor = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o600)
+    except (OSError, AttributeError) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EROFS, errno.EACCES):
+            raise
+        _write_renamed(path, data)
+        return
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        try:
+            # with a src_dir_fd Python calls linkat, which follows the link; without it link, which never does
+            os.link(f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=file.fileno(), follow_symlinks=True)
+        except FileExistsError:
+            pass  # another process published the same key
+        except OSError:
+            _write_renamed(path, data)
+
+
+def _write_renamed(path: Path, data: bytes) -> None:
+    for stale in path.parent.glob(".*.tmp"):
+        if time.time() - stale.stat().st_mtime > 3600:
+            stale.unlink(missing_ok=True)
+    temporary = path.parent / f".{uuid.uuid4().hex}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class Pack:
+    """A read-only collection of entries in one zip file, made by `powertrain prebuild`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            reason = distrust(path)
+            if reason:
+                raise StoreError(f"kernel pack refused: {reason}")
+            self._zip = zipfile.ZipFile(path)
+            names = self._zip.namelist()
+            self.manifest = json.loads(self._zip.read(_MANIFEST_NAME))
+        except (OSError, zipfile.BadZipFile, KeyError, ValueError) as error:
+            raise StoreError(
+                f"kernel pack {path}: not a pack ({error}); build it again with `powertrain prebuild`"
+            ) from None
+        bad = [name for name in names if name != _MANIFEST_NAME and not _ENTRY_NAME.fullmatch(name)]
+        if bad:
+            raise StoreError(f"kernel pack {path} refused: it holds {bad[0]!r}, which is no kernel entry")
+        self._keys = {name.removesuffix(".ptk") for name in names}
+
+    def get(self, key: str) -> Entry | None:
+        if key not in self._keys:
+            return None
+        try:
+            return Entry.from_bytes(key, self._zip.read(f"{key}.ptk"))
+        except (Damaged, zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
+            self._keys.discard(key)
+            tracing.warn(f"kernel pack {self.path}: entry {key[:12]} is damaged ({error}); the kernel is compiled here")
+            return None
+
+    def keys(self) -> Iterator[str]:
+        yield from sorted(self._keys - {_MANIFEST_NAME})
+
+
+def write_pack(path: Path, entries: list[Entry], manifest: dict[str, Any]) -> None:
+    """Write a pack beside its place and rename it there; the same entries give the same bytes."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+            parts = {f"{entry.key}.ptk": entry.to_bytes() for entry in sorted(entries, key=lambda entry: entry.key)}
+            for name, data in {_MANIFEST_NAME: json.dumps(manifest, sort_keys=True).encode(), **parts}.items():
+                archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data)
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def default_root() -> Path:
+    """Where kernels are kept: POWERTRAIN_STORE, or the user's cache folder."""
+    if settings().store:
+        return Path(settings().store or "")
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("powertrain")) / "kernels"
+
+
+@cache
+def user_store() -> Store:
+    """This user's store; refused ones are said once and replaced by memory."""
+    store = Store(default_root())
+    try:
+        return store.open()
+    except StoreError as error:
+        tracing.warn(f"{error}; kernels live in memory only")
+        return Store(Path(os.devnull) / "none", trouble="refused")
+
+
+@cache
+def packs() -> tuple[Pack, ...]:
+    """The packs named by POWERTRAIN_PACKS; an unusable one is said once and left out."""
+    from powertrain.runtime.compile.triton_compat import VERSION_TEXT
+
+    found = []
+    for name in settings().packs:
+        try:
+            pack = Pack(Path(name))
+        except StoreError as error:
+            tracing.warn(str(error))
+            continue
+        if pack.manifest.get("triton") != VERSION_TEXT:
+            tracing.warn(
+                f"kernel pack {name} was built by Triton {pack.manifest.get('triton')}, this is {VERSION_TEXT}: "
+                "none of its kernels fits; build it again with `powertrain prebuild`"
+            )
+            continue
+        found.append(pack)
+    return tuple(found)
+
+
+def find(key: str) -> tuple[Entry, str] | None:
+    """An entry and where it was found, "pack" or "store"."""
+    for pack in packs():
+        if entry := pack.get(key):
+            return entry, "pack"
+    entry = user_store().get(key)
+    return (entry, "store") if entry else None

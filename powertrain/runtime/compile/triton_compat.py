@@ -1,0 +1,215 @@
+"""Everything that touches Triton's inside, and so may differ between Triton 3.6 and 3.9, in one place.
+
+Must not import torch: the compile workers import this module and no torch.
+"""
+
+import gc
+import hashlib
+import inspect
+import io
+import os
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from powertrain.runtime.settings import settings
+
+if settings().interpret:
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(
+            "POWERTRAIN_INTERPRET=1 was set after triton had been imported; set TRITON_INTERPRET=1 too, before"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+
+if settings().interpret:
+    from powertrain.runtime.compile import triton_interpreter
+
+    triton_interpreter.install()
+
+VERSION_TEXT: str = triton.__version__
+_FOREIGN = (
+    "triton",
+    "torch",
+    "numpy",
+    "math",
+    "builtins",
+)  # their versions are part of the key, or they hold no kernels
+
+
+def _is_device_function(value: Any) -> bool:
+    return hasattr(value, "fn") and isinstance(getattr(value, "fn", None), FunctionType)
+
+
+def _tokens(function: FunctionType) -> str:
+    """The source without comments, line numbers and layout."""
+    skip = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    lines, _ = inspect.getsourcelines(function)
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    source = "".join(line[indent:] if line.strip() else "\n" for line in lines)
+    # an indent is a token too: `a` inside and after an `if` are different programs
+    kept = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.INDENT, tokenize.DEDENT):
+            kept.append(tokenize.tok_name[token.type])
+        elif token.type == tokenize.NEWLINE:
+            kept.append(";")
+        elif token.type not in skip:
+            kept.append(token.string)
+    return " ".join(kept)
+
+
+def source_hash(function: FunctionType) -> str:
+    """A hash of a kernel's source, of the device functions it calls and of the global constants it names."""
+    parts: dict[str, str] = {}
+    _collect(function, parts)
+    return hashlib.sha256("\n".join(f"{name}={parts[name]}" for name in sorted(parts)).encode()).hexdigest()
+
+
+def _collect(function: FunctionType, parts: dict[str, str]) -> None:
+    name = f"{function.__module__}.{function.__qualname__}"
+    if name in parts:
+        return
+    parts[name] = _tokens(function)
+    names = function.__code__.co_names
+    scopes = [function.__globals__]
+    for named in (function.__globals__.get(n) for n in names):
+        if isinstance(named, ModuleType) and named.__name__.partition(".")[0] not in _FOREIGN:
+            scopes.append(vars(named))
+    for scope in scopes:
+        for called in names:
+            value: Any = scope.get(called)
+            if _is_device_function(value) and value.fn.__module__.partition(".")[0] not in _FOREIGN:
+                _collect(value.fn, parts)
+            elif isinstance(value, triton.language.constexpr):
+                parts[f"{name}:{called}"] = repr(value.value)
+            elif isinstance(value, bool | int | float | str):
+                parts[f"{name}:{called}"] = repr(value)
+
+
+@cache
+def _backend(arch: int) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    return make_backend(GPUTarget("cuda", arch, 32))
+
+
+@cache
+def ptxas_version(arch: int) -> str:
+    """The ptxas that would be used: "bundled" with Triton (whose version is in the key too), or another's own words."""
+    variables = ("TRITON_PTXAS_BLACKWELL_PATH",) if arch >= 100 else ("TRITON_PTXAS_PATH",)
+    for path in (os.environ.get(variable) for variable in variables):
+        if path:
+            run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+            return f"{path}: {run.stdout.strip().splitlines()[-1] if run.stdout.strip() else run.returncode}"
+    return "bundled"
+
+
+def _parse(backend: Any, options: Mapping[str, Any]) -> Any:
+    # said explicitly because its default is an environment variable, and another one from Triton 3.10 on
+    return backend.parse_options({"enable_fp_fusion": True, **options})
+
+
+def is_gluon(jit: Any) -> bool:
+    return bool(jit.is_gluon())
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collections: Triton's code generator makes objects by the ten thousand, whose collections go over all
+    that torch holds too, a fifth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def lower(
+    jit: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    aligned: tuple[str, ...],
+    options: Mapping[str, Any],
+    arch: int,
+) -> str:
+    """A kernel's TTIR (Gluon's: TTGIR), as text without source locations, so that equal kernels give equal cubins."""
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import ASTSource
+
+    if is_gluon(jit):
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        Source = ASTSource
+    names = list(jit.arg_names)
+    backend = _backend(arch)
+    source = Source(
+        jit,
+        dict(signature),
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): backend.parse_attr("D") for name in aligned},
+    )
+    parsed = _parse(backend, options)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    with _uncollected():
+        module = source.make_ir(
+            backend.target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
+        )
+    return str(module)
+
+
+def compile_ir(path: Path, options: Mapping[str, Any], arch: int, gluon: bool) -> tuple[dict[str, Any], bytes, str]:
+    """TTIR (Gluon's: TTGIR) in a file to (launch facts, cubin, PTX). May hang or abort the process (LLVM does when
+    sm_90's wgmma is asked of another arch): only workers call it."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import Language
+
+    backend = _backend(arch)
+    parsed = _parse(backend, options)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = ir.parse_mlir_module(str(path), context)
+    module.context = context
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, parsed, Language.GLUON if gluon else Language.TRITON)
+    metadata: dict[str, Any] = {**parsed.__dict__, "target": backend.target}
+    results: dict[str, Any] = {}
+    for name, stage in stages.items():
+        results[name] = module = stage(module, metadata)
+    facts = {
+        "name": metadata["name"],
+        "num_warps": metadata["num_warps"],
+        "num_ctas": metadata.get("num_ctas", 1),
+        "shared": metadata["shared"],
+        "tmem": metadata.get("tmem_size") or 0,
+        "global_scratch": metadata.get("global_scratch_size") or 0,
+        "global_scratch_align": metadata.get("global_scratch_align") or 1,
+        "profile_scratch": metadata.get("profile_scratch_size") or 0,
+    }
+    return facts, results["cubin"], results["ptx"]
+
+
+def _bundled(tool: str) -> Path:
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+
+
+def resource_usage(cubin: Path) -> dict[str, int]:
+    """Registers and stack bytes (spills show as stack) of a cubin, from the cuobjdump that comes with Triton."""
+    run = subprocess.run(
+        [str(_bundled("cuobjdump")), "-res-usage", str(cubin)], capture_output=True, text=True, timeout=60
+    )
+    words = dict(part.split(":", 1) for part in run.stdout.split() if ":" in part)
+    return {"registers": int(words.get("REG", 0)), "stack": int(words.get("STACK", 0))}

@@ -1,0 +1,1 @@
+"""Checkpoints on disk, and other formats read and written."""

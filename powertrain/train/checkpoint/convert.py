@@ -1,0 +1,198 @@
+"""From one kind of checkpoint to another, with the logits of both compared before the result appears."""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from powertrain.models import huggingface
+from powertrain.train.checkpoint import neox as neox_checkpoint
+from powertrain.train.checkpoint import store as checkpoint_store
+from powertrain.train.checkpoint.load import Kind, Weights, build_from, open_weights
+from powertrain.train.data.tokenizer import FileTokenizer, Tokenizer
+
+# of the largest logit: float32 in another order of computation stays two digits below, a wrong layout far above
+_TOLERANCE = 1e-4
+_CPU = torch.device("cpu")
+
+
+class Compared(NamedTuple):
+    """The largest difference between two models' logits, the largest logit, and who computed each."""
+
+    difference: float
+    largest: float
+    source: str
+    result: str
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= _TOLERANCE * self.largest  # NaN is never ok
+
+
+class Converted(NamedTuple):
+    """compared: None if it was not asked for;  notes: what a reader should know of the result."""
+
+    compared: Compared | None
+    notes: tuple[str, ...]
+
+
+class LogitsDiffer(RuntimeError):
+    """The result computes something else than its source, so it was not kept."""
+
+
+def convert(
+    source: Weights,
+    destination: Path,
+    to: Kind,
+    *,
+    dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+    check: bool = True,
+    pipe_parallel_size: int = 1,
+    model_parallel_size: int = 1,
+) -> Converted:
+    """Write `source` as a checkpoint of another kind; DESTINATION appears whole and checked, or not at all.
+
+    dtype         of the written weights; None: as they are
+    vocab_size    rows of embedding and head; None: as they are. Further ones are 0
+    check         run source and result on a few tokens on the CPU in float32 (one after the other in memory);
+                  a Hugging Face folder by transformers where that is installed
+    pipe_parallel_size, model_parallel_size   of a GPT-NeoX checkpoint: its layout
+    Raises FileExistsError, ValueError for what the other kind has not, LogitsDiffer.
+    """
+    if destination.exists():
+        raise FileExistsError(f"{destination} must not exist yet")
+    tokenizer, notes = _tokenizer(source)
+    if vocab_size is not None:
+        _check_vocabulary(vocab_size, tokenizer)
+    written = source.with_vocabulary(vocab_size or source.config.vocab_size)
+    partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    try:
+        _WRITERS[to](partial, written, dtype, tokenizer, (pipe_parallel_size, model_parallel_size))
+        compared = _compare(source, open_weights(partial, to), dtype) if check else None
+        if compared is not None and not compared.ok:
+            raise LogitsDiffer(
+                f"{destination}: logits must be those of {source.path} to {_TOLERANCE:g} of the largest "
+                f"({compared.largest:.4g}), got a difference of {compared.difference:.4g}; nothing was kept"
+            )
+        os.replace(partial, destination)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Converted(compared, notes)
+
+
+def _tokenizer(source: Weights) -> tuple[Tokenizer | None, tuple[str, ...]]:
+    try:
+        tokenizer = source.open_tokenizer()
+    except FileNotFoundError as error:
+        return None, (f"no tokenizer: {error}",)
+    if isinstance(tokenizer, FileTokenizer):
+        return tokenizer, ()
+    return tokenizer, ("no tokenizer.json: this one counts bytes and needs no file",)
+
+
+def _check_vocabulary(rows: int, tokenizer: Tokenizer | None) -> None:
+    least = 1 if tokenizer is None else tokenizer.vocab_size
+    if rows < least:
+        raise ValueError(f"vocab_size must be at least {least}, the tokenizer's, got {rows}")
+
+
+def _write_hf(
+    folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, _: tuple[int, int]
+) -> None:
+    eod = None if tokenizer is None else tokenizer.eod
+    huggingface.write(folder, source.config, source.tensors(), eod=eod, dtype=dtype)
+    _write_tokenizer(folder, source, tokenizer)
+    if isinstance(tokenizer, FileTokenizer) and not (folder / "tokenizer_config.json").exists():
+        end = None if eod is None else tokenizer.backend.id_to_token(eod)
+        checkpoint_store.write_json(
+            folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        )
+
+
+def _write_neox(
+    folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, sizes: tuple[int, int]
+) -> None:
+    pipe, model = sizes
+    neox_checkpoint.write(
+        folder, source.config, _cast(source, dtype), pipe_parallel_size=pipe, model_parallel_size=model
+    )
+    _write_tokenizer(folder, source, tokenizer)
+
+
+def _write_ours(
+    folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, _: tuple[int, int]
+) -> None:
+    """A checkpoint of step 0 without an optimizer; the weights are in memory at once."""
+    facts = {
+        "step": 0,
+        "weights_only": True,
+        "config": {"model": source.config.model_dump(mode="json")},
+        "dtype": str(dtype or source.dtype).removeprefix("torch."),
+        "tokenizer": None if tokenizer is None or isinstance(tokenizer, FileTokenizer) else _name_of(tokenizer),
+    }
+    tensors = {f"model.{name}": tensor.contiguous() for name, tensor in _cast(source, dtype)}
+    checkpoint_store.Checkpoints(folder).save(tensors, facts, asynchronous=False)
+    _write_tokenizer(checkpoint_store.checkpoints_in(folder)[0], source, tokenizer)
+
+
+def _name_of(tokenizer: Tokenizer) -> str:
+    return "CharLevelTokenizer" if tokenizer.vocab_size == 512 else "bytes"
+
+
+_WRITERS: dict[Kind, Callable[..., None]] = {"hf": _write_hf, "neox": _write_neox, "powertrain": _write_ours}
+
+
+def _cast(source: Weights, dtype: torch.dtype | None) -> huggingface.Named:
+    for name, tensor in source.tensors():
+        yield name, tensor if dtype is None or huggingface.is_buffer(name) else tensor.to(dtype)
+
+
+def _write_tokenizer(folder: Path, source: Weights, tokenizer: Tokenizer | None) -> None:
+    if isinstance(tokenizer, FileTokenizer):
+        tokenizer.save(folder / "tokenizer.json")
+    if source.kind == "hf":
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json"):
+            if (source.path / name).is_file():
+                shutil.copyfile(source.path / name, folder / name)
+
+
+def _compare(source: Weights, result: Weights, dtype: torch.dtype | None) -> Compared:
+    """Both models' logits of the same random tokens; one model is in memory at a time."""
+    rows = min(source.config.vocab_size, result.config.vocab_size)
+    length = min(24, source.config.max_position_embeddings)
+    tokens = torch.randint(0, rows, (2, length), generator=torch.Generator().manual_seed(0))
+    first, by = _logits(source, tokens, dtype)
+    second, also_by = _logits(result, tokens, None)
+    difference = (first[..., :rows] - second[..., :rows]).abs().max().item()
+    return Compared(difference, first.abs().max().item(), by, also_by)
+
+
+@torch.no_grad()
+def _logits(weights: Weights, tokens: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, str]:
+    """Logits in float32 of weights rounded to `dtype`, and the name of what computed them."""
+    if weights.kind == "hf" and importlib.util.find_spec("transformers") and _is_exact(weights):
+        model: Any = _by_transformers(weights.path)
+        for p in model.parameters() if dtype is not None else ():
+            p.copy_(p.to(dtype))
+        return model(tokens).logits, "transformers"
+    rounded = replace(weights, tensors=lambda: iter(_cast(weights, dtype)))
+    return build_from(rounded, _CPU, torch.float32)(tokens), "powertrain"
+
+
+def _is_exact(weights: Weights) -> bool:
+    """transformers refuses a folder with more rows of vocabulary than its config.json counts."""
+    return huggingface.read_config(weights.path).vocab_size == weights.config.vocab_size
+
+
+def _by_transformers(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()

@@ -1,0 +1,245 @@
+"""Weights from wherever they are: a run's checkpoint, a Hugging Face folder, a GPT-NeoX checkpoint; told by content."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from powertrain.models import ModelConfig, build, configure, huggingface
+from powertrain.models.causal_lm import CausalLM
+from powertrain.train.checkpoint import neox as neox_checkpoint
+from powertrain.train.checkpoint import store as checkpoint_store
+from powertrain.train.config.schema import DataConfig, RunConfig
+from powertrain.train.optim import DTYPES
+
+if TYPE_CHECKING:
+    from powertrain.train.data.tokenizer import Tokenizer
+
+Kind = Literal["powertrain", "hf", "neox"]
+NAMES: dict[Kind, str] = {"powertrain": "Powertrain", "hf": "Hugging Face", "neox": "GPT-NeoX"}
+# tensors that a run's checkpoint is asked for at once
+_BYTES_AT_ONCE = 1 << 30
+# of a model's config: what may change when training goes on from other weights
+_MAY_DIFFER = {
+    "vocab_size", "max_position_embeddings", "rope_theta", "rope_scaling", "sliding_window", "hidden_dropout",
+    "attention_dropout", "init_method", "output_init_method", "init_std", "balance_loss", "bias_update_rate",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights in files.
+
+    path, kind   where, and what kind of checkpoint
+    config       of the model;  dtype: what it computes in, or is stored in
+    tensors      () -> (our name, tensor), each read when it comes
+    is_run       a run's checkpoint, with an optimizer and a place in the data
+    """
+
+    path: Path
+    kind: Kind
+    config: ModelConfig
+    dtype: torch.dtype
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    tokenizer: DataConfig | str | None = None
+    is_run: bool = False
+
+    def open_tokenizer(self) -> "Tokenizer":
+        """The one it was trained with. Raises FileNotFoundError if the folder has none."""
+        from powertrain.train.data.sources import open_tokenizer
+        from powertrain.train.data.tokenizer import load_tokenizer
+
+        if self.tokenizer is None:
+            raise FileNotFoundError(f"{self.path} must hold a tokenizer.json, got none")
+        return load_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else open_tokenizer(self.tokenizer)
+
+    def with_vocabulary(self, rows: int) -> "Weights":
+        """The same with so many rows of embedding and head: new ones are 0, the last ones are left out."""
+        if rows == self.config.vocab_size:
+            return self
+        config = self.config.model_copy(update={"vocab_size": rows})
+        return replace(self, config=config, tensors=lambda: _with_rows(self.tensors(), rows))
+
+
+def _with_rows(tensors: Iterator[tuple[str, Tensor]], rows: int) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        if name.partition(".")[0] in ("embed", "head"):
+            resized = tensor.new_zeros(rows, *tensor.shape[1:])
+            resized[: len(tensor)] = tensor[:rows]
+            tensor = resized
+        yield name, tensor
+
+
+def open_weights(path: Path, kind: Kind | None = None, configs: Sequence[Path] = ()) -> Weights:
+    """The weights at `path`: a checkpoint, a run's folder, a Hugging Face folder, GPT-NeoX's folder or its global_step.
+
+    kind      None: told by what the folder holds
+    configs   YAML files of a GPT-NeoX checkpoint whose folder has none
+    Raises FileNotFoundError where there are none, ValueError naming file and key or tensor for bad ones.
+    """
+    found = kinds_at(path) if kind is None else [kind]
+    if len(found) != 1:
+        got = " and ".join(NAMES[k] for k in found) or ("nothing of the kind" if path.exists() else "no such path")
+        raise FileNotFoundError(
+            f"{path} must be a checkpoint (step_…), a Hugging Face folder (config.json) or a GPT-NeoX checkpoint "
+            f"(global_step…), got {got}"
+        )
+    if configs and found[0] != "neox":
+        raise ValueError(f"--config must be given for a GPT-NeoX checkpoint only, got {NAMES[found[0]]}'s: {path}")
+    return {"powertrain": _ours, "hf": _hf, "neox": lambda path: _neox(path, configs)}[found[0]](path)
+
+
+def kinds_at(path: Path) -> list[Kind]:
+    """The kinds of checkpoint that a folder could be read as; none if it does not exist."""
+    kinds: dict[Kind, bool] = {
+        "powertrain": _run_checkpoint(path) is not None,
+        "hf": (path / "config.json").is_file(),
+        "neox": neox_checkpoint.find(path) is not None,
+    }
+    return [kind for kind, is_there in kinds.items() if is_there]
+
+
+def _run_checkpoint(path: Path) -> Path | None:
+    return checkpoint_store.find(path) or checkpoint_store.find(path / "checkpoints")
+
+
+def _ours(path: Path) -> Weights:
+    found = _run_checkpoint(path)
+    if found is None:
+        raise FileNotFoundError(f"{path} must be a checkpoint or a folder of checkpoints (step_…), got none")
+    facts = checkpoint_store.read_facts(found)
+    if facts.get("weights_only"):
+        config = configure(**facts["config"]["model"])
+        tokenizer = str(found) if (found / "tokenizer.json").is_file() else facts["tokenizer"]
+        return Weights(found, "powertrain", config, _dtype(facts["dtype"]), lambda: _stored(found, config), tokenizer)
+    run = RunConfig.model_validate(facts["config"])
+    dtype = DTYPES[run.train.precision]
+    return Weights(found, "powertrain", run.model, dtype, lambda: _stored(found, run.model), run.data, is_run=True)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    if name not in dtypes:
+        raise checkpoint_store.CheckpointError(
+            f"checkpoint.json: dtype must be one of {', '.join(dtypes)}, got {name!r}"
+        )
+    return dtypes[name]
+
+
+def _stored(found: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint's weights as they are stored, a gigabyte at a time."""
+    stored = checkpoint_store.dtypes(found)
+    batch: dict[str, Tensor] = {}
+    for name, shape in huggingface.shapes(config).items():
+        batch[f"model.{name}"] = torch.empty(shape.shape, dtype=stored.get(f"model.{name}", torch.float32))
+        if sum(t.nbytes for t in batch.values()) > _BYTES_AT_ONCE:
+            yield from _filled(found, batch)
+            batch = {}
+    yield from _filled(found, batch)
+
+
+def _filled(found: Path, batch: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    checkpoint_store.load(found, batch)
+    for name, tensor in batch.items():
+        yield name.removeprefix("model."), tensor
+
+
+def _hf(path: Path) -> Weights:
+    config = huggingface.read_config(path)
+    opened = huggingface.open_tensors(path)
+    name = next(iter(huggingface.to_hf(config, [("embed.weight", torch.empty(0, device="meta"))])))[0]
+    if name not in opened:
+        raise ValueError(f"{path} must hold {name}, got {', '.join(sorted(opened)[:3])} …")
+    embedding = opened[name]
+    if len(embedding) > config.vocab_size:
+        # rows of padding that config.json does not count
+        config = config.model_copy(update={"vocab_size": len(embedding)})
+    has_tokenizer = (path / "tokenizer.json").is_file() or (path / "vocab.json").is_file()
+    return Weights(
+        path, "hf", config, embedding.dtype, lambda: huggingface.from_hf(config, opened),
+        str(path) if has_tokenizer else None,
+    )  # fmt: skip
+
+
+def _neox(path: Path, configs: Sequence[Path]) -> Weights:
+    found = neox_checkpoint.find(path)
+    if found is None:
+        raise FileNotFoundError(f"{path} must be a GPT-NeoX checkpoint (global_step…), got none")
+    opened = neox_checkpoint.NeoXCheckpoint(found, configs)
+    beside = next((folder for folder in (found, found.parent) if (folder / "tokenizer.json").is_file()), None)
+    return Weights(
+        found, "neox", opened.config, opened.dtype, opened.tensors, opened.tokenizer if beside is None else str(beside)
+    )
+
+
+def load_model(path: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> tuple[CausalLM, Weights]:
+    """The model at `path` (`open_weights`), in evaluation mode, and what it was read from.
+
+    dtype   None: what it was trained or is stored in, float32 on a CPU
+    Raises FileNotFoundError where there is no checkpoint, ValueError for one that cannot be read.
+    """
+    weights = open_weights(path)
+    return build_from(weights, device, dtype or (weights.dtype if device.type == "cuda" else torch.float32)), weights
+
+
+def build_from(weights: Weights, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    """The model of these weights on a device; one tensor of them is in memory beside it."""
+    model = build(weights.config).to(dtype)
+    model.to_empty(device=device)
+    fill(model.state_dict(), weights.tensors())
+    loaded: CausalLM = model.eval()
+    return loaded
+
+
+def fill(into: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Copy every tensor to the one of its name, in that one's dtype; a DTensor gets its shard. All must come."""
+    left = set(into)
+    with torch.no_grad():
+        for name, tensor in tensors:
+            target = into[name]
+            if isinstance(target, DTensor):
+                moved = tensor.to(target.device, target.dtype)
+                tensor = distribute_tensor(moved, target.device_mesh, target.placements, src_data_rank=None)
+            target.copy_(tensor)
+            left.discard(name)
+    assert not left, left
+
+
+def fitted(weights: Weights, config: ModelConfig) -> Weights:
+    """Weights for a model of this config, which may have more rows of vocabulary, other dropout, window or rotary base.
+
+    Raises ValueError naming the first field that makes it another model.
+    """
+    # a Llama can be written as either, with the same tensors
+    if config.architecture == "gpt_neox":
+        weights = replace(weights, config=neox_checkpoint.as_gpt_neox(weights.config))
+    elif config.architecture == "llama":
+        weights = replace(weights, config=huggingface.hf_twin(weights.config))
+    refuse_another(weights.config, config, weights.path)
+    if config.vocab_size < weights.config.vocab_size:
+        raise ValueError(
+            f"model.vocab_size must be at least {weights.config.vocab_size} as in {weights.path}, "
+            f"got {config.vocab_size}"
+        )
+    return weights.with_vocabulary(config.vocab_size)
+
+
+def refuse_another(theirs: ModelConfig, ours: ModelConfig, path: Path) -> None:
+    """Raise ValueError naming the first field that makes `ours` another model than `theirs`, which `path` holds."""
+    values = theirs.model_dump()
+    for name, value in ours.model_dump().items():
+        if name not in _MAY_DIFFER and _plain(theirs, name, values.get(name)) != _plain(ours, name, value):
+            raise ValueError(f"model.{name} must be {values.get(name)} as in {path}, got {value}")
+
+
+def _plain(config: ModelConfig, name: str, value: object) -> object:
+    """A field with what None stands for."""
+    if value is None:
+        defaults = {"num_kv_heads": config.num_heads, "head_dim": config.hidden_size // config.num_heads,
+                    "intermediate_size": 4 * config.hidden_size}  # fmt: skip
+        return defaults.get(name)
+    return value

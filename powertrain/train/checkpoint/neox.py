@@ -1,0 +1,420 @@
+"""Checkpoints of GPT-NeoX (DeepSpeed's folders), read into our tensors and written from them, weights only.
+
+    FOLDER/latest                                          the name of the newest
+    FOLDER/global_step1000/configs/*.yml                   the config it was trained with
+    FOLDER/global_step1000/mp_rank_00_model_states.pt      a file per tensor-parallel rank: pipe_parallel_size 0
+    FOLDER/global_step1000/layer_02-model_00-model_states.pt   a file per layer and rank: pipe_parallel_size 1 or more
+
+Layer 0 has the embeddings, 1 and N + 2 have nothing, N + 3 is the last norm, N + 4 the head if it is not tied.
+Facts from GPT-NeoX (Apache-2.0; no code): megatron/model/transformer.py and gpt2_model.py, megatron/mpu/layers.py,
+tools/ckpts. Where its versions differ (names of the MLP, of a norm's weight) each is read, and the newest is written.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import yaml
+from torch import Tensor
+
+from powertrain.models import ModelConfig, configure
+from powertrain.models.gpt_neox import Config
+from powertrain.models.huggingface import Named, shapes
+from powertrain.models.llama import join_qkv, split_qkv
+from powertrain.models.pickles import load_pickle
+from powertrain.ops.activations import Gated
+
+_LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_STEP = re.compile(r"global_step(\d+)")
+
+# our module -> their names, the one that is written first
+_NAMES: dict[str, tuple[str, ...]] = {
+    "embed": ("word_embeddings",),
+    "positions": ("position_embeddings",),
+    "attention_norm": ("input_layernorm",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "attention.qkv": ("attention.query_key_value",),
+    "attention.out": ("attention.dense",),
+    "mlp.up": ("mlp.linear1", "mlp.dense_h_to_4h"),
+    "mlp.down": ("mlp.linear2", "mlp.dense_4h_to_h", "mlp.w2"),
+    "norm": ("norm",),
+    "head": ("final_linear",),
+}
+# a gated MLP whose matrices are apart (mlp_type: llama)
+_APART = {"mlp.gate": "mlp.w1", "mlp.up": "mlp.w3"}
+_KINDS = {"weight": ("weight", "scale"), "bias": ("bias", "offset")}
+_COLUMNS = ("embed", "head", "attention.qkv", "mlp.up", "mlp.gate")
+_ROWS = ("attention.out", "mlp.down")
+_BUFFERS = ("attention.rotary_emb.inv_freq",)
+
+
+def find(path: Path) -> Path | None:
+    """The checkpoint at `path`: itself, or the one that `latest` names, or the newest in it; None if there is none."""
+    if not path.is_dir():
+        return None
+    if any(_LAYER_FILE.fullmatch(f.name) or _RANK_FILE.fullmatch(f.name) for f in path.iterdir()):
+        return path
+    steps = {f.name: int(match[1]) for f in path.iterdir() if f.is_dir() and (match := _STEP.fullmatch(f.name))}
+    if (path / "latest").is_file():
+        name = (path / "latest").read_text().strip()
+        if Path(name).name == name and (path / name).is_dir():
+            return find(path / name)
+    return path / max(steps, key=lambda name: steps[name]) if steps else None
+
+
+class NeoXCheckpoint:
+    """A global_step folder: `config`, and `tensors()` in our names and layout, merged over tensor-parallel ranks.
+
+    tokenizer   as `load_tokenizer` takes it, or None
+    configs   GPT-NeoX YAML files; none: those in the folder's `configs`
+    Memory: one layer (pipe_parallel_size 1 or more), or the whole model mapped from its files.
+    Raises FileNotFoundError, or ValueError naming the file, the tensor or the key.
+    """
+
+    def __init__(self, folder: Path, configs: Sequence[Path] = ()) -> None:
+        self.folder = folder
+        self._files = _files(folder)
+        self.num_ranks = max(rank for _, rank in self._files) + 1
+        missing = [i for i, _ in self._files if any((i, rank) not in self._files for rank in range(self.num_ranks))]
+        if missing:
+            raise ValueError(
+                f"{folder} must hold every layer of {self.num_ranks} tensor-parallel ranks, got not all of {missing[0]}"
+            )
+        self._whole: list[dict[int, dict[str, Tensor]]] | None = None
+        if all(index is None for index, _ in self._files):
+            self._whole = [_by_layer(self._files[None, rank]) for rank in range(self.num_ranks)]
+        self._cached: tuple[int, list[dict[str, Tensor]]] = (-1, [])
+        rows = sum(self._find(shard, "embed", "weight").shape[0] for shard in self._layer(0))
+        self.dtype = self._find(self._layer(0)[0], "embed", "weight").dtype
+        self.config, self.tokenizer = _read_config(folder, configs, rows)
+        self._check_layers()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, expected in shapes(self.config).items():
+            tensor = self._tensor(name)
+            if tensor.shape != expected.shape:
+                raise ValueError(
+                    f"{self.folder}: {name} must be {list(expected.shape)} by its config, got {list(tensor.shape)} "
+                    f"from {self.num_ranks} tensor-parallel ranks"
+                )
+            yield name, tensor
+
+    def _check_layers(self) -> None:
+        found = {index for index, _ in self._files if index is not None}
+        if self._whole is not None:
+            found = set(self._whole[0])
+        n = self.config.num_layers
+        expected = {0, *range(2, n + 2), n + 3} | (set() if self.config.tie_embeddings else {n + 4})
+        if found != expected:
+            raise ValueError(
+                f"{self.folder}: layers must be {sorted(expected)} by its config (num_layers {n}, no_weight_tying "
+                f"{not self.config.tie_embeddings}), got {sorted(found)}"
+            )
+        for index in expected:
+            allowed = _allowed(self.config, index)
+            for shard in self._layer(index):
+                unknown = sorted(shard.keys() - allowed)
+                if unknown:
+                    raise ValueError(f"{self.folder}: layer {index} must have known tensors only, got {unknown[:5]}")
+
+    def _layer(self, index: int) -> list[dict[str, Tensor]]:
+        """A layer's tensors on every rank; the last one is kept."""
+        if self._whole is not None:
+            return [rank.get(index, {}) for rank in self._whole]
+        if self._cached[0] != index:
+            files = [self._files.get((index, rank)) for rank in range(self.num_ranks)]
+            self._cached = index, [load_pickle(file) if file else {} for file in files]
+        return self._cached[1]
+
+    def _find(self, shard: dict[str, Tensor], module: str, kind: str) -> Tensor:
+        names = [f"{name}.{k}" for name in _NAMES[module] for k in _KINDS[kind]]
+        found = next((shard[name] for name in names if name in shard), None)
+        if found is None:
+            raise ValueError(f"{self.folder} must hold {names[0]}, got {', '.join(sorted(shard)[:6]) or 'nothing'}")
+        return found
+
+    def _tensor(self, name: str) -> Tensor:
+        index, module, kind = _place(name, self.config)
+        parts = [self._part(shard, module, kind) for shard in self._layer(index)]
+        if module in _COLUMNS:
+            return torch.cat(parts)
+        if module in _ROWS and kind == "weight":
+            return torch.cat(parts, 1)
+        # with parallel residuals each rank adds its bias before the ranks' results are summed
+        return _sum(parts) if module in _ROWS and self.config.parallel_residual else _same(parts)
+
+    def _part(self, shard: dict[str, Tensor], module: str, kind: str) -> Tensor:
+        """One rank's part of a tensor of ours."""
+        if self.config.activation in get_args(Gated) and module in _APART:
+            apart = f"{_APART[module]}.{kind}"
+            if apart in shard:
+                return shard[apart]
+            # every rank's rows are its own up, then its own gate
+            up, gate = self._find(shard, "mlp.up", kind).chunk(2)
+            return up if module == "mlp.up" else gate
+        tensor = self._find(shard, module, kind)
+        if module == "attention.qkv" and _has_groups(self.config):
+            heads, kv_heads = _heads(self.config, self.num_ranks)
+            sizes = [n * self.config.hidden_size // self.config.num_heads for n in (heads, kv_heads, kv_heads)]
+            if len(tensor) != sum(sizes):
+                raise ValueError(
+                    f"{self.folder}: attention.query_key_value must have {sum(sizes)} rows on each rank (num_kv_heads "
+                    f"{self.config.num_kv_heads}), got {len(tensor)}"
+                )
+            return join_qkv(tensor.split(sizes), heads, kv_heads)
+        return tensor
+
+
+def _files(folder: Path) -> dict[tuple[int | None, int], Path]:
+    """(layer, rank) -> file; layer None where a file has all of them."""
+    found: dict[tuple[int | None, int], Path] = {}
+    for file in folder.iterdir():
+        if match := _LAYER_FILE.fullmatch(file.name):
+            found[int(match[1]), int(match[2])] = file
+    if not found:
+        found = {(None, int(m[1])): f for f in folder.iterdir() if (m := _RANK_FILE.fullmatch(f.name))}
+    if not found:
+        raise FileNotFoundError(
+            f"{folder} must hold layer_XX-model_YY-model_states.pt or mp_rank_XX_model_states.pt, got neither"
+        )
+    return found
+
+
+def _by_layer(file: Path) -> dict[int, dict[str, Tensor]]:
+    """A rank's tensors: `sequential.2.mlp.linear1.weight` is layer 2's."""
+    content = load_pickle(file)
+    module = content.get("module") if isinstance(content, dict) else None
+    if not isinstance(module, dict) or not module:
+        hint = "; its weights are in zero_pp_rank files (ZeRO 3): DeepSpeed's zero_to_fp32.py merges them"
+        zero = any(file.parent.glob("zero_pp_rank_*_model_states.pt"))
+        raise ValueError(f"{file} must hold weights under `module`, got none{hint if zero else ''}")
+    layers: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in module.items():
+        match = re.fullmatch(r"sequential\.(\d+)\.(.+)", name)
+        if match is None:
+            raise ValueError(f"{file}: module must hold sequential.LAYER.NAME, got {name}")
+        layers.setdefault(int(match[1]), {})[match[2]] = tensor
+    return layers
+
+
+def _read_config(folder: Path, configs: Sequence[Path], vocab_size: int) -> tuple[Config, str | None]:
+    from powertrain.train.config.neox import model_fields, tokenizer_name
+    from powertrain.train.config.yaml_source import merge, parse_files
+
+    files = list(configs) or sorted(f for f in (folder / "configs").glob("*") if f.suffix in (".yml", ".yaml", ".json"))
+    if not files:
+        raise FileNotFoundError(
+            f"{folder / 'configs'} must hold the YAML files of the training (or name them: --config)"
+        )
+    source = merge(parse_files(files), sections=False)
+    source.override(f"padded_vocab_size={vocab_size}")
+    config = configure(**model_fields(source))
+    assert isinstance(config, Config)
+    return config, tokenizer_name(source)
+
+
+def _place(name: str, config: Config) -> tuple[int, str, str]:
+    """Our tensor -> their layer, our module within it, weight or bias."""
+    module, kind = name.rsplit(".", 1)
+    if module.startswith("layers."):
+        _, layer, inside = module.split(".", 2)
+        return int(layer) + 2, inside, kind
+    return (
+        {"embed": 0, "positions": 0, "norm": config.num_layers + 3, "head": config.num_layers + 4}[module],
+        module,
+        kind,
+    )
+
+
+def _allowed(config: Config, index: int) -> set[str]:
+    modules = {inside for name in shapes(config) for i, inside, _ in [_place(name, config)] if i == index}
+    if "attention_norm" in modules:
+        # is there but not used where gpt_j_tied is true
+        modules.add("mlp_norm")
+    names = [n for module in modules for n in (*_NAMES.get(module, ()), _APART.get(module, ""))]
+    return {f"{name}.{kind}" for name in names for kinds in _KINDS.values() for kind in kinds} | set(_BUFFERS)
+
+
+def _has_groups(config: Config) -> bool:
+    return config.num_kv_heads not in (None, config.num_heads)
+
+
+def _heads(config: Config, ranks: int) -> tuple[int, int]:
+    """Query and kv heads of one rank. Raises ValueError if ranks do not divide them."""
+    kv_heads = config.num_kv_heads or config.num_heads
+    if kv_heads % ranks:
+        raise ValueError(f"num_kv_heads ({kv_heads}) must be a multiple of model_parallel_size, got {ranks}")
+    return config.num_heads // ranks, kv_heads // ranks
+
+
+def _same(parts: list[Tensor]) -> Tensor:
+    """What every rank has a copy of; copies that drifted apart are averaged, as GPT-NeoX's own converter does."""
+    if all(torch.equal(part, parts[0]) for part in parts):
+        return parts[0]
+    return torch.stack(parts).float().mean(0).to(parts[0].dtype)
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).float().sum(0).to(parts[0].dtype)
+
+
+def write(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Named,
+    *,
+    pipe_parallel_size: int = 1,
+    model_parallel_size: int = 1,
+) -> Path:
+    """Write FOLDER/global_step0 and FOLDER/latest; returns the former. `finetune: true` loads it in GPT-NeoX.
+
+    pipe_parallel_size   0: a file per rank, held in memory until the end; 1: a file per layer and rank
+    Raises ValueError naming what GPT-NeoX has not.
+    """
+    if pipe_parallel_size not in (0, 1):
+        raise ValueError(f"pipe_parallel_size must be 0 or 1 (more stages read 1's files), got {pipe_parallel_size}")
+    config = as_gpt_neox(config)
+    _check_ranks(config, model_parallel_size)
+    step = folder / "global_step0"
+    (step / "configs").mkdir(parents=True)
+    text = yaml.safe_dump(to_neox_config(config, pipe_parallel_size, model_parallel_size), sort_keys=False)
+    (step / "configs" / "config.yml").write_text(text)
+    modules: list[dict[str, Tensor]] = [{} for _ in range(model_parallel_size)]
+    for index, ours in _layers(config, tensors):
+        for rank in range(model_parallel_size):
+            theirs = _shard(config, ours, rank, model_parallel_size)
+            if pipe_parallel_size:
+                torch.save(theirs, step / f"layer_{index:02d}-model_{rank:02d}-model_states.pt")
+            else:
+                modules[rank] |= {f"sequential.{index}.{name}": tensor for name, tensor in theirs.items()}
+    for rank, module in enumerate(modules):
+        counts = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "iteration"), 0)
+        sizes = {"dp_world_size": 1, "mp_world_size": model_parallel_size}
+        state = {"module": module or None, "optimizer": {}, "lr_scheduler": {}, **counts, **sizes}
+        torch.save(state, step / f"mp_rank_{rank:02d}_model_states.pt")
+    (folder / "latest").write_text(step.name)
+    return step
+
+
+def _check_ranks(config: Config, ranks: int) -> None:
+    for key, size in (("num_kv_heads", config.num_kv_heads or config.num_heads), ("num_heads", config.num_heads),
+                      ("intermediate_size", config.ffn), ("vocab_size", config.vocab_size)):  # fmt: skip
+        if ranks < 1 or size % ranks:
+            raise ValueError(f"model_parallel_size must divide model.{key} ({size}), got {ranks}")
+
+
+def _layers(config: Config, tensors: Named) -> Iterator[tuple[int, dict[tuple[str, str], Tensor]]]:
+    """Their layer -> our (module, kind) -> tensor, each as soon as it is whole."""
+    lacking: dict[int, int] = {}
+    for name in shapes(config):
+        index = _place(name, config)[0]
+        lacking[index] = lacking.get(index, 0) + 1
+    waiting: dict[int, dict[tuple[str, str], Tensor]] = {index: {} for index in lacking}
+    for name, tensor in tensors:
+        index, module, kind = _place(name, config)
+        waiting[index][module, kind] = tensor
+        if len(waiting[index]) == lacking[index]:
+            yield index, waiting.pop(index)
+    assert not waiting
+
+
+def _shard(config: Config, ours: dict[tuple[str, str], Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
+    """One rank's tensors of a layer, under their names, each with memory of its own."""
+    found: dict[str, Tensor] = {}
+    for (module, kind), tensor in ours.items():
+        if module == "mlp.gate":
+            continue
+        part = _share(config, module, kind, tensor, rank, ranks)
+        if module == "mlp.up" and ("mlp.gate", kind) in ours:
+            part = torch.cat([part, _share(config, "mlp.gate", kind, ours["mlp.gate", kind], rank, ranks)])
+        is_rms = config.norm == "rms_norm" and module.endswith("norm")
+        found[f"{_NAMES[module][0]}.{_KINDS[kind][is_rms]}"] = part.clone()
+        if module == "attention_norm" and config.shared_norm:
+            found[f"{_NAMES['mlp_norm'][0]}.{_KINDS[kind][is_rms]}"] = part.clone()
+    return found
+
+
+def _share(config: Config, module: str, kind: str, tensor: Tensor, rank: int, ranks: int) -> Tensor:
+    if module in _COLUMNS:
+        part = tensor.chunk(ranks)[rank]
+        if module == "attention.qkv" and _has_groups(config):
+            return torch.cat(split_qkv(part, *_heads(config, ranks)))
+        return part
+    if module in _ROWS and kind == "weight":
+        return tensor.chunk(ranks, 1)[rank]
+    return tensor / ranks if module in _ROWS and config.parallel_residual else tensor
+
+
+def as_gpt_neox(config: ModelConfig) -> Config:
+    """The same model as a gpt_neox config, tensors alike; raises ValueError naming what that has not."""
+    if isinstance(config, Config):
+        return config
+    values: dict[str, Any] = config.model_dump()
+    if config.architecture != "llama":
+        raise ValueError(f"model.architecture must be gpt_neox or llama for GPT-NeoX, got {config.architecture}")
+    needs = {
+        "rope_scaling": None, "qk_norm": False, "out_bias": values["qkv_bias"],
+        "head_dim": values["head_dim"] and values["hidden_size"] // values["num_heads"],
+    }  # fmt: skip
+    for name, must in needs.items():
+        if values[name] != must:
+            raise ValueError(f"model.{name} must be {must} for GPT-NeoX, got {values[name]}")
+    kept = values.keys() & Config.model_fields.keys() - {"architecture"}
+    return Config(
+        **{name: values[name] for name in kept}, norm="rms_norm", norm_bias=False, attention_bias=values["qkv_bias"]
+    )
+
+
+_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu", "relu": "relu", "silu": "silu", "swiglu": "swiglu",
+                "geglu": "geglu", "reglu": "reglu"}  # fmt: skip
+
+
+def to_neox_config(config: Config, pipe_parallel_size: int = 1, model_parallel_size: int = 1) -> dict[str, Any]:
+    """The model's keys of a GPT-NeoX YAML. Raises ValueError naming what GPT-NeoX has not."""
+    if config.activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"model.activation must be one of {known} for GPT-NeoX, got {config.activation}")
+    if config.norm == "rms_norm" and config.norm_bias:
+        raise ValueError("model.norm_bias must be false with rms_norm for GPT-NeoX, got true")
+    gated = config.activation in get_args(Gated)
+    values = {
+        "pipe_parallel_size": pipe_parallel_size,
+        "model_parallel_size": model_parallel_size,
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "seq_length": config.max_position_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "padded_vocab_size": config.vocab_size,
+        "make_vocab_size_divisible_by": math.gcd(config.vocab_size, 128),
+        "norm": "layernorm" if config.norm == "layer_norm" else "rmsnorm",
+        "layernorm_epsilon" if config.norm == "layer_norm" else "rms_norm_epsilon": config.norm_eps,
+        "use_bias_in_norms": config.norm_bias,
+        "use_bias_in_attn_linear": config.attention_bias,
+        "use_bias_in_mlp": config.mlp_bias,
+        "pos_emb": config.position_embedding,
+        "rotary_pct": config.rotary_pct,
+        "rotary_emb_base": config.rope_theta,
+        "no_weight_tying": not config.tie_embeddings,
+        "gpt_j_residual": config.parallel_residual,
+        "gpt_j_tied": config.shared_norm,
+        "activation": _ACTIVATIONS[config.activation],
+        "bias_gelu_fusion": config.activation == "gelu_tanh",
+        # a gated MLP gets two thirds of this, in two matrices
+        "intermediate_size": 3 * config.ffn if gated else config.ffn,
+        "hidden_dropout": config.hidden_dropout,
+        "attention_dropout": config.attention_dropout,
+        "init_method": config.init_method,
+        "output_layer_init_method": config.output_init_method,
+        "init_method_std": config.init_std,
+        "attention_config": [[["flash"], config.num_layers]],
+    }
+    if config.num_kv_heads is not None:
+        values["num_kv_heads"] = config.num_kv_heads
+    if config.sliding_window is not None:
+        values["sliding_window_width"] = config.sliding_window - 1
+    return values

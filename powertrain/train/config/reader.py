@@ -1,0 +1,225 @@
+"""Config files to a typed run: ours, or GPT-NeoX's as they are, with a table of what became of every key."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from powertrain.models.config import ModelConfig, configure
+from powertrain.train.config.schema import RunConfig
+from powertrain.train.config.table import Row
+from powertrain.train.config.yaml_source import ConfigError, KeyPath, Source, merge, parse_files
+
+Format = Literal["powertrain", "gpt_neox"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A config that was read, and how.
+
+    table       a Row for every key that was set, and for defaults of GPT-NeoX that matter
+    note        one line: which format it was, and how that was told
+    texts       base name -> text of each file as it was, to be saved beside checkpoints
+    overrides   the command line's key=value words
+    """
+
+    config: RunConfig
+    table: tuple[Row, ...]
+    format: Format
+    note: str
+    texts: dict[str, str]
+    overrides: tuple[str, ...] = ()
+
+
+def read_config(
+    paths: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int = 1,
+    strict: bool = False,
+    format: Format | None = None,
+) -> Run:
+    """Read and merge config files, lay `key=value` overrides over them, and check everything.
+
+    paths        YAML or JSON files; "small" finds small.yml, as GPT-NeoX does
+    overrides    "train.steps=100" for ours, "train_iters=100" or "optimizer.params.lr=1e-3" for GPT-NeoX's
+    world_size   ranks of the run: GPT-NeoX's batch arithmetic and sharding need it
+    strict       a key that would be ignored is an error
+    format       None: told by content, ours has the section `model:`
+    Raises ConfigError naming file:line or the command line, key, what it must be and what it was; UnsupportedConfig,
+    a NotImplementedError too, where a config asks for something that is not there and would change the result.
+    """
+    if not paths:
+        raise ConfigError("config: at least one file must be given, got none")
+    if world_size < 1:
+        raise ConfigError(f"world_size must be at least 1, got {world_size}")
+    if format not in (None, *get_args(Format)):
+        raise ConfigError(f"format must be one of {', '.join(get_args(Format))}, got {format!r}")
+    documents = parse_files([_found(Path(path)) for path in paths])
+    has_model = any("model" in document.values for document in documents)
+    told = "given" if format else "it has the section `model:`" if has_model else "no section `model:`"
+    kind: Format = format or ("powertrain" if has_model else "gpt_neox")
+    source = merge(documents, sections=kind == "powertrain")
+    for override in overrides:
+        source.override(override)
+    config, table = _ours(source) if kind == "powertrain" else _theirs(source, world_size)
+    if strict:
+        _refuse_ignored(table)
+    other = "gpt_neox" if kind == "powertrain" else "powertrain"
+    note = f"{_NAMES[kind]} config ({told}); --format {other} reads it as the other kind"
+    return Run(config, table, kind, note, source.texts, tuple(overrides))
+
+
+_NAMES = {"powertrain": "Powertrain", "gpt_neox": "GPT-NeoX"}
+
+
+def _found(path: Path) -> Path:
+    with_suffix = path.with_name(path.name + ".yml") if path.name else path
+    return with_suffix if not path.exists() and with_suffix.exists() else path
+
+
+def _theirs(source: Source, world_size: int) -> tuple[RunConfig, tuple[Row, ...]]:
+    from powertrain.train.config.neox import translate
+
+    ours = sorted(source.values.keys() & RunConfig.model_fields.keys() - {"optimizer", "checkpoint"})
+    try:
+        values, table, origins = translate(source, world_size)
+    except ConfigError as error:
+        if not ours:
+            raise
+        hint = f"\n(section {ours[0]}: looks like a Powertrain config; one must have the section model:)"
+        raise type(error)(str(error) + hint) from None
+    return _validated(values, Source(places=source.places, texts=source.texts, origins=origins)), table
+
+
+def _ours(source: Source) -> tuple[RunConfig, tuple[Row, ...]]:
+    config = _validated(source.values, source)
+    rows = (Row(".".join(map(str, path)), value, str(source.place(path)), "honoured", "")
+            for path, value in _leaves(source.values, ()))  # fmt: skip
+    return config, tuple(rows)
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterable[tuple[KeyPath, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
+def _validated(values: dict[str, Any], source: Source) -> RunConfig:
+    """The RunConfig of these values, the model apart: its schema is its architecture's."""
+    lines: list[str] = []
+    values = dict(values)
+    try:
+        values["model"] = _model(values.get("model"), source)
+    except ValidationError as error:
+        lines += _lines(error, source, ("model",), values)
+        values["model"] = _STAND_IN
+    except ValueError as error:
+        lines.append(f"{source.place(('model',))}: {error}")
+        values["model"] = _STAND_IN
+    try:
+        config = _retyped(values, source)
+    except ValidationError as error:
+        lines += _lines(error, source, (), values)
+    if lines:
+        raise ConfigError("\n".join(lines))
+    return config
+
+
+# keeps the other sections' errors coming when the model's own is already known
+_STAND_IN: Any = ModelConfig.model_construct(architecture="", max_position_embeddings=2**62)
+
+
+def _model(value: Any, source: Source) -> ModelConfig:
+    if isinstance(value, str):
+        value = {"preset": value}
+    if not isinstance(value, dict):
+        raise ValueError(f"model must be a section or the name of a preset, got {value!r}")
+    if not all(isinstance(value.get(key, ""), str) for key in ("preset", "architecture")):
+        raise ValueError("model.preset and model.architecture must be names")
+    return configure(**value)
+
+
+def _retyped(values: dict[str, Any], source: Source) -> RunConfig:
+    """Validated; a command-line value that should be text is taken as it was typed (`checkpoint.folder=2024`)."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        text = {tuple(e["loc"]) for e in error.errors() if e["type"] == "string_type"} & source.typed.keys()
+        if not text:
+            raise
+    for path in text:
+        values = _replaced(values, path, source.typed[path])
+    return RunConfig.model_validate(values)
+
+
+def _replaced(values: dict[str, Any], path: KeyPath, value: Any) -> dict[str, Any]:
+    key, *rest = path
+    return {**values, str(key): _replaced(values[str(key)], tuple(rest), value) if rest else value}
+
+
+def _lines(error: ValidationError, source: Source, above: KeyPath, values: dict[str, Any]) -> list[str]:
+    """Each of pydantic's errors as `place: key must ..., got ...`."""
+    return [f"{source.place(path)}: {_wording(problem, path, source, values)}"
+            for problem in error.errors() for path in [(*above, *problem["loc"])]]  # fmt: skip
+
+
+def _wording(problem: Any, path: KeyPath, source: Source, values: dict[str, Any]) -> str:
+    key = ".".join(map(str, path)) or "config"
+    if path in source.origins:
+        key = f"{source.origins[path]} ({key})"
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: unknown key{nearest(str(path[-1]), _fields(path[:-1], values))}"
+    if problem["type"] == "missing":
+        return f"{key} must be given"
+    if problem["type"] == "value_error":
+        return str(problem["msg"]).removeprefix("Value error, ")
+    message = str(problem["msg"])
+    must = message.removeprefix("Input should ") if message.startswith("Input should ") else f"be right: {message}"
+    return f"{key} must {must}, got {str(problem['input'])[:80]!r}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean ..." with the nearest known names, or what is known where there are few, or nothing."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; known: {', '.join(names)}" if 0 < len(names) <= 30 else ""
+
+
+def _fields(path: KeyPath, values: dict[str, Any]) -> Iterable[str]:
+    """The keys that a section has."""
+    if path[:1] == ("model",):
+        return _model_fields(values.get("model"))
+    schema: Any = RunConfig
+    for key in path:
+        if isinstance(key, int):
+            schema = next((a for a in get_args(schema) if a is not ...), None)
+        else:
+            field = schema.model_fields.get(key) if _is_section(schema) else None
+            schema = field.annotation if field else None
+    return schema.model_fields if _is_section(schema) else ()
+
+
+def _is_section(schema: Any) -> bool:
+    return isinstance(schema, type) and issubclass(schema, BaseModel)
+
+
+def _model_fields(model: Any) -> Iterable[str]:
+    from powertrain.models.config import architecture, presets
+
+    name = model.get("architecture") or presets().get(model.get("preset"), ("",))[0]
+    return [*architecture(name).Config.model_fields, "preset"]
+
+
+def _refuse_ignored(table: tuple[Row, ...]) -> None:
+    ignored = [row for row in table if row.disposition == "ignored" and row.place != "default"]
+    if ignored:
+        lines = [f"{row.place}: {row.key} would be ignored (--strict): {row.explanation}" for row in ignored]
+        raise ConfigError("\n".join(lines))

@@ -1,0 +1,129 @@
+"""Who is told of a run's steps: the screen, metrics.jsonl, TensorBoard, W&B, the report."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from powertrain.train.config.schema import RunConfig
+from powertrain.train.reporting.kernel_profile import KernelTable
+from powertrain.train.reporting.metrics import EvaluationRecord, JsonLines, Sink, StepRecord
+from powertrain.train.reporting.progress import Lines, Live
+from powertrain.train.reporting.report import ReportFile
+from powertrain.train.reporting.run_summary import About
+
+METRICS = "metrics.jsonl"
+
+
+def open_sinks(config: RunConfig, about: About, console: Console) -> list[Sink]:
+    """The sinks that config.logging asks for; call it on the first rank. `about` is kept in the folder for the report.
+
+    Raises ModuleNotFoundError where logging.wandb is set and wandb is not installed.
+    """
+    logging, folder = config.logging, config.folder()
+    check(config)
+    sinks: list[Sink] = [JsonLines(folder / METRICS, resumed_at=about.resumed_at)]
+    about.write()
+    if console.is_terminal:
+        sinks.append(Live(console, about.steps, about.resumed_at))
+    else:
+        sinks.append(Lines(console, about.steps, logging.every))
+    if logging.tensorboard:
+        sinks.append(TensorBoard(folder / "tensorboard", resumed_at=about.resumed_at))
+    if logging.wandb is not None:
+        sinks.append(WandB(logging.wandb, config, folder))
+    if logging.report:
+        sinks.append(ReportFile(folder))  # the last: it reads what the others wrote
+    if about.resumed_at:
+        for sink in sinks:
+            sink.note(f"resumed after step {about.resumed_at} from {about.resumed_from}")
+    return sinks
+
+
+def check(config: RunConfig) -> None:
+    """Raise ModuleNotFoundError if a sink that is asked for is not installed: better now than after the data."""
+    if config.logging.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise ModuleNotFoundError(
+            f"logging.wandb must be null where wandb is not installed, got {config.logging.wandb}; pip install wandb"
+        )
+
+
+def scalars(record: StepRecord) -> dict[str, float]:
+    """A step's numbers by the names that TensorBoard and W&B show them under."""
+    found = {
+        "train/loss": record.loss,
+        "train/grad_norm": record.grad_norm,
+        "train/lr": record.lr,
+        "train/tokens": float(record.tokens),
+        "speed/tokens_per_second": record.tokens_per_second,
+        "speed/seconds_per_step": record.seconds,
+        "memory/gib": record.memory_bytes / 2**30,
+    }
+    if record.mfu is not None:
+        found["speed/mfu"] = record.mfu
+    found |= {f"phases/{name}_ms": 1e3 * spent for name, spent in (record.phases or {}).items()}
+    if record.loss_scale != 1.0:
+        found["train/loss_scale"] = record.loss_scale
+    return found
+
+
+class TensorBoard:
+    """TensorBoard's events in `folder`; those behind a resumed step are marked void."""
+
+    def __init__(self, folder: Path, *, resumed_at: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and not always wanted
+
+        self._writer: Any = SummaryWriter(str(folder), purge_step=resumed_at + 1 if resumed_at else None)
+        self._step = resumed_at
+
+    def step(self, record: StepRecord) -> None:
+        self._step = record.step
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._writer.add_scalar(f"{record.name}/loss", record.loss, record.step)
+        self._writer.flush()
+
+    def kernels(self, table: KernelTable) -> None:
+        rows = "\n".join(
+            f"| {row.op} | {row.backend} | {row.milliseconds:.3f} | {row.share:.1%} |" for row in table.rows
+        )
+        self._writer.add_text("kernels", f"| op | backend | ms | share |\n|---|---|---|---|\n{rows}", table.step)
+
+    def note(self, text: str) -> None:
+        self._writer.add_text("notes", text, self._step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A W&B run. arguments: those of `wandb.init` (project, entity, group, name ...); a resumed run goes on there."""
+
+    def __init__(self, arguments: dict[str, Any], config: RunConfig, folder: Path) -> None:
+        import wandb
+
+        id_file = folder / "wandb_id"
+        known = {"id": id_file.read_text()} if id_file.is_file() else {}
+        fixed = {"dir": str(folder), "config": config.model_dump(mode="json"), "resume": "allow"}
+        self._run: Any = wandb.init(**{**fixed, **known, **arguments})
+        id_file.write_text(str(self._run.id))
+
+    def step(self, record: StepRecord) -> None:
+        self._run.log(scalars(record), step=record.step)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        # W&B takes steps in order only, and this one's numbers are there already or come in the same line
+        self._run.log({f"{record.name}/loss": record.loss}, step=record.step)
+
+    def kernels(self, table: KernelTable) -> None:
+        for row in table.rows:
+            self._run.summary[f"kernels/{row.op} ({row.backend})"] = row.share
+
+    def note(self, text: str) -> None:
+        self._run.summary["last note"] = text
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,208 @@
+"""The promises every op makes, checked for every call in the catalog.
+
+They run on whatever carries the op here: the kernels on a GPU or in the interpreter, plain PyTorch on a CPU.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import powertrain
+from powertrain.ops.cases import Case, cases
+from powertrain.testing.numerics import check
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+IDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+MATMULS = ("attention", "varlen_attention", "grouped_gemm")  # cast under autocast
+
+every_case = pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
+
+
+def _inputs(case: Case, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, Tensor | None]:
+    return case.inputs(case.tiny, dtype, device)
+
+
+def _check(case: Case, tensors: dict[str, Tensor | None]) -> None:
+    check(case.run, case.plain, case.reference, tensors, slack=case.slack)
+
+
+def _outputs(result: Any) -> list[Tensor]:
+    return [t for t in (result if isinstance(result, tuple) else (result,)) if t.is_floating_point()]
+
+
+def _scalar(result: Any) -> Tensor:
+    return sum((out.float() * out.float()).sum() for out in _outputs(result))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", DTYPES, ids=IDS.get)
+def test_values_and_gradients(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+    _check(case, _inputs(case, device, dtype))
+
+
+@every_case
+def test_disable_takes_plain_pytorch(case: Case, device: torch.device) -> None:
+    with powertrain.disable(case.op):
+        result = case.run(**_inputs(case, device))
+        _check(case, _inputs(case, device))
+    names = {out.grad_fn.name() for out in _outputs(result) if out.grad_fn is not None}
+    assert not any("powertrain" in name for name in names)
+
+
+@every_case
+def test_strided_inputs(case: Case, device: torch.device) -> None:
+    def strided(x: Tensor | None) -> Tensor | None:
+        if x is None or not x.is_floating_point() or x.dim() < 2:
+            return x
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), device=device)
+        wide[..., : x.shape[-1]] = x.detach()
+        return wide[..., : x.shape[-1]].requires_grad_(x.requires_grad)
+
+    _check(case, {n: strided(t) for n, t in _inputs(case, device).items()})
+
+
+@every_case
+def test_each_input_frozen_in_turn(case: Case, device: torch.device) -> None:
+    names = [n for n, t in _inputs(case, device).items() if t is not None and t.requires_grad]
+    for frozen in names:
+        tensors = _inputs(case, device)
+        tensors[frozen].requires_grad_(False)
+        _check(case, tensors)
+
+
+@every_case
+def test_autocast(case: Case, device: torch.device) -> None:
+    """docs/autocast.md: only ops that contain a matrix product cast; the others compute as ever."""
+    tensors = _inputs(case, device)
+    expected = _outputs(case.run(**tensors))
+    with torch.autocast(device.type, torch.bfloat16):
+        actual = _outputs(case.run(**tensors))
+    dtypes = [t.dtype for t in expected]
+    if case.op in MATMULS:
+        dtypes[0] = torch.bfloat16
+    assert [t.dtype for t in actual] == dtypes
+    for a, b in zip(actual, expected, strict=True):
+        if case.op in ("linear_cross_entropy", *MATMULS):
+            torch.testing.assert_close(a.float(), b, rtol=2e-2, atol=2e-2)
+            assert not torch.equal(a, b)
+        elif case.op != "bias_dropout_add":  # which draws another mask every time
+            assert torch.equal(a, b)
+
+
+@every_case
+def test_no_grad_saves_nothing(case: Case, device: torch.device) -> None:
+    def refuse(tensor: Tensor) -> None:
+        raise AssertionError("a tensor was saved")
+
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(refuse, lambda x: x):
+        result = case.run(**_inputs(case, device))
+    assert not any(out.requires_grad for out in _outputs(result))
+
+
+@every_case
+def test_expanded_and_transposed_grad_output(case: Case, device: torch.device) -> None:
+    tensors = _inputs(case, device)
+    leaves = [t for t in tensors.values() if t is not None and t.requires_grad]
+
+    def gradients(make: Any) -> tuple[Tensor, ...]:
+        outputs = [out for out in _outputs(case.run(**tensors)) if out.requires_grad]
+        return torch.autograd.grad(outputs, leaves, [make(out) for out in outputs], allow_unused=True)
+
+    dense = gradients(lambda out: torch.full_like(out, 0.5))
+    expanded = gradients(lambda out: torch.full((), 0.5, dtype=out.dtype, device=device).expand_as(out))
+    transposed = gradients(
+        lambda out: torch.full_like(out.mT.contiguous(), 0.5).mT if out.dim() > 1 else torch.full_like(out, 0.5)
+    )
+    for a, b, c in zip(dense, expanded, transposed, strict=True):
+        if a is not None:
+            torch.testing.assert_close(b, a)
+            torch.testing.assert_close(c, a)
+
+
+@every_case
+def test_twice_gives_the_same_bits(case: Case, device: torch.device) -> None:
+    tensors = _inputs(case, device, torch.bfloat16)
+    leaves = [t for t in tensors.values() if t is not None and t.requires_grad]
+    first, second = (
+        (out := _outputs(case.run(**tensors)), torch.autograd.grad(_scalar(tuple(out)), leaves, allow_unused=True))
+        for _ in range(2)
+    )
+    for a, b in zip((*first[0], *first[1]), (*second[0], *second[1]), strict=True):
+        assert a is b is None or torch.equal(a, b)
+
+
+@every_case
+def test_compile_fullgraph(case: Case, device: torch.device) -> None:
+    tensors = _inputs(case, device)
+    torch._dynamo.reset()
+    compiled = torch.compile(case.run, fullgraph=True, backend="aot_eager")
+    leaves = [t for t in tensors.values() if t is not None and t.requires_grad]
+    expected = _outputs(case.run(**tensors))
+    actual = _outputs(compiled(**tensors))
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    pair = [torch.autograd.grad(_scalar(tuple(out)), leaves, allow_unused=True) for out in (actual, expected)]
+    for a, b in zip(*pair, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@every_case
+@pytest.mark.kernels
+def test_double_backward_says_so(case: Case, device: torch.device) -> None:
+    tensors = _inputs(case, device)
+    leaves = [t for t in tensors.values() if t is not None and t.requires_grad]
+    grads = torch.autograd.grad(_scalar(case.run(**tensors)), leaves, create_graph=True, allow_unused=True)
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"double backward|second backward"):
+        torch.autograd.grad(sum(g.sum() for g in grads if g is not None), leaves, allow_unused=True)
+
+
+@every_case
+@pytest.mark.kernels
+def test_vmap_says_so(case: Case, device: torch.device) -> None:
+    tensors = {n: t.detach() if t is not None else None for n, t in _inputs(case, device).items()}
+    floats = [n for n, t in tensors.items() if t is not None and t.is_floating_point()]
+
+    def call(*batched: Tensor) -> Any:
+        return case.run(**{**tensors, **dict(zip(floats, batched, strict=True))})
+
+    with pytest.raises(NotImplementedError, match="vmap is not implemented"):
+        torch.vmap(call)(*(torch.stack([tensors[n], tensors[n]]) for n in floats))
+
+
+@every_case
+def test_fake_tensors_have_the_real_shapes(case: Case, device: torch.device) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    real = _outputs(case.run(**_inputs(case, device, torch.bfloat16)))
+    with FakeTensorMode():
+        fake = _outputs(case.run(**_inputs(case, device, torch.bfloat16)))
+    assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
+
+
+@pytest.mark.gpu
+@every_case
+def test_cuda_graph_and_side_stream(case: Case, device: torch.device) -> None:
+    tensors = _inputs(case, device, torch.bfloat16)
+    leaves = [t for t in tensors.values() if t is not None and t.requires_grad]
+
+    def step() -> list[Tensor]:
+        out = _outputs(case.run(**tensors))
+        grads = torch.autograd.grad(_scalar(tuple(out)), leaves, allow_unused=True)
+        return [*out, *(g for g in grads if g is not None)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        expected = [t.clone() for t in step()]
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for t in captured:
+        t.fill_(float("nan")) if t.is_floating_point() else t.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(captured, expected, strict=True):
+        assert torch.equal(a, b)
