@@ -35,6 +35,7 @@ from powertrain.ops.shapes import acc_dtype, as_rows, empty, next_power_of_2, wa
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.sharding import leading_dims, placements
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
@@ -429,6 +430,23 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     return (*(wanted(grad, need) for grad, need in zip(grads, needs, strict=True)), *(None,) * 5)
 
 
+def _fwd_sharding(x: Any, up: Any, bias: Any, gated: bool, **_: Any) -> Any:
+    R, _P, S = placements()
+    is_packed = gated and up is None
+    for at in [R, *map(S, leading_dims(x, last=not is_packed and bias is None))]:
+        yield [at], {"x": at, "up": at}
+
+
+def _bwd_sharding(
+    x: Any, up: Any, bias: Any, gated: bool, need_dx: bool, need_dup: bool, need_dbias: bool, **_: Any
+) -> Any:
+    R, P, S = placements()
+    is_packed = gated and up is None
+    for at in [R, *map(S, leading_dims(x, last=not is_packed and bias is None))]:
+        dbias = P if at is not R and need_dbias and bias else R
+        yield [at if need_dx else R, at if need_dup and up else R, dbias], {"dy": at, "x": at, "up": at}
+
+
 _OPTIONS = "str kind, str order, bool gated, float limit, float alpha"
 _activation_op = Op(
     f"activation_fwd(Tensor x, Tensor? up, Tensor? bias, {_OPTIONS}) -> Tensor",
@@ -436,12 +454,14 @@ _activation_op = Op(
     _activation_fwd_outputs,
     backward=_backward,
     setup_context=_setup_context,
+    sharding=_fwd_sharding,
 )
 _activation_bwd_op = Op(
     f"activation_bwd(Tensor dy, Tensor x, Tensor? up, Tensor? bias, {_OPTIONS}, bool need_dx, bool need_dup, "
     "bool need_dbias) -> (Tensor, Tensor, Tensor)",
     _activation_bwd,
     _activation_bwd_outputs,
+    sharding=_bwd_sharding,
 )
 
 

@@ -29,6 +29,7 @@ from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, empty, next_power_of
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.sharding import leading_dims, placements
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
@@ -245,18 +246,31 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     return wanted(dx, need_x), wanted(dbias, need_bias), dy if need_residual else None, None, None
 
 
+def _fwd_sharding(x: Any, seed: Any, **_: Any) -> Any:
+    R, _P, S = placements()
+    for at in [R, *map(S, leading_dims(x) if seed is None else ())]:
+        yield [at], {"x": at, "residual": at}
+
+
+def _bwd_sharding(**_: Any) -> Any:
+    R, _P, _S = placements()
+    yield [R, R], {}
+
+
 _bda_op = Op(
     "bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, Tensor? seed, float p) -> Tensor",
     _bda_fwd,
     _bda_fwd_outputs,
     backward=_backward,
     setup_context=_setup_context,
+    sharding=_fwd_sharding,
 )
 _bda_bwd_op = Op(
     "bias_dropout_add_bwd(Tensor dy, Tensor seed, float p, ScalarType x_dtype, ScalarType bias_dtype, bool need_dx, "
     "bool need_dbias) -> (Tensor, Tensor)",
     _bda_bwd,
     _bda_bwd_outputs,
+    sharding=_bwd_sharding,
 )
 
 

@@ -35,6 +35,7 @@ from powertrain.ops.shapes import acc_dtype, as_rows, empty, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.sharding import placements
 from powertrain.runtime.target import Target
 
 Reduction = Literal["mean", "sum", "none"]
@@ -623,6 +624,20 @@ def refuse_second_backward(ctx: Any, op: str, instead: str) -> None:
     ctx.used = True
 
 
+def _fwd_sharding(reduction: str, with_grad: bool, **_: Any) -> Any:
+    R, P, S = placements()
+    yield [R] * 4, {}
+    if reduction != "mean":  # a mean's divisor counts all tokens
+        loss = S(0) if reduction == "none" else P
+        yield [loss, S(0), R, S(0) if with_grad else R], {"logits": S(0), "target": S(0)}
+
+
+def _bwd_sharding(dloss: Any, scale: Any, **_: Any) -> Any:
+    R, _P, S = placements()
+    for at in (R, S(0)) if scale is None else (R,):
+        yield [at], {"dloss": at if dloss.ndim else R, "logits": at, "target": at, "lse": at}
+
+
 _TERMS = "float label_smoothing, float z_loss, float softcap"
 _cross_entropy_op = Op(
     f"cross_entropy_fwd(Tensor logits, Tensor target, int ignore_index, str reduction, {_TERMS}, bool with_grad) "
@@ -631,12 +646,14 @@ _cross_entropy_op = Op(
     _cross_entropy_fwd_outputs,
     backward=_backward,
     setup_context=_setup_context,
+    sharding=_fwd_sharding,
 )
 _cross_entropy_bwd_op = Op(
     "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor target, Tensor lse, Tensor? scale, int ignore_index, "
     f"{_TERMS}) -> Tensor",
     _cross_entropy_bwd,
     _cross_entropy_bwd_outputs,
+    sharding=_bwd_sharding,
 )
 _scale_op = Op("scale_(Tensor(a!) x, Tensor dloss, Tensor? scale) -> ()", _scale_, lambda x, dloss, scale: None)
 

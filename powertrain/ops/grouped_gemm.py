@@ -29,6 +29,7 @@ from powertrain.ops.attention.backends.zero_padding import zero_tail
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks, tracing
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.flops import Shape
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -344,17 +345,35 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     return dx, dw, None, None
 
 
+def _rows_flops(weight: Shape, x: Shape = (), dy: Shape = (), **_: Any) -> int:
+    """Every row of x, or of dy, times a matrix of its group."""
+    return 2 * (x or dy)[0] * weight[-1] * weight[-2]
+
+
+def _wgrad_flops(dy: Shape, x: Shape, **_: Any) -> int:
+    return 2 * dy[0] * dy[1] * x[1]
+
+
 _grouped_gemm_op = Op(
     "grouped_gemm_fwd(Tensor x, Tensor weight, Tensor offsets, bool kernel) -> Tensor",
     _fwd,
     _fwd_outputs,
     backward=_backward,
     setup_context=_setup_context,
+    flops=_rows_flops,
 )
 _dgrad_op = Op(
-    "grouped_gemm_dgrad(Tensor dy, Tensor weight, Tensor offsets, bool kernel) -> Tensor", _dgrad, _dgrad_outputs
+    "grouped_gemm_dgrad(Tensor dy, Tensor weight, Tensor offsets, bool kernel) -> Tensor",
+    _dgrad,
+    _dgrad_outputs,
+    flops=_rows_flops,
 )
-_wgrad_op = Op("grouped_gemm_wgrad(Tensor dy, Tensor x, Tensor offsets, bool kernel) -> Tensor", _wgrad, _wgrad_outputs)
+_wgrad_op = Op(
+    "grouped_gemm_wgrad(Tensor dy, Tensor x, Tensor offsets, bool kernel) -> Tensor",
+    _wgrad,
+    _wgrad_outputs,
+    flops=_wgrad_flops,
+)
 
 
 @falls_back("grouped_gemm")

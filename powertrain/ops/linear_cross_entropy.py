@@ -16,6 +16,7 @@ Sources: Wijmans et al., arXiv:2411.09009; gradient in forward by row blocks aft
 accumulation into main_grad after Megatron-LM's gradient_accumulation_fusion.
 """
 
+from math import prod
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from powertrain.ops.cross_entropy import (
 from powertrain.ops.shapes import as_rows, empty, wanted
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.flops import Shape
 from powertrain.runtime.launch import kernel
 
 # of logits at a time. 8192 x 4096 x 128256 bf16 on an H200, ms and peak MiB: 160 MiB 43.1, 1223; 256 42.0, 1317; 300
@@ -294,6 +296,15 @@ def _bwd_into_outputs(*args: Any) -> tuple[Tensor, Tensor]:
     return dx, db
 
 
+def _fwd_flops(x: Shape, weight: Shape, reduction: str, need_dx: bool, need_dw: bool, **_: Any) -> int:
+    """The logits; with a reduction the gradients too, which backward only scales."""
+    return 2 * x[0] * prod(weight) * (1 + (need_dx + need_dw) * (reduction != "none"))
+
+
+def _bwd_flops(x: Shape, weight: Shape, need_dx: bool, need_dw: bool, **_: Any) -> int:
+    return 2 * x[0] * prod(weight) * (1 + need_dx + need_dw)
+
+
 _TERMS = "float label_smoothing, float z_loss, float softcap, bool need_dx, bool need_dw, bool need_db"
 _linear_cross_entropy_op = Op(
     "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? main_grad, "
@@ -302,17 +313,20 @@ _linear_cross_entropy_op = Op(
     _linear_cross_entropy_fwd_outputs,
     backward=_backward,
     setup_context=_setup_context,
+    flops=_fwd_flops,
 )
 _BWD = "Tensor dloss, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse"
 _linear_cross_entropy_bwd_op = Op(
     f"linear_cross_entropy_bwd({_BWD}, Tensor? main_grad, int ignore_index, {_TERMS}) -> (Tensor, Tensor, Tensor)",
     _linear_cross_entropy_bwd,
     _linear_cross_entropy_bwd_outputs,
+    flops=_bwd_flops,
 )
 _linear_cross_entropy_bwd_into_op = Op(
     f"linear_cross_entropy_bwd_into({_BWD}, Tensor(a!) main_grad, int ignore_index, {_TERMS}) -> (Tensor, Tensor)",
     _bwd_into,
     _bwd_into_outputs,
+    flops=_bwd_flops,
 )
 _accumulate_op = Op(
     "accumulate_(Tensor(a!) total, Tensor part, Tensor dloss, Tensor? scale) -> ()",

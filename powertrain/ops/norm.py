@@ -30,6 +30,7 @@ from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.sharding import leading_dims, placements, saved_dims
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
@@ -570,6 +571,27 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, *_: Any) -> tuple[
     return (*(grad if need else None for need, grad in needed), None, None, None, None)
 
 
+def _norm_fwd_sharding(x: Any, residual: Any, is_layer: bool, **_: Any) -> Any:
+    R, _P, S = placements()
+    for at in [R, *map(S, leading_dims(x))]:
+        rows = R if at is R else S(0)
+        yield [at, R if residual is None else at, rows if is_layer else R, rows], {"x": at, "residual": at}
+
+
+def _norm_bwd_sharding(
+    h: Any, weight: Any, bias: Any, is_layer: bool, x_dtype: torch.dtype,
+    need_dx: bool, need_dw: bool, need_db: bool, **_: Any,
+) -> Any:  # fmt: skip
+    R, P, S = placements()
+    for at in [S(dim) for dim in saved_dims(h)] or [R, S(0)]:
+        rows, total = (R, R) if at is R else (S(0), P)
+        dx = at if need_dx else R
+        dresidual = at if need_dx and h.tensor_meta.dtype != x_dtype else R
+        results = [dx, dresidual, total if need_dw and weight else R, total if need_db and bias else R]
+        # what a norm without mean, or bias, saved is an empty tensor
+        yield results, {"dy": at, "dh": at, "h": at, "mean": rows if is_layer else R, "rstd": rows}
+
+
 _norm_op = Op(
     "norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool is_layer, bool zero_centered, "
     "bool round_first) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -578,6 +600,7 @@ _norm_op = Op(
     backward=_backward,
     setup_context=_setup_context,
     num_results=2,
+    sharding=_norm_fwd_sharding,
 )
 _norm_bwd_op = Op(
     "norm_bwd(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, bool is_layer, "
@@ -585,6 +608,7 @@ _norm_bwd_op = Op(
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _norm_bwd,
     _norm_bwd_outputs,
+    sharding=_norm_bwd_sharding,
 )
 
 

@@ -24,6 +24,7 @@ from powertrain.ops.shapes import acc_dtype, cdiv, empty, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.sharding import placements
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
@@ -361,12 +362,24 @@ def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | 
     return (dq if need_q else None, dk if need_k else None, *([None] * 10))
 
 
+def _sharding(q: Any, k: Any, layout: str, **positions: Any) -> Any:
+    """By heads; by sequences of a batch where positions are the same in all."""
+    R, _P, S = placements()
+    for at in [R, *map(S, [q.ndim - 2, *_batch_dims(layout, **positions)])]:
+        yield [at, R if k is None else at], {"q": at, "k": at}
+
+
+def _batch_dims(layout: str, position_ids: Any, offsets: Any, **_: Any) -> list[int]:
+    return [layout.index("b")] if layout != "thd" and position_ids is None and offsets is None else []
+
+
 _rope_op = Op(
     f"rope(Tensor q, Tensor? k, {_POSITIONS}, bool inverse) -> (Tensor, Tensor)",
     _rope_fwd,
     _rope_outputs,
     backward=_backward,
     setup_context=_setup_context,
+    sharding=_sharding,
 )
 
 
@@ -431,6 +444,18 @@ def _qkv_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return (dqkv, *([None] * 12))
 
 
+def _qkv_sharding(**arguments: Any) -> Any:
+    R, _P, S = placements()
+    for at in [R, *map(S, _batch_dims(**arguments))]:
+        yield [at] * 3, {"qkv": at}
+
+
+def _qkv_bwd_sharding(**arguments: Any) -> Any:
+    R, _P, S = placements()
+    for at in [R, *map(S, _batch_dims(**arguments))]:
+        yield [at], {"dq": at, "dk": at, "dv": at}
+
+
 _rope_qkv_op = Op(
     f"rope_qkv(Tensor qkv, SymInt num_heads, SymInt num_kv_heads, bool grouped, {_POSITIONS}) "
     "-> (Tensor, Tensor, Tensor)",
@@ -438,11 +463,13 @@ _rope_qkv_op = Op(
     _rope_qkv_outputs,
     backward=_qkv_backward,
     setup_context=_setup_qkv_context,
+    sharding=_qkv_sharding,
 )
 _rope_qkv_bwd_op = Op(
     f"rope_qkv_bwd(Tensor dq, Tensor dk, Tensor dv, bool grouped, {_POSITIONS}) -> Tensor",
     _rope_qkv_bwd,
     _rope_qkv_bwd_outputs,
+    sharding=_qkv_bwd_sharding,
 )
 
 

@@ -24,6 +24,7 @@ from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.sharding import placements
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
@@ -371,17 +372,37 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     return dx, None, None, None, None
 
 
+def _fwd_sharding(x: Any, mask: Any, **_: Any) -> Any:
+    for at, mask_at in _shards(x, mask):
+        yield [at], {"x": at, "mask": mask_at}
+
+
+def _bwd_sharding(y: Any, mask: Any, **_: Any) -> Any:
+    for at, mask_at in _shards(y, mask):
+        yield [at], {"dy": at, "y": at, "mask": mask_at}
+
+
+def _shards(x: Any, mask: Any) -> Any:
+    """(placement of the scores, of their mask): by batch or heads, the dims before the two of the causal mask."""
+    R, _P, S = placements()
+    for at in [R, *map(S, range(min(x.ndim - 2, 2)))]:
+        is_cut = mask is not None and at is not R and mask.ndim == x.ndim and mask.shape[at.dim] > 1
+        yield at, at if is_cut else R
+
+
 _softmax_op = Op(
     "scaled_softmax(Tensor x, Tensor? mask, float scale, bool causal, bool uniform) -> Tensor",
     _softmax_fwd,
     _softmax_fwd_outputs,
     backward=_backward,
     setup_context=_setup_context,
+    sharding=_fwd_sharding,
 )
 _softmax_bwd_op = Op(
     "scaled_softmax_bwd(Tensor dy, Tensor y, Tensor? mask, float scale, bool causal) -> Tensor",
     _softmax_bwd,
     _softmax_bwd_outputs,
+    sharding=_bwd_sharding,
 )
 
 

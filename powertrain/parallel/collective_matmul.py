@@ -17,6 +17,7 @@ ranks, the same bits every time (the twin's reduce-scatter: as the library does 
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from math import prod
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.collective import Collected, Gathering, Rows
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op
+from powertrain.runtime.flops import Shape
 
 MAX_WEIGHTS = 3  # that share one gathering: query, key and value
 
@@ -247,12 +249,28 @@ def _all_gather_grads_outputs(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     return (torch.empty_like(x) if need_x else None, *dws)
 
 
+def _weights_flops(rows: int, w0: Shape, w1: Shape | None, w2: Shape | None) -> int:
+    return 2 * rows * sum(prod(w) for w in (w0, w1, w2) if w)
+
+
+def _all_gather_flops(w0: Shape, w1: Shape | None, w2: Shape | None, counts: Sequence[int], **_: Any) -> int:
+    return _weights_flops(sum(counts), w0, w1, w2)
+
+
+def _grads_flops(need_x: bool, need_w: Sequence[bool], **arguments: Any) -> int:
+    """Of `all_gather_gemm` and `replicated_gemm`, for those outputs that have a gradient."""
+    pairs = [(arguments[f"w{n}"], arguments[f"dy{n}"]) for n in range(3)]
+    terms = zip(pairs, need_w, strict=True)
+    return sum(2 * dy[0] * prod(w) * (need_x + need) for (w, dy), need in terms if w and dy)
+
+
 _WEIGHTS = "Tensor w0, Tensor? w1, Tensor? w2"
 _all_gather_grads_op = Op(
     f"all_gather_gemm_bwd(Tensor x, {_WEIGHTS}, Tensor? dy0, Tensor? dy1, Tensor? dy2, bool need_x, bool[] need_w, "
     "SymInt[] counts, str key, bool into_main) -> (Tensor, Tensor, Tensor, Tensor)",
     _all_gather_grads,
     _all_gather_grads_outputs,
+    flops=_grads_flops,
 )
 _all_gather_op = Op(
     f"all_gather_gemm(Tensor x, {_WEIGHTS}, Tensor? b0, Tensor? b1, Tensor? b2, SymInt[] counts, str key) "
@@ -261,6 +279,7 @@ _all_gather_op = Op(
     _all_gather_outputs,
     backward=_all_gather_backward,
     setup_context=_all_gather_setup,
+    flops=_all_gather_flops,
 )
 
 
@@ -324,11 +343,20 @@ def _reduce_scatter_grads_outputs(
     )
 
 
+def _product_flops(x: Shape, w: Shape, **_: Any) -> int:
+    return 2 * x[0] * prod(w)
+
+
+def _reduce_scatter_grads_flops(x: Shape, w: Shape, need_x: bool, need_w: bool, **_: Any) -> int:
+    return 2 * x[0] * prod(w) * (need_x + need_w)
+
+
 _reduce_scatter_grads_op = Op(
     "gemm_reduce_scatter_bwd(Tensor dy, Tensor x, Tensor w, bool need_x, bool need_w, bool need_b, SymInt[] counts, "
     "str key, bool into_main) -> (Tensor, Tensor, Tensor)",
     _reduce_scatter_grads,
     _reduce_scatter_grads_outputs,
+    flops=_reduce_scatter_grads_flops,
 )
 _reduce_scatter_op = Op(
     "gemm_reduce_scatter(Tensor x, Tensor w, Tensor? bias, SymInt[] counts, str key) -> Tensor",
@@ -336,6 +364,7 @@ _reduce_scatter_op = Op(
     _reduce_scatter_outputs,
     backward=_reduce_scatter_backward,
     setup_context=_reduce_scatter_setup,
+    flops=_product_flops,
 )
 
 
@@ -384,6 +413,7 @@ _all_reduce_op = Op(
     _all_reduce_outputs,
     backward=_all_reduce_backward,
     setup_context=_all_reduce_setup,
+    flops=_product_flops,
 )
 
 
@@ -443,11 +473,16 @@ def _replicated_grads_outputs(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     return (torch.empty_like(x) if need_x else None, *dws)
 
 
+def _replicated_flops(x: Shape, w0: Shape, w1: Shape | None, w2: Shape | None, **_: Any) -> int:
+    return _weights_flops(x[0], w0, w1, w2)
+
+
 _replicated_grads_op = Op(
     f"replicated_gemm_bwd(Tensor x, {_WEIGHTS}, Tensor? dy0, Tensor? dy1, Tensor? dy2, bool need_x, bool[] need_w, "
     "str key, bool into_main) -> (Tensor, Tensor, Tensor, Tensor)",
     _replicated_grads,
     _replicated_grads_outputs,
+    flops=_grads_flops,
 )
 _replicated_op = Op(
     f"replicated_gemm(Tensor x, {_WEIGHTS}, Tensor? b0, Tensor? b1, Tensor? b2, str key) -> (Tensor, Tensor, Tensor)",
@@ -455,6 +490,7 @@ _replicated_op = Op(
     _replicated_outputs,
     backward=_replicated_backward,
     setup_context=_replicated_setup,
+    flops=_replicated_flops,
 )
 
 

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.flop_counter import register_flop_formula
 
-from powertrain.runtime import recording, sharding, tracing
+from powertrain.runtime import flops as flop_counting
+from powertrain.runtime import recording, tracing
+from powertrain.runtime import sharding as dtensors
 from powertrain.runtime.errors import CompileError
-from powertrain.runtime.flops import FORMULAS
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
@@ -102,6 +102,8 @@ class Op:
     setup_context  (ctx, inputs, output): saves what backward needs
     num_results    the first so many outputs are results; the others are only saved, and a differentiated eager call
                    does not return them (each output costs autograd about 2 us)
+    flops          the FLOPs of its matrix products, from its arguments by name (runtime/flops.py)
+    sharding       which shards of DTensors it takes and gives, likewise (runtime/sharding.py)
     """
 
     def __init__(
@@ -113,6 +115,8 @@ class Op:
         backward: Callable[..., Any] | None = None,
         setup_context: Callable[..., None] | None = None,
         num_results: int | None = None,
+        flops: flop_counting.Formula | None = None,
+        sharding: dtensors.Rule | None = None,
     ) -> None:
         self.name = schema.partition("(")[0]
         self.forward = forward
@@ -127,9 +131,10 @@ class Op:
             self.function = self._autograd_function(backward, setup_context, num_results)
             torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
         self.packet = getattr(torch.ops.powertrain, self.name)
-        sharding.tell(self.name, self.packet)
-        if self.name in FORMULAS:
-            register_flop_formula(self.packet)(FORMULAS[self.name])
+        self.sharding = sharding
+        dtensors.register(self.name, self.packet, sharding)
+        if flops is not None:
+            flop_counting.register(self.packet, flops)
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or _modes_active():
@@ -138,8 +143,8 @@ class Op:
         for arg in args:
             if isinstance(arg, Tensor):
                 if type(arg) not in _PLAIN:
-                    sharding.tell(self.name, self.packet)
-                    return self.packet(*sharding.as_dtensors(args))
+                    dtensors.register(self.name, self.packet, self.sharding)
+                    return self.packet(*dtensors.as_dtensors(args))
                 differentiate = differentiate or arg.requires_grad
         if differentiate and self.function is not None and torch.is_grad_enabled():
             if settings().on_compile_failure == "reference":

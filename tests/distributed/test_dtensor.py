@@ -1,11 +1,9 @@
-"""Our ops on DTensors: the rules of powertrain/runtime/sharding.py, each on two ranks."""
+"""Our ops on DTensors: the rule of each `Op(sharding=...)`, on two ranks."""
 
 import json
 
 import pytest
-import torch
 
-from powertrain.runtime.sharding import RULES
 from tests.distributed.dtensor_worker import CHECKS
 from tests.distributed.launch import run_ranks
 
@@ -24,7 +22,3 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_ranks_equal_one(name: str, failures: dict[str, str]) -> None:
     assert not failures[name], failures[name]
-
-
-def test_every_rule_is_of_an_op() -> None:
-    assert all(hasattr(torch.ops.powertrain, name) for name in RULES)

@@ -10,6 +10,7 @@ Source: Shoeybi et al., arXiv:1909.08053, section 3 (vocabulary-parallel loss); 
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -36,6 +37,7 @@ from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.collective import Rows
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel
+from powertrain.runtime.flops import Shape
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -326,6 +328,10 @@ def _linear_backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | 
     return (*grads, *(None,) * 12)
 
 
+def _linear_flops(weight: Shape, target: Shape, need_dx: bool, need_dw: bool, **_: Any) -> int:
+    return 2 * target[0] * prod(weight) * (1 + need_dx + need_dw)
+
+
 _linear_op = Op(
     "vocab_linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? main_grad, "
     f"str reduction, {_TERMS}, SymInt[] counts, str key, bool need_dx, bool need_dw, bool need_db) "
@@ -334,6 +340,7 @@ _linear_op = Op(
     _linear_outputs,
     backward=_linear_backward,
     setup_context=_linear_setup,
+    flops=_linear_flops,
 )
 
 

@@ -13,7 +13,8 @@ calls; on the CPU, PyTorch's own).
 """
 
 from functools import cache
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from powertrain.ops.gemm import hopper
 from powertrain.ops.shapes import acc_dtype, cdiv
 from powertrain.runtime import checks, gluon_compat, recording, self_test, tracing
 from powertrain.runtime.dispatch import Op, use_kernel, without_autocast
+from powertrain.runtime.flops import Shape
 from powertrain.runtime.target import Target
 
 LAYOUTS = hopper.LAYOUTS
@@ -191,11 +193,18 @@ def _fwd(a: Tensor, b: Tensor, bias: Tensor | None, layout: str, backend: str | 
     return out
 
 
-_gemm_op = Op("gemm(Tensor a, Tensor b, Tensor? bias, str layout, str? backend) -> Tensor", _fwd, _fwd_outputs)
+def _flops(a: Shape, b: Shape, layout: str, **_: Any) -> int:
+    return 2 * prod(a) * b[0 if layout == "nt" else 1]
+
+
+_gemm_op = Op(
+    "gemm(Tensor a, Tensor b, Tensor? bias, str layout, str? backend) -> Tensor", _fwd, _fwd_outputs, flops=_flops
+)
 _gemm_into_op = Op(
     "gemm_into(Tensor a, Tensor b, Tensor(a!) out, Tensor? bias, str layout, bool accumulate, str? backend) -> ()",
     _into,
     lambda a, b, out, bias, layout, accumulate, backend: None,
+    flops=_flops,
 )
 
 

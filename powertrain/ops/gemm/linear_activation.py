@@ -11,6 +11,7 @@ x [M, K], W [N, K]: 2 M N K operations forward (gated 4), twice that backward. S
 """
 
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from powertrain.ops.gemm.hopper_activation import Epilogue, hopper_epilogue, why
 from powertrain.ops.shapes import acc_dtype, as_rows, empty
 from powertrain.runtime import checks, recording, self_test
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel
+from powertrain.runtime.flops import Shape
 from powertrain.runtime.target import Target
 
 
@@ -174,6 +176,10 @@ def _weight_grads(dz: Tensor, x: Tensor, need: tuple[bool, bool]) -> tuple[Tenso
     return dweight, dz.sum(0, dtype=torch.float32).to(dz.dtype) if need[1] else None
 
 
+def _flops(x: Shape, weight: Shape, up_weight: Shape | None, **_: Any) -> int:
+    return 2 * prod(x) * (weight[0] + (up_weight[0] if up_weight else 0))
+
+
 _linear_activation_op = Op(
     "linear_activation(Tensor x, Tensor weight, Tensor? bias, Tensor? up_weight, Tensor? up_bias, Tensor? residual, "
     "str kind, float limit, float alpha, bool keep, bool measure) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -182,6 +188,7 @@ _linear_activation_op = Op(
     backward=_backward,
     setup_context=_setup_context,
     num_results=2,
+    flops=_flops,
 )
 
 

@@ -41,6 +41,8 @@ from powertrain.ops.attention.triton.backend import (
     _slots,
     arguments,
     backward_by,
+    bwd_flops,
+    fwd_flops,
 )
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime import checks, gluon_compat, recording, self_test, tracing
@@ -453,12 +455,14 @@ _attention_hopper_op = Op(
     _fwd_outputs,
     backward=_backward,
     setup_context=_setup_context_here,
+    flops=fwd_flops,
 )
 _attention_hopper_bwd_op = Op(
     "attention_hopper_bwd(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
     f"bool[] need, {_ARGS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
     _attention_hopper_bwd,
     _bwd_outputs,
+    flops=bwd_flops,
 )
 
 

@@ -38,6 +38,7 @@ from powertrain.ops.attention.triton.tiles import pieces
 from powertrain.ops.philox import threshold
 from powertrain.ops.shapes import cdiv, empty, next_power_of_2, wanted
 from powertrain.runtime.dispatch import Op
+from powertrain.runtime.flops import Shape
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 
@@ -542,18 +543,38 @@ def _sinks_grad(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sin
     return -torch.where(lse == -torch.inf, 0.0, shares).sum((0, 2)).to(sinks.dtype)
 
 
+def _pairs(query: Shape, key: Shape, starts: Shape | None, layout: str) -> int:
+    """(query, key) pairs of all heads, as if no mask hid any."""
+    if layout == "thd":
+        sequences = starts[0] - 1 if starts else 1
+        return query[0] * key[0] // max(sequences, 1) * query[1]
+    sizes = dict(zip(layout, query, strict=True))
+    return sizes["b"] * sizes["h"] * sizes["s"] * dict(zip(layout, key, strict=True))["s"]
+
+
+def fwd_flops(query: Shape, key: Shape, value: Shape, query_starts: Shape | None, layout: str, **_: Any) -> int:
+    return 2 * _pairs(query, key, query_starts, layout) * (query[-1] + value[-1])
+
+
+def bwd_flops(query: Shape, key: Shape, value: Shape, query_starts: Shape | None, layout: str, **_: Any) -> int:
+    """Five products: the scores again, dp, dv, dq, dk."""
+    return 2 * _pairs(query, key, query_starts, layout) * (3 * query[-1] + 2 * value[-1])
+
+
 _attention_op = Op(
     f"attention(Tensor query, Tensor key, Tensor value, {_ARGS_SCHEMA}) -> (Tensor, Tensor)",
     _attention_fwd,
     _fwd_outputs,
     backward=_backward,
     setup_context=_setup_context,
+    flops=fwd_flops,
 )
 _attention_bwd_op = Op(
     "attention_bwd(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
     f"bool[] need, {_ARGS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
     _attention_bwd,
     _bwd_outputs,
+    flops=bwd_flops,
 )
 
 
