@@ -94,17 +94,13 @@ def _multiply_scatter(
         if meanwhile is not None:
             meanwhile()
         return y if bias is None else y + bias
-    fused = overlap.transport.fused(choice, xs[0], weights, [None]) if len(xs) == 1 else None
-    if fused is not None:
-        scattering = fused.gemm_scatter(xs[0], weights[0], rows)
-    else:
-        scattering = overlap.transport.scatter(xs[0], rows, width)
-        terms = [(rows.split(x), w.T) for x, w in zip(xs, weights, strict=True)]
-        for rank in scattering.order:
-            part = scattering.part(rank)
-            for i, (parts, w_t) in enumerate(terms):
-                _multiply(parts[rank], w_t, None, part, add=i > 0)
-            scattering.send(rank)
+    scattering = overlap.transport.scatter(xs[0], rows, width)
+    terms = [(rows.split(x), w.T) for x, w in zip(xs, weights, strict=True)]
+    for rank in scattering.order:
+        part = scattering.part(rank)
+        for i, (parts, w_t) in enumerate(terms):
+            _multiply(parts[rank], w_t, None, part, add=i > 0)
+        scattering.send(rank)
     if meanwhile is not None:
         meanwhile()
     return scattering.reduce(bias)

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 __all__ = [
-    "add_and_fetch",
     "arrive_named",
     "barrier",
     "draw",
@@ -35,7 +34,6 @@ __all__ = [
     "mbarrier",
     "meet_named",
     "reinterpret",
-    "store_release",
     "stores_landed",
     "sync_named",
     "tma",
@@ -98,40 +96,6 @@ def load_acquire(ptr):  # type: ignore[no-untyped-def]
     """The int32 at `ptr`, which any GPU or copy engine may write; what it was written after is seen from here on."""
     return gl.inline_asm_elementwise(
         "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def store_release(ptr, value):  # type: ignore[no-untyped-def]
-    """Write the int32 `value` to `ptr`, a peer's perhaps, after everything this thread has seen written."""
-    gl.inline_asm_elementwise(
-        "st.release.sys.global.b32 [$1], $2; mov.u32 $0, $2;",
-        "=r,l,r",
-        [ptr, value],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def add_and_fetch(ptr, value):  # type: ignore[no-untyped-def]
-    """What the int32 at `ptr` was before the calling warp added `value` to it, once; acquires and releases."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .b32 lane;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        bar.warp.sync 0xffffffff;
-        @first atom.acq_rel.sys.global.add.s32 lane, [$1], $2;
-        shfl.sync.idx.b32 $0, lane, 0, 31, 0xffffffff;
-        }""",
-        "=r,l,r",
-        [ptr, value],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 

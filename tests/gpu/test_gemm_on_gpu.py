@@ -9,7 +9,7 @@ from torch import Tensor
 from powertrain.ops.gemm import gemm as module
 from powertrain.ops.gemm import linear_activation as linear_module
 from powertrain.ops.gemm.gemm import LAYOUTS, choose, gemm, gemm_ref
-from powertrain.ops.gemm.hopper import Gathered, Plan, Scattered, hopper_gemm
+from powertrain.ops.gemm.hopper import Gathered, hopper_gemm
 from powertrain.ops.gemm.hopper_activation import Epilogue, hopper_epilogue
 from powertrain.ops.gemm.linear_activation import choose as choose_linear
 from powertrain.ops.gemm.linear_activation import linear_activation, linear_activation_ref
@@ -126,62 +126,30 @@ def test_flags_that_come_late_are_waited_for() -> None:
     assert torch.equal(out, expected)
 
 
-def _scattered() -> tuple[Scattered, list[Tensor], Tensor]:
-    outs = [torch.zeros(rows + 1, SIZE[1], dtype=torch.bfloat16, device=CUDA) for rows in ROWS]
-    signals = torch.zeros(4, 8, dtype=torch.int32, device=CUDA)
-    targets = torch.tensor([out.data_ptr() for out in outs], device=CUDA)
-    places = torch.tensor([signal.data_ptr() for signal in signals], device=CUDA)
-    return Scattered(_bounds(), _int32(*ORDER), targets, places, _int32(0, 0, 0, 0), SIZE[1]), outs, signals
-
-
-def _check_scattered(outs: list[Tensor], expected: Tensor) -> None:
-    assert torch.equal(torch.cat([out[:-1] for out in outs]), expected)
-    assert not any(out[-1].any() for out in outs)  # the row behind a chunk is somebody else's
-
-
-@pytest.mark.parametrize("plain_stores", [False, True], ids=["tma", "plain"])
-def test_scattered_rows_and_signals(plain_stores: bool) -> None:
+def test_graph_replays_read_rows_and_bounds_anew() -> None:
     a, b = operands("nt", *SIZE, torch.bfloat16, CUDA)
-    expected = gemm(a, b, backend="hopper")
-    chunks, outs, signals = _scattered()
-    for ready in (1, 2, 7):
-        for out in outs:
-            out.zero_()
-        plan = Plan(plain_stores=plain_stores)
-        hopper_gemm(a, b, None, scattered=chunks._replace(ready=ready), plan=plan)
-        _check_scattered(outs, expected)
-        assert signals[:, 0].tolist() == [ready] * 4
-        assert not signals[:, 1:].any() and not chunks.counters.any()
-
-
-def test_graph_replays_read_flags_and_addresses_anew() -> None:
-    a, b = operands("nt", *SIZE, torch.bfloat16, CUDA)
-    chunks, outs, signals = _scattered()
-    hopper_gemm(a, b, None, scattered=chunks)
+    out, bounds = torch.empty(SIZE[:2], dtype=torch.bfloat16, device=CUDA), _bounds()
+    chunks = Gathered(bounds, _int32(*ORDER), _int32(1, 1, 1, 1))
+    hopper_gemm(a, b, out, gathered=chunks)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        hopper_gemm(a, b, None, scattered=chunks)
-    for _ in range(20):
-        signals.zero_()
+        hopper_gemm(a, b, out, gathered=chunks)
+    for cuts in ((0, 300, 700, 900), (0, 8, 8, 1000), (0, 0, 0, 0)):
+        bounds[:4] = _int32(*cuts)
         a.normal_()
+        out.fill_(float("nan"))
         graph.replay()
-        _check_scattered(outs, gemm(a, b, backend="hopper"))
-        assert signals[:, 0].tolist() == [1] * 4
-    others = [torch.zeros_like(out) for out in outs]
-    chunks.targets.copy_(torch.tensor([out.data_ptr() for out in others]))
-    graph.replay()
-    _check_scattered(others, gemm(a, b, backend="hopper"))
+        assert torch.equal(out, gemm(a, b, backend="hopper"))
 
 
 def test_fewer_sms() -> None:
     a, b = operands("nt", *SIZE, torch.bfloat16, CUDA)
-    out = torch.empty(SIZE[:2], dtype=torch.bfloat16, device=CUDA)
-    hopper_gemm(a, b, out, num_sms=3)  # 33 tiles on 3 CTAs, which walk through all chunks below
-    assert torch.equal(out, gemm(a, b, backend="hopper"))
-    chunks, outs, signals = _scattered()
-    hopper_gemm(a, b, None, scattered=chunks, num_sms=2)
-    _check_scattered(outs, out)
-    assert signals[:, 0].tolist() == [1] * 4
+    expected = gemm(a, b, backend="hopper")
+    chunks = Gathered(_bounds(), _int32(*ORDER), _int32(1, 1, 1, 1))
+    for num_sms, gathered in ((3, None), (2, chunks)):  # 33 tiles on few CTAs, which walk through all chunks
+        out = torch.full_like(expected, float("nan"))
+        hopper_gemm(a, b, out, num_sms=num_sms, gathered=gathered)
+        assert torch.equal(out, expected)
 
 
 def test_self_test_passes_and_runs_once() -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.gemm.gemm import gemm
-from powertrain.ops.gemm.hopper import Gathered, Plan, Scattered, hopper_gemm
+from powertrain.ops.gemm.hopper import Gathered, hopper_gemm
 from powertrain.ops.gemm.hopper_activation import Epilogue, hopper_epilogue
 
 META = torch.device("meta")
@@ -26,14 +26,6 @@ def launch_gathered(dtype: torch.dtype = torch.bfloat16, layout: str = "nt") -> 
     a, b = operands(layout, 512, 512, 512, dtype, META)
     chunks = Gathered(_empty(5), _empty(4), _empty(4), _empty(128, 512, dtype=dtype), (1, 2))
     hopper_gemm(a, b, _empty(512, 512, dtype=dtype), layout=layout, gathered=chunks)
-
-
-def launch_scattered(dtype: torch.dtype = torch.bfloat16, *, plain_stores: bool = False, layout: str = "nt") -> None:
-    """On meta tensors: four chunks to addresses of their own."""
-    a, b = operands(layout, 512, 512, 512, dtype, META)
-    places = [_empty(4, dtype=torch.int64) for _ in range(2)]
-    chunks = Scattered(_empty(5), _empty(4), *places, _empty(4), 512)
-    hopper_gemm(a, b, None, layout=layout, scattered=chunks, plan=Plan(plain_stores=plain_stores))
 
 
 def launch_gemms(dtype: torch.dtype) -> None:

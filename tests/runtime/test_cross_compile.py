@@ -32,7 +32,7 @@ from tests.ops.attention.attention_launches import (
     launch_hopper_attention,
 )
 from tests.ops.attention.decode_launches import launch_decode_kernels, launch_merge_kernels
-from tests.ops.gemm_launches import launch_epilogues, launch_gathered, launch_gemms, launch_scattered
+from tests.ops.gemm_launches import launch_epilogues, launch_gathered, launch_gemms
 
 ARCHS = (75, 80, 86, 89, 90, 100, 103, 120)
 # attention's kernels are the slow ones to compile: these archs in every run, all of them in `make test-full`
@@ -71,8 +71,6 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
         launch_gemms(dtype)
         launch_epilogues(dtype)
         launch_gathered(dtype)
-        launch_scattered(dtype)
-        launch_scattered(dtype, plain_stores=True)
         launch_hopper_attention(dtype)
     parts = torch.empty(4, 64, 128, dtype=dtype, device=META)
     sum_parts(parts)

@@ -17,7 +17,7 @@ from powertrain.runtime.compile.service import Spec, entry_for
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
-from tests.ops.gemm_launches import launch_epilogues, launch_gathered, launch_gemms, launch_scattered
+from tests.ops.gemm_launches import launch_epilogues, launch_gathered, launch_gemms
 
 pytestmark = pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
 
@@ -88,21 +88,6 @@ def test_a_gathered_chunk_is_acquired_then_fenced_then_loaded() -> None:
     assert acquires and len(fences) == 1
     assert max(acquires) < fences[0] < min(loads)
     assert len(loads) == 3  # a's rows there, a's rows here, b
-
-
-@pytest.mark.parametrize("plain_stores", [False, True], ids=["tma", "plain"])
-def test_a_scattered_chunk_is_stored_then_released(plain_stores: bool) -> None:
-    ptx = _ptx(lambda: launch_scattered(plain_stores=plain_stores))
-    stores = _lines(ptx, r"st\.global\.v4" if plain_stores else STORE)
-    waits = _lines(ptx, r"cp\.async\.bulk\.wait_group 0; fence\.proxy\.async; fence\.acq_rel\.sys")
-    counts, signals = _lines(ptx, r"atom\.acq_rel\.sys\.global\.add"), _lines(ptx, r"st\.release\.sys\.global")
-    assert len(counts) == 2  # of the two storers
-    assert len(signals) == 3  # theirs, and one for empty chunks
-    for count in counts:
-        # the last store before the count, its landing between the two, and a signal behind
-        store = max(line for line in stores if line < count)
-        assert any(store < wait < count for wait in waits)
-        assert any(count < signal for signal in signals)
 
 
 def test_walking_on_from_chunk_to_chunk_survives_the_compiler() -> None:

@@ -13,13 +13,7 @@ being multiplied. Descriptors are made on the device, so pointers may come from 
 for a chunk's flag once, before its first tile of that chunk. Nothing else waits, and no host and no other kernel is
 needed for a flag to be seen. Whoever writes the chunk must not need an SM: this kernel may hold them all.
 
-`Scattered` output: the rows of each chunk go to an address of their own, another GPU's memory perhaps. When all of a
-chunk's tiles are written the last storer sets the chunk's flag, over there.
-
-Ordering. Waiting: ld.acquire.sys until the flag is there, fence.proxy.async, TMA loads. Signalling, by each storer: its
-TMA stores have landed (not only left shared memory), fence.proxy.async, fence.acq_rel.sys, then one acq_rel add to the
-chunk's counter; who completes the count has thereby acquired the others' stores, and writes st.release.sys.
-Reset by the same thread, the counters are zero again for the next launch, a graph's replay included.
+Ordering: ld.acquire.sys until the flag is there, fence.proxy.async, TMA loads.
 
 Source: CUTLASS's warp-specialised persistent kernels for the division of labour; PTX ISA 8.x, memory consistency model
 and async proxy.
@@ -33,7 +27,6 @@ from torch import Tensor
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime import checks
 from powertrain.runtime.gluon_compat import (
-    add_and_fetch,
     arrive_named,
     fence_proxy_async,
     gl,
@@ -42,8 +35,6 @@ from powertrain.runtime.gluon_compat import (
     kept,
     load_acquire,
     mbarrier,
-    reinterpret,
-    store_release,
     stores_landed,
     sync_named,
     tma,
@@ -347,32 +338,8 @@ def _consume(
 
 
 @gluon.jit
-def _copy_out(c_smem, base, row, col, rows, N, stride_cm):
-    """Shared memory to [rows, N] at `base` by one warp's ordinary stores; N and its place in multiples of 8."""
-    ROWS: gl.constexpr = c_smem.shape[0]
-    COUNT: gl.constexpr = ROWS // 8 * c_smem.shape[1] // 64
-    # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
-    swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], c_smem.dtype)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    pieces = reinterpret(c_smem, c_smem.dtype, [COUNT, 8, 64], swizzle)
-    for piece in range(COUNT):
-        r = row + piece % (ROWS // 8) * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
-        c = col + piece // (ROWS // 8) * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))
-        place = base + gl.expand_dims(r.to(gl.int64) * stride_cm, 1) + gl.expand_dims(c, 0)
-        mask = gl.expand_dims(r < rows, 1) & gl.expand_dims(c < N, 0)
-        gl.store(
-            gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16]),
-            pieces.index(piece).load(layout),
-            mask=gl.max_constancy(mask, [1, 8]),
-        )
-
-
-@gluon.jit
 def _store(
     c_ptr,
-    targets_ptr,
-    counters_ptr,
-    signals_ptr,
     c_smem,
     c_full,
     c_empty,
@@ -382,11 +349,8 @@ def _store(
     N,
     chunks,
     stride_cm,
-    ready,
     CHUNKED: gl.constexpr,
-    SCATTERED: gl.constexpr,
     ADD: gl.constexpr,
-    PLAIN: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -410,10 +374,7 @@ def _store(
         tiles_m = gl.cdiv(end - start, BLOCK_M)
         tiles = tiles_m * tiles_n
         # a descriptor that ends where the chunk ends: a tile that reaches beyond writes nothing there
-        if SCATTERED:
-            base = gl.load(targets_ptr + chunk).to(gl.pointer_type(dtype))
-        else:
-            base = c_ptr + start.to(gl.int64) * stride_cm
+        base = c_ptr + start.to(gl.int64) * stride_cm
         if CHUNKED:
             stores_landed(chunk)  # the one before may still be read by stores under way
         desc = tma.make_tensor_descriptor(base, [end - start, N], [stride_cm, 1], [ROWS, COLS], layout)
@@ -422,27 +383,13 @@ def _store(
             row = tile_m * BLOCK_M + CONSUMER * ROWS
             for part in gl.static_range(SPLIT):
                 mbarrier.wait(c_full.index(CONSUMER), phase)
-                if PLAIN:
-                    _copy_out(
-                        c_smem.index(CONSUMER), base, row, tile_n * BLOCK_N + part * COLS, end - start, N, stride_cm
-                    )
-                elif ADD:
+                if ADD:
                     tma_store_add(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))
                 else:
                     tma_store(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))
                 tma.store_wait(0)
                 mbarrier.arrive(c_empty.index(CONSUMER), count=1)
                 phase ^= 1
-            if SCATTERED:
-                stores_landed(chunk)
-                if add_and_fetch(counters_ptr + chunk, 1) == tiles * CONSUMERS - 1:
-                    gl.store(counters_ptr + chunk, 0)
-                    store_release(gl.load(signals_ptr + chunk).to(gl.pointer_type(gl.int32)), ready)
-        if SCATTERED:
-            # nobody has a tile of an empty chunk, and its reader waits all the same
-            if (tiles == 0) & (gl.program_id(0) == 0):
-                if CONSUMER == 0:
-                    store_release(gl.load(signals_ptr + chunk).to(gl.pointer_type(gl.int32)), ready)
         tile = _behind(tile, tiles)
         chunk, start, end = next_chunk, next_start, next_end
     stores_landed(tile)
@@ -458,9 +405,6 @@ def _gemm_kernel(
     bounds_ptr,
     order_ptr,
     flags_ptr,
-    targets_ptr,
-    counters_ptr,
-    signals_ptr,
     M,
     N,
     K,
@@ -475,7 +419,6 @@ def _gemm_kernel(
     local_end,
     LAYOUT: gl.constexpr,
     ADD: gl.constexpr,
-    PLAIN: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -489,9 +432,8 @@ def _gemm_kernel(
     CHUNKED: gl.constexpr = order_ptr is not None
     GATHERED: gl.constexpr = flags_ptr is not None
     LOCAL: gl.constexpr = local_ptr is not None
-    SCATTERED: gl.constexpr = targets_ptr is not None
     dtype: gl.constexpr = a_ptr.dtype.element_ty
-    out_dtype: gl.constexpr = dtype if SCATTERED else c_ptr.dtype.element_ty
+    out_dtype: gl.constexpr = c_ptr.dtype.element_ty
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     COLS: gl.constexpr = BLOCK_N // SPLIT
     A_SHAPE: gl.constexpr = (BLOCK_K, BLOCK_M) if A_T else (BLOCK_M, BLOCK_K)
@@ -525,8 +467,8 @@ def _gemm_kernel(
             CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         )),
         (_store, (
-            c_ptr, targets_ptr, counters_ptr, signals_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
-            stride_c, ready, CHUNKED, SCATTERED, ADD, PLAIN, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
+            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
+            stride_c, CHUNKED, ADD, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
         )),
         ], [1, 1], [40, 40])  # fmt: skip
     else:
@@ -545,12 +487,12 @@ def _gemm_kernel(
             CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         )),
         (_store, (
-            c_ptr, targets_ptr, counters_ptr, signals_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
-            stride_c, ready, CHUNKED, SCATTERED, ADD, PLAIN, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
+            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
+            stride_c, CHUNKED, ADD, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
         )),
         (_store, (
-            c_ptr, targets_ptr, counters_ptr, signals_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
-            stride_c, ready, CHUNKED, SCATTERED, ADD, PLAIN, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 1,
+            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
+            stride_c, CHUNKED, ADD, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 1,
         )),
         ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
 
@@ -566,18 +508,6 @@ class Gathered(NamedTuple):
     ready: int = 1
 
 
-class Scattered(NamedTuple):
-    """The result's rows go to addresses of their own, in C chunks. Chunk c is rows bounds[c] to bounds[c + 1]."""
-
-    bounds: Tensor  # [C + 1] int32, ascending from 0 to M
-    order: Tensor  # [C] int32: the chunks as they are multiplied
-    targets: Tensor  # [C] int64: the address of chunk c's first row, a multiple of 16 bytes; a peer's memory too
-    signals: Tensor  # [C] int64: the address of the int32 that becomes `ready` when chunk c is written
-    counters: Tensor  # [C] int32 on this device: zeros, and zeros again afterwards
-    stride: int  # elements from row to row, in all targets
-    ready: int = 1
-
-
 class Plan(NamedTuple):
     block_m: int = 128
     block_n: int = 256
@@ -586,12 +516,11 @@ class Plan(NamedTuple):
     group_m: int = 16
     consumers: int = 2
     split: int = 1  # parts in which a consumer hands over its half
-    plain_stores: bool = False  # by ordinary stores, should TMA not reach the targets
 
 
-def _plan(out: Tensor | None, bias: Tensor | None) -> Plan:
+def _plan(out: Tensor, bias: Tensor | None) -> Plan:
     """The tiles of a call: 227 KiB of stages and of what the storers hold."""
-    if out is not None and out.dtype is torch.float32:
+    if out.dtype is torch.float32:
         return Plan(split=2)
     # a bias of 256 columns in registers spilled (Triton 3.9)
     return Plan() if bias is None else Plan(split=2, stages=4)
@@ -617,29 +546,20 @@ def sizes(a: Tensor, b: Tensor, layout: str) -> tuple[int, int, int]:
     return M, b.shape[0] if layout == "nt" else b.shape[1], K
 
 
-def _check(a: Tensor, out: Tensor | None, layout: str, gathered: Gathered | None, scattered: Scattered | None) -> None:
+def _check(a: Tensor, layout: str, gathered: Gathered) -> None:
     op = "hopper_gemm"
-    checks.require((out is None) == (scattered is not None), op, "out", "be None with scattered, and only then", out)
-    if gathered and scattered:
-        checks.fail(op, "scattered", "be None where gathered is given", "both")
-    if gathered and layout == "tn":
+    if layout == "tn":
         checks.fail(op, "gathered", "be None for layout tn, whose a does not hold rows of the result", gathered.order)
-    if not (chunked := gathered or scattered):
-        return
-    C = (chunked.order.numel(),)
-    tables = {"order": chunked.order, "flags": gathered.flags} if gathered else {"order": chunked.order}
-    checks.shape(op, "bounds", chunked.bounds, (C[0] + 1,), "one more than order")
-    if scattered:
-        tables |= {"counters": scattered.counters, "targets": scattered.targets, "signals": scattered.signals}
-    for name, table in tables.items():
-        dtype = torch.int64 if name in ("targets", "signals") else torch.int32
-        checks.shape(op, name, table, C, "one for each chunk of order")
-        checks.require(table.dtype is dtype, op, name, f"be {checks.name(dtype)}", checks.name(table.dtype))
+    C = (gathered.order.numel(),)
+    checks.shape(op, "bounds", gathered.bounds, (C[0] + 1,), "one more than order")
+    for name, table in {"order": gathered.order, "flags": gathered.flags, "bounds": gathered.bounds}.items():
+        if name != "bounds":
+            checks.shape(op, name, table, C, "one for each chunk of order")
+        checks.require(table.dtype is torch.int32, op, name, "be int32", checks.name(table.dtype))
         checks.require(
             name == "flags" or table.is_contiguous(), op, name, "be contiguous", f"strides {tuple(table.stride())}"
         )
-    checks.require(chunked.bounds.dtype is torch.int32, op, "bounds", "be int32", checks.name(chunked.bounds.dtype))
-    local = gathered.local if gathered else None
+    local = gathered.local
     if local is not None:
         checks.require(local.dtype is a.dtype, op, "local", f"have a's dtype {checks.name(a.dtype)}", local.dtype)
         checks.require(local.shape[1] == a.shape[1], op, "local", f"have {a.shape[1]} columns as a has", local.shape[1])
@@ -650,46 +570,40 @@ def _check(a: Tensor, out: Tensor | None, layout: str, gathered: Gathered | None
 def hopper_gemm(
     a: Tensor,
     b: Tensor,
-    out: Tensor | None,
+    out: Tensor,
     *,
     layout: str = "nt",
     bias: Tensor | None = None,
     accumulate: bool = False,
     gathered: Gathered | None = None,
-    scattered: Scattered | None = None,
     num_sms: int | None = None,
     plan: Plan | None = None,
 ) -> None:
     """`out = op(a) op(b) + bias`, or `out += op(a) op(b)`, on sm_90; nothing is checked that `gemm` checks.
 
     Shapes: nt a [M, K], b [N, K]; nn a [M, K], b [K, N]; tn a [K, M], b [K, N]. `why_not` says which memory.
-        out       [M, N] in a's dtype, or float32 with accumulate; None with `scattered`
+        out       [M, N] in a's dtype, or float32 with accumulate
         gathered  a's rows come while this runs, and local ones from elsewhere (nt and nn)
-        scattered the result's rows go elsewhere, chunk by chunk, in a's dtype
         num_sms   how many SMs to use; all by default
-    Host: no synchronisation; bounds, order and addresses are read on the device, so a graph's replay reads them anew.
+    Host: no synchronisation; bounds and order are read on the device, so a graph's replay reads them anew.
     Raises ValueError for hooks that do not fit, by name.
     """
     M, N, K = sizes(a, b, layout)
-    chunked = gathered or scattered
-    _check(a, out, layout, gathered, scattered)
+    if gathered is not None:
+        _check(a, layout, gathered)
     plan = plan or _plan(out, bias)
-    if plan.plain_stores:
-        checks.require(N % 8 == 0, "hopper_gemm", "N", "be a multiple of 8 with plain_stores", N)
-    chunks = chunked.order.numel() if chunked else 1
-    local = gathered.local if gathered else None
-    local_first, local_end = gathered.local_chunks if gathered else (0, 0)
-    tiles = (cdiv(M, plan.block_m) + (chunks if chunked else 0)) * cdiv(N, plan.block_n)
-    g, s = gathered, scattered
-    stride_c = s.stride if s else 0 if out is None else out.stride(0)
+    g = gathered
+    chunks = g.order.numel() if g else 1
+    local = g.local if g else None
+    local_first, local_end = g.local_chunks if g else (0, 0)
+    tiles = (cdiv(M, plan.block_m) + (chunks if g else 0)) * cdiv(N, plan.block_n)
     _gemm_kernel[(min(num_sms or Target.of(a.device).num_sms, tiles),)](
         a, b, out, bias, local,
-        chunked.bounds if chunked else None, chunked.order if chunked else None, g.flags if g else None,
-        s.targets if s else None, s.counters if s else None, s.signals if s else None,
+        g.bounds if g else None, g.order if g else None, g.flags if g else None,
         M, N, K, chunks,
-        a.stride(0), b.stride(0), stride_c, 0 if local is None else local.stride(0),
-        g.flags.stride(0) if g else 0, chunked.ready if chunked else 0, local_first, local_end,
-        LAYOUT=layout, ADD=accumulate, PLAIN=plan.plain_stores,
+        a.stride(0), b.stride(0), out.stride(0), 0 if local is None else local.stride(0),
+        g.flags.stride(0) if g else 0, g.ready if g else 0, local_first, local_end,
+        LAYOUT=layout, ADD=accumulate,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
         STAGES=plan.stages, GROUP_M=plan.group_m, CONSUMERS=plan.consumers, SPLIT=plan.split,
         num_warps=8 // plan.consumers,

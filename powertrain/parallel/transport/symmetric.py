@@ -340,10 +340,7 @@ class SymmetricScattering(Scattering):
         apart = self.strides[self.rank] // element
         mine = self.memory.tensor(self.slot, (transport.size, apart), like.dtype)
         self.inbox = mine.as_strided((transport.size, rows.counts[self.rank], width), (apart, width, 1))
-        self._start(like)
-
-    def _start(self, like: Tensor) -> None:
-        self.parts = self.rows.split(like.new_empty((self.rows.total, self.width)))
+        self.parts = rows.split(like.new_empty((rows.total, width)))
 
     def place(self, rank: int) -> int:
         """The address of this rank's part in another's inbox."""
@@ -360,12 +357,9 @@ class SymmetricScattering(Scattering):
         source = part.data_ptr(), part.numel() * part.element_size()
         self.transport.steps.send(stream, SCATTER, self.slot, rank, [(source, (self.place(rank), 0))])
 
-    def _sent(self) -> None:
-        self.transport.join(SCATTER, self.main)
-
     def reduce(self, bias: Tensor | None = None) -> Tensor:
         steps, stream = self.transport.steps, self.main.cuda_stream
-        self._sent()
+        self.transport.join(SCATTER, self.main)
         steps.receive(stream, SCATTER, self.slot, steps.senders)
         y = sum_parts(self.inbox, bias)
         steps.release(stream, SCATTER, self.slot)

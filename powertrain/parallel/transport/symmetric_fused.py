@@ -1,11 +1,10 @@
-"""One kernel for a whole product whose rows travel meanwhile: the Hopper GEMM of ops/gemm/hopper.py over NVLink.
+"""One kernel for a product whose rows arrive meanwhile: the Hopper GEMM of ops/gemm/hopper.py over NVLink.
 
-Gathered: peers' copy engines bring their rows in pieces, each with its FULL word; the kernel starts with this rank's
-own rows and waits, inside, for each piece before its first tile of it. Scattered: each tile is stored straight into the
-inbox of the rank that owns its rows, and the last tile of a rank's rows makes that rank's FULL word 1.
+Peers' copy engines bring their rows in pieces, each with its FULL word; the kernel starts with this rank's own rows and
+waits, inside, for each piece before its first tile of it.
 
-Beside chunked products this fills every wave of tiles but the last, needs no staging memory for what is sent, and lets
-rows be used in pieces smaller than a good product. The words and slots are the protocol's, unchanged.
+Beside chunked products this fills every wave of tiles but the last, and lets rows be used in pieces smaller than an
+efficient product. The words and slots are the protocol's, unchanged.
 """
 
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.gemm.gemm import fails_here
-from powertrain.ops.gemm.hopper import Gathered, Scattered, hopper_gemm, why_not
+from powertrain.ops.gemm.hopper import Gathered, hopper_gemm, why_not
 from powertrain.parallel.transport.collective import Rows
-from powertrain.parallel.transport.protocol import FULL, GATHER, PIECES, SCATTER, Word
-from powertrain.parallel.transport.symmetric import SymmetricGathering, SymmetricScattering, SymmetricTransport
+from powertrain.parallel.transport.protocol import FULL, GATHER, PIECES
+from powertrain.parallel.transport.symmetric import SymmetricGathering, SymmetricTransport
 from powertrain.runtime.gluon_compat import trouble
 from powertrain.runtime.target import Target
 
@@ -28,8 +27,6 @@ class Fused:
 
     def __init__(self, transport: SymmetricTransport) -> None:
         self.transport, self.device = transport, transport.device
-        self.counters = torch.zeros(transport.size, dtype=torch.int32, device=self.device)
-        self.own_signal = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._integers = lru_cache(256)(partial(_integers, self.device))
         self._captured: list[Tensor] = []
 
@@ -52,13 +49,6 @@ class Fused:
             hopper_gemm(gathering.buffer, b, y, layout=layout, bias=bias, gathered=hook)
         gathering.received()
         return gathering
-
-    def gemm_scatter(self, x: Tensor, w: Tensor, rows: Rows) -> "FusedScattering":
-        """x wᵀ, each rank's rows on their way to it; the sum is still to be taken."""
-        scattering = FusedScattering(self, x, rows, w.shape[0])
-        b, layout = _stored(w)
-        hopper_gemm(x, b, None, layout=layout, scattered=scattering.hook())
-        return scattering
 
 
 def _integers(device: torch.device, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -99,29 +89,3 @@ class FusedGathering(SymmetricGathering):
 
     def wait(self, rank: int) -> Tensor:
         return self.parts[rank]
-
-
-class FusedScattering(SymmetricScattering):
-    def __init__(self, fused: Fused, like: Tensor, rows: Rows, width: int) -> None:
-        self.fused = fused
-        super().__init__(fused.transport, like, rows, width)
-
-    def _start(self, like: Tensor) -> None:
-        """The kernel writes into all inboxes: it starts when all of them have room."""
-        steps = self.transport.steps
-        steps.await_room(self.main.cuda_stream, SCATTER, self.slot, steps.receivers)
-
-    def hook(self) -> Scattered:
-        ranks, integers = range(self.transport.size), self.fused.integers
-        starts = (*(self.rows.of(rank).start for rank in ranks), self.rows.total)
-        full = Word(FULL, SCATTER, self.slot, self.rank)
-        signals = [self.transport.engine.address(rank, full) for rank in ranks]
-        signals[self.rank] = self.fused.own_signal.data_ptr()
-        return Scattered(
-            integers(starts, torch.int32), integers(tuple(self.order), torch.int32),
-            integers(tuple(self.place(rank) for rank in ranks), torch.int64),
-            integers(tuple(signals), torch.int64), self.fused.counters, self.width,
-        )  # fmt: skip
-
-    def _sent(self) -> None:
-        """The kernel has sent everything when it ends."""
