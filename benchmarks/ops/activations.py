@@ -17,13 +17,13 @@ def _variants(op: str) -> dict[str, Callable[..., Tensor]]:
     if op == "gelu_tanh":
         found = {
             "powertrain": lambda x: gelu(x, approximate="tanh"),
-            "torch.compile": torch.compile(lambda x: F.gelu(x, approximate="tanh")),
+            "torch.compile": torch.compile(lambda x: F.gelu(x, approximate="tanh"), dynamic=False),
         }
     else:
         liger = peer("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
         found = {
             "powertrain": swiglu,
-            "torch.compile": torch.compile(lambda gate, up: F.silu(gate) * up),
+            "torch.compile": torch.compile(lambda gate, up: F.silu(gate) * up, dynamic=False),
             "liger": liger and liger.apply,
         }
     return {name: function for name, function in found.items() if function is not None}

@@ -21,7 +21,10 @@ def run() -> Iterator[str]:
     bias = torch.randn(N, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     for p in (0.1, 0.0):
-        variants = {"powertrain": partial(bias_dropout_add, p=p), "torch.compile": partial(torch.compile(_plain), p=p)}
+        variants = {
+            "powertrain": partial(bias_dropout_add, p=p),
+            "torch.compile": partial(torch.compile(_plain, dynamic=False), p=p),
+        }
         with torch.no_grad():
             forward = measure({name: lambda f=f: f(x, bias, residual) for name, f in variants.items()})
         yield table(f"bias_dropout_add {M}x{N} p{p} bf16 fwd", forward, num_bytes=3 * 2 * M * N)

@@ -19,7 +19,7 @@ def _variants() -> dict[str, Callable[..., Tensor]]:
     found = {
         "powertrain": cross_entropy,
         "grad_in_fwd": lambda x, y: cross_entropy(x, y, grad_in_forward=True),
-        "torch.compile": torch.compile(lambda x, y: F.cross_entropy(x.float(), y)),
+        "torch.compile": torch.compile(lambda x, y: F.cross_entropy(x.float(), y), dynamic=False),
         "quack": quack and (lambda x, y: quack(x, y, reduction="mean")),
         # overwrites its input, so each call needs a copy that is not timed elsewhere: shown with it
         "liger (+clone)": liger

@@ -24,7 +24,7 @@ def _variants(main_grad: Tensor) -> dict[str, Callable[..., Tensor]]:
         "powertrain": linear_cross_entropy,
         "main_grad": lambda x, w, y: linear_cross_entropy(x, w, y, main_grad=main_grad),
         "none": lambda x, w, y: linear_cross_entropy(x, w, y, reduction="none").sum(),
-        "torch.compile": torch.compile(_plain),
+        "torch.compile": torch.compile(_plain, dynamic=False),
         "torch": _plain,
         "liger": liger and (lambda x, w, y: liger.apply(x, w, y)[0]),
     }

@@ -14,7 +14,7 @@ def _variants(op: str, N: int) -> dict[str, Callable[..., torch.Tensor]]:
     if op == "rms_norm":
         found = {
             "powertrain": lambda x, w, b: rms_norm(x, w),
-            "torch.compile": torch.compile(lambda x, w, b: F.rms_norm(x, (N,), w, 1e-6)),
+            "torch.compile": torch.compile(lambda x, w, b: F.rms_norm(x, (N,), w, 1e-6), dynamic=False),
             "liger": peer("liger_kernel.ops.rms_norm", "LigerRMSNormFunction"),
             "quack": peer("quack", "rmsnorm"),
         }
@@ -25,7 +25,7 @@ def _variants(op: str, N: int) -> dict[str, Callable[..., torch.Tensor]]:
         liger = peer("liger_kernel.ops.layer_norm", "LigerLayerNormFunction")
         found = {
             "powertrain": layer_norm,
-            "torch.compile": torch.compile(lambda x, w, b: F.layer_norm(x, (N,), w, b)),
+            "torch.compile": torch.compile(lambda x, w, b: F.layer_norm(x, (N,), w, b), dynamic=False),
             "liger": liger and (lambda x, w, b: liger.apply(x, w, b, 1e-5)),
         }
     return {name: function for name, function in found.items() if function is not None}

@@ -21,7 +21,7 @@ def _plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]
 
 
 def _variants(angles: RopeTable, dtype: torch.dtype) -> dict[str, Any]:
-    compiled, liger = torch.compile(_plain), peer("liger_kernel.ops.rope", "LigerRopeFunction")
+    compiled, liger = torch.compile(_plain, dynamic=False), peer("liger_kernel.ops.rope", "LigerRopeFunction")
     cos, sin = angles.cos[:, None], angles.sin[:, None]
     doubled = [torch.cat((t, t), -1).to(dtype)[None] for t in (angles.cos, angles.sin)]
     found = {
