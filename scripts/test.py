@@ -1,7 +1,7 @@
-"""`python scripts/test.py [--slow | --gpu] [pytest options]`: every test run there is, and one closing line.
+"""`python scripts/test.py [--slow | --gpu] [pytest options]`: the test runs, the slowest tests, and one closing line.
 
 Without options: the kernels through Triton's interpreter, then everything on the CPU, GPUs hidden. --slow: the slow
-tests too. --gpu: everything on the GPU's own kernels.
+tests too. --gpu: everything on the GPU's own kernels, 14 processes at once where cores and memory allow.
 """
 
 import os
@@ -20,6 +20,11 @@ PER_PROCESS = 1 << 30  # torch, and what a test allocates
 HIDE_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
+SLOWEST = 20  # tests whose time is printed at the end
+GPU_PROCESSES = 14  # each holds a CUDA context and at most a few GiB: less than an eighth of an 80 GiB card
+_seconds: list[tuple[float, str]] = []  # of every test that ran
+
+
 def run(title: str, arguments: list[str], environment: dict[str, str]) -> Counter[str]:
     """One pytest run: how many tests passed, failed (errors too) and were skipped."""
     print(f"\n{title}: pytest {' '.join(arguments)}", flush=True)
@@ -28,16 +33,19 @@ def run(title: str, arguments: list[str], environment: dict[str, str]) -> Counte
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"]
         code = subprocess.run(command, env={**os.environ, **environment}).returncode
-        counts = _counts(report) if report.exists() else Counter()
+        counts = _counts(report, title) if report.exists() else Counter()
     if code not in (0, 5) and not counts["failed"]:  # 5: no test was selected
         counts["failed"] = 1
     print(f"{title}: {_line(counts)} in {time.monotonic() - start:.0f} s", flush=True)
     return counts
 
 
-def _counts(report: Path) -> Counter[str]:
+def _counts(report: Path, title: str) -> Counter[str]:
     total: Counter[str] = Counter()
-    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+    root = ElementTree.parse(report).getroot()
+    for case in root.iter("testcase"):
+        _seconds.append((float(case.get("time", 0)), f"{case.get('classname')}::{case.get('name')} ({title})"))
+    for suite in root.iter("testsuite"):
         tests, failed, errors, skipped = (
             int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
         )
@@ -54,12 +62,13 @@ def main(options: list[str]) -> int:
     rest = [option for option in options if option not in ("--slow", "--gpu")]
     if not slow:
         rest = ["-m", "not slow", *rest]
+    processes = jobs(PER_PROCESS)
+    count = min(processes.count, GPU_PROCESSES) if gpu else processes.count
+    if count > 1 and find_spec("xdist"):
+        print(f"test processes: {count} ({processes.why})")
+        rest = ["-n", str(count), *rest]
     if gpu:
         return _close(run("on the GPU", rest, {}))
-    processes = jobs(PER_PROCESS)
-    if processes.count > 1 and find_spec("xdist"):
-        print(f"test processes: {processes.why}")
-        rest = ["-n", str(processes.count), *rest]
     interpreted = run(
         "kernels in Triton's interpreter", [*rest, "tests/ops"], {"POWERTRAIN_INTERPRET": "1", **HIDE_GPUS}
     )
@@ -67,6 +76,9 @@ def main(options: list[str]) -> int:
 
 
 def _close(counts: Counter[str]) -> int:
+    print(f"\nthe slowest {SLOWEST} tests:")
+    for seconds, name in sorted(_seconds, reverse=True)[:SLOWEST]:
+        print(f"{seconds:7.1f} s  {name}")
     print(f"\n{_line(counts)}")
     return 1 if counts["failed"] else 0
 

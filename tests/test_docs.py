@@ -12,7 +12,12 @@ from powertrain.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
+    *(ROOT / "docs").rglob("*.md"),
+]
 OPS = [name for name, module in powertrain._PUBLIC.items() if module.startswith("powertrain.ops.")]
 
 
