@@ -23,8 +23,8 @@ from powertrain.ops.norm import rms_norm
 from powertrain.ops.rope import rope_qkv
 from powertrain.ops.rope_table import rope_table
 from powertrain.parallel.collective_matmul import all_gather_gemm, gemm_reduce_scatter
-from powertrain.parallel.cost_model import Choice
 from powertrain.parallel.overlap import Overlap
+from powertrain.parallel.transport.base import Choice
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from powertrain.parallel.cost_model import Choice, Product, Rates, predict, product_seconds
+from powertrain.parallel.cost_model import Product, predict, product_seconds
+from powertrain.parallel.transport.base import Choice, Rates
 
 GPUS = (8, 64, 1024, 8192)
 WIDTH = 2  # bytes of what is computed with and travels

@@ -26,7 +26,8 @@ from torch import Tensor
 from powertrain.ops.linear_cross_entropy import _IntoMainGrad
 from powertrain.parallel.cost_model import Product
 from powertrain.parallel.overlap import Overlap, find
-from powertrain.parallel.transport.collective import Collected, Gathering, Rows
+from powertrain.parallel.transport.base import Gathering, Rows
+from powertrain.parallel.transport.collective import Collected
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.flops import Shape

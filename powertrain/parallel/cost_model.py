@@ -5,15 +5,12 @@ travels by the link rate that was measured when the transport was opened. All ra
 choose alike without asking each other.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+from powertrain.parallel.transport.base import Choice, Rates, Transport
 from powertrain.runtime import checks
-
-if TYPE_CHECKING:
-    from powertrain.parallel.transport.collective import Transport
 
 _TILE_M, _TILE_N = 128, 256
 # measured on four H200s (benchmarks/results/2026-11-21_h200_overlap.md), in seconds, bytes/s and share
@@ -30,9 +27,6 @@ _REMEMBERED = 256  # choices: token counts may differ in every call
 _WORTH = 0.98  # an overlapped call must be predicted to take less than this share of the sequential one
 
 
-Way = Literal["sequential", "chunked", "fused"]
-
-
 class Product(NamedTuple):
     """gather: [rows, depth] travels, then is multiplied; scatter: [rows, width] is the product, and travels."""
 
@@ -43,40 +37,10 @@ class Product(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Seconds, predicted; 0 where nothing was predicted.
-
-    way    "sequential": the collective, then the product; "chunked": a product for each rank's rows, by cuBLAS;
-           "fused": one kernel that waits for the rows, or sends them, itself
-    """
-
-    way: Way
-    why: str
-    product: float = 0.0
-    collective: float = 0.0
-    overlapped: float = 0.0
-
-    @property
-    def exposed(self) -> float:
-        """The share of the collective's own time that is not hidden."""
-        taken = self.product + self.collective if self.way == "sequential" else self.overlapped
-        return (taken - self.product) / self.collective if self.collective else 0.0
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a device and its links do. flops: dense, of the tensors' dtype; link: bytes/s from one peer."""
-
-    sms: int
-    flops: float
-    link: float
-
-
 class Planner:
     """Chooses once for each product, and keeps what it chose."""
 
-    def __init__(self, transport: "Transport", rates: Rates | None = None) -> None:
+    def __init__(self, transport: Transport, rates: Rates | None = None) -> None:
         self.transport, self.rates = transport, rates
         self.choices: dict[Product, Choice] = {}
 

@@ -29,7 +29,7 @@ from powertrain.ops.activations import gated_activation
 from powertrain.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from powertrain.ops.moe import moe_permute, moe_unpermute
 from powertrain.parallel.overlap import Overlap, find
-from powertrain.parallel.transport.collective import Rows, Traffic
+from powertrain.parallel.transport.base import Rows, Traffic
 from powertrain.parallel.transport.protocol import COMBINE, DISPATCH
 from powertrain.runtime import checks
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from powertrain.parallel.cost_model import Planner
-from powertrain.parallel.transport.collective import Rows, Transport
+from powertrain.parallel.transport.base import Rows, Transport
 from powertrain.parallel.transport.select import NAMES, open_transport
 from powertrain.runtime import checks
 

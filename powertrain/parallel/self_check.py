@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.parallel.collective_matmul import all_gather_gemm, gemm_reduce_scatter
-from powertrain.parallel.cost_model import Choice
 from powertrain.parallel.overlap import Overlap
+from powertrain.parallel.transport.base import Choice
 from powertrain.parallel.transport.select import TransportUnavailable
 
 DONE = "products are right over"

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from powertrain.parallel.collective_matmul import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, replicated_gemm
-from powertrain.parallel.cost_model import Choice, Way
 from powertrain.parallel.overlap import Overlap
+from powertrain.parallel.transport.base import Choice, Way
 from powertrain.parallel.transport.heartbeat import PeerTimeout
 
 TIMEOUT = 20  # seconds the process group waits

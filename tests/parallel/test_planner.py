@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from powertrain.parallel.collective_matmul import all_gather_gemm
-from powertrain.parallel.cost_model import Choice, Planner, Product, Rates, predict
+from powertrain.parallel.cost_model import Planner, Product, predict
+from powertrain.parallel.transport.base import Choice, Rates
 from powertrain.parallel.transport.simulated import World
 
 H200 = Rates(132, 132 * 5.8e12, 350e9)

@@ -12,7 +12,8 @@ from torch import Tensor
 from powertrain.parallel.collective_matmul import all_gather_gemm
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.transport import symmetric
-from powertrain.parallel.transport.collective import Gathering, Rows, gather_all
+from powertrain.parallel.transport.base import Gathering, Rows
+from powertrain.parallel.transport.collective import gather_all
 from powertrain.parallel.transport.protocol import GATHER
 from powertrain.parallel.transport.simulated import World
 from powertrain.parallel.transport.symmetric import SymmetricGathering, SymmetricTransport

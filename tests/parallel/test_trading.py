@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.transport.collective import Trading, Traffic
+from powertrain.parallel.transport.base import Trading, Traffic
 from powertrain.parallel.transport.protocol import COMBINE, DISPATCH, SLOTS_OF
 from powertrain.parallel.transport.simulated import SimulatedTransport, Stream, ThreadEngine, World
 from powertrain.parallel.transport.symmetric import Shared, SymmetricTrading, _roomy, _starts

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from powertrain.parallel.overlap import Overlap, find
-from powertrain.parallel.transport.collective import Rows
+from powertrain.parallel.transport.base import Rows
 from powertrain.runtime.dispatch import Op
 
 # gather   every rank's rows, on every rank          slice  this rank's rows of what all have

@@ -34,7 +34,7 @@ from powertrain.ops.cross_entropy import (
 from powertrain.ops.linear_cross_entropy import MAX_ROUNDINGS, _blocks, _logits, _matmul, _scratch
 from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
 from powertrain.parallel.overlap import Overlap, find
-from powertrain.parallel.transport.collective import Rows
+from powertrain.parallel.transport.base import Rows
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel
 from powertrain.runtime.flops import Shape

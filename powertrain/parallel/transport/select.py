@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from powertrain.parallel.transport.collective import CollectiveTransport, Transport, on_gpus
+from powertrain.parallel.transport.base import Transport, on_gpus
+from powertrain.parallel.transport.collective import CollectiveTransport
 from powertrain.parallel.transport.heartbeat import Peer
 from powertrain.runtime import checks, tracing
 

@@ -22,17 +22,8 @@ import torch
 from torch import Tensor
 
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.transport.collective import (
-    Gathering,
-    Rows,
-    Scattering,
-    Trading,
-    Traffic,
-    Transport,
-    gather_all,
-    scatter_all,
-    trade_all,
-)
+from powertrain.parallel.transport.base import Gathering, Rows, Scattering, Trading, Traffic, Transport
+from powertrain.parallel.transport.collective import gather_all, scatter_all, trade_all
 from powertrain.parallel.transport.heartbeat import PeerTimeout
 from powertrain.parallel.transport.protocol import (
     GATHER,

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from powertrain.parallel.cost_model import Choice, Rates
-from powertrain.parallel.transport.collective import CollectiveTransport, Gathering, Rows, Scattering, Trading, Traffic
+from powertrain.parallel.transport.base import Choice, Gathering, Rates, Rows, Scattering, Trading, Traffic
+from powertrain.parallel.transport.collective import CollectiveTransport
 from powertrain.parallel.transport.poison import poison_kernel
 from powertrain.parallel.transport.protocol import (
     COMBINE,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from powertrain.ops.gemm.gemm import fails_here
 from powertrain.ops.gemm.hopper import Gathered, hopper_gemm, why_not
-from powertrain.parallel.transport.collective import Rows
+from powertrain.parallel.transport.base import Rows
 from powertrain.parallel.transport.protocol import FULL, GATHER, PIECES
 from powertrain.parallel.transport.symmetric import SymmetricGathering, SymmetricTransport
 from powertrain.runtime.gluon_compat import trouble

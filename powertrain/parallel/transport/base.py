@@ -1,0 +1,225 @@
+"""How rows travel between the ranks of a group: one interface, several ways.
+
+A *gathering* brings the other ranks' rows here while products run on those that are here already. A *scattering* takes
+products to the ranks that own them while the next are made, and sums what the others sent. Whichever way they travel,
+the sum is the same: partial results are rounded once to the tensors' dtype, then added in float32 in the order of the
+ranks, so it does not depend on who was early. A *trading* takes other rows to each rank and brings theirs for this one.
+
+    symmetric    NVLink, copy engines, flags in each other's memory (powertrain/parallel/transport/symmetric.py)
+    pipelined    sends and receives, one peer at a time (NCCL or gloo): powertrain/parallel/transport/collective.py
+    sequential   a collective, then the product (NCCL or gloo): the same file; the baseline of the others
+    simulated    ranks that are threads of one process (powertrain/parallel/transport/simulated.py)
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Way = Literal["sequential", "chunked", "fused"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Seconds, predicted; 0 where nothing was predicted.
+
+    way    "sequential": the collective, then the product; "chunked": a product for each rank's rows, by cuBLAS;
+           "fused": one kernel that waits for the rows, or sends them, itself
+    """
+
+    way: Way
+    why: str
+    product: float = 0.0
+    collective: float = 0.0
+    overlapped: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """The share of the collective's own time that is not hidden."""
+        taken = self.product + self.collective if self.way == "sequential" else self.overlapped
+        return (taken - self.product) / self.collective if self.collective else 0.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device and its links do. flops: dense, of the tensors' dtype; link: bytes/s from one peer."""
+
+    sms: int
+    flops: float
+    link: float
+
+
+class Rows(NamedTuple):
+    """Which rows of a gathered tensor are whose: rank r has `counts[r]` of them, after those of the ranks before it."""
+
+    counts: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def even(self) -> bool:
+        return min(self.counts) == max(self.counts)
+
+    def of(self, rank: int) -> slice:
+        start = sum(self.counts[:rank])
+        return slice(start, start + self.counts[rank])
+
+    def split(self, whole: Tensor) -> Sequence[Tensor]:
+        """Every rank's rows of a tensor that has all of them."""
+        return whole.split(self.counts)
+
+
+class Gathering(ABC):
+    """All ranks' rows, on their way.
+
+    order    the ranks as their rows come, this one first
+    whole    [rows.total, K]: complete, this rank's own rows included, once `wait` was called for every rank and if
+             the gathering was asked to keep it
+    """
+
+    order: Sequence[int]
+    whole: Tensor
+
+    @abstractmethod
+    def wait(self, rank: int) -> Tensor:
+        """That rank's rows [rows.counts[rank], K]; the current stream waits until they are here."""
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:  # noqa: B027
+        """After the last product, whose results are given: what this holds may be used again."""
+
+
+class Scattering(ABC):
+    """Partial results [rows.total, N], on their way to the ranks that own the rows.
+
+    order    the ranks to make parts for, this one last
+    """
+
+    order: Sequence[int]
+
+    @abstractmethod
+    def part(self, rank: int) -> Tensor:
+        """Where to write the product for that rank, [rows.counts[rank], N]."""
+
+    @abstractmethod
+    def send(self, rank: int) -> None:
+        """The part for that rank is written on the current stream: take it there."""
+
+    @abstractmethod
+    def reduce(self, bias: Tensor | None = None) -> Tensor:
+        """The sum of all ranks' parts for this one, [rows.counts[own], N], with bias [N] added."""
+
+
+class Traffic(NamedTuple):
+    """How many rows go from whom to whom: rows[source][target], the same on every rank."""
+
+    rows: tuple[tuple[int, ...], ...]
+
+    def sent(self, rank: int) -> tuple[int, ...]:
+        return self.rows[rank]
+
+    def received(self, rank: int) -> tuple[int, ...]:
+        return tuple(row[rank] for row in self.rows)
+
+    @property
+    def back(self) -> "Traffic":
+        """The same rows on their way back."""
+        return Traffic(tuple(zip(*self.rows, strict=True)))
+
+
+class Trading(ABC):
+    """Rows for each rank and each rank's for this one, on their way.
+
+    order    the ranks as their rows come, this one first
+    whole    [rows received, width], in the order of the ranks: complete once `wait` was called for each
+    """
+
+    order: Sequence[int]
+    whole: Tensor
+
+    @abstractmethod
+    def send(self, rank: int, rows: Tensor) -> None:
+        """Take rows, contiguous and written on the current stream, there. Every rank in turn: all take the same
+        step, in `outwards` or in `order`, once for each; this rank's own rows whenever one likes."""
+
+    @abstractmethod
+    def wait(self, rank: int) -> Tensor:
+        """That rank's rows, a part of `whole`; the current stream waits until they are here."""
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:  # noqa: B027
+        """All was sent and waited for, and outputs are made of it: what this holds may be used again."""
+
+
+class Transport(ABC):
+    """The ways of one group. Calls come in the same order on every rank."""
+
+    name: str
+    rank: int
+    size: int
+    on_gpus: bool = False
+    layer: str = ""  # whose call it is, for messages
+
+    @abstractmethod
+    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
+        """Start to bring every rank's shard [rows.counts[rank], K] here."""
+
+    @abstractmethod
+    def scatter(self, like: Tensor, rows: Rows, width: int) -> Scattering:
+        """Get ready to send parts [rows.counts[rank], width] of like's dtype and device."""
+
+    @abstractmethod
+    def all_gather(self, shard: Tensor, rows: Rows) -> Tensor:
+        """Every rank's rows, [rows.total, K], by one collective."""
+
+    @abstractmethod
+    def reduce_scatter(self, parts: Tensor, rows: Rows) -> Tensor:
+        """parts [rows.total, N] -> this rank's rows of their sum, by one collective."""
+
+    @abstractmethod
+    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> Trading:
+        """Get ready to send and receive rows [.., width] of like's dtype and device; use: DISPATCH or COMBINE."""
+
+    @abstractmethod
+    def all_to_all(self, rows: Tensor, traffic: Traffic) -> Tensor:
+        """rows [rows sent, width], in the order of their targets -> those received, in that of their sources, by one
+        collective."""
+
+    def outwards(self) -> list[int]:
+        """The other ranks, the next one first: no two ranks send to the same one at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def inwards(self) -> list[int]:
+        """The other ranks as their rows come when all send outwards."""
+        return [(self.rank - step) % self.size for step in range(1, self.size)]
+
+    def rates(self) -> Rates | None:
+        """How fast this device and its links are, where that is known."""
+        return None
+
+    def fused(self, choice: Choice, x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Any:
+        """The kernels of powertrain/parallel/transport/symmetric_fused.py, if they were chosen and take these operands; else None."""
+        return None
+
+    def compare(  # noqa: B027
+        self, op: str, counts: Sequence[int], operands: Sequence[Tensor | None]
+    ) -> None:
+        """In debug mode: raise CollectiveMismatch unless every rank makes this very call now."""
+
+    def abandon(self, error: Exception) -> None:  # noqa: B027
+        """A call failed on this rank before it ended, if it had begun."""
+
+    def let_go(self) -> None:  # noqa: B027
+        """The interpreter ends: end threads, hold no process group, wait for nobody."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back memory and threads."""
+
+
+def on_gpus(group: dist.ProcessGroup) -> bool:
+    """Whether a group's tensors may be CUDA's, here."""
+    return torch.cuda.is_available() and torch.device("cuda") in group._device_types
