@@ -31,6 +31,7 @@ _WORDS = {
 
 
 def diagnose(
+    context: typer.Context,
     log: Annotated[str, typer.Argument(help="a file, or - for what is pasted or piped in")] = "-",
     lang: Annotated[Language, typer.Option(help="of the answer")] = Language.en,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
@@ -66,7 +67,7 @@ def diagnose(
     call = attention_call(text)
     if call and any(one.cause.name == "no-attention-backend" for one in found):
         console.print(f"\n{words['run']}: [bold]powertrain {escape(shlex.join(call))}[/]\n")
-        _explain(call)
+        _explain(context, call)
 
 
 def _read(log: str) -> str:
@@ -98,8 +99,6 @@ def _as_json(one: "Diagnosis", lang: Language) -> dict[str, object]:
     }
 
 
-def _explain(call: list[str]) -> None:
+def _explain(context: typer.Context, call: list[str]) -> None:
     """Answer with `powertrain explain attention`; its exit code is about that call, not about this log."""
-    from powertrain.cli import app
-
-    typer.main.get_command(app).main(call, prog_name="powertrain", standalone_mode=False)
+    context.find_root().command.main(call, prog_name="powertrain", standalone_mode=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from powertrain.models.causal_lm import CausalLM
 from powertrain.models.config import ModelConfig, Positive
-from powertrain.models.huggingface import only, required
+from powertrain.models.hf_config import only, required
 from powertrain.models.rope_scaling import from_hf_rope, scheme, to_hf_rope
 from powertrain.nn.attention import Rotary
 from powertrain.nn.block import Block

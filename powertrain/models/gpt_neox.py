@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from powertrain.models import llama
 from powertrain.models.causal_lm import CausalLM
 from powertrain.models.config import Fraction, Init, ModelConfig, Positive, Probability, check_heads
-from powertrain.models.huggingface import chosen, required
+from powertrain.models.hf_config import chosen, required
 from powertrain.models.rope_scaling import from_hf_rope, to_hf_rope
 from powertrain.nn.attention import Rotary, SelfAttention
 from powertrain.nn.block import Block

@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from powertrain.models.config import ARCHITECTURES, ModelConfig, architecture
+from powertrain.models.config import ModelConfig
 from powertrain.models.pickles import load_pickle
+from powertrain.models.registry import ARCHITECTURES, architecture
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -231,26 +232,3 @@ def _plan(config: ModelConfig, shard_bytes: int, dtype: torch.dtype | None) -> d
         plan[name] = number
         filled += size
     return plan
-
-
-def required(values: Mapping[str, Any], *names: str) -> list[Any]:
-    """The values of these keys of a config.json. Raises ValueError naming one that is not there."""
-    missing = [name for name in names if values.get(name) is None]
-    if missing:
-        raise ValueError(f"config.json: {missing[0]} must be given, got none")
-    return [values[name] for name in names]
-
-
-def only(values: Mapping[str, Any], **expected: Any) -> None:
-    """Raise ValueError naming a key of config.json that is set to something else, which we could not honour."""
-    for name, must in expected.items():
-        if values.get(name) not in (None, must):
-            raise ValueError(f"config.json: {name} must be {must!r}, got {values[name]!r}")
-
-
-def chosen(values: Mapping[str, Any], name: str, default: Any, choices: Mapping[str, Any]) -> Any:
-    """What a key's value stands for here. Raises ValueError naming the key and what it may be."""
-    value = values.get(name) or default
-    if value not in choices:
-        raise ValueError(f"config.json: {name} must be one of {', '.join(choices)}, got {value!r}")
-    return choices[value]

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from powertrain.models.causal_lm import Whole
-from powertrain.models.config import ModelConfig, architecture
+from powertrain.models.config import ModelConfig
+from powertrain.models.registry import architecture
 from powertrain.models.sequence_sharding import ContextSpread, weighed
 from powertrain.nn.attention import Context
 from powertrain.nn.tensor_parallel.linear import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from powertrain.models.config import configure
+from powertrain.models.registry import configure
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -42,10 +42,13 @@ def _open_symmetric(group: dist.ProcessGroup, debug: bool) -> Transport | str:
     if problem:
         return problem
     from powertrain.parallel.transport.symmetric import SymmetricTransport
+    from powertrain.parallel.transport.symmetric_fused import Fused
 
     transport, problem, rate = None, "", 0.0
     try:
-        transport = SymmetricTransport(group, torch.device("cuda", torch.cuda.current_device()), debug=debug)
+        transport = SymmetricTransport(
+            group, torch.device("cuda", torch.cuda.current_device()), fused=Fused, debug=debug
+        )
         rate = transport.measure_link()
     except RuntimeError as error:
         problem = f"memory cannot be shared: {str(error).splitlines()[0]}"

@@ -11,7 +11,7 @@ on the host.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -124,8 +124,16 @@ class SymmetricTransport(CollectiveTransport):
     name = "symmetric"
     link_rate: float  # bytes/s from one peer, of the slowest rank
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, debug: bool = False) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        fused: Callable[["SymmetricTransport"], Any],
+        debug: bool = False,
+    ) -> None:
         super().__init__(group, debug=debug)
+        self._open_fused = fused
         start = time.monotonic()
         self.device = device
         self.engine = CudaEngine(group, device)
@@ -197,13 +205,9 @@ class SymmetricTransport(CollectiveTransport):
     def fused(self, choice: Choice, x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Any:
         if choice.way != "fused" or not x.is_cuda:
             return None
-        from powertrain.parallel.transport.symmetric_fused import Fused, serves  # needs Gluon
-
-        if not serves(x, weights, outputs):
-            return None
         if self._fused is None:
-            self._fused = Fused(self)
-        return self._fused
+            self._fused = self._open_fused(self)
+        return self._fused if self._fused.serves(x, weights, outputs) else None
 
     def fork(self, use: int, main: torch.cuda.Stream) -> int:
         """The stream for copies that come after what the main stream holds."""

@@ -50,16 +50,15 @@ class Fused:
         gathering.received()
         return gathering
 
+    def serves(self, x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> bool:
+        """Whether the kernel runs here, and takes these operands."""
+        if Target.of(x.device).arch != 90 or trouble() or fails_here(x.device):
+            return False
+        return all(why_not(x, _stored(w)[0], y) is None for w, y in zip(weights, outputs, strict=True))
+
 
 def _integers(device: torch.device, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
-
-
-def serves(x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> bool:
-    """Whether the kernel runs here, and takes these operands."""
-    if Target.of(x.device).arch != 90 or trouble() or fails_here(x.device):
-        return False
-    return all(why_not(x, _stored(w)[0], y) is None for w, y in zip(weights, outputs, strict=True))
 
 
 def _stored(w: Tensor) -> tuple[Tensor, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from powertrain.train.config.neox_keys import KEYS
 from powertrain.train.config.table import Disposition, Row
-from powertrain.train.config.yaml_source import DEFAULT, ConfigError, KeyPath, Source, UnsupportedConfig
+from powertrain.train.config.yaml_source import DEFAULT, ConfigError, KeyPath, Source, UnsupportedConfig, nearest
 from powertrain.train.data.tokenizer import load_tokenizer, padded_vocab_size
 
 _MISSING: Any = object()
@@ -92,7 +92,6 @@ class _Keys:
                 )
 
     def _check_names_and_kinds(self) -> None:
-        from powertrain.train.config.reader import nearest
 
         for key, value in list(self.values.items()):
             if key not in KEYS:

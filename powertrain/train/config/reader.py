@@ -1,6 +1,5 @@
 """Config files to a typed run: ours, or GPT-NeoX's as they are, with a table of what became of every key."""
 
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +7,11 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from powertrain.models.config import ModelConfig, configure
+from powertrain.models.config import ModelConfig
+from powertrain.models.registry import configure
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.config.table import Row
-from powertrain.train.config.yaml_source import ConfigError, KeyPath, Source, merge, parse_files
+from powertrain.train.config.yaml_source import ConfigError, KeyPath, Source, merge, nearest, parse_files
 
 Format = Literal["powertrain", "gpt_neox"]
 
@@ -184,15 +184,6 @@ def _wording(problem: Any, path: KeyPath, source: Source, values: dict[str, Any]
     return f"{key} must {must}, got {str(problem['input'])[:80]!r}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean ..." with the nearest known names, or what is known where there are few, or nothing."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return f"; known: {', '.join(names)}" if 0 < len(names) <= 30 else ""
-
-
 def _fields(path: KeyPath, values: dict[str, Any]) -> Iterable[str]:
     """The keys that a section has."""
     if path[:1] == ("model",):
@@ -212,7 +203,7 @@ def _is_section(schema: Any) -> bool:
 
 
 def _model_fields(model: Any) -> Iterable[str]:
-    from powertrain.models.config import architecture, presets
+    from powertrain.models.registry import architecture, presets
 
     name = model.get("architecture") or presets().get(model.get("preset"), ("",))[0]
     return [*architecture(name).Config.model_fields, "preset"]

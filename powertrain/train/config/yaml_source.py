@@ -4,8 +4,10 @@ GPT-NeoX's files are read as they are: JSON-like braces, trailing commas, commen
 Beyond PyYAML's SafeLoader: a key twice is an error, 1e-3 is a number (YAML 1.1 reads a string), dates stay strings.
 """
 
+import difflib
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,3 +258,12 @@ def _dotted(path: KeyPath) -> str:
 
 def _short(value: object) -> str:
     return "nothing (an empty file)" if value is None else repr(value)[:80]
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean ..." with the nearest known names, or what is known where there are few, or nothing."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; known: {', '.join(names)}" if 0 < len(names) <= 30 else ""

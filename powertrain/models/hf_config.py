@@ -1,0 +1,27 @@
+"""Reading values of a Hugging Face config.json: what must be there, and what must be so."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def required(values: Mapping[str, Any], *names: str) -> list[Any]:
+    """The values of these keys of a config.json. Raises ValueError naming one that is not there."""
+    missing = [name for name in names if values.get(name) is None]
+    if missing:
+        raise ValueError(f"config.json: {missing[0]} must be given, got none")
+    return [values[name] for name in names]
+
+
+def only(values: Mapping[str, Any], **expected: Any) -> None:
+    """Raise ValueError naming a key of config.json that is set to something else, which we could not honour."""
+    for name, must in expected.items():
+        if values.get(name) not in (None, must):
+            raise ValueError(f"config.json: {name} must be {must!r}, got {values[name]!r}")
+
+
+def chosen(values: Mapping[str, Any], name: str, default: Any, choices: Mapping[str, Any]) -> Any:
+    """What a key's value stands for here. Raises ValueError naming the key and what it may be."""
+    value = values.get(name) or default
+    if value not in choices:
+        raise ValueError(f"config.json: {name} must be one of {', '.join(choices)}, got {value!r}")
+    return choices[value]

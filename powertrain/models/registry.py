@@ -1,0 +1,52 @@
+"""The architectures and presets, by name."""
+
+import importlib
+from typing import Any
+
+from powertrain.models.config import ModelConfig
+
+# architecture -> the module that holds its config, model, presets and parallelize()
+ARCHITECTURES = {
+    "gpt_neox": "powertrain.models.gpt_neox",
+    "llama": "powertrain.models.llama",
+    "deepseek": "powertrain.models.deepseek",
+}
+
+
+def build(config: ModelConfig, device: Any = None) -> Any:
+    """The model of a config. On the meta device unless another is given: `to_empty` and `init_weights` follow."""
+    import torch
+
+    if not config.vocab_size:
+        raise ValueError("model.vocab_size must be known to build the model, got 0 (the tokenizer's)")
+    with torch.device("meta" if device is None else device):
+        return architecture(config.architecture).Model(config)
+
+
+def architecture(name: str) -> Any:
+    """The module of an architecture: Config, Model, PRESETS, divided_by_tensor, and TENSOR_PLAN if that has keys."""
+    if name not in ARCHITECTURES:
+        raise ValueError(f"model.architecture must be one of {', '.join(ARCHITECTURES)}, got {name!r}")
+    return importlib.import_module(ARCHITECTURES[name])
+
+
+def presets() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Preset name -> (architecture, its fields)."""
+    return {preset: (name, fields) for name in ARCHITECTURES for preset, fields in architecture(name).PRESETS.items()}
+
+
+def configure(**fields: Any) -> ModelConfig:
+    """The config of `architecture=`, or of `preset=` with the other fields laid over it.
+
+    Raises ValueError (pydantic's ValidationError among them) naming the field, what it must be and what it was.
+    """
+    preset = fields.pop("preset", None)
+    if preset is not None:
+        known = presets()
+        if preset not in known:
+            raise ValueError(f"model.preset must be one of {', '.join(known)}, got {preset!r}")
+        name, values = known[preset]
+        fields = {"architecture": name, **values, **fields}
+    if "architecture" not in fields:
+        raise ValueError(f"model must have an architecture ({', '.join(ARCHITECTURES)}) or a preset, got neither")
+    return architecture(fields["architecture"]).Config(**fields)
