@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import re
 import sys
+import zlib
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ def main() -> int:
     rows = []
     for entry in report.entries:
         kernel, arch = entry.manifest["kernel"], entry.manifest["arch"]
-        text = without_names(entry.members["ptx"].decode(), kernel)
+        text = without_names(zlib.decompress(entry.members["ptx"]).decode(), kernel)
         rows.append(f"{kernel} sm_{arch} {hashlib.sha256(text.encode()).hexdigest()}")
     print("\n".join(sorted(rows)))
     return 1 if report.failures else 0
