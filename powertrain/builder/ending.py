@@ -1,10 +1,13 @@
 """Ending: the first real error in a build's output. The last lines of pip are never it."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import IO
 
 from powertrain.builder.progress import bare
+
+LONGEST_LINE = 2048  # bytes of a line that are looked at
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ _KNOWN = (
         "pip install --upgrade setuptools wheel in the environment that builds",
     ),
     (
-        r"[\w.+/-]+[:(]\d+[):,\d]*.*\berror\b\s*:|\bnvcc fatal\b|\bptxas fatal\b",
+        r"^(?=.*\berror\b\s*:).*[\w.+/-][:(]\d.*\berror\b\s*:|\bnvcc fatal\b|\bptxas fatal\b",
         "the compiler refused the source",
         "see the line",
     ),
@@ -90,6 +93,15 @@ _KNOWN = (
 )
 _PATTERNS = tuple((re.compile(pattern), what, fix) for pattern, what, fix in _KNOWN)
 _NOISE = re.compile(r"^\s*(ERROR: Failed building|error: subprocess-exited|× |note: |.*Werror|subprocess\.Called)")
+
+
+def lines_of(log: IO[bytes]) -> Iterator[str]:
+    """A log's lines, each cut to what is searched: a compiler's command line can be longer than a book."""
+    whole = True
+    while part := log.readline(LONGEST_LINE):
+        if whole:
+            yield part.decode(errors="replace")
+        whole = part.endswith(b"\n")
 
 
 def first_error(lines: Iterable[str]) -> Failure | None:

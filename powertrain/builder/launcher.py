@@ -45,7 +45,13 @@ def main(sockets: str, command: list[str]) -> int:
 def source(command: list[str]) -> str | None:
     """The name of the file that this call of a compiler compiles; None if it links or only answers a question."""
     found = [argument for argument in command[1:] if argument.endswith(_SOURCES) and not argument.startswith("-")]
-    return os.path.basename(found[-1]).replace(" ", "_") if found else None
+    return _plain(os.path.basename(found[-1])) if found else None
+
+
+def _plain(name: str) -> str:
+    """A name as one word of text, whatever bytes it is of."""
+    text = name.encode(errors="replace").decode()[-200:]
+    return "".join(letter if letter.isprintable() and letter != " " else "_" for letter in text)
 
 
 def is_gcc(compiler: str) -> bool:

@@ -52,8 +52,8 @@ def _read(process: psutil.Process) -> Process | None:
             return Process(
                 process.pid, process.ppid(), process.name(), status, own_memory(process.pid), cpu, _io(process)
             )
-    except psutil.NoSuchProcess:
-        return None
+    except psutil.Error:
+        return None  # it ended, or is not ours to look at
 
 
 def own_memory(pid: int) -> int:

@@ -24,7 +24,7 @@ _PHASES = (
     ("install", r"^\s*(Installing collected packages|Successfully installed|Installed \d+ packages?)"),
 )
 _COMPILED_PHASES = tuple((name, re.compile(pattern)) for name, pattern in _PHASES)
-_WHEEL = re.compile(r"(?:filename=|creating '|Successfully built |into `)(\S*?[\w.+-]+\.whl)")
+_WHEEL = re.compile(r"(?:filename=|creating '|Successfully built |into `)(\S*[\w+-]\.whl)")
 _LEVEL = re.compile(r"^(DEBUG|INFO|TRACE) ")  # uv -v puts it before the builder's lines
 _PIP = {"install": "-v", "wheel": "-v"}
 _UV = ("pip", "sync", "build", "add", "run", "tool")

@@ -4,11 +4,15 @@ import ctypes
 import os
 import resource
 import selectors
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +22,7 @@ from typing import IO, Protocol
 import psutil
 
 from powertrain.builder import stall, watchdog
-from powertrain.builder.ending import Failure, first_error
+from powertrain.builder.ending import LONGEST_LINE, Failure, first_error, lines_of
 from powertrain.builder.history import UnitRecord
 from powertrain.builder.memory_scheduler import Act, Unit, decide, reserve
 from powertrain.builder.plan import Plan
@@ -46,6 +50,7 @@ _LEARN = 3  # units of a language after which their sizes replace the recipe's
 _MARGIN = 1.2  # over the largest unit seen
 _REAP = 10  # seconds between looks for orphans that ended
 _RETRIES = 3
+_MARK = "POWERTRAIN_BUILD"  # the variable by which the watchdog knows a build's processes
 _LEAST = 32 * 2**20  # bytes that any compiler is expected to take
 
 
@@ -122,17 +127,19 @@ class Governor:
     ) -> None:
         self.plan, self.view, self.known = plan, view, known
         self.stall_seconds, self.fix = stall_seconds, fix
-        self.folder = folder
+        self.temporary: list[Path] = []  # folders of this build alone
+        self.folder = folder = self._writable(folder)
         self.log = folder / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
-        self.sockets = Path("/tmp", f"powertrain-build-{os.getuid()}")
+        self.sockets = self._sockets()
         self.shims = make_shims(folder / "shims", self.sockets, environment, plan.machine.nvcc)
+        self.mark = f"{_MARK}={uuid.uuid4().hex}"
         self.terminal = None if keyboard is None else Terminal(keyboard)
         defaults = {"PYTHONUNBUFFERED": "1"}
         if not is_pip(plan.command):
             defaults["PIP_VERBOSE"] = "1"  # for one that the command calls in turn
         if not self.terminal:
             defaults["GIT_TERMINAL_PROMPT"] = "0"
-        self.environment = {**defaults, **environment, **plan.environment}
+        self.environment = {**defaults, **environment, **plan.environment, _MARK: self.mark.partition("=")[2]}
         self.environment |= shimmed(self.environment, self.shims, plan.machine.nvcc)
         self.selector = selectors.DefaultSelector()
         self.progress, self.pace = Progress(), Pace()
@@ -151,33 +158,85 @@ class Governor:
         self.complained = 0.0
         self.text = b""
         self.ended_output = False
-        self.file: IO[bytes]
+        self.file: IO[bytes] | None = None
+        self.told: set[int] = set()  # processes that the watchdog knows of
+        self.beyond: set[int] = set()  # other users' processes that were named
+
+    def _writable(self, folder: Path) -> Path:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(b"x" * 4096)
+            return folder
+        except OSError as error:
+            place = self._temporary(None)
+            self.view.say(f"{folder} cannot be written ({error.strerror}): log and shims are in {place}")
+            return place
+
+    def _sockets(self) -> Path:
+        """Where launchers find us: the same place each time, so that a build folder which remembers them works; a new
+        one where that is somebody else's."""
+        usual = Path("/tmp", f"powertrain-build-{os.getuid()}")
+        try:
+            usual.mkdir(mode=0o700, exist_ok=True)
+            facts = usual.lstat()
+            if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & stat.S_IWOTH:
+                return usual
+        except OSError:
+            pass
+        place = self._temporary("/tmp" if os.access("/tmp", os.W_OK) else None)
+        self.view.say(f"{usual} is not this user's folder: {place} is used instead")
+        return place
+
+    def _temporary(self, parent: str | None) -> Path:
+        place = Path(tempfile.mkdtemp(prefix="powertrain-build-", dir=parent))
+        self.temporary.append(place)
+        return place
 
     def run(self) -> Outcome:
         """Run the command to its end. SIGINT and SIGTERM end it and everything it started."""
         self.started, self.cpu_before = time.time(), time.process_time()
         before = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as self.file:
-            handlers = {number: signal.signal(number, self._on_signal) for number in _ENDING}
-            try:
-                self._start()
-                self.stillness = stall.Stillness(time.time())
-                while not self._over():
-                    self._turn()
-            finally:
-                self._finish()
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
+        handlers = {number: signal.signal(number, self._on_signal) for number in _ENDING}
+        try:
+            self._open_log()
+            self._start()
+            self.stillness = stall.Stillness(time.time())
+            while not self._over():
+                self._turn()
+        finally:
+            self._finish()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         return self._outcome(_spent(resource.RUSAGE_CHILDREN, before[0]), _spent(resource.RUSAGE_SELF, before[1]))
+
+    def _open_log(self) -> None:
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self.file = self.log.open("wb", buffering=0)
+        except OSError as error:
+            self._stop_log(error)
+
+    def _write_log(self, part: bytes) -> None:
+        """A full disk costs the log, not the build."""
+        if not self.file:
+            return
+        try:
+            while part:
+                part = part[self.file.write(part) :]
+        except OSError as error:
+            self._stop_log(error)
+
+    def _stop_log(self, error: OSError) -> None:
+        if self.file:
+            self.file.close()
+        self.file = None
+        self.view.say(f"{self.log} cannot be written ({error.strerror}): the build goes on without its log")
 
     def _start(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans stay in our tree
-        self.sockets.mkdir(mode=0o700, exist_ok=True)
-        if self.sockets.lstat().st_uid != os.getuid():
-            raise PermissionError(f"{self.sockets} must belong to user {os.getuid()}: remove it")
         for left in self.sockets.iterdir():
-            if not psutil.pid_exists(int(left.name)):
+            if left.name.isdecimal() and not psutil.pid_exists(int(left.name)):
                 left.unlink(missing_ok=True)
         self.address = self.sockets / str(os.getpid())
         self.address.unlink(missing_ok=True)
@@ -197,7 +256,8 @@ class Governor:
             start_new_session=True,
             preexec_fn=self.terminal.take if self.terminal else None,
         )
-        self._tell_watchdog(str(self.build.pid))
+        self._tell_watchdog(f"session {self.build.pid}")
+        self._tell_watchdog(f"mark {self.mark}")
         assert self.build.stdout
         os.set_blocking(self.build.stdout.fileno(), False)
         self.selector.register(self.build.stdout, selectors.EVENT_READ)
@@ -209,8 +269,11 @@ class Governor:
 
     def _tell_watchdog(self, line: str) -> None:
         assert self.watchdog.stdin
-        self.watchdog.stdin.write(f"{line}\n".encode())
-        self.watchdog.stdin.flush()
+        try:
+            self.watchdog.stdin.write(f"{line}\n".encode())
+            self.watchdog.stdin.flush()
+        except OSError:
+            pass  # somebody ended it; we are still here
 
     def _over(self) -> bool:
         return self.build.poll() is not None and (self.ended_output or self.selector_is_quiet)
@@ -231,7 +294,7 @@ class Governor:
             elif isinstance(key.data, _Launcher):
                 self._hear(key.data)
             elif self.terminal and key.fileobj == self.terminal.ours:
-                self.file.write(self.terminal.hear())
+                self._write_log(self.terminal.hear())
                 self.stillness.spoke(time.time())
             elif self.terminal and key.fileobj == self.terminal.keyboard:
                 self.terminal.type()
@@ -266,7 +329,7 @@ class Governor:
         launcher.text += part
         while b"\n" in launcher.text:
             line, _, launcher.text = launcher.text.partition(b"\n")
-            word, *rest = line.decode().split(" ")
+            word, *rest = line.decode(errors="replace").split(" ")
             if word == "want":
                 self._wants(launcher, int(rest[0]), rest[1], rest[2] == "thrifty")
             elif word == "started" and launcher.unit:
@@ -378,6 +441,7 @@ class Governor:
 
     def _sample(self) -> None:
         self.processes = tree(os.getpid(), [self.watchdog.pid])
+        self._tell_processes()
         self.sampled, self.fresh = time.time(), True
         self.used = sum(process.memory for process in self.processes.values())
         self.peak = max(self.peak, self.used)
@@ -396,6 +460,14 @@ class Governor:
         if self.sampled - self.reaped > _REAP:
             self.reaped = self.sampled
             _reap(self.build.pid, self.watchdog.pid)
+
+    def _tell_processes(self) -> None:
+        new = [pid for pid in self.processes if pid not in self.told]
+        starts = watchdog.running() if new else {}
+        for pid in new:
+            if pid in starts:
+                self._tell_watchdog(f"seen {pid} {starts[pid].start}")
+        self.told = set(self.processes)
 
     def _glance(self) -> None:
         """The memory of the processes of the last sample, which costs little: it may run short between two."""
@@ -459,12 +531,16 @@ class Governor:
             self.selector.unregister(self.build.stdout)
             self.ended_output = True
             return
-        self.file.write(part)
+        self._write_log(part)
         self.stillness.spoke(time.time())
-        *lines, self.text = (self.text + part).replace(b"\r", b"\n").split(b"\n")
+        *lines, rest = part.replace(b"\r", b"\n").split(b"\n")
+        if lines:
+            lines[0], self.text = self.text + lines[0], b""
+        self.text = (self.text + rest)[:LONGEST_LINE]  # of one without end, no more
         for line in lines:
-            if self.progress.feed(line.decode(errors="replace")):
-                self.view.say(f"{self.progress.phase}: {line.decode(errors='replace').strip()[:200]}")
+            text = line[:LONGEST_LINE].decode(errors="replace")
+            if self.progress.feed(text):
+                self.view.say(f"{self.progress.phase}: {text.strip()[:200]}")
 
     # how it ends
 
@@ -478,21 +554,41 @@ class Governor:
         if not self.asked_to_end:
             self.asked_to_end = now
             self.view.say(f"{signal.Signals(self.signals[0]).name}: ending the build")
-            watchdog.end(self.build.pid, signal.SIGINT if self.signals[0] == signal.SIGINT else signal.SIGTERM)
+            self._end_all(signal.SIGINT if self.signals[0] == signal.SIGINT else signal.SIGTERM)
         elif now - self.asked_to_end > _GRACE or len(self.signals) > 1:
-            watchdog.end(self.build.pid, signal.SIGKILL)
+            self._end_all(signal.SIGKILL)
+
+    def _end_all(self, number: int) -> list[watchdog.Seen]:
+        """Signal all that we started and what that started, wherever it went: orphans come to us. Those reached."""
+        processes = watchdog.running()
+        below_us = watchdog.with_descendants([os.getpid()], processes)
+        ours = [each for each in below_us if each.pid not in (os.getpid(), self.watchdog.pid)]
+        reached = watchdog.signal_all(ours, number)
+        for each in ours:
+            if each not in reached and os.path.exists(f"/proc/{each.pid}") and each.pid not in self.beyond:
+                self.beyond.add(each.pid)
+                self.view.say(
+                    f"process {each.pid} is another user's and cannot be ended from here: sudo kill {each.pid}"
+                )
+        return reached
 
     def _finish(self) -> None:
         """Nothing of the build is left: not running, not paused."""
         if hasattr(self, "build"):
             deadline = time.time() + (_GRACE if self.build.poll() is not None and not self.signals else 0)
-            while watchdog.end(self.build.pid, signal.SIGTERM if time.time() < deadline else signal.SIGKILL):
+            while left := self._end_all(signal.SIGTERM if time.time() < deadline else signal.SIGKILL):
+                _reap(self.build.pid, self.watchdog.pid)
+                if time.time() > deadline + watchdog.GIVE_UP:
+                    self.view.say(f"these do not end: processes {' '.join(str(each.pid) for each in left)}")
+                    break
                 time.sleep(0.05)
-            self.build.wait()
+            self._wait_for_build()
             _reap(self.build.pid, self.watchdog.pid)
         if hasattr(self, "watchdog"):
             self._tell_watchdog("over")
             self.watchdog.wait()
+        if self.file:
+            self.file.close()
         self.selector.close()
         if self.terminal:
             self.terminal.close()
@@ -501,15 +597,24 @@ class Governor:
         if hasattr(self, "listener"):
             self.listener.close()
             self.address.unlink(missing_ok=True)
+        for place in self.temporary:
+            if place != self.folder:  # where the log is
+                shutil.rmtree(place, ignore_errors=True)
+
+    def _wait_for_build(self) -> None:
+        try:
+            self.build.wait(watchdog.GIVE_UP)
+        except subprocess.TimeoutExpired:
+            self.build.returncode = -signal.SIGKILL  # another user's, or it waits for a disk: named above
 
     def _outcome(self, cpu: float, overhead: float) -> Outcome:
         code = self.build.returncode
         if self.signals:
             code = -self.signals[0]
         failure = None
-        if code:
-            with self.log.open(errors="replace") as lines:
-                failure = first_error(lines)
+        if code and self.log.is_file():
+            with self.log.open("rb") as log:
+                failure = first_error(lines_of(log))
         seconds = time.time() - self.started
         return Outcome(
             *(128 - code if code < 0 else code, seconds, cpu, overhead, self.peak, self.log),
@@ -530,7 +635,7 @@ def _signal(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         try:
             os.kill(pid, number)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):
             continue
 
 
@@ -540,7 +645,7 @@ def _reap(*but: int) -> None:
         try:
             if child.pid not in but and child.status() == psutil.STATUS_ZOMBIE:
                 os.waitpid(child.pid, os.WNOHANG)
-        except (psutil.NoSuchProcess, ChildProcessError):
+        except (psutil.Error, ChildProcessError):
             continue
 
 

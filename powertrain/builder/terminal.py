@@ -16,6 +16,7 @@ from powertrain.builder.stall import waits_for_input
 
 _SETTLED = 2.0  # seconds after which a line that was begun on the terminal, and not ended, is a question
 _LONGEST = 200  # characters of a question that are shown
+_KEPT = 4 * _LONGEST  # bytes, of a line without end
 
 
 def keyboard_here() -> int | None:
@@ -52,7 +53,7 @@ class Terminal:
     def hear(self) -> bytes:
         """What the build wrote to its terminal."""
         part = os.read(self.ours, 1 << 16)
-        self.text = (self.text + part).replace(b"\r", b"\n").rpartition(b"\n")[2]
+        self.text = (self.text + part).replace(b"\r", b"\n").rpartition(b"\n")[2][-_KEPT:]
         self.heard = time.time()
         return part
 

@@ -19,6 +19,11 @@ _SHOWN = 12  # units
 _SLOW = 300  # seconds after which a unit is named as slow but working
 
 
+def printable(text: str) -> str:
+    """Names of files may be of any bytes."""
+    return text.encode(errors="replace").decode()
+
+
 class PlainView:
     """Lines for logs and CI."""
 
@@ -28,7 +33,7 @@ class PlainView:
         self.named: set[str] = set()
 
     def say(self, text: str) -> None:
-        self.console.print(f"[powertrain] {text}", markup=False, soft_wrap=True)
+        self.console.print(f"[powertrain] {printable(text)}", markup=False, soft_wrap=True)
 
     def show(self, status: Status) -> None:
         for unit in status.units:
@@ -52,7 +57,7 @@ class LiveView:
         self.drawn = 0.0
 
     def say(self, text: str) -> None:
-        self.live.console.print(escape(text))
+        self.live.console.print(escape(printable(text)))
 
     def show(self, status: Status) -> None:
         if status.now - self.drawn < _REDRAW:

@@ -120,7 +120,8 @@ def _run(
 
 def _text(command: Sequence[str]) -> str:
     """What stands for a build in the history: `ninja` means another one in another folder."""
-    return f"{shlex.join(command)} (in {Path.cwd()})"
+    text = f"{shlex.join(command)} (in {Path.cwd()})"
+    return text.encode(errors="replace").decode()  # words and folders may be of any bytes
 
 
 def _archs(archs: Sequence[int]) -> str:

@@ -45,10 +45,10 @@ def diagnose(
 
     Exit code 0: a cause was found; 1: none is known, and the first real error line is shown.
     """
-    from powertrain.doctor.diagnose import attention_call, first_error
+    from powertrain.doctor.diagnose import Log, attention_call, first_error
     from powertrain.doctor.diagnose import diagnose as search
 
-    text = _read(log)
+    text = Log(_read(log))
     found = search(text)
     if as_json:
         print(json.dumps({"causes": [_as_json(one, lang) for one in found], "first_error": first_error(text)},
@@ -70,13 +70,16 @@ def diagnose(
         _explain(context, call)
 
 
-def _read(log: str) -> str:
+def _read(log: str) -> bytes:
     if log == "-":
-        return sys.stdin.read()
+        return sys.stdin.buffer.read()
     path = Path(log)
     if not path.is_file():
         raise typer.BadParameter(f"must be a file or -, got {log!r}")
-    return path.read_text(errors="replace")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise typer.BadParameter(f"{log} cannot be read: {error.strerror}") from None
 
 
 def _show(console: Console, one: "Diagnosis", lang: Language) -> None:

@@ -60,8 +60,9 @@ def train(
 
 
 def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Trainer":
+    from powertrain.parallel.transport.heartbeat import PeerTimeout
     from powertrain.train.data.loader import UnreadableSample
-    from powertrain.train.ranks import NotTogether
+    from powertrain.train.ranks import NotTogether, naming_the_lost
     from powertrain.train.reporting.kernel_profile import LateCompile
     from powertrain.train.reporting.progress import closing, opening
     from powertrain.train.reporting.run_summary import About, about
@@ -91,10 +92,11 @@ def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Tr
     is_said = seat.rank == 0
     try:
         with stop_on_signals(trainer):
-            trainer.fit()
+            with naming_the_lost(trainer.ranks):
+                trainer.fit()
     except (TrainingStopped, LateCompile) as error:
         stopped = error
-    except (UnreadableSample, OSError) as error:
+    except (UnreadableSample, OSError, PeerTimeout) as error:
         stopped, is_said = error, True  # the other ranks know nothing of it
     finally:
         trainer.close()

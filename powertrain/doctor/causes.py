@@ -1,7 +1,9 @@
 """The errors of this field: how a log shows each, what causes it, what fixes it, in English and Chinese, and where it
 was seen.
 
-A pattern is searched in every line. `{names}` in the words are the pattern's groups. Where two causes are found, the
+A pattern is searched in every line that holds one of the literals that its matches must (diagnose.py); it takes time in
+proportion to the line: what can begin in the middle of a word, or has two open gaps, does not. `{names}` in the words
+are the pattern's groups. Where two causes are found, the
 one that stands first here is said first: causes before their consequences. tests/doctor/texts.py has a literal text for
 each.
 """
@@ -86,7 +88,7 @@ CAUSES = (
     ),
     Cause(
         "nvcc-missing",
-        r"(?P<package>\w+) was requested, but nvcc was not found",
+        r"(?<!\w)(?P<package>\w+) was requested, but nvcc was not found",
         "{package} is compiled here, and there is no nvcc: this is a runtime image, or no CUDA toolkit is installed",
         "install the CUDA toolkit of torch's version, or use an image with -devel in its name, or a prebuilt wheel",
         "{package} 需要在本机编译，但没有 nvcc：这是 runtime 镜像，或没有安装 CUDA 工具包",
@@ -205,7 +207,7 @@ CAUSES = (
     ),
     Cause(
         "undefined-symbol",
-        r"(?P<library>[\w.+-]+\.so[\w.]*): undefined symbol: (?P<symbol>_Z\S+)",
+        r"(?<![\w.+-])(?=[\w.+-]*\.so)(?P<library>[\w.+-]+): undefined symbol: (?P<symbol>_Z\S+)",
         "{library} was compiled for another torch than the one installed: its C++ names changed",
         "install a build of it for this torch, or build it again: pip install --no-build-isolation --no-cache-dir "
         "--force-reinstall --no-deps <package>",
@@ -457,7 +459,7 @@ CAUSES = (
     ),
     Cause(
         "userbuffers-not-initialized",
-        r"ub_manager (?:is )?not initialized|initialize_ub.*(?:not|must).*(?:called|initialized)",
+        r"ub_manager (?:is )?not initialized|initialize_ub.{0,80}?(?:not|must).{0,80}?(?:called|initialized)",
         "a layer with ub_tp_comm_overlap=True was run before initialize_ub",
         "call te.module.base.initialize_ub([tokens, hidden], tp_size) after init_process_group and before the "
         "first layer",
@@ -487,7 +489,7 @@ CAUSES = (
     ),
     Cause(
         "port-taken",
-        r"(?:failed to bind to|failed to listen on|EADDRINUSE).*(?:[Aa]ddress already in use|EADDRINUSE)|EADDRINUSE",
+        r"^(?=.*ddress already in use).*failed to (?:bind to|listen on)|EADDRINUSE",
         "another job, or a dead one's process, holds the port of rank 0",
         "--master-port=29501, or torchrun --standalone (a free port); `ss -ltnp | grep 29500` names the holder",
         "另一个任务或残留进程占用了 rank 0 的端口",

@@ -36,7 +36,7 @@ def code(machine: Machine) -> Iterator[Finding]:
             try:
                 if inside := codes(file):
                     held[file] = inside
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 found = True
                 yield Finding(
                     "problem", f"{library}: {error}", fix=f"install {library} again: pip install --force-reinstall"

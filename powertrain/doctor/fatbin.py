@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from powertrain.doctor.elf import opened, sections
+from powertrain.doctor.elf import in_turn, opened, sections
 
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 _FATBIN = struct.Struct("<IHHQ")  # magic, version, size of this header, size of what follows
@@ -51,15 +51,14 @@ class Code:
 def fatbins(path: Path) -> list[frozenset[Code]]:
     """What each fatbin of a library holds, one for each source file; empty: it is no ELF file, or has no GPU code.
 
-    Raises ValueError naming the file if it is an ELF file cut short.
+    Raises ValueError naming the file if it is an ELF file cut short or damaged.
     """
     with opened(path) as data:
         if data is None:
             return []
         by_name: dict[bytes, list[frozenset[Code]]] = {_LINKED: [], _RELOCATABLE: []}
-        for section in sections(data):
-            if section.name in by_name:
-                by_name[section.name] += _in_section(data, section.offset, section.offset + section.size)
+        for section in in_turn(data, (one for one in sections(data) if one.name in by_name)):
+            by_name[section.name] += _in_section(data, section.offset, section.offset + section.size)
         return by_name[_LINKED] or by_name[_RELOCATABLE]
 
 
@@ -69,9 +68,9 @@ def codes(path: Path) -> frozenset[Code]:
 
 
 def _in_section(data: mmap.mmap, at: int, end: int) -> Iterator[frozenset[Code]]:
-    while (at := data.find(_MAGIC, at, end)) >= 0:
+    while 0 <= (at := data.find(_MAGIC, at, end)) <= end - _FATBIN.size:
         _, version, header, size = _FATBIN.unpack_from(data, at)
-        if version != 1 or at + header + size > end:
+        if version != 1 or header < _FATBIN.size or at + header + size > end:
             at += 4
             continue
         yield frozenset(_entries(data, at + header, at + header + size))

@@ -19,6 +19,7 @@ from powertrain.doctor.finding import Check, Finding
 from powertrain.doctor.machine import Machine
 
 SSH_SECONDS = 5
+_MOST = 4 << 20  # bytes of a hostfile
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS}")
 
 # what each host is asked to run by its own Python: versions without importing torch, the arch of its GPUs
@@ -44,18 +45,28 @@ class Host:
 def read_hostfile(file: Path) -> list[Host]:
     """Its hosts, in order. Raises ValueError naming file and line."""
     hosts = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(_text(file).splitlines(), 1):
         text = line.split("#")[0].strip()
         if not text:
             continue
         match = re.fullmatch(r"([\w.\-]+)(?::(\d+)|\s+(?:slots|max_slots)\s*=\s*(\d+).*)?", text)
         if not match:
-            raise ValueError(f"{file}:{number}: must be HOST, HOST:N or HOST slots=N, got {text!r}")
+            raise ValueError(f"{file}:{number}: must be HOST, HOST:N or HOST slots=N, got {text[:200]!r}")
+        if match[1].startswith("-"):  # to ssh, and to mpiexec, it would be an option
+            raise ValueError(f"{file}:{number}: a host must not begin with '-', got {match[1][:200]!r}")
         slots = match[2] or match[3]
+        if slots and len(slots) > 6:
+            raise ValueError(f"{file}:{number}: N must be below a million, got {slots[:20]}")
         hosts.append(Host(match[1], int(slots) if slots else None))
     if not hosts:
         raise ValueError(f"{file}: must name at least one host, got none")
     return hosts
+
+
+def _text(file: Path) -> str:
+    if file.stat().st_size > _MOST:
+        raise ValueError(f"{file}: must be a hostfile of at most {_MOST} bytes, got {file.stat().st_size}")
+    return file.read_bytes().decode(errors="replace")
 
 
 def check_hosts(file: Path) -> Check:
@@ -84,7 +95,7 @@ def hosts(machine: Machine, file: Path) -> Iterator[Finding]:
 def ask(machine: Machine, host: Host) -> dict[str, Any] | str:
     """The host's facts, or why there are none."""
     command = f"{shlex.quote(machine.python)} -c {shlex.quote(_ASK)}"
-    ran = machine.run([*_SSH, host.name, command], SSH_SECONDS + 25.0)
+    ran = machine.run([*_SSH, "--", host.name, command], SSH_SECONDS + 25.0)
     if ran is None:
         return "there is no ssh here"
     facts = re.search(r"^FACTS (\{.*\})$", ran.output, re.M)
@@ -178,7 +189,7 @@ def _reach(machine: Machine, listed: list[Host], address: str, port: int) -> Ite
 
     def remote(host: Host, source: str, *arguments: str) -> str:
         words = " ".join(map(shlex.quote, (machine.python, "-c", source, *arguments)))
-        ran = machine.run([*_SSH, host.name, words], SSH_SECONDS + 25.0)
+        ran = machine.run([*_SSH, "--", host.name, words], SSH_SECONDS + 25.0)
         return ran.output if ran else ""
 
     with ThreadPoolExecutor(len(others) + 1) as pool:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from powertrain.doctor.finding import Check, Finding
 from powertrain.doctor.machine import NETWORK_FILE_SYSTEMS, Machine
-from powertrain.runtime.compile.kernel_store import Damaged, Entry, Store, default_root, distrust
+from powertrain.runtime.compile.kernel_store import Damaged, Store, default_root, distrust
+from powertrain.runtime.errors import StoreError
 
 
 def kernel_store(machine: Machine) -> Iterator[Finding]:
@@ -19,7 +20,7 @@ def kernel_store(machine: Machine) -> Iterator[Finding]:
     store = Store(root)
     keys = list(store.keys())
     damaged = {key: why for key in keys if (why := _damage(store, key))}
-    size = sum(store.path(key).stat().st_size for key in keys)
+    size = sum(store.path(key).lstat().st_size for key in keys)
     if damaged:
         says = f"{len(damaged)} of {len(keys)} kernels are damaged; they would be set aside and compiled again"
         evidence = tuple(f"{store.path(key)}: {why}" for key, why in damaged.items())
@@ -34,10 +35,9 @@ def kernel_store(machine: Machine) -> Iterator[Finding]:
 
 def _damage(store: Store, key: str) -> str | None:
     try:
-        Entry.from_bytes(key, store.path(key).read_bytes())
-    except (Damaged, ValueError, KeyError, TypeError, OSError) as error:
+        return None if store.read(key) else "it cannot be read"
+    except (Damaged, StoreError) as error:
         return str(error)
-    return None
 
 
 def _set_aside(store: Store, damaged: dict[str, str]) -> str:

@@ -66,7 +66,7 @@ def _names(file: Path, defined: bool) -> list[bytes]:
     try:
         with opened(file) as data:
             return [name for name in symbols(data, defined) if _OURS.match(name)] if data is not None else []
-    except ValueError:
+    except (ValueError, OSError):
         return []  # cut short: the check `code` says so
 
 

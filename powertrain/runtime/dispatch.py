@@ -217,7 +217,8 @@ class Op:
         return Function
 
 
-_disabled: tuple[str, ...] = ()
+_disabled: tuple[str, ...] = ()  # sorted, once each: who chooses by it may remember its choice under it
+_holds: list[tuple[str, ...]] = []  # the names that each `disable` in force keeps off
 
 
 def _is_disabled(name: str) -> bool:
@@ -225,24 +226,39 @@ def _is_disabled(name: str) -> bool:
     return bool(names) and (name in names or "all" in names)
 
 
+def _changed() -> None:
+    """Until nothing changed meanwhile: another thread may hold or release at the same time."""
+    global _disabled
+    seen = None
+    while seen != (seen := list(_holds)):
+        _disabled = tuple(sorted({name for names in seen for name in names}))
+
+
 class disable:
     """Send ops to plain PyTorch: `disable("rope")` from now on, or `with disable("rope"):` for a while.
 
-    It holds for the whole process, autograd's threads included. The environment variable
-    POWERTRAIN_DISABLE=rope,scaled_softmax does the same without editing code; "all" stands for every op.
+    It holds for the whole process, autograd's threads included: for every call made while at least one `disable` of the
+    op is in force, in whatever order they end and on whatever thread. A backward goes the way its forward went; ops
+    that a backward calls in turn (the products of `grouped_gemm`) are asked again when it runs. The environment
+    variable POWERTRAIN_DISABLE=rope,scaled_softmax does the same without editing code; "all" stands for every op.
     """
 
     def __init__(self, *names: str) -> None:
-        global _disabled
-        self._before = _disabled
-        _disabled = (*_disabled, *names)
+        self._names = names
+        self._kept = True  # from now on, unless a `with` takes it over
+        _holds.append(names)
+        _changed()
 
     def __enter__(self) -> None:
-        return None
+        if self._kept:
+            self._kept = False
+            return
+        _holds.append(self._names)
+        _changed()
 
     def __exit__(self, *error: object) -> None:
-        global _disabled
-        _disabled = self._before
+        _holds.remove(self._names)
+        _changed()
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,5 +1,6 @@
 """Recording which kernels a computation would need, without running them; and pretending to be another GPU."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,19 @@ class _State:
 
 state = _State()
 _one_at_a_time = threading.RLock()
+
+
+def _after_fork() -> None:
+    """Another thread's recording does not go on in a forked child, which has no such thread."""
+    global _one_at_a_time
+    if not _one_at_a_time._is_owned():  # type: ignore[attr-defined]
+        _one_at_a_time = threading.RLock()
+        state.recording = pretended.recorded = pretended.emulated = None
+        state.everything = state.active = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 `trace()` returns them; POWERTRAIN_LOG=info|debug prints them to stderr, or to POWERTRAIN_LOG_FILE.
 """
 
+import os
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -21,6 +22,15 @@ class Event:
 _events: list[Event] = []
 _keys: set[object] = set()
 _lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def trace() -> list[Event]:

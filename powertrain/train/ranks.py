@@ -11,7 +11,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -23,11 +24,15 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from powertrain.models.parallelize import check_context, check_expert, check_tensor
+from powertrain.parallel.transport.heartbeat import Peers, PeerTimeout, listed
 from powertrain.runtime import tracing
 from powertrain.train import preflight
 from powertrain.train.config.schema import ParallelConfig, RunConfig
 
 _QUIET = 5.0  # seconds a wait may take before a line says what for
+_DYING = 5.0  # seconds that a process may take to disappear after its connections did
+# what gloo and NCCL say when a connection ends
+_LOST = re.compile(r"[Cc]onnection (?:closed|reset|refused)|Broken pipe|gloo|NCCL|[Tt]imed out|Socket|remote process")
 _FAREWELL = 10.0  # seconds that the first rank stays, after an error, for the others to read it
 
 
@@ -69,6 +74,7 @@ class Ranks:
     dp_group                those that read different data
     checkpoint_group        a gloo group for checkpoints alone: they are written beside the training, and the order of
                             collectives within a group must be the same on every rank
+    peers                   which of the ranks live
     """
 
     device: torch.device
@@ -80,6 +86,7 @@ class Ranks:
     mesh: DeviceMesh | None = None
     dp_group: dist.ProcessGroup | None = None
     checkpoint_group: dist.ProcessGroup | None = None
+    peers: Peers | None = None
 
     @property
     def is_first(self) -> bool:
@@ -296,13 +303,46 @@ def arrange(seat: Seat, config: RunConfig) -> Ranks:
     return Ranks(
         seat.device, seat.rank, seat.world_size, seat.local_rank, data.get_local_rank(), data.size(), mesh,
         data.get_group(), dist.new_group(backend="gloo", timeout=timedelta(minutes=config.parallel.timeout_minutes)),
+        Peers(dist.distributed_c10d._get_default_group()),
     )  # fmt: skip
 
 
 def disconnect(ranks: Ranks) -> None:
     """Leave the process groups, if there are any."""
+    if ranks.peers is not None:
+        ranks.peers.close()
     if ranks.world_size > 1:
         dist.destroy_process_group()
+
+
+@contextmanager
+def naming_the_lost(ranks: Ranks) -> Iterator[None]:
+    """PeerTimeout, in place of what a collective says, where a rank is gone: which, on which host, in which process."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        lost = isinstance(error, dist.DistError) or _LOST.search(str(error))
+        why = _who_is_gone(ranks.peers) if ranks.peers is not None and lost else None
+        if why is None:
+            raise
+        raise PeerTimeout(
+            f"rank {ranks.rank}: training cannot go on: {why}: look at its output (killed, or out of memory?); "
+            "started again, the run goes on from its newest checkpoint"
+        ) from None
+
+
+def _who_is_gone(peers: Peers) -> str | None:
+    """Given a moment to disappear; a survivor that ended for the same reason has said it before."""
+    deadline = time.monotonic() + _DYING
+    while time.monotonic() < deadline:
+        if said := peers.gave_up():
+            return said
+        if gone := peers.gone():
+            why = f"{listed(gone)} {'are' if len(gone) > 1 else 'is'} gone"
+            peers.give_up(why)
+            return why
+        time.sleep(0.05)
+    return None
 
 
 @functools.cache

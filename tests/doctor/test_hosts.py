@@ -16,7 +16,8 @@ from tests.doctor.machines import told
 # what comes behind the options and the host is a command line for the other host's shell
 SSH = """#!/bin/sh
 while [ "$1" = -o ]; do echo "$2" >> "{log}"; shift 2; done
-host=$1; shift
+[ "$1" = -- ] || exit 9  # else a host could be an option
+shift; host=$1; shift
 case $host in
 {cases}
 esac

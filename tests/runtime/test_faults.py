@@ -266,7 +266,6 @@ def test_no_compiler_on_path(tmp_path: Path) -> None:
 def test_fallback_to_plain_pytorch(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from powertrain.runtime import dispatch
 
-    monkeypatch.setattr(dispatch, "_disabled", ())
     calls = []
 
     @dispatch.falls_back("some_op")
@@ -286,15 +285,13 @@ def test_fallback_to_plain_pytorch(fresh: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_leftover_folders_of_dead_workers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.tempfile, "tempdir", str(tmp_path))
-    dead, dead_owner = worker._private_folder()
-    os.close(dead_owner)
-    living, living_owner = worker._private_folder()
-    for folder in (dead, living):
-        os.utime(folder, (0, 0))
-    new, new_owner = worker._private_folder()
-    assert not dead.exists() and living.exists() and new.exists()
-    os.close(living_owner)
-    os.close(new_owner)
+    dead, living, never_taken, young = (worker.make_folder() for _ in range(4))
+    os.close(worker.own(dead))
+    owner = worker.own(living)
+    os.utime(never_taken, (0, 0))
+    new = worker.make_folder()
+    assert not dead.exists() and not never_taken.exists() and living.exists() and young.exists() and new.exists()
+    os.close(owner)
 
 
 def test_a_world_writable_store_is_refused(fresh: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import triton.language as tl
 
-from powertrain.runtime import settings, tracing
+from powertrain.runtime import atomic_file, settings, tracing
 from powertrain.runtime.compile import kernel_store
 from powertrain.runtime.compile import service as compile_service
 from powertrain.runtime.errors import StoreError
@@ -157,9 +157,7 @@ def test_an_entry_appears_whole_without_a_second_name(tmp_path: Path, monkeypatc
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_WRONLY, 0o600))
     except OSError as error:
         pytest.skip(f"no O_TMPFILE here: {error}")
-    monkeypatch.setattr(
-        kernel_store, "_write_renamed", lambda path, data: pytest.fail("took the way with a temporary name")
-    )
-    kernel_store._write_whole(tmp_path / "entry", b"all of it")
+    monkeypatch.setattr(os, "replace", lambda source, target: pytest.fail("took the way with a temporary name"))
+    atomic_file.write_whole(tmp_path / "entry", b"all of it")
     assert (tmp_path / "entry").read_bytes() == b"all of it"
     assert [path.name for path in tmp_path.iterdir()] == ["entry"]

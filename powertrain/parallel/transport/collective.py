@@ -36,6 +36,9 @@ class CollectiveTransport(Transport):
             return
         shapes = [None if t is None else [*t.shape, str(t.dtype), *_backward_of(t)] for t in operands]
         mine = f"call {self.peers.calls}: {op}, rows {list(counts)}, operands {shapes}"
+        self._compare(mine)
+
+    def _compare(self, mine: str) -> None:
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, mine, group=self.group)
         other = next((rank for rank, text in enumerate(everyone) if text != everyone[0]), None)
@@ -44,17 +47,33 @@ class CollectiveTransport(Transport):
                 f"ranks must make the same calls: rank 0 makes {everyone[0]}; rank {other} makes {everyone[other]}"
             )
 
+    def _agree(self, what: str, x: Tensor, rows: Rows) -> None:
+        """On the CPU, raise CollectiveMismatch where sizes differ: gloo would end the process, not the call."""
+        if x.is_cuda or self.size == 1:
+            return
+        what = f"{what} of {[rows.total, *x.shape[1:]]}"
+        with self.peers.waiting(f"{what}{in_layer(self.layer)}"):
+            try:
+                self._compare(f"{what} {x.dtype}, rows {list(rows.counts)}{in_layer(self.layer)}")
+            except CollectiveMismatch:
+                raise
+            except (RuntimeError, dist.DistError) as error:
+                raise self.peers.lost(f"{what}{in_layer(self.layer)}", error) from error
+
     def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
+        self._agree("all-gather", shard, rows)
         if self.name == "sequential" and rows.even:
             return Collected(self, shard, rows)
         return _SentGathering(self, shard, rows, keep)
 
     def scatter(self, like: Tensor, rows: Rows, width: int) -> Scattering:
+        self._agree("reduce-scatter", like[:0, :1].expand(0, width), rows)
         return _SentScattering(self, like, rows, width)
 
     def all_gather(self, shard: Tensor, rows: Rows) -> Tensor:
         if not rows.even:
             return gather_all(self, shard, rows)
+        self._agree("all-gather", shard, rows)
         whole = shard.new_empty((rows.total, *shard.shape[1:]))
         with self.waiting("all-gather", whole):
             _all_gather(whole, shard.contiguous(), group=self.group)
@@ -63,6 +82,7 @@ class CollectiveTransport(Transport):
     def reduce_scatter(self, parts: Tensor, rows: Rows) -> Tensor:
         if not rows.even:
             return scatter_all(self, parts, rows)
+        self._agree("reduce-scatter", parts, rows)
         mine = parts.new_empty((rows.counts[self.rank], *parts.shape[1:]))
         with self.waiting("reduce-scatter", parts):
             _reduce_scatter(mine, parts.contiguous(), group=self.group)

@@ -270,12 +270,17 @@ class SymmetricTransport(CollectiveTransport):
         super().let_go()
 
     def close(self) -> None:
-        super().close()
-        self.watch.close()
-        if self.watch.failure is None:  # else somebody will not come
-            self._wait_for_all()
-        self._shared.clear()
-        self._captured.clear()
+        """The watch goes last: until every rank's streams have run dry, it is what ends a wait for one that is gone."""
+        try:
+            if self.watch.failure is None:
+                torch.cuda.synchronize(self.device)
+            if self.watch.failure is None:  # else somebody will not come
+                dist.barrier(self.group)
+        finally:
+            self.watch.close()
+            super().close()
+            self._shared.clear()
+            self._captured.clear()
 
 
 class SymmetricGathering(Gathering):

@@ -4,9 +4,9 @@
     <root>/quarantine/           entries that were damaged, kept for a look
     <root>/locks/<key>           flock()ed by the worker that compiles the key; existing means nothing
 
-An entry appears whole or not at all: it is written to a file without a name (O_TMPFILE), synced, then linked; where a
-file system has no such files, to a temporary name that is then renamed. A damaged entry is moved to quarantine, said
-once, and rebuilt. A store that cannot be written (read-only, full) is said once and the process works from memory.
+An entry appears whole or not at all (newfile.py). A damaged entry, or what is no file of ours at its place, is moved to
+quarantine, said once, and rebuilt. A store that cannot be written (read-only, full) is said once and the process works
+from memory. Code is loaded only from folders and files that nobody else can write: machine code is not checked again.
 """
 
 import errno
@@ -16,7 +16,6 @@ import os
 import re
 import stat
 import struct
-import time
 import uuid
 import zipfile
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from powertrain.runtime import tracing
+from powertrain.runtime.atomic_file import write_whole
 from powertrain.runtime.errors import StoreError
 from powertrain.runtime.settings import settings
 
@@ -34,6 +34,8 @@ _MAGIC = b"PTKERNEL%d\n" % SCHEMA
 _HEAD = struct.Struct("<Q32s")  # manifest length, sha256 of the manifest
 _ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.ptk")
 _MANIFEST_NAME = "pack.json"
+_MOST = 256 << 20  # bytes of an entry; the largest of ours have less than 2 MiB
+_MOST_MANIFEST = 16 << 20
 
 
 class Damaged(Exception):
@@ -59,6 +61,7 @@ class Entry:
 
     @staticmethod
     def from_bytes(key: str, data: bytes) -> "Entry":
+        """Raises Damaged for anything but the whole entry of this key."""
         start = len(_MAGIC) + _HEAD.size
         if len(data) < start or not data.startswith(_MAGIC):
             raise Damaged("it is empty, cut short or no kernel entry")
@@ -66,24 +69,29 @@ class Entry:
         text = data[start : start + length]
         if hashlib.sha256(text).digest() != digest:
             raise Damaged("its manifest fails the checksum")
-        manifest = json.loads(text)
-        if manifest.pop("key") != key:
+        try:
+            manifest = json.loads(text)
+            found, index = manifest.pop("key"), manifest.pop("members")
+            sizes = [(str(member["name"]), int(member["size"]), member["sha256"]) for member in index]
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise Damaged(f"its manifest is not an entry's ({type(error).__name__}: {error})") from None
+        if found != key:
             raise Damaged("it is the entry of another key")
         members, at = {}, start + length
-        for member in manifest.pop("members"):
-            part = data[at : at + member["size"]]
-            if hashlib.sha256(part).hexdigest() != member["sha256"]:
-                raise Damaged(f"its {member['name']} fails the checksum")
-            members[member["name"]] = part
-            at += member["size"]
+        for name, size, checksum in sizes:
+            part = data[at : at + max(0, size)]
+            if hashlib.sha256(part).hexdigest() != checksum:
+                raise Damaged(f"its {name} fails the checksum")
+            members[name] = part
+            at += len(part)
         if at != len(data):
             raise Damaged("it has bytes behind its end")
         return Entry(key, manifest, members)
 
 
-def distrust(path: Path) -> str | None:
+def distrust(path: Path, facts: os.stat_result | None = None) -> str | None:
     """Why code must not be loaded from this folder or file: somebody else could have put it there."""
-    facts = path.stat()
+    facts = path.stat() if facts is None else facts
     if facts.st_mode & stat.S_IWOTH:
         return f"{path} can be written by everybody; run `chmod o-w {path}`"
     if facts.st_uid not in (os.getuid(), 0):
@@ -91,6 +99,27 @@ def distrust(path: Path) -> str | None:
             f"{path} belongs to user {facts.st_uid}, not to you ({os.getuid()}); choose another with POWERTRAIN_STORE"
         )
     return None
+
+
+def _read(path: Path) -> bytes:
+    """A file that only we can have written. Raises Damaged for anything else there, without waiting for it or following
+    it: a link, a pipe, a device; FileNotFoundError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise Damaged("it is no regular file") from None
+        raise
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode):
+        os.close(descriptor)
+        raise Damaged("it is no regular file")
+    with open(descriptor, "rb") as file:
+        if reason := distrust(path, facts):
+            raise Damaged(reason)
+        if facts.st_size > _MOST:
+            raise Damaged(f"it has {facts.st_size} bytes, more than any entry")
+        return file.read(facts.st_size)
 
 
 @dataclass
@@ -104,9 +133,11 @@ class Store:
         """Make the folder if need be; raise StoreError if it must not be trusted."""
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            reason = distrust(self.root)
         except OSError as error:
             self.give_up(error)
-        if self.root.exists() and (reason := distrust(self.root)):
+            return self
+        if reason:
             raise StoreError(f"kernel store refused: {reason}")
         return self
 
@@ -116,26 +147,43 @@ class Store:
     def lock_path(self, key: str) -> Path:
         return self.root / "locks" / key
 
-    def get(self, key: str) -> Entry | None:
+    def read(self, key: str) -> Entry | None:
+        """An entry; None: there is none. Raises Damaged, or StoreError where its folder must not be trusted."""
         path = self.path(key)
         try:
-            data = path.read_bytes()
+            self._trust(path.parent)
+            return Entry.from_bytes(key, _read(path))
         except OSError:
             return None
+
+    def _trust(self, folder: Path) -> None:
+        """Nobody else can change what is in a folder of ours, once nobody else can change the root."""
+        facts = folder.lstat()
+        if not stat.S_ISDIR(facts.st_mode):
+            raise StoreError(f"kernel store: {folder} refused: it must be a folder, and no link to one; remove it")
+        if reason := distrust(folder, facts):
+            raise StoreError(f"kernel store: {folder} refused: {reason}")
+
+    def get(self, key: str) -> Entry | None:
         try:
-            return Entry.from_bytes(key, data)
-        except (Damaged, ValueError, KeyError, TypeError) as error:
+            return self.read(key)
+        except StoreError as error:
+            tracing.warn(f"{error}; what it holds is not used")
+        except Damaged as error:
             self.quarantine(key, str(error))
-            return None
+        return None
 
     def put(self, entry: Entry) -> bool:
-        """Write an entry; False (said once) where the disk does not let us."""
+        """Write an entry, in place of one that is there; False (said once) where the disk does not let us."""
         if self.trouble:
             return False
         path = self.path(entry.key)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _write_whole(path, entry.to_bytes())
+            self._trust(path.parent)
+            write_whole(path, entry.to_bytes(), 0o600)
+        except StoreError:
+            return False  # said when it was looked for
         except OSError as error:
             self.give_up(error)
             return False
@@ -159,9 +207,10 @@ class Store:
     def clear(self) -> int:
         """Delete every entry and everything in quarantine; how many files that was."""
         paths = [*self.root.glob("[0-9a-f][0-9a-f]/*.ptk"), *self.root.glob("quarantine/*")]
-        for path in paths:
+        ours = [path for path in paths if not path.parent.is_symlink() and (path.is_symlink() or not path.is_dir())]
+        for path in ours:
             path.unlink(missing_ok=True)
-        return len(paths)
+        return len(ours)
 
     def give_up(self, error: OSError) -> None:
         self.trouble = error.strerror or str(error)
@@ -171,71 +220,48 @@ class Store:
         )
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    try:
-        descriptor = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o600)
-    except (OSError, AttributeError) as error:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EROFS, errno.EACCES):
-            raise
-        _write_renamed(path, data)
-        return
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        try:
-            # with a src_dir_fd Python calls linkat, which follows the link; without it link, which never does
-            os.link(f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=file.fileno(), follow_symlinks=True)
-        except FileExistsError:
-            pass  # another process published the same key
-        except OSError:
-            _write_renamed(path, data)
-
-
-def _write_renamed(path: Path, data: bytes) -> None:
-    for stale in path.parent.glob(".*.tmp"):
-        if time.time() - stale.stat().st_mtime > 3600:
-            stale.unlink(missing_ok=True)
-    temporary = path.parent / f".{uuid.uuid4().hex}.tmp"
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 class Pack:
     """A read-only collection of entries in one zip file, made by `powertrain prebuild`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            reason = distrust(path)
-            if reason:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ValueError("it is no regular file")
+            if reason := distrust(path):
                 raise StoreError(f"kernel pack refused: {reason}")
             self._zip = zipfile.ZipFile(path)
             names = self._zip.namelist()
-            self.manifest = json.loads(self._zip.read(_MANIFEST_NAME))
-        except (OSError, zipfile.BadZipFile, KeyError, ValueError) as error:
+            self.manifest = json.loads(self._member(_MANIFEST_NAME, _MOST_MANIFEST))
+            if not isinstance(self.manifest, dict):
+                raise ValueError(f"{_MANIFEST_NAME} must be an object")
+        except StoreError:
+            raise
+        except Exception as error:  # zipfile raises a dozen kinds over bytes that are not its own
+            what = f"{type(error).__name__}: {error}"[:200]  # some quote what they read
             raise StoreError(
-                f"kernel pack {path}: not a pack ({error}); build it again with `powertrain prebuild`"
+                f"kernel pack {path}: not a pack ({what}); build it again with `powertrain prebuild`"
             ) from None
         bad = [name for name in names if name != _MANIFEST_NAME and not _ENTRY_NAME.fullmatch(name)]
         if bad:
             raise StoreError(f"kernel pack {path} refused: it holds {bad[0]!r}, which is no kernel entry")
         self._keys = {name.removesuffix(".ptk") for name in names}
 
+    def _member(self, name: str, most: int) -> bytes:
+        info = self._zip.getinfo(name)
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size > most:
+            raise Damaged(f"{name} must be stored as it is, in at most {most} bytes, got {info.file_size}")
+        return self._zip.read(info)
+
     def get(self, key: str) -> Entry | None:
         if key not in self._keys:
             return None
         try:
-            return Entry.from_bytes(key, self._zip.read(f"{key}.ptk"))
-        except (Damaged, zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
+            return Entry.from_bytes(key, self._member(f"{key}.ptk", _MOST))
+        except Exception as error:  # as above
             self._keys.discard(key)
-            tracing.warn(f"kernel pack {self.path}: entry {key[:12]} is damaged ({error}); the kernel is compiled here")
+            what = f"entry {key[:12]} is damaged ({error!s:.200})"
+            tracing.warn(f"kernel pack {self.path}: {what}; the kernel is compiled here")
             return None
 
     def keys(self) -> Iterator[str]:
@@ -296,6 +322,10 @@ def packs() -> tuple[Pack, ...]:
             continue
         found.append(pack)
     return tuple(found)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=packs.cache_clear)  # an open file's position is shared with the parent
 
 
 def find(key: str) -> tuple[Entry, str] | None:

@@ -3,7 +3,8 @@
 The caller's thread lowers a kernel to TTIR; a worker turns it into an entry. Every wait has a deadline and, after two
 seconds, a line that says what is waited for. Workers are started by one thread that lives as long as the process
 (the kernel kills a child with the *thread* that started it), each in a process group of its own, so that ending one
-ends its ptxas too. A forked child starts with no workers of its parent's.
+ends its ptxas too. A forked child, whoever forked it, has no workers of its parent's: it neither asks nor ends them,
+and starts its own when it compiles.
 """
 
 import atexit
@@ -12,6 +13,7 @@ import json
 import os
 import queue
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +37,8 @@ from powertrain.runtime.settings import settings
 
 PER_JOB_BYTES = 768 << 20  # a worker without torch peaks at 150 to 230 MiB, ptxas at 43 to 363 MiB
 _SPEAK_AFTER = 2.0
+_GLANCE = 0.25  # seconds between looks at the clock
+_FAREWELL = 1.0  # seconds that a worker may take to end after it closed its pipes
 # the CUDA version whose driver can load what a Triton's bundled ptxas makes (minor versions are compatible)
 _MIN_DRIVER = 12000
 
@@ -81,59 +87,133 @@ class Spec:
         }
 
 
+class _Wait:
+    """A wait with a deadline, and a line about it now and then."""
+
+    def __init__(self, deadline: float, what: str) -> None:
+        self.deadline, self.what = deadline, what
+        self.started = self._spoken = time.monotonic()
+
+    def left(self) -> float:
+        """Seconds to the deadline, at most a glance; TimeoutError past it."""
+        now = time.monotonic()
+        if now >= self.deadline:
+            raise TimeoutError
+        if now - self._spoken > _SPEAK_AFTER:
+            self._spoken = now
+            seconds = f"{now - self.started:.0f} s (deadline {self.deadline - self.started:.0f} s)"
+            tracing.progress(f"compiling {self.what}: {seconds}")
+        return min(_GLANCE, self.deadline - now)
+
+    def until(self, descriptor: int, event: int) -> None:
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(descriptor, event)
+        while not poll.poll(1000 * self.left()):
+            pass
+
+
 class _Worker:
     """A running worker process, seen from its owner."""
 
     def __init__(self) -> None:
-        self.log = tempfile.TemporaryFile()  # nameless: nothing is left of it whatever happens
-        start = "import sys; sys.path[:] = sys.argv[2:]; from powertrain.runtime.compile.worker import main; main()"
+        self.owner = os.getpid()
+        self.log = tempfile.TemporaryFile(buffering=0)  # nameless: nothing is left of it whatever happens
+        self.folder = worker.make_folder()
+        start = "import sys; sys.path[:] = sys.argv[4:]; from powertrain.runtime.compile.worker import main; main()"
         paths = [str(Path(__file__).parents[3]), *(path for path in sys.path if path)]
         environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "POWERTRAIN_INTERPRET")}
         environment["TRITON_DISABLE_LINE_INFO"] = "1"
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-c", start, str(os.getpid()), *paths],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            env=environment,
-            bufsize=0,
-            start_new_session=True,
-        )
+        arguments = [str(self.owner), str(self.folder), str(worker.IDLE_SECONDS)]
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-c", start, *arguments, *paths],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.log,
+                env=environment,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._in, self._out = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
 
     def ask(self, request: dict[str, Any], deadline: float, waiting_for: str) -> tuple[dict[str, Any], bytes]:
         """One request, one reply. EOFError if the worker died, TimeoutError past the deadline."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        wait = _Wait(deadline, waiting_for)
         try:
-            worker.write_frame(self.process.stdin, request)
+            self._write(worker.frame(request), wait)
         except BrokenPipeError:
-            raise EOFError from None
-        self._wait(deadline, waiting_for)
-        reply = worker.read_frame(self.process.stdout)
-        return reply, worker.read_exactly(self.process.stdout, reply["entry"])
+            pass  # what it said before it ended can still be read
+        reply = worker.parse_frame(lambda count: self._read(count, wait))
+        return reply, self._read(reply["entry"], wait)
 
-    def _wait(self, deadline: float, waiting_for: str) -> None:
-        assert self.process.stdout is not None
-        started = spoken = time.monotonic()
-        while not select.select([self.process.stdout], [], [], 0.25)[0]:
-            now = time.monotonic()
-            if now > deadline:
-                raise TimeoutError
-            if now - spoken > _SPEAK_AFTER:
-                spoken = now
-                tracing.progress(
-                    f"compiling {waiting_for}: {now - started:.0f} s (deadline {deadline - started:.0f} s)"
-                )
+    def _write(self, data: bytes, wait: _Wait) -> None:
+        left = memoryview(data)
+        while left:
+            wait.until(self._in, select.POLLOUT)
+            try:
+                left = left[os.write(self._in, left) :]
+            except BlockingIOError:
+                continue
+
+    def _read(self, count: int, wait: _Wait) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            wait.until(self._out, select.POLLIN)
+            try:
+                part = os.read(self._out, min(count - len(data), 1 << 20))
+            except BlockingIOError:
+                continue
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+    def kill(self) -> int:
+        """Kill the worker and all it started, remove its folder; its exit status."""
+        if self.owner != os.getpid():
+            raise RuntimeError("a forked child must leave its parent's workers alone")
+        if self.process.returncode is None and self._is_there():
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        status = self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return status
 
     def end(self) -> int:
-        """Kill the worker and all it started; its exit status."""
+        """The same, by the one who asked it last: nobody reads its pipes any more."""
+        status = self.kill()
+        self.drop()
+        return status
+
+    def _is_there(self) -> bool:
+        """Whether the process id is still this worker's: somebody may have collected all children of the process."""
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        return True
+
+    def died(self) -> int:
+        """The exit status of one that closed its pipes by itself; it is given a moment to end."""
+        try:
+            self.process.wait(_FAREWELL)
+        except subprocess.TimeoutExpired:
             pass
+        return self.end()
+
+    def drop(self) -> None:
+        """Close this process's ends of the pipes."""
         for stream in (self.process.stdin, self.process.stdout):
             if stream:
                 stream.close()
-        return self.process.wait()
 
     def last_words(self) -> str:
         self.log.seek(0)
@@ -148,18 +228,24 @@ class Service:
         self.limit = settings().jobs or jobs(PER_JOB_BYTES).count
         self._slots = threading.Semaphore(self.limit)
         self._idle: list[_Worker] = []
-        self._orders: queue.SimpleQueue[queue.SimpleQueue[Any]] = queue.SimpleQueue()
+        self._all: dict[int, _Worker] = {}  # by id(); those that ended are left out
+        self._orders: queue.SimpleQueue[Future[_Worker]] = queue.SimpleQueue()
         threading.Thread(target=self._start_workers, name="powertrain-compile", daemon=True).start()
 
     def _start_workers(self) -> None:
         while True:
-            answer = self._orders.get()
+            order = self._orders.get()
             try:
-                answer.put(_Worker())
-            except OSError as error:
-                answer.put(error)
+                with _starting:
+                    hired = _Worker()
+            except BaseException as error:  # whatever it is, it is the caller's; this thread lives on
+                order.set_exception(error)
+            else:
+                self._all[id(hired)] = hired
+                order.set_result(hired)
+            del order
 
-    def _hire(self) -> _Worker:
+    def _hire(self, deadline: float, waiting_for: str) -> _Worker:
         while self._idle:
             try:
                 found = self._idle.pop()
@@ -167,13 +253,29 @@ class Service:
                 break
             if found.process.poll() is None:
                 return found
-            found.end()
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._orders.put(answer)
-        started = answer.get()
-        if isinstance(started, OSError):
-            raise CompileError(f"cannot start a compile worker ({sys.executable}): {started}")
-        return started
+            self._end(found)
+        order: Future[_Worker] = Future()
+        self._orders.put(order)
+        try:
+            wait = _Wait(deadline, waiting_for)
+            while not futures.wait([order], wait.left()).done:
+                pass
+        except BaseException:
+            order.add_done_callback(self._unwanted)
+            raise
+        if (error := order.exception()) is not None:
+            what = f"{type(error).__name__}: {error}"
+            raise CompileError(f"cannot start a compile worker ({sys.executable}): {what}") from error
+        return order.result()
+
+    def _unwanted(self, order: "Future[_Worker]") -> None:
+        """Nobody waits for it any more; the next one who compiles takes it."""
+        if order.exception() is None:
+            self._idle.append(order.result())
+
+    def _end(self, ended: _Worker, *, by_itself: bool = False) -> int:
+        self._all.pop(id(ended), None)
+        return ended.died() if by_itself else ended.end()
 
     def compile(self, spec: Spec, ttir: str, *, again: bool = False) -> tuple[kernel_store.Entry, dict[str, Any]]:
         """An entry for `spec` from its TTIR. `again`: replace what the store has."""
@@ -186,7 +288,7 @@ class Service:
             "arch": spec.arch,
             "gluon": is_gluon(spec.kernel.jit),
             "about": spec.about(),
-            "store": None if home.trouble else str(home.root),
+            "store": None if home.trouble else str(home.root.absolute()),
             "lock_timeout": min(settings().lock_timeout, limit / 2),
             "again": again,
         }
@@ -199,33 +301,47 @@ class Service:
         return kernel_store.Entry.from_bytes(spec.key, body), reply
 
     def _ask(self, spec: Spec, request: dict[str, Any], deadline: float, limit: float) -> tuple[dict[str, Any], bytes]:
-        for _ in range(self.limit + 1):
-            hired = self._hire()
-            try:
+        hired: _Worker | None = None
+        try:
+            while True:  # at most one round for each worker that rests, and the deadline ends it
+                hired = None
+                hired = self._hire(deadline, spec.describe())
                 answer = hired.ask(request, deadline, spec.describe())
-            except TimeoutError:
-                hired.end()
-                raise CompileTimeout(
-                    f"{spec.describe()} did not compile within {limit:.0f} s; its processes were ended. Raise "
-                    "POWERTRAIN_COMPILE_TIMEOUT, or set POWERTRAIN_ON_COMPILE_FAILURE=reference to go on without it"
-                ) from None
-            except EOFError:
-                status = hired.end()
-                if status == worker.IDLE_EXIT:
-                    continue  # it had gone to rest just as we asked
-                raise CompileError(
-                    f"the compiler of {spec.describe()} died ({_status(status)}); its last words:\n{hired.last_words()}"
-                ) from None
-            except BaseException:
-                hired.end()  # interrupted: its reply would answer the next question
-                raise
-            self._idle.append(hired)
-            return answer
-        raise CompileError(f"no compile worker stayed alive for {spec.describe()}")
+                if not answer[0].get("resting"):
+                    break
+                self._end(hired, by_itself=True)
+        except TimeoutError:
+            if hired:
+                self._end(hired)
+            raise CompileTimeout(
+                f"{spec.describe()} did not compile within {limit:.0f} s; its processes were ended. Raise "
+                "POWERTRAIN_COMPILE_TIMEOUT, or set POWERTRAIN_ON_COMPILE_FAILURE=reference to go on without it"
+            ) from None
+        except (EOFError, ValueError, KeyError) as error:
+            assert hired
+            status = _status(self._end(hired, by_itself=isinstance(error, EOFError)))
+            why = "" if isinstance(error, EOFError) else f", after a reply that makes no sense ({error})"
+            raise CompileError(
+                f"the compiler of {spec.describe()} died ({status}{why}); its last words:\n{hired.last_words()}"
+            ) from None
+        except BaseException:
+            if hired:
+                self._end(hired)  # interrupted: its reply would answer the next question
+            raise
+        self._idle.append(hired)
+        return answer
 
     def close(self) -> None:
+        """End the workers; who waits for one at work is told that it died."""
         while self._idle:
-            self._idle.pop().end()
+            self._end(self._idle.pop())
+        for busy in list(self._all.values()):
+            busy.kill()
+
+    def forget(self) -> None:
+        """In a forked child: these are its parent's workers, whose pipes it must not hold open."""
+        for each in self._all.values():
+            each.drop()
 
 
 def _status(code: int) -> str:
@@ -240,25 +356,49 @@ _entries: dict[str, kernel_store.Entry] = {}
 _running: dict[str, threading.Event] = {}
 _lock = threading.Lock()
 _lowering = threading.Lock()
+_starting = threading.Lock()
+_held_for_fork = threading.local()
 
 
 def service() -> Service:
     global _service
     with _lock:
         if _service is None:
-            _service = Service()
-            atexit.register(_service.close)
+            try:
+                _service = Service()
+            except RuntimeError as error:
+                raise CompileError(f"cannot start the thread that starts compile workers: {error}") from error
         return _service
+
+
+@atexit.register
+def _close() -> None:
+    if _service is not None:
+        _service.close()
+
+
+def _before_fork() -> None:
+    """A fork waits, a little, for what it must not cut in two: a child that inherits the half-made pipes of a starting
+    worker would keep its parent waiting for that worker, and Triton's code generator keeps state."""
+    _held_for_fork.locks = [lock for lock in (_starting, _lowering) if lock.acquire(timeout=_FAREWELL)]
+
+
+def _after_fork_in_parent() -> None:
+    for lock in _held_for_fork.locks:
+        lock.release()
 
 
 def _after_fork() -> None:
     """A forked child neither uses its parent's workers nor waits for its parent's compiles."""
-    global _service, _lock, _lowering
-    _service, _lock, _lowering = None, threading.Lock(), threading.Lock()
+    global _service, _lock, _lowering, _starting
+    if _service is not None:
+        _service.forget()
+    _service, _lock, _lowering, _starting = None, threading.Lock(), threading.Lock(), threading.Lock()
     _running.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
 
 
 def entry_for(spec: Spec, *, again: bool = False) -> tuple[kernel_store.Entry, str]:

@@ -1,9 +1,11 @@
 """A compile worker: reads TTIR from its parent, writes kernel entries. Imports triton, never torch, never user code.
 
-A worker dies with its parent (PR_SET_PDEATHSIG and an end of file), its ptxas dies with it, and its temporary folder is
-removed by whoever starts next: the folder's owner holds a lock on it that the kernel drops when the owner dies.
+A worker dies with its parent (PR_SET_PDEATHSIG and an end of file), and its ptxas dies with it. Its temporary folder is
+made and removed by its parent; by the worker itself if it outlives the parent; else by whoever starts next: the worker
+holds a lock on it that the kernel drops when the worker dies.
 
-Frames both ways: 4 bytes length, JSON. After a reply with "entry": n, n bytes of the entry itself.
+Frames both ways: 4 bytes length, JSON. After a reply with "entry": n, n bytes of the entry itself. A worker that goes
+to rest says so with {"resting": true}, which may cross a request on the way: that is then asked of another worker.
 """
 
 import ctypes
@@ -13,6 +15,7 @@ import os
 import select
 import shutil
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -20,42 +23,53 @@ import tempfile
 import time
 import traceback
 import zlib
+from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 IDLE_SECONDS = 30
-IDLE_EXIT = 75
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.02
-_YOUNG_SECONDS = 60  # a folder younger than this may be one whose owner has not locked it yet
+_YOUNG_SECONDS = 60  # a folder younger than this may be one that its worker has not taken yet
+_OWNER = "owner"
 
 
-def write_frame(stream: IO[bytes], message: dict[str, Any], body: bytes = b"") -> None:
+def frame(message: dict[str, Any], body: bytes = b"") -> bytes:
     text = json.dumps(message).encode()
-    stream.write(_LENGTH.pack(len(text)) + text + body)
-    stream.flush()
+    return _LENGTH.pack(len(text)) + text + body
 
 
-def read_exactly(stream: IO[bytes], count: int) -> bytes:
-    """`count` bytes of an unbuffered stream (select() must see what has not been read)."""
+def parse_frame(read: Callable[[int], bytes]) -> dict[str, Any]:
+    """`read(count)` gives exactly so many bytes."""
+    found = json.loads(read(_LENGTH.unpack(read(_LENGTH.size))[0]))
+    if not isinstance(found, dict):
+        raise ValueError(f"a frame must be a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """All of it: a signal may cut a single write short."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _read(descriptor: int, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        part = stream.read(count - len(data))
+        part = os.read(descriptor, count - len(data))
         if not part:
             raise EOFError
         data += part
     return data
 
 
-def read_frame(stream: IO[bytes]) -> dict[str, Any]:
-    return json.loads(read_exactly(stream, _LENGTH.unpack(read_exactly(stream, _LENGTH.size))[0]))
-
-
-def _die_with_parent() -> None:
+def _die_with_parent(number: int = signal.SIGKILL) -> None:
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     except (OSError, AttributeError):
         pass  # not Linux: the end of file on stdin remains
 
@@ -72,32 +86,52 @@ def _children_die_with_us() -> None:
     subprocess.Popen = Popen  # type: ignore[misc]
 
 
-def _private_folder() -> tuple[Path, int]:
-    """A temporary folder of our own, marked as ours by a lock; removes those whose owners died."""
-    parent = Path(tempfile.gettempdir())
-    prefix = f"powertrain-{os.getuid()}-"
+def make_folder() -> Path:
+    """A temporary folder for a worker; those whose worker died are removed."""
+    parent, prefix = Path(tempfile.gettempdir()), f"powertrain-{os.getuid()}-"
     for left in parent.glob(f"{prefix}*"):
-        try:
-            facts = left.lstat()
-            if facts.st_uid != os.getuid() or time.time() - facts.st_mtime < _YOUNG_SECONDS:
-                continue
-            descriptor = os.open(left / "owner", os.O_RDWR)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-        except OSError:
-            pass  # its owner lives, or locks do not work here
-        finally:
-            os.close(descriptor)
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    descriptor = os.open(folder / "owner", os.O_RDWR | os.O_CREAT, 0o600)
+        _remove_if_dead(left)
+    return Path(tempfile.mkdtemp(prefix=prefix))
+
+
+def _remove_if_dead(folder: Path) -> None:
+    try:
+        facts = folder.lstat()
+        if facts.st_uid != os.getuid() or not stat.S_ISDIR(facts.st_mode):
+            return
+        descriptor = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:  # no worker took it yet, or it died on the way there
+        if time.time() - facts.st_mtime > _YOUNG_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        pass  # its owner lives, or locks do not work here
+    finally:
+        os.close(descriptor)
+
+
+def own(folder: Path) -> int:
+    """Mark a folder as this process's, by a lock that ends with it: the descriptor that holds the lock."""
+    unlocked = folder / f"{_OWNER}.new"
+    descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         pass
-    return folder, descriptor
+    unlocked.rename(folder / _OWNER)  # locked before anybody can find it
+    return descriptor
+
+
+def _same_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.fstat(descriptor).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False  # who held the lock before has just removed it
 
 
 @contextmanager
@@ -112,9 +146,9 @@ def key_lock(path: Path, deadline: float) -> Any:
         while not held:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino
+                held = _same_file(path, descriptor)
             except BlockingIOError:
                 pass
             except OSError:
@@ -153,36 +187,60 @@ def _compile(request: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byt
         seconds = round(time.monotonic() - started, 3)
         manifest = {**request["about"], "launch": facts, "seconds": seconds}
         entry = stores.Entry(key, manifest, {"cubin": cubin, "ptx": zlib.compress(ptx.encode())})
-        if store and request["again"]:
-            store.path(key).unlink(missing_ok=True)
         stored = store.put(entry) if store else False
         trouble = store.trouble if store else None
         return {"source": "compiled", "locked": held, "stored": stored, "trouble": trouble}, entry.to_bytes()
 
 
+class _ParentGone(BaseException):
+    """The parent ended while this worker had nothing to do."""
+
+
+def _at_rest(number: int, _: object) -> None:
+    raise _ParentGone
+
+
 def main() -> None:
-    """The worker itself: `sys.argv[1]` is the parent's process id."""
+    """The worker itself. `sys.argv`: the parent's process id, this worker's folder, seconds of idleness before rest."""
+    parent, folder, rest = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
     _die_with_parent()
-    if os.getppid() != int(sys.argv[1]):
-        os._exit(IDLE_EXIT)  # the parent died before it could take us along
+    if os.getppid() != parent:
+        os._exit(1)  # the parent died before it could take us along
     _children_die_with_us()
     # the pipe is ours alone; what compilers print goes to stderr, which the parent keeps for its error messages
-    replies = os.fdopen(os.dup(1), "wb")
+    replies, requests = os.dup(1), os.dup(0)
     os.dup2(2, 1)
-    requests = os.fdopen(os.dup(0), "rb", buffering=0)
-    folder, owner = _private_folder()
+    own(folder)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    signal.signal(signal.SIGTERM, _at_rest)
     try:
-        while select.select([requests], [], [], IDLE_SECONDS)[0]:
-            request = read_frame(requests)
+        while _has_work(requests, parent, rest):
+            request = parse_frame(partial(_read, requests))
             try:
                 reply, body = _compile(request, folder)
             except Exception as error:
                 reply, body = {"error": str(error) or repr(error), "details": traceback.format_exc()}, b""
-            write_frame(replies, {**reply, "entry": len(body)}, body)
-        sys.exit(IDLE_EXIT)
-    except EOFError:
-        pass
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(owner)
+            _write(replies, frame({**reply, "entry": len(body)}, body))
+        _write(replies, frame({"resting": True, "entry": 0}))
+        status = 0
+    except (EOFError, BrokenPipeError, _ParentGone):
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    shutil.rmtree(folder, ignore_errors=True)
+    sys.stderr.flush()
+    os._exit(status)  # nothing else of ours is left to do, and the libraries' own ends take a tenth of a second
+
+
+def _has_work(requests: int, parent: int, rest: float) -> bool:
+    """Wait for a request. A parent that dies meanwhile lets us remove our folder first."""
+    _die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        raise _ParentGone
+    ready = select.select([requests], [], [], rest)[0]
+    _die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        raise _ParentGone
+    return bool(ready)

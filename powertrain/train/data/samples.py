@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from powertrain.runtime.atomic_file import one_at_a_time
+from powertrain.train.data.file_lock import one_at_a_time
 
 Order = Literal["neox", "sequential"]
 Integers = npt.NDArray[Any]

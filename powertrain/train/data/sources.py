@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powertrain.runtime import tracing
-from powertrain.runtime.atomic_file import one_at_a_time
 from powertrain.train.config.schema import DataConfig, DataSource
 from powertrain.train.data.blend import (
     BlendedSamples,
@@ -22,6 +21,7 @@ from powertrain.train.data.blend import (
 )
 from powertrain.train.data.corpus import digest, find_files, raw_documents, texts
 from powertrain.train.data.encode import Counts, Encoding, encode
+from powertrain.train.data.file_lock import one_at_a_time
 from powertrain.train.data.indexed import IndexedData, IndexedWriter, exists, folder_of, token_dtype
 from powertrain.train.data.packed import PackedSamples, SampleSource
 from powertrain.train.data.quickstart import quickstart_files

@@ -6,14 +6,15 @@ from pathlib import Path
 import filelock
 import pytest
 
-from powertrain.runtime import atomic_file, tracing
-from powertrain.runtime.atomic_file import one_at_a_time
+from powertrain.runtime import tracing
+from powertrain.train.data import file_lock
+from powertrain.train.data.file_lock import one_at_a_time
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic_file, "_QUIET", 0.01)
-    monkeypatch.setattr(atomic_file, "_PATIENCE", 30.0)
+    monkeypatch.setattr(file_lock, "_QUIET", 0.01)
+    monkeypatch.setattr(file_lock, "_PATIENCE", 30.0)
     tracing.clear()
 
 
@@ -43,7 +44,7 @@ def test_one_works_while_the_others_wait(tmp_path: Path, capsys: pytest.CaptureF
 def test_past_the_deadline_the_work_is_done_anyway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(atomic_file, "_PATIENCE", 0.02)
+    monkeypatch.setattr(file_lock, "_PATIENCE", 0.02)
     with filelock.FileLock(tmp_path / "a.lock"), one_at_a_time(tmp_path / "a.lock", "counting"):
         assert "another process has been counting for 0 s; doing it here too" in capsys.readouterr().err
 
