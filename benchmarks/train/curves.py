@@ -58,6 +58,7 @@ def run_config(model: dict[str, Any], *, seed: int = 1234, steps: int = 200, **t
         "optimizer": {"lr": 2e-3},
         "schedule": {"warmup_steps": steps // 10},
         "evaluation": {"at_end": False},
+        "checkpoint": {"save": False},
     }
     config = RunConfig(**sections)
     return with_vocabulary(config, open_tokenizer(config.data).vocab_size)

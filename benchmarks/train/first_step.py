@@ -15,7 +15,7 @@ from pathlib import Path
 OVERRIDES = [
     "data.train=quickstart", "data.tokenizer=bytes", "data.document_mask=false", "train.activation_checkpointing=none",
     "model.max_position_embeddings=4096", "train.seq_length=4096", "train.micro_batch_size=4", "train.steps=3",
-    "checkpoint.folder=null", "evaluation.every=0", "evaluation.at_end=false", "data.num_workers=0",
+    "checkpoint.save=false", "evaluation.every=0", "evaluation.at_end=false", "data.num_workers=0",
 ]  # fmt: skip
 
 

@@ -25,11 +25,20 @@ from powertrain.cli import (
     tour,
     train,
     tune,
+    verify,
 )
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Start here": (demo.demo, tour.tour, check.check),
-    "Train": (train.train, generate.generate, convert.convert, report.report, lint.lint, preprocess.preprocess),
+    "Train": (
+        train.train,
+        generate.generate,
+        convert.convert,
+        report.report,
+        lint.lint,
+        preprocess.preprocess,
+        verify.verify,
+    ),
     "Kernels": (prebuild.prebuild, kernels.kernels, tune.tune),
     "Other projects": (build.build,),
     "This machine": (facts.target, facts.env, doctor.doctor, diagnose.diagnose, explain.explain),
@@ -58,6 +67,7 @@ def main() -> None:
     powertrain convert runs/NAME OUT --to hf        to and from Hugging Face and GPT-NeoX, logits compared
     powertrain report runs/NAME       report.html of a run, made anew
     powertrain lint run.yml           a training config, checked without training
+    powertrain verify runs/NAME       checkpoints and data sets, compared with their checksums
     powertrain prebuild --arch H100   compile kernels ahead for GPUs that are not here
     powertrain kernels                what is compiled, and whether it is whole
     powertrain tune rms_norm          measure this GPU's tiles (only when asked)

@@ -49,7 +49,7 @@ def generate(
             _write(console, prompt[0], prompts[0], tokens, tokenizer)
             return
         rows = new_tokens(model, prompts, max_new_tokens=max_new_tokens, sampler=sampler, eod=tokenizer.eod)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
         raise typer.Exit(2) from None
     for text, row in zip(prompt, rows, strict=True):

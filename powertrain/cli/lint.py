@@ -43,7 +43,11 @@ def lint(
         raise typer.BadParameter(str(error), param_hint="--arch") from None
     console.print(run.note, highlight=False)
     render(run.table, console)
-    report = inspect(sized(run), targets, world_size=world_size)
+    try:
+        report = inspect(sized(run), targets, world_size=world_size)
+    except ValueError as error:  # sizes that no op takes
+        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
+        raise typer.Exit(2) from None
     show(report, run, console)
     if not report.passed:
         raise typer.Exit(1)

@@ -19,7 +19,7 @@ def report(
 
     try:
         path = write_report(folder)
-    except (FileNotFoundError, ValueError) as error:
+    except (ValueError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
         raise typer.Exit(2) from None
     Console(soft_wrap=True).print(str(path), markup=False, highlight=False)

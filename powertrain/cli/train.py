@@ -54,13 +54,13 @@ def train(
     if smoke:
         _smoke(run, seat, console)
         return
-    if fresh and seat.rank == 0:
-        _refuse_checkpoint(run)
-    _fit(run, seat, console)
+    _fit(run, seat, console, fresh=fresh)
 
 
-def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Trainer":
+def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False, fresh: bool = False) -> "Trainer":
     from powertrain.parallel.transport.heartbeat import PeerTimeout
+    from powertrain.train.agreement import is_on_all
+    from powertrain.train.checkpoint.store import NotWritten
     from powertrain.train.data.loader import UnreadableSample
     from powertrain.train.ranks import NotTogether, naming_the_lost
     from powertrain.train.reporting.kernel_profile import LateCompile
@@ -84,22 +84,23 @@ def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False) -> "Tr
     except ModuleNotFoundError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        trainer = start(run, seat, sinks)
+        trainer = start(run, seat, sinks, fresh=fresh)
     except (NotTogether, ValueError, OSError) as error:
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        if seat.rank == 0 or not is_on_all(error):
+            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     stopped: Exception | None = None
     is_said = seat.rank == 0
-    try:
-        with stop_on_signals(trainer):
+    with stop_on_signals(trainer, is_last=not quiet):
+        try:
             with naming_the_lost(trainer.ranks):
                 trainer.fit()
-    except (TrainingStopped, LateCompile) as error:
-        stopped = error
-    except (UnreadableSample, OSError, PeerTimeout) as error:
-        stopped, is_said = error, True  # the other ranks know nothing of it
-    finally:
-        trainer.close()
+        except (TrainingStopped, LateCompile, NotWritten) as error:
+            stopped = error
+        except (UnreadableSample, OSError, PeerTimeout) as error:
+            stopped, is_said = error, True  # the other ranks know nothing of it
+        finally:
+            trainer.close()
     if stopped and is_said:
         console.print(str(stopped), markup=False, highlight=False, soft_wrap=True)
     for one in known:
@@ -132,12 +133,23 @@ def _smoke_folder(run: "Run", seat: Any) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="powertrain-smoke-") as name:
             yield Path(name)
         return
-    folder = run.config.folder() / "smoke"
+    folder = run.config.folder() / "powertrain-smoke"
     if seat.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+        _clear_smoke(folder)
     yield folder
     if seat.rank == 0:
         shutil.rmtree(folder)
+
+
+def _clear_smoke(folder: Path) -> None:
+    """Make it anew; what an earlier smoke test left is removed, anything else is an error."""
+    mark = folder / ".made-by-powertrain"
+    if mark.is_file():
+        shutil.rmtree(folder)
+    if folder.exists():
+        raise typer.BadParameter(f"{folder} must not exist, the smoke test writes there", param_hint="--smoke")
+    folder.mkdir(parents=True)
+    mark.touch()
 
 
 def _shortened(run: "Run", folder: Path, steps: int) -> "Run":
@@ -147,22 +159,18 @@ def _shortened(run: "Run", folder: Path, steps: int) -> "Run":
     sections = {
         "train": config.train.model_copy(update={"steps": steps}),
         "checkpoint": config.checkpoint.model_copy(
-            update={"folder": str(folder / "checkpoints"), "load": None, "every": 1, "asynchronous": False}
+            update={
+                "save": True,
+                "folder": str(folder / "checkpoints"),
+                "load": None,
+                "every": 1,
+                "asynchronous": False,
+            }
         ),
         "evaluation": config.evaluation.model_copy(update={"every": 0, "at_end": False}),
         "logging": config.logging.model_copy(update={"folder": str(folder)}),
     }
     return dataclasses.replace(run, config=config.model_copy(update=sections))
-
-
-def _refuse_checkpoint(run: "Run") -> None:
-    from powertrain.train.checkpoint.store import find
-
-    folder = run.config.checkpoint_folder()
-    if find(folder) is not None:
-        raise typer.BadParameter(
-            f"{folder} holds a checkpoint; without --fresh the run resumes it", param_hint="--fresh"
-        )
 
 
 def _show(run: "Run", console: Console) -> None:

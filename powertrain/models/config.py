@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -11,6 +11,10 @@ Init = Literal[
     "normal", "scaled_normal", "small_init", "wang_init", "single_residual_scaled_normal",
     "xavier_normal", "xavier_uniform", "orthogonal",
 ]  # fmt: skip
+
+
+# each far above any model's; of the other sizes 2**22 is
+_LARGEST = {"num_layers": 4096, "vocab_size": 1 << 28, "max_position_embeddings": 1 << 24}
 
 
 class ModelConfig(BaseModel):
@@ -37,6 +41,15 @@ class ModelConfig(BaseModel):
     init_method: Init = "normal"
     output_init_method: Init = "normal"
     init_std: Annotated[float, Field(gt=0)] = 0.02
+
+    @model_validator(mode="after")
+    def _sizes_are_possible(self) -> "ModelConfig":
+        """A slip of the keyboard must not build layers for hours, nor overflow a tensor's size."""
+        for name, value in self:
+            most = _LARGEST.get(name, 1 << 22)
+            if isinstance(value, int) and value > most:
+                raise ValueError(f"model.{name} must be at most {most}, got {value}")
+        return self
 
 
 def check_heads(config: ModelConfig, num_kv_heads: int | None, head_dim: int | None = None) -> None:

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from pydantic import ValidationError
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from powertrain.models.config import ModelConfig
 from powertrain.models.pickles import load_pickle
 from powertrain.models.registry import ARCHITECTURES, architecture
+from powertrain.runtime.reading import read_json, reading
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -30,16 +32,16 @@ _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "
 def read_config(folder: Path) -> ModelConfig:
     """The model of a folder's config.json. Raises ValueError naming the file and what it must be."""
     file = folder / "config.json"
-    try:
-        values = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} must be JSON: {error}") from None
+    values = read_json(file)
     if not isinstance(values, dict):
         raise ValueError(f"{file} must hold an object, got {type(values).__name__}")
-    try:
-        return from_hf_config(values)
-    except ValueError as error:
-        raise ValueError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
+    with reading(file, "describe a model"):
+        try:
+            return from_hf_config(values)
+        except ValidationError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
 
 
 def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
@@ -77,7 +79,10 @@ def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tupl
     parts = {name: [theirs for theirs, _ in module.hf_parts(config, name, t)] for name, t in expected.items()}
     _check_names(config, module, {name for names in parts.values() for name in names}, set(tensors))
     for name, names in parts.items():
-        tensor = module.from_hf_parts(config, name, [tensors[part] for part in names])
+        with reading("checkpoint", f"make {name} of {' with '.join(names[:3])}"):
+            tensor = module.from_hf_parts(config, name, [tensors[part] for part in names])
+        if not tensor.is_floating_point():
+            raise ValueError(f"checkpoint: {' with '.join(names[:3])} must hold floats, got {tensor.dtype}")
         if tensor.shape != expected[name].shape:
             got, must = list(tensor.shape), list(expected[name].shape)
             raise ValueError(f"checkpoint: {' with '.join(names[:3])} must make {name} {must}, got {got}")
@@ -124,12 +129,11 @@ def open_tensors(folder: Path) -> Mapping[str, Tensor]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} must be an index with a weight_map: {error!r}") from None
+    values = read_json(index)
+    with reading(index, "be an index with a weight_map"):
+        names = sorted(set(values["weight_map"].values()))
     for name in names:
-        if Path(name).name != name or not (index.parent / name).is_file():
+        if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
             raise ValueError(f"{index}: weight_map must name files beside it, got {name!r}")
     return [index.parent / name for name in names]
 
@@ -140,14 +144,14 @@ class _Safetensors(Mapping[str, Tensor]):
     def __init__(self, files: Iterable[Path]) -> None:
         self._files: dict[str, Any] = {}
         for file in files:
-            try:
+            with reading(file, "be a safetensors file"):
                 handle = safe_open(file, framework="pt")
-            except SafetensorError as error:
-                raise ValueError(f"{file} must be a safetensors file: {error}") from None
-            self._files |= dict.fromkeys(handle.keys(), handle)
+                self._files |= dict.fromkeys(handle.keys(), (file, handle))
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
+        file, handle = self._files[name]
+        with reading(file, f"hold {name}"):
+            tensor: Tensor = handle.get_tensor(name)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

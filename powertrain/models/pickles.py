@@ -1,6 +1,7 @@
 """Files of torch.save from elsewhere: read without executing anything they hold."""
 
 import pickle
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from powertrain.runtime.reading import one_line, reading
+
+_MOST_VALUES = 10_000_000
 # what a random generator's state in NumPy arrays needs; GPT-NeoX saves one beside its weights
 _ARRAYS: list[Any] = [
     np.ndarray,
@@ -23,16 +27,39 @@ def load_pickle(file: Path) -> Any:
 
     Raises ValueError naming the file and the global that it would have to execute, or what is wrong with it.
     """
-    is_zip = zipfile.is_zipfile(file)
-    try:
-        with torch.serialization.safe_globals(_ARRAYS):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-    except pickle.UnpicklingError as error:
-        unsafe = _unsafe(file) if is_zip else []
-        needs = ", ".join(unsafe) or str(error).splitlines()[0]
-        raise ValueError(f"{file} must hold tensors and plain values only; it would execute {needs}") from None
-    except (RuntimeError, EOFError, KeyError, OSError) as error:
-        raise ValueError(f"{file} must be a file of torch.save: {str(error).splitlines()[0]}") from None
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
+    with reading(file, "be a file of torch.save"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        is_zip = zipfile.is_zipfile(file)
+        try:
+            with torch.serialization.safe_globals(_ARRAYS):
+                content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+        except pickle.UnpicklingError as error:
+            unsafe = _unsafe(file) if is_zip else []
+            needs = ", ".join(unsafe[:5]) or one_line(error, 200)
+            raise ValueError(f"{file} must hold tensors and plain values only; it would execute {needs}") from None
+        except OSError as error:  # of a damaged archive too
+            raise ValueError(f"{file} must be a file of torch.save, got {one_line(error)}") from None
+        _check_tensors(file, content)
+        return content
+
+
+def _check_tensors(file: Path, content: Any) -> None:
+    """A tensor of more elements than its memory has (strides of 0) would fill ours when it is copied."""
+    waiting, seen = [content], 0
+    while waiting:
+        value = waiting.pop()
+        seen += 1
+        if seen > _MOST_VALUES:
+            raise ValueError(f"{file} must hold at most {_MOST_VALUES} values")
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
+            got = f"{list(value.shape)} over {value.untyped_storage().nbytes()} bytes"
+            raise ValueError(f"{file} must hold tensors with memory of their own for every element, got {got}")
 
 
 def _unsafe(file: Path) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from powertrain.ops.adamw import AdamW, grad_norm
-from powertrain.train.config.schema import LossScale, OptimizerConfig, TrainConfig
+from powertrain.train.config.schema import MAX_SCALE, LossScale, OptimizerConfig, TrainConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,7 +48,7 @@ class Scaler:
         self.patience.copy_(torch.where(bad & ~lower, self.patience - 1, self.patience))
         self.good.copy_(torch.where(bad, 0.0, self.good + 1))
         grow = self.good >= self.config.window
-        self.scale.copy_(torch.where(grow, self.scale * 2, self.scale))
+        self.scale.copy_(torch.where(grow, (self.scale * 2).clamp(max=MAX_SCALE), self.scale))
         self.patience.copy_(torch.where(grow, float(self.config.hysteresis), self.patience))
         self.good.copy_(torch.where(grow, 0.0, self.good))
 

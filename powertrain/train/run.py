@@ -1,6 +1,7 @@
 """From a config to a trained model: ranks, kernels, data, the trainer, and those who watch it."""
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +13,9 @@ import torch
 from powertrain.runtime import tracing
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.target import Target
+from powertrain.train.agreement import decided_by_first, done_by_all
 from powertrain.train.checkpoint.load import kinds_at
-from powertrain.train.checkpoint.store import write_json
+from powertrain.train.checkpoint.store import find, write_json
 from powertrain.train.config.reader import Run
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.sources import Data, open_data, open_tokenizer
@@ -22,6 +24,7 @@ from powertrain.train.host_memory import keep_freed_memory
 from powertrain.train.lint import rehearse
 from powertrain.train.ranks import Seat, be_deterministic, check_parallel, connect
 from powertrain.train.reporting.metrics import Sink
+from powertrain.train.signals import ENDING
 from powertrain.train.trainer import Trainer
 
 MakeSinks = Callable[[Trainer], Sequence[Sink]]
@@ -73,11 +76,13 @@ def open_run_data(config: RunConfig, tokenizer: Tokenizer, dp_size: int) -> Data
     )  # fmt: skip
 
 
-def start(run: Run, seat: Seat, make_sinks: MakeSinks) -> Trainer:
+def start(run: Run, seat: Seat, make_sinks: MakeSinks, *, fresh: bool = False) -> Trainer:
     """A trainer that stands where its newest checkpoint left it, or at the beginning.
 
     Kernels are built before the ranks meet, so that no collective waits for a compiler.
     make_sinks  (trainer, where it resumed) -> who is told of each step; called on the first rank only
+    fresh       a checkpoint in the run's folder is an error
+    What goes wrong on one rank once they have met is raised on all.
     """
     tokenizer = open_tokenizer(run.config.data)
     config = with_vocabulary(run.config, tokenizer.vocab_size)
@@ -88,19 +93,31 @@ def start(run: Run, seat: Seat, make_sinks: MakeSinks) -> Trainer:
         keep_freed_memory()
     build_kernels(config, seat.device, seat.world_size)
     ranks = connect(seat, config)
-    data = open_run_data(config, tokenizer, ranks.dp_size)
+    group = ranks.checkpoint_group
+    if fresh:
+        decided_by_first(lambda: _refuse_checkpoint(config), group)
+    data = done_by_all(lambda: open_run_data(config, tokenizer, ranks.dp_size), group)
     trainer = Trainer(config, ranks, data)
     path = Path(config.checkpoint.load) if config.checkpoint.load else None
     resumed = trainer.resume()
-    begun = resumed or path is None or bool(kinds_at(path))
+    begun = resumed or path is None or decided_by_first(lambda: bool(kinds_at(path)), group)
     if path is not None and begun and not resumed:
         trainer.start_from(path)
-    if ranks.is_first:
+
+    def tell() -> None:
         keep_texts(config.folder() / "config", run, config)
         trainer.sinks = make_sinks(trainer)
+
+    decided_by_first(tell, group)
     if not begun:
         tracing.warn(f"checkpoint.load: no checkpoint at {path}; the run starts at step 0")
     return trainer
+
+
+def _refuse_checkpoint(config: RunConfig) -> None:
+    folder = config.checkpoint_folder()
+    if find(folder) is not None:
+        raise ValueError(f"--fresh: {folder} holds a checkpoint; without --fresh the run resumes it")
 
 
 def keep_texts(folder: Path, run: Run, config: RunConfig) -> None:
@@ -112,17 +129,33 @@ def keep_texts(folder: Path, run: Run, config: RunConfig) -> None:
     write_json(folder / "overrides.json", list(run.overrides))
 
 
+_SAME = 2.0  # seconds within which a second SIGINT is the same Ctrl-C, from the terminal and from torchrun
+
+
 @contextmanager
-def stop_on_signals(trainer: Trainer) -> Iterator[None]:
-    """SIGTERM and SIGINT end the run after the step under way, with a checkpoint; a second SIGINT ends it at once."""
+def stop_on_signals(trainer: Trainer, *, is_last: bool = False) -> Iterator[None]:
+    """What asks the process to end, ends the run after the step under way, with a checkpoint, however often it comes.
+
+    Only a second Ctrl-C, two seconds after the first, ends it at once. A signal that somebody handles, or ignores
+    (nohup), is left to them; SIGTERM and SIGINT are not.
+    is_last   the process ends after it: a signal that comes once more while it does must not make a failure of it
+    """
+    if threading.current_thread() is not threading.main_thread():  # where Python takes no handlers
+        yield
+        return
+    asked = 0.0
 
     def stop(number: int, _frame: Any) -> None:
+        nonlocal asked
+        if number == signal.SIGINT and asked and time.monotonic() - asked > _SAME:
+            raise KeyboardInterrupt
+        asked = asked or time.monotonic()
         trainer.should_stop = True
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    ours = (signal.SIGTERM, signal.SIGINT)
+    before = {n: signal.signal(n, stop) for n in ENDING if n in ours or signal.getsignal(n) is signal.SIG_DFL}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if is_last and asked else handler)

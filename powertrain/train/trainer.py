@@ -1,6 +1,8 @@
 """The loop: forward, backward, clip and step, log, maybe evaluate, maybe save."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,14 +11,17 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from powertrain.models import build, configure
+from powertrain.models import build
 from powertrain.models.flops import flops_per_token
 from powertrain.models.parallelize import parallelize
 from powertrain.models.sequence_sharding import weighed
 from powertrain.parallel.overlap import Overlap
+from powertrain.runtime import tracing
+from powertrain.runtime.reading import one_line
+from powertrain.train.agreement import decided_by_first, done_by_all
 from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.checkpoint import store as checkpoint_store
-from powertrain.train.checkpoint.load import NAMES, fill, fitted, open_weights, refuse_another
+from powertrain.train.checkpoint.load import NAMES, Weights, fill, fitted, model_of, open_weights, refuse_another
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import Batch, batches
 from powertrain.train.optim import DTYPES, Optimizer, Stepped
@@ -29,6 +34,10 @@ from powertrain.train.schedule import learning_rate
 
 if TYPE_CHECKING:
     from powertrain.train.data.sources import Data
+
+
+# fp16's scale falls from the largest to the smallest of float32 in fewer
+MOST_SKIPPED = 300
 
 
 class TrainingStopped(RuntimeError):
@@ -67,6 +76,10 @@ class Trainer:
         self.resumed_from = ""  # a checkpoint, and what has changed since
         self.should_stop = False
         self._stopping = False
+        self._saving: int | None = None  # the step of the checkpoint that is being written
+        self._not_written: checkpoint_store.NotWritten | None = None  # what came of the last one, if that failed
+        self._skipped = 0  # steps in a row
+        self._unheard: set[Sink] = set()
         self._spikes = SpikeWatch(config.train.spike_factor)
         self._watch = StepWatch(ranks.device, config.train.recompiles, self._tell, profiles=ranks.is_first)
         self._timed = PhaseTimers(ranks.device, wanted=config.logging.phase_timers)
@@ -78,11 +91,13 @@ class Trainer:
         """Train to the configured number of steps, from wherever the run is.
 
         `should_stop`, set on any rank (by a signal handler, say), ends it early with a checkpoint on all.
+        A checkpoint that cannot be written is said, and the next one tried when it is due; NotWritten is raised only
+        if the last one of all could not be.
         """
         train = self.config.train
         stream = self._stream()
         self._clock = Moment(self.ranks.device)
-        while self.progress.step < train.steps and not self._stopping:
+        while self.progress.step < train.steps and not self._ends():
             step = self.progress.step
             with self._watch.step(step + 1):
                 seed_step(train.seed, step, self.ranks.rank)
@@ -104,12 +119,18 @@ class Trainer:
             if self._save_is_due():
                 self._read()
                 self.save()
-            self.checkpoints.poll()
+            self._look_at_save()
         self._read()
-        if self._stopping and self.config.checkpoint.folder and not self._save_is_due():
+        if self._ends() and self.config.checkpoint.save and not self._save_is_due():
             self.save()
-        self.checkpoints.wait()
+        self._look_at_save(wait=True)
+        if self._not_written is not None:
+            raise self._not_written
         return self.progress
+
+    def _ends(self) -> bool:
+        """Whether somebody wants the run to end early; ranks learn it of each other, a step later."""
+        return self._stopping or (self.should_stop and self.ranks.world_size == 1)
 
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
         """Gradients of the mean loss over the global batch's counted tokens; returns that loss, and whether any rank
@@ -171,13 +192,16 @@ class Trainer:
 
     def close(self) -> None:
         """Finish what is being written and leave the other ranks."""
-        self.checkpoints.wait()
-        for sink in self.sinks:
-            sink.close()
-        disconnect(self.ranks)
+        try:
+            self._look_at_save(wait=True)
+            for sink in self.sinks:
+                self._hear(sink, sink.close)
+        finally:
+            disconnect(self.ranks)
 
     def save(self) -> None:
         """Begin a checkpoint of this very state."""
+        self._look_at_save(wait=True)
         facts = {
             "step": self.progress.step,
             "samples": self.progress.samples,
@@ -185,23 +209,42 @@ class Trainer:
             "world_size": self.ranks.world_size,
             "config": self.config.model_dump(mode="json"),
         }
-        self.checkpoints.save(self.optimizer.tensors(), facts, asynchronous=self.config.checkpoint.asynchronous)
-        self._note(f"checkpoint of step {self.progress.step} in {self.checkpoints.folder}")
+        self._saving = self.progress.step
+        try:
+            self.checkpoints.save(self.optimizer.tensors(), facts, asynchronous=self.config.checkpoint.asynchronous)
+        except checkpoint_store.NotWritten as error:
+            self._say_not_written(error)
+        self._look_at_save(wait=not self.config.checkpoint.asynchronous)
         self._clock = Moment(self.ranks.device)
+
+    def _look_at_save(self, *, wait: bool = False) -> None:
+        """Say what came of the checkpoint that was being written, once it has ended."""
+        if self._saving is None:
+            return
+        try:
+            if wait:
+                self.checkpoints.wait()
+            elif not self.checkpoints.poll():
+                return
+        except checkpoint_store.NotWritten as error:
+            self._say_not_written(error)
+            return
+        self._note(f"checkpoint of step {self._saving} in {self.checkpoints.folder}")
+        self._saving, self._not_written = None, None
+
+    def _say_not_written(self, error: checkpoint_store.NotWritten) -> None:
+        self._saving, self._not_written = None, error
+        self._note(f"{error}. The training goes on; the newest is {checkpoint_store.find(self.checkpoints.folder)}")
 
     def resume(self, path: Path | None = None) -> bool:
         """Load the newest checkpoint of the run (or the one at `path`); False if there is none."""
-        found = checkpoint_store.find(path or self.checkpoints.folder)
+        group = self.ranks.checkpoint_group
+        # the first rank decides for all: a checkpoint may appear, or its folder be seen late, between two looks
+        found = decided_by_first(lambda: checkpoint_store.find(path or self.checkpoints.folder), group)
         if found is None:
             return False
-        facts = checkpoint_store.read_facts(found)
-        if facts.get("weights_only"):
-            raise checkpoint_store.CheckpointError(
-                f"{found} holds weights only, of another run; name it in checkpoint.load and keep it out of "
-                f"{self.checkpoints.folder}"
-            )
-        refuse_another(configure(**facts["config"]["model"]), self.config.model, found)
-        checkpoint_store.load(found, self.optimizer.tensors(), group=self.ranks.checkpoint_group)
+        facts = done_by_all(lambda: self._facts_of_run(found), group)
+        checkpoint_store.load(found, self.optimizer.tensors(), group=group)
         self.optimizer.weights_from_masters()
         self.progress = Progress(facts["step"], facts["samples"], facts["tokens"])
         self._note(f"resumed step {self.progress.step} from {found}")
@@ -209,18 +252,38 @@ class Trainer:
         self.resumed_from = str(found) + (f", with other settings: {', '.join(changed)}" if changed else "")
         return True
 
+    def _facts_of_run(self, found: Path) -> dict[str, Any]:
+        """A checkpoint's facts. Raises CheckpointError, or ValueError naming a field that this run's model has not."""
+        facts = checkpoint_store.read_facts(found)
+        if facts.get("weights_only"):
+            raise checkpoint_store.CheckpointError(
+                f"{found} holds weights only, of another run; name it in checkpoint.load and keep it out of "
+                f"{self.checkpoints.folder}"
+            )
+        if not all(isinstance(facts.get(name), int) for name in ("step", "samples", "tokens")):
+            raise checkpoint_store.CheckpointError(
+                f"{found}/checkpoint.json must give step, samples and tokens as numbers"
+            )
+        refuse_another(model_of(facts, found), self.config.model, found)
+        return facts
+
     def start_from(self, path: Path) -> None:
         """Resume the run's checkpoint at `path`; or begin at step 0 with the weights there (Hugging Face, GPT-NeoX).
 
-        Raises FileNotFoundError where there are none, ValueError naming what does not fit this run's model.
+        With checkpoint.finetune a run's weights are taken too, and nothing else of it.
+        Raises FileNotFoundError where there are none, ValueError naming what does not fit this run's model, and for a
+        GPT-NeoX checkpoint from the midst of a training, which goes on nowhere but there.
         """
-        weights = open_weights(path)
-        if weights.is_run:
-            self.resume(path if checkpoint_store.find(path) else weights.path)
-            return
+        group = self.ranks.checkpoint_group
+        weights = done_by_all(lambda: open_weights(path), group)
+        if not self.config.checkpoint.finetune:
+            if weights.is_run:
+                self.resume(path if checkpoint_store.find(path) else weights.path)
+                return
+            _refuse_midst(weights)
         tensors = self.optimizer.tensors()
         ours = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-        fill(ours, fitted(weights, self.config.model).tensors())
+        done_by_all(lambda: fill(ours, fitted(weights, self.config.model).tensors()), group)
         self.optimizer.weights_from_masters()
         self._note(f"weights from {weights.path} ({NAMES[weights.kind]})")
 
@@ -270,7 +333,13 @@ class Trainer:
         """Raise TrainingStopped for a spike, or for gradients that are not finite (fp16: if its scale cannot fall)."""
         config = self.config.train
         may_shrink = config.precision == "fp16" and config.loss_scale.static is None
-        if record.skipped and not (may_shrink and record.loss_scale > config.loss_scale.minimum):
+        self._skipped = self._skipped + 1 if record.skipped else 0
+        if record.skipped and self._skipped > MOST_SKIPPED + config.loss_scale.hysteresis:
+            what = (
+                f"{self._skipped} steps in a row were skipped, their gradients were not finite; the loss scale is "
+                f"{record.loss_scale:g}"
+            )
+        elif record.skipped and not (may_shrink and config.loss_scale.minimum < record.loss_scale < math.inf):
             what = f"loss {record.loss:.4g} and gradient norm {record.grad_norm:.4g}; nothing was updated"
         elif record.skipped:
             return  # fp16's scale falls; a loss that is not finite would spoil the median of spikes
@@ -300,14 +369,24 @@ class Trainer:
 
     def _save_is_due(self) -> bool:
         config, step = self.config.checkpoint, self.progress.step
-        if config.folder is None:
+        if not config.save:
             return False
         last = step == self.config.train.steps
         return last or step in config.extra_steps or save_step(step, config.every, config.scale)
 
     def _tell(self, what: str, record: Any) -> None:
         for sink in self.sinks:
-            getattr(sink, what)(record)
+            self._hear(sink, getattr(sink, what), record)
+
+    def _hear(self, sink: Sink, told: Callable[..., None], *record: Any) -> None:
+        """Tell a sink. One that fails (a full disk, a closed pipe, no network) is named once and told on."""
+        try:
+            told(*record)
+        except Exception as error:
+            if sink not in self._unheard:
+                self._unheard.add(sink)
+                with contextlib.suppress(OSError):  # where stderr is full or closed too
+                    tracing.warn(f"{type(sink).__name__}: {one_line(error)}; the training goes on without it")
 
     def _note(self, text: str) -> None:
         self._tell("note", text)
@@ -413,10 +492,19 @@ def _balance_experts(model: Any, ranks: Ranks) -> None:
 
 
 def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint_store.Checkpoints:
-    folder = config.checkpoint_folder()
-    if config.checkpoint.folder and ranks.is_first:
-        folder.mkdir(parents=True, exist_ok=True)  # where that fails it should now, not at the first checkpoint
-    return checkpoint_store.Checkpoints(folder, keep_last=config.checkpoint.keep_last, group=ranks.checkpoint_group)
+    folder, saves, group = config.checkpoint_folder(), config.checkpoint.save, ranks.checkpoint_group
+    if saves:  # where that fails it should now, not at the first checkpoint
+        decided_by_first(lambda: folder.mkdir(parents=True, exist_ok=True), group)
+    return checkpoint_store.Checkpoints(folder, keep_last=config.checkpoint.kept, group=group, writes=saves)
+
+
+def _refuse_midst(weights: Weights) -> None:
+    if weights.trained_steps:
+        raise ValueError(
+            f"checkpoint.load: {weights.path} is from step {weights.trained_steps} of a training in GPT-NeoX, whose "
+            "optimizer and place in the data are not read; set checkpoint.finetune (finetune) true to begin at step 0 "
+            "with its weights"
+        )
 
 
 def _peak_flops(config: RunConfig, ranks: Ranks) -> float | None:

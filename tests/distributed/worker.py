@@ -84,7 +84,7 @@ def run_config(case: dict[str, Any], dp_size: int) -> RunConfig:
         "train": train,
         "optimizer": {"lr": 3e-3},
         "parallel": {"timeout_minutes": 1, **case.get("parallel", {})},
-        "checkpoint": {"folder": case.get("folder"), "load": case.get("load")},
+        "checkpoint": {"save": "folder" in case, "folder": case.get("folder"), "load": case.get("load")},
         "evaluation": {"every": 10, "steps": 2},
         "logging": {"folder": case.get("folder", "/nonexistent")},
     }

@@ -107,10 +107,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (file,) = folder.glob("*.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match=f"{file.name} must have {len(whole)} bytes, got {len(whole) - 1}"):
+    with pytest.raises(CheckpointError, match=f"{file.name}: must have {len(whole)} bytes, got {len(whole) - 1}"):
         load(folder, _zeros())
     file.write_bytes(b"\xff" * len(whole))
-    with pytest.raises(CheckpointError, match=r"step_00000001: a file is damaged"):
+    with pytest.raises(CheckpointError, match="must have the CRC-32"):
         load(folder, _zeros())
     file.unlink()
     with pytest.raises(CheckpointError, match="got no file"):

@@ -79,7 +79,9 @@ def test_the_last_line_is_a_command_that_works(tmp_path: Path) -> None:
     assert code == 0 and f"powertrain generate {elsewhere} --prompt" in output
     words = ["generate", str(elsewhere), "--prompt", "def main(", "--max-new-tokens", "2"]
     assert CliRunner().invoke(app, words).exit_code == 0
-    code, output = _train(tmp_path, "train.steps=1", "checkpoint.folder=null", f"logging.folder={tmp_path}/other")
+    code, output = _train(
+        tmp_path, "train.steps=1", "checkpoint.folder=null", "checkpoint.save=false", f"logging.folder={tmp_path}/other"
+    )
     assert code == 0 and "powertrain generate" not in output
 
 

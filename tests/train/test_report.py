@@ -1,6 +1,7 @@
 """report.html is one whole file that holds everything, however long the run; its charts are what the numbers say."""
 
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -119,7 +120,7 @@ def test_a_report_that_cannot_be_made_leaves_the_last_one(tmp_path: Path, monkey
     (tmp_path / "metrics.jsonl").write_text("")
     path = report.write_report(tmp_path)
     before = path.read_text()
-    monkeypatch.setattr(Path, "replace", lambda self, to: (_ for _ in ()).throw(OSError("killed here")))
+    monkeypatch.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(OSError("killed here")))
     (tmp_path / "metrics.jsonl").write_text('{"kind": "note", "step": 0, "text": "new"}\n')
     with pytest.raises(OSError, match="killed here"):
         report.write_report(tmp_path)

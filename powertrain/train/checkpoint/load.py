@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from powertrain.models import ModelConfig, build, configure, huggingface
 from powertrain.models.causal_lm import CausalLM
+from powertrain.runtime.reading import reading
 from powertrain.train.checkpoint import neox as neox_checkpoint
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.config.schema import DataConfig, RunConfig
@@ -38,6 +39,7 @@ class Weights:
     config       of the model;  dtype: what it computes in, or is stored in
     tensors      () -> (our name, tensor), each read when it comes
     is_run       a run's checkpoint, with an optimizer and a place in the data
+    trained_steps   of GPT-NeoX's training that it is from the midst or the end of
     """
 
     path: Path
@@ -47,6 +49,7 @@ class Weights:
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
     tokenizer: DataConfig | str | None = None
     is_run: bool = False
+    trained_steps: int = 0
 
     def open_tokenizer(self) -> "Tokenizer":
         """The one it was trained with. Raises FileNotFoundError if the folder has none."""
@@ -113,15 +116,28 @@ def _ours(path: Path) -> Weights:
         raise FileNotFoundError(f"{path} must be a checkpoint or a folder of checkpoints (step_…), got none")
     facts = checkpoint_store.read_facts(found)
     if facts.get("weights_only"):
-        config = configure(**facts["config"]["model"])
-        tokenizer = str(found) if (found / "tokenizer.json").is_file() else facts["tokenizer"]
-        return Weights(found, "powertrain", config, _dtype(facts["dtype"]), lambda: _stored(found, config), tokenizer)
-    run = RunConfig.model_validate(facts["config"])
+        config = model_of(facts, found)
+        tokenizer = str(found) if (found / "tokenizer.json").is_file() else facts.get("tokenizer")
+        if not isinstance(tokenizer, (str, type(None))):
+            raise checkpoint_store.CheckpointError(
+                f"{found}/checkpoint.json: tokenizer must be a name, got {tokenizer!r}"
+            )
+        return Weights(
+            found, "powertrain", config, _dtype(facts.get("dtype")), lambda: _stored(found, config), tokenizer
+        )
+    with reading(found / "checkpoint.json", "hold the config of a run"):
+        run = RunConfig.model_validate(facts.get("config"))
     dtype = DTYPES[run.train.precision]
     return Weights(found, "powertrain", run.model, dtype, lambda: _stored(found, run.model), run.data, is_run=True)
 
 
-def _dtype(name: str) -> torch.dtype:
+def model_of(facts: Mapping[str, Any], found: Path) -> ModelConfig:
+    """The model that a checkpoint's facts describe. Raises ValueError naming the file."""
+    with reading(found / "checkpoint.json", "describe a model under config"):
+        return configure(**facts["config"]["model"])
+
+
+def _dtype(name: Any) -> torch.dtype:
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     if name not in dtypes:
         raise checkpoint_store.CheckpointError(
@@ -132,6 +148,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def _stored(found: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """A checkpoint's weights as they are stored, a gigabyte at a time."""
+    checkpoint_store.verify(found, checkpoint_store.read_facts(found))
     stored = checkpoint_store.dtypes(found)
     batch: dict[str, Tensor] = {}
     for name, shape in huggingface.shapes(config).items():
@@ -143,7 +160,7 @@ def _stored(found: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
 
 
 def _filled(found: Path, batch: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    checkpoint_store.load(found, batch)
+    checkpoint_store.fill(found, batch)
     for name, tensor in batch.items():
         yield name.removeprefix("model."), tensor
 
@@ -172,8 +189,9 @@ def _neox(path: Path, configs: Sequence[Path]) -> Weights:
     opened = neox_checkpoint.NeoXCheckpoint(found, configs)
     beside = next((folder for folder in (found, found.parent) if (folder / "tokenizer.json").is_file()), None)
     return Weights(
-        found, "neox", opened.config, opened.dtype, opened.tensors, opened.tokenizer if beside is None else str(beside)
-    )
+        found, "neox", opened.config, opened.dtype, opened.tensors,
+        opened.tokenizer if beside is None else str(beside), trained_steps=neox_checkpoint.trained_steps(found),
+    )  # fmt: skip
 
 
 def load_model(path: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> tuple[CausalLM, Weights]:

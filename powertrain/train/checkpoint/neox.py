@@ -26,6 +26,7 @@ from powertrain.models.huggingface import Named, shapes
 from powertrain.models.llama import join_qkv, split_qkv
 from powertrain.models.pickles import load_pickle
 from powertrain.ops.activations import Gated
+from powertrain.runtime.reading import reading
 
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -60,10 +61,21 @@ def find(path: Path) -> Path | None:
         return path
     steps = {f.name: int(match[1]) for f in path.iterdir() if f.is_dir() and (match := _STEP.fullmatch(f.name))}
     if (path / "latest").is_file():
-        name = (path / "latest").read_text().strip()
-        if Path(name).name == name and (path / name).is_dir():
+        name = (path / "latest").read_bytes()[:1000].decode(errors="replace").strip()
+        if name not in ("", ".", "..") and Path(name).name == name and "\0" not in name and (path / name).is_dir():
             return find(path / name)
     return path / max(steps, key=lambda name: steps[name]) if steps else None
+
+
+def trained_steps(folder: Path) -> int:
+    """How many steps of a training a global_step folder comes after: by its name, or by its first rank's state."""
+    match = _STEP.fullmatch(folder.name)
+    state = folder / "mp_rank_00_model_states.pt"
+    if (match is None or not int(match[1])) and state.is_file():
+        content = load_pickle(state)
+        counts = [content.get(name) for name in ("iteration", "global_steps")] if isinstance(content, dict) else []
+        return max((count for count in counts if isinstance(count, int)), default=0)
+    return int(match[1]) if match else 0
 
 
 class NeoXCheckpoint:
@@ -77,6 +89,11 @@ class NeoXCheckpoint:
 
     def __init__(self, folder: Path, configs: Sequence[Path] = ()) -> None:
         self.folder = folder
+        with reading(folder, "be a GPT-NeoX checkpoint"):
+            self._open(configs)
+
+    def _open(self, configs: Sequence[Path]) -> None:
+        folder = self.folder
         self._files = _files(folder)
         self.num_ranks = max(rank for _, rank in self._files) + 1
         missing = [i for i, _ in self._files if any((i, rank) not in self._files for rank in range(self.num_ranks))]
@@ -95,7 +112,8 @@ class NeoXCheckpoint:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, expected in shapes(self.config).items():
-            tensor = self._tensor(name)
+            with reading(self.folder, f"hold {name}"):
+                tensor = self._tensor(name)
             if tensor.shape != expected.shape:
                 raise ValueError(
                     f"{self.folder}: {name} must be {list(expected.shape)} by its config, got {list(tensor.shape)} "

@@ -1,17 +1,23 @@
 """Checkpoints: sharded safetensors and one JSON file, written beside the training, there whole or not at all.
 
     FOLDER/step_00000100/shard-00001-model-00001-of-00001.safetensors     a file per rank, or several
-    FOLDER/step_00000100/checkpoint.json                                  step, samples seen, config, file sizes
+    FOLDER/step_00000100/checkpoint.json     step, samples seen, config, sizes and CRC-32 of the files, its own CRC-32
 
-torch.distributed.checkpoint writes and reads the tensors, so any number of ranks can load what any number wrote. The
-folder is called `.partial` until every rank's files are on disk; then it is renamed. No pickle is written or read.
+torch.distributed.checkpoint writes and reads the tensors, so any number of ranks can load what any number wrote. No
+pickle is written or read. A folder has one of these names while it is not a checkpoint, or not the one of its step:
+
+    step_00000100.partial    being written: it takes its name when all of it is on disk
+    step_00000100.replaced   the step was saved again: moved away before the new one takes its name, then removed
+    step_00000100.removing   being removed
+
+A process that begins to write in FOLDER first ends what a killed one left under these names. In any folder it deletes
+files of the names that checkpoints have, and no others.
 """
 
 import fcntl
 import json
 import os
 import re
-import shutil
 import socket
 import warnings
 from collections.abc import Mapping
@@ -22,12 +28,17 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
 from powertrain.runtime import tracing
+from powertrain.runtime.atomic_file import NewFile
+from powertrain.runtime.reading import read_json
+from powertrain.train.agreement import decided_by_first, done_by_all, from_all
+from powertrain.train.checksums import Damaged, compare, crc_of, crc_of_json, sync
 
 # said from a thread of torch's own, so it cannot be silenced around the call
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -35,11 +46,17 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 FORMAT = 1
 # tensors of one file; safetensors is serialized in memory, so this is the most a rank holds beside the staged copy
 _FILE_BYTES = 2 << 30
-_NAME = re.compile(r"step_(\d+)")
+_NAME = re.compile(r"step_(\d+)(\.replaced)?")
+_LEFT = re.compile(r"step_(\d+)\.(partial|replaced|removing)")
+_OURS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|\.?checkpoint\.json(\.\w+\.(partial|tmp))?")
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded: which file or tensor, and why."""
+
+
+class NotWritten(RuntimeError):
+    """A checkpoint that could not be written: of which step, where, and why. The older ones are there as before."""
 
 
 class Checkpoints:
@@ -48,34 +65,35 @@ class Checkpoints:
     folder     where they stand
     keep_last  how many stay; None: all
     group      a process group with a CPU back end, for these collectives alone; None: one process
+    writes     False: nothing will be saved, so the folder is neither claimed nor cleared of what a kill left
+    Every rank calls every method; what goes wrong on one raises the same error on all of them.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int | None = None, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, keep_last: int | None = None, group: dist.ProcessGroup | None = None, writes: bool = True
+    ) -> None:
         self.folder, self.keep_last, self.group = folder, keep_last, group
         self._pending: Future[None] | None = None
         # one thread that publishes: removing an old checkpoint of many GB takes seconds
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="powertrain-checkpoint")
-        self._is_first = group is None or dist.get_rank(group) == 0
+        self._rank = 0 if group is None else dist.get_rank(group)
         self._claim: TextIO | None = None
-        self._claim_folder()
-        if self._is_first and folder.is_dir():
-            for left in folder.glob("*.partial"):
-                shutil.rmtree(left)
-        self._barrier()
+        if writes:
+            decided_by_first(self._begin, group)
 
     def save(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], *, asynchronous: bool = True) -> None:
         """Begin to write `tensors` (every rank its part) and `facts` (JSON; "step" names the checkpoint).
 
-        Tensors are copied before this returns, so training may go on. An earlier save is waited for. Every rank calls.
+        Tensors are copied before this returns, so training may go on. An earlier save is waited for.
+        Raises NotWritten: for the earlier one, or for this if not `asynchronous`, or if it cannot begin.
         """
         self.wait()
-        step = int(facts["step"])
-        final = self.folder / f"step_{step:08d}"
+        final = self.folder / f"step_{int(facts['step']):08d}"
         partial = final.with_suffix(".partial")
-        if self._is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self._claim_folder()
+        try:
+            decided_by_first(lambda: self._make(partial), self.group)
+        except OSError as error:
+            raise _not_written(final, error) from None
         writer = HuggingFaceStorageWriter(
             str(partial), fqn_to_index_mapping=_files_of(tensors), save_distributed=True, thread_count=1
         )
@@ -86,77 +104,162 @@ class Checkpoints:
         if not asynchronous:
             self.wait()
 
-    def poll(self) -> None:
-        """Raise what went wrong in a save that has ended. Call it now and then; it waits for nobody."""
-        if self._pending is not None and self._pending.done():
+    def poll(self) -> bool:
+        """Whether a save that was under way has ended well; `wait` without waiting. Its moment differs among ranks."""
+        is_done = self._pending is not None and self._pending.done()
+        if is_done:
             self.wait()
+        return is_done
 
     def wait(self) -> None:
-        """Until the save that is under way is on disk under its final name."""
+        """Until the save that is under way is on disk under its final name. Raises NotWritten, on every rank."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
+    def _begin(self) -> None:
+        """Keep other runs out of a folder that is there, and end what a killed process left in it."""
+        if self._claim is None and self.folder.is_dir():
+            self._claim = claim(self.folder)
+            _recover(self.folder)
+
+    def _make(self, partial: Path) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._begin()
+        if partial.exists():
+            _remove(partial)
+        partial.mkdir()
+
     def _publish(self, written: Any, partial: Path, final: Path, facts: dict[str, Any]) -> None:
-        """Once all files are written: their sizes and the facts beside them, then the final name."""
-        # the first rank's future ends after every rank has told it that its files are there
-        written.result()
-        if not self._is_first:
-            return
-        files = {file.name: file.stat().st_size for file in sorted(partial.glob("*.safetensors"))}
-        write_json(partial / "checkpoint.json", {"format": FORMAT, "files": files, **facts})
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(partial, final)
-        _sync_folder(self.folder)
+        """Once all files are written: their checksums and the facts beside them, then the final name."""
+
+        def mine() -> dict[str, tuple[int, str]]:
+            try:
+                written.result()
+            except CheckpointException as error:  # no Exception, and of every rank's traceback
+                raise _not_written(final, error) from None
+            shards = partial.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
+            return {file.name: (file.stat().st_size, crc_of(file)) for file in shards}
+
+        try:
+            found = {name: known for part in from_all(mine, self.group) for name, known in sorted(part.items())}
+            decided_by_first(lambda: self._name(partial, final, found, facts), self.group)
+        except Exception as error:
+            if self._rank == 0:
+                _remove(partial)
+            raise error if isinstance(error, NotWritten) else _not_written(final, error) from None
+
+    def _name(self, partial: Path, final: Path, found: dict[str, tuple[int, str]], facts: dict[str, Any]) -> None:
+        """On the first rank: the facts, the final name, and fewer old ones."""
+        files = {name: size for name, (size, _) in found.items()}
+        content = {"format": FORMAT, "files": files, "checksums": {name: crc for name, (_, crc) in found.items()}}
+        content |= facts
+        write_json(partial / "checkpoint.json", {**content, "checksum": crc_of_json(content)})
+        _exchange(partial, final)
         for old in checkpoints_in(self.folder)[: -self.keep_last] if self.keep_last else []:
-            shutil.rmtree(old)
-
-    def _claim_folder(self) -> None:
-        """Keep other runs out for as long as this process lives. Every rank calls, and waits for the first."""
-        problem = [""]
-        if self._is_first and self._claim is None and self.folder.is_dir():
-            self._claim, problem = claim(self.folder)
-        if self.group is not None:
-            dist.broadcast_object_list(problem, dist.get_global_rank(self.group, 0), self.group)
-        if problem[0]:
-            raise ValueError(problem[0])
-
-    def _barrier(self) -> None:
-        if self.group is not None:
-            dist.barrier(self.group)
+            _discard(old)
 
 
-def claim(folder: Path) -> tuple[TextIO | None, list[str]]:
-    """An open file whose lock says that this process writes in a folder, or why it must not: [""] if it may.
+def _not_written(final: Path, error: BaseException) -> NotWritten:
+    """One line of what went wrong; of several ranks' failures the first."""
+    where = ""
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = sorted(error.failures.items(), key=lambda item: item[0])[0]
+        where = f"rank {rank}: "
+    words = " ".join(str(error).split()) or type(error).__name__
+    return NotWritten(f"checkpoint {final} was not written: {where}{words[:300]}")
+
+
+def _exchange(new: Path, final: Path) -> None:
+    """`new` takes the name `final`. At every moment one of both is there under a name that `_recover` knows."""
+    replaced = final.with_suffix(".replaced")
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(new, final)
+    sync(final.parent)
+    if replaced.exists():
+        _discard(replaced)
+
+
+def _discard(checkpoint: Path) -> None:
+    """Remove a checkpoint that is not wanted; first from its name, so that a kill leaves none in part."""
+    aside = checkpoint.with_suffix(".removing")
+    try:
+        os.rename(checkpoint, aside)
+    except OSError as error:
+        tracing.warn(f"{checkpoint} could not be removed: {error}")
+        return
+    _remove(aside)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint's files in a folder, and the folder if nothing else is in it."""
+    try:
+        # checkpoint.json first: without it nobody takes the rest for a checkpoint
+        for file in sorted(folder.iterdir()):
+            if _OURS.fullmatch(file.name) and (file.is_file() or file.is_symlink()):
+                file.unlink()
+        folder.rmdir()
+    except OSError as error:
+        tracing.warn(f"{folder} is left there, with what is not a checkpoint's in it: {error}")
+
+
+def _recover(folder: Path) -> None:
+    """End what a killed process left half done."""
+    for path in sorted(folder.iterdir()):
+        match = _LEFT.fullmatch(path.name)
+        if match is None or path.is_symlink() or not path.is_dir():
+            continue
+        final = path.with_suffix("")
+        if match[2] == "replaced" and not final.exists():
+            os.rename(path, final)
+        else:
+            _remove(path)
+
+
+def claim(folder: Path) -> TextIO | None:
+    """An open file whose lock says that this process writes in a folder; ValueError if another does.
 
     The lock is the operating system's and goes with the process; forked children do not have it. Where the file system
     has none, nothing is claimed.
     """
-    file = (folder / ".writer").open("a+")
+    file = (folder / ".writer").open("a+", errors="replace")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.seek(0)
-        owner = file.read().strip() or "another process"
+        owner = file.read(200).strip() or "another process"
         file.close()
-        return None, [f"checkpoint.folder must not be another run's while it writes there, got {folder}: {owner} does"]
+        raise ValueError(
+            f"checkpoint.folder must not be another run's while it writes there, got {folder}: {owner} does"
+        ) from None
     except OSError as error:
         tracing.event("checkpoint", f"{folder} cannot be kept from other runs: {error}")
         file.close()
-        return None, [""]
-    file.truncate(0)
-    file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
-    file.flush()
-    return file, [""]
+        return None
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
+        file.flush()
+    except OSError as error:  # a full disk: the lock holds, its owner has no name
+        tracing.event("checkpoint", f"{folder}/.writer cannot be written: {error}")
+    return file
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    found = [
-        path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and (path / "checkpoint.json").is_file()
-    ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    """Complete checkpoints, oldest first. One that is just being replaced counts until the new one has its name."""
+    found: dict[int, Path] = {}
+    for path in sorted(folder.glob("step_*")):  # a step comes before the one it replaced
+        if _NAME.fullmatch(path.name) and (path / "checkpoint.json").is_file():
+            found.setdefault(step_of(path), path)
+    return [found[step] for step in sorted(found)]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name says."""
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match is not None, checkpoint
+    return int(match[1])
 
 
 def find(path: Path) -> Path | None:
@@ -168,51 +271,122 @@ def find(path: Path) -> Path | None:
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself, after its files were found whole. Raises CheckpointError."""
+    """What a checkpoint says of itself, after its files were found there in their sizes. Raises CheckpointError."""
     file = checkpoint / "checkpoint.json"
     try:
-        facts: dict[str, Any] = json.loads(file.read_text())
+        facts = read_json(file)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} must be a checkpoint's JSON: {error}") from None
+        raise CheckpointError(f"{file} must be a checkpoint's JSON: {error}{_older(checkpoint)}") from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise CheckpointError(f"{file}: format must be {FORMAT}, got {facts.get('format') if facts else facts!r}")
-    for name, size in facts["files"].items():
-        got = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
-        if got != size:
-            raise CheckpointError(
-                f"{checkpoint / name} must have {size} bytes, got {'no file' if got is None else got}"
-            )
+        got = repr(facts.get("format") if isinstance(facts, dict) else facts)[:80]
+        raise CheckpointError(f"{file}: format must be {FORMAT}, got {got}")
+    written = facts.pop("checksum", None)
+    if ("checksums" in facts or written is not None) and crc_of_json(facts) != written:
+        raise CheckpointError(
+            f"{file} must have the checksum {crc_of_json(facts)}, got {str(written)[:80]!r}: the file is damaged"
+            f"{_older(checkpoint)}"
+        )
+    if not _is_whole(facts):
+        raise CheckpointError(f"{file} must name its step, files and sizes, got others: the file is damaged")
+    _compare(checkpoint, facts, facts["files"], contents=False)
     return facts
+
+
+def _is_whole(facts: dict[str, Any]) -> bool:
+    """Whether what every checkpoint says is there, and of the right kind."""
+    files = facts.get("files")
+    return (
+        isinstance(files, dict)
+        and all(_OURS.fullmatch(name) and isinstance(size, int) for name, size in files.items())
+        and isinstance(facts.get("step"), int)
+        and isinstance(facts.get("config"), (dict, type(None)))
+    )
+
+
+def verify(checkpoint: Path, facts: Mapping[str, Any], *, group: dist.ProcessGroup | None = None) -> None:
+    """Read every file and compare it with its checksum, each rank some of them. Raises CheckpointError.
+
+    One from before there were checksums is taken as it is, which is said once.
+    """
+    if "checksums" not in facts:
+        tracing.warn(f"{checkpoint} has no checksums (an earlier version wrote it); damage in it would not be seen")
+        return
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    done_by_all(lambda: _compare(checkpoint, facts, sorted(facts["files"])[rank::size], contents=True), group)
+
+
+def _compare(checkpoint: Path, facts: Mapping[str, Any], names: Any, *, contents: bool) -> None:
+    sums = facts.get("checksums", {}) if contents else {}
+    try:
+        for name in names:
+            compare(checkpoint / name, facts["files"][name], sums.get(name))
+    except (Damaged, OSError) as error:
+        raise CheckpointError(f"{error}{_older(checkpoint)}") from None
+
+
+def _older(checkpoint: Path) -> str:
+    """What else a run can go on from: the newest of the older checkpoints that is whole."""
+    if not _NAME.fullmatch(checkpoint.name):
+        return ""
+    for other in reversed(checkpoints_in(checkpoint.parent)):
+        if step_of(other) < step_of(checkpoint):
+            try:
+                verify(other, read_facts(other))
+            except CheckpointError:
+                continue
+            return f". {other} is whole: move {checkpoint.name} out of the folder to go on from there"
+    return ". There is no older checkpoint that is whole"
 
 
 def load(checkpoint: Path, tensors: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Fill `tensors` in place, every rank its part, and return the facts saved beside them.
 
-    Raises CheckpointError for a damaged file, a tensor that is missing, and a shape that differs; then nothing was
-    changed.
+    Raises CheckpointError, on every rank, for a damaged file, a tensor that is missing, and a shape that differs; then
+    nothing was changed.
     """
-    facts = read_facts(checkpoint)
+    facts = done_by_all(lambda: read_facts(checkpoint), group)
+    verify(checkpoint, facts, group=group)
+    fill(checkpoint, tensors, group=group)
+    return facts
+
+
+def fill(checkpoint: Path, tensors: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
+    """`load` of a checkpoint that was verified."""
+    reader = done_by_all(lambda: _reader_for(checkpoint, tensors), group)
     try:
-        reader = HuggingFaceStorageReader(str(checkpoint))
-        stored = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # safetensors raises its own kind, which names no file
-        raise CheckpointError(f"{checkpoint}: a file is damaged: {error}") from None
+        dcp_load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+    except CheckpointException as failed:
+        rank, (error, _) = sorted(failed.failures.items(), key=lambda item: item[0])[0]
+        raise CheckpointError(f"{checkpoint} cannot be read on rank {rank}: {' '.join(str(error).split())}") from None
+
+
+def _reader_for(checkpoint: Path, tensors: Mapping[str, Tensor]) -> HuggingFaceStorageReader:
+    """A reader of a checkpoint that has these tensors in these shapes."""
+    reader, stored = _stored(checkpoint)
     for name, tensor in tensors.items():
         if name not in stored:
             near = ", ".join(sorted(stored)[:3])
             raise CheckpointError(
                 f"{checkpoint} must hold {name} {list(tensor.shape)}, got {len(stored)} others ({near} …)"
             )
-        if tuple(stored[name].size) != tuple(tensor.shape):  # type: ignore[union-attr]
-            got = list(stored[name].size)  # type: ignore[union-attr]
+        if tuple(stored[name].size) != tuple(tensor.shape):
+            got = list(stored[name].size)
             raise CheckpointError(f"{checkpoint}: {name} must have shape {list(tensor.shape)}, got {got}")
-    dcp_load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
-    return facts
+    return reader
+
+
+def _stored(checkpoint: Path) -> tuple[HuggingFaceStorageReader, dict[str, Any]]:
+    reader = HuggingFaceStorageReader(str(checkpoint))
+    try:
+        return reader, reader.read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors raises its own kind, which names no file
+        words = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{checkpoint}: a file is damaged: {words}{_older(checkpoint)}") from None
 
 
 def dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
     """The dtype of every stored tensor."""
-    stored = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
+    stored = _stored(checkpoint)[1]
     return {name: entry.properties.dtype for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -229,19 +403,11 @@ def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Written aside, on disk, then renamed."""
-    aside = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    with open(aside, "w") as out:
-        json.dump(content, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(aside, file)
-    _sync_folder(file.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+    """It appears whole or not at all, and is on disk then."""
+    new = NewFile(file)
     try:
-        os.fsync(handle)
+        new.file.write(json.dumps(content, indent=1).encode())
+        new.publish()
     finally:
-        os.close(handle)
+        new.discard()
+    sync(file.parent)

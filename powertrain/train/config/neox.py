@@ -507,6 +507,7 @@ def _checkpoint(keys: _Keys) -> dict[str, Any]:
     return {
         "folder": keys.get("save"),
         "load": keys.get("load"),
+        "finetune": bool(keys.get("finetune")),
         "every": int(every or 0),
         "scale": keys.choice("checkpoint_scale", "linear", {"linear": "linear", "log": "log"}),
         "extra_steps": extra or (),

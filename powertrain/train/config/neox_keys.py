@@ -77,6 +77,7 @@ _HONOURED = """
     eod_mask_loss                   bool        data.eod_mask_loss
     save                            str         checkpoint.folder
     load                            str         checkpoint.load; nothing there: a fresh start
+    finetune                        bool        checkpoint.finetune
     checkpoint_factor               int|float   checkpoint.every
     checkpoint_scale                str         checkpoint.scale
     extra_save_iters                list        checkpoint.extra_steps
@@ -344,7 +345,6 @@ _REFUSED = """
     elasticity                      dict        remove it; torchrun restarts ranks, train_batch_size stays as written
     train_epochs                    int         give train_iters
     exit_interval                   int         give train_iters, and lr_decay_iters to keep the schedule
-    finetune                        bool        powertrain convert the checkpoint to weights, and train from those
     no_load_optim                   bool        powertrain convert the checkpoint to weights, and train from those
     no_load_rng                     bool        set it to false; a run resumes with its random states
     use_checkpoint_lr_scheduler     bool        write the checkpoint's schedule into the config

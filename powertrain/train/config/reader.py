@@ -66,6 +66,10 @@ def read_config(
     for override in overrides:
         source.override(override)
     config, table = _ours(source) if kind == "powertrain" else _theirs(source, world_size)
+    if config.logging.folder is None and config.checkpoint.folder is None:
+        # runs of different files do not meet in one folder, where each would find the other's checkpoints
+        folder = f"runs/{Path(paths[0]).stem}"
+        config = config.model_copy(update={"logging": config.logging.model_copy(update={"folder": folder})})
     if strict:
         _refuse_ignored(table)
     other = "gpt_neox" if kind == "powertrain" else "powertrain"

@@ -64,17 +64,31 @@ class DataConfig(Section):
     @classmethod
     def _sources(cls, value: Any) -> Any:
         values = [value] if isinstance(value, (str, dict)) else value or []
+        if not isinstance(values, (list, tuple)):
+            raise PydanticCustomError("no_sources", "Input should be a source or a list of them")
         return [{"path": v} if isinstance(v, str) else v for v in values]
+
+
+MAX_SCALE = 2.0**127  # the largest power of two in float32: the next doubling is inf, which no halving brings back
 
 
 class LossScale(Section):
     """fp16's loss scaling: a fixed scale, or None for a dynamic one (GPT-NeoX's names and rules)."""
 
-    static: Annotated[float | None, Field(gt=0)] = None
-    initial_power: Natural = 16
+    static: Annotated[float | None, Field(gt=0, le=MAX_SCALE)] = None
+    initial_power: Annotated[int, Field(ge=0, le=127)] = 16
     window: Positive = 1000
     hysteresis: Positive = 2
-    minimum: Above0 = 1.0
+    minimum: Annotated[float, Field(gt=0, le=MAX_SCALE)] = 1.0
+
+    @model_validator(mode="after")
+    def _can_fall(self) -> "LossScale":
+        if self.static is None and self.minimum > 2.0**self.initial_power:
+            raise ValueError(
+                f"train.loss_scale.minimum must be at most 2 ** initial_power ({2.0**self.initial_power:g}), "
+                f"got {self.minimum:g}"
+            )
+        return self
 
 
 class TrainConfig(Section):
@@ -158,17 +172,26 @@ class ParallelConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """folder   where; None: none are written.   load: where to start from, if `folder` holds none
+    """save      False: none are written.   folder: where; None: `checkpoints` in the run's folder
+    load        where to start from, if `folder` holds none;   finetune: at step 0, with nothing but the weights there
     every       steps between checkpoints, 0: at the end only; scale log: after 1, every, every^2 ... steps (GPT-NeoX's)
+    keep_last   how many stay; None: all in a `folder` that is named here, else 2
     """
 
+    save: bool = True
     folder: str | None = None
     load: str | None = None
+    finetune: bool = False
     every: Natural = 0
     scale: Literal["linear", "log"] = "linear"
     extra_steps: tuple[int, ...] = ()
     keep_last: Positive | None = None
     asynchronous: bool = True
+
+    @property
+    def kept(self) -> int | None:
+        """How many stay; None: all."""
+        return self.keep_last or (None if self.folder else 2)
 
 
 class EvaluationConfig(Section):
@@ -195,6 +218,9 @@ class LoggingConfig(Section):
     phase_timers: bool = False
 
 
+MOST_TOKENS = 1 << 26  # of one forward: a residual stream of hundreds of GB
+
+
 class RunConfig(Section):
     model: SerializeAsAny[ModelConfig]
     data: DataConfig
@@ -219,6 +245,11 @@ class RunConfig(Section):
         if self.train.seq_length > longest:
             got = self.train.seq_length
             raise ValueError(f"train.seq_length must be at most model.max_position_embeddings ({longest}), got {got}")
+        tokens = self.train.micro_batch_size * self.train.seq_length
+        if tokens > MOST_TOKENS:
+            raise ValueError(
+                f"train.micro_batch_size * seq_length must be at most {MOST_TOKENS} tokens in a forward, got {tokens}"
+            )
         return self
 
     def checkpoint_folder(self) -> Path:
@@ -226,5 +257,8 @@ class RunConfig(Section):
         return Path(self.checkpoint.folder) if self.checkpoint.folder else self.folder() / "checkpoints"
 
     def folder(self) -> Path:
-        """Where the run writes: logging's folder, or the checkpoints', or ./runs/default."""
+        """Where the run writes: logging's folder, or the checkpoints', or ./runs/default.
+
+        `read_config` gives a run without either the folder runs/NAME, of its first file NAME.yml.
+        """
         return Path(self.logging.folder or self.checkpoint.folder or "runs/default")

@@ -18,8 +18,23 @@ KeyPath = tuple[str | int, ...]  # ("optimizer", "betas", 0)
 _MAX_NODES = 100_000  # what aliases may grow a file to
 
 
+_MOST_BYTES = 1 << 20  # of a file
+_MOST_DIGITS = 100  # of a number: YAML 1.1's 1:30:00 takes time that grows with the square of its length
+_ROWS, _ROW, _MOST_LINE = 20, 100, 800  # an error fits on a screen: rows, characters in each, and of one line
+
+
 class ConfigError(ValueError):
     """A config cannot be read; each line names file:line or the command line, key, what it must be, what it was."""
+
+    def __init__(self, message: str) -> None:
+        lines, shown, rows = message.splitlines(), [], 0
+        for line in lines:
+            shown.append(line if len(line) <= _MOST_LINE else f"{line[:_MOST_LINE]} …")
+            rows += 1 + len(shown[-1]) // _ROW
+            if rows >= _ROWS and len(shown) < len(lines):
+                shown.append(f"… and {len(lines) - len(shown)} more")
+                break
+        super().__init__("\n".join(shown))
 
 
 class UnsupportedConfig(ConfigError, NotImplementedError):
@@ -127,9 +142,15 @@ def merge(documents: list[Document], *, sections: bool) -> Source:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ConfigError(f"{path}: a config must have at most {_MOST_BYTES} bytes, got more")
+        return text.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: a config must be UTF-8 text; byte {error.start} is not ({error.reason})") from None
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
@@ -239,6 +260,8 @@ class _Reader:
         return {key: section[key] for section in reversed(sections) for key in section}
 
     def _scalar(self, loader: _Loader, node: yaml.ScalarNode, path: KeyPath, place: Place) -> Any:
+        if node.tag.endswith((":int", ":float")) and len(node.value) > _MOST_DIGITS:
+            raise ConfigError(f"{place}: {_dotted(path)}must be a number of at most {_MOST_DIGITS} digits, got more")
         try:
             value = loader.construct_object(node)
         except (ValueError, OverflowError, LookupError) as error:

@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from powertrain.train.data.packed import Sample, SampleSource
 
+_MOST_SAMPLES = 1 << 36  # a day's work
+
 
 def blend_indices(weights: Sequence[float], count: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """(data set [count], sample within it [count]) of the first `count` samples of a blend of up to 254 data sets.
@@ -22,6 +24,10 @@ def blend_indices(weights: Sequence[float], count: int) -> tuple[npt.NDArray[np.
     shares = np.array(weights, np.float64)
     if not 1 <= len(shares) < 255 or not (np.isfinite(shares) & (shares >= 0)).all() or not shares.sum() > 0:
         raise ValueError(f"weights must be 1 to 254 numbers of at least 0, not all 0, got {list(weights)}")
+    if count > _MOST_SAMPLES:
+        raise ValueError(
+            f"a blend must have at most {_MOST_SAMPLES} samples, got {count}: about {count // 10**6} s of work"
+        )
     # one choice shifts all that follow, so whole blocks cannot be computed at once: guessing a block and correcting it
     # until it obeys the rule gains one right choice a round. This loop makes a million choices in about a second
     each = (shares / np.sum(shares)).tolist()

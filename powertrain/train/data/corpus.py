@@ -8,9 +8,16 @@ import gzip
 import hashlib
 import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
+
+from powertrain.runtime.reading import one_line
+
+# of a line, decompressed: what is longer is damage, or a file made to fill the memory
+_MOST_LINE = 256 << 20
+_ZST_BLOCK = 1 << 12
 
 LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".ndjson")
 
@@ -20,11 +27,15 @@ class BadDocument(ValueError):
 
 
 class Raw(NamedTuple):
-    """A document before it is decoded: `where` is FILE or FILE:LINE, `is_json` whether `data` is a line of jsonl."""
+    """A document before it is decoded: `where` is FILE or FILE:LINE, `is_json` whether `data` is a line of jsonl.
+
+    damage   what is wrong with its file there; nothing can be read on
+    """
 
     where: str
     data: bytes
     is_json: bool
+    damage: str = ""
 
 
 def find_files(inputs: Sequence[str | Path]) -> list[Path]:
@@ -39,8 +50,10 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
             if not inside:
                 raise ValueError(f"{name}: must hold a file that is not hidden, got an empty folder")
             files += inside
-        elif name.exists():
+        elif name.is_file() or name.is_fifo():
             files.append(name)
+        elif name.exists():
+            raise ValueError(f"{name}: must be a file, a pipe or a folder, got a device or socket")
         else:
             raise FileNotFoundError(f"{name}: no such file or folder")
     return files
@@ -54,33 +67,77 @@ def raw_documents(files: Iterable[Path]) -> Iterator[Raw]:
     """Every document, undecoded, in order. Empty lines are skipped; line numbers count from 1, empty lines included."""
     for path in files:
         if path.name.endswith(LINES):
-            with _open(path) as lines:
-                for number, line in enumerate(_lines(path, lines), 1):
-                    if line.strip():
-                        yield Raw(f"{path}:{number}", line, True)
+            with _open(path) as file:
+                yield from _lines(path, file)
         else:
             yield Raw(str(path), path.read_bytes(), False)
 
 
 def _open(path: Path) -> IO[bytes] | io.BufferedReader | gzip.GzipFile:
     if path.suffix == ".zst":
-        import zstandard
-
-        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-        return io.BufferedReader(reader, 1 << 20)
+        return io.BufferedReader(_Zst(path), 1 << 20)
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
-def _lines(path: Path, file: Iterable[bytes]) -> Iterator[bytes]:
+class _Zst(io.RawIOBase):
+    """The bytes of a .zst file, of all its frames. zstandard's own reader takes a file that ends early for whole."""
+
+    def __init__(self, path: Path) -> None:
+        import zstandard
+
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        self._file = path.open("rb")
+        self._frame: Any = None
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while not self._ready:
+            if not self._next():
+                return 0
+        count = min(len(into), len(self._ready))
+        into[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _next(self) -> bool:
+        """Decompress a little more. A few kB become some 100 MB at most."""
+        block = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+        block = block or self._file.read(_ZST_BLOCK)
+        if self._frame is None or (self._frame.eof and block):
+            self._frame = self._decompressor.decompressobj() if block else None
+        if not block:
+            if self._frame is not None and not self._frame.eof:
+                raise EOFError("the file ends within a frame")
+            return False
+        self._ready = memoryview(self._frame.decompress(block))
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _lines(path: Path, file: Any) -> Iterator[Raw]:
+    """The lines of a file; one that is too long, and the place where it is damaged, as Raw.damage."""
     import zstandard
 
-    read = 0
+    number = 0
     try:
-        for line in file:
-            read += 1
-            yield line
-    except (zstandard.ZstdError, EOFError, gzip.BadGzipFile) as error:
-        raise BadDocument(f"{path}:{read + 1}: must be whole {path.suffix} data, got {error}") from None
+        while line := file.readline(_MOST_LINE):
+            number += 1
+            where, damage = f"{path}:{number}", ""
+            if len(line) == _MOST_LINE:
+                while line and not line.endswith(b"\n"):  # the rest of it
+                    line = file.readline(_MOST_LINE)
+                line, damage = b"", f"{where}: a line must have at most {_MOST_LINE >> 20} MiB, got a longer one"
+            if damage or line.strip():
+                yield Raw(where, line, True, damage)
+    except (zstandard.ZstdError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        where = f"{path}:{number + 1}"
+        yield Raw(where, b"", True, f"{where}: must be whole {path.suffix} data, got {one_line(error)}")
 
 
 def texts(files: Iterable[Path], key: str = "text", *, skip_bad: bool = False) -> Iterator[str]:
@@ -95,19 +152,30 @@ def texts(files: Iterable[Path], key: str = "text", *, skip_bad: bool = False) -
 
 def text_of(raw: Raw, key: str = "text") -> str:
     """The text of a document. Raises BadDocument naming file and line."""
+    if raw.damage:
+        raise BadDocument(raw.damage)
     try:
         text = raw.data.decode("utf-8-sig" if not raw.is_json else "utf-8")
     except UnicodeDecodeError as error:
         at = f"byte 0x{raw.data[error.start]:02x} at {error.start}"
         raise BadDocument(f"{raw.where}: must be UTF-8 text, got {at}") from None
-    return _from_json(raw.where, text, key) if raw.is_json else text
+    if not raw.is_json:
+        return text
+    text = _from_json(raw.where, text, key)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        at = f"the lone surrogate U+{ord(text[error.start]):04X} at {error.start}"
+        raise BadDocument(f"{raw.where}: must be text that UTF-8 has, got {at}") from None
+    return text
 
 
 def _from_json(where: str, line: str, key: str) -> str:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadDocument(f"{where}: must be a line of JSON, got {_shortened(line)!r} ({error})") from None
+        got = f"{_shortened(line)!r} ({one_line(error, 120)})"
+        raise BadDocument(f"{where}: must be a line of JSON, got {got}") from None
     if isinstance(value, dict):
         if key not in value:
             raise BadDocument(f"{where}: must have a key {key!r}, got keys {_shortened(', '.join(value))!r}")

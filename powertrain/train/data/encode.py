@@ -3,10 +3,15 @@
 The parent reads raw documents and hands them out by blocks of about a megabyte; workers decode and tokenize; the parent
 writes what they return, in the order it was read. With one worker there is no other process, and the tokenizer itself
 uses all cores. At most a few blocks a worker are under way, so memory does not grow
-with the corpus. A worker that dies (out of memory, a signal) is an error that says so, never a wait.
+with the corpus. A worker that dies (out of memory, a signal) is an error that says so, never a wait; workers end with
+the parent, whatever ends that.
 """
 
 import multiprocessing
+import multiprocessing.connection
+import multiprocessing.resource_tracker
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,6 +25,7 @@ import numpy.typing as npt
 from powertrain.train.data.corpus import BadDocument, Raw, text_of
 from powertrain.train.data.indexed import IndexedWriter
 from powertrain.train.data.tokenizer import Tokenizer
+from powertrain.train.signals import children_without_signals
 
 _BLOCK = 1 << 20  # bytes of raw text
 
@@ -73,7 +79,11 @@ class Encoding:
         return _Encoded(values, sizes, sum(len(raw.data) for raw in block), len(texts) - len(parts), bad)
 
     def _values(self, ids: list[int]) -> npt.NDArray[Any]:
-        return np.array([*ids, self.tokenizer.eod] if self.append_eod else ids, self.dtype)
+        try:
+            return np.array([*ids, self.tokenizer.eod] if self.append_eod else ids, self.dtype)
+        except OverflowError:
+            size = self.tokenizer.vocab_size
+            raise ValueError(f"tokenizer: ids must be below its vocabulary's {size}, got {max(ids)}") from None
 
 
 def encode(
@@ -128,6 +138,18 @@ _worker: Encoding
 def _start(encoding: Encoding) -> None:
     global _worker
     _worker = encoding
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool's process waits for work on a pipe whose writing end it holds too, so no end of file tells it.
+
+    Not PR_SET_PDEATHSIG: that one comes when the thread ends that started the process.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def _work(block: list[Raw], skip_bad: bool) -> _Encoded:
@@ -137,11 +159,13 @@ def _work(block: list[Raw], skip_bad: bool) -> _Encoded:
 def _spread(blocks: Iterator[list[Raw]], encoding: Encoding, skip_bad: bool, workers: int) -> Iterator[_Encoded]:
     # spawned, not forked: the caller may have threads (tokenizers' own among them) that a fork would cut off
     context = multiprocessing.get_context("spawn")
+    multiprocessing.resource_tracker.ensure_running()  # which unblocks signals when it starts
     pool = ProcessPoolExecutor(workers, context, _start, (encoding,))
     waiting: deque[Future[_Encoded]] = deque()
     try:
         for block in blocks:
-            waiting.append(pool.submit(_work, block, skip_bad))
+            with children_without_signals():
+                waiting.append(pool.submit(_work, block, skip_bad))
             if len(waiting) >= 4 * workers:
                 yield waiting.popleft().result()
         while waiting:

@@ -7,11 +7,13 @@
 Dtype codes 1 to 5 and 8 mean the same everywhere: u8, i8, i16, i32, i64, u16. Codes 6 and 7 are f32 and f64 for
 GPT-NeoX, f64 and f32 for Megatron-core, and no byte of the file says which: the reader must be told (`flavour`). Tokens
 are integers, so it matters only to label and reward files.
+PREFIX.sum, which the writer here adds, has both files' sizes and CRC-32; Megatron and GPT-NeoX do not look at it.
 Source: the format as GPT-NeoX's megatron/data/indexed_dataset.py and Megatron-LM's core/datasets write it.
 """
 
 import os
 import struct
+import zlib
 from array import array
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from powertrain.runtime.atomic_file import NewFile
+from powertrain.train.checksums import Damaged, compare, read_sums, shown, write_sums
 
 Flavour = Literal["neox", "megatron-core"]
 Values = npt.NDArray[Any]
@@ -47,6 +50,21 @@ def values_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.bin")
 
 
+def sums_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.sum")
+
+
+def verify(prefix: str | Path) -> int:
+    """Read a data set whole and compare it with its PREFIX.sum; returns the bytes read.
+
+    Raises ValueError naming the file that is damaged, FileNotFoundError where there is no PREFIX.sum.
+    """
+    sums = read_sums(sums_path(prefix))
+    for path in (index_path(prefix), values_path(prefix)):
+        compare(path, *sums.get(path.name, (-1, None)))
+    return sum(size for size, _ in sums.values())
+
+
 def exists(prefix: str | Path) -> bool:
     return index_path(prefix).is_file() and values_path(prefix).is_file()
 
@@ -60,8 +78,9 @@ class IndexedData:
         data.sizes                [N] int32, values in each document
         data.bounds               [D] int64, Megatron's own grouping of sequences to documents; not used here
 
-    Every size and pointer is compared with the length of the files before any value is read, so a damaged or cut file
-    is a ValueError that names it, never a wrong token. Pickles as its path, so workers map the files themselves.
+    Every size and pointer is compared with the length of the files before any value is read, and where there is a
+    PREFIX.sum the files with it: .idx whole, .bin by its size (`verify` reads all of it). What is damaged is a
+    ValueError that names it. Pickles as its path, so workers map the files themselves.
     Memory: none to speak of; the operating system pages the files.
     """
 
@@ -104,6 +123,20 @@ class IndexedData:
         self.bounds = np.frombuffer(index, np.dtype("<i8"), bounds, _HEAD.size + 12 * count)
         self._check()
 
+    def _compare(self) -> None:
+        """The files with PREFIX.sum, if it is there."""
+        if not sums_path(self.prefix).is_file():
+            return
+        sums = read_sums(sums_path(self.prefix))
+        for path, whole in ((self._index_path, True), (self._values_path, False)):
+            if path.name in sums:
+                size, crc = sums[path.name]
+                try:
+                    compare(path, size, crc if whole else None)
+                except Damaged as error:
+                    hint = f"remove {sums_path(self.prefix)} if another program made the data set anew"
+                    raise ValueError(f"{error} ({hint})") from None
+
     def _check(self) -> None:
         available, item = self._values_path.stat().st_size, self.dtype.itemsize
         self._each(self.sizes >= 0, "size", "be at least 0", self.sizes)
@@ -120,6 +153,7 @@ class IndexedData:
             if available >= item  # an empty file cannot be mapped
             else np.empty(0, self.dtype)
         )
+        self._compare()
 
     def _each(self, good: npt.NDArray[np.bool_], what: str, must: str, values: Values) -> None:
         if not good.all():
@@ -154,9 +188,9 @@ class IndexedWriter:
         with IndexedWriter(prefix, np.uint16) as writer:
             writer.add(ids)        # a document
 
-    Leaving the block publishes the files, an exception discards them. A kill at any moment leaves no half file: .idx is
-    taken away first and appears last, and without it there is no data set. Raises FileExistsError when the data set is
-    there and `overwrite` is False.
+    Leaving the block publishes the files and their PREFIX.sum, an exception discards them. A kill at any moment leaves
+    no half file: .idx is taken away first and appears last, and without it there is no data set. Raises
+    FileExistsError when the data set is there and `overwrite` is False.
     """
 
     def __init__(
@@ -170,6 +204,7 @@ class IndexedWriter:
         if not overwrite:
             self._refuse()
         self._sizes = array("i")
+        self._crc, self._bytes = 0, 0
         self._values = NewFile(values_path(prefix))
 
     def _refuse(self) -> None:
@@ -192,6 +227,7 @@ class IndexedWriter:
         if sum(sizes) * self.dtype.itemsize != len(values):
             raise ValueError(f"sizes must sum to {len(values) // self.dtype.itemsize}, got {sum(sizes)}")
         self._values.file.write(values)
+        self._crc, self._bytes = zlib.crc32(values, self._crc), self._bytes + len(values)
         self._sizes.extend(sizes)
 
     def __len__(self) -> int:
@@ -206,30 +242,38 @@ class IndexedWriter:
             return
         index = NewFile(index_path(self.prefix))
         try:
-            self._write_index(index)
+            sums = {
+                index_path(self.prefix).name: self._write_index(index),
+                values_path(self.prefix).name: (self._bytes, shown(self._crc)),
+            }
             if self._overwrite:
                 index_path(self.prefix).unlink(missing_ok=True)
             else:
                 self._refuse()
             self._values.publish()
+            write_sums(sums_path(self.prefix), sums)
             index.publish()
         finally:
             self._values.discard()
             index.discard()
 
-    def _write_index(self, index: NewFile) -> None:
+    def _write_index(self, index: NewFile) -> tuple[int, str]:
+        """Returns its size and CRC-32."""
         sizes = np.frombuffer(self._sizes, np.int32) if self._sizes else np.empty(0, np.int32)
         pointers = np.zeros(len(sizes), "<i8")
         np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
         bounds = np.arange(len(sizes) + 1, dtype="<i8")
-        index.file.write(_HEAD.pack(_MAGIC, 1, self._code, len(sizes), len(bounds)))
-        for part in (sizes.astype("<i4"), pointers * self.dtype.itemsize, bounds):
-            index.file.write(part.tobytes())
+        size = crc = 0
+        head = _HEAD.pack(_MAGIC, 1, self._code, len(sizes), len(bounds))
+        for part in (head, sizes.astype("<i4").tobytes(), (pointers * self.dtype.itemsize).tobytes(), bounds.tobytes()):
+            index.file.write(part)
+            size, crc = size + len(part), zlib.crc32(part, crc)
+        return size, shown(crc)
 
 
 def remove(prefix: str | Path) -> None:
     """Delete a data set: .idx first, so that what a kill leaves is no data set."""
-    for path in (index_path(prefix), values_path(prefix)):
+    for path in (index_path(prefix), values_path(prefix), sums_path(prefix)):
         path.unlink(missing_ok=True)
 
 

@@ -4,19 +4,16 @@ A micro-batch of the whole run is `micro_batch_size * dp_size` samples that foll
 part of it, so that gradient accumulation walks the global batch in order. That is GPT-NeoX's DistributedBatchSampler.
 """
 
-import traceback
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from powertrain.train.data.packed import Sample, SampleSource
-
-_PATIENCE = 600.0  # seconds a batch may take before its worker counts as stuck
+from powertrain.train.data.workers import WorkerLost, read_ahead
 
 
 class UnreadableSample(RuntimeError):
@@ -59,9 +56,10 @@ def batches(
 
     To resume, pass the number of samples that the run has consumed on all ranks; the batches that follow are the same
     as if it had not stopped. A last micro-batch that cannot be full on every rank is left out.
-    num_workers: processes that read ahead, 0 to read here. Batches are the same for any number; they are pinned where
-    there is a GPU. No random state is read or changed.
-    Raises ValueError naming the argument; UnreadableSample naming the samples: reading fails, a worker dies or hangs.
+    num_workers: processes that read ahead, 0 to read here. Batches are the same for any number, also where one is
+    killed and replaced; they are pinned where there is a GPU. No random state is read or changed.
+    Raises ValueError naming the argument; UnreadableSample naming the samples: reading fails, three workers in a row
+    die over them, or one hangs.
     """
     end = len(source) if limit is None else limit
     _check(len(source), micro_batch_size, dp_rank, dp_size, start_sample, end, num_workers)
@@ -81,31 +79,30 @@ def _check(length: int, micro: int, rank: int, size: int, start: int, end: int, 
         raise ValueError(f"start_sample must be in [0, {end}], got {start}")
 
 
-class _Numbers(Sampler[list[int]]):
+class _Numbers(Sequence[list[int]]):
     """The sample numbers of each micro-batch of a rank."""
 
     def __init__(self, micro: int, rank: int, size: int, start: int, end: int) -> None:
         self.micro, self.start, self.offset, self.step = micro, start, rank * micro, micro * size
-        self.count = (end - start) // self.step
+        self._count = (end - start) // self.step
 
     def __len__(self) -> int:
-        return self.count
+        return self._count
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return map(self.of, range(self.count))
-
-    def of(self, batch: int) -> list[int]:
+    def __getitem__(self, batch: Any) -> Any:
+        if not 0 <= batch < self._count:
+            raise IndexError(batch)
         first = self.start + batch * self.step + self.offset
         return list(range(first, first + self.micro))
 
 
-class _Reader(Dataset[list[Sample] | str]):
-    """The samples of a batch, or why they cannot be read: an exception would come with its worker's whole traceback."""
+class _Reader:
+    """The samples of a batch, or why they cannot be read."""
 
     def __init__(self, source: SampleSource) -> None:
         self.source = source
 
-    def __getitem__(self, numbers: list[int]) -> list[Sample] | str:
+    def __call__(self, numbers: list[int]) -> list[Sample] | str:
         samples = []
         for number in numbers:
             try:
@@ -135,43 +132,16 @@ def positions(document_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     return here - np.maximum.accumulate(starts, axis=1)
 
 
-def _itself(read: list[Sample] | str) -> list[Sample] | str:
-    return read
-
-
 def _read(source: SampleSource, numbers: _Numbers, num_workers: int) -> Iterator[Batch]:
-    # workers send arrays, not tensors: those would travel as file descriptors, which a worker that dies takes with it
-    loader: DataLoader[list[Sample] | str] = DataLoader(
-        _Reader(source),
-        sampler=numbers,  # each of its items is the key of a whole batch
-        batch_size=None,
-        collate_fn=_itself,
-        num_workers=num_workers,
-        timeout=_PATIENCE if num_workers else 0,
-        generator=torch.Generator(),  # without it the loader draws from the global one, and dropout would change
-    )
-    arrived = 0
+    reader = _Reader(source)
+    arriving = read_ahead(reader, numbers, num_workers) if num_workers else map(reader, numbers)
     try:
-        for read in loader:
+        for read, wanted in zip(arriving, numbers, strict=True):
             if isinstance(read, str):
                 raise UnreadableSample(read)
-            yield _stacked(read, numbers.of(arrived))
-            arrived += 1
-        return
-    except RuntimeError as error:  # the loader has no kind of its own
-        if not str(error).startswith("DataLoader"):
-            raise
-        death = str(error)
-        _let_go(error)
-    wanted = numbers.of(arrived)
-    raise UnreadableSample(
-        f"samples {wanted[0]} to {wanted[-1]} of the run did not arrive: {death} A killed worker is mostly out of "
-        "memory; with num_workers = 0 the samples are read in this process"
-    )
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Drop what an error's frames hold: the loader, whose handler of dead children would raise again, anywhere."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+            yield _stacked(read, wanted)
+    except WorkerLost as lost:
+        raise UnreadableSample(
+            f"samples {lost.key[0]} to {lost.key[-1]} of the run did not arrive: {lost}; "
+            "with num_workers = 0 the samples are read in this process"
+        ) from None

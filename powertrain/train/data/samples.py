@@ -9,8 +9,10 @@ sum of document lengths, all at once.
 Source: EleutherAI/gpt-neox, megatron/data/gpt2_dataset.py, data_utils.py and helpers.cpp, as facts.
 """
 
+import contextlib
 import hashlib
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,13 +20,19 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
+from powertrain.runtime import tracing
+from powertrain.runtime.reading import one_line
+from powertrain.train.checksums import compare, crc_of, read_sums, sync, write_sums
 from powertrain.train.data.file_lock import one_at_a_time
 
+_SUMS = "checksums.json"
+_STALE = 3600.0  # seconds without a write after which a temporary folder has no writer left
 Order = Literal["neox", "sequential"]
 Integers = npt.NDArray[Any]
 
-_VERSION = 1
+_VERSION = 2
 
 
 class SampleOrder(NamedTuple):
@@ -81,6 +89,12 @@ def build_order(
     if tokens == 0:
         raise ValueError(f"the data set must hold a token, got {len(documents)} documents and none in them")
     epochs = num_epochs(tokens, seq_length, num_samples)
+    needed = 20 * epochs * len(documents) + 24 * max(num_samples, epochs * tokens // seq_length)
+    if needed > (there := psutil.virtual_memory().available):
+        raise ValueError(
+            f"train.steps: the order of {num_samples} samples over {epochs} epochs of {len(documents)} documents must "
+            f"fit into memory, got {needed / 2**30:,.0f} GiB where {there / 2**30:,.0f} GiB are free"
+        )
     random = np.random.RandomState(seed)
     laid = np.tile(documents.astype(np.int32), epochs)
     if order == "neox":
@@ -121,25 +135,57 @@ def cached_arrays(folder: Path, about: bytes, build: Callable[[], Sequence[Integ
     """The arrays that `build` returns, memory-mapped from `folder`, where they are made if they are not there yet.
 
     about: everything they depend on; its hash is their name.
-    Ranks and runs may ask at once: one builds while the others wait, and arrays appear whole, by renaming.
+    Ranks and runs may ask at once: one builds while the others wait, and arrays appear whole, by renaming. Their CRC-32
+    is compared at every start; damaged ones are built anew, which is said.
     """
     place = folder / "order" / hashlib.blake2b(b"%d " % _VERSION + about, digest_size=16).hexdigest()
-    if not place.is_dir():
+    if not _is_whole(place):
         with one_at_a_time(Path(f"{place}.lock"), "building the order of samples"):
-            if not place.is_dir():
+            if not _is_whole(place):
                 _publish(place, build())
     return [np.load(path, mmap_mode="r") for path in sorted(place.glob("*.npy"))]
 
 
+def _is_whole(place: Path) -> bool:
+    """Whether the arrays are there; ones that are damaged are put out of the way."""
+    if not place.is_dir():
+        return False
+    try:
+        sums = read_sums(place / _SUMS)
+        for name, (size, crc) in sums.items():
+            compare(place / name, size, crc)
+    except (OSError, ValueError) as error:
+        tracing.warn(f"the order of samples is built anew: {one_line(error)}")
+        aside = _aside(place)
+        with contextlib.suppress(OSError):  # another rank did the same
+            place.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        return False
+    return True
+
+
+def _aside(place: Path) -> Path:
+    return place.parent / f".{uuid.uuid4().hex}.tmp"
+
+
 def _publish(place: Path, arrays: Sequence[Integers]) -> None:
-    aside = place.parent / f".{uuid.uuid4().hex}.tmp"
+    aside, sums = _aside(place), {}
     aside.mkdir()
     try:
         for number, values in enumerate(arrays):
-            np.save(aside / f"{number}.npy", values)
+            file = aside / f"{number}.npy"
+            np.save(file, values)
+            sync(file)
+            sums[file.name] = (file.stat().st_size, crc_of(file))
+        write_sums(aside / _SUMS, sums)
         aside.rename(place)
+        sync(place.parent)
     except OSError:
         if not place.is_dir():  # otherwise another process published the same
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        for left in place.parent.glob(".*.tmp"):
+            with contextlib.suppress(OSError):
+                if time.time() - left.stat().st_mtime > _STALE:
+                    shutil.rmtree(left)

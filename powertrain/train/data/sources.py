@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powertrain.runtime import tracing
+from powertrain.runtime.reading import one_line
+from powertrain.train.checksums import compare, crc_of, read_sums, write_sums
 from powertrain.train.config.schema import DataConfig, DataSource
 from powertrain.train.data.blend import (
     BlendedSamples,
@@ -22,7 +24,16 @@ from powertrain.train.data.blend import (
 from powertrain.train.data.corpus import digest, find_files, raw_documents, texts
 from powertrain.train.data.encode import Counts, Encoding, encode
 from powertrain.train.data.file_lock import one_at_a_time
-from powertrain.train.data.indexed import IndexedData, IndexedWriter, exists, folder_of, token_dtype
+from powertrain.train.data.indexed import (
+    IndexedData,
+    IndexedWriter,
+    exists,
+    folder_of,
+    remove,
+    sums_path,
+    token_dtype,
+    verify,
+)
 from powertrain.train.data.packed import PackedSamples, SampleSource
 from powertrain.train.data.quickstart import quickstart_files
 from powertrain.train.data.samples import cached_arrays, cached_order, split_bounds
@@ -95,13 +106,26 @@ def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
     folder = cache or (Path(config.cache_folder) if config.cache_folder else _user_cache())
     files = [file for source in config.train for file in _text_files(source)]
     path = folder / "tokenizers" / f"{digest(files)}-{_slug(config.text_key)}-{size}.json"
+    sums = path.with_suffix(".sum")
     with one_at_a_time(Path(f"{path}.lock"), "training a tokenizer"):
-        if not path.is_file():
+        if not _is_whole_tokenizer(path, sums):
             tracing.progress(f"training a tokenizer of {size} ids on {_megabytes(files):.0f} MB of text")
             train_tokenizer(texts(files, config.text_key), size).save(path)
+            write_sums(sums, {path.name: (path.stat().st_size, crc_of(path))})
     loaded = load_tokenizer(str(path))
     assert isinstance(loaded, FileTokenizer)
     return loaded
+
+
+def _is_whole_tokenizer(path: Path, sums: Path) -> bool:
+    if not path.is_file() or not sums.is_file():  # the checksum comes last
+        return False
+    try:
+        compare(path, *read_sums(sums).get(path.name, (-1, None)))
+    except (OSError, ValueError) as error:
+        tracing.warn(f"the tokenizer in the cache is trained anew: {one_line(error)}")
+        return False
+    return True
 
 
 def vocabulary_size(config: DataConfig) -> int:
@@ -178,9 +202,9 @@ class _Opener:
         about = f"{digest(files)} {self.tokenizer.identity} {config.text_key} {config.append_eod} {dtype.__name__}"
         prefix = self.folder / "tokens" / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
         folder_of(prefix)
-        if not exists(prefix):
+        if not _is_whole(prefix):
             with one_at_a_time(Path(f"{prefix}.lock"), "tokenizing"):
-                if not exists(prefix):
+                if not _is_whole(prefix):
                     with IndexedWriter(prefix, dtype, overwrite=True) as writer:
                         encode(raw_documents(files), writer, encoding, progress=_said(_megabytes(files)))
         return IndexedData(prefix)
@@ -225,6 +249,21 @@ class _Opener:
             document_ids=self.config.document_mask,
             eod=self.tokenizer.eod if self.config.eod_mask_loss else None,
         )
+
+
+def _is_whole(prefix: Path) -> bool:
+    """Whether tokenized text is in the cache; what is damaged there is removed, and made anew."""
+    if not exists(prefix):
+        return False
+    try:
+        IndexedData(prefix)
+        if sums_path(prefix).is_file():  # an earlier version wrote none
+            verify(prefix)
+    except (OSError, ValueError) as error:
+        tracing.warn(f"tokenized text in the cache is made anew: {one_line(error)}")
+        remove(prefix)
+        return False
+    return True
 
 
 def _prefix(path: str) -> str | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from powertrain.runtime.atomic_file import NewFile
+from powertrain.runtime.reading import MOST_JSON_BYTES, reading
 
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>")
@@ -64,10 +65,8 @@ class FileTokenizer:
     def __init__(self, definition: str, where: str, eod: str | None = None) -> None:
         import tokenizers
 
-        try:
+        with reading(f"{where}:", "be a tokenizer.json of Hugging Face tokenizers"):
             self.backend = tokenizers.Tokenizer.from_str(definition)
-        except Exception as error:  # the library raises bare Exceptions
-            raise ValueError(f"{where}: must be a tokenizer.json of Hugging Face tokenizers, got {error}") from None
         self.vocab_size: int = self.backend.get_vocab_size()
         known = (self.backend.token_to_id(end) for end in ([eod] if eod else _ENDS))
         self.eod: int | None = next((i for i in known if i is not None), None)
@@ -78,16 +77,19 @@ class FileTokenizer:
         return FileTokenizer, (self._definition, self._where, self._eod)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.backend.encode(text).ids
+        with reading(f"{self._where}:", "be a tokenizer that encodes text"):
+            ids: list[int] = self.backend.encode(text).ids
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """As `encode` of each, on all cores."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
+        with reading(f"{self._where}:", "be a tokenizer that encodes text"):
+            return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are left in: what a model said is what is shown."""
-        text: str = self.backend.decode(list(ids), skip_special_tokens=False)
+        with reading(f"{self._where}:", "be a tokenizer that decodes its ids"):
+            text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text
 
     def save(self, path: Path) -> None:
@@ -128,6 +130,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _text(path: Path) -> str:
+    if (size := path.stat().st_size) > MOST_JSON_BYTES:
+        raise ValueError(f"{path}: must have at most {MOST_JSON_BYTES} bytes, got {size}")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -140,10 +144,8 @@ def _gpt2(vocab: Path, merges: Path) -> FileTokenizer:
     for path in (vocab, merges):
         if not path.is_file():
             raise FileNotFoundError(f"tokenizer: no such file {path}")
-    try:
+    with reading(f"{vocab}, {merges}:", "be GPT-2's vocabulary and merges"):
         model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
-    except Exception as error:  # as above
-        raise ValueError(f"{vocab}, {merges}: must be GPT-2's vocabulary and merges, got {error}") from None
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()

@@ -1,10 +1,18 @@
 """What a step came to, and those who want to know."""
 
+import errno
 import json
+import os
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import TypeAdapter
+
+from powertrain.runtime import tracing
+from powertrain.runtime.atomic_file import NewFile
+from powertrain.runtime.reading import one_line
 from powertrain.train.reporting.kernel_profile import KernelTable
 
 
@@ -64,18 +72,22 @@ class Sink(Protocol):
 class JsonLines:
     """metrics.jsonl: a line per step, evaluation, kernel table or note.
 
-    A resumed run goes on behind the step it resumed from; what the file held of later ones is dropped. Raises
-    ValueError naming file and line for one that is not ours.
+    A resumed run goes on behind the step it resumed from; what the file held of later ones is dropped. A damaged
+    line is dropped too, which is said; the file as it was is kept beside, called .damaged. A line that does not fit on
+    the disk is an OSError and leaves nothing in the file, so that later ones can follow.
     """
 
     def __init__(self, file: Path, *, resumed_at: int = 0) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        lines = _lines(file) if resumed_at else []
-        kept = [line for number, line in enumerate(lines, 1) if _step_of(file, number, line) <= resumed_at]
-        aside = file.with_suffix(".partial")
-        aside.write_text("".join(kept))
-        aside.replace(file)
-        self._file = open(file, "a", buffering=1)
+        kept = _kept(file, resumed_at) if resumed_at else b""
+        new = NewFile(file)
+        try:
+            new.file.write(kept)
+            new.publish()
+        finally:
+            new.discard()
+        self._file = open(file, "ab", buffering=0)
+        self._size = len(kept)
         self._step = resumed_at
 
     def step(self, record: StepRecord) -> None:
@@ -95,7 +107,18 @@ class JsonLines:
         self._file.close()
 
     def _write(self, kind: str, fields: dict[str, object]) -> None:
-        self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
+        line = json.dumps({"kind": kind, **fields}).encode() + b"\n"
+        try:
+            written = self._file.write(line)
+            if written != len(line):  # the disk took a part
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+        except OSError:
+            self._file.truncate(self._size)
+            raise
+        self._size += len(line)
+
+
+_STEP, _EVALUATION = TypeAdapter(StepRecord), TypeAdapter(EvaluationRecord)
 
 
 @dataclass
@@ -119,31 +142,43 @@ def read_metrics(file: Path) -> Metrics:
             fields = json.loads(line)
             kind = fields.pop("kind")
             if kind == "step":
-                found.steps.append(StepRecord(**fields))
+                found.steps.append(_STEP.validate_python(fields))
             elif kind == "evaluation":
-                found.evaluations.append(EvaluationRecord(**fields))
+                found.evaluations.append(_EVALUATION.validate_python(fields))
             elif kind == "kernels":
                 found.kernels = KernelTable.of(fields)
+            elif kind == "note":
+                found.notes.append((int(fields["step"]), str(fields["text"])))
             else:
-                found.notes.append((fields["step"], fields["text"]))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"unknown kind {kind!r}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _not_ours(file, number, error) from None
     return found
 
 
-def _step_of(file: Path, number: int, line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise _not_ours(file, number, error) from None
+def _kept(file: Path, resumed_at: int) -> bytes:
+    """The lines of steps up to that one."""
+    kept, damaged = [], []
+    for number, line in enumerate(_lines(file), 1):
+        try:
+            if int(json.loads(line)["step"]) <= resumed_at:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            damaged.append(number)
+    if damaged:
+        shutil.copyfile(file, f"{file}.damaged")
+        more = f" and {len(damaged) - 1} others" if len(damaged) > 1 else ""
+        tracing.warn(f"{file}:{damaged[0]}{more}: damaged, left out; the file as it was is {file}.damaged")
+    return "".join(kept).encode()
 
 
 def _not_ours(file: Path, number: int, error: Exception) -> ValueError:
-    return ValueError(f"{file}:{number}: a line must be a step, evaluation, table or note: {error!r}")
+    return ValueError(f"{file}:{number}: a line must be a step, evaluation, table or note: {one_line(error)}")
 
 
 def _lines(file: Path) -> list[str]:
     """Whole lines of a file that a killed process may have left in the middle of one."""
     if not file.is_file():
         return []
-    return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+    text = file.read_bytes().decode(errors="replace")
+    return [line + "\n" for line in text.split("\n")[:-1] if line]

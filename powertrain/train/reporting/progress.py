@@ -177,14 +177,23 @@ def opening_facts(about: About) -> dict[str, str]:
         "device": f"{ranks}{about.device}, {about.precision}{peak}",
         "kernels": about.kernels or "none to compile: plain PyTorch serves a CPU",
         "attention": f"{about.attention}; {about.why_attention}",
-        "writes": f"{about.folder}  (checkpoints in {about.checkpoints})",
+        "writes": f"{about.folder}  ({_checkpoints(about)})",
     }
+
+
+def _checkpoints(about: About) -> str:
+    return f"checkpoints in {about.checkpoints}" if about.checkpoints else "no checkpoints: checkpoint.save is false"
 
 
 def closing(about: About, *, report: bool) -> list[str]:
     """The last lines of a run: where things are, and what to do next. Console markup."""
     lines = [f"report    [bold]{escape(str(Path(about.folder) / 'report.html'))}[/]"] if report else []
-    if find(Path(about.checkpoints)) is None:
+    if about.resumed_at >= about.steps:
+        lines.append(
+            f"nothing was left to do: the checkpoint of step {about.resumed_at} is the last of train.steps "
+            f"{about.steps}; more steps go on from there, another checkpoint.folder or logging.folder begins anew"
+        )
+    if not about.checkpoints or find(Path(about.checkpoints)) is None:
         return lines
     # `generate` takes a run's folder too, where its checkpoints stand in it
     is_inside = Path(about.checkpoints) == Path(about.folder) / "checkpoints"

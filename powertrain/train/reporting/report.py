@@ -10,7 +10,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from powertrain.train.checkpoint.store import checkpoints_in
+from powertrain.runtime.atomic_file import NewFile
+from powertrain.runtime.reading import reading
+from powertrain.train.checkpoint.store import checkpoints_in, step_of
 from powertrain.train.reporting.chart import MOST_POINTS, WIDE, line_chart, series
 from powertrain.train.reporting.kernel_profile import KernelTable
 from powertrain.train.reporting.metrics import EvaluationRecord, Metrics, StepRecord, read_metrics
@@ -27,9 +29,15 @@ def write_report(folder: Path) -> Path:
     Raises FileNotFoundError or ValueError naming the file, where the folder is not a run's.
     """
     about, metrics = About.read(folder), read_metrics(folder / "metrics.jsonl")
-    aside = folder / f"{NAME}.partial"
-    aside.write_text(render(about, metrics, _checkpoints(folder, about)), encoding="utf-8")
-    return aside.replace(folder / NAME)
+    with reading(folder, "hold what a run wrote"):
+        page = render(about, metrics, _checkpoints(folder, about))
+    new = NewFile(folder / NAME)
+    try:
+        new.file.write(page.encode(errors="replace"))
+        new.publish()
+    finally:
+        new.discard()
+    return folder / NAME
 
 
 class ReportFile:
@@ -67,13 +75,10 @@ class Checkpoint:
 
 def _checkpoints(folder: Path, about: About) -> list[Checkpoint]:
     """The run's checkpoints, also where its folder was moved after it."""
-    places = (Path(about.checkpoints), folder / "checkpoints", folder)
+    places = (*([Path(about.checkpoints)] if about.checkpoints else []), folder / "checkpoints", folder)
     found = next((paths for place in places if (paths := checkpoints_in(place))), [])
     return [
-        Checkpoint(
-            int(path.name.removeprefix("step_")), str(path), sum(f.stat().st_size for f in path.iterdir()) / 2**30
-        )
-        for path in found
+        Checkpoint(step_of(path), str(path), sum(f.stat().st_size for f in path.iterdir()) / 2**30) for path in found
     ]
 
 

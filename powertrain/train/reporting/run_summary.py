@@ -1,6 +1,5 @@
 """What a run is, known before its first step: model, data, batch, device, environment, config."""
 
-import json
 import platform
 import shlex
 import socket
@@ -12,12 +11,14 @@ from typing import Any
 
 import psutil
 import torch
+from pydantic import TypeAdapter
 
 import powertrain
 from powertrain.models import build
 from powertrain.models.flops import flops_per_token
 from powertrain.ops.attention.explain import Explanation
 from powertrain.runtime import driver, tracing
+from powertrain.runtime.reading import read_json, reading
 from powertrain.runtime.target import Target
 from powertrain.train.checkpoint.store import write_json
 from powertrain.train.config.reader import Run
@@ -42,7 +43,7 @@ class About:
     """
 
     folder: str
-    checkpoints: str
+    checkpoints: str  # "": none are written
     command: str
     started: str
     resumed_at: int
@@ -82,11 +83,11 @@ class About:
         """The one that a run wrote. Raises ValueError naming the file, FileNotFoundError if there is none."""
         file = folder / FILE
         try:
-            return About(**json.loads(file.read_text()))
+            values = read_json(file)
         except FileNotFoundError:
             raise FileNotFoundError(f"{file}: a run's folder must hold it; no run has written there") from None
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{file} must be what a run wrote: {error}") from None
+        with reading(file, "be what a run wrote"):
+            return TypeAdapter(About).validate_python(values)
 
 
 def about(trainer: Trainer, run: Run) -> About:
@@ -99,7 +100,7 @@ def about(trainer: Trainer, run: Run) -> About:
     train = config.train
     return About(
         folder=str(config.folder()),
-        checkpoints=str(config.checkpoint_folder()),
+        checkpoints=str(config.checkpoint_folder()) if config.checkpoint.save else "",
         command=shlex.join(["powertrain", *sys.argv[1:]]),
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         resumed_at=trainer.progress.step,

@@ -83,7 +83,7 @@ def test_what_exists_is_replaced_only_on_request(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match=r"d\.idx: exists already"):
         write(prefix, [[1]])
     assert len(IndexedData(write(prefix, [[1]], overwrite=True))) == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["d.bin", "d.idx"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d.bin", "d.idx", "d.sum"]
 
 
 def test_an_exception_leaves_what_was_there(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not stale.exists() and fresh.exists()
     with pytest.raises(ValueError, match="one dim"), IndexedWriter(tmp_path / "e", np.uint16) as writer:
         writer.add([[1]])
-    assert sorted(p.name for p in tmp_path.iterdir()) == [fresh.name, "d.bin", "d.idx"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [fresh.name, "d.bin", "d.idx", "d.sum"]
 
 
 def test_kill_leaves_nothing(tmp_path: Path) -> None:

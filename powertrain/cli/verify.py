@@ -1,0 +1,48 @@
+"""`powertrain verify`: checkpoints and data sets read whole, and compared with the checksums written beside them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def verify(
+    paths: Annotated[list[Path], typer.Argument(help="runs, checkpoints, and prefixes of .bin/.idx data sets")],
+) -> None:
+    """Read checkpoints and data sets whole, and compare them with their checksums. Ends with 1 if one is damaged.
+
+    A start of a run compares a checkpoint it resumes, and of a data set all but the .bin's contents.
+
+    \b
+    powertrain verify runs/quickstart data/corpus
+    """
+    from powertrain.train.checkpoint import store as checkpoint_store
+    from powertrain.train.data import indexed
+
+    console, bad = Console(soft_wrap=True, highlight=False), 0
+    for path in paths:
+        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx", ".sum") else path
+        folders = [path] if (path / "checkpoint.json").is_file() else []
+        folders = folders or [
+            *checkpoint_store.checkpoints_in(path),
+            *checkpoint_store.checkpoints_in(path / "checkpoints"),
+        ]
+        is_data = indexed.index_path(prefix).exists() or indexed.values_path(prefix).exists()
+        if not folders and not is_data:
+            console.print(f"{path} must be a run, a checkpoint or a data set, got nothing of the kind", markup=False)
+            bad += 1
+        for one in [*folders, *([prefix] if is_data else [])]:
+            try:
+                if one in folders:
+                    checkpoint_store.verify(one, checkpoint_store.read_facts(one))
+                else:
+                    indexed.IndexedData(one)
+                    indexed.verify(one)
+            except (ValueError, OSError) as error:
+                console.print(str(error), markup=False)
+                bad += 1
+            else:
+                console.print(f"{one}: whole", markup=False)
+    if bad:
+        raise typer.Exit(1)

@@ -1,0 +1,149 @@
+"""Processes that read ahead, and are replaced when they die.
+
+A worker gets the keys of batches through a pipe and sends what it read back, in order. It gets none of the signals that
+ask to end, and ends with its parent: by the end of its pipe, or because it has another parent. One that dies is named,
+and a new one reads what it still owed, so what is read is the same and in the same order.
+"""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
+from typing import Any
+
+from powertrain.runtime import tracing
+from powertrain.train.signals import children_without_signals
+
+_AHEAD = 2  # batches under way for each worker
+_QUIET = 30.0  # seconds to wait for a batch before saying so
+_PATIENCE = 600.0  # seconds a batch may take before its worker counts as stuck
+_ATTEMPTS = 3  # workers that may die over one batch
+_LOOK = 1.0  # seconds between two looks at whether the other side lives
+
+
+class WorkerLost(RuntimeError):
+    """A batch did not arrive; says of which key, and what became of its workers."""
+
+    def __init__(self, key: Any, why: str) -> None:
+        super().__init__(why)
+        self.key = key
+
+
+def read_ahead(read: Callable[[Any], Any], keys: Sequence[Any], count: int) -> Iterator[Any]:
+    """`read(key)` of every key, in order, by `count` processes. Raises WorkerLost."""
+    workers = [_Worker(read) for _ in range(count)]
+    try:
+        asked = 0
+        for n in range(len(keys)):
+            while asked < min(len(keys), n + _AHEAD * count):
+                workers[asked % count].ask(keys[asked])
+                asked += 1
+            yield workers[n % count].answer()
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+class _Worker:
+    """A process that reads, and those that follow it."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+        self._owed: deque[Any] = deque()
+        self._deaths = 0
+        # before multiprocessing waits for children at the end of the program
+        self.end = Finalize(self, self._kill, exitpriority=10)
+        self._start()
+
+    def _start(self) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        process = multiprocessing.Process(
+            target=_serve, args=(self._read, theirs, self._pipe), daemon=True, name="powertrain-data"
+        )
+        with children_without_signals():
+            process.start()
+        theirs.close()
+        self._process = process
+        for key in self._owed:
+            self._send(key)
+
+    def _send(self, key: Any) -> None:
+        try:
+            self._pipe.send(key)
+        except OSError:
+            pass  # it died; `answer` finds out
+
+    def ask(self, key: Any) -> None:
+        self._owed.append(key)
+        self._send(key)
+
+    def answer(self) -> Any:
+        """What was read for the key that was asked for first."""
+        key, started, said = self._owed[0], time.monotonic(), False
+        while True:
+            ready = wait([self._pipe, self._process.sentinel], timeout=_LOOK)
+            if self._pipe in ready:
+                try:
+                    found = self._pipe.recv()
+                except (EOFError, OSError):  # it died while it sent
+                    self._replace(key)
+                    continue
+                self._owed.popleft()
+                self._deaths = 0
+                return found
+            if ready:
+                self._replace(key)
+                continue
+            waited = time.monotonic() - started
+            if waited > _PATIENCE:
+                raise WorkerLost(key, f"data worker {self._process.pid} has not answered for {_PATIENCE:.0f} s")
+            if waited > _QUIET and not said:
+                said = True
+                tracing.progress(
+                    f"waiting for data: worker {self._process.pid} has not answered for {_QUIET:.0f} s, "
+                    f"at most {_PATIENCE:.0f} s"
+                )
+
+    def _replace(self, key: Any) -> None:
+        """Name the worker that died, and let a new one read what it owed; WorkerLost after three over one key."""
+        self._process.join(_LOOK)
+        said = f"data worker {self._process.pid} {_end_of(self._process.exitcode)}"
+        self._deaths += 1
+        if self._deaths >= _ATTEMPTS:
+            raise WorkerLost(key, f"{said}, as did {self._deaths - 1} before it over the same batch")
+        tracing.progress(f"{said}; a new one reads its samples again")
+        time.sleep(_LOOK * (self._deaths - 1))
+        self._kill()
+        self._start()
+
+    def _kill(self) -> None:
+        self._pipe.close()
+        self._process.kill()
+        self._process.join(_LOOK)
+
+
+def _end_of(code: int | None) -> str:
+    if code is None:
+        return "closed its pipe"
+    if code >= 0:
+        return f"ended with {code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
+
+
+def _serve(read: Callable[[Any], Any], pipe: Connection, parents_end: Connection) -> None:
+    """In the worker: read what is asked for until the parent is gone."""
+    parents_end.close()
+    born_of = os.getppid()
+    try:
+        while True:
+            while not pipe.poll(_LOOK):
+                if os.getppid() != born_of:
+                    return
+            pipe.send(read(pipe.recv()))
+    except (EOFError, OSError):
+        return

@@ -1,0 +1,22 @@
+"""The signals that ask a process to end, and children that leave them to their parent."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# from a person, timeout, Kubernetes, systemd, torchrun; a terminal that closed; Slurm's --signal; ulimit -t
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+
+
+@contextmanager
+def children_without_signals() -> Iterator[None]:
+    """A process that is started in here never gets what asks to end, also where that goes to a whole process group.
+
+    The mask is the starting thread's and is inherited by fork and exec, so there is no moment at which the child has
+    another. What comes for this process meanwhile arrives at the end. The child must end with its parent by itself.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
