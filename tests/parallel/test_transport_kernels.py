@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.parallel.transport.poison import poison
-from powertrain.parallel.transport.sum_parts import sum_parts, sum_parts_ref
+from powertrain.parallel.transport.kernels import poison, sum_parts, sum_parts_ref
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

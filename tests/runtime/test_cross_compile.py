@@ -17,8 +17,7 @@ import powertrain
 from powertrain import ops
 from powertrain.ops.attention.backends.zero_padding import zero_tail
 from powertrain.ops.cases import cases
-from powertrain.parallel.transport.poison import poison
-from powertrain.parallel.transport.sum_parts import sum_parts
+from powertrain.parallel.transport.kernels import poison, sum_parts
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.compile.service import Spec
 from powertrain.runtime.compile.triton_compat import VERSION_TEXT

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from powertrain.parallel.transport.base import Gathering, Rows, Scattering, Trading, Traffic, Transport, on_gpus
 from powertrain.parallel.transport.heartbeat import CollectiveMismatch, Peers
+from powertrain.parallel.transport.kernels import sum_parts
 from powertrain.parallel.transport.protocol import DISPATCH
-from powertrain.parallel.transport.sum_parts import sum_parts
 
 # named so from torch 2.13 on
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

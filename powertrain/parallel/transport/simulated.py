@@ -25,6 +25,7 @@ from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.transport.base import Gathering, Rows, Scattering, Trading, Traffic, Transport
 from powertrain.parallel.transport.collective import gather_all, scatter_all, trade_all
 from powertrain.parallel.transport.heartbeat import PeerTimeout
+from powertrain.parallel.transport.kernels import sum_parts
 from powertrain.parallel.transport.protocol import (
     GATHER,
     KINDS,
@@ -37,7 +38,6 @@ from powertrain.parallel.transport.protocol import (
     Protocol,
     Word,
 )
-from powertrain.parallel.transport.sum_parts import sum_parts
 
 T = TypeVar("T")
 _worlds = itertools.count()

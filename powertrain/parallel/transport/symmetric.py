@@ -22,7 +22,7 @@ from torch import Tensor
 
 from powertrain.parallel.transport.base import Choice, Gathering, Rates, Rows, Scattering, Trading, Traffic
 from powertrain.parallel.transport.collective import CollectiveTransport
-from powertrain.parallel.transport.poison import poison_kernel
+from powertrain.parallel.transport.kernels import poison_kernel, sum_parts
 from powertrain.parallel.transport.protocol import (
     COMBINE,
     DISPATCH,
@@ -38,7 +38,6 @@ from powertrain.parallel.transport.protocol import (
     Protocol,
     Word,
 )
-from powertrain.parallel.transport.sum_parts import sum_parts
 from powertrain.parallel.transport.watchdog import Call, Watch
 from powertrain.runtime import tracing
 from powertrain.runtime.driver import MemoryOps, copy
