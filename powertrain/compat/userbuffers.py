@@ -3,7 +3,8 @@
     from powertrain.compat.transformer_engine import destroy_ub, initialize_ub
 
 There a buffer of one shape is made for all layers, before any of them, over `tp_size` consecutive ranks. Here each
-layer (powertrain/nn/tensor_parallel/linear.py) is given its group, and any number of rows travels; docs/overlap.md has the table.
+layer (powertrain/nn/tensor_parallel/linear.py) gets its group and sends any number of rows; docs/overlap.md has the
+table.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,8 +57,8 @@ def initialize_ub(
     unneeded += ["with_cublasmp"] if with_cublasmp else []
     if not dist.is_initialized() or dist.get_rank() == 0:
         tracing.progress(
-            f"initialize_ub: layers of powertrain.nn.tensor_parallel.linear overlap over the group of {tp_size} ranks that each is "
-            f"given; not needed, and not read: {', '.join(unneeded)}"
+            f"initialize_ub: layers of powertrain.nn.tensor_parallel.linear overlap over the group of {tp_size} ranks "
+            f"that each is given; not needed, and not read: {', '.join(unneeded)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The trading of powertrain/parallel/transport/symmetric.py, as it is, on CPU memory: ranks are threads, copies are memmove."""
+"""The trading of transport/symmetric.py, as it is, on CPU memory: ranks are threads, copies are memmove."""
 
 import ctypes
 import threading

@@ -202,7 +202,7 @@ class Transport(ABC):
         return None
 
     def fused(self, choice: Choice, x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Any:
-        """The kernels of powertrain/parallel/transport/symmetric_fused.py, if they were chosen and take these operands; else None."""
+        """The kernels of symmetric_fused.py, if they were chosen and take these operands; else None."""
         return None
 
     def compare(  # noqa: B027

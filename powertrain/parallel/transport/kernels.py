@@ -5,7 +5,7 @@
 
 `sum_parts` adds in float32 (float64 for float64) in the order of the first dimension, so that the bits do not depend on
 which rank came first. It has no backward of its own: the functions of powertrain.parallel call it inside theirs.
-Bytes: W + 1 results. `poison` reads the error flag on the device, so nothing waits for the host. Bytes: 4 without error.
+Bytes: W + 1 results. `poison` reads the error flag on the device, so nothing waits for the host. Bytes: 4 if no error.
 """
 
 import torch

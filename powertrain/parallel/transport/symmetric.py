@@ -2,7 +2,7 @@
 
 Every rank has memory that all others have mapped too. Rows are copied by copy engines, one peer at a time in an order
 that differs from rank to rank (on four H200s 310 to 370 GB/s to one peer from 16 MiB on, 276 to three at once).
-Words are waited for and written by the streams themselves (powertrain/parallel/transport/protocol.py); no kernel spins, and
+Words are waited for and written by the streams themselves (protocol.py); no kernel spins, and
 nothing that a product could starve stands between a copy and the product that wants it. Rows are written to where they
 are wanted, not read from there: a writer needs no answer before it starts. Any shape, any number of rows
 a call: memory grows when a call needs more than any before it, which is the one time that ranks wait for each other

@@ -1,4 +1,4 @@
-"""A GPT-NeoX config, as it is, in our terms: what depends on a key's value. config/neox_keys.py has the keys themselves.
+"""A GPT-NeoX config, as it is, in our terms: what depends on a key's value. neox_keys.py has the keys themselves.
 
 Facts from GPT-NeoX (Apache-2.0; no code): megatron/neox_arguments/arguments.py (batch arithmetic, precision, ZeRO
 defaults), megatron/model/transformer.py (MLP widths, windows), megatron/learning_rates.py and training.py (schedule),

@@ -1,5 +1,5 @@
-"""Backward of attention for Hopper: hopper/backward_kernel.py, for head dims above 192 hopper/backward_kernel_d256.py, between
-two kernels in Triton.
+"""Backward of attention for Hopper: backward_kernel.py, or backward_kernel_d256.py for head dims above 192, between two
+kernels in Triton.
 
 The first computes delta_i = o_i do_i - dlse_i and writes the zeros to which the second adds sums of dq, in float32 and
 in the order in which its threads hold them; the third brings these into rows and scales them. Tiles of keys add in no
