@@ -1,7 +1,8 @@
 """Spread a model over a mesh of processes: tensor parallel, overlapped, then FSDP2, from outside the model.
 
     tensor     each rank has some heads and some MLP columns of every layer
-               (powertrain/nn/tensor_parallel/linear.py), and between them some of the tokens: the residual stream, its norms and dropout are spread by tokens
+               (powertrain/nn/tensor_parallel/linear.py), and between them some of the tokens: the residual stream, its
+               norms and dropout are spread by tokens
     expert     of the shard ranks, so many share each layer's experts (powertrain/parallel/experts.py)
     shard      FSDP: a layer's parameters are gathered when it runs;  replicate: copies of that whole arrangement (HSDP)
 

@@ -5,8 +5,8 @@
     down = RowParallelLinear(16384, 4096, mesh["tensor"])        # rank r has columns of it: features in
     y = down(gelu(up(x)))                                        # x, y: this rank's tokens [t, 4096]
 
-With sequence parallelism every rank holds some of the tokens between the two (token_shards.py): the first layer gathers them,
- the second sums and scatters. Without it every rank holds all of them: the second sums, and so does the
+With sequence parallelism every rank holds some of the tokens between the two (token_shards.py): the first layer
+gathers them, the second sums and scatters. Without it every rank holds all of them: the second sums, and so does the
 first in backward. Weights are DTensors over the group, so FSDP2 and torch.distributed.checkpoint go on top: give a
 mesh's axis then, not an Overlap, as FSDP2 wants both axes of one mesh.
 """
