@@ -20,6 +20,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
     monkeypatch.setattr(triton_backend, "run", refuse)
     monkeypatch.setattr(dispatch, "_disabled", ())
+    monkeypatch.setattr(dispatch, "_holds", [])
     yield monkeypatch
     monkeypatch.undo()
     settings.reload()
