@@ -45,7 +45,9 @@ _PUBLIC = {
     "trace": "powertrain.runtime.tracing",
 }
 
-__all__ = ["__version__", "parallel", *_PUBLIC]
+_PACKAGES = ("compat", "nn", "parallel")
+
+__all__ = ["__version__", *_PACKAGES, *_PUBLIC]
 
 
 def __getattr__(name: str) -> object:
@@ -53,8 +55,8 @@ def __getattr__(name: str) -> object:
         value = getattr(importlib.import_module(_PUBLIC[name]), name)
         globals()[name] = value
         return value
-    if name == "parallel":
-        return importlib.import_module("powertrain.parallel")
+    if name in _PACKAGES:
+        return importlib.import_module(f"powertrain.{name}")
     raise AttributeError(f"module 'powertrain' has no attribute {name!r}")
 
 

@@ -66,7 +66,7 @@ def test_public_name(name: str) -> None:
 
 
 def test_all_and_dir() -> None:
-    assert set(powertrain.__all__) == {"__version__", "parallel", *powertrain._PUBLIC}
+    assert set(powertrain.__all__) == {"__version__", "compat", "nn", "parallel", *powertrain._PUBLIC}
     assert dir(powertrain) == sorted(powertrain.__all__)
 
 
@@ -75,8 +75,15 @@ def test_unknown_name() -> None:
         _ = powertrain.rms_form
 
 
-def test_parallel_is_there_without_importing_it() -> None:
-    for name in powertrain.parallel.__all__:
-        assert getattr(powertrain.parallel, name).__module__ == powertrain.parallel._PUBLIC[name]
+@pytest.mark.parametrize("name", ["parallel", "nn"])
+def test_packages_are_attributes_and_export_their_names(name: str) -> None:
+    package = getattr(powertrain, name)
+    for public in package.__all__:
+        assert getattr(package, public).__module__ == package._PUBLIC[public]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = powertrain.parallel.nothing
+        _ = package.nothing
+
+
+def test_compat_exports_its_modules() -> None:
+    for name in powertrain.compat.__all__:
+        assert inspect.ismodule(getattr(powertrain.compat, name))

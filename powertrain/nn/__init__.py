@@ -1,1 +1,37 @@
 """Layers with parameters, on ops."""
+
+import importlib
+
+# public name -> module; resolved on first use, as powertrain's own are
+_PUBLIC = {
+    "SelfAttention": "powertrain.nn.attention",
+    "Block": "powertrain.nn.block",
+    "KVCache": "powertrain.nn.cache",
+    "LatentAttention": "powertrain.nn.mla",
+    "MLP": "powertrain.nn.mlp",
+    "GatedMLP": "powertrain.nn.mlp",
+    "Router": "powertrain.nn.moe",
+    "Experts": "powertrain.nn.moe",
+    "MoE": "powertrain.nn.moe",
+    "RMSNorm": "powertrain.nn.norm",
+    "LayerNorm": "powertrain.nn.norm",
+    "ColumnParallelLinear": "powertrain.nn.tensor_parallel.linear",
+    "RowParallelLinear": "powertrain.nn.tensor_parallel.linear",
+    "VocabParallelEmbedding": "powertrain.nn.tensor_parallel.vocab",
+    "VocabParallelHead": "powertrain.nn.tensor_parallel.vocab",
+    "parallelize_linears": "powertrain.nn.tensor_parallel.parallelize_linears",
+}
+
+__all__ = [*_PUBLIC]
+
+
+def __getattr__(name: str) -> object:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'powertrain.nn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
