@@ -1,4 +1,4 @@
-"""A package imports itself and those to its left only, lazy imports included; the environment is read in one place."""
+"""Packages import downwards only and without cycles, lazily or by a string too; one file reads the environment."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "powertrain"
-ORDER = ["runtime", "ops", "quant", "parallel", "nn", "models", "train", "compat", "cli"]
+ORDER = ["runtime", "ops", "parallel", "nn", "models", "train", "compat", "cli"]
 BELOW = {layer: set(ORDER[: index + 1]) for index, layer in enumerate(ORDER)}
 # beside the order: what each of these may import; cli, on top, may import them too
 BELOW |= {side: {"runtime", side} for side in ("testing", "builder", "doctor")}
@@ -64,10 +64,10 @@ def _violations(file: Path, source: str) -> list[str]:
     return bad
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_layers(file: Path) -> None:
-    assert _layer(file) in BELOW, f"powertrain/{_layer(file)} has no place in the order; see DESIGN and this test"
-    assert not _violations(file, file.read_text())
+def test_layers() -> None:
+    for file in FILES:
+        assert _layer(file) in BELOW, f"powertrain/{_layer(file)} has no place in the order; see docs/architecture.md"
+    assert not [line for file in FILES for line in _violations(file, file.read_text())]
 
 
 @pytest.mark.parametrize(
@@ -92,17 +92,66 @@ def test_the_test_allows() -> None:
     assert not _violations(ROOT / "cli/x.py", "from powertrain.testing import bench\nimport powertrain")
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_environment_is_read_in_one_place(file: Path) -> None:
-    if str(file.relative_to(ROOT)) in ENVIRONMENT:
-        return
-    for node in ast.walk(ast.parse(file.read_text())):
-        touched = {
-            getattr(node, "attr", None),
-            *(alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)),
-        }
-        where = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-        assert not touched & {"environ", "environb", "getenv", "putenv"}, f"{where}: use runtime/settings.py"
+def _module(file: Path) -> str:
+    return ".".join(("powertrain", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def _imported(source: str, package: tuple[str, ...], modules: set[str]) -> set[str]:
+    """Our modules that a file imports, also lazily, by importlib or by a name in a string."""
+    tree = ast.parse(source)
+    names = [f"powertrain.{name}" for _, name in _imports(tree, package)]
+    texts = [str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant)]
+    names += [text for text in texts if text.startswith("powertrain.")]
+    found = set()
+    for name in names:
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found - {"", "powertrain"}
+
+
+def _cycle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one import cycle, or none: what is left when modules that import nothing are removed in turn."""
+    left = {module: set(imports) & set(graph) - {module} for module, imports in graph.items()}
+    while ended := [module for module, imports in left.items() if not imports & set(left)]:
+        for module in ended:
+            del left[module]
+    if not left:
+        return []
+    path = [next(iter(left))]
+    while path[-1] not in path[:-1]:
+        path.append(next(name for name in sorted(left[path[-1]]) if name in left))
+    return path[path.index(path[-1]) :]
+
+
+def test_no_import_cycles() -> None:
+    files = {_module(file): file for file in FILES if _module(file) != "powertrain"}
+    graph = {
+        name: _imported(file.read_text(), ("powertrain", *file.relative_to(ROOT).parts[:-1]), set(files))
+        for name, file in files.items()
+    }
+    assert not (cycle := _cycle(graph)), " -> ".join(cycle)
+
+
+def test_the_test_sees_cycles() -> None:
+    modules = {"powertrain.a", "powertrain.b.c"}
+    assert _imported("def f():\n    from powertrain.b import c", ("powertrain",), modules) == {"powertrain.b.c"}
+    assert _imported("LAZY = 'powertrain.b.c'", ("powertrain",), modules) == {"powertrain.b.c"}
+    assert set(_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}})) == {"b", "c"}
+    assert not _cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def test_environment_is_read_in_one_place() -> None:
+    for file in FILES:
+        if str(file.relative_to(ROOT)) in ENVIRONMENT:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            touched = {
+                getattr(node, "attr", None),
+                *(alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)),
+            }
+            where = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            assert not touched & {"environ", "environb", "getenv", "putenv"}, f"{where}: use runtime/settings.py"
 
 
 def test_no_file_here_is_excused_in_vain() -> None:

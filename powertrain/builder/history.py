@@ -53,6 +53,10 @@ class UnitRecord:
     peak: int
 
 
+class _OtherVersion(Exception):
+    """Another version of Powertrain wrote the history: it stays as it is."""
+
+
 class History:
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -72,6 +76,8 @@ class History:
                 tracing.warn(f"build history {self.file}: {error}; this build is not compared with earlier ones")
             else:
                 self._set_aside(error)
+        except _OtherVersion as error:
+            tracing.warn(f"build history {self.file}: {error}; this build is not compared with earlier ones")
         except OSError as error:
             tracing.warn(f"build history {self.file}: {error.strerror}; this build is not compared with earlier ones")
         return nothing
@@ -84,7 +90,7 @@ class History:
                 connection.execute(statement)
             connection.execute(f"pragma user_version = {_VERSION}")
         elif version != _VERSION:
-            raise ValueError(f"must have version {_VERSION}, got {version}")
+            raise _OtherVersion(f"must have version {_VERSION}, got {version}")
 
     def _set_aside(self, error: Exception) -> None:
         aside = self.file.with_name(f"{self.file.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")

@@ -59,7 +59,9 @@ def test_no_folder_of_a_worker_stays(way: str, tmp_path: Path) -> None:
     environment = kernels.environment(tmp_path / "store", TMPDIR=str(temporary))
     # a worker that is killed as it works leaves its folder to the next one's start
     for number, each in enumerate([way, "end"] if way == "kill -9" else [way]):
-        script = "from powertrain.runtime import compile\nfrom tests.runtime.kernels import spec_of\n"
+        script = (
+            "from powertrain.runtime.compile import service as compile\nfrom tests.runtime.kernels import spec_of\n"
+        )
         script += f"compile.entry_for(spec_of(block={128 << number}))\nassert compile.service()._idle\n{ends[each]}"
         command = [sys.executable, "-c", script]
         subprocess.run(command, cwd=kernels.ROOT, env=environment, capture_output=True, timeout=120)
@@ -158,7 +160,8 @@ def test_a_start_that_hangs_ends_at_the_deadline_and_serves_the_next(
 def test_frames_larger_than_the_pipe_among_signals(interval: float) -> None:
     """Both ways, with a signal that cuts writes and reads short as often as it can."""
     body, noise = random.Random(1).randbytes(3 << 20), random.Random(2)
-    echo = "import functools, signal, sys; sys.path[:0] = [sys.argv[1]]; from powertrain.runtime import worker as w\n"
+    echo = "import functools, signal, sys; sys.path[:0] = [sys.argv[1]]\n"
+    echo += "from powertrain.runtime.compile import worker as w\n"
     echo += "signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\n"
     echo += "message = w.parse_frame(functools.partial(w._read, 0)); n = message['entry']; "
     echo += "w._write(1, w.frame(message, w._read(0, n)))"
@@ -206,7 +209,7 @@ def test_a_worker_that_goes_to_rest_just_as_it_is_asked(
 def test_a_request_that_crosses_the_word_of_rest(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The same moment, held still: the worker has said that it rests, and lives on while it is asked."""
     rests = (
-        "import sys, time; sys.path[:] = sys.argv[4:]; from powertrain.runtime import worker as w; "
+        "import sys, time; sys.path[:] = sys.argv[4:]; from powertrain.runtime.compile import worker as w; "
         "w._write(1, w.frame({'resting': True, 'entry': 0})); import os; os.close(1); time.sleep(0.3)"
     )
     first = []

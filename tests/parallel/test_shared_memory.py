@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.parallel.collective_matmul import all_gather_gemm
@@ -100,12 +101,13 @@ def test_results_in_any_layout_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> 
 def test_closing_waits_for_nobody_once_somebody_is_gone(
     failure: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited: list[bool] = []
-    monkeypatch.setattr(SymmetricTransport, "_wait_for_all", lambda self: waited.append(True))
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append("streams"))
+    monkeypatch.setattr(dist, "barrier", lambda group: waited.append("ranks"))
     closes = SimpleNamespace(close=lambda: None, failure=failure)
-    transport = _transport(peers=closes, watch=closes, _shared={0: None}, _captured=set())
+    transport = _transport(peers=closes, watch=closes, device=None, group=None, _shared={0: None}, _captured=set())
     transport.close()
-    assert waited == ([True] if failure is None else []) and not transport._shared
+    assert waited == (["streams", "ranks"] if failure is None else []) and not transport._shared
 
 
 def test_after_a_call_that_failed_half_way_none_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,15 +38,15 @@ H200, A100 = Target.parse("H200"), Target.parse("A100")
 
 def test_shipped_until_tuned(sample) -> None:
     assert sample(100, 4096, H200) == Plan(2, 8)
-    tuning.save(H200.name, {"test_tuning._plan": {"128,4096": {"num_warps": 4}}}, {"date": "today"})
+    tuning.save(H200.name, {f"{__name__}._plan": {"128,4096": {"num_warps": 4}}}, {"date": "today"})
     assert sample(100, 4096, H200) == Plan(2, 4), "the same size class"
     assert sample(200, 4096, H200) == Plan(2, 8), "another size class"
     assert sample(100, 4096, A100) == Plan(2, 8), "another GPU"
 
 
 def test_tables_merge(sample) -> None:
-    tuning.save(H200.name, {"test_tuning._plan": {"1,1": {"num_warps": 1}}}, {})
-    tuning.save(H200.name, {"test_tuning._plan": {"2,2": {"num_warps": 2}}}, {})
+    tuning.save(H200.name, {f"{__name__}._plan": {"1,1": {"num_warps": 1}}}, {})
+    tuning.save(H200.name, {f"{__name__}._plan": {"2,2": {"num_warps": 2}}}, {})
     assert (sample(1, 1, H200).num_warps, sample(2, 2, H200).num_warps) == (1, 2)
 
 
@@ -63,8 +63,8 @@ def test_a_bad_table_is_said_and_left(sample, content: str) -> None:
 def test_while_tuning_calls_are_met_and_forced(sample) -> None:
     with tuning.session():
         sample(100, 4096, H200)
-        assert tuning.met == {("test_tuning._plan", "128,4096"): Plan(2, 8)}
-        tuning.forced["test_tuning._plan"] = {"num_warps": 16}
+        assert tuning.met == {(f"{__name__}._plan", "128,4096"): Plan(2, 8)}
+        tuning.forced[f"{__name__}._plan"] = {"num_warps": 16}
         assert sample(100, 4096, H200) == Plan(2, 16)
     assert sample(100, 4096, H200) == Plan(2, 8)
 
