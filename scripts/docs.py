@@ -1,7 +1,7 @@
 """`python scripts/docs.py`: build the documentation with mkdocs into ./site, offline.
 
-The pages are copied to build/site-pages at the paths they have in the repository: mkdocs takes pages from one folder only, and
-docs/ links to the README, CONTRIBUTING.md and benchmarks/results beside it.
+The pages are copied to build/site-pages at the paths they have in the repository: mkdocs takes pages from one folder
+only, and docs/ links to the README, CONTRIBUTING.md and benchmarks/results beside it.
 """
 
 import os

@@ -22,6 +22,7 @@ PAGES = [
     ROOT / "benchmarks" / "README.md",
     *(ROOT / "docs").rglob("*.md"),
 ]
+FOLDERS = [folder.name for parent in (ROOT, ROOT / "powertrain") for folder in parent.iterdir() if folder.is_dir()]
 DOCUMENTED_PACKAGES = ("nn", "models", "train", "compat", "testing")
 OPS = [name for name, module in powertrain._PUBLIC.items() if module.startswith("powertrain.ops.")]
 
