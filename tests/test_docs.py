@@ -117,6 +117,18 @@ def test_links_commands_and_files_exist(page: Path) -> None:
         assert stands_for_any or any((root / path).exists() for root in (ROOT, ROOT / "powertrain")), path
 
 
+def test_the_files_of_architecture_tables_exist() -> None:
+    """A table whose head is `file in FOLDER` lists files of that folder."""
+    folder, listed = "", 0
+    for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
+        head = re.match(r"\| file in (\S+) \|", line)
+        folder = head[1] if head else folder if line.startswith("|") else ""
+        for file in re.findall(r"[\w/]+\.py", line.split("|")[1]) if folder else ():
+            assert (ROOT / folder / file).exists(), f"{folder}/{file}"
+            listed += 1
+    assert listed > 80
+
+
 def test_the_tables_of_attention_are_what_the_code_says() -> None:
     page = (ROOT / "docs" / "attention.md").read_text()
     updated = runpy.run_path(str(ROOT / "scripts" / "attention_tables.py"))["updated"]
