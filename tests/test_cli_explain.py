@@ -90,7 +90,7 @@ def test_as_transformer_engine() -> None:
     for words in (
         "as TransformerEngine 2.3 with torch 2.6, cuDNN 9.8.0, flash-attn 2.7.4",
         "NVTE_FLASH_ATTN=0",
-        "nothing is left; what would help:",
+        "no backend is left; changes that would help:",
         "unset NVTE_FLASH_ATTN and TransformerEngine 2.20: FlashAttention 2",
         "Powertrain: triton",
         "why not FusedAttention:",

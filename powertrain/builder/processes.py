@@ -1,4 +1,4 @@
-"""Processes: what a build's tree of processes does and takes, sampled."""
+"""Processes: state and memory of a build's process tree, sampled."""
 
 import os
 import re

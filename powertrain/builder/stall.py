@@ -86,11 +86,11 @@ def cause(processes: Mapping[int, Process], folders: Iterable[Path], swap_rate: 
         if peer := _peer(process.pid):
             what = f"{process.name} (process {process.pid}) waits for {peer} on the network"
             return Cause(what, "check the connection and the proxy; pip takes --timeout and --retries")
-    return Cause(f"nothing is known of what these wait for: {_names(processes.values())}", "look at the end of the log")
+    return Cause(f"the reason why these wait is unknown: {_names(processes.values())}", "look at the end of the log")
 
 
 def slow_but_working(silent: float, name: str, doing: str, seconds: float) -> str | None:
-    """What to say of a long silence in which a compiler works."""
+    """Message for a long silence while a compiler works."""
     if silent < _SLOW:
         return None
     return f"{doing or 'the compiler'} on {name}, {_age(seconds)}: it works, and is slow"

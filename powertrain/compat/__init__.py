@@ -1,1 +1,1 @@
-"""Other libraries' functions under their own names, on ours. docs/migrating.md says what differs."""
+"""Functions of other libraries under their own names, computed by ours. docs/migrating.md lists the differences."""

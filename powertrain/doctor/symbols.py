@@ -1,4 +1,4 @@
-"""Do compiled extensions find in the installed torch what they were linked against? Read from files, not imported."""
+"""Whether the installed torch defines the symbols that compiled extensions need. Read from files, not imported."""
 
 import re
 import time

@@ -79,7 +79,7 @@ class CausalLM(nn.Module):
         return self.spread.loss(partial(head, z_loss=z_loss), states, labels)
 
     def hidden_states(self, tokens: Tensor, context: Context) -> Tensor:
-        """What the head sees [B, S, hidden_size]; under tensor parallelism this rank's tokens [t, hidden_size]."""
+        """The head's input [B, S, hidden_size]; under tensor parallelism this rank's tokens [t, hidden_size]."""
         x, residual = self._embedded(tokens, context), None
         for layer in self.layers:
             x, residual = layer(x, residual, context)
@@ -111,11 +111,11 @@ class Whole:
     """Where a model's tokens are: all of them here. Tensor parallelism has another way (parallelize.TokenSpread)."""
 
     def context(self, tokens: Tensor, context: Context) -> Context:
-        """What layers are told of `tokens` [B, S]."""
+        """The `Context` of layers for `tokens` [B, S]."""
         return context
 
     def own(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """What this rank has of something that each of `tokens` [B, S] has one of, x [B, S] or [S]."""
+        """This rank's part of x [B, S] or [S], which has one value for each of `tokens` [B, S]."""
         return x
 
     def entered(self, x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Whole:
         return x
 
     def gathered(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """What the head sees, of all `tokens`: [B, S, D]."""
+        """The head's input for all `tokens`: [B, S, D]."""
         return states
 
     def loss(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device and its links do. flops: dense, of the tensors' dtype; link: bytes/s from one peer."""
+    """Rates of a device and its links. flops: dense, of the tensors' dtype; link: bytes/s from one peer."""
 
     sms: int
     flops: float
@@ -91,7 +91,7 @@ class Gathering(ABC):
         """That rank's rows [rows.counts[rank], K]; the current stream waits until they are here."""
 
     def finish(self, outputs: Sequence[Tensor]) -> None:  # noqa: B027
-        """After the last product, whose results are given: what this holds may be used again."""
+        """After the last product, whose results are given: the buffers may be reused."""
 
 
 class Scattering(ABC):
@@ -152,7 +152,7 @@ class Trading(ABC):
         """That rank's rows, a part of `whole`; the current stream waits until they are here."""
 
     def finish(self, outputs: Sequence[Tensor]) -> None:  # noqa: B027
-        """All was sent and waited for, and outputs are made of it: what this holds may be used again."""
+        """All transfers are complete and their outputs computed: the buffers may be reused."""
 
 
 class Transport(ABC):

@@ -49,7 +49,7 @@ class PhaseTimers:
         self._spans.append((name, start, Moment(self.device)))
 
     def take(self) -> Spans:
-        """What was timed since the last time, to be read with `seconds` when the device is done with it."""
+        """Events since the last call, to be read with `seconds` when the device has passed them."""
         taken, self._spans = self._spans, []
         return taken
 

@@ -40,13 +40,13 @@ class Band(NamedTuple):
 
 
 class AttentionBias:
-    """What may stand for `attn_bias` besides a tensor."""
+    """Types of `attn_bias` besides a tensor."""
 
     HOLDS_DENSE_TENSOR: ClassVar[bool] = False
 
     @property
     def band(self) -> Band:
-        """What a query sees, of its block if there are blocks."""
+        """Keys that a query sees, within its block if there are blocks."""
         raise NotImplementedError(f"{type(self).__name__} is no bias of its own: use a class derived from it")
 
     def materialize(
