@@ -178,7 +178,7 @@ def test_doctor_fails_when_a_backend_does(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "screen, words",
     [
-        ("attention", ("TransformerEngine 2.3", "nothing is left", "served by triton")),
+        ("attention", ("TransformerEngine 2.3", "no backend is left", "served by triton")),
         ("build", ("transformer-engine-torch: 2.7 GiB a job", "MAX_JOBS")),
         ("mixed", ("RTX 2080: 5-D query", "RTX 3090: 5-D query", "was built for sm75")),
     ],

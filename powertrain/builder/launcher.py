@@ -36,7 +36,7 @@ def main(sockets: str, command: list[str]) -> int:
     name = source(command)
     governor = name and _governor(sockets)
     if not name or not governor:
-        os.execv(command[0], command)  # nothing is compiled, or nobody governs
+        os.execv(command[0], command)  # not a compilation, or no supervisor
     kind = "thrifty" if is_gcc(command[0]) else "-"
     governor.sendall(f"want {os.getpid()} {name} {kind}\n".encode())
     return _Launch(governor, command).run()

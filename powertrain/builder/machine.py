@@ -83,7 +83,7 @@ class Machine:
 
     @property
     def archs(self) -> tuple[int, ...]:
-        """Those of the GPUs, ascending, each once."""
+        """Archs of the GPUs, ascending, each once."""
         return tuple(sorted({gpu.arch for gpu in self.gpus}))
 
 

@@ -18,9 +18,9 @@ class Recipe:
     headers: tuple[str, ...] = ()
     archs: tuple[int, ...] = ()  # the code families its build knows; () for any
     disk: float = 5.0  # GiB in the temporary folder
-    wheels: str = ""  # where somebody has built it already
+    wheels: str = ""  # URL of prebuilt wheels
     package: str = ""  # its name on PyPI
-    core_minutes: float | None = None  # compiling on one core; None: nobody measured it
+    core_minutes: float | None = None  # compiling on one core; None: not measured
     time_source: str = "not measured"
 
     @property

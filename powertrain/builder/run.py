@@ -76,7 +76,7 @@ class View(Protocol):
 
 @dataclass
 class Outcome:
-    """How a build ended. Sizes in bytes, times in seconds."""
+    """Outcome of a build. Sizes in bytes, times in seconds."""
 
     code: int  # the command's exit code; 128 + the signal that ended it
     seconds: float
@@ -174,7 +174,7 @@ class Governor:
             return place
 
     def _sockets(self) -> Path:
-        """Where launchers find us: the same place each time, so that a build folder which remembers them works; a new
+        """Address of this supervisor for launchers: constant, so that a build folder which remembers them works; a new
         one where that is somebody else's."""
         usual = Path("/tmp", f"powertrain-build-{os.getuid()}")
         try:
@@ -273,7 +273,7 @@ class Governor:
             self.watchdog.stdin.write(f"{line}\n".encode())
             self.watchdog.stdin.flush()
         except OSError:
-            pass  # somebody ended it; we are still here
+            pass  # another process ended it; we are still here
 
     def _over(self) -> bool:
         return self.build.poll() is not None and (self.ended_output or self.selector_is_quiet)

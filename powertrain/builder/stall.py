@@ -134,7 +134,7 @@ def set_aside(lock: Path) -> Path:
 
 
 def extension_folders(environment: Mapping[str, str]) -> list[Path]:
-    """Where torch keeps the extensions that it builds at first use."""
+    """Folder of extensions that torch builds at first use."""
     own = environment.get("TORCH_EXTENSIONS_DIR")
     cache = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return [Path(own)] if own else [Path(cache, "torch_extensions")]

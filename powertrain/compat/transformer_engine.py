@@ -392,7 +392,7 @@ def _masked(
     positional = options["window_size"] != (-1, -1) or options["alibi_slopes"] is not None
     if positional and options["causal_align"] == "bottom_right":
         return {"query_lengths": kept[0].sum(1), "key_lengths": kept[1].sum(1)}
-    # as documents: 0 for every token and -1 for padding, which nobody sees, wherever it is
+    # as documents: 0 for every token and -1 for padding, which is masked, wherever it is
     queries, keys = (x.to(torch.int32) - 1 for x in kept)
     return {"document_ids": (queries, keys)}
 

@@ -92,7 +92,7 @@ def judge(held: frozenset[Code], arch: int) -> tuple[str, str]:
 
 
 def _without(held: dict[Path, frozenset[Code]], arch: int) -> str:
-    """How many of the source files have nothing for an arch that others have code for: the kernels that fail there."""
+    """Number of source files without code for an arch that others have code for: their kernels fail there."""
     units = [unit for file in held for unit in fatbins(file) if unit]
     lacking = sum(not any(one.runs_on(arch) for one in unit) for unit in units)
     return f"{lacking} of {len(units)} compiled source files have no code for it" if 0 < lacking < len(units) else ""

@@ -76,7 +76,7 @@ class Log:
         return self.data.count(b"\n", 0, start) + 1
 
     def tail(self, count: int) -> list[int]:
-        """Where the last lines start, first to last."""
+        """Start offsets of the last lines, in order."""
         starts: list[int] = []
         end = len(self.data)
         while len(starts) < count and end >= 0:
@@ -85,7 +85,7 @@ class Log:
         return starts[::-1]
 
     def lines_with(self, literal: bytes) -> Iterator[int]:
-        """Where each line starts that has it in the part that is searched."""
+        """Start offsets of lines that contain it in the searched part."""
         return self._lines(lambda start: self.data.find(literal, start))
 
     def lines_matching(self, pattern: "re.Pattern[bytes]") -> Iterator[int]:

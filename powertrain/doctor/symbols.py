@@ -58,7 +58,7 @@ def _files(machine: Machine, library: str) -> list[Path]:
 
 
 def _wanting(files: Iterable[Path]) -> list[Path]:
-    """Those that want symbols of torch."""
+    """Libraries that need symbols of torch."""
     return sorted(file for file in files if _names(file, defined=False))
 
 

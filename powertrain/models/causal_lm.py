@@ -108,7 +108,7 @@ class CausalLM(nn.Module):
 
 
 class Whole:
-    """Where a model's tokens are: all of them here. Tensor parallelism has another way (parallelize.TokenSpread)."""
+    """Sharding of a model's tokens: none. Tensor parallelism has another (parallelize.TokenSpread)."""
 
     def context(self, tokens: Tensor, context: Context) -> Context:
         """The `Context` of layers for `tokens` [B, S]."""
@@ -151,7 +151,7 @@ def _head(
 
 
 def _positions(tokens: Tensor, context: Context) -> Tensor:
-    """Where each token stands, [B, S] or [S]."""
+    """Position of each token, [B, S] or [S]."""
     if context.position_ids is not None:
         return context.position_ids
     positions = torch.arange(tokens.shape[1], device=tokens.device)

@@ -337,7 +337,7 @@ class _Table:
 
 
 def _distances(tensors: Sequence[Tensor]) -> tuple[list[int], bool]:
-    """How many elements after the first each tensor lies, and whether all lie at 16-byte boundaries."""
+    """Offset of each tensor from the first, in elements, and whether all are aligned to 16 bytes."""
     addresses = [t.data_ptr() for t in tensors]
     first, size = addresses[0], tensors[0].element_size()
     return [(a - first) // size for a in addresses], not any(a % 16 for a in addresses)

@@ -497,7 +497,7 @@ def _mean_scale(target: Tensor, terms: Terms) -> Tensor:
 
 
 def _scale_(x: Tensor, dloss: Tensor, scale: Tensor | None) -> None:
-    """x *= dloss * scale, in place, one factor for all or one a row; waits for nobody, and reads no x if it is 1."""
+    """x *= dloss * scale, in place, one factor for all or one a row; no synchronization; x is not read if it is 1."""
     M, N = (1, x.numel()) if dloss.dim() == 0 else (dloss.shape[0], x.numel() // max(1, dloss.shape[0]))
     block = min(8192, next_power_of_2(max(1, N)))
     grid = min(M * triton.cdiv(N, block), Target.of(x.device).num_sms * 8)

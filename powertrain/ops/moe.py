@@ -639,7 +639,7 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None
 
 
 def moe_load_balancing_loss(logits: Tensor, experts: Tensor, *, score: Score = "softmax") -> Tensor:
-    """How uneven the experts' loads are: E * sum over experts of (share of assignments) * (mean score); 1 when even.
+    """Imbalance of the experts' loads: E * sum over experts of (share of assignments) * (mean score); 1 when even.
 
     Shapes: S tokens to be balanced among themselves, any leading dims, E experts, k a token.
         logits   [..., S, E]  the router's; with [batch, S, E] every sequence is balanced by itself (DeepSeek-V3)

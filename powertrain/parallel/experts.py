@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Which rows of one call go where.
+    """Routes of the rows of one call.
 
     traffic   how many, known to the host
     ends      [W, E/W] int32: where each source's rows of each of this rank's experts end; rows behind the last are none

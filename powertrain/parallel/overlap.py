@@ -83,7 +83,7 @@ class Overlap:
         checks.require(has or not debug, "Overlap", "debug", f"be False {stays}", debug)
 
     def rows(self, count: int, counts: Sequence[int] | None = None) -> Rows:
-        """Whose rows are whose: `count` on every rank, or as `counts` says."""
+        """Ownership of rows: `count` on every rank, or `counts`."""
         if counts is None:
             return Rows((count,) * self.size)
         checks.require(len(counts) == self.size, "Overlap", "rows", f"have {self.size} entries", list(counts))

@@ -1,4 +1,4 @@
-"""How a call of an op finds its way: straight to the kernel, through torch.library, or to plain PyTorch.
+"""Dispatch of an op's call: directly to the kernel, through torch.library, or to plain PyTorch.
 
 Eager calls on plain tensors go straight to an autograd.Function (or, when no gradient is wanted, to the forward
 itself), because `torch.library.custom_op` costs 24 us forward and 74 with backward. The same functions are registered

@@ -1,4 +1,4 @@
-"""How many jobs fit in this machine: the memory and the cores that this process may really use.
+"""Number of parallel jobs, from the memory and the cores that this process may use.
 
 A container shows the whole machine in /proc/meminfo and os.cpu_count(); its limits are those of its cgroup (version 1
 or 2) and of every group above it, of which the tightest counts. Cores are those of the affinity mask, cut by the quota.
@@ -19,7 +19,7 @@ class Jobs:
 
 
 def jobs(per_job_bytes: int, wanted: int | None = None, *, root: str | Path = "/") -> Jobs:
-    """How many jobs of `per_job_bytes` each to run at once: at least 1, at most `wanted` or one a core.
+    """Number of jobs of `per_job_bytes` each to run at once: at least 1, at most `wanted` or one a core.
 
     wanted  replaces the number of cores, never the limit by memory
     root    where /proc and /sys are found (for tests)

@@ -1,4 +1,4 @@
-"""One outcome on every rank: a value, or the same error at once, so that nobody waits for a rank that has given up.
+"""One outcome on every rank: a value, or the same error at once, so that no rank waits for one that has failed.
 
 Whatever can raise on one rank ahead of a collective goes through one of these. `group` is None for one process.
 """

@@ -295,13 +295,13 @@ def _total(memory: Memory, activations: int) -> int:
 
 
 def _kinds_of_layers(model: Any) -> int:
-    """How many layers there are up to the last one that differs from the one before (dense ones, then experts)."""
+    """Number of layers up to the last one that differs from its predecessor (dense ones, then experts)."""
     shapes = [[tuple(p.shape) for p in layer.parameters()] for layer in model.layers]
     return max((i + 1 for i in range(len(shapes)) if i == 0 or shapes[i] != shapes[i - 1]), default=1)
 
 
 def explain_run_attention(config: RunConfig, model: Any, arch: str) -> Explanation:
-    """Which backend serves the first layer's attention, on a GPU by its name or arch, or on the "cpu"."""
+    """Backend of the first layer's attention, on a GPU by its name or arch, or on the "cpu"."""
     module = model.layers[0].attention
     heads, tensor = module.head_dims, config.parallel.tensor
     kv_heads = getattr(module, "num_kv_heads", module.num_heads)

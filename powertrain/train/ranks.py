@@ -1,4 +1,4 @@
-"""Who we are among the processes of a run, and the process groups they share.
+"""Rank of this process in a run, rendezvous, and process groups.
 
 The launcher says it in the environment: torchrun in RANK, WORLD_SIZE ..., Open MPI in OMPI_COMM_WORLD_*, MPICH and
 Intel MPI in PMI_* and MPI_LOCAL*, srun in SLURM_*. They are asked in that order, so the innermost of several counts.
@@ -41,7 +41,7 @@ class NotTogether(RuntimeError):
 
 
 class Meeting(NamedTuple):
-    """Where the processes of a run find each other.
+    """Rendezvous of the processes of a run.
 
     attempt     counts elastic restarts: an earlier attempt's words are not heard
     by_agent    torchrun keeps the store, else rank 0 does
@@ -413,7 +413,7 @@ def _judge(store: Store, world_size: int, seconds: float) -> None:
 
 
 def _wait(missing: Callable[[], list[int]], seconds: float, rank: int, *, fail: bool = True) -> list[int]:
-    """Until nobody is missing; a line after 5 s. At the deadline the missing ranks, as an error if `fail`."""
+    """Wait until all ranks are present; a line after 5 s. At the deadline the missing ranks, as an error if `fail`."""
     started, said, pause = time.monotonic(), False, 0.005
     while left := missing():
         waited = time.monotonic() - started

@@ -129,7 +129,7 @@ class Trainer:
         return self.progress
 
     def _ends(self) -> bool:
-        """Whether somebody wants the run to end early; ranks learn it of each other, a step later."""
+        """Whether the run was asked to end early; ranks exchange this a step later."""
         return self._stopping or (self.should_stop and self.ranks.world_size == 1)
 
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
@@ -379,7 +379,7 @@ class Trainer:
             self._hear(sink, getattr(sink, what), record)
 
     def _hear(self, sink: Sink, told: Callable[..., None], *record: Any) -> None:
-        """Tell a sink. One that fails (a full disk, a closed pipe, no network) is named once and told on."""
+        """Call a sink. One that fails (a full disk, a closed pipe, no network) is reported once and kept."""
         try:
             told(*record)
         except Exception as error:
@@ -460,7 +460,7 @@ def _changed(before: Any, now: Any, name: str = "") -> list[str]:
 
 
 def _lower(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ranks) -> None:
-    """Compute in 16 bits where that is wanted and nobody else sees to it; the float32 weights become masters."""
+    """Compute in 16 bits if configured and not done by FSDP; the float32 weights become masters."""
     dtype = DTYPES[config.train.precision]
     if dtype is torch.float32 or ranks.mesh is not None:
         return

@@ -130,7 +130,7 @@ class ContextParallel:
         return self.peers.world_size
 
     def sharding(self, seq_length: int | None = None, *, cu_seqlens: Tensor | Sequence[int] | None = None) -> Sharding:
-        """Where the tokens of a sequence, or of packed documents, go. All ranks must give the same.
+        """The sharding of a sequence, or of packed documents. All ranks must pass the same arguments.
 
         seq_length   of every sequence of a dense batch: any, no multiple of anything
         cu_seqlens   [documents + 1], ascending from 0: documents one behind the other, of any lengths, 0 among them;

@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class Sharding:
-    """Which rank holds which tokens: made by `ContextParallel.sharding`, the same on all ranks.
+    """Assignment of tokens to ranks: made by `ContextParallel.sharding`, the same on all ranks.
 
     bounds      for each document the 2 W + 1 tokens where its pieces begin, counted within it
     starts      where the documents begin, and the end

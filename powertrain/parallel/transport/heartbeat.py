@@ -1,4 +1,4 @@
-"""Who the other ranks are, whether they live, and how far they have come: told to each other through the group's store.
+"""Liveness and progress of ranks, exchanged through the group's store.
 
 Every rank notes a beat each second. On its own host a peer is alive while its process is there, beat or none, since
 a process that compiles or saves may be too busy to beat; elsewhere a peer is gone after 15 seconds without one.
@@ -106,7 +106,7 @@ class Peers:
             pass
 
     def gave_up(self) -> str | None:
-        """Which other rank gave up, and why; None if nobody did."""
+        """The rank that reported a failure, and its reason; None if there is none."""
         for peer in self.all:
             key = f"gave up {peer.rank}"
             try:
@@ -117,7 +117,7 @@ class Peers:
         return None
 
     def _heard(self, rank: int) -> tuple[int, int] | None:
-        """(beat, calls) as last told."""
+        """(beat, calls) as last published."""
         try:
             key = f"beat {rank}"
             if not self._store.check([key]):
@@ -128,7 +128,7 @@ class Peers:
         return int(beat), int(calls)
 
     def gone(self) -> list[Peer]:
-        """Those that are certainly not there any more."""
+        """Ranks that are certainly lost."""
         now, lost = time.monotonic(), []
         for peer in self.all:
             if peer.rank == self.rank:
@@ -148,7 +148,7 @@ class Peers:
         return lost
 
     def behind(self, calls: int) -> list[Peer]:
-        """Those that have begun fewer calls than this one, as far as they told."""
+        """Ranks that have begun fewer calls than this one, by their published counts."""
         told = [(peer, self._heard(peer.rank)) for peer in self.all if peer.rank != self.rank]
         return [peer for peer, heard in told if heard is None or heard[1] < calls]
 

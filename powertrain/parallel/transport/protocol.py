@@ -1,4 +1,4 @@
-"""Who may write to which memory when: the rules by which ranks use each other's memory, and nothing else.
+"""Synchronization protocol: when a rank may write to the memory of another.
 
 Every rank keeps an inbox for gatherings and one for scatterings, with two slots each that calls use in turn, and two of
 one slot for rows that are traded, there and back. The others copy their rows there. It also keeps words, 0 or 1, each

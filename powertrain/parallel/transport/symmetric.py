@@ -273,7 +273,7 @@ class SymmetricTransport(CollectiveTransport):
         try:
             if self.watch.failure is None:
                 torch.cuda.synchronize(self.device)
-            if self.watch.failure is None:  # else somebody will not come
+            if self.watch.failure is None:  # else a rank is lost
                 dist.barrier(self.group)
         finally:
             self.watch.close()
@@ -309,7 +309,7 @@ class SymmetricGathering(Gathering):
             transport.engine.copy(stream, (source, shard.numel() * shard.element_size()), (own, 0))
 
     def cuts(self, rank: int) -> list[int]:
-        """Where a rank's pieces start in the whole, and where the last one ends."""
+        """Start rows of a rank's pieces in the whole, and the end of the last."""
         start, count = self.rows.of(rank).start, self.rows.counts[rank]
         return [start + count * i // self.pieces for i in range(self.pieces + 1)]
 
@@ -419,7 +419,7 @@ class SymmetricTrading(Trading):
 
 
 def _starts(counts: Sequence[int], own: int, row_bytes: int) -> list[int]:
-    """Where each source's rows start in an inbox, in bytes, and where the last ones end."""
+    """Byte offset of each source's rows in an inbox, and the end of the last."""
     starts = [0]
     for rank, count in enumerate(counts):
         nbytes = 0 if rank == own else -(-count * row_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -90,7 +90,7 @@ class Entry:
 
 
 def distrust(path: Path, facts: os.stat_result | None = None) -> str | None:
-    """Why code must not be loaded from this folder or file: somebody else could have put it there."""
+    """Why code must not be loaded from this folder or file: other users could have written it."""
     facts = path.stat() if facts is None else facts
     if facts.st_mode & stat.S_IWOTH:
         return f"{path} can be written by everybody; run `chmod o-w {path}`"
@@ -283,7 +283,7 @@ def write_pack(path: Path, entries: list[Entry], manifest: dict[str, Any]) -> No
 
 
 def default_root() -> Path:
-    """Where kernels are kept: POWERTRAIN_STORE, or the user's cache folder."""
+    """Folder of the store: POWERTRAIN_STORE, or the user's cache folder."""
     if settings().store:
         return Path(settings().store or "")
     import platformdirs

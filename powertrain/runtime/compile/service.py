@@ -188,13 +188,13 @@ class _Worker:
         return status
 
     def end(self) -> int:
-        """The same, by the one who asked it last: nobody reads its pipes any more."""
+        """The same, by the one who asked it last: its pipes have no reader any more."""
         status = self.kill()
         self.drop()
         return status
 
     def _is_there(self) -> bool:
-        """Whether the process id is still this worker's: somebody may have collected all children of the process."""
+        """Whether the process id is still this worker's: other code may have reaped all children of the process."""
         try:
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -332,7 +332,7 @@ class Service:
         return answer
 
     def close(self) -> None:
-        """End the workers; who waits for one at work is told that it died."""
+        """End the workers; callers that wait for one get the error that it died."""
         while self._idle:
             self._end(self._idle.pop())
         for busy in list(self._all.values()):

@@ -1,4 +1,4 @@
-"""Weights from wherever they are: a run's checkpoint, a Hugging Face folder, a GPT-NeoX checkpoint; told by content."""
+"""Weights of a run's checkpoint, a Hugging Face folder or a GPT-NeoX checkpoint, detected from the files."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -195,7 +195,7 @@ def _discard(checkpoint: Path) -> None:
 def _remove(folder: Path) -> None:
     """Delete a checkpoint's files in a folder, and the folder if nothing else is in it."""
     try:
-        # checkpoint.json first: without it nobody takes the rest for a checkpoint
+        # checkpoint.json first: without it the rest is not taken for a checkpoint
         for file in sorted(folder.iterdir()):
             if _OURS.fullmatch(file.name) and (file.is_file() or file.is_symlink()):
                 file.unlink()

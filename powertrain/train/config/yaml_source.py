@@ -43,7 +43,7 @@ class UnsupportedConfig(ConfigError, NotImplementedError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a key stands. `str()` is "file.yml:12", "command line" or "default"."""
+    """Location of a key. `str()` is "file.yml:12", "command line" or "default"."""
 
     file: str
     line: int = 0

@@ -51,7 +51,7 @@ class _Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a document becomes values: its tokenizer, jsonl key, whether end-of-document is appended, and their dtype."""
+    """Encoding of a document: its tokenizer, jsonl key, whether end-of-document is appended, and their dtype."""
 
     tokenizer: Tokenizer
     dtype: type[np.uint16] | type[np.int32]

@@ -54,7 +54,7 @@ class EvaluationRecord:
 
 
 class Sink(Protocol):
-    """Somebody who is told of every step: the screen, a file, TensorBoard, W&B, the report."""
+    """Receiver of every step's metrics: the screen, a file, TensorBoard, W&B, the report."""
 
     def step(self, record: StepRecord) -> None: ...
 

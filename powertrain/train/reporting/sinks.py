@@ -1,4 +1,4 @@
-"""Who is told of a run's steps: the screen, metrics.jsonl, TensorBoard, W&B, the report."""
+"""Sinks of a run's metrics: the screen, metrics.jsonl, TensorBoard, W&B, the report."""
 
 import importlib.util
 from pathlib import Path

@@ -370,7 +370,7 @@ def _check_blocks(q: Tensor, k: Tensor, bias: _BlockBias) -> None:
 
 
 class _Groups(NamedTuple):
-    """How groups and heads became heads."""
+    """Mapping of groups and heads to heads."""
 
     sizes: tuple[int, int] | None  # of a 5-D query, in the order they were flattened
     swapped: bool = False

@@ -139,7 +139,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 
 @dataclass
 class _SeqLenInfo:
-    """How a dim is cut: block n is rows seqstart[n] to seqstart[n + 1]. Everything is there for host and device."""
+    """Partition of a dim: block n is rows seqstart[n] to seqstart[n + 1]. Everything is there for host and device."""
 
     seqstart: Tensor  # [blocks + 1] int32
     max_seqlen: int
@@ -575,7 +575,7 @@ class _PagedBias(_BlockBias):
     page_size: int
 
     def first_rows(self) -> Tensor | None:
-        """Where each sequence begins within its pages, [blocks] on the device, or None if at 0."""
+        """Start of each sequence within its pages, [blocks] on the device, or None if at 0."""
         return None
 
     def spans(self) -> list[tuple[int, int]]:
