@@ -1,5 +1,7 @@
 """`python scripts/install.py VENV`: a virtual environment with the versions in constraints.txt and this checkout.
 
+`--docs`: the tools of `make docs` instead, without torch and without this checkout.
+
 Needs Python and nothing else. Says what it will download; does nothing when the environment is already so; starts over
 where an earlier run was interrupted; leaves alone an environment that it did not make.
 """
@@ -30,16 +32,17 @@ NEEDED = (
     "torch", "triton", "numpy", "platformdirs", "psutil", "rich", "typer", "pydantic", "yaml", "safetensors",
     "tokenizers", "zstandard", "filelock", "jinja2", "tensorboard", "pytest", "ruff", "mypy",
 )  # fmt: skip
+DOCS_SECTION = "# For `make docs` only"
 
 
-def pins(triton: str | None) -> dict[str, tuple[str, float]]:
-    """Package -> (version, MB to download) for this Python."""
+def pins(triton: str | None, section: str) -> dict[str, tuple[str, float]]:
+    """Package -> (version, MB to download) for this Python, from a section of constraints.txt."""
     found = {}
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
+    for line in section.splitlines():
         match = re.match(r'([\w-]+)==([^\s;]+)(?:; python_version (<|>=) "3.11")?(?:\s*# (\d+))?', line)
         if match and (not match[3] or (match[3] == "<") == (sys.version_info < (3, 11))):
             found[match[1]] = (match[2], float(match[4] or 0.3))
-    if triton:
+    if triton and "triton" in found:
         found["triton"] = (triton, found["triton"][1])
     return found
 
@@ -51,7 +54,7 @@ def announce(venv: Path, versions: dict[str, tuple[str, float]]) -> None:
     for name, (version, size) in large.items():
         note = "  (2500 MB if pip finds a build with CUDA: its libraries and its own Triton come along)"
         print(f"  {name:18} {version:10} {size:4.0f} MB{note if name == 'torch' else ''}")
-    print(f"  and {len(small)} small ones, 15 MB in all: {', '.join(small)}", flush=True)
+    print(f"  and {len(small)} small ones: {', '.join(small)}", flush=True)
 
 
 def pip(venv: Path, title: str, *arguments: str) -> None:
@@ -93,6 +96,13 @@ def install(venv: Path, versions: dict[str, tuple[str, float]], triton: str | No
         pip(venv, "the rest", "-c", str(constraints), "--no-build-isolation", "-e", f"{ROOT}[dev]")
 
 
+def install_docs(venv: Path) -> None:
+    requirements = re.search(r"^docs = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert requirements, "pyproject.toml has no extra named docs"
+    names = re.findall(r'"([^"]+)"', requirements[1])
+    pip(venv, "the tools of make docs", "-c", str(ROOT / "constraints.txt"), *names)
+
+
 def missing(venv: Path) -> list[str]:
     code = f"import importlib.util as u; print(*(n for n in {NEEDED} if u.find_spec(n) is None))"
     return subprocess.run([str(venv / "bin" / "python"), "-c", code], capture_output=True, text=True).stdout.split()
@@ -102,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("venv", type=Path)
     parser.add_argument("--triton", help="this version instead of the pinned one")
+    parser.add_argument("--docs", action="store_true", help="the tools of make docs, nothing else")
     options = parser.parse_args()
     venv, stamp = options.venv, options.venv / "powertrain-installed"
 
@@ -111,14 +122,18 @@ def main() -> None:
             sys.exit(f"{venv} was not made by this script and lacks {', '.join(lacking)}: remove it, or use VENV=none")
         return
     inputs = [(ROOT / name).read_bytes() for name in ("constraints.txt", "pyproject.toml", "scripts/install.py")]
-    wanted = hashlib.sha256(repr((inputs, options.triton, sys.version, str(ROOT))).encode()).hexdigest()
+    wanted = hashlib.sha256(repr((inputs, options.triton, options.docs, sys.version, str(ROOT))).encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    versions = pins(options.triton)
+    tests, _, docs = (ROOT / "constraints.txt").read_text().partition(DOCS_SECTION)
+    versions = pins(options.triton, docs if options.docs else tests)
     announce(venv, versions)
     create(venv)
     stamp.write_text("unfinished")
-    install(venv, versions, options.triton)
+    if options.docs:
+        install_docs(venv)
+    else:
+        install(venv, versions, options.triton)
     stamp.write_text(wanted)
 
 

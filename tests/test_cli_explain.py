@@ -90,7 +90,7 @@ def test_as_transformer_engine() -> None:
     for words in (
         "as TransformerEngine 2.3 with torch 2.6, cuDNN 9.8.0, flash-attn 2.7.4",
         "NVTE_FLASH_ATTN=0",
-        "nothing is left; what would help:",
+        "no backend is left; changes that would help:",
         "unset NVTE_FLASH_ATTN and TransformerEngine 2.20: FlashAttention 2",
         "Powertrain: triton",
         "why not FusedAttention:",
@@ -178,7 +178,7 @@ def test_doctor_fails_when_a_backend_does(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "screen, words",
     [
-        ("attention", ("TransformerEngine 2.3", "nothing is left", "served by triton")),
+        ("attention", ("TransformerEngine 2.3", "no backend is left", "served by triton")),
         ("build", ("transformer-engine-torch: 2.7 GiB a job", "MAX_JOBS")),
         ("mixed", ("RTX 2080: 5-D query", "RTX 3090: 5-D query", "was built for sm75")),
     ],

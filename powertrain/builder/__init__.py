@@ -1,7 +1,10 @@
 """Builds of other projects' CUDA extensions: planned, shown, kept inside the memory there is, never stuck silently.
 
-machine.py what is here; recipes.py what a build wants; plan.py both together; launcher.py and shims.py how compilers
-are made to wait; room.py who may run; processes.py what runs; progress.py what the builder says; stall.py why nothing
-moves; terminal.py what is asked; ending.py what went wrong; history.py what earlier builds took; watchdog.py what ends
-a build whose governor was killed; run.py all of it.
+machine.py   facts of the machine           recipes.py   resources of known projects
+plan.py      jobs, archs, refusals          run.py       one build, supervised
+launcher.py, shims.py  compilers delayed    memory_scheduler.py  which compiler may run
+processes.py  sampled process tree          progress.py  the builder's own output
+stall.py     reason of a standstill         terminal.py  prompts of the build
+ending.py    cause of a failure             history.py   figures of earlier builds
+watchdog.py  ends a build whose supervisor was killed
 """

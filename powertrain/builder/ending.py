@@ -96,7 +96,7 @@ _NOISE = re.compile(r"^\s*(ERROR: Failed building|error: subprocess-exited|× |n
 
 
 def lines_of(log: IO[bytes]) -> Iterator[str]:
-    """A log's lines, each cut to what is searched: a compiler's command line can be longer than a book."""
+    """A log's lines, each cut to the length that is searched: a compiler's command line can be longer than a book."""
     whole = True
     while part := log.readline(LONGEST_LINE):
         if whole:
@@ -105,7 +105,7 @@ def lines_of(log: IO[bytes]) -> Iterator[str]:
 
 
 def first_error(lines: Iterable[str]) -> Failure | None:
-    """The first line that says why, with what it means; None if no line does."""
+    """The first line with a known cause, and its meaning; None if there is none."""
     for line in map(bare, lines):
         if _NOISE.match(line):
             continue

@@ -1,4 +1,4 @@
-"""History: what earlier builds took, in one SQLite file in the user's data folder."""
+"""History: time and memory of earlier builds, in one SQLite file in the user's data folder."""
 
 import os
 import sqlite3
@@ -25,8 +25,8 @@ create table unit(build integer references build(id), name text, seconds real, p
 """
 _MARGIN = 1.2  # over the largest unit of earlier builds
 _WAIT = 10  # seconds for another build's write
-_LAST_DAY = 2.0**37  # seconds since the epoch: beyond what calendars here know
-# what SQLite says where the file may be whole
+_LAST_DAY = 2.0**37  # seconds since the epoch: the limit of calendars here
+# messages of SQLite where the file may be whole
 _ELSEWHERE = ("locked", "readonly", "unable to open", "disk is full", "disk I/O", "interrupted")
 
 
@@ -62,7 +62,7 @@ class History:
         self.file = file
 
     def _with(self, work: Callable[[sqlite3.Connection], T], nothing: T) -> T:
-        """What `work` gives; `nothing`, and a line, where the file cannot be read or written. A damaged one is set
+        """The result of `work`; `nothing`, and a line, where the file cannot be read or written. A damaged one is set
         aside: a build is worth more than its history."""
         try:
             if self.file.exists() and not self.file.is_file():
@@ -101,7 +101,7 @@ class History:
             where = f"renamed to {aside.name}"
         except OSError as reason:
             where = f"and cannot be renamed ({reason.strerror})"
-        tracing.warn(f"build history {self.file} is damaged ({error}), {where}; what builds take is learned anew")
+        tracing.warn(f"build history {self.file} is damaged ({error}), {where}; statistics of builds start anew")
 
     def add(self, record: Record, units: Sequence[UnitRecord]) -> None:
         values = tuple(_plain(value) for value in vars(record).values())
@@ -146,7 +146,7 @@ class History:
         return self._with(work, {})
 
     def estimate(self, recipe: Recipe, command: str, archs: str) -> Estimate | None:
-        """What builds of the same command took here, or else of the same project; None if there was none."""
+        """Figures of earlier builds of the same command, or else of the same project; None if there was none."""
         units = self.known(recipe, command)
         if not units:
             return None
@@ -156,7 +156,7 @@ class History:
         largest = max(units.values(), key=lambda unit: unit.peak)
         size = max(2**24, int(largest.peak * _MARGIN))
         why = f"measured here: {largest.name} took the most, {largest.peak / 2**30:.2f} GiB"
-        if not done and size < recipe.bytes:  # what failed may not have come to its largest
+        if not done and size < recipe.bytes:  # a failed unit may not have reached its peak
             size, why = recipe.bytes, f"{recipe.source}; {why} in builds that failed"
         times = [record.seconds for record in done if record.archs == archs]
         return Estimate(size, statistics.median(times) if times else None, why, "measured here")
@@ -171,7 +171,7 @@ def _record(row: Sequence[Any]) -> Record:
 
 
 def _number(value: Any, most: float = 2**60) -> float:
-    """What a whole file has where a size or a time belongs."""
+    """A size or a time, checked. Raises ValueError."""
     if not isinstance(value, int | float) or not 0 <= value <= most:
         raise ValueError(f"a size or time must be from 0 to {most:.0f}, got {value!r:.40}")
     return value

@@ -1,4 +1,4 @@
-"""What stands where a compiler is called: asks the governor for room, runs the compiler, runs it again if told to.
+"""Stands in for a compiler: requests memory from the scheduler, runs the compiler, repeats it on request.
 
 Started once a compile as `python -IS launcher.py SOCKETS COMPILER ARGUMENTS...`, so it imports little. The governor is
 the nearest ancestor with a socket in SOCKETS (named after its process); without one the compiler simply runs, so that
@@ -36,7 +36,7 @@ def main(sockets: str, command: list[str]) -> int:
     name = source(command)
     governor = name and _governor(sockets)
     if not name or not governor:
-        os.execv(command[0], command)  # nothing is compiled, or nobody governs
+        os.execv(command[0], command)  # not a compilation, or no supervisor
     kind = "thrifty" if is_gcc(command[0]) else "-"
     governor.sendall(f"want {os.getpid()} {name} {kind}\n".encode())
     return _Launch(governor, command).run()
@@ -158,7 +158,7 @@ class _Launch:
         return line.decode()
 
     def _forward(self, number: int, *_: object) -> None:
-        """What ends us ends the compiler."""
+        """A signal that ends us ends the compiler."""
         if not self.child:
             if number != signal.SIGKILL:
                 os._exit(128 + number)  # still waiting for room

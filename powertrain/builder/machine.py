@@ -1,4 +1,4 @@
-"""Machine: what a CUDA build depends on, found without importing torch and without creating a CUDA context."""
+"""Machine: facts that a CUDA build depends on, found without importing torch and without creating a CUDA context."""
 
 import ctypes
 import json
@@ -83,7 +83,7 @@ class Machine:
 
     @property
     def archs(self) -> tuple[int, ...]:
-        """Those of the GPUs, ascending, each once."""
+        """Archs of the GPUs, ascending, each once."""
         return tuple(sorted({gpu.arch for gpu in self.gpus}))
 
 
@@ -127,7 +127,7 @@ def _named(archs: Sequence[str]) -> tuple[tuple[Gpu, ...], str]:
 
 
 def present_gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs that the driver's management library (NVML) lists, and what was asked or why there are none."""
+    """The GPUs that the driver's management library (NVML) lists, and the source, or why there are none."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -165,7 +165,7 @@ def _nvcc(environment: Mapping[str, str]) -> Nvcc | None:
 
 
 def nvcc_at(path: str) -> Nvcc | None:
-    """What this nvcc is; None if it does not answer."""
+    """Facts of this nvcc; None if it does not answer."""
     version = re.search(r"release (\d+)\.(\d+)", _ask(path, "--version"))
     if not version:
         return None
@@ -244,7 +244,7 @@ def _header(name: str, nvcc: Nvcc | None, python: Python | None, environment: Ma
 
 
 def _ask(*command: str) -> str:
-    """What a program prints, both streams; nothing if it cannot be run."""
+    """Output of a program, both streams; empty if it cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):

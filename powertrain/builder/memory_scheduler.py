@@ -1,9 +1,9 @@
 """Room: which compilers may run in the memory there is. Decisions only; run.py carries them out.
 
-In this order: a compiler starts when what it is expected to take fits beside what the running ones may still take. If
+In this order: a compiler starts when its expected memory fits beside the expected growth of the running ones. If
 memory runs short all the same, the youngest is paused; if only one runs and it still does, the youngest paused one is
 killed, which its launcher will run again; if none is paused, the one that runs, once, to run again in less memory if it
-can (gcc, launcher.py). That is slower, so only what was seen not to fit begins that way. One always runs.
+can (gcc, launcher.py). That is slower, so only a unit that did not fit before begins that way. One always runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ class Unit:
 
     @property
     def growth(self) -> int:
-        """What it is still expected to take."""
+        """Its expected further growth."""
         return max(0, self.expected - self.memory)
 
 
@@ -48,7 +48,7 @@ def reserve(memory: int) -> int:
 
 
 def decide(units: Sequence[Unit], available: int, memory: int, jobs: int) -> Iterator[tuple[Act, Unit]]:
-    """What to do now.
+    """The next action.
 
     units      in the order in which they came
     available  bytes free now

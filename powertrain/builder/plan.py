@@ -1,4 +1,4 @@
-"""Plan: how many compilers at once, for which GPUs, and what cannot work; made before anything runs.
+"""Plan: how many compilers at once, for which GPUs, and refusals; made before anything runs.
 
 Formats, each as its reader parses it: NVTE_CUDA_ARCHS "75;86" (TransformerEngine's setup.py), CUDAARCHS "75;86" (what
 CMake reads), TORCH_CUDA_ARCH_LIST "7.5 8.6" (torch.utils.cpp_extension), FLASH_ATTN_CUDA_ARCHS "80;90", families only
@@ -26,7 +26,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the build cannot work, and what to do."""
+    """Why the build cannot work, and the remedy."""
 
     what: str
     fix: str
@@ -37,7 +37,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a job of this build takes, and who says so."""
+    """Memory of one job and time of the build, and the source of the figures."""
 
     bytes: int
     seconds: float | None  # of the whole build, on this machine
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What to add to the command's environment: nothing that was set before."""
+        """Variables for the command's environment, except those already set."""
         return {variable.name: variable.value for variable in self.variables if not variable.yours}
 
 
@@ -69,7 +69,7 @@ def make_plan(
 ) -> Plan:
     """The plan for `command` on `machine`.
 
-    measured  what earlier builds of the same took (builder/history.py), instead of the recipe's numbers
+    measured  figures of earlier builds of the same (builder/history.py), instead of the recipe's numbers
     """
     recipe = recipe_of(command)
     estimate = measured or Estimate(recipe.bytes, None, recipe.source)
@@ -238,7 +238,7 @@ def _notes(recipe: Recipe, machine: Machine, estimate: Estimate, fit: int) -> li
     if machine.python and machine.python.torch and not machine.python.torch_cuda and recipe.needs_nvcc:
         notes.append(f"torch {machine.python.torch} is a build without CUDA: its extensions will have none either")
     if "memory" in Path(machine.tmp).parts or str(machine.tmp).startswith("/dev/shm"):
-        notes.append(f"TMPDIR {machine.tmp} is memory: what is written there counts against the compilers")
+        notes.append(f"TMPDIR {machine.tmp} is memory: files there count against the compilers")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Processes: what a build's tree of processes does and takes, sampled."""
+"""Processes: state and memory of a build's process tree, sampled."""
 
 import os
 import re
@@ -126,7 +126,7 @@ def called_by_compiler(pid: int, launched: Iterable[int]) -> bool:
 
 
 def oom_kills() -> int:
-    """How often the kernel killed a process for want of memory, here since boot."""
+    """Number of out-of-memory kills by the kernel since boot."""
     total = 0
     for file, key in (("/proc/vmstat", "oom_kill"), ("/sys/fs/cgroup/memory.events", "oom_kill")):
         try:
@@ -146,7 +146,7 @@ def swap_ins() -> int:
 
 
 class Pace:
-    """How long to wait between looks at a build, so that all looking costs 0.5% of its CPU time."""
+    """Interval between samples of a build, so that sampling costs 0.5% of its CPU time."""
 
     def __init__(self, least: float = 0.25, most: float = 2.0) -> None:
         self.least, self.most = least, most

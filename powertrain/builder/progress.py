@@ -1,4 +1,4 @@
-"""Progress: what a builder's own lines say of it. pip and uv swallow them unless asked not to."""
+"""Progress: read from the builder's own lines. pip and uv hide them unless a flag shows them."""
 
 import re
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _UV = ("pip", "sync", "build", "add", "run", "tool")
 
 
 def bare(line: str) -> str:
-    """The builder's line, without what uv puts before it."""
+    """The builder's line, without uv's prefix."""
     return _LEVEL.sub("", line)
 
 
@@ -93,7 +93,7 @@ def is_pip(command: Sequence[str]) -> bool:
 
 
 def verbose(command: Sequence[str]) -> list[str]:
-    """The command, with the flag that makes pip or uv show what the builder says; others as they are."""
+    """The command, with the flag that makes pip or uv show the builder's output; others as they are."""
     words = list(command)
     name = Path(words[0]).name
     if any(re.fullmatch(r"-v+|--verbose|-q+|--quiet", word) for word in words[1:]):

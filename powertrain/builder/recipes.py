@@ -1,4 +1,4 @@
-"""Recipe: what building a known project takes. A number says where it is from, or that nobody measured it."""
+"""Recipe: resources to build a known project. A number has its source, or is marked as not measured."""
 
 import re
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ class Recipe:
     headers: tuple[str, ...] = ()
     archs: tuple[int, ...] = ()  # the code families its build knows; () for any
     disk: float = 5.0  # GiB in the temporary folder
-    wheels: str = ""  # where somebody has built it already
+    wheels: str = ""  # URL of prebuilt wheels
     package: str = ""  # its name on PyPI
-    core_minutes: float | None = None  # compiling on one core; None: nobody measured it
+    core_minutes: float | None = None  # compiling on one core; None: not measured
     time_source: str = "not measured"
 
     @property
@@ -28,7 +28,7 @@ class Recipe:
         return int(self.gigabytes * _GIB)
 
     def seconds(self, jobs: int) -> float | None:
-        """What the whole build takes with so many compilers at work, roughly: cores differ."""
+        """Estimated time of the whole build with that many compilers; cores differ."""
         return None if self.core_minutes is None else self.core_minutes * 60 / jobs
 
 
@@ -133,7 +133,7 @@ GENERIC = Recipe("any other build", r"", 2, _GUESS, needs_nvcc=False, disk=2)
 
 
 def recipe_of(command: Sequence[str], folder: Path | None = None) -> Recipe:
-    """The first recipe whose name is in the command, or, if it builds what lies in `folder`, in the folder's.
+    """The first recipe whose name is in the command, or, if it builds `folder`, in the folder's.
 
     folder  where the command runs; the current one by default
     """

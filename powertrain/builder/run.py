@@ -56,7 +56,7 @@ _LEAST = 32 * 2**20  # bytes that any compiler is expected to take
 
 @dataclass
 class Status:
-    """What a view shows. Sizes in bytes, times in seconds."""
+    """State of a build for a view. Sizes in bytes, times in seconds."""
 
     phase: str
     done: int
@@ -76,7 +76,7 @@ class View(Protocol):
 
 @dataclass
 class Outcome:
-    """How a build ended. Sizes in bytes, times in seconds."""
+    """Outcome of a build. Sizes in bytes, times in seconds."""
 
     code: int  # the command's exit code; 128 + the signal that ended it
     seconds: float
@@ -104,13 +104,13 @@ class _Launcher:
 class Governor:
     """One build under `plan`. Memory is measured over all descendants of this process.
 
-    environment    what the command is given, the plan's variables added
+    environment    environment of the command, the plan's variables added
     folder         where shims and logs are kept
-    view           shown what happens
-    known          what units took in earlier builds
+    view           receives events
+    known          figures of units in earlier builds
     stall_seconds  of stillness before its cause is looked for
     fix            rename a lock that nobody owns
-    keyboard       where a user answers what the build asks (builder/terminal.py); None: a question fails at once
+    keyboard       where a user answers prompts of the build (builder/terminal.py); None: a question fails at once
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Governor:
         self.timed: list[float] = []  # seconds of those that the builder counts
         self.peaks: dict[str, list[int]] = {}  # of finished units, by suffix
         self.used = self.peak = self.paused = self.rerun = 0
-        self.available = self.elsewhere = plan.machine.memory  # left; and what could be left with this build gone
+        self.available = self.elsewhere = plan.machine.memory  # free; and free without this build
         self.reaped = self.glanced = 0.0
         self.fresh = False  # whether nothing was done since the last sample
         self.signals: list[int] = []
@@ -174,7 +174,7 @@ class Governor:
             return place
 
     def _sockets(self) -> Path:
-        """Where launchers find us: the same place each time, so that a build folder which remembers them works; a new
+        """Address of this supervisor for launchers: constant, so that a build folder which remembers them works; a new
         one where that is somebody else's."""
         usual = Path("/tmp", f"powertrain-build-{os.getuid()}")
         try:
@@ -273,7 +273,7 @@ class Governor:
             self.watchdog.stdin.write(f"{line}\n".encode())
             self.watchdog.stdin.flush()
         except OSError:
-            pass  # somebody ended it; we are still here
+            pass  # another process ended it; we are still here
 
     def _over(self) -> bool:
         return self.build.poll() is not None and (self.ended_output or self.selector_is_quiet)
@@ -316,7 +316,7 @@ class Governor:
         lasts = (self.available - reserve(self.plan.machine.memory)) / (max(1, running) * _GROWTH)
         return max(_HURRY, min(self.pace.pause, lasts)) if running else self.pace.pause
 
-    # what compilers ask and get
+    # requests of compilers
 
     def _hear(self, launcher: _Launcher) -> None:
         try:
@@ -356,7 +356,7 @@ class Governor:
     def _ended(self, launcher: _Launcher, status: int, most: int) -> None:
         unit = launcher.unit
         assert unit
-        unit.peak = max(unit.peak, most)  # samples miss what is short
+        unit.peak = max(unit.peak, most)  # samples miss short peaks
         starved = status and (status in (-signal.SIGKILL, 128 + signal.SIGKILL) or oom_kills() > launcher.kills)
         if unit.state == "killed" or (starved and unit.tries < _RETRIES and not self.signals):
             if unit.state != "killed":
@@ -367,7 +367,7 @@ class Governor:
             self._send(launcher, "again")
             return
         seconds = time.time() - unit.since
-        if not status or starved:  # the next plan is to know what did not fit, too
+        if not status or starved:  # the next plan must know units that did not fit, too
             self.finished.append(UnitRecord(unit.name, seconds, unit.peak))
         if not status:
             self.timed += [seconds] if self.progress.total else []  # a configuration's probes are small
@@ -394,7 +394,7 @@ class Governor:
         for act, unit in list(decide(units, self.available, memory, max(1, self.plan.jobs))):
             if self.fresh or act in ("go", "go frugal"):
                 self._act(act, unit, by_unit.get(unit))
-        self.fresh = False  # one act against shortage a sample: what it brought is seen in the next
+        self.fresh = False  # one act against shortage a sample: its effect is seen in the next
 
     def _act(self, act: Act, unit: Unit, launcher: _Launcher | None) -> None:
         if act in ("go", "go frugal") and launcher:
@@ -434,7 +434,7 @@ class Governor:
         except OSError:
             pass  # it is gone; its end of file comes next
 
-    # what is seen
+    # sampling
 
     def _units(self) -> list[Unit]:
         return [*self.foreign.values(), *(each.unit for each in self.launchers if each.unit)]
@@ -510,7 +510,7 @@ class Governor:
         )
 
     def _is_asked(self, processes: Mapping[int, Process], now: float) -> bool:
-        """Whether the build waits for an answer of the user; who asks what is said once."""
+        """Whether the build waits for an answer of the user; each prompt is reported once."""
         if not self.terminal:
             return False
         if question := self.terminal.question(processes.values(), self.text, now):
@@ -559,7 +559,7 @@ class Governor:
             self._end_all(signal.SIGKILL)
 
     def _end_all(self, number: int) -> list[watchdog.Seen]:
-        """Signal all that we started and what that started, wherever it went: orphans come to us. Those reached."""
+        """Signal all descendants, orphans included (we are their subreaper). Returns the processes reached."""
         processes = watchdog.running()
         below_us = watchdog.with_descendants([os.getpid()], processes)
         ours = [each for each in below_us if each.pid not in (os.getpid(), self.watchdog.pid)]

@@ -1,6 +1,6 @@
 """Shims: small scripts named like the compilers, first on a build's PATH, that start launcher.py with the real ones.
 
-They stay where they are after the build, in a folder named after what they hold: CMake writes the compiler's path into
+They stay where they are after the build, in a folder named after their content: CMake writes the compiler's path into
 its cache, and that build folder must go on working, with or without us.
 """
 
@@ -79,10 +79,10 @@ def _write(place: Path, files: Mapping[str, str]) -> None:
 
 
 def shimmed(environment: Mapping[str, str], shims: Shims, nvcc: Nvcc | None) -> dict[str, str]:
-    """What to add to an environment so that compilers are reached through the shims.
+    """Variables for an environment in which compilers are reached through the shims.
 
     A compiler that the user named stays the one that runs. torch's extensions take nvcc from PYTORCH_NVCC. CMake finds
-    compilers on PATH or in CC, CXX and CUDACXX, hence shims; its launcher variables serve what is named in another way:
+    compilers on PATH or in CC, CXX and CUDACXX, hence shims; its launcher variables serve compilers of other names:
     TransformerEngine hands CMake the path of nvcc itself, and "ccache g++" is no program.
     """
     added = {"PATH": f"{shims.bin}:{environment.get('PATH', os.defpath)}", **shims.named}

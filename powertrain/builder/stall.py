@@ -86,11 +86,11 @@ def cause(processes: Mapping[int, Process], folders: Iterable[Path], swap_rate: 
         if peer := _peer(process.pid):
             what = f"{process.name} (process {process.pid}) waits for {peer} on the network"
             return Cause(what, "check the connection and the proxy; pip takes --timeout and --retries")
-    return Cause(f"nothing is known of what these wait for: {_names(processes.values())}", "look at the end of the log")
+    return Cause(f"the reason why these wait is unknown: {_names(processes.values())}", "look at the end of the log")
 
 
 def slow_but_working(silent: float, name: str, doing: str, seconds: float) -> str | None:
-    """What to say of a long silence in which a compiler works."""
+    """Message for a long silence while a compiler works."""
     if silent < _SLOW:
         return None
     return f"{doing or 'the compiler'} on {name}, {_age(seconds)}: it works, and is slow"
@@ -134,7 +134,7 @@ def set_aside(lock: Path) -> Path:
 
 
 def extension_folders(environment: Mapping[str, str]) -> list[Path]:
-    """Where torch keeps the extensions that it builds at first use."""
+    """Folder of extensions that torch builds at first use."""
     own = environment.get("TORCH_EXTENSIONS_DIR")
     cache = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return [Path(own)] if own else [Path(cache, "torch_extensions")]

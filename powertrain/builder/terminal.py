@@ -1,4 +1,4 @@
-"""Terminal: one of the build's own, so that what is asked there is seen, named and answered.
+"""Terminal: a pseudo-terminal for the build, so that its prompts are seen, named and answered.
 
 A build inherits nothing that it could wait at unseen. When the governor has a terminal, the build's standard input and
 controlling terminal are a pseudo-terminal between the two: git's and ssh's questions, pip's, sudo's. Without one they
@@ -44,21 +44,21 @@ class Terminal:
         self.open = False  # whether it still stands
         self.asker: int | None = None  # the process that reads the answer, if it was found
         self._before = termios.tcgetattr(keyboard)
-        self._hidden = False  # whether the user's terminal does not show what is typed
+        self._hidden = False  # whether the user's terminal hides typed characters
 
     def take(self) -> None:
         """In the build's first process, which leads a session: make this its controlling terminal."""
         fcntl.ioctl(self.theirs, termios.TIOCSCTTY, 0)
 
     def hear(self) -> bytes:
-        """What the build wrote to its terminal."""
+        """Output of the build on its terminal."""
         part = os.read(self.ours, 1 << 16)
         self.text = (self.text + part).replace(b"\r", b"\n").rpartition(b"\n")[2][-_KEPT:]
         self.heard = time.time()
         return part
 
     def type(self) -> None:
-        """Hand on what the user typed."""
+        """Forward the user's input."""
         if not _in_front(self.keyboard):
             return
         typed = os.read(self.keyboard, 4096)
@@ -71,9 +71,9 @@ class Terminal:
         return self.open and self.asker is not None
 
     def question(self, processes: Iterable[Process], output: bytes, now: float) -> str | None:
-        """Who asks what, said once for each question; None if nobody does, or it was said.
+        """The prompt and its process, reported once; None if there is none, or it was reported.
 
-        output  what the build wrote to its output since the last end of a line: pip asks there
+        output  output of the build since the last newline: pip prompts there
         """
         if self.waits and not _at_terminal(self.asker or 0):
             self.open, self.text = False, b""  # it gave up, or ended

@@ -49,7 +49,7 @@ class PlainView:
 
 
 class LiveView:
-    """A table that is redrawn in place; what is said stays above it."""
+    """A table that is redrawn in place; messages stay above it."""
 
     def __init__(self, console: Console) -> None:
         self.live = Live(console=console, auto_refresh=False, transient=True)

@@ -1,9 +1,9 @@
-"""What outlives a governor that was killed: ends every process of its build, paused or not.
+"""Watchdog of a killed supervisor: ends every process of its build, paused or not.
 
 Started as `python -IS watchdog.py` with a pipe from the governor, which says as the build goes on
 
     session N        the build's first process leads this session
-    mark TEXT        what stands in the environment of its processes
+    mark TEXT        in the environment of its processes
     seen PID START   a process that it has: one that left the session and cleared its environment is known by this
 
 and, at a normal end, "over". An end of file before that means that the governor died. A process is the build's

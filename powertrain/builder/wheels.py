@@ -1,4 +1,4 @@
-"""Wheels: has somebody built this already? Asked of pip, and only when the user allows the network."""
+"""Wheels: whether a prebuilt wheel exists. pip is asked, only if the user allows the network."""
 
 import re
 import subprocess

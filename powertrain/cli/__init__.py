@@ -1,6 +1,6 @@
 """The `powertrain` command. A command is a function in a file of this package, listed in _COMMANDS.
 
-Importing this package must stay cheap (no torch, no triton): commands import what they need when they run.
+Importing this package must stay cheap (no torch, no triton): commands import their modules when they run.
 """
 
 from collections.abc import Callable
@@ -69,12 +69,12 @@ def main() -> None:
     powertrain lint run.yml           a training config, checked without training
     powertrain verify runs/NAME       checkpoints and data sets, compared with their checksums
     powertrain prebuild --arch H100   compile kernels ahead for GPUs that are not here
-    powertrain kernels                what is compiled, and whether it is whole
+    powertrain kernels                compiled kernels, checked
     powertrain tune rms_norm          measure this GPU's tiles (only when asked)
     powertrain build -- pip install ...   a CUDA build of another project, planned and governed
-    powertrain target "RTX 3090 Ti"   what is known of a GPU that need not be here
+    powertrain target "RTX 3090 Ti"   facts of a GPU, present or not
     powertrain env                    environment variables and their values
-    powertrain doctor                 what is wrong with this machine, and what fixes it
+    powertrain doctor                 problems of this machine, and their fixes
     powertrain diagnose train.log     the cause of an error, the line that shows it, and the fix
     powertrain explain attention      which attention backend a GPU would get, and why not the others
 

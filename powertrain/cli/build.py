@@ -119,7 +119,7 @@ def _run(
 
 
 def _text(command: Sequence[str]) -> str:
-    """What stands for a build in the history: `ninja` means another one in another folder."""
+    """Key of a build in the history: `ninja` means another one in another folder."""
     text = f"{shlex.join(command)} (in {Path.cwd()})"
     return text.encode(errors="replace").decode()  # words and folders may be of any bytes
 
@@ -225,7 +225,7 @@ def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:
 
 
 def _nvcc(plan: "Plan") -> str:
-    """The compiler, what it compiles for, and whether it suits torch."""
+    """The compiler, its target archs, and whether it suits torch."""
     nvcc, python = plan.machine.nvcc, plan.machine.python
     if not nvcc:
         return "none"

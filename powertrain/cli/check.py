@@ -1,4 +1,4 @@
-"""`powertrain check`: what this machine is, and every op's error and time beside plain PyTorch's."""
+"""`powertrain check`: facts of this machine, and every op's error and time beside plain PyTorch's."""
 
 import platform
 import time
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from powertrain.ops.cases import Case
     from powertrain.testing.numerics import Error
 
-# elements of the largest input: what a CPU computes in well under a second, and what fits a GPU of 8 GB in float64
+# elements of the largest input: under a second on a CPU; in float64 within the memory of an 8 GB GPU
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 20, 1 << 25
 
 
@@ -39,7 +39,7 @@ def check(
     dtype: Annotated[Dtype, typer.Option(help="of the inputs")] = Dtype.bf16,
     device: Annotated[str | None, typer.Option(help="such as cuda:1; default: the first GPU, or the CPU")] = None,
 ) -> None:
-    """Say what this machine is, then run every op, forward and backward, against its float64 reference.
+    """Print facts of this machine, then run every op, forward and backward, against its float64 reference.
 
     The error may be twice plain PyTorch's in the same dtype plus one rounding; over that, the exit code is 1. Times are
     of forward and backward together; the ratio is plain PyTorch's time over ours.
@@ -79,7 +79,7 @@ def check(
 
 
 def machine() -> Table:
-    """What this machine is, as far as kernels care."""
+    """Facts of this machine that matter to kernels."""
     import torch
     import triton
 
@@ -160,7 +160,7 @@ def _row(case: "Case", dtype: "torch.dtype", where: "torch.device") -> tuple[lis
 
 
 def _share(error: "Error") -> float:
-    """Of what is allowed; more than anything for NaN."""
+    """As a share of the allowed error; infinite for NaN."""
     if error.ours != error.ours:
         return float("inf")
     return error.ours / error.allowed if error.allowed else error.ours

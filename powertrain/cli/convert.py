@@ -9,7 +9,7 @@ from rich.console import Console
 
 
 class Kind(str, Enum):
-    """What a checkpoint can be."""
+    """Formats of a checkpoint."""
 
     powertrain = "powertrain"
     hf = "hf"
@@ -25,7 +25,7 @@ class DType(str, Enum):
 def convert(
     source: Annotated[Path, typer.Argument(help="a run's folder, or a checkpoint: ours, Hugging Face's, GPT-NeoX's")],
     destination: Annotated[Path, typer.Argument(help="a folder that does not exist yet")],
-    to: Annotated[Kind, typer.Option(help="what to write")],
+    to: Annotated[Kind, typer.Option(help="format to write")],
     from_: Annotated[Kind | None, typer.Option("--from", help="default: told by content", show_default=False)] = None,
     config: Annotated[
         list[Path] | None, typer.Option(help="YAML of a GPT-NeoX checkpoint whose folder has none; repeatable")

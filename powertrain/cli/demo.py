@@ -19,9 +19,7 @@ PROMPT = "def "
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="what the run leaves behind; an earlier demo's is replaced")] = Path(
-        "runs/demo"
-    ),
+    folder: Annotated[Path, typer.Option(help="folder of the run; an earlier demo's is replaced")] = Path("runs/demo"),
 ) -> None:
     """Train a small GPT on the Python standard library's own source; kill -9 it and resume it; generate from it.
 

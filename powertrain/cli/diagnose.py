@@ -1,4 +1,4 @@
-"""`powertrain diagnose`: any log or error of this field: its cause, the line that shows it, what fixes it."""
+"""`powertrain diagnose`: any log or error of this field: its cause, the line that shows it, the fix."""
 
 import json
 import shlex
@@ -32,7 +32,7 @@ _WORDS = {
 
 def diagnose(
     context: typer.Context,
-    log: Annotated[str, typer.Argument(help="a file, or - for what is pasted or piped in")] = "-",
+    log: Annotated[str, typer.Argument(help="a file, or - for pasted or piped text")] = "-",
     lang: Annotated[Language, typer.Option(help="of the answer")] = Language.en,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:

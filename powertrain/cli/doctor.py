@@ -1,4 +1,4 @@
-"""`powertrain doctor`: what is wrong with this machine; --kernels: every attention backend on all its devices."""
+"""`powertrain doctor`: problems of this machine; --kernels: every attention backend on all its devices."""
 
 import json
 import time
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from powertrain.doctor.machine import Machine
     from powertrain.ops.attention.select import Backend
 
-TILE = (2, 256, 4, 64)  # batch, queries, heads, head dim: what is judged
-LOAD = (4, 4096, 16, 128)  # what is timed on a GPU
+TILE = (2, 256, 4, 64)  # batch, queries, heads, head dim: shape of the accuracy check
+LOAD = (4, 4096, 16, 128)  # shape that is timed on a GPU
 CPU_LOAD = (1, 512, 4, 64)
 
-_GOOD = "every backend that takes this errs no more than allowed"  # what --kernels ends with
+_GOOD = "every backend that takes this errs no more than allowed"  # last line of --kernels
 _EXIT = {"problem": 1, "warning": 3}
 _STYLE = {"ok": "green", "warning": "bold yellow", "problem": "bold red"}
 
@@ -37,13 +37,13 @@ def doctor(
     overlap: Annotated[bool, typer.Option("--overlap", help="can tensor parallelism be overlapped here?")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="run every attention backend on every device")] = False,
 ) -> None:
-    """Check this machine: what is wrong, the evidence, and the command that fixes it.
+    """Check this machine: problems, the evidence, and the command that fixes each.
 
     \b
     powertrain doctor                     every check; changes nothing
     powertrain doctor --fix               and apply the safe fixes
     powertrain doctor --hostfile hosts    are several hosts ready to train together? ssh, versions, ports
-    powertrain doctor --overlap           what tensor-parallel overlap needs here, for us and for TransformerEngine
+    powertrain doctor --overlap           requirements of tensor-parallel overlap, for us and for TransformerEngine
     powertrain doctor --kernels           every attention backend on every device, judged against float64 and timed
 
     Exit code 0: all ok; 1: a problem; 3: warnings only. --kernels runs causal attention, forward and backward; its
@@ -165,7 +165,7 @@ def _sum_up(console: Console, findings: "list[Finding]", fix: bool) -> None:
     words = ", ".join(f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items() if count)
     console.print(f"\n{words or 'all is well'}")
     if not fix and any(finding.apply for finding in findings):
-        console.print("powertrain doctor --fix applies what is safe")
+        console.print("powertrain doctor --fix applies the safe fixes")
 
 
 def _kernels() -> None:

@@ -22,8 +22,8 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def explain(
-    topic: Annotated[str, typer.Argument(help="what to explain: attention")],
-    arch: Annotated[list[str] | None, typer.Option(help="a GPU or arch, or cpu; default: what is here")] = None,
+    topic: Annotated[str, typer.Argument(help="topic to explain: attention")],
+    arch: Annotated[list[str] | None, typer.Option(help="a GPU or arch, or cpu; default: the devices here")] = None,
     head_dim: Annotated[int, typer.Option(help="of query, key and value", min=1)] = 128,
     head_dim_qk: Annotated[int | None, typer.Option(help="of query and key", min=1)] = None,
     head_dim_v: Annotated[int | None, typer.Option(help="of value", min=1)] = None,
@@ -46,7 +46,7 @@ def explain(
     inference: Annotated[bool, typer.Option("--inference", help="no gradients")] = False,
     backend: Annotated[list[str] | None, typer.Option(help="as backend=: a name, or -name to forbid")] = None,
     like: Annotated[
-        str | None, typer.Option("--as", help="what transformer-engine, xformers or flash-attn would choose")
+        str | None, typer.Option("--as", help="choice of transformer-engine, xformers or flash-attn")
     ] = None,
     version: Annotated[str | None, typer.Option(help="of that library")] = None,
     torch_version: Annotated[str | None, typer.Option("--torch", help="PyTorch's version to answer for")] = None,
@@ -56,7 +56,7 @@ def explain(
         list[str] | None, typer.Option("--set", help="NAME=VALUE of the library's environment variables")
     ] = None,
 ) -> None:
-    """Which backend serves an attention, on GPUs that need not be here, and what each of the others would need.
+    """Which backend serves an attention, on GPUs present or not, and the requirements of each of the others.
 
     \b
     powertrain explain attention --arch A100 --arch H100 --head-dim-qk 192 --head-dim-v 128 --layout thd
@@ -197,10 +197,10 @@ def _peer_column(
     notes = [f"as {known.name} {versions}", f"rules: {known.source}"]
     if versions.library not in (v.library for v in known.versions):
         read = " and ".join(".".join(map(str, v.library)) for v in known.versions)
-        notes.append(f"rules were read for {read}; what changed in between is dated roughly")
+        notes.append(f"rules were read for {read}; changes in between are dated roughly")
     notes += [f"{name}={value}" for name, value in environment.items()]
     if all(v.verdict == "no" for v in found):
-        notes.append("nothing is left; what would help:")
+        notes.append("no backend is left; changes that would help:")
         notes += [f"  {change.what}: {change.backend}" for change in changes_that_help(library, case)]
         notes.append(f"  Powertrain: {column.chosen}")
     return Column(column.name, column.problem, found, tuple(notes))

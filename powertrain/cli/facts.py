@@ -1,4 +1,4 @@
-"""`powertrain target` and `powertrain env`: what is known of a GPU, and what the environment sets."""
+"""`powertrain target` and `powertrain env`: facts of a GPU, and settings from the environment."""
 
 from typing import Annotated
 

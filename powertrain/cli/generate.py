@@ -70,11 +70,11 @@ def _device(name: str | None) -> "torch.device":
 
 
 def _write(console: Console, text: str, ids: list[int], tokens: "Iterator[Tensor]", tokenizer: "Tokenizer") -> None:
-    """The prompt and what follows it, as it comes; a character that is not whole yet waits for its other bytes."""
+    """The prompt and its continuation, streamed; an incomplete character waits for its other bytes."""
     ids, shown = list(ids), ""
     start = len(tokenizer.decode(ids))
     for number, token in enumerate(tokens):
-        if number == 0:  # not before: what is wrong with the prompt is said instead of it
+        if number == 0:  # not before: an error in the prompt is printed instead of it
             console.print(text, end="", style="bold", markup=False, highlight=False)
         if int(token) == tokenizer.eod:
             break

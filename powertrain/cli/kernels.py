@@ -1,4 +1,4 @@
-"""`powertrain kernels`: what is in the kernel store, whether it is whole, and emptying it."""
+"""`powertrain kernels`: list, check and empty the kernel store."""
 
 from enum import Enum
 from pathlib import Path

@@ -24,7 +24,7 @@ def lint(
     strict: Annotated[bool, typer.Option("--strict", help="a key that would be ignored is an error")] = False,
     format: Annotated[str | None, typer.Option(help="powertrain or gpt_neox; default: told by content")] = None,
 ) -> None:
-    """Check a training config without training: every key, shapes, memory, kernels, and what a GPU cannot do.
+    """Check a training config without training: every key, shapes, memory, kernels, and unsupported features of a GPU.
 
     Ends with 0 if all is well, 1 if a GPU named cannot do it, 2 if the config cannot be read.
 
@@ -54,7 +54,7 @@ def lint(
 
 
 def read_run(words: list[str], *, world_size: int = 1, strict: bool = False, format: str | None = None) -> "Run":
-    """The run of a command line's files and key=value words; what is wrong with it is said, and ends with 2."""
+    """The run of a command line's files and key=value words; its errors are printed, and the command exits with 2."""
     from powertrain.train.config.reader import read_config
     from powertrain.train.config.yaml_source import ConfigError
 
@@ -82,7 +82,7 @@ def sized(run: "Run") -> "RunConfig":
 
 
 def show(report: "Report", run: "Run", console: Console) -> None:
-    """Print shapes, memory, and what each GPU does."""
+    """Print shapes, memory, and each GPU's backends."""
     shapes = Table(
         "parameters", "shape", "layers", "elements", title=_title(report, run), title_justify="left", box=None
     )

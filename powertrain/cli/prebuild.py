@@ -93,7 +93,7 @@ def recorded(what: list[str], target: Target, dtype: Dtype, world_size: int = 1)
 
 
 def build_with_progress(specs: "list[Spec]", console: Console, *, again: bool = False) -> "Report":
-    """Build with a bar that says what was compiled last and how many workers there are and why."""
+    """Build with a progress bar: last kernel, number of workers and the reason for it."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from powertrain.runtime.compile.prebuild import build

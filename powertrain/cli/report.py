@@ -10,7 +10,7 @@ from rich.console import Console
 def report(
     folder: Annotated[Path, typer.Argument(help="the run's folder: logging.folder of its config")],
 ) -> None:
-    """Make report.html anew from what lies in a run's folder, also while the run goes on or after it was killed.
+    """Write report.html from the files in a run's folder, also during the run or after it was killed.
 
     \b
     powertrain report runs/quickstart

@@ -50,11 +50,11 @@ def tour(
         typer.Argument(help="one screen only: hang, build, archs, attention, mixed or overlap", show_default=False),
     ] = None,
 ) -> None:
-    """Show, on this machine and its CPU, what the field's pains look like before and after.
+    """Show common problems of the field on this machine's CPU, before and after.
 
     \b
     hang       a fused-kernel build killed half-way: the next run of torch's loader waits for ever, ours finishes
-    build      "Building wheel for transformer-engine": what this machine would do with it, planned before it starts
+    build      "Building wheel for transformer-engine": this machine's plan, made before it starts
     archs      kernels for eight GPU generations compiled here, with no GPU
     attention  "No dot product attention backend is available": DeepSeek-V3's attention on an A100
     mixed      an RTX 2080 and an RTX 3090 in one process
@@ -96,7 +96,7 @@ def _start(script: str, folder: Path) -> subprocess.Popen[str]:
 
 
 def _kill(process: subprocess.Popen[str]) -> str:
-    """kill -9 the process and whatever it started in its session; what it had printed."""
+    """kill -9 the process and its session; returns its output."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -207,7 +207,7 @@ def _attention(console: Console) -> None:
     ours = explain_attention(arch="A100", **arguments)  # type: ignore[arg-type]
     switches = ["NVTE_FLASH_ATTN=0", "NVTE_UNFUSED_ATTN=0"]
     theirs = explained_as("transformer-engine", ours, 588, 588, ("2.3", "2.6", "9.8", None), switches)
-    console.print(Panel(_plain(theirs), title="before: what TransformerEngine 2.3 finds", border_style="red"))
+    console.print(Panel(_plain(theirs), title="before: the choice of TransformerEngine 2.3", border_style="red"))
     lines = [*ours.columns[0].notes, "", "compiled here, for an A100 that need not be:"]
     lines += _compiled(console, "A100", 1176, 64, (192, 128), thd=True)
     title = f"after: powertrain.varlen_attention is served by {ours.chosen}"
@@ -240,7 +240,7 @@ def _mixed(console: Console) -> None:
     console.print(
         "A build of xFormers made on the 2080 holds sm_75 code only. On the 3090 its host picks the kernel for sm_80, "
         "whose body was compiled away: it prints a line on the device and returns, no exception is raised, and the "
-        "result is what was in memory (xformers#1045).\n"
+        "result is uninitialized memory (xformers#1045).\n"
     )
     console.print(
         Panel(
@@ -263,14 +263,14 @@ def _mixed(console: Console) -> None:
 def _overlap(console: Console) -> None:
     console.rule("[bold]Tensor parallelism that overlaps wants MPI, GDRCopy and a fixed number of tokens")
     console.print(
-        "TransformerEngine's Userbuffers hide what travels between tensor-parallel ranks behind the products. Getting "
+        "TransformerEngine's Userbuffers overlap transfers of tensor-parallel ranks with the products. Getting "
         "there has no guide (NVIDIA/TransformerEngine issues 827, 986, 994, 1071).\n"
     )
     theirs = (
         "NVTE_UB_WITH_MPI=1 MPI_HOME=/usr/lib/openmpi pip install --no-build-isolation transformer_engine[pytorch]\n"
         "mpirun -np 2 -x CUDA_DEVICE_MAX_CONNECTIONS=1 python train.py    # or a bootstrap_backend, one of three\n"
         "initialize_ub([8192, 4096], tp_size)    # so many tokens in every call, on consecutive ranks\n"
-        "a rank dies: after UB_TIMEOUT (110 s) a kernel prints a line, and goes on with what is in its buffer"
+        "a rank dies: after UB_TIMEOUT (110 s) a kernel prints a line, and continues with stale data"
     )
     console.print(Panel(_plain(theirs), title="before: Userbuffers", border_style="red"))
     with tempfile.TemporaryDirectory() as name:
@@ -279,7 +279,7 @@ def _overlap(console: Console) -> None:
         worked = _ranks_lose_one(log)
         seconds = time.monotonic() - before
         said = log.read_text().strip()
-    title = "after: two plain processes with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; what rank 0 said"
+    title = "after: two plain processes with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; output of rank 0"
     console.print(Panel(_plain(said), title=title, border_style="green" if worked else "red"))
     if not worked:
         console.print("The two ranks did not come to the end of this screen; above is how far they came.")
@@ -314,7 +314,7 @@ def _ranks_lose_one(log: Path) -> bool:
 
 
 def _start_rank(rank: int, port: int, log: Path) -> subprocess.Popen[str]:
-    """As a launcher would, without one. What an outer launcher or a GPU would add is left out."""
+    """As a launcher would, without one. Variables of an outer launcher or for a GPU are left out."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     environment |= {name: str(value) for name, value in place.items()}
@@ -335,7 +335,7 @@ def _plain(text: object) -> Text:
 def _compiled(
     console: Console, card: str, length: int, heads: int, head_dims: tuple[int, int], *, thd: bool
 ) -> list[str]:
-    """Compile what attention, forward and backward, would launch on a card; a line for each kernel."""
+    """Compile the kernels of attention, forward and backward, for a card; a line for each."""
     import torch
 
     from powertrain.cli.prebuild import build_with_progress

@@ -20,7 +20,7 @@ from powertrain.parallel.transport.select import TransportUnavailable
 
 HIDDEN, INTERMEDIATE = 256, 1024
 FIRST, SECOND = (256, 200), (31, 64)  # tokens by rank: neither alike on the ranks nor twice the same
-ABSENT_SECONDS = 60  # a rank that nobody kills leaves by itself
+ABSENT_SECONDS = 60  # a rank that was not killed exits after this time
 
 
 def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, overlap: Overlap, rows: tuple[int, ...]) -> Tensor:

@@ -142,7 +142,7 @@ def _smoke_folder(run: "Run", seat: Any) -> Iterator[Path]:
 
 
 def _clear_smoke(folder: Path) -> None:
-    """Make it anew; what an earlier smoke test left is removed, anything else is an error."""
+    """Make it anew; files of an earlier smoke test are removed, anything else is an error."""
     mark = folder / ".made-by-powertrain"
     if mark.is_file():
         shutil.rmtree(folder)

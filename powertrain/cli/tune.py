@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def tune(
-    op: Annotated[str | None, typer.Argument(help="without it: what was shipped", show_default=False)] = None,
+    op: Annotated[str | None, typer.Argument(help="without it: the shipped tables", show_default=False)] = None,
     shape: Annotated[str | None, typer.Option(help="such as 16384x4096", show_default=False)] = None,
     dtype: Annotated[Dtype, typer.Option(help="of the inputs")] = Dtype.bf16,
     seconds: Annotated[float, typer.Option(help="stop after this long")] = 60.0,

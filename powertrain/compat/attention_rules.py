@@ -1,6 +1,6 @@
-"""What other libraries would choose for the same attention, and why not: their rules, written down with their source.
+"""Choices of other libraries for the same attention, and their reasons: their rules, with sources.
 
-A library's rules are a list: what a backend of theirs wants, when it fails, and what would change that. Read from
+A library's rules are a list: a backend's requirement, its failing condition, and the remedy. Read from
 
     TransformerEngine 2.3   pytorch/dot_product_attention/utils.py and common/fused_attn/fused_attn.cpp of 2025
     TransformerEngine 2.20  the same files of August 2026; rules that changed in between are dated by issues, roughly
@@ -25,7 +25,7 @@ from powertrain.runtime.target import Target
 
 @dataclass(frozen=True)
 class Versions:
-    """A library's version and those of what it stands on."""
+    """A library's version and those of its dependencies."""
 
     library: tuple[int, ...]
     torch: str
@@ -304,7 +304,7 @@ def versions_of(
 
 
 def peer_verdicts(library: str, case: PeerCase) -> tuple[Verdict, ...]:
-    """What the library says of each of its backends, in its order of preference."""
+    """The library's verdict on each of its backends, in its order of preference."""
     found, chosen = [], False
     for name in LIBRARIES[library].order(case):
         if library == "flash-attn":
@@ -328,7 +328,7 @@ def _reason(rule: Rule, case: PeerCase) -> Reason:
 
 
 def _flash_attn_reasons(name: str, case: PeerCase) -> tuple[Reason, ...]:
-    """Our own limits for the packages, as far as they are theirs: thd is what they are made for."""
+    """Our own limits for the packages, as far as they are theirs: thd is their own layout."""
     backend = BACKENDS[name]
     layout = "bshd" if case.p.layout == "thd" else case.p.layout
     p = replace(case.p, layout=layout, needs_lse_grad=False, compiling=False, dropout_seeded=False)
@@ -371,7 +371,7 @@ Step = tuple[str, Callable[[PeerCase], PeerCase]]
 
 
 def _steps(library: str, case: PeerCase) -> list[Step]:
-    """What a user might change, one thing at a time."""
+    """Changes that a user could make, one at a time."""
 
     def facts(**changed: object) -> Callable[[PeerCase], PeerCase]:
         return lambda c: replace(c, p=replace(c.p, **changed))  # type: ignore[arg-type]

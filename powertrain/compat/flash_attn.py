@@ -219,7 +219,7 @@ def flash_attn_with_kvcache(
             cache_seqlens <= room, op, "cache_seqlens", f"be at most {room}, what there is room for", cache_seqlens
         )
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-    with torch.no_grad():  # as there: what requires a gradient is taken, and gets none
+    with torch.no_grad():  # as there: inputs may require gradients, and get none
         return decode_attention(
             q, k_cache, v_cache, cache_seqlens, key_new=k, value_new=v, page_table=block_table, is_causal=causal,
             window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, scale=softmax_scale,
@@ -238,7 +238,7 @@ def _no_mask_of_dropout(op: str, return_attn_probs: bool, dropout_p: float) -> N
 
 
 def _parts(op: str, argument: str, x: Tensor, parts: int, dims: int) -> tuple[Tensor, ...]:
-    """Views of what is packed in the third dim from last."""
+    """Views of tensors packed in the third dim from last."""
     ok = x.dim() == dims and x.shape[-3] == parts
     checks.require(ok, op, argument, f"have {dims} dims, the third from last of size {parts}", list(x.shape))
     return x.unbind(-3)

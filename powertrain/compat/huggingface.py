@@ -6,7 +6,7 @@
 
 Grouped heads, softcap (Gemma 2), sinks (gpt-oss), sliding windows, position biases, packed batches and caches; values
 may have a head dim of their own. transformers builds a mask per forward, bool [b, 1, queries, keys], from which our
-attention could only learn element by element what it hides; so a mask that is causal or a sliding window, padded or
+attention could only read element by element; so a mask that is causal or a sliding window, padded or
 not, is marked with the arguments that say the same, and with these whole blocks of keys are skipped. A mask that lost
 its mark (sliced, copied) or never had one is taken as it is.
 """
@@ -57,7 +57,7 @@ def attention_forward(
     head_mask: Tensor | None = None,
     **model_arguments: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: (out [b, queries, h, dv], None).
+    """Called by transformers in each layer: (out [b, queries, h, dv], None).
 
     Shapes: query [b, h, queries, d], key [b, kv heads, keys, d], value [b, kv heads, keys, dv]; attention_mask [b|1,
     h|1, queries, keys], bool (True sees) or added; position_bias the same, added, with its gradient; s_aux [h].
@@ -97,7 +97,7 @@ def _refuse(output_attentions: bool, cache: Any, head_mask: Tensor | None) -> No
 
 
 def _window(sliding_window: int | None, causal: bool, queries: int) -> dict[str, Any]:
-    """What a layer says that got no mask: its keys are as many as its queries, or it asks with one query."""
+    """Meaning of a missing mask: as many keys as queries, or a single query."""
     left = -1 if sliding_window is None else sliding_window - 1
     right = 0 if causal or (queries == 1 and sliding_window is not None) else left
     return {"window_size": (left, right), "causal_align": "bottom_right" if queries == 1 else "top_left"}
@@ -144,9 +144,9 @@ def attention_mask(
     use_vmap: bool = False,
     **options: Any,
 ) -> Tensor | None:
-    """What transformers calls for each kind of layer: its mask for sdpa, marked where arguments say the same.
+    """Called by transformers for each kind of layer: its mask for sdpa, marked where arguments say the same.
 
-    attention_mask [b, keys so far] is True for tokens; mask_function(batch, head, query, key) says what is seen.
+    attention_mask [b, keys so far] is True for tokens; mask_function(batch, head, query, key) is True for visible keys.
     """
     from transformers import masking_utils
 

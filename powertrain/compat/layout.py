@@ -1,4 +1,4 @@
-"""Tensors as other libraries hand them in, made what our attention takes."""
+"""Conversion of other libraries' tensors to the layout of our attention."""
 
 from typing import NoReturn
 
@@ -32,7 +32,7 @@ def gather_pages(
 ) -> Tensor:  # [batch, length, ...]
     """The first `length` positions of every sequence of a paged cache, copied together; differentiable.
 
-    What a sequence does not own (page numbers outside the cache) is read from the nearest page: mask it out by length.
+    Keys that a sequence does not own (page numbers outside the cache) are read from the nearest page: mask by length.
     """
     page_size = cache.shape[1]
     position = torch.arange(length, device=cache.device)

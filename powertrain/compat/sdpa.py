@@ -35,7 +35,7 @@ def scaled_dot_product_attention(
         is_causal  aligned top left, as in PyTorch: query i sees keys 0 to i, whatever L and S are
     Returns [..., Hq, L, Ev] in query's dtype.
     Dropout is applied whenever dropout_p > 0, as in PyTorch: pass 0.0 in evaluation.
-    Raises ValueError naming the argument, what it must be and what it was.
+    Raises ValueError naming the argument, the expected value and the given one.
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):

@@ -6,7 +6,7 @@ Takes the constructor's and forward's keywords of TransformerEngine 2. On every 
 mask, head dim (values apart from queries: 192/128 and any other), bias and softmax type that it takes at all. Its
 switches hold: NVTE_FLASH_ATTN, NVTE_FLASH_ATTN_V2, _V3, _V4, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN (0 forbids the
 backends of that kind; our own kernels stay), NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, and NVTE_DEBUG=1 with
-NVTE_DEBUG_LEVEL=1 (what was chosen) or 2 (and why not the others), logged as "DotProductAttention". They are another
+NVTE_DEBUG_LEVEL=1 (the choice) or 2 (and the reasons against others), logged as "DotProductAttention". They are another
 library's variables, so they are read here, at every call, and not in runtime/settings.py.
 """
 
@@ -38,7 +38,7 @@ _SOFTMAXES = ("vanilla", "off-by-one", "learnable")
 _LINEAR = "a linear attention's own library: this is softmax attention"
 _SCORES = "core_attention_bias, alibi_slopes, or softcap of powertrain.ops.attention.attention"
 
-# keywords of forward that we do not take: what each may be, and the nearest thing
+# unsupported keywords of forward: allowed value, and the nearest alternative
 _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "inference_params": (
         (None,),
@@ -192,7 +192,7 @@ class DotProductAttention(nn.Module):
         qkv_interleave_dim: int = -3,
         **unsupported_keywords: Any,
     ) -> Tensor:
-        """Attention; the class says what the arguments are."""
+        """Attention; the class documents the arguments."""
         _refuse(unsupported_keywords)
         q, k, v = _unpack(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         layout = self.qkv_format if qkv_format is None else qkv_format
@@ -216,7 +216,7 @@ class DotProductAttention(nn.Module):
         return self._run(q, k, v, options, checkpoint_core_attention).flatten(-2)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
-        """Shapes against what the constructor said."""
+        """Check shapes against the constructor's arguments."""
         heads, groups = self.num_attention_heads // self.tp_size, self.num_gqa_groups // self.tp_size
         dim, dim_v = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
         expected = {"query_layer": (q, heads, dim), "key_layer": (k, groups, dim), "value_layer": (v, groups, dim_v)}
@@ -338,7 +338,7 @@ def _packed(
     pad_between: bool | None,
     bias: dict[str, Any],
 ) -> dict[str, Any]:
-    """What varlen_attention takes for "thd"."""
+    """Arguments of varlen_attention for "thd"."""
     cu_q, cu_kv, cu_q_padded, cu_kv_padded = lengths
     checks.require("padding" in mask_type, _OP, "attn_mask_type", "have padding for qkv_format 'thd'", repr(mask_type))
     checks.require(attention_mask is None, _OP, "attention_mask", "be None for 'thd' (cu_seqlens say it)", "a mask")
@@ -392,7 +392,7 @@ def _masked(
     positional = options["window_size"] != (-1, -1) or options["alibi_slopes"] is not None
     if positional and options["causal_align"] == "bottom_right":
         return {"query_lengths": kept[0].sum(1), "key_lengths": kept[1].sum(1)}
-    # as documents: 0 for every token and -1 for padding, which nobody sees, wherever it is
+    # as documents: 0 for every token and -1 for padding, which is masked, wherever it is
     queries, keys = (x.to(torch.int32) - 1 for x in kept)
     return {"document_ids": (queries, keys)}
 
@@ -405,12 +405,12 @@ def _arbitrary(mask: Tensor | tuple[Tensor, Tensor] | None, bias: Tensor | None)
 
 
 def _deterministic() -> bool | None:
-    """True, or what torch.use_deterministic_algorithms says."""
+    """True, or the setting of torch.use_deterministic_algorithms."""
     return True if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0" else None
 
 
 class _switches:
-    """The NVTE_ variables around a call: what they forbid, and what they want to read about it."""
+    """The NVTE_ variables around a call: forbidden backends and log level."""
 
     def __enter__(self) -> None:
         forbidden = nvte_forbids(os.environ)
@@ -427,7 +427,7 @@ class _switches:
             self._backends.__exit__(*error)
 
     def _log(self) -> None:
-        """What was decided in this call; a decision that is remembered says nothing."""
+        """Decisions made in this call; cached ones are not reported."""
         for event in tracing.trace()[self._seen :]:
             if event.kind != "attention":
                 continue

@@ -33,7 +33,7 @@ def initialize_ub(
     bootstrap_backend: str | None = None,
     with_cublasmp: bool = False,
 ) -> None:
-    """Check the arguments, and say in one line what became of them; makes no buffer and may be called again.
+    """Check the arguments, and log their effect in one line; makes no buffer and may be called again.
 
     shape     [tokens, hidden size];  tp_size   ranks of tensor parallelism, which divide all ranks
     ub_cfgs   settings by product (qkv_fprop, fc1_dgrad ...), or one such table for each quantization mode

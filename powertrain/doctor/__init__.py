@@ -1,4 +1,4 @@
-"""What is wrong with this machine, and what fixes it: `powertrain doctor` and `powertrain diagnose`.
+"""Problems of this machine and their fixes: `powertrain doctor` and `powertrain diagnose`.
 
     finding.py      Check, Finding, and how checks are run
     machine.py      the machine as a check sees it: files, environment, processes, programs
@@ -8,5 +8,5 @@
     diagnose.py     a log, searched for the errors in causes.py
 
 A check is a function over a `Machine`; it imports no torch and starts no CUDA, so that a broken installation can still
-be looked at. What needs torch runs in a process of its own, with a deadline.
+be looked at. Checks that need torch run in their own process, with a deadline.
 """

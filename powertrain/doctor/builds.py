@@ -1,4 +1,4 @@
-"""Extension builds that wait for a lock nobody holds: the commonest hang of this field.
+"""Extension builds that wait for a stale lock: the most common hang in this field.
 
 torch.utils.cpp_extension.load guards a build folder with a file `lock` (torch/utils/file_baton.py): whoever makes it
 builds, everybody else waits until it is gone, for ever and in silence. A builder that is killed leaves it behind.
@@ -123,7 +123,7 @@ def _verdict(lock: Lock) -> Finding:
 
 
 def release(lock: Lock) -> str:
-    """Rename a lock that nobody holds, unless it has become another one since; whoever waits for it goes on."""
+    """Rename a stale lock, unless it was replaced meanwhile; waiting processes continue."""
     now = read_lock(Machine.here(), lock.path)
     if now is None:
         return f"{lock.path}: is gone already"

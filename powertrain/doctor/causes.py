@@ -1,4 +1,4 @@
-"""The errors of this field: how a log shows each, what causes it, what fixes it, in English and Chinese, and where it
+"""The errors of this field: patterns in logs, causes, fixes, in English and Chinese, and where it
 was seen.
 
 A pattern is searched in every line that holds one of the literals that its matches must (diagnose.py); it takes time in
@@ -59,7 +59,7 @@ CAUSES = (
     Cause(
         "cuda-mismatch",
         r"detected CUDA version \((?P<have>[\d.]+)\) mismatches",
-        "nvcc is of CUDA {have}, torch was built for another major version: what is compiled would not load",
+        "nvcc is of CUDA {have}, torch was built for another major version: compiled extensions would not load",
         "install the CUDA toolkit of torch's version (python -c 'import torch; print(torch.version.cuda)') and set "
         "CUDA_HOME to it; or install torch for CUDA {have}",
         "nvcc 是 CUDA {have}，而 torch 是为另一个主版本编译的，编译结果无法加载",
@@ -194,7 +194,7 @@ CAUSES = (
         "df -h /dev/shm /tmp ~；/dev/shm 用 docker run --shm-size=16g，编译用 TMPDIR=<更大的磁盘>",
         "https://github.com/NVIDIA/nccl/issues/525",
     ),
-    # what was built does not load
+    # a built extension does not load
     Cause(
         "cublas-older",
         r"undefined symbol: cublas\w+|symbol cublas\w+, version \S+ not defined",
@@ -317,7 +317,7 @@ CAUSES = (
         "a kernel for {range} was launched from code compiled for {built}: the library chose it for another GPU "
         "than the "
         "one it runs on, or was built for the wrong archs",
-        "powertrain doctor --only code shows what each library has code for; run each GPU model alone with "
+        "powertrain doctor --only code lists the archs of each library; run each GPU model alone with "
         "CUDA_VISIBLE_DEVICES, or use powertrain.compat.xformers, which chooses by the tensors' GPU",
         "为 {range} 选择的核函数运行了为 {built} 编译的代码：库按另一块 GPU 做了选择，或编译的架构不对",
         "powertrain doctor --only code 显示各库含有哪些架构的代码；用 CUDA_VISIBLE_DEVICES 分开运行不同型号，或使用"
@@ -427,7 +427,7 @@ CAUSES = (
     Cause(
         "triton-cache-race",
         r"FileNotFoundError: .*(?:\.triton/cache|triton_cache)",
-        "several processes share one Triton cache, and one removed what another was writing",
+        "several processes share one Triton cache, and one removed a file that another was writing",
         "TRITON_CACHE_DIR=/tmp/triton-$RANK for each rank, or a newer Triton (3.2 or later)",
         "多个进程共用一个 Triton 缓存，一个进程删除了另一个正在写的文件",
         "为每个 rank 设置 TRITON_CACHE_DIR=/tmp/triton-$RANK，或升级 Triton（3.2 以上）",
@@ -471,7 +471,7 @@ CAUSES = (
         "userbuffers-multicast",
         r"does not support comm\+GEMM overlap with CUDA Multicast|with UB_SKIPMC=1 to try",
         "GPU, driver or toolkit have no NVLink multicast, which Userbuffers asks for by default",
-        "export UB_SKIPMC=1   # CUDA IPC instead; powertrain doctor --overlap says what is missing",
+        "export UB_SKIPMC=1   # CUDA IPC instead; powertrain doctor --overlap lists missing requirements",
         "GPU、驱动或工具包不支持 Userbuffers 默认使用的 NVLink multicast",
         "export UB_SKIPMC=1   # 改用 CUDA IPC；powertrain doctor --overlap 说明缺什么",
         _TE + "985",
@@ -550,7 +550,7 @@ CAUSES = (
         r"Watchdog caught collective operation timeout: \w+\(.*OpType=(?P<operation>\w+)",
         "one rank did not come to {operation}: it died, or the ranks take different ways",
         "find the rank with the smallest last completed SeqNum, and read its log; TORCH_NCCL_TRACE_BUFFER_SIZE=2000 "
-        "TORCH_NCCL_DUMP_ON_TIMEOUT=1 writes what each rank was in",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT=1 writes the pending collective of each rank",
         "有 rank 没有进入 {operation}：它已退出，或各 rank 执行路径不同",
         "找到最后完成的 SeqNum 最小的 rank 并查看其日志；TORCH_NCCL_TRACE_BUFFER_SIZE=2000 "
         "TORCH_NCCL_DUMP_ON_TIMEOUT=1 会记录各 rank 的位置",

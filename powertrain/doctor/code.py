@@ -1,4 +1,4 @@
-"""What each installed library has GPU code for, and what that means for the GPUs here."""
+"""GPU archs that each installed library has code for, and the consequence for the GPUs here."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,9 +69,7 @@ def _verdict(machine: Machine, library: str, held: dict[Path, frozenset[Code]], 
     if "problem" in levels:
         return Finding("problem", f"{says}; {told}", evidence, fix)
     if "warning" in levels:
-        return Finding(
-            "warning", f"{says}; {told}", evidence, f"{fix} (or wait once: the driver keeps what it compiles)"
-        )
+        return Finding("warning", f"{says}; {told}", evidence, f"{fix} (or wait once: the driver caches its compiles)")
     return Finding("ok", f"{says}; {told}" if told else says, evidence)
 
 
@@ -94,10 +92,10 @@ def judge(held: frozenset[Code], arch: int) -> tuple[str, str]:
 
 
 def _without(held: dict[Path, frozenset[Code]], arch: int) -> str:
-    """How many of the source files have nothing for an arch that others have code for: the kernels that fail there."""
+    """Number of source files without code for an arch that others have code for: their kernels fail there."""
     units = [unit for file in held for unit in fatbins(file) if unit]
     lacking = sum(not any(one.runs_on(arch) for one in unit) for unit in units)
     return f"{lacking} of {len(units)} compiled source files have no code for it" if 0 < lacking < len(units) else ""
 
 
-CHECKS = (Check("code", "what has each library GPU code for?", code),)
+CHECKS = (Check("code", "which GPUs has each library code for?", code),)

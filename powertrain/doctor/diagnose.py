@@ -1,4 +1,4 @@
-"""A log or error, searched for known causes: what it is, the line that shows it, what fixes it."""
+"""A log or error, searched for known causes: the cause, the line that shows it, the fix."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ TAIL = 6  # a log that stops, stops within its last lines
 _LINE = 2000  # characters of a line that are searched: a compiler's command line can be longer than a book
 _LINE_BYTES = 4 * _LINE
 
-# lines that say "error" and tell nothing: what stands around the real one
+# lines that contain "error" without information: they surround the real error
 _HOLLOW = re.compile(
     r"subprocess-exited-with-error|This error originates from a subprocess|metadata-generation-failed|"
     r"did not run successfully|Failed building wheel|-W(?:no-)?error|subcommand failed|returned non-zero exit status|"
@@ -60,7 +60,7 @@ class Diagnosis:
 
 
 class Log:
-    """A text, as bytes: without colors, ended by newlines; what a carriage return overwrote is a line of its own."""
+    """A text, as bytes: without colors, ended by newlines; text overwritten after a carriage return is its own line."""
 
     def __init__(self, text: str | bytes) -> None:
         data = text.encode(errors="replace") if isinstance(text, str) else text
@@ -76,7 +76,7 @@ class Log:
         return self.data.count(b"\n", 0, start) + 1
 
     def tail(self, count: int) -> list[int]:
-        """Where the last lines start, first to last."""
+        """Start offsets of the last lines, in order."""
         starts: list[int] = []
         end = len(self.data)
         while len(starts) < count and end >= 0:
@@ -85,7 +85,7 @@ class Log:
         return starts[::-1]
 
     def lines_with(self, literal: bytes) -> Iterator[int]:
-        """Where each line starts that has it in the part that is searched."""
+        """Start offsets of lines that contain it in the searched part."""
         return self._lines(lambda start: self.data.find(literal, start))
 
     def lines_matching(self, pattern: "re.Pattern[bytes]") -> Iterator[int]:
@@ -161,7 +161,7 @@ def _diagnosis(cause: Cause, log: Log, start: int, match: re.Match[str]) -> Diag
 
 @cache
 def literals_of(pattern: str) -> tuple[bytes, ...]:
-    """Literals of which every match of a regular expression holds at least one: what is looked for first, which is
+    """Literals of which every match of a regular expression holds at least one: a prefilter, which is
     hundreds of times faster. Raises ValueError if there are none."""
     found = _literals(_parser.parse(pattern))
     if not all(found):

@@ -13,7 +13,7 @@ from powertrain.doctor.machine import Machine, Ran
 
 SECONDS = 60.0  # for both ranks, imports of torch included; a healthy machine takes 5
 
-# what each rank runs, in a process of its own so that a hang can be ended
+# the program of each rank, in its own process so that a hang can be ended
 _RANK = """
 import datetime, sys
 backend, rank, size, port, seconds = sys.argv[1], *map(int, sys.argv[2:6])
@@ -43,7 +43,7 @@ def run_ranks(
 ) -> Ran:
     """All ranks' output; status 124: at the deadline one still waited, and all were ended.
 
-    program: what Python runs; it is given backend, rank, number of ranks, port and seconds.
+    program: Python source; its arguments are backend, rank, number of ranks, port and seconds.
     """
     with socket.socket() as free, tempfile.TemporaryDirectory(prefix="powertrain-echo-") as folder:
         free.bind(("127.0.0.1", 0))

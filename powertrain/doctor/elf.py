@@ -83,7 +83,7 @@ def symbols(data: mmap.mmap, defined: bool) -> Iterator[bytes]:
 
 
 def _names_of(data: mmap.mmap, section: Section) -> int:
-    """Where the names of a symbol table start."""
+    """Offset of a symbol table's names."""
     table, entry, count = struct.unpack_from("<Q10xHH", data, 0x28)
     if section.link >= count:
         raise _Damaged(f"got symbols whose names are in section {section.link} of {count}, at byte {section.offset}")

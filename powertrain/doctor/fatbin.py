@@ -3,7 +3,7 @@
 nvcc puts a fatbin for each source file into the section .nv_fatbin. With relocatable device code (-rdc) the files'
 fatbins are in __nv_relfatbin, and one linked from them in .nv_fatbin: that alone is run. A fatbin is a header and a
 chain of entries, each the PTX or the machine code (SASS) for one arch. Only the headers are read, so a library of a
-gigabyte takes a moment. NVIDIA documents no layout; what is used here was compared with cuobjdump, on libraries of CUDA
+gigabyte takes a moment. NVIDIA documents no layout; this one was compared with cuobjdump, on libraries of CUDA
 11.8 to 13.2 and in tests/doctor/test_fatbin.py.
 """
 
@@ -17,7 +17,7 @@ from typing import Literal
 from powertrain.doctor.elf import in_turn, opened, sections
 
 _MAGIC = struct.pack("<I", 0xBA55ED50)
-_FATBIN = struct.Struct("<IHHQ")  # magic, version, size of this header, size of what follows
+_FATBIN = struct.Struct("<IHHQ")  # magic, version, size of this header, size of the data after it
 _ENTRY = struct.Struct("<HHIQ12xI8xQ")  # kind, version, size of this header, size of the code, ..., arch, ..., flags
 _KINDS: dict[int, Literal["ptx", "sass"]] = {1: "ptx", 2: "sass"}
 _SPECIFIC, _FAMILY = 0x100000, 0x200000  # sm_90a; sm_100f
@@ -49,7 +49,7 @@ class Code:
 
 
 def fatbins(path: Path) -> list[frozenset[Code]]:
-    """What each fatbin of a library holds, one for each source file; empty: it is no ELF file, or has no GPU code.
+    """Contents of each fatbin of a library, one for each source file; empty: no ELF file, or no GPU code.
 
     Raises ValueError naming the file if it is an ELF file cut short or damaged.
     """

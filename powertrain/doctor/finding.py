@@ -1,4 +1,4 @@
-"""What a check says: ok, a warning or a problem, the evidence, and the command that fixes it."""
+"""Result of a check: ok, a warning or a problem, the evidence, and the command that fixes it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")
 @dataclass(frozen=True)
 class Finding:
     """One thing found. `apply` is there only where the fix is safe: it changes the machine, deletes nothing, and
-    returns what it did."""
+    returns a description of the change."""
 
     level: Level
     says: str
     evidence: tuple[str, ...] = ()
-    fix: str | None = None  # a command, or what to do
+    fix: str | None = None  # a command or an instruction
     apply: Callable[[], str] | None = None
 
     def __post_init__(self) -> None:

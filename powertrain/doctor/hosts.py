@@ -22,7 +22,7 @@ SSH_SECONDS = 5
 _MOST = 4 << 20  # bytes of a hostfile
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS}")
 
-# what each host is asked to run by its own Python: versions without importing torch, the arch of its GPUs
+# the program each host runs with its own Python: versions without importing torch, the arch of its GPUs
 _ASK = """
 import importlib.metadata as m, json, platform, subprocess
 def version(name):

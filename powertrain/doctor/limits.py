@@ -1,4 +1,4 @@
-"""What the container and the system allow: shared memory, ulimits, memory, cores, room on disk."""
+"""Limits of the container and the system: shared memory, ulimits, memory, cores, room on disk."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""How GPUs reach each other: NVLink, peer access, and what symmetric memory and multicast need."""
+"""How GPUs reach each other: NVLink, peer access, and the requirements of symmetric memory and multicast."""
 
 import re
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def _peers(machine: Machine) -> Iterator[Finding]:
 
 
 def symmetric(machine: Machine) -> Iterator[Finding]:
-    """What torch's symmetric memory and NVLink multicast need of this machine."""
+    """Requirements of torch's symmetric memory and NVLink multicast on this machine."""
     if len(machine.gpus) < 2:
         return
     lacks = list(multicast_lacks(machine))

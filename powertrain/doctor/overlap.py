@@ -1,6 +1,6 @@
 """Can tensor parallelism be overlapped with compute here? For Powertrain, and for TransformerEngine's Userbuffers.
 
-What Userbuffers needs depends on its version, and is written down nowhere in its guides. The facts below are read in
+Requirements of Userbuffers depend on its version, and its guides do not list them. The facts below are read in
 its source: initialize_ub in module/base.py, build_tools/pytorch.py, pull requests 147, 161, 901, 932 and 986; and in
 Megatron-LM's, which asks for version 1.9.0 before it starts Userbuffers without MPI.
 """
@@ -66,7 +66,7 @@ def _rate(machine: Machine) -> Iterator[Finding]:
 
 
 def userbuffers(machine: Machine) -> Iterator[Finding]:
-    """What the installed TransformerEngine's Userbuffers needs, and which of it is missing."""
+    """Requirements of the installed TransformerEngine's Userbuffers, and the missing ones."""
     text = machine.version("transformer-engine") or machine.version("transformer-engine-torch")
     if text is None:
         yield Finding("ok", "TransformerEngine is not installed: nothing to say of its Userbuffers")

@@ -1,4 +1,4 @@
-"""Do compiled extensions find in the installed torch what they were linked against? Read from files, not imported."""
+"""Whether the installed torch defines the symbols that compiled extensions need. Read from files, not imported."""
 
 import re
 import time
@@ -58,7 +58,7 @@ def _files(machine: Machine, library: str) -> list[Path]:
 
 
 def _wanting(files: Iterable[Path]) -> list[Path]:
-    """Those that want symbols of torch."""
+    """Libraries that need symbols of torch."""
     return sorted(file for file in files if _names(file, defined=False))
 
 

@@ -12,10 +12,10 @@ from powertrain.doctor.machine import Machine
 
 SHOWN = ("torch", "triton", "transformer-engine", "flash-attn", "xformers", "apex", "deepspeed", "vllm", "numpy")
 
-# what pins what: their own metadata says which versions they were built and tested with
+# pairs of packages that pin each other: their metadata gives the versions they were built and tested with
 PINNED_BY = ("torch", "xformers", "vllm", "flash-attn", "transformer-engine-torch", "torchvision", "torchaudio")
 
-# (package, versions, with, versions, what happens, what to install, source)
+# (package, versions, with, versions, symptom, package to install, source)
 KNOWN_BAD = (
     ("flash-attn", "<2.1.1", "transformer-engine", ">=1.0", "TransformerEngine takes no flash-attn before 2.1.1",
      "flash-attn>=2.1.1", "TransformerEngine, dot_product_attention/utils.py, FlashAttentionUtils.version_required"),
@@ -40,7 +40,7 @@ def versions(machine: Machine) -> Iterator[Finding]:
 
 
 def _unmet(machine: Machine) -> Iterator[Finding]:
-    """Requirements in the metadata of what is installed that the installed versions do not meet."""
+    """Requirements of installed packages that the installed versions do not meet."""
     for name in PINNED_BY:
         distribution = machine.installed.get(name)
         for text in (distribution.requires or []) if distribution else []:

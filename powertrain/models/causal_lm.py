@@ -79,7 +79,7 @@ class CausalLM(nn.Module):
         return self.spread.loss(partial(head, z_loss=z_loss), states, labels)
 
     def hidden_states(self, tokens: Tensor, context: Context) -> Tensor:
-        """What the head sees [B, S, hidden_size]; under tensor parallelism this rank's tokens [t, hidden_size]."""
+        """The head's input [B, S, hidden_size]; under tensor parallelism this rank's tokens [t, hidden_size]."""
         x, residual = self._embedded(tokens, context), None
         for layer in self.layers:
             x, residual = layer(x, residual, context)
@@ -108,14 +108,14 @@ class CausalLM(nn.Module):
 
 
 class Whole:
-    """Where a model's tokens are: all of them here. Tensor parallelism has another way (parallelize.TokenSpread)."""
+    """Sharding of a model's tokens: none. Tensor parallelism has another (parallelize.TokenSpread)."""
 
     def context(self, tokens: Tensor, context: Context) -> Context:
-        """What layers are told of `tokens` [B, S]."""
+        """The `Context` of layers for `tokens` [B, S]."""
         return context
 
     def own(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """What this rank has of something that each of `tokens` [B, S] has one of, x [B, S] or [S]."""
+        """This rank's part of x [B, S] or [S], which has one value for each of `tokens` [B, S]."""
         return x
 
     def entered(self, x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Whole:
         return x
 
     def gathered(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """What the head sees, of all `tokens`: [B, S, D]."""
+        """The head's input for all `tokens`: [B, S, D]."""
         return states
 
     def loss(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def _head(
 
 
 def _positions(tokens: Tensor, context: Context) -> Tensor:
-    """Where each token stands, [B, S] or [S]."""
+    """Position of each token, [B, S] or [S]."""
     if context.position_ids is not None:
         return context.position_ids
     positions = torch.arange(tokens.shape[1], device=tokens.device)

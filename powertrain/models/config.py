@@ -53,7 +53,7 @@ class ModelConfig(BaseModel):
 
 
 def check_heads(config: ModelConfig, num_kv_heads: int | None, head_dim: int | None = None) -> None:
-    """Heads that divide what they must; raises ValueError naming the field."""
+    """Check that head counts divide their dims; raises ValueError naming the field."""
     hidden_size, num_heads = config.hidden_size, config.num_heads
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(f"model.hidden_size must be a multiple of num_heads ({num_heads}), got {hidden_size}")

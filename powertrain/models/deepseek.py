@@ -158,7 +158,7 @@ def _moe(config: Config) -> MoE:
     return MoE(router, config.hidden_size, config.moe_intermediate_size, shared_size=shared_size)
 
 
-# what tensor parallelism spreads in a layer (parallelize.py); a token's experts are found and run on the token's rank
+# modules that tensor parallelism shards in a layer (parallelize.py); experts run on their token's rank
 TENSOR_PLAN = {
     "attention_norm": "own",
     "mlp_norm": "own",
@@ -247,7 +247,7 @@ _HF_FIELDS = {
 
 
 def from_hf_config(values: Mapping[str, Any]) -> Config:
-    """The config of a DeepseekV3ForCausalLM's config.json; raises ValueError naming what we cannot honour."""
+    """The config of a DeepseekV3ForCausalLM's config.json; raises ValueError naming unsupported fields."""
     if values.get("model_type") != "deepseek_v3":
         raise ValueError(f"config.json: model_type must be 'deepseek_v3', got {values.get('model_type')!r}")
     only(values, hidden_act="silu", attention_dropout=0.0, scoring_func="sigmoid", topk_method="noaux_tc")
@@ -262,7 +262,7 @@ def from_hf_config(values: Mapping[str, Any]) -> Config:
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
-    """What config.json of a DeepseekV3ForCausalLM says; raises ValueError for what it cannot say."""
+    """config.json of a DeepseekV3ForCausalLM; raises ValueError for features that it cannot express."""
     if config.score != "sigmoid" or not config.num_shared_experts:
         raise ValueError(
             "DeepseekV3ForCausalLM must have model.score sigmoid and model.num_shared_experts 1 or more, "

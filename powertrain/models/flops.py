@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, as model FLOPs: what the model needs, not what a run recomputes.
+"""Floating-point operations of a training step, as model FLOPs: without recomputation.
 
 6 per token and weight of every matrix that a token meets, the head included, the embedding's lookup not
 6 per token, head and channel (query/key and value) of every key that a query sees: causal, so half of S on average

@@ -58,7 +58,7 @@ def stream(
 
     prompts   token ids, at least one each; their lengths may differ: none sees another's padding
     Memory: a KV cache of the longest prompt and `max_new_tokens`.
-    Raises ValueError naming the argument, what it must be and what it was.
+    Raises ValueError naming the argument, the expected value and the given one.
     """
     device, longest = model.embed.weight.device, max(map(len, prompts), default=0)
     if not prompts or not all(prompts):

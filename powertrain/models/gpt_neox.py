@@ -114,7 +114,7 @@ def _norm(config: Config) -> nn.Module:
     return norm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
 
 
-# what tensor parallelism spreads in a layer (parallelize.py)
+# modules that tensor parallelism shards in a layer (parallelize.py)
 TENSOR_PLAN = {
     "attention_norm": "own",
     "mlp_norm": "own",
@@ -165,7 +165,7 @@ _HF_ACTIVATIONS = {
 
 
 def from_hf_config(values: Mapping[str, Any]) -> Config:
-    """The config of a GPTNeoXForCausalLM's config.json; raises ValueError naming what we cannot honour."""
+    """The config of a GPTNeoXForCausalLM's config.json; raises ValueError naming unsupported fields."""
     rope = from_hf_rope(values, fraction=0.25)
     if rope.scaling is not None:
         raise ValueError(f"config.json: rope_scaling must be null for gpt_neox, got {rope.scaling}")

@@ -1,4 +1,4 @@
-"""Reading values of a Hugging Face config.json: what must be there, and what must be so."""
+"""Reading values of a Hugging Face config.json: required keys and required values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ def only(values: Mapping[str, Any], **expected: Any) -> None:
 
 
 def chosen(values: Mapping[str, Any], name: str, default: Any, choices: Mapping[str, Any]) -> Any:
-    """What a key's value stands for here. Raises ValueError naming the key and what it may be."""
+    """The translation of a key's value. Raises ValueError naming the key and its allowed values."""
     value = values.get(name) or default
     if value not in choices:
         raise ValueError(f"config.json: {name} must be one of {', '.join(choices)}, got {value!r}")

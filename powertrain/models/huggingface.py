@@ -2,7 +2,7 @@
 
 An architecture's file has the facts: `from_hf_config` and `to_hf_config`, `hf_parts` (one of our tensors under their
 names and in their layout), `from_hf_parts` (its inverse) and HF_LEFT_OUT (their tensors that hold no weights). Here is
-what all of them share.
+their common part.
 """
 
 import json
@@ -30,7 +30,7 @@ _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model of a folder's config.json. Raises ValueError naming the file and what it must be."""
+    """The model of a folder's config.json. Raises ValueError naming the file and the expectation."""
     file = folder / "config.json"
     values = read_json(file)
     if not isinstance(values, dict):
@@ -45,7 +45,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Our config of a config.json's values. Raises ValueError naming the key, what it must be and what it was."""
+    """Our config of a config.json's values. Raises ValueError naming the key, the expected value and the given one."""
     names = values.get("architectures") or [None]
     known = {hf: module for module in map(architecture, ARCHITECTURES) for hf in module.Config.hf_architectures}
     if names[0] not in known:
@@ -57,7 +57,7 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """What config.json says of a model. Raises ValueError naming what no class of transformers has."""
+    """config.json of a model. Raises ValueError naming features that no class of transformers has."""
     values: dict[str, Any] = architecture(config.architecture).to_hf_config(config)
     return values
 

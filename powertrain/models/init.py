@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from powertrain.models.config import ModelConfig
 
-# what writes into the residual stream
+# layers that write into the residual stream
 _OUTPUTS = ("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
 
 

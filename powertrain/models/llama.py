@@ -75,7 +75,7 @@ def _block(config: Config, layer: int) -> Block:
     return Block(attention, mlp, RMSNorm(hidden_size, eps=eps), RMSNorm(hidden_size, eps=eps))
 
 
-# what tensor parallelism spreads in a layer (parallelize.py)
+# modules that tensor parallelism shards in a layer (parallelize.py)
 TENSOR_PLAN = {
     "attention_norm": "own",
     "mlp_norm": "own",
@@ -114,7 +114,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 _QWEN = {"num_key_value_heads": 32, "max_window_layers": 28, "sliding_window": 4096}
-# model_type -> class, what it always has, and what config.json may leave out
+# model_type -> class, fixed features, and defaults of config.json
 _HF_CLASSES: dict[str, tuple[str, dict[str, bool], dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"qk_norm": False}, {}),
     "mistral": (
@@ -187,7 +187,7 @@ def _hf_window(kind: str, values: Mapping[str, Any], layers: int) -> int | None:
 
 
 def to_hf_config(config: Config) -> dict[str, Any]:
-    """config.json of the class that has what this model has; raises ValueError if none has."""
+    """config.json of the class with this model's features; raises ValueError if none has them."""
     kind = _hf_kind(config)
     acts = {ours: theirs for theirs, ours in reversed(_HF_ACTIVATIONS.items())}
     if config.activation not in acts:

@@ -6,7 +6,7 @@
     expert     of the shard ranks, so many share each layer's experts (powertrain/parallel/experts.py)
     shard      FSDP: a layer's parameters are gathered when it runs;  replicate: copies of that whole arrangement (HSDP)
 
-What stands outside the layers (embeddings, final norm, head) is sharded over shard x tensor together: tensor ranks are
+Modules outside the layers (embeddings, final norm, head) are sharded over shard x tensor together: tensor ranks are
 data-parallel there, each embeds its own tokens and takes them through the head, and no state travels. FSDP averages a
 parameter's gradients over the ranks that share it; `TokenSpread` scales gradients so that this average is right.
 """
@@ -223,7 +223,7 @@ class TokenSpread(Whole):
         return _ScaledGradient.apply(x, 1.0 / self.overlap.size)
 
     def gathered(self, states: Tensor, tokens: Tensor) -> Tensor:
-        # what follows is the same on every rank, and stated as often as there are ranks: see `left`
+        # later operations are the same on every rank, and repeated on each: see `left`
         whole = gather_tokens(_ScaledGradient.apply(states, float(self.overlap.size)), self.overlap, self._rows(tokens))
         return whole.unflatten(0, tokens.shape)
 
@@ -236,7 +236,7 @@ class TokenSpread(Whole):
 
 
 def _scale_gradients(module: nn.Module, factor: float) -> None:
-    """In a module gradients are `factor` times those around it, as FSDP will average what tensor ranks make of them."""
+    """In a module gradients are `factor` times those around it, because FSDP averages the tensor ranks' gradients."""
 
     def each(tensors: Any, by: float) -> tuple[Any, ...]:
         return tuple(_ScaledGradient.apply(t, by) if t.requires_grad else t for t in tensors)

@@ -12,7 +12,7 @@ import torch
 from powertrain.runtime.reading import one_line, reading
 
 _MOST_VALUES = 10_000_000
-# what a random generator's state in NumPy arrays needs; GPT-NeoX saves one beside its weights
+# globals of a random generator's state in NumPy arrays; GPT-NeoX saves one beside its weights
 _ARRAYS: list[Any] = [
     np.ndarray,
     np.dtype,
@@ -23,9 +23,9 @@ _ARRAYS: list[Any] = [
 
 
 def load_pickle(file: Path) -> Any:
-    """What torch.load(weights_only=True) makes of a file; tensors are mapped, not read, where the format allows.
+    """The result of torch.load(weights_only=True); tensors are mapped, not read, where the format allows.
 
-    Raises ValueError naming the file and the global that it would have to execute, or what is wrong with it.
+    Raises ValueError naming the file and the global that it would have to execute, or its defect.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")

@@ -38,7 +38,7 @@ def presets() -> dict[str, tuple[str, dict[str, Any]]]:
 def configure(**fields: Any) -> ModelConfig:
     """The config of `architecture=`, or of `preset=` with the other fields laid over it.
 
-    Raises ValueError (pydantic's ValidationError among them) naming the field, what it must be and what it was.
+    Raises ValueError (pydantic's ValidationError among them) naming the field, the expected value and the given one.
     """
     preset = fields.pop("preset", None)
     if preset is not None:

@@ -50,7 +50,7 @@ class HFRope(NamedTuple):
 def from_hf_rope(values: Mapping[str, Any], *, fraction: float = 1.0) -> HFRope:
     """The rotary embedding of a config.json, in the spelling of transformers 4 or 5; `fraction` is its default.
 
-    Raises ValueError naming what cannot be honoured.
+    Raises ValueError naming unsupported parameters.
     """
     rope = {
         k: v for k, v in (values.get("rope_scaling") or values.get("rope_parameters") or {}).items() if v is not None

@@ -1,7 +1,7 @@
 """A model's tokens spread over context-parallel ranks: each reads the whole batch and keeps its part of every sequence.
 
 Losses are equal on every rank; each differentiates its own part of them, times the number of ranks, so the average over
-the ranks of a parameter's gradients is the gradient of that loss (what FSDP makes of them).
+the ranks of a parameter's gradients is the gradient of that loss (FSDP computes it).
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class ContextSpread(Whole):
     """Tokens [B, S] of a batch as [B, n]; where they are packed documents, all of them one behind the other, as [1, n].
 
     cp      the ranks
-    inner   what is done with a rank's tokens: they may be spread over tensor ranks in turn
+    inner   sharding of a rank's tokens: they may also be sharded over tensor ranks
 
     Documents are found by the host, which waits for their ids: a wait for each batch that has some.
     """

@@ -18,7 +18,7 @@ from powertrain.ops.rope_table import RopeTable, Scheme, rope_table
 
 
 class Context(NamedTuple):
-    """What layers must know of the tokens beside their states.
+    """Facts of the tokens that layers need beside their states.
 
     position_ids   [B, S] int64: where tokens stand, if not at 0, 1, 2 ...
     document_ids   [B, S] int32: tokens see those with their own id only
@@ -104,7 +104,7 @@ class SelfAttention(nn.Module):
 
     @property
     def cache_shape(self) -> tuple[int, int, int | None]:
-        """kv heads, head dim of keys and of values: what a KVCache's rows hold."""
+        """kv heads, head dim of keys and of values: the row layout of a KVCache."""
         return self.num_kv_heads, self.head_dim, self.head_dim
 
     @property
@@ -113,7 +113,7 @@ class SelfAttention(nn.Module):
         return self.head_dim, self.head_dim
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
-        # heads are counted from what came out: under tensor parallelism it is this rank's share of them
+        # the head count follows from the projection's output: under tensor parallelism it is this rank's share of them
         (qkv,) = columns(x, self.qkv, shape=context.shape)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         cache = context.cache

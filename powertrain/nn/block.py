@@ -21,8 +21,8 @@ class Block(nn.Module):
         attention, mlp            modules that take (x, Context)
         attention_norm, mlp_norm  modules that take (x, residual); with mlp_norm None both halves read attention_norm
         parallel                  stream + attention(norm(stream)) + mlp(norm'(stream)) (GPT-J, GPT-NeoX)
-        dropout                   of what each half adds
-    `recompute` says what backward computes again: nothing; everything but matmuls and attention; the whole layer.
+        dropout                   of each half's output
+    `recompute`: operations repeated in backward: nothing; everything but matmuls and attention; the whole layer.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Block(nn.Module):
         return (norm(x), x) if residual is None else norm(x, residual)
 
 
-# what selective recomputation keeps: matrix products, and attention whatever its backend
+# operations whose results selective recomputation keeps: matrix products, and attention whatever its backend
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,

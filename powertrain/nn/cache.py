@@ -1,4 +1,4 @@
-"""What a model remembers of earlier tokens while it generates."""
+"""Cache of keys and values of earlier tokens, for generation."""
 
 import torch
 from torch import Tensor

@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
 
     @property
     def cache_shape(self) -> tuple[int, int, int | None]:
-        """kv heads, head dim of keys and of values (None: the keys' first channels): what a KVCache's rows hold."""
+        """kv heads, head dim of keys and of values (None: the keys' first channels): the row layout of a KVCache."""
         return 1, self.kv_lora_rank + self.turned, None
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008

@@ -9,7 +9,7 @@ from powertrain.nn.tensor_parallel.linear import columns
 from powertrain.ops.activations import Activation, Gated, activation, gated_activation
 from powertrain.ops.gemm.linear_activation import linear_activation
 
-# what stands in a module that does more when it is called
+# the placeholder in a module that does more when called
 _SEEN_BY = (
     "forward", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip

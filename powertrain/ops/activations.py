@@ -16,7 +16,7 @@ moves 2*M*N*e bytes (gated 3*M*N*e), backward 3*M*N*e (gated 5*M*N*e); 10 to 30 
 
 dbias is summed per program over rows strided by the number of programs, then over programs: no atomics, so the same
 bits every time. Under torch.compile these ops are plain PyTorch, which Inductor fuses as well as these kernels, and
-with what stands around them.
+with the surrounding operations.
 
 Sources: Hendrycks and Gimpel, arXiv:1606.08415; Shazeer, arXiv:2002.05202; So et al., arXiv:2109.08668 (relu²); the
 clamped form is that of OpenAI's gpt-oss.
@@ -476,7 +476,7 @@ def activation(x: Tensor, kind: Activation, bias: Tensor | None = None) -> Tenso
     Returns y [..., N] in x's dtype, also under autocast.
     Numerics: float32 throughout, rounded once. Deterministic, the bias gradient too.
     Memory: saves x and bias; nothing when no gradient is wanted.
-    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+    Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
     Under torch.compile it is plain PyTorch, for Inductor to fuse.
     """

@@ -337,7 +337,7 @@ class _Table:
 
 
 def _distances(tensors: Sequence[Tensor]) -> tuple[list[int], bool]:
-    """How many elements after the first each tensor lies, and whether all lie at 16-byte boundaries."""
+    """Offset of each tensor from the first, in elements, and whether all are aligned to 16 bytes."""
     addresses = [t.data_ptr() for t in tensors]
     first, size = addresses[0], tensors[0].element_size()
     return [(a - first) // size for a in addresses], not any(a % 16 for a in addresses)
@@ -364,7 +364,7 @@ class AdamW(torch.optim.AdamW):
     and from torch.optim.AdamW. Loading keeps state_dtype and the master's float32 (torch casts both to p's).
     Works with torch.amp.GradScaler as torch's fused optimizers do: grad_scale and found_inf are taken on the device.
     Numerics: float32 inside, whatever the dtypes; float64 on the CPU is plain PyTorch.
-    Raises ValueError for what torch.optim.AdamW refuses, NotImplementedError for amsgrad and differentiable.
+    Raises ValueError where torch.optim.AdamW does, NotImplementedError for amsgrad and differentiable.
     """
 
     def __init__(
@@ -421,7 +421,7 @@ class AdamW(torch.optim.AdamW):
         return state
 
     def init_state(self) -> None:
-        """Make the state of every parameter that has none, as the first step would: what a checkpoint loads into."""
+        """Make the state of every parameter that has none, as the first step would: a checkpoint is loaded into it."""
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p] or self._new_state(p)
@@ -449,7 +449,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient. Returns what `closure` returns."""
+        """One update of every parameter that has a gradient. Returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -614,7 +614,7 @@ def _one_kernel(grads: Sequence[Tensor]) -> bool:
 def _total_norm(
     grads: Sequence[Tensor], norm_type: float, max_norm: float
 ) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-    """The norm, the factor that clips it to max_norm, and what the launches were made with."""
+    """The norm, the factor that clips it to max_norm, and the arguments of the launches."""
     norm = "inf" if norm_type == math.inf else str(int(norm_type))
     device = grads[0].device
     groups = [[g for g in grads if g.dtype == dtype and g.numel()] for dtype in dict.fromkeys(g.dtype for g in grads)]

@@ -49,7 +49,7 @@ def bias_dropout_add_ref(
 
 
 def dropout_keep(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
-    """The elements of `shape` that dropout keeps for this seed, bool: what the kernels draw, in plain PyTorch."""
+    """The elements of `shape` that dropout keeps for this seed, bool: the mask of the kernels, in plain PyTorch."""
     N = shape[-1]
     M, groups = torch.Size(shape[:-1]).numel(), -(-N // GROUP)
     lanes, words = min(N, LANES), max(1, min(4, -(-N // LANES)))
@@ -284,7 +284,7 @@ def bias_dropout_add(
     training: bool = True,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """`residual + dropout(x + bias)`, dropping with probability p and scaling what is kept by 1 / (1 - p).
+    """`residual + dropout(x + bias)`, dropping with probability p and scaling kept elements by 1 / (1 - p).
 
     Shapes: N hidden size, any leading dims.
         x         [..., N]  float32, float16 or bfloat16 (float64 on the CPU); any strides
@@ -298,7 +298,7 @@ def bias_dropout_add(
     Returns y [..., N] in the residual's dtype, else x's.
     Numerics: float32, rounded once. Deterministic, the bias gradient included.
     Memory: saves the seed, 16 bytes; nothing else.
-    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+    Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
     Source: Srivastava et al. 2014; Philox after Salmon et al. 2011.
     """
@@ -313,7 +313,7 @@ def bias_dropout_add(
         checks.require(seed.dtype is torch.int64, "bias_dropout_add", "seed", "be int64", checks.name(seed.dtype))
     p = float(p) if training else 0.0
     seed = None if p == 0 else dropout_seed(x.device) if seed is None else seed.contiguous()
-    # without dropout Inductor fuses the additions with what stands around them
+    # without dropout Inductor fuses the additions with the surrounding operations
     if not use_kernel("bias_dropout_add", x) or (seed is None and torch.compiler.is_compiling()):
         with without_autocast(x.device):
             return bias_dropout_add_ref(x, bias, residual, p, seed=seed)

@@ -382,7 +382,7 @@ def _scale_kernel(x_ptr, grad_ptr, scale_ptr, M, N, stride_grad, BLOCK: tl.const
 
 
 class Terms(NamedTuple):
-    """What the loss is made of."""
+    """Options of the loss."""
 
     ignore_index: int
     label_smoothing: float
@@ -448,7 +448,7 @@ def _losses(
     losses: Tensor | None = None,  # [T], written
     loss: Tensor | None = None,  # [], written: their sum times scale
 ) -> None:
-    """The loss from what `_row_stats` gave for the whole vocabulary."""
+    """The loss from the results of `_row_stats` for the whole vocabulary."""
     T = target.shape[0]
     _loss_kernel[(1 if losses is None else triton.cdiv(T, 1024),)](
         lse, target_logit, logit_sum, target, scale, losses, loss,
@@ -497,7 +497,7 @@ def _mean_scale(target: Tensor, terms: Terms) -> Tensor:
 
 
 def _scale_(x: Tensor, dloss: Tensor, scale: Tensor | None) -> None:
-    """x *= dloss * scale, in place, one factor for all or one a row; waits for nobody, and reads no x if it is 1."""
+    """x *= dloss * scale, in place, one factor for all or one a row; no synchronization; x is not read if it is 1."""
     M, N = (1, x.numel()) if dloss.dim() == 0 else (dloss.shape[0], x.numel() // max(1, dloss.shape[0]))
     block = min(8192, next_power_of_2(max(1, N)))
     grid = min(M * triton.cdiv(N, block), Target.of(x.device).num_sms * 8)
@@ -686,7 +686,7 @@ def cross_entropy(
         GPU (plain PyTorch on the CPU raises).
     Numerics: float32 throughout. Deterministic.
     Memory: saves logits (or dlogits) and 4 bytes a token; nothing when no gradient is wanted.
-    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+    Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
     Source: torch.nn.functional.cross_entropy; z-loss from Chowdhery et al., arXiv:2204.02311.
     """

@@ -91,7 +91,7 @@ def _grouped_gemm_kernel(
         start, end = tl.sum(tl.where(mine, starts, 0)), tl.sum(tl.where(mine, ends, 0))
         tiles_m = tl.sum(tl.where(mine, tiles, 0))
         tile -= (tl.sum(tl.where(mine, last_tiles, 0)) - tiles_m) * tiles_n
-        # GROUP_M tiles of rows by all columns, rows first: what they read stays in L2
+        # GROUP_M tiles of rows by all columns, rows first: their operands stay in L2
         first_m = tile // (GROUP_M * tiles_n) * GROUP_M
         height = tl.minimum(tiles_m - first_m, GROUP_M)
         tile -= first_m * tiles_n
@@ -391,7 +391,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Memory: saves x and weight. dweight has weight's shape and dtype, zero for an empty group.
     Backends: ours; torch.nn.functional.grouped_mm for bfloat16 with rows of whole 16 bytes, on sm_90 for dweight and on
         sm_100 for all three.
-    Raises ValueError naming the argument, what it must be and what it was; offsets' values are checked on the CPU.
+    Raises ValueError naming the argument, the expected value and the given one; offsets' values are checked on the CPU.
         Double backward and vmap are not implemented and say so.
     Source: Gale et al., arXiv:2211.15841.
     """

@@ -364,7 +364,7 @@ def linear_cross_entropy(
         once a block of rows (16 at most), or not at all into main_grad. Deterministic. No host synchronisation.
     Memory: about 300 MiB of logits at a time; for "mean" and "sum" dx and dweight (float32 beside main_grad) are made
         in forward and kept for backward, which hands these very buffers out. Nothing for an input that is frozen.
-    Raises ValueError naming the argument, what it must be and what it was. A second backward of "mean" and "sum" is a
+    Raises ValueError naming argument, expected and given value. A second backward of "mean" and "sum" is a
         RuntimeError. Double backward and vmap are not implemented and say so.
     Source: Wijmans et al., arXiv:2411.09009; row blocks after mgmalek/efficient_cross_entropy.
     """

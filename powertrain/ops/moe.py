@@ -1,4 +1,4 @@
-"""Mixture of experts: the router, rows sorted by expert and back, and what keeps the experts' loads even.
+"""Mixture of experts: the router, rows sorted by expert and back, and load balancing of experts.
 
     s = softmax(logits) or sigmoid(logits);   c = s + correction_bias          (the bias chooses and does not weigh)
     with groups: a group's score is the sum of its two best c; experts outside the best groups are left out
@@ -113,7 +113,7 @@ def _moe_route_kernel(
     choice, top, total = _scores(z, exists, SIGMOID)
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + experts, mask=exists, other=0.0).to(tl.float32)[None, :]
-    # a NaN loses against every number, and what does not exist against a NaN: the result always names an expert
+    # a NaN loses against every number, and a padding column against a NaN: the result always names an expert
     lowest = -3.0e38
     choice = tl.where(exists[None, :], tl.where(choice == choice, choice, lowest), float("-inf"))
     if BLOCK_G > 1:
@@ -545,7 +545,7 @@ def moe_route(
     Returns weights [T, k] float32 and experts [T, k] int32, best first; of equals the lower index.
     Numerics: float32 throughout. Deterministic. A NaN is chosen last and makes the token's weights NaN.
     Memory: saves logits and experts.
-    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+    Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
@@ -583,11 +583,11 @@ def moe_permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, T
         experts  [T, k]  int32 or int64 in [0, E). Checked on the CPU; a GPU takes one out of range as the nearest
     Returns
         rows       [T*k, H]  x's dtype
-        offsets    [E]       int32, where each expert's rows end: what `grouped_gemm` takes
-        positions  [T, k]    int32, the row of each (token, expert): what `moe_unpermute` takes
+        offsets    [E]       int32, end of each expert's rows, as `grouped_gemm` takes it
+        positions  [T, k]    int32, the row of each (token, expert), as `moe_unpermute` takes it
     Numerics: rows are copies; backward adds in float32 and rounds once. Deterministic. No host synchronisation.
     Memory: saves positions.
-    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+    Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
     Source: Gale et al., MegaBlocks, arXiv:2211.15841.
     """
@@ -619,7 +619,7 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None
     Returns [T, H] in rows' dtype: sum over j of weights[t, j] * rows[positions[t, j]].
     Numerics: float32 throughout, rounded once, the weights' gradients too. Deterministic.
     Memory: saves positions and weights, and rows if the weights need a gradient.
-    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+    Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
     Source: Gale et al., MegaBlocks, arXiv:2211.15841.
     """
@@ -639,7 +639,7 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None
 
 
 def moe_load_balancing_loss(logits: Tensor, experts: Tensor, *, score: Score = "softmax") -> Tensor:
-    """How uneven the experts' loads are: E * sum over experts of (share of assignments) * (mean score); 1 when even.
+    """Imbalance of the experts' loads: E * sum over experts of (share of assignments) * (mean score); 1 when even.
 
     Shapes: S tokens to be balanced among themselves, any leading dims, E experts, k a token.
         logits   [..., S, E]  the router's; with [batch, S, E] every sequence is balanced by itself (DeepSeek-V3)
@@ -647,7 +647,7 @@ def moe_load_balancing_loss(logits: Tensor, experts: Tensor, *, score: Score = "
         score                 "softmax", or "sigmoid", whose scores are divided by their sum over experts
     Returns a scalar, float32, the mean over leading dims; differentiable in logits.
     Numerics: float32. Memory: about 8 bytes an element of logits.
-    Raises ValueError naming the argument, what it must be and what it was.
+    Raises ValueError naming the argument, the expected value and the given one.
     Source: Fedus et al., arXiv:2101.03961, eq. 4, with k > 1 as in Megatron-LM; DeepSeek-V3, arXiv:2412.19437, eq. 17.
     """
     op = "moe_load_balancing_loss"
@@ -670,7 +670,7 @@ def moe_update_bias_(correction_bias: Tensor, tokens_per_expert: Tensor, rate: f
         correction_bias    [E]  float32
         tokens_per_expert  [E]  integer or floating: assignments since the last update, summed over data-parallel ranks
     Returns correction_bias.
-    Raises ValueError naming the argument, what it must be and what it was.
+    Raises ValueError naming the argument, the expected value and the given one.
     Source: Wang et al., arXiv:2408.15664, algorithm 1.
     """
     checks.shape("moe_update_bias_", "tokens_per_expert", tokens_per_expert, correction_bias.shape, "correction_bias")

@@ -588,7 +588,7 @@ def _norm_bwd_sharding(
         dx = at if need_dx else R
         dresidual = at if need_dx and h.tensor_meta.dtype != x_dtype else R
         results = [dx, dresidual, total if need_dw and weight else R, total if need_db and bias else R]
-        # what a norm without mean, or bias, saved is an empty tensor
+        # a norm without mean, or without bias, saved an empty tensor
         yield results, {"dy": at, "dh": at, "h": at, "mean": rows if is_layer else R, "rstd": rows}
 
 
@@ -637,7 +637,7 @@ def rms_norm(
     Returns y [..., N] in x's dtype; with a residual (y, x + residual), the sum in the residual's dtype.
     Numerics: float32 throughout; the sum is rounded to its dtype before it is normalized. Deterministic.
     Memory: saves x (or the sum), weight and 4 bytes a row; nothing when no gradient is wanted.
-    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+    Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """

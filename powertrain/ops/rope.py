@@ -270,7 +270,7 @@ def _plan(num_heads: int, head_dim: int, target: Target) -> _Plan:
 
 
 class _Positions(NamedTuple):
-    """Where tokens stand: what `rope` was told, as every op takes it."""
+    """Token positions given to `rope`, in the form that every op takes."""
 
     cos: Tensor
     sin: Tensor
@@ -502,7 +502,7 @@ def rope(
     Numerics: float32, rounded once. A position the table does not have gives NaN on a GPU (no host synchronisation to
         find it) and IndexError on the CPU. Deterministic.
     Memory: saves the table and the positions given, neither q nor k.
-    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+    Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
     Source: Su et al., arXiv:2104.09864.
     """
@@ -576,7 +576,7 @@ def _place(
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> _Positions:
-    """Check what says where the tokens of x stand, and bring it into the form the ops take."""
+    """Check the arguments for token positions, and convert them to the form that the ops take."""
     cos, sin, axes = table
     checks.one_of(op, "layout", layout, ("bshd", "sbhd", "thd"))
     dims = 3 if layout == "thd" else 4

@@ -30,7 +30,7 @@ class RopeTable(NamedTuple):
 
 
 class Scheme(Protocol):
-    """How a table's frequencies differ from 1 / base^(2c/R)."""
+    """Scaling of a table's frequencies, relative to 1 / base^(2c/R)."""
 
     def frequencies(self, rotary_dim: int, base: float, seqlen: int) -> tuple[Tensor, float]:
         """inv_freq [rotary_dim / 2] float32, and the factor on cos and sin, for sequences of up to `seqlen`."""

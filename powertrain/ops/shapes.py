@@ -21,7 +21,7 @@ def empty(x: Tensor) -> Tensor:
 
 
 def wanted(x: Tensor | None, need: bool) -> Tensor | None:
-    """What backward returns for an op result that may stand for "not wanted"."""
+    """None if the gradient was not requested, else the gradient."""
     return x if need else None
 
 

@@ -5,7 +5,7 @@
     dx = scale * y * (dy - sum(dy * y))                  0 where masked out
 
 Saved: y (and, for "uniform", the mask given). Everything is computed in float32. M rows of N elements of e bytes:
-forward moves 2*M*N*e bytes, backward 3*M*N*e; causal, what lies above the diagonal is never read, so 1.5 and 2 times
+forward moves 2*M*N*e bytes, backward 3*M*N*e; causal, elements above the diagonal are never read, so 1.5 and 2 times
 M*N*e for square scores; a mask adds its own bytes. About 8 operations an element. Rows beyond 32768 elements do not
 fit in registers and are read twice, in blocks (forward with a running maximum and sum in each lane).
 
@@ -31,7 +31,7 @@ from powertrain.runtime.tuning import tunable
 Causal = Literal["upper_triangular", "aligned"]
 FullyMasked = Literal["zero", "uniform"]
 
-_SMALLEST = 1e-30  # stands for a scale of 0, which would make NaN of the -inf of what is masked out
+_SMALLEST = 1e-30  # stands for a scale of 0, which would turn the -inf of masked elements into NaN
 
 
 def scaled_softmax_ref(
@@ -95,7 +95,7 @@ def _softmax_fwd_kernel(
 
 @triton.jit
 def _shift(top):
-    """What is taken off before the exponential: the maximum, or 0 where there is none."""
+    """The offset of the exponent: the maximum, or 0 where there is none."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -423,13 +423,13 @@ def scaled_softmax(
         mask          bool, broadcastable to x ([1 or B, 1, Sq, Sk] in GPT-NeoX and Apex); True is masked out
         causal        "upper_triangular": keys after the query are masked out, Sq == Sk;
                       "aligned": the same with the last query at the last key, for any Sq and Sk
-        fully_masked  what a row without a key gives: "zero" (Apex), or "uniform": 1/Sk (GPT-NeoX)
+        fully_masked  values of a row without a key: "zero" (Apex), or "uniform": 1/Sk (GPT-NeoX)
     Returns y like x, contiguous.
     Numerics: float32, rounded once; exact zeros where masked out. A row of nothing but -inf counts as fully masked.
         Its gradient is zero. Deterministic.
-    Memory: saves y, and for "uniform" the mask given. What causal masks out is not read, but for the rest of the last
+    Memory: saves y, and for "uniform" the mask given. Causal elements are not read, except the rest of the last
         16 keys.
-    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+    Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
     Source: Megatron-LM's fused softmaxes.
     """

@@ -1,4 +1,4 @@
-"""Ranks at work together: what they send each other while they compute. Functions, transports and plans."""
+"""Communication of ranks overlapped with their computation: functions, transports, cost model."""
 
 import importlib
 

@@ -6,8 +6,8 @@
     replicated_gemm        y_i = x w_iᵀ                  x whole on every rank; its gradient is the sum over ranks
 
 They are each other's backward: dx of the first is a gemm_reduce_scatter of dy, dx of the second an all_gather_gemm, and
-what was gathered for one product serves the other. Products are taken one rank's rows at a time, as they come or as
-they have to go, so that what travels hides behind what is computed. Each has its twin (a collective, then the product),
+the rows gathered for one product serve the other. Products are taken one rank's rows at a time, as they come or as
+they have to go, so that transfers overlap with computation. Each has its twin (a collective, then the product),
 which the planner takes where that is faster.
 
 Saved: x (this rank's rows) and the weights; backward gathers x again, behind the product for dx. Products accumulate in
@@ -134,7 +134,7 @@ def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor, into_main: bool) -> Mayb
 
 
 def _gradient_of(weight: Tensor, dw: Maybe) -> Tensor:
-    """Where a weight's gradient is: what must not be trusted once a peer was lost."""
+    """The tensor that holds a weight's gradient: invalid once a peer was lost."""
     found: Tensor = weight.main_grad if dw is None else dw  # type: ignore[attr-defined]
     return found
 
@@ -148,10 +148,10 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _save(ctx: Any, x: Tensor, *weights: Maybe) -> None:
-    """For backward: with main_grads, which hooks on what is saved would lose."""
+    """For backward: keeps main_grads, which hooks on saved tensors would lose."""
     ctx.save_for_backward(x, *weights)
     ctx.mains = [getattr(w, "main_grad", None) for w in weights]
-    # what is traced has none, and must return gradients when it runs on weights that have
+    # a traced weight has none, and the graph must return gradients when it runs on weights that have one
     ctx.into_main = any(main is not None for main in ctx.mains)
     ctx.set_materialize_grads(False)
 
@@ -491,7 +491,7 @@ _replicated_op = Op(
 )
 
 
-# -- what is called
+# -- public functions
 
 
 def _checked(op: str, x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> tuple[Tensor, list[Maybe]]:
@@ -557,7 +557,7 @@ def all_gather_gemm(
         rows     every rank's m, where they differ (Overlap.exchange_rows finds them); None: all have x's
         layer    a name for messages: whose call waits, and for whom
     Returns y [M, N], rows in the order of the ranks; a list if weight is one.
-    Memory: saves x and weight, not what was gathered; [M, K] is allocated while the call runs, in backward too.
+    Memory: saves x and weight, not the gathered rows; [M, K] is allocated while the call runs, in backward too.
     Numerics, backward: above. A weight with `main_grad` gets its gradient added there, in its dtype; within
         torch.compile it gets it as `grad`.
     Errors: ValueError naming the argument; PeerTimeout if a rank is gone; CollectiveMismatch (Overlap(debug=True)).

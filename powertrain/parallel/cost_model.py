@@ -1,4 +1,4 @@
-"""Which way a product takes: overlapped with what travels, in one kernel or in chunks, or after it.
+"""Choice for a product and its collective: overlapped, in one kernel or in chunks, or sequential.
 
 The times are predicted, not measured: a product by the waves of 128 x 256 tiles it takes on the device's SMs, what
 travels by the link rate that was measured when the transport was opened. All ranks have the same numbers, so all
@@ -16,7 +16,7 @@ _TILE_M, _TILE_N = 128, 256
 # measured on four H200s (benchmarks/results/2026-11-21_h200_overlap.md), in seconds, bytes/s and share
 _PRODUCT_START = 5e-6  # from one product's end to the next one's start
 _COPY_START = 12e-6  # a copy engine's time for a small copy, with the words around it
-_CALL = 25e-6  # what an overlapped call adds: publishing or summing, the words of all peers
+_CALL = 25e-6  # overhead of an overlapped call: publishing or summing, the flags of all peers
 _COLLECTIVE_START = 30e-6
 _COLLECTIVE_RATE = 0.85  # of the link rate
 _IN_TURN = 0.88  # of the link rate, when copies from one peer follow those from another
@@ -38,7 +38,7 @@ class Product(NamedTuple):
 
 
 class Planner:
-    """Chooses once for each product, and keeps what it chose."""
+    """Chooses once for each product, and caches the choice."""
 
     def __init__(self, transport: Transport, rates: Rates | None = None) -> None:
         self.transport, self.rates = transport, rates
@@ -91,7 +91,7 @@ def predict(product: Product, size: int, rates: Rates) -> Choice:
         return Choice("sequential", why, alone, collective, chunked)
     if product.kind == "gather" and travels >= _FUSED_FROM and alone < collective:
         return Choice("fused", "the product waits for pieces smaller than one of its own", alone, collective, chunked)
-    return Choice("chunked", "what travels hides behind the products", alone, collective, chunked)
+    return Choice("chunked", "transfers are hidden by the products", alone, collective, chunked)
 
 
 def _travels(product: Product, size: int) -> int:

@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Which rows of one call go where.
+    """Routes of the rows of one call.
 
     traffic   how many, known to the host
     ends      [W, E/W] int32: where each source's rows of each of this rank's experts end; rows behind the last are none
@@ -96,7 +96,7 @@ class Route(NamedTuple):
         return rows if self.taken is None else _Unpad.apply(rows, self.taken, self.put)
 
     def pieces(self, order: Sequence[int]) -> list[Piece]:
-        """What a rank multiplies, one after the other; order: the sources, itself first."""
+        """Row ranges that a rank multiplies, in sequence; order: the sources, itself first."""
         sizes, count = self.traffic.received(order[0]), self.ends.shape[1]
         whole = [Piece(s, slice(0, sizes[s]), slice(0, count), self.ends[s]) for s in order]
         if self.first is None or count == 1:
@@ -221,7 +221,7 @@ def dispatch(
         capacity  rows from this rank to each rank, the same on all; None: as many as there are. See the module
     Returns the rows for this rank's experts; apply those to `rows` with `offsets`, then `combine`.
     Memory: this rank's T*k rows and those received, twice. Saved: indices.
-    Raises ValueError naming the argument, what it must be and what it was; PeerTimeout if a rank is gone.
+    Raises ValueError naming the argument, the expected value and the given one; PeerTimeout if a rank is gone.
     """
     _check_experts("dispatch", num_experts, overlap, capacity)
     rows, ends, positions = moe_permute(x, experts, num_experts)
@@ -307,7 +307,7 @@ class _Overlapped(torch.autograd.Function):
 
 
 def _in_order(tensors: list[Tensor], pieces: list[Piece]) -> Tensor:
-    """What there is of each piece, in the order of the rows received."""
+    """Sizes of each piece, in the order of the rows received."""
     order = sorted(range(len(pieces)), key=lambda i: (pieces[i].source, pieces[i].rows.start))
     return torch.cat([tensors[i] for i in order])
 
@@ -315,7 +315,7 @@ def _in_order(tensors: list[Tensor], pieces: list[Piece]) -> Tensor:
 def _traded(
     rows: Tensor, route: Route, overlap: Overlap, product: Any, meanwhile: Any = lambda received, pieces: None
 ) -> tuple[Tensor, Tensor, Any]:
-    """product(piece, its rows) of all ranks' rows, back where they came from; the rows received; what `meanwhile` gave.
+    """product(piece, its rows) of all ranks' rows, returned to them; the rows received; the result of `meanwhile`.
 
     `meanwhile(received, pieces)` is called when the last results are on their way.
     """
@@ -379,9 +379,9 @@ def spread_experts(
     Numerics: every product accumulates in float32 and is rounded to rows' dtype, the weights' gradients over all ranks'
         rows at once. Deterministic: nothing depends on who was early.
     Memory: the rows received, [n, H], and their gate and up, [n, 2I], are saved; backward sorts two more such pairs.
-    Synchronization: without capacity the host reads W*W counts, which waits for what `offsets` needs; backward never.
+    Synchronization: without capacity the host reads W*W counts and waits for the inputs of `offsets`; backward: none.
     Not traced: torch.compile breaks the graph here. Double backward is not implemented and says so.
-    Raises ValueError naming the argument, what it must be and what it was; PeerTimeout if a rank is gone.
+    Raises ValueError naming the argument, the expected value and the given one; PeerTimeout if a rank is gone.
     """
     op = "spread_experts"
     kind = rows.device.type
@@ -447,7 +447,7 @@ def moe_experts(
 
 @torch.no_grad()
 def rehearse_experts(rows: Tensor, gate_up: Tensor, down: Tensor, size: int) -> None:
-    """Launch on meta tensors what `spread_experts` launches on each of `size` ranks, to record it; nothing is computed.
+    """Launch on meta tensors the kernels of `spread_experts` on each of `size` ranks, to record them.
 
     rows [N, H]: as many as a rank sends; gate_up [E, 2I, H], down [E, H, I]: all experts'.
     """

@@ -27,7 +27,7 @@ class Overlap:
     debug       ranks compare each call's shapes and order first: CollectiveMismatch instead of a hang
 
     Collective: every rank of the group makes it, and its calls, in the same order. Several groups may have one each;
-    one group has one: making it again gives the same object, until `close()`, which has to be what is asked for then.
+    one group has one: making it again gives the same object, until `close()`; its arguments must be the same then.
     Raises ValueError naming the argument.
     """
 
@@ -67,11 +67,11 @@ class Overlap:
         _open[key] = self
 
     def key_for(self, layer: str) -> str:
-        """What `find` finds this by, in a layer of that name."""
+        """Key of this object for `find`, in a layer of that name."""
         return f"{self.key}|{layer}" if layer else self.key
 
     def _check_serves(self, transport: str, strict: bool, debug: bool) -> None:
-        """Raise ValueError if what is asked for is not what the group has open."""
+        """Raise ValueError if the arguments differ from those of the group's open overlap."""
         checks.one_of("Overlap", "transport", transport, NAMES)
         mine, stays = self.transport.name, "for a group whose overlap is open (close() it first)"
         if self.size > 1:
@@ -83,7 +83,7 @@ class Overlap:
         checks.require(has or not debug, "Overlap", "debug", f"be False {stays}", debug)
 
     def rows(self, count: int, counts: Sequence[int] | None = None) -> Rows:
-        """Whose rows are whose: `count` on every rank, or as `counts` says."""
+        """Ownership of rows: `count` on every rank, or `counts`."""
         if counts is None:
             return Rows((count,) * self.size)
         checks.require(len(counts) == self.size, "Overlap", "rows", f"have {self.size} entries", list(counts))
@@ -106,11 +106,11 @@ class Overlap:
         return self
 
     def explain(self) -> str:
-        """What was chosen for each product so far, and why."""
+        """The choice for each product so far, and its reason."""
         return self.planner.explain()
 
     def close(self) -> None:
-        """Give back memory and threads; the group itself stays. What is still to be differentiated over it raises."""
+        """Release memory and threads; the group itself stays. A pending backward over it raises."""
         if _open.get(self.key) is self:
             del _open[self.key]
             self.transport.close()

@@ -1,4 +1,4 @@
-"""Ranks that try what they would train with: which transport there is among them, and whether its products are right.
+"""Check of a group of ranks: which transport they have, and whether its products are right.
 
     python -m powertrain.parallel.self_check BACKEND RANK RANKS PORT SECONDS
 
@@ -62,7 +62,7 @@ def main() -> None:
     print(f"{DONE} {overlap.transport.name}{f', {rate / 1e9:.0f} GB/s' if rate else ''}{why}", flush=True)
     overlap.close()
     dist.destroy_process_group()
-    os._exit(0)  # what a library's threads do while the interpreter ends is not what was tried
+    os._exit(0)  # errors of library threads at interpreter exit are not part of the check
 
 
 if __name__ == "__main__":

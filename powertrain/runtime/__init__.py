@@ -1,1 +1,1 @@
-"""What every kernel needs: settings, targets, compilation, storage, launching and dispatch. Knows no transformer."""
+"""Infrastructure of every kernel: settings, targets, compilation, storage, launch, dispatch. Names no op."""

@@ -35,7 +35,7 @@ class NewFile:
             self._named = True
 
     def publish(self) -> None:
-        """Write to disk, close, and let the file take its name; what had the name before is replaced."""
+        """Write to disk, close, and rename the file to its name; an existing file is replaced."""
         assert self._temporary is not None
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -67,7 +67,7 @@ class NewFile:
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file at once; what had the name before is replaced."""
+    """Write a file atomically; an existing file is replaced."""
     try:
         _write(path, data, mode, nameless=True)
     except OSError as error:

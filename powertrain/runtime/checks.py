@@ -1,4 +1,4 @@
-"""Argument checks that finish the job: every message says op, argument, what it must be and what it was."""
+"""Argument checks: every message names the op, the argument, the expectation and the value."""
 
 from typing import NoReturn
 

@@ -1,4 +1,4 @@
-"""How a call of an op finds its way: straight to the kernel, through torch.library, or to plain PyTorch.
+"""Dispatch of an op's call: directly to the kernel, through torch.library, or to plain PyTorch.
 
 Eager calls on plain tensors go straight to an autograd.Function (or, when no gradient is wanted, to the forward
 itself), because `torch.library.custom_op` costs 24 us forward and 74 with backward. The same functions are registered
@@ -75,7 +75,7 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
 class _NoDoubleBackward(torch.autograd.Function):
     """Passes gradients through; differentiating them once more says clearly that it cannot be done.
 
-    Takes what the gradients depend on too, so that the autograd graph leads here from every input.
+    Takes every tensor that gradients depend on, so that the autograd graph leads here from every input.
     """
 
     @staticmethod
@@ -99,7 +99,7 @@ class Op:
                    is None (an empty tensor to torch.library, whose schemas know no absent output)
     fake           allocates the outputs only (same arguments)
     backward       (ctx, *grads) -> a tuple: a gradient or None per argument; a grad is None where its output is unused
-    setup_context  (ctx, inputs, output): saves what backward needs
+    setup_context  (ctx, inputs, output): saves tensors for backward
     num_results    the first so many outputs are results; the others are only saved, and a differentiated eager call
                    does not return them (each output costs autograd about 2 us)
     flops          the FLOPs of its matrix products, from its arguments by name (runtime/flops.py)
@@ -153,7 +153,7 @@ class Op:
         return self.forward(*args)
 
     def _recorded_or(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch.library calls for meta tensors: the forward under `record()`, to note launches, else `fake`.
+        """Called by torch.library for meta tensors: the forward under `record()`, to note launches, else `fake`.
 
         Recorded calls come this way when a mode is active, such as a default device.
         """
@@ -167,7 +167,7 @@ class Op:
         return call
 
     def _rehearse_backward(self, args: tuple[Any, ...]) -> None:
-        """Compile what the backward will need now, while the whole op can still take plain PyTorch instead."""
+        """Compile the backward's kernels now, while the whole op can still fall back to plain PyTorch."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         key = tuple((t.dtype, t.shape, t.requires_grad) if isinstance(t, Tensor) else t for t in args)
         if key in self._rehearsed or tensors[0].device.type != "cuda":

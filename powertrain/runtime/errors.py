@@ -1,4 +1,4 @@
-"""The errors of the runtime. What a caller can fix is a ValueError; these are the rest."""
+"""Errors of the runtime. An error that a caller can fix is a ValueError; these are the others."""
 
 
 class PowertrainError(RuntimeError):

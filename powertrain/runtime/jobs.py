@@ -1,4 +1,4 @@
-"""How many jobs fit in this machine: the memory and the cores that this process may really use.
+"""Number of parallel jobs, from the memory and the cores that this process may use.
 
 A container shows the whole machine in /proc/meminfo and os.cpu_count(); its limits are those of its cgroup (version 1
 or 2) and of every group above it, of which the tightest counts. Cores are those of the affinity mask, cut by the quota.
@@ -19,9 +19,9 @@ class Jobs:
 
 
 def jobs(per_job_bytes: int, wanted: int | None = None, *, root: str | Path = "/") -> Jobs:
-    """How many jobs of `per_job_bytes` each to run at once: at least 1, at most `wanted` or one a core.
+    """Number of jobs of `per_job_bytes` each to run at once: at least 1, at most `wanted` or one a core.
 
-    wanted  replaces the number of cores, never what memory allows
+    wanted  replaces the number of cores, never the limit by memory
     root    where /proc and /sys are found (for tests)
     """
     memory, memory_why = available_memory(root)
@@ -33,7 +33,7 @@ def jobs(per_job_bytes: int, wanted: int | None = None, *, root: str | Path = "/
 
 
 def available_memory(root: str | Path = "/") -> tuple[int, str]:
-    """Bytes that can still be allocated here, and what says so."""
+    """Bytes that can still be allocated here, and the source of that limit."""
     root = Path(root)
     found = [(_mem_available(root), "MemAvailable")]
     for group in _groups(root, "memory"):
@@ -44,7 +44,7 @@ def available_memory(root: str | Path = "/") -> tuple[int, str]:
 
 
 def usable_cores(root: str | Path = "/") -> tuple[int, str]:
-    """Cores that this process may keep busy, and what says so."""
+    """Cores that this process may keep busy, and the source of that limit."""
     root = Path(root)
     found = [(float(_affinity(root)), "cores (affinity)")]
     for group in _groups(root, "cpu"):
@@ -77,7 +77,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _left(group: Path, limit: str, used: str, cache: str) -> list[tuple[int, str]]:
-    """What a group's memory limit leaves; page cache that nobody uses counts as free, as it does in MemAvailable."""
+    """Bytes free under a cgroup's memory limit; inactive page cache counts as free, as it does in MemAvailable."""
     allowed, taken = _read(group / limit), _read(group / used)
     if allowed is None or taken is None or not allowed.isdigit():
         return []

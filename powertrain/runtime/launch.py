@@ -5,7 +5,7 @@
 
     _scale_kernel[(rows,)](x, y, x.stride(0), N, 2.0, BLOCK_N=1024, num_warps=4)
 
-The syntax is Triton's; what it specializes on is ours, so that nothing recompiles when a batch changes:
+The syntax is Triton's; the specialization key is ours, so that nothing recompiles when a batch changes:
 
 - parameters named `*_ptr` take tensors (or None, a constant): dtype, and whether all of them are 16-byte aligned;
 - `stride_*` and those named in `aligned`: whether all of them are multiples of 16;
@@ -170,7 +170,7 @@ class Kernel:
         return Spec(self, signature, constants, aligned, options, arch)
 
     def _prepare(self, grid: tuple[int, ...], warm_key: Any, values: dict[str, Any], constants: dict[str, Any]) -> None:
-        """The slow path: find out what is needed, compile and load it, launch it, and put it on the warm path."""
+        """The slow path: describe the specialization, compile, load, launch, and enter it into the table."""
         if 0 in grid:
             return
         tensors = {name: values[name] for name in self.pointers if values[name] is not None}
@@ -266,7 +266,7 @@ def launch(grid, {parameters}):
         loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, current_stream(device), slot[1], None
     )
     loaded.slots.append(slot)
-    if code:  # once more with this thread's context made sure of; says what is wrong if that does not help
+    if code:  # retry once with this thread's context set; the driver's error is raised if that does not help
         prepare(grid, key, {values}, {constants})
 """
 

@@ -1,4 +1,4 @@
-"""Files from elsewhere: what a library says of a damaged one becomes a ValueError of one line that names the file."""
+"""Files from other sources: any library's error about a damaged file becomes a ValueError of one line with its name."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ MOST_JSON_BYTES = 1 << 28
 
 @contextmanager
 def reading(file: Path | str, must: str) -> Iterator[None]:
-    """Turn any error of what is inside into `FILE must MUST, got ...`, a ValueError of one line.
+    """Turn any error raised in the block into `FILE must MUST, got ...`, a ValueError of one line.
 
     OSError passes: it names the file and is no damage. So does a ValueError that names the file already.
     """

@@ -59,7 +59,7 @@ if hasattr(os, "register_at_fork"):
 def record(target: Target | str | None = None) -> Iterator[Recording]:
     """Inside, launches do not run; they note which specializations they need, and outputs are not computed.
 
-    `with record("sm_80") as wanted:` run a step on meta tensors; `wanted.specs` is what it would launch there.
+    `with record("sm_80") as wanted:` run a step on meta tensors; `wanted.specs` lists its launches there.
     Launches on real tensors run as ever. Without a target it is the launches on this machine's GPUs that are noted
     and do not run. Not re-entrant; a second thread waits.
     """

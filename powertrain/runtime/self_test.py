@@ -18,7 +18,7 @@ def failure(
 ) -> str | None:
     """Why a Gluon kernel must not be used on `device`, or None; remembered in `found`.
 
-    test       compares a small result and says what is wrong with it, or None; called without autocast and gradients
+    test       compares a small result and returns the defect, or None; called without autocast and gradients
     otherwise  "gemm: cuBLAS serves": for the line that is said if it fails
     """
     if settings().interpret:

@@ -31,7 +31,7 @@ def placements() -> tuple[Any, Any, Any]:
 def leading_dims(spec: Any, *, last: bool = False) -> Iterator[int]:
     """The dims of an argument that may be sharded: all but the last one, or that too.
 
-    What is kept for each row has one dim: only rows sharded along the first dim keep their order in it, and PyTorch can
+    Statistics for each row have one dim: only rows sharded along the first dim keep their order in it, and PyTorch can
     be told so only of a mesh of one axis.
     """
     yield from range(min(spec.ndim - (not last), spec.ndim if spec.mesh.ndim == 1 else 1))
@@ -69,7 +69,7 @@ def register(name: str, packet: Any, rule: Rule | None) -> None:
         ]
 
     register_sharding(op)(strategies)
-    # what PyTorch remembers of a call must depend on all that is no tensor: by itself it looks at numbers only
+    # PyTorch's cache key must include every argument that is not a tensor: by default it includes numbers only
     info = RuntimeSchemaInfo(is_tensor.index(False) if False in is_tensor else len(is_tensor), needs_pytree=True)
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = info
 

@@ -341,7 +341,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _card(name: str) -> Target:
-    """The card whose words are all in `name`, the most of them; what is left over may only be its form or memory."""
+    """The card whose words are all in `name`, the most of them; the remaining words may only be its form or memory."""
     words = _words(name)
     fits = [card for card in known_cards() if _words(card.name) and _words(card.name) <= words]
     best = max(fits, key=lambda card: len(_words(card.name)), default=None)

@@ -46,7 +46,7 @@ def clear() -> None:
 
 
 def first(key: object) -> bool:
-    """Whether nobody asked for this key since the events were last cleared: for decisions noted once each."""
+    """Whether this is the first query of the key since the events were cleared: decisions are noted once each."""
     if key in _keys:
         return False
     _keys.add(key)

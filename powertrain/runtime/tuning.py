@@ -67,7 +67,7 @@ def table_path(device: str) -> Path:
 
 @functools.cache
 def tuned(device: str) -> dict[str, dict[str, Changes]]:
-    """What was tuned for a GPU: plan function -> key -> changed fields. A file that cannot be read is said, once."""
+    """Tuned fields for a GPU: plan function -> key -> changed fields. An unreadable file is reported once."""
     path = table_path(device)
     try:
         plans = {str(name): dict(table) for name, table in json.loads(path.read_text())["plans"].items()}

@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: error against float64, timing. Imports the runtime only."""
+"""For tests and benchmarks: error against float64, timing. Imports the runtime only."""

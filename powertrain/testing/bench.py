@@ -17,7 +17,7 @@ Variants = Mapping[str, Callable[[], Any]]
 class Timing:
     ms: float  # median
     spread: float  # (90th - 10th percentile) / median
-    peak_mib: float  # allocated beyond what stood before the call
+    peak_mib: float  # allocated beyond the memory before the call
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The judge: error against float64, at most twice what plain PyTorch errs in the same dtype, plus one rounding."""
+"""Error against float64: at most twice plain PyTorch's in the same dtype, plus one rounding."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Tensors = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Error:
-    """The largest errors of one result against float64, and what is allowed."""
+    """The largest errors of one result against float64, and the allowed ones."""
 
     name: str
     ours: float

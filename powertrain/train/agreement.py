@@ -1,4 +1,4 @@
-"""One outcome on every rank: a value, or the same error at once, so that nobody waits for a rank that has given up.
+"""One outcome on every rank: a value, or the same error at once, so that no rank waits for one that has failed.
 
 Whatever can raise on one rank ahead of a collective goes through one of these. `group` is None for one process.
 """
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def decided_by_first(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What `work` returns on the group's first rank, which alone calls it; what it raises there, raised on all."""
+    """Call `work` on the group's first rank only; return its result, or raise its error, on all ranks."""
     if group is None:
         return work()
     outcome = [_outcome(work) if dist.get_rank(group) == 0 else None]
@@ -22,7 +22,7 @@ def decided_by_first(work: Callable[[], T], group: dist.ProcessGroup | None) -> 
 
 
 def from_all(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """What `work` returns on each rank, on all of them; what it raised on the lowest rank that failed, raised on all.
+    """Call `work` on every rank; return all results on all ranks, or raise the lowest failed rank's error on all.
 
     There must be no collective in `work`: a rank that fails would leave the others waiting inside it.
     """
@@ -34,7 +34,7 @@ def from_all(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
 
 
 def done_by_all(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What `work` returns here, once it returned on every rank; errors as `from_all`'s. The value does not travel."""
+    """This rank's result of `work`, after success on every rank; errors as in `from_all`. The value is not sent."""
     values: list[T] = []
     from_all(lambda: values.append(work()), group)
     return values[0]
@@ -53,7 +53,7 @@ def _sendable(error: Exception) -> Exception:
     try:
         if str(pickle.loads(pickle.dumps(error))) == str(error):
             return error
-    except Exception:  # an exception class decides itself what its pickle raises
+    except Exception:  # unpickling runs code of the exception class, which may raise anything
         pass
     return RuntimeError(f"{type(error).__name__}: {error}")
 

@@ -1,4 +1,4 @@
-"""When the loss or the gradients go bad: the same batch again, watched, to name the module where it begins."""
+"""Diagnosis of a bad loss or gradient: the batch is repeated with hooks, to name the first bad module."""
 
 import statistics
 from collections import deque

@@ -13,7 +13,7 @@ _BLOCK = 1 << 22
 
 
 class Damaged(ValueError):
-    """A file does not hold what was written into it; the message names it, what was expected and what was found."""
+    """A file's content differs from the bytes written; the message names it, the expectation and the finding."""
 
 
 def crc_of(file: Path) -> str:
@@ -54,7 +54,7 @@ def write_sums(file: Path, sums: dict[str, tuple[int, str]]) -> None:
 
 
 def read_sums(file: Path) -> dict[str, tuple[int, str]]:
-    """What `write_sums` wrote. Raises OSError, or ValueError naming the file."""
+    """Read the file of `write_sums`. Raises OSError, or ValueError naming the file."""
     sums = read_json(file, most_bytes=1 << 20)
     if not isinstance(sums, dict) or not all(
         isinstance(known, list) and len(known) == 2 and isinstance(known[0], int) and isinstance(known[1], str)

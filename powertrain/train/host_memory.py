@@ -1,4 +1,4 @@
-"""glibc's allocator, told to keep what a step frees, because the next step wants it again."""
+"""Configuration of glibc's allocator: memory freed by a step is kept for the next one."""
 
 import ctypes
 import sys
@@ -11,7 +11,7 @@ def keep_freed_memory() -> bool:
     """Serve large tensors from the heap and never give it back; True if the C library has such settings.
 
     By default every block above 32 MiB, and many below, is mapped anew: a page fault for each 4 KiB. A small GPT on
-    two CPU cores spent 7% of its time so. Costs memory: what the process once had it keeps.
+    two CPU cores spent 7% of its time so. Costs memory: the process keeps its peak memory.
     """
     if not sys.platform.startswith("linux"):
         return False

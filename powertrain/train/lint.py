@@ -1,7 +1,7 @@
 """A run looked at without running it: shapes, memory, the kernels and the attention backend it gets, on any GPU.
 
 One training step is taken on the meta device, which computes nothing and needs no GPU; kernels that it would launch are
-recorded for the GPU asked about (runtime/recording.py), and what autograd keeps for backward is counted.
+recorded for the GPU asked about (runtime/recording.py), and the tensors that autograd saves are counted.
 """
 
 from collections import defaultdict
@@ -46,7 +46,7 @@ _EXAMPLES = {
 
 @dataclass(frozen=True)
 class Memory:
-    """An estimate of one GPU's memory in bytes, by what it is for; `activations` by checkpointing mode.
+    """An estimate of one GPU's memory in bytes, by purpose; `activations` by checkpointing mode.
 
     Of `parallel.tensor` ranks each has its share of all of them: of heads, MLP columns and, between those, of tokens.
     """
@@ -74,7 +74,7 @@ class Group:
 
 @dataclass
 class Finding:
-    """One GPU: what it runs, and what it cannot do (`problems`, which fail the lint)."""
+    """One GPU: its backends, and unsupported features (`problems`, which fail the lint)."""
 
     target: Target
     attention: Explanation
@@ -216,7 +216,7 @@ def _stream_bytes(config: RunConfig) -> int:
 
 
 def _saved(config: RunConfig) -> _Saved:
-    """What one forward keeps, weights apart: each storage once."""
+    """Bytes that one forward saves, without weights: each storage once."""
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"activation_checkpointing": "none"})},
     )
@@ -276,7 +276,7 @@ def _finding(config: RunConfig, model: nn.Module, target: Target, memory: Memory
     if config.train.precision == "bf16" and not target.has_bf16:
         finding.problems.append(f"{target.name} has no bfloat16 arithmetic: train.precision fp16 or fp32")
     if finding.attention.chosen is None:
-        finding.problems.append("no attention backend serves this model; the table below says what each would need")
+        finding.problems.append("no attention backend serves this model; the table below gives each one's needs")
     if finding.memory_bytes is None:
         finding.notes.append(f"the memory of {target.name} is not known; the estimate is compared with nothing")
     elif memory.total > finding.memory_bytes:
@@ -295,13 +295,13 @@ def _total(memory: Memory, activations: int) -> int:
 
 
 def _kinds_of_layers(model: Any) -> int:
-    """How many layers there are up to the last one that differs from the one before (dense ones, then experts)."""
+    """Number of layers up to the last one that differs from its predecessor (dense ones, then experts)."""
     shapes = [[tuple(p.shape) for p in layer.parameters()] for layer in model.layers]
     return max((i + 1 for i in range(len(shapes)) if i == 0 or shapes[i] != shapes[i - 1]), default=1)
 
 
 def explain_run_attention(config: RunConfig, model: Any, arch: str) -> Explanation:
-    """Which backend serves the first layer's attention, on a GPU by its name or arch, or on the "cpu"."""
+    """Backend of the first layer's attention, on a GPU by its name or arch, or on the "cpu"."""
     module = model.layers[0].attention
     heads, tensor = module.head_dims, config.parallel.tensor
     kv_heads = getattr(module, "num_kv_heads", module.num_heads)

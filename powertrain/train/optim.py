@@ -1,4 +1,4 @@
-"""What a step does with gradients: their norm, clipping, fp16's loss scale, AdamW, and the skip of a bad step.
+"""Gradients in a step: their norm, clipping, fp16's loss scale, AdamW, and the skip of a bad step.
 
 Nothing here waits for the device: clipping and unscaling are one factor that AdamW divides by, and a step whose
 gradients are not finite changes nothing, which AdamW decides on the device too.
@@ -66,7 +66,7 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: OptimizerConfig, train: TrainConfig) -> None:
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        # what a model keeps beside its parameters: the biases of routers
+        # state of a model beside its parameters: the biases of routers
         parameters = dict(model.named_parameters())
         self.buffers = {name: b for name, b in model.state_dict().items() if name not in parameters}
         self.max_norm = train.gradient_clipping

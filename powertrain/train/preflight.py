@@ -16,14 +16,14 @@ _SHOWN = 8  # differences in one message
 
 
 class Verdict(NamedTuple):
-    """error: why the ranks must not train together, "" if they may;  notes: what is odd but allowed."""
+    """error: why the ranks must not train together, "" if they may;  notes: unusual but allowed."""
 
     error: str
     notes: tuple[str, ...]
 
 
 def facts(device: torch.device, config: RunConfig) -> dict[str, str]:
-    """What is compared, by name. Config keys stand one by one, so that a difference can be named."""
+    """The compared facts, by name. Config keys are separate, so that a difference can be named."""
     found = {
         "host": socket.gethostname(),
         "Python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Who we are among the processes of a run, and the process groups they share.
+"""Rank of this process in a run, rendezvous, and process groups.
 
 The launcher says it in the environment: torchrun in RANK, WORLD_SIZE ..., Open MPI in OMPI_COMM_WORLD_*, MPICH and
 Intel MPI in PMI_* and MPI_LOCAL*, srun in SLURM_*. They are asked in that order, so the innermost of several counts.
@@ -29,9 +29,9 @@ from powertrain.runtime import tracing
 from powertrain.train import preflight
 from powertrain.train.config.schema import ParallelConfig, RunConfig
 
-_QUIET = 5.0  # seconds a wait may take before a line says what for
+_QUIET = 5.0  # seconds a wait may take before a line names its reason
 _DYING = 5.0  # seconds that a process may take to disappear after its connections did
-# what gloo and NCCL say when a connection ends
+# messages of gloo and NCCL when a connection ends
 _LOST = re.compile(r"[Cc]onnection (?:closed|reset|refused)|Broken pipe|gloo|NCCL|[Tt]imed out|Socket|remote process")
 _FAREWELL = 10.0  # seconds that the first rank stays, after an error, for the others to read it
 
@@ -41,7 +41,7 @@ class NotTogether(RuntimeError):
 
 
 class Meeting(NamedTuple):
-    """Where the processes of a run find each other.
+    """Rendezvous of the processes of a run.
 
     attempt     counts elastic restarts: an earlier attempt's words are not heard
     by_agent    torchrun keeps the store, else rank 0 does
@@ -55,7 +55,7 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class Seat:
-    """What the launcher says of this process, before it has met any other."""
+    """The launcher's facts of this process, before the rendezvous."""
 
     device: torch.device
     rank: int = 0
@@ -95,7 +95,7 @@ class Ranks:
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a value over all ranks, which is that over the data-parallel ones; the tensor itself is changed.
 
-        Over all, so that ranks which share their data cannot differ in what they read off it.
+        Over all, so that ranks which share their data derive the same values from it.
         """
         if self.world_size > 1:
             dist.all_reduce(value, op=dist.ReduceOp.SUM)
@@ -317,7 +317,7 @@ def disconnect(ranks: Ranks) -> None:
 
 @contextmanager
 def naming_the_lost(ranks: Ranks) -> Iterator[None]:
-    """PeerTimeout, in place of what a collective says, where a rank is gone: which, on which host, in which process."""
+    """PeerTimeout, in place of the collective's error, where a rank is gone: which, on which host, in which process."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
@@ -360,7 +360,7 @@ _meetings = itertools.count()
 def _meet(seat: Seat, facts: dict[str, str], seconds: float) -> Store:
     """The store that the ranks share, once every rank has come and all are alike.
 
-    Raises NotTogether, on every rank, naming the ranks that did not come, or what differs between which.
+    Raises NotTogether, on every rank, naming the missing ranks, or each difference and its ranks.
     """
     meeting = seat.meeting
     assert meeting is not None
@@ -397,7 +397,7 @@ def _meet(seat: Seat, facts: dict[str, str], seconds: float) -> Store:
 
 
 def _judge(store: Store, world_size: int, seconds: float) -> None:
-    """On the first rank: wait for everybody's facts, compare them, say what came of it."""
+    """On the first rank: wait for the facts of all ranks, compare them, publish the result."""
     missing = _wait(lambda: [r for r in range(world_size) if not store.check([f"facts {r}"])], seconds, 0, fail=False)
     came = [rank for rank in range(world_size) if rank not in missing]
     error, notes = "", []
@@ -413,7 +413,7 @@ def _judge(store: Store, world_size: int, seconds: float) -> None:
 
 
 def _wait(missing: Callable[[], list[int]], seconds: float, rank: int, *, fail: bool = True) -> list[int]:
-    """Until nobody is missing; a line after 5 s. At the deadline the missing ranks, as an error if `fail`."""
+    """Wait until all ranks are present; a line after 5 s. At the deadline the missing ranks, as an error if `fail`."""
     started, said, pause = time.monotonic(), False, 0.005
     while left := missing():
         waited = time.monotonic() - started

@@ -82,7 +82,7 @@ def start(run: Run, seat: Seat, make_sinks: MakeSinks, *, fresh: bool = False) -
     Kernels are built before the ranks meet, so that no collective waits for a compiler.
     make_sinks  (trainer, where it resumed) -> who is told of each step; called on the first rank only
     fresh       a checkpoint in the run's folder is an error
-    What goes wrong on one rank once they have met is raised on all.
+    An error on one rank after the rendezvous is raised on all.
     """
     tokenizer = open_tokenizer(run.config.data)
     config = with_vocabulary(run.config, tokenizer.vocab_size)
@@ -121,7 +121,7 @@ def _refuse_checkpoint(config: RunConfig) -> None:
 
 
 def keep_texts(folder: Path, run: Run, config: RunConfig) -> None:
-    """The config files as they were, and what became of them, beside the run."""
+    """The config files, unchanged and resolved, in the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in run.texts.items():
         (folder / name).write_text(text)
@@ -134,7 +134,7 @@ _SAME = 2.0  # seconds within which a second SIGINT is the same Ctrl-C, from the
 
 @contextmanager
 def stop_on_signals(trainer: Trainer, *, is_last: bool = False) -> Iterator[None]:
-    """What asks the process to end, ends the run after the step under way, with a checkpoint, however often it comes.
+    """Signals that ask the process to end, once or repeated, end the run after the current step, with a checkpoint.
 
     Only a second Ctrl-C, two seconds after the first, ends it at once. A signal that somebody handles, or ignores
     (nohup), is left to them; SIGTERM and SIGINT are not.

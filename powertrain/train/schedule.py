@@ -8,7 +8,7 @@ from powertrain.train.config.schema import ScheduleConfig
 def learning_rate(step: int, lr: float, schedule: ScheduleConfig, steps: int) -> float:
     """The rate of optimizer step `step` (0 is the first) of `steps`, in a run whose highest rate is `lr`.
 
-    Warm-up is linear, GPT-NeoX's and Megatron's: step n of w has lr * n / w, so the first step has 0. What decays
+    Warm-up is linear, GPT-NeoX's and Megatron's: step n of w has lr * n / w, so the first step has 0. Decay
     starts at the end of warm-up and reaches min_lr at `decay_steps`. After that the rate stays at min_lr, but with
     clamp "neox" GPT-NeoX's own formulas hold and go on: a cosine rises again.
     """
@@ -25,7 +25,7 @@ def learning_rate(step: int, lr: float, schedule: ScheduleConfig, steps: int) ->
 
 
 def _gpt_neox(after_warmup: float, lr: float, kind: str, end: int) -> float:
-    """GPT-NeoX's linear and exponential decay, towards 0 and one half; min_lr is a floor, not what they end at."""
+    """GPT-NeoX's linear and exponential decay, towards 0 and one half; min_lr is a floor, not the final value."""
     if kind == "linear":
         return lr * (end - after_warmup) / end
     return lr * math.exp(-0.693 * after_warmup / end)

@@ -10,10 +10,10 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.S
 
 @contextmanager
 def children_without_signals() -> Iterator[None]:
-    """A process that is started in here never gets what asks to end, also where that goes to a whole process group.
+    """A process started in this block ignores signals that ask to end, those to its process group too.
 
     The mask is the starting thread's and is inherited by fork and exec, so there is no moment at which the child has
-    another. What comes for this process meanwhile arrives at the end. The child must end with its parent by itself.
+    another. Signals to this process meanwhile are delivered at the end. The child must end with its parent by itself.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:

@@ -46,7 +46,7 @@ class TrainingStopped(RuntimeError):
 
 @dataclass
 class Progress:
-    """How far a run is: what a checkpoint records beside the tensors."""
+    """Progress of a run, as a checkpoint records it beside the tensors."""
 
     step: int = 0
     samples: int = 0
@@ -73,11 +73,11 @@ class Trainer:
         self.checkpoints = _checkpoints(config, ranks)
         self.flops_per_token = flops_per_token(self.model, config.train.seq_length)
         self.peak_flops = _peak_flops(config, ranks)
-        self.resumed_from = ""  # a checkpoint, and what has changed since
+        self.resumed_from = ""  # a checkpoint, and the settings changed since
         self.should_stop = False
         self._stopping = False
         self._saving: int | None = None  # the step of the checkpoint that is being written
-        self._not_written: checkpoint_store.NotWritten | None = None  # what came of the last one, if that failed
+        self._not_written: checkpoint_store.NotWritten | None = None  # error of the last save, if it failed
         self._skipped = 0  # steps in a row
         self._unheard: set[Sink] = set()
         self._spikes = SpikeWatch(config.train.spike_factor)
@@ -129,7 +129,7 @@ class Trainer:
         return self.progress
 
     def _ends(self) -> bool:
-        """Whether somebody wants the run to end early; ranks learn it of each other, a step later."""
+        """Whether the run was asked to end early; ranks exchange this a step later."""
         return self._stopping or (self.should_stop and self.ranks.world_size == 1)
 
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
@@ -191,7 +191,7 @@ class Trainer:
         return loss
 
     def close(self) -> None:
-        """Finish what is being written and leave the other ranks."""
+        """Finish pending writes and leave the process group."""
         try:
             self._look_at_save(wait=True)
             for sink in self.sinks:
@@ -218,7 +218,7 @@ class Trainer:
         self._clock = Moment(self.ranks.device)
 
     def _look_at_save(self, *, wait: bool = False) -> None:
-        """Say what came of the checkpoint that was being written, once it has ended."""
+        """Report the result of the checkpoint being written, once it is complete."""
         if self._saving is None:
             return
         try:
@@ -271,7 +271,7 @@ class Trainer:
         """Resume the run's checkpoint at `path`; or begin at step 0 with the weights there (Hugging Face, GPT-NeoX).
 
         With checkpoint.finetune a run's weights are taken too, and nothing else of it.
-        Raises FileNotFoundError where there are none, ValueError naming what does not fit this run's model, and for a
+        Raises FileNotFoundError where there are none, ValueError naming the mismatch with this run's model, and for a
         GPT-NeoX checkpoint from the midst of a training, which goes on nowhere but there.
         """
         group = self.ranks.checkpoint_group
@@ -379,7 +379,7 @@ class Trainer:
             self._hear(sink, getattr(sink, what), record)
 
     def _hear(self, sink: Sink, told: Callable[..., None], *record: Any) -> None:
-        """Tell a sink. One that fails (a full disk, a closed pipe, no network) is named once and told on."""
+        """Call a sink. One that fails (a full disk, a closed pipe, no network) is reported once and kept."""
         try:
             told(*record)
         except Exception as error:
@@ -452,7 +452,7 @@ def _model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | None]:
 
 
 def _changed(before: Any, now: Any, name: str = "") -> list[str]:
-    """`key old -> new` of settings that differ, but for those of what is written where."""
+    """`key old -> new` of settings that differ, except paths of outputs."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [key for key in now if name or key not in ("checkpoint", "evaluation", "logging")]
         return [line for key in keys for line in _changed(before.get(key), now[key], f"{name}.{key}".lstrip("."))]
@@ -460,7 +460,7 @@ def _changed(before: Any, now: Any, name: str = "") -> list[str]:
 
 
 def _lower(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ranks) -> None:
-    """Compute in 16 bits where that is wanted and nobody else sees to it; the float32 weights become masters."""
+    """Compute in 16 bits if configured and not done by FSDP; the float32 weights become masters."""
     dtype = DTYPES[config.train.precision]
     if dtype is torch.float32 or ranks.mesh is not None:
         return

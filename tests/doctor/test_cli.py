@@ -41,7 +41,7 @@ def test_every_finding_is_shown(faked: list[str]) -> None:
     assert code == 1 and not faked
     for words in ("all fine", "it is slow", "4 of 5 [bold]", "fix: go faster", "see here", "fix: mv a b"):
         assert words in said
-    assert "1 problem, 1 warning" in said and "doctor --fix applies what is safe" in said
+    assert "1 problem, 1 warning" in said and "doctor --fix applies the safe fixes" in said
 
 
 def test_fix_applies_what_is_safe(faked: list[str]) -> None:

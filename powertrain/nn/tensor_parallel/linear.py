@@ -114,7 +114,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _SpreadLinear(nn.Linear):
-    """What the two kinds share: how they come to be, and how they show."""
+    """Common base of both kinds: construction and repr."""
 
     _weight_dim: int
     bias: nn.Parameter | None  # type: ignore[assignment]
@@ -237,7 +237,7 @@ class OwnLinear(nn.Linear):
 
 
 def _named(*layers: _SpreadLinear) -> str:
-    """What layers are called; compiled none is, or each of a model's layers would be compiled by itself."""
+    """Layer names for messages; empty under torch.compile, where a name would force one graph per layer."""
     return "" if torch.compiler.is_compiling() else ", ".join(layer.label for layer in layers if layer.label)
 
 
@@ -251,7 +251,7 @@ def name_layers(model: nn.Module) -> None:
 def of_all_tokens(x: Tensor, layer: nn.Module, shape: Sequence[int] | None = None) -> Tensor:
     """x [t, K] of all tokens, [*shape, K], as `columns(x, layer, shape=shape)` sees them; x itself for other layers.
 
-    The layer's features are this rank's, and what is done with x beside them is for them: its gradients are summed.
+    The layer's features are this rank's, and other uses of x belong to them: its gradients are summed.
     """
     if not isinstance(layer, ColumnParallelLinear) or not layer.sequence_parallel:
         return x
@@ -261,7 +261,7 @@ def of_all_tokens(x: Tensor, layer: nn.Module, shape: Sequence[int] | None = Non
 
 
 def columns(x: Tensor, *layers: nn.Module, shape: Sequence[int] | None = None) -> list[Tensor]:
-    """What several layers make of the same x: column-parallel ones (up to three) from one gathering of its tokens.
+    """Results of several layers of the same x: up to three column-parallel ones share one gather of its tokens.
 
     shape   of all ranks' tokens, which are spread evenly over them: results have these leading dims. None: [T], and as
             many tokens on every rank

@@ -69,7 +69,7 @@ def parallelize_linears(
     plan    the end of a module's dotted name -> its role (above); None: that of its config.model_type (PLANS)
     sequence_parallel   spread the tokens between these layers too; B * S of them, at least as many as ranks. A layer
             recomputed in backward (activation checkpointing) must be so before the next forward of another shape
-    The layers' weights become DTensors, Shard(0) and Shard(1), norms' Replicate; what is not named stays as it is.
+    The layers' weights become DTensors, Shard(0) and Shard(1), norms' Replicate; other layers stay unchanged.
     Dropout: without sequence_parallel all ranks must draw alike in the residual stream (one seed), with it apart.
     Raises ValueError naming the plan's entry, or the size that the ranks do not divide.
     """
@@ -136,7 +136,7 @@ def _spread_linear(model: nn.Module, name: str, module: nn.Module, role: Role, *
 
 
 class _Columns(ColumnParallelLinear):
-    """One of several layers of a parent; what it makes, it makes with the others."""
+    """One of several layers of a parent, computed together with the others."""
 
     shared: "_Shared"
 
@@ -145,7 +145,7 @@ class _Columns(ColumnParallelLinear):
 
 
 class _Shared:
-    """Layers that are called one after the other with the same x: the first call makes what all of them will return.
+    """Layers that are called one after the other with the same x: the first call computes the results of all.
 
     Layers that turn out to be called with different ones go each their own way from then on.
     """
@@ -177,7 +177,7 @@ class _Shared:
 
 
 class _Stream:
-    """The tokens between "enter" and "leave": how many there are in all, and what stands in for them."""
+    """The tokens between "enter" and "leave": their total number, and the tensor in their place."""
 
     def __init__(self, overlap: Overlap) -> None:
         self.overlap = overlap
@@ -210,7 +210,7 @@ class _Stream:
         return _with_hidden(stand, args, kwargs)
 
     def share_of(self, x: Tensor) -> Tensor:
-        """What stands behind x: this rank's share of the tokens."""
+        """The tensor represented by x: this rank's share of the tokens."""
         if x is not self.stand:
             return x
         assert self.share is not None

@@ -13,7 +13,7 @@ from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.base import Rows
 from powertrain.runtime.dispatch import Op
 
-# gather   every rank's rows, on every rank          slice  this rank's rows of what all have
+# gather   every rank's rows, on every rank          slice  this rank's rows of a tensor that all ranks have
 # scatter  this rank's rows of the sum over ranks    sum    the sum over ranks, on every rank     same   unchanged
 How = Literal["gather", "slice", "scatter", "sum", "same"]
 
@@ -87,7 +87,7 @@ def gather_tokens(
 ) -> Tensor:
     """Every rank's rows, [T, ...], from this rank's [t, ...].
 
-    gradient   same: what follows is the same on every rank, and so is the gradient; parts: the ranks' gradients add up
+    gradient   same: later operations, and the gradient, are alike on all ranks; parts: the ranks' gradients add up
     """
     return move_rows(x, "gather", "slice" if gradient == "same" else "scatter", overlap, rows)
 

@@ -95,7 +95,7 @@ class VocabParallelHead(ColumnParallelLinear):
         )  # fmt: skip
 
 
-# -- what a rank's logits come to, and what all ranks' do
+# -- statistics of one rank's logits, and of all ranks'
 
 
 def _capped(logits: Tensor, terms: Terms) -> Tensor:

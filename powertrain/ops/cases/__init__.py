@@ -1,6 +1,6 @@
 """Every op with the calls that stand for it: the one list that the demo, prebuild, tests and benchmarks walk.
 
-A module per op file defines CASES. `run` is ours, `reference` the specification, `plain` what one would write in
+A module per op file defines CASES. `run` is ours, `reference` the specification, `plain` the obvious code in
 PyTorch; all take the tensors by name. `inputs(shape, dtype, device)` makes them, those that want a gradient set.
 """
 
@@ -19,7 +19,7 @@ Inputs = Callable[[tuple[int, ...], torch.dtype, torch.device], dict[str, Tensor
 @dataclass(frozen=True)
 class Case:
     op: str  # the name in powertrain and in disable()
-    label: str  # what distinguishes this call of the op, "" for the plain one
+    label: str  # the distinguishing feature of this call, "" for the plain one
     run: Callable[..., Any]
     reference: Callable[..., Any]
     plain: Callable[..., Any]

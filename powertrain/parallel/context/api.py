@@ -38,7 +38,7 @@ Mode = Literal["ring", "all_gather", "all_to_all"]
 _MODES: tuple[Mode, ...] = ("ring", "all_gather", "all_to_all")
 _LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
 
-# an H200's attention, and what a peer's NVLink gives it, both measured: FLOP per byte to hide a transfer
+# an H200's attention and its NVLink bandwidth from a peer, both measured: FLOP per byte to hide a transfer
 FLOPS_PER_BYTE = 550e12 / 370e9
 GATHERED_BYTES = 2 << 30  # of keys and values on a rank, above which they are passed round instead
 
@@ -81,7 +81,7 @@ def choose_mode(
         all_to_all          2 (W - 1) / W (S / W) (H + K') (D + E) e    K' = lcm(K, W): key heads that are repeated
 
     The first are hidden behind attention if a rank's tokens S / W are at least 2 (K / H) `FLOPS_PER_BYTE`, so there
-    only what is possible counts: all_gather, or ring if the keys and values of all ranks are above `GATHERED_BYTES`.
+    only possible modes count: all_gather, or ring if the keys and values of all ranks are above `GATHERED_BYTES`.
     With fewer tokens the one that receives fewer bytes is taken.
     Raises ValueError if no mode is possible, with each one's reason.
     """
@@ -130,7 +130,7 @@ class ContextParallel:
         return self.peers.world_size
 
     def sharding(self, seq_length: int | None = None, *, cu_seqlens: Tensor | Sequence[int] | None = None) -> Sharding:
-        """Where the tokens of a sequence, or of packed documents, go. All ranks must give the same.
+        """The sharding of a sequence, or of packed documents. All ranks must pass the same arguments.
 
         seq_length   of every sequence of a dense batch: any, no multiple of anything
         cu_seqlens   [documents + 1], ascending from 0: documents one behind the other, of any lengths, 0 among them;
@@ -194,15 +194,15 @@ class ContextParallel:
             window_size, alibi_slopes    of packed documents mode all_to_all only
             sinks       every rank gets its own queries' share of their gradient, as it does of any other parameter's
         dropout_p   0: which elements a rank drops depends on how tokens are spread, so it would not be exact
-        mode        "auto": see `choose_mode`; `explain` says what it does and why
+        mode        "auto": see `choose_mode`; `explain` gives the choice and the reason
             ring        keys and values are passed from rank to rank; memory O(n) a rank
             all_gather  each comes straight from its owner; those that nobody here sees are not sent. O(all keys)
             all_to_all  H must be a multiple of the ranks; key heads are repeated until they are
         Returns out as query, with E for D.
         Numerics: parts are merged, and dq, dk, dv summed, in float32, each part rounded once to query's dtype, in an
             order that does not depend on time. float64 stays float64. Under autocast, the three are cast.
-        Saved for backward: this rank's query, key, value, out and LSE; by all_to_all what attention saves of its heads.
-        Raises ValueError naming the argument, what it must be and what it was.
+        Saved for backward: this rank's query, key, value, out and LSE; by all_to_all attention's, of its heads.
+        Raises ValueError naming the argument, the expected value and the given one.
         """
         op = "context_parallel.attention"
         query, key, value = _autocast(query, key, value)
@@ -231,7 +231,7 @@ class ContextParallel:
         self, query: Tensor, key: Tensor, value: Tensor, sharding: Sharding, *, layout: Layout | None = None,
         mode: Mode | Literal["auto"] = "auto", **options: Any,
     ) -> Choice:  # fmt: skip
-        """What `attention` with these arguments does, and why; nothing is computed or sent. `str` of it is a table."""
+        """The mode of `attention` with these arguments, and the reason; nothing is computed or sent. `str`: a table."""
         op = "context_parallel.explain"
         layout = self._check_call(op, query, key, value, sharding, layout, options.pop("dropout_p", 0.0))
         return self._choose(op, query, key, value, sharding, layout, options, mode)
@@ -265,7 +265,7 @@ class ContextParallel:
         checks.one_of(op, "mode", mode, (*_MODES, "auto"))
         sizes = check_qkv(op, query, key, value, layout)
         checked = {name: x for name, x in options.items() if name != "scale"}
-        if sharding.is_packed:  # what belongs to a batch belongs to a document there
+        if sharding.is_packed:  # batch arguments become document arguments there
             sizes = sizes._replace(batch=len(sharding.bounds))
         lower_mask(op, sizes, **checked)
         impossible = _impossible(options, sharding, sizes.heads, self.world_size)

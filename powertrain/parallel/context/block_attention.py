@@ -26,7 +26,7 @@ from powertrain.parallel.context.sharding import Piece, Sharding
 
 
 class Mask(NamedTuple):
-    """What a block may be asked to do, beside the pieces it has."""
+    """Options of a block's attention, beside its pieces."""
 
     left: int  # -1: all
     right: int  # -1: all, 0: causal
@@ -66,7 +66,7 @@ def dense_blocks(sharding: Sharding, source: int, mask: Mask, rank: int | None =
 
 
 def _band(queries: Piece, keys: Piece, mask: Mask) -> Block | None:
-    """One piece to another, cut to what the band lets see and be seen."""
+    """One piece to another, cut to the rows and columns that intersect the band."""
     first, last, start, stop = queries.start, queries.stop, keys.start, keys.stop
     if not (queries.length and keys.length):
         return None
@@ -107,7 +107,7 @@ def _stacked(blocks: list[Block]) -> list[Block]:
 
 
 class _Part(NamedTuple):
-    """The arguments of one call of attention, and what it adds to its LSE."""
+    """The arguments of one attention call, and the offset of its LSE."""
 
     q: tuple[int, int]
     k: tuple[int, int]
@@ -158,7 +158,7 @@ def _packed_part(sharding: Sharding, source: int, mask: Mask, device: torch.devi
 
 
 class Queries:
-    """A rank's queries with what they have seen so far, float32 (float64 for float64)."""
+    """A rank's queries with their partial results, float32 (float64 for float64)."""
 
     def __init__(self, query: Tensor, sharding: Sharding, mask: Mask) -> None:
         self.query, self.sharding, self.mask = query, sharding, mask
@@ -226,7 +226,7 @@ class Queries:
 
 
 class Sum:
-    """A gradient in float32 that blocks add to, row by row; what the first one leaves out becomes zero."""
+    """A gradient in float32 that blocks add to, row by row; rows that the first block omits become zero."""
 
     def __init__(self, total: Tensor, dim: int) -> None:
         self.total, self.dim = total, dim
@@ -249,7 +249,7 @@ def gradients(
     sharding: Sharding, source: int, mask: Mask, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
     lse: Tensor, dq: Sum, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
-    """Write to dk and dv, float32, what this rank's queries give the keys of `source`; add to dq what those give."""
+    """Write this rank's contribution to dk and dv of `source`, float32; add that of its keys to dq."""
     dim = dq.dim
     sums = (dq, Sum(dk, dim), Sum(dv, dim))
     for part in parts(sharding, source, mask, query):

@@ -1,4 +1,4 @@
-"""What context-parallel ranks send each other: chunks passed round or fetched from their owners, tokens for heads.
+"""Transfers of context-parallel ranks: chunks in a ring or from their owners, tokens exchanged for heads.
 
 Point to point only, in the order that all ranks share, one peer at a time, so that ranks may have different numbers of
 tokens. NCCL's sends run on a stream of its own: they are issued before the attention that hides them, and waited for
@@ -16,7 +16,7 @@ from powertrain.parallel.context.sharding import Sharding
 
 
 class Transfer:
-    """Messages under way; keeps what they read and write."""
+    """Messages in flight; keeps their tensors alive."""
 
     def __init__(self, works: list[dist.Work], *tensors: Tensor | None) -> None:
         self._works, self._tensors = works, tensors

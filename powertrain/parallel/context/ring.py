@@ -72,7 +72,7 @@ def _sees(sharding: Sharding, rank: int, source: int, mask: Mask) -> bool:
 
 
 class _Travelling:
-    """dk and dv of a ring: each rank adds its share to what the one before it sent, and sends it on."""
+    """dk and dv of a ring: each rank adds its share to the sum received from its predecessor, and sends it on."""
 
     def __init__(self, peers: Peers, own: Chunk, sharding: Sharding, mask: Mask) -> None:
         self.peers, self.own, self.sharding = peers, own, sharding
@@ -111,7 +111,7 @@ class _Sent:
         if source == rank:
             self.shares[rank] = share
             return
-        # sources that are not seen have no turn: what their owners are owed by others is exchanged on the way
+        # sources that are not seen have no turn: contributions of other ranks to their owners are exchanged meanwhile
         self._exchange((rank - source) % world_size, share)
 
     def _exchange(self, until: int, share: Chunk | None) -> None:

@@ -2,8 +2,8 @@
 
     W ranks: each document is cut into 2 W pieces, and rank r holds the pieces r and 2 W - 1 - r
 
-Under a causal mask the pieces of a pair cost together what every other pair costs (zigzag). Pieces of a document differ
-by one token at most; ranks that have the fewest tokens, then the fewest (query, key) pairs, get what is left over, so
+Under a causal mask all pairs of pieces have the same cost (zigzag). Pieces of a document differ
+by one token at most; ranks that have the fewest tokens, then the fewest (query, key) pairs, get the remainder, so
 that ranks differ by one token in all, whatever the lengths. A dense sequence is one document.
 
 Source: Zhu, "zigzag" in zhuzilin/ring-flash-attention; TransformerEngine's per-document pieces, which are padded.
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class Sharding:
-    """Which rank holds which tokens: made by `ContextParallel.sharding`, the same on all ranks.
+    """Assignment of tokens to ranks: made by `ContextParallel.sharding`, the same on all ranks.
 
     bounds      for each document the 2 W + 1 tokens where its pieces begin, counted within it
     starts      where the documents begin, and the end
@@ -83,7 +83,7 @@ class Sharding:
         return sum(one.length + two.length for one, two in self.pieces(rank))
 
     def pairs(self, rank: int) -> int:
-        """(query, key) pairs under a causal mask whose queries a rank holds: what its attention costs."""
+        """(query, key) pairs under a causal mask whose queries a rank holds: the cost of its attention."""
         return sum(_pairs(piece.start, piece.stop) for pair in self.pieces(rank) for piece in pair)
 
     def indices(self, device: torch.device | str = "cpu", rank: int | None = None) -> Tensor:

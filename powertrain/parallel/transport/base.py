@@ -1,4 +1,4 @@
-"""How rows travel between the ranks of a group: one interface, several ways.
+"""Interface of transports: transfers of rows between the ranks of a group.
 
 A *gathering* brings the other ranks' rows here while products run on those that are here already. A *scattering* takes
 products to the ranks that own them while the next are made, and sums what the others sent. Whichever way they travel,
@@ -46,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device and its links do. flops: dense, of the tensors' dtype; link: bytes/s from one peer."""
+    """Rates of a device and its links. flops: dense, of the tensors' dtype; link: bytes/s from one peer."""
 
     sms: int
     flops: float
@@ -54,7 +54,7 @@ class Rates:
 
 
 class Rows(NamedTuple):
-    """Which rows of a gathered tensor are whose: rank r has `counts[r]` of them, after those of the ranks before it."""
+    """Ownership of a gathered tensor's rows: rank r has `counts[r]` of them, after those of the ranks before it."""
 
     counts: tuple[int, ...]
 
@@ -91,7 +91,7 @@ class Gathering(ABC):
         """That rank's rows [rows.counts[rank], K]; the current stream waits until they are here."""
 
     def finish(self, outputs: Sequence[Tensor]) -> None:  # noqa: B027
-        """After the last product, whose results are given: what this holds may be used again."""
+        """After the last product, whose results are given: the buffers may be reused."""
 
 
 class Scattering(ABC):
@@ -104,7 +104,7 @@ class Scattering(ABC):
 
     @abstractmethod
     def part(self, rank: int) -> Tensor:
-        """Where to write the product for that rank, [rows.counts[rank], N]."""
+        """Buffer for the product of that rank, [rows.counts[rank], N]."""
 
     @abstractmethod
     def send(self, rank: int) -> None:
@@ -116,7 +116,7 @@ class Scattering(ABC):
 
 
 class Traffic(NamedTuple):
-    """How many rows go from whom to whom: rows[source][target], the same on every rank."""
+    """Number of rows between ranks: rows[source][target], the same on every rank."""
 
     rows: tuple[tuple[int, ...], ...]
 
@@ -152,7 +152,7 @@ class Trading(ABC):
         """That rank's rows, a part of `whole`; the current stream waits until they are here."""
 
     def finish(self, outputs: Sequence[Tensor]) -> None:  # noqa: B027
-        """All was sent and waited for, and outputs are made of it: what this holds may be used again."""
+        """All transfers are complete and their outputs computed: the buffers may be reused."""
 
 
 class Transport(ABC):
@@ -198,7 +198,7 @@ class Transport(ABC):
         return [(self.rank - step) % self.size for step in range(1, self.size)]
 
     def rates(self) -> Rates | None:
-        """How fast this device and its links are, where that is known."""
+        """Rates of this device and its links, where known."""
         return None
 
     def fused(self, choice: Choice, x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Any:
@@ -214,7 +214,7 @@ class Transport(ABC):
         """A call failed on this rank before it ended, if it had begun."""
 
     def let_go(self) -> None:  # noqa: B027
-        """The interpreter ends: end threads, hold no process group, wait for nobody."""
+        """At interpreter exit: end threads, release process groups, do not wait."""
 
     def close(self) -> None:  # noqa: B027
         """Give back memory and threads."""

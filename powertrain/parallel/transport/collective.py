@@ -143,7 +143,7 @@ def in_layer(layer: str) -> str:
 
 
 def _backward_of(operand: Tensor) -> list[str]:
-    """What ranks' backward depends on: those that want other gradients make other calls."""
+    """Which gradients ranks need: a difference would lead to different calls in backward."""
     return ["with gradient"] if torch.is_grad_enabled() and operand.requires_grad else []
 
 
@@ -182,7 +182,7 @@ def trade_all(transport: Transport, rows: Tensor, traffic: Traffic) -> Tensor:
 
 
 class Collected(Gathering):
-    """What one collective brings, all at once: the baseline."""
+    """The result of one collective, complete at once: the baseline."""
 
     def __init__(self, transport: Transport, shard: Tensor, rows: Rows) -> None:
         self.order, self.whole = range(transport.size), transport.all_gather(shard, rows)
@@ -241,7 +241,7 @@ class _SentScattering(Scattering):
 
 
 class _SentTrading(Trading):
-    """With rows to a rank those from its mirror image are received: what all send outwards, or all inwards, meets."""
+    """While rows go to one rank, rows of its mirror image are received: all ranks send outwards, or all inwards."""
 
     def __init__(self, transport: CollectiveTransport, like: Tensor, traffic: Traffic, width: int) -> None:
         self.transport, self.rank = transport, transport.rank

@@ -1,4 +1,4 @@
-"""Who the other ranks are, whether they live, and how far they have come: told to each other through the group's store.
+"""Liveness and progress of ranks, exchanged through the group's store.
 
 Every rank notes a beat each second. On its own host a peer is alive while its process is there, beat or none, since
 a process that compiles or saves may be too busy to beat; elsewhere a peer is gone after 15 seconds without one.
@@ -37,7 +37,7 @@ class CollectiveMismatch(RuntimeError):
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a rank of a group lives. `machine`: what tells hosts, and process namespaces of one, apart."""
+    """Location of a rank. `machine`: identifies a host, and a process namespace of it."""
 
     rank: int
     global_rank: int
@@ -78,15 +78,15 @@ class Peers:
         store = store.clone() if hasattr(store, "clone") else store
         self.here = Peer.here(self.rank)
         told: list[Any] = [None] * self.size
-        # not through the store: torchrun's may still hold what ranks wrote before it started them again
+        # not through the store: torchrun's may still hold entries that ranks wrote before a restart
         dist.all_gather_object(told, (self.here, uuid4().hex), group=group)
         self.all: list[Peer] = [peer for peer, _ in told]
-        # of this object's own: what ranks said before, they may have said of a transport that was closed since
+        # keys of this object only: earlier entries may belong to a transport that was closed since
         life = f"{group.group_name} {told[0][1]}"
         self._store: Any = dist.PrefixStore(f"powertrain/peers/{life}", store)  # type: ignore[attr-defined]
         self._beats: dict[int, tuple[int, float]] = {}
         self._beat = 0
-        self._waits: tuple[str, int, float] | None = None  # for what, in which call, since when
+        self._waits: tuple[str, int, float] | None = None  # description, call number, start time
         self._said: tuple[str, int, float] | None = None
         self.close = in_background(self, _beat)
 
@@ -106,7 +106,7 @@ class Peers:
             pass
 
     def gave_up(self) -> str | None:
-        """Which other rank gave up, and why; None if nobody did."""
+        """The rank that reported a failure, and its reason; None if there is none."""
         for peer in self.all:
             key = f"gave up {peer.rank}"
             try:
@@ -117,7 +117,7 @@ class Peers:
         return None
 
     def _heard(self, rank: int) -> tuple[int, int] | None:
-        """(beat, calls) as last told."""
+        """(beat, calls) as last published."""
         try:
             key = f"beat {rank}"
             if not self._store.check([key]):
@@ -128,7 +128,7 @@ class Peers:
         return int(beat), int(calls)
 
     def gone(self) -> list[Peer]:
-        """Those that are certainly not there any more."""
+        """Ranks that are certainly lost."""
         now, lost = time.monotonic(), []
         for peer in self.all:
             if peer.rank == self.rank:
@@ -148,7 +148,7 @@ class Peers:
         return lost
 
     def behind(self, calls: int) -> list[Peer]:
-        """Those that have begun fewer calls than this one, as far as they told."""
+        """Ranks that have begun fewer calls than this one, by their published counts."""
         told = [(peer, self._heard(peer.rank)) for peer in self.all if peer.rank != self.rank]
         return [peer for peer, heard in told if heard is None or heard[1] < calls]
 
@@ -171,7 +171,7 @@ class Peers:
         tracing.progress(f"rank {self.here.global_rank}: {waits[0]} has waited {_QUIET:.0f} s for {whom}")
 
     def lost(self, what: str, error: Exception) -> PeerTimeout:
-        """What to raise where a library's call failed: who is gone, once they are, or that nobody came in time."""
+        """The error for a failed library call: it names the lost ranks, or reports a timeout."""
         deadline = time.monotonic() + _FAREWELL
         while not (gone := self.gone()) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -68,7 +68,7 @@ def sum_parts(parts: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Dtypes: float32, float16 or bfloat16 (float64 on the CPU), the result's too; added in float32. Each part [M, N] is
     contiguous. Not differentiable: powertrain.parallel has the backward. Deterministic.
-    Raises ValueError naming the argument, what it must be and what it was.
+    Raises ValueError naming the argument, the expected value and the given one.
     """
     op = "sum_parts"
     checks.floating(op, parts=parts, bias=bias)

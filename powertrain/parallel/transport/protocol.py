@@ -1,4 +1,4 @@
-"""Who may write to which memory when: the rules by which ranks use each other's memory, and nothing else.
+"""Synchronization protocol: when a rank may write to the memory of another.
 
 Every rank keeps an inbox for gatherings and one for scatterings, with two slots each that calls use in turn, and two of
 one slot for rows that are traded, there and back. The others copy their rows there. It also keeps words, 0 or 1, each
@@ -49,7 +49,7 @@ Place = TypeVar("Place")
 
 
 class Engine(ABC, Generic[Stream, Place]):
-    """What can be enqueued on a stream of this rank; Place is a piece of memory."""
+    """Operations that can be enqueued on a stream of this rank; Place is a piece of memory."""
 
     rank: int
     size: int
@@ -91,7 +91,7 @@ class Protocol(Generic[Stream, Place]):
         return [(self.rank - step) % self.size for step in range(1, self.size)]
 
     def await_room(self, stream: Stream, use: int, slot: int, peers: Sequence[int]) -> None:
-        """Wait until the peers have used what this rank sent them two calls ago."""
+        """Wait until the peers have used the rows that this rank sent two calls ago."""
         self.engine.consume(stream, [Word(ROOM, use, slot, peer) for peer in peers])
 
     def send(self, stream: Stream, use: int, slot: int, peer: int, pieces: Sequence[tuple[Place, Place]]) -> None:
@@ -106,5 +106,5 @@ class Protocol(Generic[Stream, Place]):
         self.engine.consume(stream, [Word(FULL, use, slot, p, i) for p in peers for i in range(pieces)])
 
     def release(self, stream: Stream, use: int, slot: int) -> None:
-        """What is in the inbox is used: there is room again."""
+        """The rows in the inbox are used: its slots are free again."""
         self.engine.signal(stream, [(peer, Word(ROOM, use, slot, self.rank)) for peer in self.receivers])

@@ -66,7 +66,7 @@ def _open_symmetric(group: dist.ProcessGroup, debug: bool) -> Transport | str:
 
 
 def _problem_here(group: dist.ProcessGroup) -> str:
-    """What rules symmetric memory out, as far as this rank can tell before trying; "" if nothing does."""
+    """Why symmetric memory cannot be used, as far as this rank knows before the probe; "" if nothing is known."""
     if not on_gpus(group):
         return "its tensors are on the CPU"
     here = torch.cuda.get_device_properties(torch.cuda.current_device())

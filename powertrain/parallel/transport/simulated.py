@@ -44,7 +44,7 @@ _worlds = itertools.count()
 
 
 class Place:
-    """A piece of memory: what was last put there."""
+    """A piece of memory: the value last written to it."""
 
     def __init__(self, value: Tensor | None = None) -> None:
         self.value = value
@@ -101,7 +101,7 @@ class World:
         self.overlaps = [Overlap.over(SimulatedTransport(self, rank), f"{name} rank {rank}") for rank in range(size)]
 
     def run(self, function: Callable[[Overlap], T]) -> list[T]:
-        """function(overlap) on every rank at once; every rank's result. Raises what the first rank to fail raised."""
+        """function(overlap) on every rank at once; all results. Raises the error of the first rank that failed."""
         results: list[Any] = [None] * self.size
         errors: list[tuple[int, BaseException]] = []
 
@@ -223,7 +223,7 @@ class SimulatedTransport(Transport):
         return trade_all(self, rows, traffic)
 
     def drain(self, use: int) -> None:
-        """Wait until what this rank sends is sent: its memory may be written to again."""
+        """Wait until this rank's sends are complete: their memory may be written again."""
         self.outward[use].put(lambda: None).result()
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ _FLOPS_PER_SM = 5.8e12  # bf16 products, measured on an H200; slower devices hid
 
 
 class TransportBroken(RuntimeError):
-    """Memory shared between GPUs does not hold what was written to it."""
+    """Memory shared between GPUs does not hold the values written to it."""
 
 
 _TRADES = {DISPATCH: "dispatch to experts", COMBINE: "results of experts"}
@@ -118,7 +118,7 @@ class CudaEngine(Engine[int, Span]):
 
 
 class SymmetricTransport(CollectiveTransport):
-    """NCCL for what is taken in sequence, and this file for what overlaps."""
+    """NCCL for sequential calls, this file for overlapped ones."""
 
     name = "symmetric"
     link_rate: float  # bytes/s from one peer, of the slowest rank
@@ -175,7 +175,7 @@ class SymmetricTransport(CollectiveTransport):
         dist.barrier(self.group)
 
     def measure_link(self) -> float:
-        """Bytes per second from the next rank's memory, all ranks at once; checks what came, too."""
+        """Bytes per second from the next rank's memory, all ranks at once; the data are checked too."""
         nbytes = 32 << 20
         memory = self.inbox(GATHER, nbytes)
         memory.mine[:nbytes].view(torch.int32).copy_(torch.arange(nbytes // 4, device=self.device) + self.rank)
@@ -209,7 +209,7 @@ class SymmetricTransport(CollectiveTransport):
         return self._fused if self._fused.serves(x, weights, outputs) else None
 
     def fork(self, use: int, main: torch.cuda.Stream) -> int:
-        """The stream for copies that come after what the main stream holds."""
+        """The stream for copies that follow the work queued on the main stream."""
         stream = self.outward[use]
         self._fork.record(main)
         stream.wait_event(self._fork)
@@ -269,11 +269,11 @@ class SymmetricTransport(CollectiveTransport):
         super().let_go()
 
     def close(self) -> None:
-        """The watch goes last: until every rank's streams have run dry, it is what ends a wait for one that is gone."""
+        """The watch goes last: until every rank's streams are idle, it ends waits for lost ranks."""
         try:
             if self.watch.failure is None:
                 torch.cuda.synchronize(self.device)
-            if self.watch.failure is None:  # else somebody will not come
+            if self.watch.failure is None:  # else a rank is lost
                 dist.barrier(self.group)
         finally:
             self.watch.close()
@@ -309,7 +309,7 @@ class SymmetricGathering(Gathering):
             transport.engine.copy(stream, (source, shard.numel() * shard.element_size()), (own, 0))
 
     def cuts(self, rank: int) -> list[int]:
-        """Where a rank's pieces start in the whole, and where the last one ends."""
+        """Start rows of a rank's pieces in the whole, and the end of the last."""
         start, count = self.rows.of(rank).start, self.rows.counts[rank]
         return [start + count * i // self.pieces for i in range(self.pieces + 1)]
 
@@ -419,7 +419,7 @@ class SymmetricTrading(Trading):
 
 
 def _starts(counts: Sequence[int], own: int, row_bytes: int) -> list[int]:
-    """Where each source's rows start in an inbox, in bytes, and where the last ones end."""
+    """Byte offset of each source's rows in an inbox, and the end of the last."""
     starts = [0]
     for rank, count in enumerate(counts):
         nbytes = 0 if rank == own else -(-count * row_bytes // _ALIGNMENT) * _ALIGNMENT

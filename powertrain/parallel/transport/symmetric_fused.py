@@ -23,7 +23,7 @@ from powertrain.runtime.target import Target
 
 
 class Fused:
-    """What the kernel needs on this device, made once."""
+    """Resources of the kernel on this device, made once."""
 
     def __init__(self, transport: SymmetricTransport) -> None:
         self.transport, self.device = transport, transport.device

@@ -1,4 +1,4 @@
-"""Waits that report: which call a GPU stands in, whom it waits for, and what happens when that rank is gone.
+"""Waits that report: the current call of a GPU, the rank it waits for, and the handling of a lost rank.
 
 A stream that waits for a word in memory waits for ever and cannot raise. So a thread of each process looks at what its
 stream says it is doing. After five seconds in one call it names the ranks that have not come. When one of them is
@@ -30,7 +30,7 @@ _REMEMBERED = 4096  # calls whose names are kept
 
 
 class Call(NamedTuple):
-    """What a stream does: "all-gather" of [rows, features], in a layer of that name."""
+    """A call on a stream: "all-gather" of [rows, features], in a layer of that name."""
 
     op: str
     shape: tuple[int, ...]

@@ -1,1 +1,1 @@
-"""The compile service: worker processes, the store of compiled kernels, and what differs between Triton versions."""
+"""The compile service: worker processes, the store of compiled kernels, and the differences between Triton versions."""

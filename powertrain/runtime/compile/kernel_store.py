@@ -4,7 +4,7 @@
     <root>/quarantine/           entries that were damaged, kept for a look
     <root>/locks/<key>           flock()ed by the worker that compiles the key; existing means nothing
 
-An entry appears whole or not at all (newfile.py). A damaged entry, or what is no file of ours at its place, is moved to
+An entry appears whole or not at all (newfile.py). A damaged entry, or another file in its place, is moved to
 quarantine, said once, and rebuilt. A store that cannot be written (read-only, full) is said once and the process works
 from memory. Code is loaded only from folders and files that nobody else can write: machine code is not checked again.
 """
@@ -39,7 +39,7 @@ _MOST_MANIFEST = 16 << 20
 
 
 class Damaged(Exception):
-    """The bytes are not a whole entry; the message says what is wrong."""
+    """The bytes are not a whole entry; the message gives the defect."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Entry:
 
 
 def distrust(path: Path, facts: os.stat_result | None = None) -> str | None:
-    """Why code must not be loaded from this folder or file: somebody else could have put it there."""
+    """Why code must not be loaded from this folder or file: other users could have written it."""
     facts = path.stat() if facts is None else facts
     if facts.st_mode & stat.S_IWOTH:
         return f"{path} can be written by everybody; run `chmod o-w {path}`"
@@ -157,7 +157,7 @@ class Store:
             return None
 
     def _trust(self, folder: Path) -> None:
-        """Nobody else can change what is in a folder of ours, once nobody else can change the root."""
+        """If only we can write the root, only we can write the folders in it."""
         facts = folder.lstat()
         if not stat.S_ISDIR(facts.st_mode):
             raise StoreError(f"kernel store: {folder} refused: it must be a folder, and no link to one; remove it")
@@ -168,7 +168,7 @@ class Store:
         try:
             return self.read(key)
         except StoreError as error:
-            tracing.warn(f"{error}; what it holds is not used")
+            tracing.warn(f"{error}; its entries are not used")
         except Damaged as error:
             self.quarantine(key, str(error))
         return None
@@ -238,7 +238,7 @@ class Pack:
         except StoreError:
             raise
         except Exception as error:  # zipfile raises a dozen kinds over bytes that are not its own
-            what = f"{type(error).__name__}: {error}"[:200]  # some quote what they read
+            what = f"{type(error).__name__}: {error}"[:200]  # some errors quote their input
             raise StoreError(
                 f"kernel pack {path}: not a pack ({what}); build it again with `powertrain prebuild`"
             ) from None
@@ -283,7 +283,7 @@ def write_pack(path: Path, entries: list[Entry], manifest: dict[str, Any]) -> No
 
 
 def default_root() -> Path:
-    """Where kernels are kept: POWERTRAIN_STORE, or the user's cache folder."""
+    """Folder of the store: POWERTRAIN_STORE, or the user's cache folder."""
     if settings().store:
         return Path(settings().store or "")
     import platformdirs

@@ -15,7 +15,7 @@ OnDone = Callable[[Spec, "kernel_store.Entry | CompileError", str], None]
 
 @dataclass
 class Report:
-    """What a build came to."""
+    """Result of a prebuild."""
 
     entries: list[kernel_store.Entry] = field(default_factory=list)
     failures: dict[str, CompileError] = field(default_factory=dict)  # "kernel for sm_N" -> why
@@ -31,7 +31,7 @@ class Report:
 def build(specs: Iterable[Spec], on_done: OnDone = lambda spec, result, source: None, *, again: bool = False) -> Report:
     """Compile every specialization once; one that fails does not stop the others. `on_done` follows in this thread.
 
-    `again` compiles even what a store or pack has.
+    `again` compiles kernels that a store or pack already has.
     """
     wanted = {spec.key: spec for spec in specs}
     report = Report()

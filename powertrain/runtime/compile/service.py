@@ -1,7 +1,7 @@
 """The compile service: kernels are compiled in worker processes that this process owns, watches and can end.
 
 The caller's thread lowers a kernel to TTIR; a worker turns it into an entry. Every wait has a deadline and, after two
-seconds, a line that says what is waited for. Workers are started by one thread that lives as long as the process
+seconds, a line names the kernel. Workers are started by one thread that lives as long as the process
 (the kernel kills a child with the *thread* that started it), each in a process group of its own, so that ending one
 ends its ptxas too. A forked child, whoever forked it, has no workers of its parent's: it neither asks nor ends them,
 and starts its own when it compiles.
@@ -39,7 +39,7 @@ PER_JOB_BYTES = 768 << 20  # a worker without torch peaks at 150 to 230 MiB, ptx
 _SPEAK_AFTER = 2.0
 _GLANCE = 0.25  # seconds between looks at the clock
 _FAREWELL = 1.0  # seconds that a worker may take to end after it closed its pipes
-# the CUDA version whose driver can load what a Triton's bundled ptxas makes (minor versions are compatible)
+# the CUDA version whose driver can load the output of Triton's bundled ptxas (minor versions are compatible)
 _MIN_DRIVER = 12000
 
 
@@ -73,7 +73,7 @@ class Spec:
         return f"{self.kernel.name} for sm_{self.arch}"
 
     def about(self) -> dict[str, Any]:
-        """What the entry's manifest says of it, for people and for `powertrain kernels`."""
+        """Description of the entry in its manifest, for readers and `powertrain kernels`."""
         return {
             "kernel": self.kernel.name,
             "module": self.kernel.module,
@@ -148,7 +148,7 @@ class _Worker:
         try:
             self._write(worker.frame(request), wait)
         except BrokenPipeError:
-            pass  # what it said before it ended can still be read
+            pass  # output written before it ended can still be read
         reply = worker.parse_frame(lambda count: self._read(count, wait))
         return reply, self._read(reply["entry"], wait)
 
@@ -188,13 +188,13 @@ class _Worker:
         return status
 
     def end(self) -> int:
-        """The same, by the one who asked it last: nobody reads its pipes any more."""
+        """The same, by the one who asked it last: its pipes have no reader any more."""
         status = self.kill()
         self.drop()
         return status
 
     def _is_there(self) -> bool:
-        """Whether the process id is still this worker's: somebody may have collected all children of the process."""
+        """Whether the process id is still this worker's: other code may have reaped all children of the process."""
         try:
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -278,7 +278,7 @@ class Service:
         return ended.died() if by_itself else ended.end()
 
     def compile(self, spec: Spec, ttir: str, *, again: bool = False) -> tuple[kernel_store.Entry, dict[str, Any]]:
-        """An entry for `spec` from its TTIR. `again`: replace what the store has."""
+        """An entry for `spec` from its TTIR. `again`: replace the stored entry."""
         limit = settings().compile_timeout
         home = kernel_store.user_store()
         request = {
@@ -332,7 +332,7 @@ class Service:
         return answer
 
     def close(self) -> None:
-        """End the workers; who waits for one at work is told that it died."""
+        """End the workers; callers that wait for one get the error that it died."""
         while self._idle:
             self._end(self._idle.pop())
         for busy in list(self._all.values()):
@@ -378,7 +378,7 @@ def _close() -> None:
 
 
 def _before_fork() -> None:
-    """A fork waits, a little, for what it must not cut in two: a child that inherits the half-made pipes of a starting
+    """A fork waits briefly for operations that must not be cut: a child that inherits the half-made pipes of a starting
     worker would keep its parent waiting for that worker, and Triton's code generator keeps state."""
     _held_for_fork.locks = [lock for lock in (_starting, _lowering) if lock.acquire(timeout=_FAREWELL)]
 
@@ -404,7 +404,7 @@ if hasattr(os, "register_at_fork"):
 def entry_for(spec: Spec, *, again: bool = False) -> tuple[kernel_store.Entry, str]:
     """The compiled kernel and where it came from: memory, pack, store, compiled or another process.
 
-    Threads that want one key share one compile. `again` compiles anew: the driver refused what there was.
+    Threads that want one key share one compile. `again` compiles anew: the driver rejected the stored entry.
     """
     while True:
         with _lock:

@@ -1,9 +1,9 @@
-"""Repairs of Triton's CPU interpreter, so that what it computes is what the GPU computes.
+"""Repairs of Triton's CPU interpreter, so that it computes the same as the GPU.
 
 Stock Triton 3.6 to 3.9 interprets bfloat16 arithmetic on the raw bits (garbage), truncates float32 -> bfloat16 and
 float32 -> fp8 where the GPU rounds to nearest even (fp8 saturating), and 3.6 with NumPy >= 2.4 cannot run a `for` loop
 over a tensor bound. `install()` replaces the methods at fault. On one H200 a bf16 `a + b` equals torch bit for bit and
-the fp8 cast equals clamp + round to nearest even, which is what these give.
+the fp8 cast equals clamp + round to nearest even, as computed here.
 """
 
 from typing import Any

@@ -207,7 +207,7 @@ def main() -> None:
     if os.getppid() != parent:
         os._exit(1)  # the parent died before it could take us along
     _children_die_with_us()
-    # the pipe is ours alone; what compilers print goes to stderr, which the parent keeps for its error messages
+    # the pipe is ours alone; output of compilers goes to stderr, which the parent keeps for its error messages
     replies, requests = os.dup(1), os.dup(0)
     os.dup2(2, 1)
     own(folder)

@@ -36,7 +36,7 @@ class Compared(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """compared: None if it was not asked for;  notes: what a reader should know of the result."""
+    """compared: None if it was not requested;  notes: remarks on the result."""
 
     compared: Compared | None
     notes: tuple[str, ...]
@@ -64,7 +64,7 @@ def convert(
     check         run source and result on a few tokens on the CPU in float32 (one after the other in memory);
                   a Hugging Face folder by transformers where that is installed
     pipe_parallel_size, model_parallel_size   of a GPT-NeoX checkpoint: its layout
-    Raises FileExistsError, ValueError for what the other kind has not, LogitsDiffer.
+    Raises FileExistsError, ValueError for features that the other kind lacks, LogitsDiffer.
     """
     if destination.exists():
         raise FileExistsError(f"{destination} must not exist yet")
@@ -177,7 +177,7 @@ def _compare(source: Weights, result: Weights, dtype: torch.dtype | None) -> Com
 
 @torch.no_grad()
 def _logits(weights: Weights, tokens: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, str]:
-    """Logits in float32 of weights rounded to `dtype`, and the name of what computed them."""
+    """Logits in float32 of weights rounded to `dtype`, and the name of the library that computed them."""
     if weights.kind == "hf" and importlib.util.find_spec("transformers") and _is_exact(weights):
         model: Any = _by_transformers(weights.path)
         for p in model.parameters() if dtype is not None else ():

@@ -1,4 +1,4 @@
-"""Weights from wherever they are: a run's checkpoint, a Hugging Face folder, a GPT-NeoX checkpoint; told by content."""
+"""Weights of a run's checkpoint, a Hugging Face folder or a GPT-NeoX checkpoint, detected from the files."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ Kind = Literal["powertrain", "hf", "neox"]
 NAMES: dict[Kind, str] = {"powertrain": "Powertrain", "hf": "Hugging Face", "neox": "GPT-NeoX"}
 # tensors that a run's checkpoint is asked for at once
 _BYTES_AT_ONCE = 1 << 30
-# of a model's config: what may change when training goes on from other weights
+# fields of a model's config that may change when training continues from other weights
 _MAY_DIFFER = {
     "vocab_size", "max_position_embeddings", "rope_theta", "rope_scaling", "sliding_window", "hidden_dropout",
     "attention_dropout", "init_method", "output_init_method", "init_std", "balance_loss", "bias_update_rate",
@@ -35,8 +35,8 @@ _MAY_DIFFER = {
 class Weights:
     """A model's weights in files.
 
-    path, kind   where, and what kind of checkpoint
-    config       of the model;  dtype: what it computes in, or is stored in
+    path, kind   where, and its kind
+    config       of the model;  dtype: of computation, or of storage
     tensors      () -> (our name, tensor), each read when it comes
     is_run       a run's checkpoint, with an optimizer and a place in the data
     trained_steps   of GPT-NeoX's training that it is from the midst or the end of
@@ -80,7 +80,7 @@ def _with_rows(tensors: Iterator[tuple[str, Tensor]], rows: int) -> Iterator[tup
 def open_weights(path: Path, kind: Kind | None = None, configs: Sequence[Path] = ()) -> Weights:
     """The weights at `path`: a checkpoint, a run's folder, a Hugging Face folder, GPT-NeoX's folder or its global_step.
 
-    kind      None: told by what the folder holds
+    kind      None: detected from the folder's files
     configs   YAML files of a GPT-NeoX checkpoint whose folder has none
     Raises FileNotFoundError where there are none, ValueError naming file and key or tensor for bad ones.
     """
@@ -195,9 +195,9 @@ def _neox(path: Path, configs: Sequence[Path]) -> Weights:
 
 
 def load_model(path: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> tuple[CausalLM, Weights]:
-    """The model at `path` (`open_weights`), in evaluation mode, and what it was read from.
+    """The model at `path` (`open_weights`), in evaluation mode, and its source.
 
-    dtype   None: what it was trained or is stored in, float32 on a CPU
+    dtype   None: the dtype of training or storage, float32 on a CPU
     Raises FileNotFoundError where there is no checkpoint, ValueError for one that cannot be read.
     """
     weights = open_weights(path)
@@ -255,7 +255,7 @@ def refuse_another(theirs: ModelConfig, ours: ModelConfig, path: Path) -> None:
 
 
 def _plain(config: ModelConfig, name: str, value: object) -> object:
-    """A field with what None stands for."""
+    """A field, with None replaced by its default."""
     if value is None:
         defaults = {"num_kv_heads": config.num_heads, "head_dim": config.hidden_size // config.num_heads,
                     "intermediate_size": 4 * config.hidden_size}  # fmt: skip

@@ -270,7 +270,7 @@ def _heads(config: Config, ranks: int) -> tuple[int, int]:
 
 
 def _same(parts: list[Tensor]) -> Tensor:
-    """What every rank has a copy of; copies that drifted apart are averaged, as GPT-NeoX's own converter does."""
+    """Tensors that every rank has a copy of; copies that differ are averaged, as GPT-NeoX's own converter does."""
     if all(torch.equal(part, parts[0]) for part in parts):
         return parts[0]
     return torch.stack(parts).float().mean(0).to(parts[0].dtype)
@@ -291,7 +291,7 @@ def write(
     """Write FOLDER/global_step0 and FOLDER/latest; returns the former. `finetune: true` loads it in GPT-NeoX.
 
     pipe_parallel_size   0: a file per rank, held in memory until the end; 1: a file per layer and rank
-    Raises ValueError naming what GPT-NeoX has not.
+    Raises ValueError naming features that GPT-NeoX lacks.
     """
     if pipe_parallel_size not in (0, 1):
         raise ValueError(f"pipe_parallel_size must be 0 or 1 (more stages read 1's files), got {pipe_parallel_size}")
@@ -368,7 +368,7 @@ def _share(config: Config, module: str, kind: str, tensor: Tensor, rank: int, ra
 
 
 def as_gpt_neox(config: ModelConfig) -> Config:
-    """The same model as a gpt_neox config, tensors alike; raises ValueError naming what that has not."""
+    """The same model as a gpt_neox config, tensors alike; raises ValueError naming features it lacks."""
     if isinstance(config, Config):
         return config
     values: dict[str, Any] = config.model_dump()
@@ -392,7 +392,7 @@ _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu", "relu": "relu", "silu": "si
 
 
 def to_neox_config(config: Config, pipe_parallel_size: int = 1, model_parallel_size: int = 1) -> dict[str, Any]:
-    """The model's keys of a GPT-NeoX YAML. Raises ValueError naming what GPT-NeoX has not."""
+    """The model's keys of a GPT-NeoX YAML. Raises ValueError naming features that GPT-NeoX lacks."""
     if config.activation not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise ValueError(f"model.activation must be one of {known} for GPT-NeoX, got {config.activation}")

@@ -3,15 +3,15 @@
     FOLDER/step_00000100/shard-00001-model-00001-of-00001.safetensors     a file per rank, or several
     FOLDER/step_00000100/checkpoint.json     step, samples seen, config, sizes and CRC-32 of the files, its own CRC-32
 
-torch.distributed.checkpoint writes and reads the tensors, so any number of ranks can load what any number wrote. No
+torch.distributed.checkpoint writes and reads the tensors, so a checkpoint loads on any number of ranks. No
 pickle is written or read. A folder has one of these names while it is not a checkpoint, or not the one of its step:
 
     step_00000100.partial    being written: it takes its name when all of it is on disk
     step_00000100.replaced   the step was saved again: moved away before the new one takes its name, then removed
     step_00000100.removing   being removed
 
-A process that begins to write in FOLDER first ends what a killed one left under these names. In any folder it deletes
-files of the names that checkpoints have, and no others.
+A process that begins to write in FOLDER first completes or removes folders of these names from a killed one. In any
+folder it deletes only files named like those of checkpoints.
 """
 
 import fcntl
@@ -65,8 +65,8 @@ class Checkpoints:
     folder     where they stand
     keep_last  how many stay; None: all
     group      a process group with a CPU back end, for these collectives alone; None: one process
-    writes     False: nothing will be saved, so the folder is neither claimed nor cleared of what a kill left
-    Every rank calls every method; what goes wrong on one raises the same error on all of them.
+    writes     False: nothing will be saved, so the folder is neither claimed nor cleared after a kill
+    Every rank calls every method; an error on one is raised on all.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Checkpoints:
             pending.result()
 
     def _begin(self) -> None:
-        """Keep other runs out of a folder that is there, and end what a killed process left in it."""
+        """Keep other runs out of a folder that is there, and complete or remove folders of a killed process."""
         if self._claim is None and self.folder.is_dir():
             self._claim = claim(self.folder)
             _recover(self.folder)
@@ -161,7 +161,7 @@ class Checkpoints:
 
 
 def _not_written(final: Path, error: BaseException) -> NotWritten:
-    """One line of what went wrong; of several ranks' failures the first."""
+    """The error in one line; of several ranks' errors the first."""
     where = ""
     if isinstance(error, CheckpointException):
         rank, (error, _) = sorted(error.failures.items(), key=lambda item: item[0])[0]
@@ -195,17 +195,17 @@ def _discard(checkpoint: Path) -> None:
 def _remove(folder: Path) -> None:
     """Delete a checkpoint's files in a folder, and the folder if nothing else is in it."""
     try:
-        # checkpoint.json first: without it nobody takes the rest for a checkpoint
+        # checkpoint.json first: without it the rest is not taken for a checkpoint
         for file in sorted(folder.iterdir()):
             if _OURS.fullmatch(file.name) and (file.is_file() or file.is_symlink()):
                 file.unlink()
         folder.rmdir()
     except OSError as error:
-        tracing.warn(f"{folder} is left there, with what is not a checkpoint's in it: {error}")
+        tracing.warn(f"{folder} remains, because of files that are not a checkpoint's: {error}")
 
 
 def _recover(folder: Path) -> None:
-    """End what a killed process left half done."""
+    """Complete or undo the renames of a killed process."""
     for path in sorted(folder.iterdir()):
         match = _LEFT.fullmatch(path.name)
         if match is None or path.is_symlink() or not path.is_dir():
@@ -271,7 +271,7 @@ def find(path: Path) -> Path | None:
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself, after its files were found there in their sizes. Raises CheckpointError."""
+    """The description of a checkpoint, after a check that its files have their sizes. Raises CheckpointError."""
     file = checkpoint / "checkpoint.json"
     try:
         facts = read_json(file)
@@ -293,7 +293,7 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
 
 
 def _is_whole(facts: dict[str, Any]) -> bool:
-    """Whether what every checkpoint says is there, and of the right kind."""
+    """Whether the entries that every checkpoint has exist, with the right types."""
     files = facts.get("files")
     return (
         isinstance(files, dict)
@@ -325,7 +325,7 @@ def _compare(checkpoint: Path, facts: Mapping[str, Any], names: Any, *, contents
 
 
 def _older(checkpoint: Path) -> str:
-    """What else a run can go on from: the newest of the older checkpoints that is whole."""
+    """An alternative to resume from: the newest older checkpoint that is complete."""
     if not _NAME.fullmatch(checkpoint.name):
         return ""
     for other in reversed(checkpoints_in(checkpoint.parent)):

@@ -1,4 +1,4 @@
-"""A GPT-NeoX config, as it is, in our terms: what depends on a key's value. neox_keys.py has the keys themselves.
+"""A GPT-NeoX config translated to ours: keys whose meaning depends on the value. neox_keys.py lists all keys.
 
 Facts from GPT-NeoX (Apache-2.0; no code): megatron/neox_arguments/arguments.py (batch arithmetic, precision, ZeRO
 defaults), megatron/model/transformer.py (MLP widths, windows), megatron/learning_rates.py and training.py (schedule),
@@ -63,7 +63,7 @@ def tokenizer_name(source: Source) -> str | None:
 
 
 class _Keys:
-    """The config's keys: typed on reading, with what is said of each in the table, and the mistakes so far."""
+    """The config's keys, type-checked as read; collects a table row per key and all errors."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -121,7 +121,7 @@ class _Keys:
         return value
 
     def choice(self, key: str, default: Any, known: dict[str, Any], refused: dict[str, str] | None = None) -> Any:
-        """What the value stands for; GPT-NeoX's choices do not care about upper case."""
+        """The value's meaning; GPT-NeoX's choices ignore case."""
         value = self.get(key, default)
         served = {name.lower(): meaning for name, meaning in known.items()}
         if str(value).lower() in served:
@@ -154,7 +154,7 @@ class _Keys:
         return Row(key, value, str(self.source.place(path or tuple(key.split(".")))), disposition, words)
 
     def finish(self) -> None:
-        """Raise what was found, each once."""
+        """Raise the collected errors, each once."""
         found = list(dict.fromkeys(self.mistakes + self.missing))
         if found:
             raise (ConfigError if self.mistakes else UnsupportedConfig)("\n".join(found))
@@ -351,7 +351,7 @@ _PRECISIONS = {"fp16": "fp16", "bf16": "bf16"}
 
 
 def _precision(keys: _Keys) -> str:
-    """fp32 unless something says otherwise; what says otherwise must agree."""
+    """fp32 unless a key selects another precision; several such keys must agree."""
     said = {}
     if keys.get("precision") is not None:
         said["precision"] = keys.choice("precision", "fp32", {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"})

@@ -1,7 +1,7 @@
-"""Every key that a GPT-NeoX YAML may have: its type, and what becomes of it here.
+"""Every key that a GPT-NeoX YAML may have: its type and its disposition.
 
 Read from GPT-NeoX's megatron/neox_arguments/neox_args.py and deepspeed_args.py, up to 2026 (Apache-2.0; facts, no
-code), with keys of older releases that configs still carry. What depends on a key's value is in config/neox.py.
+code), with keys of older releases that configs still carry. Translations by a key's value are in config/neox.py.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Fate = Literal["honoured", "mapped", "ignored", "refused"]
 
 @dataclass(frozen=True)
 class Key:
-    """kind: what a value must be, alternatives apart by "|"; refused: what to do about a value that switches it on."""
+    """kind: type of the value, alternatives apart by "|"; refused: advice for a value that switches it on."""
 
     kind: str
     fate: Fate
@@ -89,7 +89,7 @@ _HONOURED = """
     lr_clamp                        str         schedule.clamp (a key of ours: safe, or neox as there)
 """
 
-# key, kind, what it becomes
+# key, kind, translation
 _MAPPED = """
     pipe_parallel_size              int         no pipeline: 0 and 1 train the same
     model_parallel_size             int         parallel.tensor
@@ -328,7 +328,7 @@ _IGNORED = """
     use_tutel                       bool        there are no experts (moe_num_experts)
 """
 
-# key, kind, what to do; null, false, 0 and empty are fine
+# key, kind, advice; null, false, 0 and empty are fine
 _REFUSED = """
     use_qk_layernorm                bool        set it to false; model.architecture llama has RMSNorm there (qk_norm)
     opt_pos_emb_offset              int         set it to 0; OPT's shifted positions are not there

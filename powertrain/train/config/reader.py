@@ -1,4 +1,4 @@
-"""Config files to a typed run: ours, or GPT-NeoX's as they are, with a table of what became of every key."""
+"""Config files to a typed run: ours, or GPT-NeoX's as they are, with a table of every key's disposition."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def read_config(
     world_size   ranks of the run: GPT-NeoX's batch arithmetic and sharding need it
     strict       a key that would be ignored is an error
     format       None: told by content, ours has the section `model:`
-    Raises ConfigError naming file:line or the command line, key, what it must be and what it was; UnsupportedConfig,
+    Raises ConfigError naming file:line or the command line, key, expected and given value; UnsupportedConfig,
     a NotImplementedError too, where a config asks for something that is not there and would change the result.
     """
     if not paths:

@@ -97,7 +97,7 @@ class TrainConfig(Section):
     activation_checkpointing   none; selective: all but matmuls and attention is computed again; full: whole layers
     deterministic        the same bits every run, on a GPU too
     spike_factor         a loss so many times the median of the last 100 steps stops the run; 0: never
-    recompiles           what a kernel's compile after the first step is: a warning, or an error
+    recompiles           on a kernel's compile after the first step: a warning, or an error
     """
 
     steps: Positive
@@ -150,7 +150,7 @@ class ScheduleConfig(Section):
 
 
 class ParallelConfig(Section):
-    """replicate x shard x context x tensor = world size; shard -1: what is left.
+    """replicate x shard x context x tensor = world size; shard -1: the remaining factor.
 
     fsdp   parameters, gradients and optimizer are sharded over `shard` ranks and replicated over `replicate` (HSDP)
     ddp    nothing is sharded; the same as replicate = all, shard = 1

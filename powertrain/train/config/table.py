@@ -1,4 +1,4 @@
-"""The table that is shown before the first step: what became of every key."""
+"""The table shown before the first step: every key and its disposition."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _HEADINGS: dict[Disposition, str] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One key: its value, where it stands ("file:line", "command line", "default"), and what became of it.
+    """One key: its value, where it stands ("file:line", "command line", "default"), and its disposition.
 
-    honoured           means here what it means there
+    honoured           has the same meaning here
     mapped             reached by other means, with the same result
     ignored            has no effect; it would not have changed the result
-    changes numerics   results differ from what the key's name suggests, or from GPT-NeoX's; the explanation says how
+    changes numerics   results differ from those the key's name suggests, or from GPT-NeoX's; the explanation says how
     """
 
     key: str
@@ -34,7 +34,7 @@ class Row:
 
 
 def render(rows: Sequence[Row], console: "Console") -> None:
-    """Print the table: what changes numerics first, then ignored, then mapped; honoured keys in one paragraph."""
+    """Print the table: changes of numerics first, then ignored, then mapped; honoured keys in one paragraph."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 KeyPath = tuple[str | int, ...]  # ("optimizer", "betas", 0)
-_MAX_NODES = 100_000  # what aliases may grow a file to
+_MAX_NODES = 100_000  # limit for a file expanded by aliases
 
 
 _MOST_BYTES = 1 << 20  # of a file
@@ -24,7 +24,7 @@ _ROWS, _ROW, _MOST_LINE = 20, 100, 800  # an error fits on a screen: rows, chara
 
 
 class ConfigError(ValueError):
-    """A config cannot be read; each line names file:line or the command line, key, what it must be, what it was."""
+    """A config cannot be read; each line names file:line or the command line, key, expectation and value."""
 
     def __init__(self, message: str) -> None:
         lines, shown, rows = message.splitlines(), [], 0
@@ -38,12 +38,12 @@ class ConfigError(ValueError):
 
 
 class UnsupportedConfig(ConfigError, NotImplementedError):
-    """A config asks for what Powertrain does not do, and leaving it out would change the result; says what to do."""
+    """A config requests an unsupported feature that would change the result; the message names the alternative."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a key stands. `str()` is "file.yml:12", "command line" or "default"."""
+    """Location of a key. `str()` is "file.yml:12", "command line" or "default"."""
 
     file: str
     line: int = 0
@@ -252,7 +252,7 @@ class _Reader:
         return merged | values
 
     def _merged(self, loader: _Loader, node: yaml.Node, path: KeyPath, inside: tuple[yaml.Node, ...]) -> dict[str, Any]:
-        """What `<<` brings in: a mapping, or a list of them, of which the first to have a key wins."""
+        """Mappings merged by `<<`: a mapping, or a list of them, of which the first to have a key wins."""
         value = self._value(loader, node, path, inside)
         sections = value if isinstance(value, list) else [value]
         if not all(isinstance(section, dict) for section in sections):
@@ -284,7 +284,7 @@ def _short(value: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean ..." with the nearest known names, or what is known where there are few, or nothing."""
+    """ "; did you mean ..." with the nearest known names, or all names where there are few, or nothing."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
     if close:

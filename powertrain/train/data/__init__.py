@@ -1,4 +1,4 @@
-"""Data: what is read, how it becomes tokens, and in which order a run sees them. docs/data.md tells the whole way.
+"""Data: sources, tokenization, and the order of samples in a run; guide: docs/data.md.
 
 corpus.py     text files and folders, jsonl     indexed.py  .bin/.idx files               loader.py   batches for a rank
 quickstart.py text that every machine has       samples.py  GPT-NeoX's order of samples   sources.py  config to data

@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from powertrain.runtime.reading import one_line
 
-# of a line, decompressed: what is longer is damage, or a file made to fill the memory
+# of a line, decompressed: a longer line is damage, or a file made to fill the memory
 _MOST_LINE = 256 << 20
 _ZST_BLOCK = 1 << 12
 
@@ -23,13 +23,13 @@ LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".ndjson")
 
 
 class BadDocument(ValueError):
-    """A document cannot be read; the message says file, line, what was expected and what was there."""
+    """A document cannot be read; the message gives file, line, expectation and content."""
 
 
 class Raw(NamedTuple):
     """A document before it is decoded: `where` is FILE or FILE:LINE, `is_json` whether `data` is a line of jsonl.
 
-    damage   what is wrong with its file there; nothing can be read on
+    damage   defect of its file there; reading cannot continue
     """
 
     where: str

@@ -1,7 +1,7 @@
 """From documents to .bin/.idx, in as many processes as wanted.
 
 The parent reads raw documents and hands them out by blocks of about a megabyte; workers decode and tokenize; the parent
-writes what they return, in the order it was read. With one worker there is no other process, and the tokenizer itself
+writes their results, in reading order. With one worker there is no other process, and the tokenizer itself
 uses all cores. At most a few blocks a worker are under way, so memory does not grow
 with the corpus. A worker that dies (out of memory, a signal) is an error that says so, never a wait; workers end with
 the parent, whatever ends that.
@@ -32,7 +32,7 @@ _BLOCK = 1 << 20  # bytes of raw text
 
 @dataclass
 class Counts:
-    """What an encoding did so far. `bad` are the messages of documents that were left out."""
+    """Progress of an encoding. `bad`: messages of skipped documents."""
 
     documents: int = 0
     tokens: int = 0
@@ -51,7 +51,7 @@ class _Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a document becomes values: its tokenizer, jsonl key, whether end-of-document is appended, and their dtype."""
+    """Encoding of a document: its tokenizer, jsonl key, whether end-of-document is appended, and their dtype."""
 
     tokenizer: Tokenizer
     dtype: type[np.uint16] | type[np.int32]

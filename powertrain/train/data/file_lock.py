@@ -14,9 +14,9 @@ _PATIENCE = 600.0  # seconds to wait for another process's work before doing it 
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path, doing: str) -> Iterator[None]:
-    """Hold the file lock `path` (it ends with its process; the file means nothing) while doing what `doing` says.
+    """Hold the file lock `path` (it ends with its process; the file means nothing) during the work named by `doing`.
 
-    It saves ranks from doing the same work; what keeps their results whole is renaming. So after ten minutes, or where
+    It saves ranks from doing the same work; renaming keeps their results whole. So after ten minutes, or where
     the file system has no locks, the work is done without it. Waiting is said after two seconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

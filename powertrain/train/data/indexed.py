@@ -79,7 +79,7 @@ class IndexedData:
         data.bounds               [D] int64, Megatron's own grouping of sequences to documents; not used here
 
     Every size and pointer is compared with the length of the files before any value is read, and where there is a
-    PREFIX.sum the files with it: .idx whole, .bin by its size (`verify` reads all of it). What is damaged is a
+    PREFIX.sum the files with it: .idx whole, .bin by its size (`verify` reads all of it). Damage is a
     ValueError that names it. Pickles as its path, so workers map the files themselves.
     Memory: none to speak of; the operating system pages the files.
     """
@@ -272,7 +272,7 @@ class IndexedWriter:
 
 
 def remove(prefix: str | Path) -> None:
-    """Delete a data set: .idx first, so that what a kill leaves is no data set."""
+    """Delete a data set: .idx first, so that a kill leaves no data set that opens."""
     for path in (index_path(prefix), values_path(prefix), sums_path(prefix)):
         path.unlink(missing_ok=True)
 

@@ -31,7 +31,7 @@ class PackedSamples:
     """The documents of a data set, cut into samples of `seq_length` tokens by an order.
 
     vocab_size     a token that is not below it is an error that names file and document
-    labels         a data set beside `data`, document for document: what to predict, negative where nothing is
+    labels         a data set beside `data`, document for document: labels, negative where nothing is
     document_ids   tell the documents of a sample apart
     eod            no loss where the input is this token, GPT-NeoX's eod_mask_loss: nothing is learnt of which document
                    follows another

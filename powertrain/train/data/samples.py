@@ -1,4 +1,4 @@
-"""Which tokens make sample n of a run: GPT-NeoX's order, bit for bit, in numpy alone.
+"""Tokens of sample n of a run: GPT-NeoX's order, bit for bit, in numpy alone.
 
 The documents of a data set, repeated for as many epochs as the wanted samples need, are shuffled and laid end to end;
 sample i takes the `seq_length + 1` tokens from position i * seq_length (its last token is the next one's first); the

@@ -74,7 +74,7 @@ def open_data(
     tokenizer: Tokenizer | None = None,
     cache: Path | None = None,
 ) -> Data:
-    """What `config` names, tokenized, split, ordered and blended: call it on every rank, at any time.
+    """The data sets of `config`, tokenized, split, ordered and blended: call it on every rank, at any time.
 
     num_samples: how many samples of train, validation and test the run reads; 0 leaves a held-out part None. GPT-NeoX's
         order depends on them, since they say how many epochs are shuffled together.
@@ -252,7 +252,7 @@ class _Opener:
 
 
 def _is_whole(prefix: Path) -> bool:
-    """Whether tokenized text is in the cache; what is damaged there is removed, and made anew."""
+    """Whether tokenized text is in the cache; a damaged entry is removed and made again."""
     if not exists(prefix):
         return False
     try:
@@ -271,7 +271,7 @@ def _prefix(path: str) -> str | None:
     for prefix in (path, path.removesuffix(".bin"), path.removesuffix(".idx")):
         if exists(prefix):
             return prefix
-    # half a data set, as well as an ending that says so, gets IndexedData's message about what is missing
+    # half a data set, as well as an ending that says so, gets IndexedData's message about the missing file
     return path if path.endswith((".bin", ".idx")) or Path(f"{path}.bin").exists() else None
 
 

@@ -6,7 +6,7 @@ load_tokenizer(...) takes
     tokenizer.json, or a folder      Hugging Face; a folder may hold vocab.json and merges.txt instead
     "gpt2:VOCAB.json:MERGES.txt"     GPT-2's byte-level BPE, as GPT-NeoX's GPT2BPETokenizer
 
-Ids are what GPT-NeoX gets from the same files: a tokenizer.json's own post-processor applies (some add a first token);
+Ids equal GPT-NeoX's from the same files: a tokenizer.json's own post-processor applies (some add a first token);
 with GPT-2's files no text stands for a special token.
 """
 
@@ -87,7 +87,7 @@ class FileTokenizer:
             return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are left in: what a model said is what is shown."""
+        """Special tokens are kept, so the text shows the model's exact output."""
         with reading(f"{self._where}:", "be a tokenizer that decodes its ids"):
             text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text
@@ -103,7 +103,7 @@ class FileTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `name` stands for; the module says what it may be.
+    """The tokenizer that `name` stands for; the module's docstring lists the forms.
 
     Raises FileNotFoundError naming the file, ValueError if it is no tokenizer.
     """

@@ -1,8 +1,8 @@
 """Processes that read ahead, and are replaced when they die.
 
-A worker gets the keys of batches through a pipe and sends what it read back, in order. It gets none of the signals that
+A worker gets the keys of batches through a pipe and sends the batches back, in order. It gets none of the signals that
 ask to end, and ends with its parent: by the end of its pipe, or because it has another parent. One that dies is named,
-and a new one reads what it still owed, so what is read is the same and in the same order.
+and a new one reads its pending batches, so samples and their order stay the same.
 """
 
 import multiprocessing
@@ -26,7 +26,7 @@ _LOOK = 1.0  # seconds between two looks at whether the other side lives
 
 
 class WorkerLost(RuntimeError):
-    """A batch did not arrive; says of which key, and what became of its workers."""
+    """A batch did not arrive; names its key, and the end of each worker."""
 
     def __init__(self, key: Any, why: str) -> None:
         super().__init__(why)
@@ -82,7 +82,7 @@ class _Worker:
         self._send(key)
 
     def answer(self) -> Any:
-        """What was read for the key that was asked for first."""
+        """The batch of the oldest requested key."""
         key, started, said = self._owed[0], time.monotonic(), False
         while True:
             ready = wait([self._pipe, self._process.sentinel], timeout=_LOOK)
@@ -109,7 +109,7 @@ class _Worker:
                 )
 
     def _replace(self, key: Any) -> None:
-        """Name the worker that died, and let a new one read what it owed; WorkerLost after three over one key."""
+        """Name the worker that died, and let a new one read its batches; WorkerLost after three over one key."""
         self._process.join(_LOOK)
         said = f"data worker {self._process.pid} {_end_of(self._process.exitcode)}"
         self._deaths += 1
@@ -136,7 +136,7 @@ def _end_of(code: int | None) -> str:
 
 
 def _serve(read: Callable[[Any], Any], pipe: Connection, parents_end: Connection) -> None:
-    """In the worker: read what is asked for until the parent is gone."""
+    """In the worker: read requested batches until the parent is gone."""
     parents_end.close()
     born_of = os.getppid()
     try:

@@ -1,1 +1,1 @@
-"""What a run prints, logs and reports."""
+"""Output of a run: screen, logs, report."""

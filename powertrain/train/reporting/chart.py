@@ -35,7 +35,7 @@ class Series:
 def series(
     name: str, values: Sequence[tuple[float, float]], *, style: str = "a", dots: bool = False, most: int = MOST_POINTS
 ) -> Series:
-    """A curve of (x, y) pairs in order of x, of at most `most` points; what is not finite is left out."""
+    """A curve of (x, y) pairs in order of x, of at most `most` points; values that are not finite are left out."""
     finite = [(x, y) for x, y in values if math.isfinite(y)]
     size = math.ceil(len(finite) / most) or 1
     groups = [finite[i : i + size] for i in range(0, len(finite), size)]

@@ -1,4 +1,4 @@
-"""What serves each op of a run, why, and its share of a step: one step under torch.profiler; and late compiles."""
+"""Backend of each op of a run, reason, share of a step: one step under torch.profiler; and late compiles."""
 
 import os
 import re
@@ -23,7 +23,7 @@ class KernelRow:
     """One op in one step.
 
     backend        "Triton, ours", "cuBLAS", "PyTorch" ...;  kernels: their names, the longest-running first
-    why            what decided for it
+    why            reason of the choice
     milliseconds   of the device, all calls together;  share: of the whole step
     """
 
@@ -39,7 +39,7 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """One step's rows, the longest first, what was outside operators last; its milliseconds, profiler included."""
+    """One step's rows, the longest first, time outside operators last; its milliseconds, profiler included."""
 
     step: int
     device: str
@@ -116,7 +116,7 @@ def late_compiles(events: Iterable[tracing.Event]) -> list[str]:
 
 @contextmanager
 def _profiled(device: torch.device, step: int) -> Iterator[list[KernelTable]]:
-    """Profiles what is inside; the list it yields holds the table afterwards, or nothing where CUPTI may not look."""
+    """Profiles the block; the list it yields holds the table afterwards, or nothing where CUPTI may not look."""
     tables: list[KernelTable] = []
     is_gpu = device.type == "cuda"
     if is_gpu:

@@ -1,4 +1,4 @@
-"""What a step came to, and those who want to know."""
+"""Metrics of a step, and the interface of their sinks."""
 
 import errno
 import json
@@ -54,14 +54,14 @@ class EvaluationRecord:
 
 
 class Sink(Protocol):
-    """Somebody who is told of every step: the screen, a file, TensorBoard, W&B, the report."""
+    """Receiver of every step's metrics: the screen, a file, TensorBoard, W&B, the report."""
 
     def step(self, record: StepRecord) -> None: ...
 
     def evaluation(self, record: EvaluationRecord) -> None: ...
 
     def kernels(self, table: KernelTable) -> None:
-        """What served each op in one step; once in a process."""
+        """Backend of each op in one step; once in a process."""
 
     def note(self, text: str) -> None:
         """Something to know: a checkpoint was written, a kernel was compiled late."""
@@ -72,7 +72,7 @@ class Sink(Protocol):
 class JsonLines:
     """metrics.jsonl: a line per step, evaluation, kernel table or note.
 
-    A resumed run goes on behind the step it resumed from; what the file held of later ones is dropped. A damaged
+    A resumed run goes on behind the step it resumed from; records of later steps are dropped. A damaged
     line is dropped too, which is said; the file as it was is kept beside, called .damaged. A line that does not fit on
     the disk is an OSError and leaves nothing in the file, so that later ones can follow.
     """
@@ -123,7 +123,7 @@ _STEP, _EVALUATION = TypeAdapter(StepRecord), TypeAdapter(EvaluationRecord)
 
 @dataclass
 class Metrics:
-    """What a metrics.jsonl holds, in order; `kernels` is the last table."""
+    """Contents of a metrics.jsonl, in order; `kernels` is the last table."""
 
     steps: list[StepRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)

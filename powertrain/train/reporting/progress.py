@@ -1,4 +1,4 @@
-"""What a run shows on the screen: one page before its first step, a live line or plain lines while it trains."""
+"""Output of a run on the screen: one page before its first step, a live line or plain lines while it trains."""
 
 import shlex
 import statistics
@@ -186,7 +186,7 @@ def _checkpoints(about: About) -> str:
 
 
 def closing(about: About, *, report: bool) -> list[str]:
-    """The last lines of a run: where things are, and what to do next. Console markup."""
+    """The last lines of a run: paths of its files, and next commands. Console markup."""
     lines = [f"report    [bold]{escape(str(Path(about.folder) / 'report.html'))}[/]"] if report else []
     if about.resumed_at >= about.steps:
         lines.append(

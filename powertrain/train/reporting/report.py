@@ -1,4 +1,4 @@
-"""report.html: one file that says what a run was and came to, made from what lies in its folder."""
+"""report.html: settings and results of a run in one file, made from its folder."""
 
 import statistics
 import time
@@ -109,7 +109,7 @@ def _state(about: About, metrics: Metrics, last: int) -> tuple[str, str]:
 
 
 def _tiles(about: About, metrics: Metrics) -> list[tuple[str, str, str]]:
-    """(label, number, remark) of what one looks for first."""
+    """(label, number, remark) of the key figures."""
     steps = metrics.steps
     if not steps:
         return []
@@ -179,7 +179,7 @@ def _charts(about: About, metrics: Metrics) -> list[tuple[str, str, list[tuple[s
 
 
 def _config(about: About) -> list[tuple[str, list[dict[str, Any]]]]:
-    """(disposition, rows), what needs attention first."""
+    """(disposition, rows), those that need attention first."""
     order = ("changes numerics", "ignored", "mapped", "honoured")
     groups = [(kind, [row for row in about.table if row["disposition"] == kind]) for kind in order]
     return [(kind, rows) for kind, rows in groups if rows]

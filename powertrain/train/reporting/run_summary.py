@@ -1,4 +1,4 @@
-"""What a run is, known before its first step: model, data, batch, device, environment, config."""
+"""Facts of a run before its first step: model, data, batch, device, environment, config."""
 
 import platform
 import shlex
@@ -36,7 +36,7 @@ class About:
     flops_per_token      forward and backward, recomputation not counted;  flops_attention: the part that is scores
     peak_flops           dense FLOP/s of one device in the run's precision, None if not known
     attention, why_attention   the backend of the first layer, and the order it comes from
-    kernels              what the prebuild came to, None on a CPU
+    kernels              result of the prebuild, None on a CPU
     table                the config table's rows: key, value, place, disposition, explanation
     environment          label -> text
     resumed_from         which checkpoint, and the settings that have changed since

@@ -1,4 +1,4 @@
-"""Who is told of a run's steps: the screen, metrics.jsonl, TensorBoard, W&B, the report."""
+"""Sinks of a run's metrics: the screen, metrics.jsonl, TensorBoard, W&B, the report."""
 
 import importlib.util
 from pathlib import Path
@@ -34,7 +34,7 @@ def open_sinks(config: RunConfig, about: About, console: Console) -> list[Sink]:
     if logging.wandb is not None:
         sinks.append(WandB(logging.wandb, config, folder))
     if logging.report:
-        sinks.append(ReportFile(folder))  # the last: it reads what the others wrote
+        sinks.append(ReportFile(folder))  # the last: it reads files of the others
     if about.resumed_at:
         for sink in sinks:
             sink.note(f"resumed after step {about.resumed_at} from {about.resumed_from}")

@@ -1,4 +1,4 @@
-"""How long steps and their parts take on the device, measured without waiting for it."""
+"""Device time of steps and their parts, measured without synchronization."""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ Spans = list[tuple[str, "Moment", "Moment"]]
 
 
 class Moment:
-    """When the device is done with all that it was given until now: of a GPU an event, of a CPU the time."""
+    """Completion of all work queued until now: an event on a GPU, the time on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._time = time.perf_counter()
@@ -49,7 +49,7 @@ class PhaseTimers:
         self._spans.append((name, start, Moment(self.device)))
 
     def take(self) -> Spans:
-        """What was timed since the last time, to be read with `seconds` when the device is done with it."""
+        """Events since the last call, to be read with `seconds` when the device has passed them."""
         taken, self._spans = self._spans, []
         return taken
 

@@ -1,4 +1,4 @@
-"""What `xformers.ops` offers for attention."""
+"""Attention functions of `xformers.ops`."""
 
 from powertrain.compat.xformers.ops import fmha
 from powertrain.compat.xformers.ops.fmha import (

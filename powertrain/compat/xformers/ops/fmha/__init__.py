@@ -76,7 +76,7 @@ def memory_efficient_attention(
                    [B, Mq, Mkv]; 5-D: [B, G, H, Mq, Mkv]), with its gradient. Block-diagonal classes take B = 1.
         op         (FwOp, BwOp) of fmha.cutlass, flash, flash3 or triton_splitk: the backend, instead of the best
     Returns the query's shape with Kv, in its dtype; with output_dtype rounded to the query's dtype, then converted.
-    Raises ValueError naming the argument, what it must be and what it was.
+    Raises ValueError naming the argument, the expected value and the given one.
     Source: the documentation of xformers.ops.memory_efficient_attention.
     """
     out, _ = _attend(query, key, value, attn_bias, p, scale, backends_of(op), return_lse=False)
@@ -162,7 +162,7 @@ def memory_efficient_attention_backward(
     _check_results(grad, output, lse, query, value)
     in_blocks = isinstance(attn_bias, _BlockBias)
     is_plain = not isinstance(attn_bias, _PagedBias) and not (in_blocks and query.dim() == 5)
-    # Dynamo cannot differentiate an op of ours in what it traces, so it takes this way if it can
+    # Dynamo cannot differentiate our op inside its trace, so this path is taken where possible
     if is_plain and use_kernel("attention", query) and (backends is None or torch.compiler.is_compiling()):
         return _backward(grad, output, lse, query, key, value, attn_bias, scale)
 
@@ -184,7 +184,7 @@ _Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def _vjp(attend: Callable[..., _Pair], *inputs: Tensor) -> tuple[_Pair, Callable[[_Pair], tuple[Tensor, ...]]]:
-    """(out and lse, what turns their gradients into those of the inputs)."""
+    """(out and lse, function from their gradients to those of the inputs)."""
     if torch.compiler.is_compiling():  # Dynamo traces this way only
         results, differentiate = torch.func.vjp(attend, *(x.detach() for x in inputs))  # type: ignore[misc]
         return results, differentiate
@@ -198,7 +198,7 @@ def _backward(
     grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Bias,
     scale: float | None,
 ) -> _Triple:  # fmt: skip
-    """By `attention_backward`, of what is neither in pages nor in blocks of groups."""
+    """By `attention_backward`, for keys that are neither paged nor in blocks of groups."""
     dims = query.dim()
     q, k, v = (x.detach() for x in unit_stride(query, key, value))
     given = (grad.to(q.dtype), q, k, v, output)
@@ -261,7 +261,7 @@ def _no_dropout(op: str, p: float) -> None:
 
 
 class _Options(NamedTuple):
-    """What every way of computing takes as it is."""
+    """Keyword arguments common to all paths."""
 
     dropout_p: float
     scale: float | None
@@ -370,7 +370,7 @@ def _check_blocks(q: Tensor, k: Tensor, bias: _BlockBias) -> None:
 
 
 class _Groups(NamedTuple):
-    """How groups and heads became heads."""
+    """Mapping of groups and heads to heads."""
 
     sizes: tuple[int, int] | None  # of a 5-D query, in the order they were flattened
     swapped: bool = False

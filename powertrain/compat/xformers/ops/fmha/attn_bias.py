@@ -40,13 +40,13 @@ class Band(NamedTuple):
 
 
 class AttentionBias:
-    """What may stand for `attn_bias` besides a tensor."""
+    """Types of `attn_bias` besides a tensor."""
 
     HOLDS_DENSE_TENSOR: ClassVar[bool] = False
 
     @property
     def band(self) -> Band:
-        """What a query sees, of its block if there are blocks."""
+        """Keys that a query sees, within its block if there are blocks."""
         raise NotImplementedError(f"{type(self).__name__} is no bias of its own: use a class derived from it")
 
     def materialize(
@@ -139,7 +139,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 
 @dataclass
 class _SeqLenInfo:
-    """How a dim is cut: block n is rows seqstart[n] to seqstart[n + 1]. Everything is there for host and device."""
+    """Partition of a dim: block n is rows seqstart[n] to seqstart[n + 1]. Everything is there for host and device."""
 
     seqstart: Tensor  # [blocks + 1] int32
     max_seqlen: int
@@ -575,7 +575,7 @@ class _PagedBias(_BlockBias):
     page_size: int
 
     def first_rows(self) -> Tensor | None:
-        """Where each sequence begins within its pages, [blocks] on the device, or None if at 0."""
+        """Start of each sequence within its pages, [blocks] on the device, or None if at 0."""
         return None
 
     def spans(self) -> list[tuple[int, int]]:

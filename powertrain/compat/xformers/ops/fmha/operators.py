@@ -43,7 +43,7 @@ MemoryEfficientAttentionFlashAttentionOp = (flash.FwOp, flash.BwOp)
 
 
 def backends_of(op: AttentionOp | type[AttentionOpBase] | None) -> tuple[str, ...] | None:
-    """What `op` asks for as `backend=`; None: the best there is."""
+    """`op` as a value of `backend=`; None: the best available."""
     named = [one for one in (op if isinstance(op, tuple) else (op,)) if one is not None]
     for one in named:
         if not (isinstance(one, type) and issubclass(one, AttentionOpBase)):
