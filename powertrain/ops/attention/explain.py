@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import api, select
+from powertrain.ops.attention.backend_order import order_of
+from powertrain.ops.attention.backend_preferences import BackendPreference, DryRun, dry_run
 from powertrain.ops.attention.backends.versions import Installed, assume, installed, with_cuda
 from powertrain.ops.attention.problem import LAYOUTS, AttentionProblem, Layout
 from powertrain.ops.attention.select import Verdict
@@ -127,46 +129,43 @@ def explain_attention(
         given = software or (installed() if name == "cpu" else with_cuda(installed()))
         with ExitStack() as stack:
             stack.enter_context(assume(replace(given, archs=()) if arch else given))
-            problem, wish = ask(query, key, value, layout, arguments)
+            problem, preference = ask(query, key, value, layout, arguments)
             if name == "cpu" or arch:
                 problem = replace(problem, target=None if name == "cpu" else Target.parse(name))
-            columns.append(_column(name, problem, wish, given))
+            columns.append(_column(name, problem, preference, given))
     return Explanation(tuple(columns))
 
 
 def ask(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, arguments: dict[str, Any]
-) -> tuple[AttentionProblem, select.Wish]:
+) -> tuple[AttentionProblem, BackendPreference]:
     """The problem that a call poses, found by calling and stopping where a backend would be chosen."""
-    with select.asking():
+    with dry_run():
         try:
             if layout == "thd" or "cu_seqlens_q" in arguments:
                 api.varlen_attention(query, key, value, **arguments)
             else:
                 api.attention(query, key, value, layout=layout, **arguments)
-        except select.Asked as asked:
-            return asked.problem, asked.wish
+        except DryRun as stopped:
+            return stopped.problem, stopped.preference
     raise AssertionError("attention chose no backend")
 
 
-def _column(name: str, problem: AttentionProblem, wish: select.Wish, given: Installed) -> Column:
-    found = tuple(select.verdicts(problem, wish))
-    notes = [f"order: {select.order_of(problem).known}"]
+def _column(name: str, problem: AttentionProblem, preference: BackendPreference, given: Installed) -> Column:
+    results = tuple(select.verdicts(problem, preference))
+    notes = [f"order: {order_of(problem, preference.forbidden).known}"]
     if problem.target is not None:
         notes.append(f"with {given}")
-    chosen = next((v.name for v in found if v.verdict == "chosen"), None)
-    if chosen is None:
-        notes.append(f"nothing is left; smallest change: {select.smallest_change(list(found))}")
-    elif note := getattr(select.BACKENDS[chosen], "note", None):
-        notes.append(f"{chosen}: {note}")
-    backward = chosen if problem.needs_grad else None
-    if backward == "hopper":
-        from powertrain.ops.attention.hopper import backend as hopper_backend  # Gluon, which only Hopper needs
-
-        backward, why = hopper_backend.differentiates(problem, select.wish_of(None))
-        if backward != chosen:
-            notes.append(f"forward by {chosen}, backward by {backward}: {why}")
-    return Column(name, problem, found, tuple(notes), backward)
+    decision = select.decide(problem, preference)
+    if decision is None:
+        notes.append(f"nothing is left; smallest change: {select.smallest_change(list(results))}")
+        return Column(name, problem, results, tuple(notes))
+    if note := getattr(decision.backend, "note", None):
+        notes.append(f"{decision.name}: {note}")
+    if decision.other_backward is not None:
+        why = select.why_other_backward(problem, decision, preference)
+        notes.append(f"forward by {decision.name}, backward by {decision.backward}: {why}")
+    return Column(name, problem, results, tuple(notes), decision.backward)
 
 
 _SHAPES = {
