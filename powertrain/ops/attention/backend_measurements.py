@@ -19,12 +19,14 @@ of what was measured.
 import functools
 import json
 import math
+import os
+import uuid
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from powertrain.runtime import tracing
+from powertrain.runtime import tracing, tuning
 
 _DIMS = (64, 96, 128, 192, 256, 512)
 Points = Mapping[int, float]  # queries -> FLOPs per millisecond
@@ -167,9 +169,18 @@ def _tuned(device: str) -> dict[Kind, Curves]:
         return {}
 
 
+def save(device: str, rows: list[dict[str, Any]], sources: Mapping[str, Mapping[str, str]]) -> Path:
+    """Write a GPU's table, whole or not at all."""
+    path = table_path(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary.write_text(json.dumps({"device": device, "sources": sources, "rows": rows}, indent=1))
+    os.replace(temporary, path)
+    measured.cache_clear()
+    return path
+
+
 def table_path(device: str) -> Path:
     """The file of what `powertrain tune attention` measured on a GPU."""
-    from powertrain.runtime import tuning
-
     path = tuning.table_path(device)
     return path.with_name(f"attention-{path.name}")

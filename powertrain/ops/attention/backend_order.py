@@ -180,8 +180,10 @@ def order_of(problem: AttentionProblem, forbidden: frozenset[str] = frozenset())
     estimates = _estimates(curves, queries, forbidden)
     costs = {name: estimate.cost(problem.needs_grad) for name, estimate in estimates.items()}
     backward_costs = {name: 1 / rate for name, rate in _rates(curves.backward, queries).items()}
-    known = f"measured at {queries} queries ({kind}): {', '.join(curves.sources)}; the rest fixed, {fixed.why}"
     known_costs = {name: cost for name, cost in costs.items() if cost is not None and name in fixed.named}
+    if len(known_costs) < 2:
+        return Order(names, backwards, f"fixed, {fixed.why}", {})
+    known = f"measured ({kind}, {queries} queries): {', '.join(curves.sources)}; the rest fixed, {fixed.why}"
     return Order(by_cost(names, known_costs), by_cost(backwards, backward_costs), known, estimates)
 
 
