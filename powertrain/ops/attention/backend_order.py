@@ -176,7 +176,7 @@ def order_of(problem: AttentionProblem, forbidden: frozenset[str] = frozenset())
     kind, curves = curves_for(problem)
     if curves is None:
         return Order(names, backwards, f"fixed, {fixed.why}", {})
-    queries = _decisive_length(curves, problem, names, forbidden)
+    queries = _decisive_length(curves, problem, forbidden)
     estimates = _estimates(curves, queries, forbidden)
     costs = {name: estimate.cost(problem.needs_grad) for name, estimate in estimates.items()}
     backward_costs = {name: 1 / rate for name, rate in _rates(curves.backward, queries).items()}
@@ -249,7 +249,7 @@ def _estimates(curves: Curves, queries: int, forbidden: frozenset[str]) -> dict[
     }
 
 
-def _decisive_length(curves: Curves, p: AttentionProblem, names: tuple[str, ...], forbidden: frozenset[str]) -> int:
+def _decisive_length(curves: Curves, p: AttentionProblem, forbidden: frozenset[str]) -> int:
     """The number of queries at which backends are compared: that of the problem's class, or one near it at which two or
     more were measured."""
     wanted = _QUERIES[p.lengths.size]

@@ -182,7 +182,6 @@ def describe(p: AttentionProblem) -> str:
 
 _decisions: dict[Any, Any] = {}
 _settings: Settings | None = None  # what the decisions were made under
-T = TypeVar("T")
 
 
 def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | Sequence[str] | None = None) -> Decision:
@@ -191,29 +190,31 @@ def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | S
     Raises NoBackendError with the whole table, and ValueError for a backend of no known name.
     """
     named = backend if backend is None or type(backend) is str else backend_names(backend)
-    return _remembered((facts, named), lambda: _choose(problem, backend))
+    key = _key(facts, named)
+    decision: Decision | None = _decisions.get(key)
+    if decision is None:
+        decision = _decisions[key] = _choose(problem, backend)
+    return decision
 
 
 def choose_backward(facts: Any, problem: Callable[[], AttentionProblem], has_lse_grad: bool) -> str:
     """`decide_backward` by what context and environment say, remembered likewise."""
+    key = _key(facts, ("backward", has_lse_grad))
+    name: str | None = _decisions.get(key)
+    if name is None:
+        asked = replace(problem(), needs_lse_grad=has_lse_grad)
+        name = _decisions[key] = decide_backward(asked, current_preference(None))
+    return name
 
-    def make() -> str:
-        return decide_backward(replace(problem(), needs_lse_grad=has_lse_grad), current_preference(None))
 
-    return _remembered((facts, "backward", has_lse_grad), make)
-
-
-def _remembered(question: tuple[Any, ...], make: Callable[[], T]) -> T:
+def _key(facts: Any, question: Any) -> tuple[Any, ...]:
+    """What a decision depends on. Decisions made under other settings are dropped."""
     global _settings
     now = settings()
     if now is not _settings:
         _decisions.clear()
         _settings = now
-    key = (question, context_preference(), dispatch._disabled, pretended.recorded, pretended.emulated)
-    answer: T | None = _decisions.get(key)
-    if answer is None:
-        answer = _decisions[key] = make()
-    return answer
+    return facts, question, context_preference(), dispatch._disabled, pretended.recorded, pretended.emulated
 
 
 def _choose(problem: Callable[[], AttentionProblem], backend: str | Sequence[str] | None) -> Decision:
