@@ -21,7 +21,7 @@ _PUBLIC = {
     "gelu": "powertrain.ops.activations",
     "attention": "powertrain.ops.attention",
     "varlen_attention": "powertrain.ops.attention",
-    "attention_backend": "powertrain.ops.attention.select",
+    "attention_backend": "powertrain.ops.attention.backend_preferences",
     "attention_backward": "powertrain.ops.attention.partial_backward",
     "explain_attention": "powertrain.ops.attention.explain",
     "decode_attention": "powertrain.ops.attention.decode",

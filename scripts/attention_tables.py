@@ -6,7 +6,7 @@ tests/test_docs.py fails where a table is not what the code says.
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import torch
 
 from powertrain.compat import transformer_engine
 from powertrain.compat.xformers.ops.fmha import attn_bias
+from powertrain.ops.attention.backend_order import Order, order_of
+from powertrain.ops.attention.backend_registry import _ALL
 from powertrain.ops.attention.backends import flash_attn, sdpa
 from powertrain.ops.attention.backends.requirements import Limits
 from powertrain.ops.attention.backends.versions import Installed, assume
 from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import AttentionProblem, Lengths
-from powertrain.ops.attention.select import _ALL, ORDERS, Order
 from powertrain.runtime import checks
 from powertrain.runtime.target import Target
 
@@ -195,6 +196,7 @@ def _link(source: str) -> str:
     return f"[{found[1]}/{found[2]}#{found[3]}]({source})" if found else source
 
 
+CAUSAL = {"mask": MaskSpec(right=0, bottom_right=True)}
 KINDS: dict[str, dict[str, Any]] = {
     "float32, TF32 allowed": {"dtype": torch.float32, "tf32": True},
     "float32": {"dtype": torch.float32},
@@ -240,30 +242,49 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def orders() -> str:
     """In which order backends are tried, and how that is known."""
-    found: dict[int, tuple[list[str], list[str]]] = {}  # number in ORDERS: its GPUs, its kinds of problems
+    groups: dict[tuple[str, str], tuple[list[str], list[str]]] = {}  # (order, known): its GPUs, its kinds of problems
     for place in ("cpu", *(f"sm_{arch}" for arch in ARCHS)):
         for kind, facts in KINDS.items():
-            places, kinds = found.setdefault(_order(None if place == "cpu" else Target.parse(place), facts), ([], []))
+            order = _order(None if place == "cpu" else Target.parse(place), facts)
+            tried = ", ".join(name for name in order.names[: order.names.index("chunked")])
+            places, kinds = groups.setdefault((tried, _known(order)), ([], []))
             places += [] if place in places else [place]
             kinds += [] if kind in kinds else [kind]
     rows = []
-    for index, (places, kinds) in sorted(found.items()):
-        order = ORDERS[index]
-        names = ", ".join(name for name in order.names if name not in ("chunked", "reference"))
+    for (names, known), (places, kinds) in groups.items():
         where = places[0] if len(places) == 1 else f"{places[0]} to {places[-1]}"
         halves = [kind for kind in KINDS if not kind.startswith("float32")]
         what = "all" if len(kinds) == len(KINDS) else "fp16, bf16" if kinds == halves else "; ".join(kinds)
-        rows.append((where, what, names, order.known))
+        rows.append((where, what, names, known))
     return table(("GPU", "problems", "order", "known by"), rows)
 
 
-def _order(target: Target | None, changed: dict[str, Any]) -> int:
-    facts: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128} | changed
+def _known(order: Order) -> str:
+    """Whether it was measured; which backends were."""
+    measured = ", ".join(name for name, estimate in order.estimates.items() if estimate.forward is not None)
+    return f"measured: {measured}" if measured else order.known
+
+
+def _order(target: Target | None, changed: dict[str, Any]) -> Order:
+    facts: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128} | CAUSAL | changed
     few = facts.pop("few", False)
     lengths = Lengths(facts.pop("size", "long"), not few, few=few)
-    problem = AttentionProblem(target=target, lengths=lengths, **facts)
-    fits: Callable[[Order], bool] = lambda o: o.archs[0] <= problem.arch <= o.archs[1] and o.applies(problem)  # noqa: E731
-    return next(index for index, order in enumerate(ORDERS) if fits(order))
+    return order_of(AttentionProblem(target=target, lengths=lengths, **facts))
+
+
+def estimates() -> str:
+    """The measured rates of sm_90 at the number of queries that stands for each class, TFLOP/s forward, backward."""
+    rows = []
+    for kind, facts in KINDS.items():
+        order = _order(Target.parse("sm_90"), facts)
+        cells = [f"{name} {_tflops(e.forward)}, {_tflops(e.backward)}" for name, e in order.estimates.items()]
+        if cells:
+            rows.append((kind, "; ".join(cells)))
+    return table(("problems", "TFLOP/s forward, backward"), rows)
+
+
+def _tflops(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e9:.0f}"
 
 
 def updated(page: str) -> str:

@@ -165,7 +165,7 @@ def test_doctor() -> None:
 
 
 def test_doctor_fails_when_a_backend_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    from powertrain.ops.attention.select import BACKENDS
+    from powertrain.ops.attention.backend_registry import BACKENDS
 
     def run(call: object) -> None:
         raise RuntimeError("no kernel today")

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from powertrain.ops.attention import attention, select, varlen_attention
 from powertrain.ops.attention.arguments import Sizes, lower_mask
+from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.backends.reference import attention_ref
-from powertrain.ops.attention.select import BACKENDS, NoBackendError
+from powertrain.ops.attention.select import NoBackendError
 from powertrain.runtime.errors import CompileError
 from powertrain.testing.bench import Timing, host_us, measure, table
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from powertrain.doctor.finding import Check, Finding
     from powertrain.doctor.machine import Machine
-    from powertrain.ops.attention.select import Backend
+    from powertrain.ops.attention.backend_registry import Backend
 
 TILE = (2, 256, 4, 64)  # batch, queries, heads, head dim: shape of the accuracy check
 LOAD = (4, 4096, 16, 128)  # shape that is timed on a GPU
@@ -200,8 +200,8 @@ def _rows(device: "torch.device") -> Iterator[tuple[tuple[str, ...], bool]]:
     """A row for each backend that is made for the device."""
     import torch
 
+    from powertrain.ops.attention.backend_registry import BACKENDS
     from powertrain.ops.attention.explain import explain_attention
-    from powertrain.ops.attention.select import BACKENDS
 
     gpu = device.type == "cuda"
     name = f"{device} {torch.cuda.get_device_name(device)}" if gpu else "cpu"

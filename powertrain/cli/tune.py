@@ -24,9 +24,13 @@ def tune(
     They hold for this GPU's model only, and for sizes in the same power of two. Delete the file named at the end to
     go back.
 
+    For attention also: which backend is how fast on this GPU, forward and backward, kept in a table that the selector
+    reads before the shipped one. Half of the time is for tiles.
+
     \b
     powertrain tune                       where each op's shipped tiles were measured
     powertrain tune rms_norm --shape 8192x5120
+    powertrain tune attention --seconds 300
     """
     import torch
 
@@ -38,14 +42,16 @@ def tune(
     if op is None:
         console.print(_shipped())
         return
-    if not chosen:
-        raise typer.BadParameter(f"unknown op {op!r}; known: {', '.join(sorted({c.op for c in cases()}))}")
+    if not chosen and op != "attention":
+        raise typer.BadParameter(
+            f"unknown op {op!r}; known: {', '.join(sorted({c.op for c in cases()} | {'attention'}))}"
+        )
     if not torch.cuda.is_available():
         console.print("[red]tune needs a CUDA GPU; none is visible here[/]")
         raise typer.Exit(1)
     sizes = tuple(int(part) for part in shape.split("x")) if shape else None
     device = torch.cuda.get_device_name()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + (seconds / 2 if op == "attention" and chosen else seconds)
     found: dict[str, dict[str, tuning.Changes]] = {}
     for case in chosen:
         for name, key, changes, before, after in _tune_case(case, sizes or case.full, dtype, deadline):
@@ -53,11 +59,15 @@ def tune(
             console.print(f"{case.id:28} {name:24} {key:24} {before:.4f} -> {after:.4f} ms  {words}")
             if changes:
                 found.setdefault(name, {})[key] = changes
-    if not found:
+    if found:
+        about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
+        console.print(f"kept in {tuning.save(device, found, about)}")
+    elif chosen:
         console.print("nothing was found that is 2% faster than the shipped tiles")
-        return
-    about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
-    console.print(f"kept in {tuning.save(device, found, about)}")
+    if op == "attention":
+        from powertrain.cli.tune_attention import tune_attention
+
+        tune_attention(console, dtype.torch, seconds / 2 if chosen else seconds)
 
 
 def _tune_case(case: "Case", shape: tuple[int, ...], dtype: Dtype, deadline: float) -> list[tuple[Any, ...]]:

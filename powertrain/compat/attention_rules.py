@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import torch
 
+from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.backends.versions import Installed, assume, cudnn_name, cudnn_number, version_numbers
 from powertrain.ops.attention.problem import AttentionProblem, Reason
-from powertrain.ops.attention.select import BACKENDS, Verdict
+from powertrain.ops.attention.select import Verdict
 from powertrain.runtime.target import Target
 
 

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from powertrain.compat.layout import unit_stride, unsupported
 from powertrain.compat.userbuffers import destroy_ub, initialize_ub
 from powertrain.ops.attention import attention, attention_backend, varlen_attention
-from powertrain.ops.attention.select import nvte_forbids, verdicts, wish_of
+from powertrain.ops.attention.backend_preferences import current_preference, nvte_forbids
+from powertrain.ops.attention.select import verdicts
 from powertrain.ops.philox import dropout_seed
 from powertrain.runtime import checks, tracing
 
@@ -433,5 +434,5 @@ class _switches:
                 continue
             _logger.warning(event.text)  # the level that is shown without any set-up: it was asked for
             if self._level > 1:
-                for name, verdict, reasons in verdicts(event.facts["problem"], wish_of(None)):
+                for name, verdict, reasons in verdicts(event.facts["problem"], current_preference(None)):
                     _logger.warning(f"{name}: {verdict}{''.join(f'; {reason}' for reason in reasons)}")

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, attention_backward
+from powertrain.ops.attention.backend_registry import loaded_backwards
 from powertrain.ops.attention.backends import cudnn_backward
+from powertrain.ops.attention.hopper import backend as hopper_backend
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from tests.ops.attention.attention_launches import any_order
@@ -55,7 +57,9 @@ def refusals(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
         return found[-1]
 
     monkeypatch.setattr(cudnn_backward, "why_not_cudnn_backward", seen)
-    monkeypatch.setattr(cudnn_backward, "is_faster", lambda *_: True)
+    for name in ("hopper", "triton"):
+        monkeypatch.setitem(hopper_backend._BACKWARD_OPS, name, cudnn_backward.backward_op)
+        monkeypatch.setitem(loaded_backwards, name, cudnn_backward.backward_op)
     return found
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import attention, select, varlen_attention
+from powertrain.ops.attention import attention, varlen_attention
+from powertrain.ops.attention.backend_preferences import DryRun, dry_run
 from powertrain.ops.attention.hopper import backend as hopper_backend
 from powertrain.ops.attention.hopper import backward
 from powertrain.runtime.compile import prebuild
@@ -46,9 +47,9 @@ def _largest(seed: int) -> int:
 def _is_taken(config: Config, seed: int) -> bool:
     call, tensors, options = make(config, seed, CUDA, DTYPES[seed % 2], _largest(seed))
     try:
-        with select.asking():
+        with dry_run():
             call(**tensors, **options, backend="hopper")
-    except select.Asked as asked:
+    except DryRun as asked:
         return not list(hopper_backend.why_not(asked.problem))
     raise AssertionError("nobody was asked")
 

@@ -1,12 +1,13 @@
 """Attention: one op for every mask, layout and head dim, and the backends that compute it."""
 
 from powertrain.ops.attention.api import attention, varlen_attention
+from powertrain.ops.attention.backend_preferences import attention_backend
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.ops.attention.explain import explain_attention
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.ops.attention.merge import merge_attentions
 from powertrain.ops.attention.partial_backward import attention_backward
-from powertrain.ops.attention.select import NoBackendError, attention_backend
+from powertrain.ops.attention.select import NoBackendError
 
 __all__ = [
     "MaskSpec",

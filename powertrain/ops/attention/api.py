@@ -18,6 +18,7 @@ from powertrain.ops.attention.arguments import (
     make_call,
     sequence_starts,
 )
+from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionProblem, Layout, Lengths, Varlen
 from powertrain.ops.philox import dropout_seed as draw_seed
@@ -236,12 +237,14 @@ def _run(call: AttentionCall, sizes: Sizes, seeded: bool, backend: str | Sequenc
         refuse_vmap(op, call.query, call.key, call.value)
     facts = _facts(call, sizes, seeded)
     if torch.compiler.is_compiling():
-        chosen = select.BACKENDS[select.name_traced(problem_of, backend, *_plain(facts, call.mask))]
+        name, backward = select.names_traced(problem_of, backend, *_plain(facts, call.mask))
+        chosen = BACKENDS[name]
     else:
-        chosen = select.choose(facts, lambda: problem_of(*facts), backend)
-    if call.dropout_p > 0 and call.dropout_seed is None and chosen.draws_keep:
+        decision = select.choose(facts, lambda: problem_of(*facts), backend)
+        chosen, backward = decision.backend, decision.other_backward
+    if call.dropout_p > 0 and call.dropout_seed is None and chosen.uses_philox_seed:
         call = replace(call, dropout_seed=draw_seed(call.query.device))
-    out, lse = chosen.run(call)
+    out, lse = chosen.run(call) if backward is None else chosen.run(call, backward=backward)  # type: ignore[call-arg]
     return (out, lse) if call.return_lse else out
 
 
@@ -270,7 +273,7 @@ def _facts(call: AttentionCall, sizes: Sizes, seeded: bool) -> tuple[Any, ...]:
 
 
 def _plain(facts: tuple[Any, ...], mask: MaskSpec) -> tuple[Any, ...]:
-    """Facts as `select.name_traced` takes them."""
+    """Facts as `select.names_traced` takes them."""
     plain = (*facts[:4], *(getattr(mask, name) for name in _MASK_FIELDS), *facts[5:-1], *facts[-1])
     return tuple(_constant(fact) for fact in plain)
 

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import api, select
+from powertrain.ops.attention.arguments import check_qkv
+from powertrain.ops.attention.backend_measurements import work
+from powertrain.ops.attention.backend_order import Order, order_of
+from powertrain.ops.attention.backend_preferences import BackendPreference, DryRun, dry_run
 from powertrain.ops.attention.backends.versions import Installed, assume, installed, with_cuda
 from powertrain.ops.attention.problem import LAYOUTS, AttentionProblem, Layout
 from powertrain.ops.attention.select import Verdict
@@ -127,46 +131,79 @@ def explain_attention(
         given = software or (installed() if name == "cpu" else with_cuda(installed()))
         with ExitStack() as stack:
             stack.enter_context(assume(replace(given, archs=()) if arch else given))
-            problem, wish = ask(query, key, value, layout, arguments)
+            problem, preference = ask(query, key, value, layout, arguments)
             if name == "cpu" or arch:
                 problem = replace(problem, target=None if name == "cpu" else Target.parse(name))
-            columns.append(_column(name, problem, wish, given))
+            columns.append(_column(name, problem, preference, given, _case(query, key, value, problem, arguments)))
     return Explanation(tuple(columns))
 
 
 def ask(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, arguments: dict[str, Any]
-) -> tuple[AttentionProblem, select.Wish]:
+) -> tuple[AttentionProblem, BackendPreference]:
     """The problem that a call poses, found by calling and stopping where a backend would be chosen."""
-    with select.asking():
+    with dry_run():
         try:
             if layout == "thd" or "cu_seqlens_q" in arguments:
                 api.varlen_attention(query, key, value, **arguments)
             else:
                 api.attention(query, key, value, layout=layout, **arguments)
-        except select.Asked as asked:
-            return asked.problem, asked.wish
+        except DryRun as stopped:
+            return stopped.problem, stopped.preference
     raise AssertionError("attention chose no backend")
 
 
-def _column(name: str, problem: AttentionProblem, wish: select.Wish, given: Installed) -> Column:
-    found = tuple(select.verdicts(problem, wish))
-    notes = [f"order: {select.order_of(problem).known}"]
+def _column(
+    name: str, problem: AttentionProblem, preference: BackendPreference, given: Installed, case: dict[str, Any]
+) -> Column:
+    results = tuple(select.verdicts(problem, preference))
+    order = order_of(problem, preference.forbidden)
+    notes = [f"order: {order.known}", *_estimates(order, problem, case)]
     if problem.target is not None:
         notes.append(f"with {given}")
-    chosen = next((v.name for v in found if v.verdict == "chosen"), None)
-    if chosen is None:
-        notes.append(f"nothing is left; smallest change: {select.smallest_change(list(found))}")
-    elif note := getattr(select.BACKENDS[chosen], "note", None):
-        notes.append(f"{chosen}: {note}")
-    backward = chosen if problem.needs_grad else None
-    if backward == "hopper":
-        from powertrain.ops.attention.hopper import backend as hopper_backend  # Gluon, which only Hopper needs
+    decision = select.decide(problem, preference)
+    if decision is None:
+        notes.append(f"nothing is left; smallest change: {select.smallest_change(list(results))}")
+        return Column(name, problem, results, tuple(notes))
+    if note := getattr(decision.backend, "note", None):
+        notes.append(f"{decision.name}: {note}")
+    if decision.other_backward is not None:
+        why = select.why_other_backward(problem, decision, preference)
+        notes.append(f"forward by {decision.name}, backward by {decision.backward}: {why}")
+    return Column(name, problem, results, tuple(notes), decision.backward)
 
-        backward, why = hopper_backend.differentiates(problem, select.wish_of(None))
-        if backward != chosen:
-            notes.append(f"forward by {chosen}, backward by {backward}: {why}")
-    return Column(name, problem, found, tuple(notes), backward)
+
+def _case(
+    query: Tensor, key: Tensor, value: Tensor, problem: AttentionProblem, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """The sizes of a call as those of a measured one. Packed sequences count as equally long."""
+    sizes = check_qkv("explain_attention", query, key, value, problem.layout)
+    case: dict[str, Any] = sizes._asdict() | {
+        "head_dim_qk": query.shape[-1], "head_dim_v": value.shape[-1],
+        "mask": "causal" if problem.mask.is_causal else "full",
+    }  # fmt: skip
+    if problem.mask.left >= 0:
+        case["window"] = problem.mask.left + 1 + max(0, problem.mask.right)
+    if problem.layout == "thd":
+        sequences = max(1, arguments["cu_seqlens_q"].shape[0] - 1)
+        case |= {"batch": sequences, "queries": sizes.queries // sequences, "keys": sizes.keys // sequences}
+    return case
+
+
+def _estimates(order: Order, problem: AttentionProblem, case: dict[str, Any]) -> list[str]:
+    """A line of estimated milliseconds of the measured backends, the fastest first."""
+    costs = {name: e.cost(problem.needs_grad) for name, e in order.estimates.items()}
+    flops = work(case)
+    known = sorted((cost, name) for name, cost in costs.items() if cost is not None)
+    if case["keys"] >= 4 * case["queries"]:  # memory-bound: the rates are of another number of queries
+        words = [f"{name} {cost / known[0][0]:.2f}" for cost, name in known]
+        return [f"estimated time beside the fastest, forward: {', '.join(words)}"] if words else []
+    words = []
+    for _, name in known:
+        rates = order.estimates[name][: 2 if problem.needs_grad else 1]
+        words.append(f"{name} {' + '.join(f'{f / r:.3f}' for f, r in zip(flops, rates, strict=False) if r)}")
+    what = "forward + backward" if problem.needs_grad else "forward"
+    return [f"estimated ms, {what}: {', '.join(words)}"] if words else []
 
 
 _SHAPES = {

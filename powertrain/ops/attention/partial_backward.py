@@ -4,7 +4,6 @@ With p_ij = exp(s_ij - lse_i) and delta_i = o_i . do_i - dlse_i, the gradients o
 all the others, only `out` and `lse`. So each part of a ring or a cascade is differentiated where its keys are.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,12 +19,13 @@ from powertrain.ops.attention.arguments import (
     make_call,
     sequence_starts,
 )
-from powertrain.ops.attention.backends import chunked, cudnn_backward
+from powertrain.ops.attention.backend_registry import backward_op, loaded_backwards
+from powertrain.ops.attention.backends import chunked
 from powertrain.ops.attention.layouts import to_lse_order
-from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionProblem, Layout, Varlen
+from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, Layout, Varlen
 from powertrain.ops.attention.triton import backend as triton_backend
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import falls_back, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 
 
 @falls_back("attention")
@@ -134,47 +134,28 @@ def attention_backward(
         grads = triton_backend.backward(
             _unit(grad_out), None if grad_lse is None else grad_lse.contiguous(), query, key, value, _unit(out),
             lse.contiguous(), triton_backend.arguments(call), (True, True, True, False, False),
-            _differentiation(call, sizes),
+            _differentiation(call, sizes, grad_lse is not None),
         )  # fmt: skip
     dq, dk, dv = grads[:3]
     assert dq is not None and dk is not None and dv is not None
     return dq, dk, dv
 
 
-_ABLE = ("cudnn", "hopper", "triton")  # whose backward takes the LSE of a larger attention
-
-
-def _differentiation(call: AttentionCall, sizes: Sizes) -> Any:
-    """The op that differentiates a call: of the first backend, in the order of attentions with gradients, that can."""
+def _differentiation(call: AttentionCall, sizes: Sizes, has_lse_grad: bool) -> Op:
+    """The op that differentiates a call, as the selector decides."""
     facts = api._facts(call, sizes, call.dropout_seed is not None)
     if torch.compiler.is_compiling():
-        return _op_of(_name_traced(call.return_lse, *api._plain(facts, call.mask)))
-    return _op_of(_name_of(api.problem_of(*facts), call.return_lse, _ABLE))
-
-
-def _name_of(problem: AttentionProblem, has_lse_grad: bool, able: tuple[str, ...]) -> str:
-    problem = replace(problem, needs_grad=True, needs_lse_grad=has_lse_grad)
-    wish = select.wish_of(None)
-    for name in wish.order(select.order_of(problem).names):
-        if name in able and next(iter(select.BACKENDS[name].why_not(problem)), None) is None:
-            is_cudnns = (problem.head_dim_qk, problem.head_dim_v) in cudnn_backward.HEAD_DIMS  # hopper's backward then
-            return "triton" if name == "hopper" and is_cudnns and "cudnn" in wish.forbidden else name
-    return "triton"
+        return loaded_backwards[_name_traced(has_lse_grad, *api._plain(facts, call.mask))]
+    return backward_op(select.choose_backward(facts, lambda: api.problem_of(*facts), has_lse_grad))
 
 
 @select.constant_to_dynamo
 def _name_traced(has_lse_grad: bool, *facts: Any) -> str:
-    """When torch.compile traces: of ops, which cuDNN's is not."""
-    problem = api.problem_of(*select.full_facts(facts))
-    return _name_of(problem, has_lse_grad, ("hopper", "triton"))
-
-
-def _op_of(name: str) -> Any:
-    if name == "hopper":
-        from powertrain.ops.attention.hopper import backend as hopper_backend  # Gluon, which only Hopper needs
-
-        return hopper_backend._attention_hopper_bwd_op
-    return {"cudnn": cudnn_backward.cudnn_attention_bwd, "triton": triton_backend._attention_bwd_op}[name]
+    """When torch.compile traces; its op is loaded then."""
+    full = select.full_facts(facts)
+    name = select.choose_backward(full, lambda: api.problem_of(*full), has_lse_grad)
+    backward_op(name)
+    return name
 
 
 def _refuse(op: str, layout: Layout, **given: object) -> None:

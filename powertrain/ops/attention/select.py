@@ -1,382 +1,106 @@
-"""Which backend serves a problem, in an order measured per arch and size class, and why the others do not.
+"""Which backends compute a problem, forward and backward, and why the others do not: one decision.
 
-Three places say what may run, the nearer one first: `backend=` of a call, `with attention_backend(...)`, and the
-environment variable POWERTRAIN_ATTENTION. "-name" forbids. Names in `backend=` are an exact list: only these are tried,
-in that order (a list of "-name" alone forbids and leaves the rest). Names given to the context or the environment are
-preferred: tried first, in that order, before all others. A nearer place may allow again what a farther one forbade.
+backend_order.py says in which order they are tried, backend_preferences.py what the user wants, the backends themselves
+what they lack: `why_not`, and `backward_why_not` of those that differentiate from out and LSE. Only the tensors of a
+call say the rest (strides, self-tests of a device); where they refuse, the universal kernels serve, which an event
+reports.
 """
 
-import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar, Token
-from dataclasses import dataclass, fields, replace
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
-from powertrain.ops.attention.backends import flash_attn, sdpa
-from powertrain.ops.attention.backends.reference import run_reference
+from powertrain.ops.attention.backend_order import Order, order_of
+from powertrain.ops.attention.backend_preferences import (
+    BackendPreference,
+    DryRun,
+    backend_names,
+    context_preference,
+    current_preference,
+)
+from powertrain.ops.attention.backend_registry import BACKENDS, SEPARABLE, Backend, backward_why_not
 from powertrain.ops.attention.mask import MaskSpec
-from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Lengths, Reason
+from powertrain.ops.attention.problem import AttentionProblem, Lengths, Reason
 from powertrain.runtime import dispatch, tracing
 from powertrain.runtime.errors import PowertrainError
 from powertrain.runtime.settings import Settings, settings
 from powertrain.runtime.target import pretended
 
 
-class Backend(Protocol):
-    """One way to compute attention."""
+class Decision(NamedTuple):
+    """Which backend computes, and which one differentiates."""
 
-    name: str
-    draws_keep: bool  # dropout is that of `attention_keep`, from the call's seed
+    backend: Backend
+    backward: str | None  # its name; None: no gradient is wanted
 
-    def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
-        """Every need of this backend that the problem does not meet."""
+    @property
+    def name(self) -> str:
+        """The forward's."""
+        return self.backend.name
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """(out, lse), differentiable; lse may be None unless the call wants it."""
-
-
-class _Lazy:
-    """A backend of ours whose module has `why_not(problem)` and `run(call)`, imported when it is first asked."""
-
-    def __init__(self, name: str, module: str, draws_keep: bool = True) -> None:
-        self.name, self._module, self.draws_keep = name, module, draws_keep
-        self._loaded: Any = None  # Dynamo cannot trace an import, so `run` does not make it
-
-    def _load(self) -> Any:
-        if self._loaded is None:
-            self._loaded = importlib.import_module(self._module)
-        return self._loaded
-
-    def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
-        if self.name in ("hopper", "triton"):
-            name = "varlen_attention" if problem.layout == "thd" else "attention"
-            if dispatch._is_disabled("attention") or dispatch._is_disabled(name):
-                yield Reason(f'switched off by powertrain.disable("{name}") or POWERTRAIN_DISABLE', "leave that out")
-            if problem.target is None and not settings().interpret:
-                yield Reason("our kernels run on GPUs", "use chunked or cpu, or move the tensors to a GPU")
-                return  # no need to import Triton for that
-        yield from self._load().why_not(problem)
-
-    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        result: tuple[Tensor, Tensor | None] = self._loaded.run(call)
-        return result
+    @property
+    def other_backward(self) -> str | None:
+        """The backward's name if it is not the forward's own."""
+        return None if self.backward == self.backend.name else self.backward
 
 
-class Reference:
-    """The specification itself: takes everything, with the whole score matrix in memory."""
-
-    name = "reference"
-    draws_keep = True
-
-    def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
-        return iter(())
-
-    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        return run_reference(call)
+_NO_BACKWARD = Reason("no backward that is allowed differentiates what it computes", "allow triton")
 
 
-_ALL: tuple[Backend, ...] = (
-    _Lazy("triton", "powertrain.ops.attention.triton.backend"),
-    _Lazy("hopper", "powertrain.ops.attention.hopper.backend", draws_keep=False),
-    sdpa.Cudnn(),
-    sdpa.Flash(),
-    sdpa.Efficient(),
-    flash_attn.FlashAttention4(),
-    flash_attn.FlashAttention3(),
-    flash_attn.FlashAttention2(),
-    sdpa.Cpu(),
-    _Lazy("chunked", "powertrain.ops.attention.backends.chunked"),
-    Reference(),
-)
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _ALL}
+def decide(problem: AttentionProblem, preference: BackendPreference) -> Decision | None:
+    """The first forward, in order, that takes the problem and has a backward that does; None: there is none."""
+    order = order_of(problem, preference.forbidden)
+    for name in preference.order(order.names):
+        if next(BACKENDS[name].why_not(problem), None) is None:
+            backward = _backward_behind(name, problem, preference, order)
+            if backward is not None or not problem.needs_grad:
+                return Decision(BACKENDS[name], backward)
+    return None
 
 
-class Order(NamedTuple):
-    """In which order backends are tried, for some problems, and how that is known."""
-
-    names: tuple[str, ...]
-    known: str
-    archs: tuple[int, int] = (0, 999)  # first and last
-    applies: Callable[[AttentionProblem], bool] = lambda problem: True
-
-
-_REST = ("chunked", "reference")
-_H200 = "measured 2026-11-21 on one H200 (torch 2.11, cuDNN 9.19, flash-attn-4 4.0.0b36)"
-_H200_FA3 = "measured 2026-11-21 on one H200 (torch 2.11, cuDNN 9.19, xformers 0.0.34's FlashAttention-3)"
-# A100: cuDNN at 0.82 of flash-2's speed, A10G 0.93, L40S 1.00, RTX PRO 6000 0.88: huggingface/transformers#48163
-_PUBLISHED = "not measured here: published numbers (cuDNN against flash-2: huggingface/transformers#48163)"
+def _backward_behind(
+    forward: str, problem: AttentionProblem, preference: BackendPreference, order: Order
+) -> str | None:
+    if not problem.needs_grad:
+        return None
+    return _first_backward(_of_output(problem), preference, order.behind(forward)) if forward in SEPARABLE else forward
 
 
-def _fills_tiles(p: AttentionProblem) -> bool:
-    """With these head dims little of what the Hopper kernels multiply is padding: they were measured with such."""
-    dims = p.head_dim_qk, p.head_dim_v
-    return dims == (64, 64) or min(dims) >= 96
+def _of_output(problem: AttentionProblem) -> AttentionProblem:
+    """Without a gradient of the LSE: whether one that is returned has any, only the backward sees."""
+    return replace(problem, needs_lse_grad=False) if problem.needs_lse_grad else problem
 
 
-def _is_few_beside_long(p: AttentionProblem) -> bool:
-    """Few queries at the end of long keys, whose tiles the Hopper forward packs and cuts: what was measured of that."""
-    repeats = p.num_heads // max(1, p.num_kv_heads)
-    packs = repeats & (repeats - 1) == 0 and not p.mask.alibi
-    at_end = p.mask.right == 0 and p.mask.bottom_right
-    few = p.lengths.few and p.lengths.size in ("decode", "short")
-    return not p.needs_grad and few and at_end and packs and _fills_tiles(p)
+def _first_backward(problem: AttentionProblem, preference: BackendPreference, order: tuple[str, ...]) -> str | None:
+    able = (n for n in preference.backward_order(order) if next(backward_why_not(n, problem), None) is None)
+    return next(able, None)
 
 
-# the first that applies; backends that a row does not name cannot run there, and follow so that they are explained
-ORDERS = (
-    Order(("triton", "cpu", *_REST), "triton runs on the CPU only when asked to be interpreted", (0, 0)),
-    Order(
-        ("efficient", "triton", *_REST),
-        "Triton's tl.dot reaches no tensor core on sm_75 (a 64x64x32 float16 product compiles to 1024 FMAs)",
-        (75, 79),
-    ),
-    # B2 S2048 H16 D128, ms forward: triton .37 with TF32, 5.4 without; efficient .91 either way, in three TF32 products
-    Order(
-        ("triton", "efficient", *_REST),
-        f"float32 where TF32 is allowed, {_H200}",
-        applies=lambda p: p.dtype is torch.float32 and p.tf32,
-    ),
-    Order(
-        ("efficient", "triton", *_REST),
-        f"float32 at full precision, {_H200}",
-        applies=lambda p: p.dtype is torch.float32,
-    ),
-    # forward alone, ms, causal, 32768 keys, D128: B8 H32/8, 1 query hopper .25 flash .25 flash-attn-3 .36 triton 1.07;
-    # 16 .26 1.52 .35 1.07; 64 .40 1.53 .39 1.07; H64/8, 16 .26 3.02 .35 2.10; H32, 1 .95 - .97 1.17; B1 H32/8, 1 .05
-    # .06 .35 .83; 64 .07 .14 .34 .83; 256 .21 .43 .34 .82; 1000 .73 1.52 .72 1.04; 8192 keys, H64/8 D64, B8, 16 .06
-    # .47 .10 .22; 128 .30 .46 .29 .36; H16/8 D256, 16 .14 .23 .18 .29
-    Order(
-        ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200_FA3,
-        (90, 90),
-        _is_few_beside_long,
-    ),
-    # ms, B8 H32/8 D128, 8192 keys: 1 query cudnn .07 flash .07 flash-attn-4 .14 triton .41; 16 cudnn .21 flash .39
-    Order(
-        ("cudnn", "flash", "flash-attn-3", "flash-attn-4", "triton", "flash-attn-2", "efficient", *_REST),
-        _H200,
-        (90, 99),
-        lambda p: p.lengths.size == "decode",
-    ),
-    # forward + backward of 16k tokens in graphs, causal: H16 D128 S512 hopper .09 + .37, cudnn .10 + .40; S1024 .13 +
-    # .49, .15 + .53; H32 D64 S512 .15 + .41, .13 + .51; S1024 .20 + .56, .20 + .69; H16 D192/128 S512 .67, .68
-    Order(
-        ("hopper", "cudnn", "flash-attn-3", "flash-attn-4", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200,
-        (90, 90),
-        lambda p: p.lengths.size == "short" and (p.needs_grad or p.head_dim_qk > 64) and _fills_tiles(p),
-    ),
-    # forward + backward, causal: B16 S512 H16 D128 cudnn .06 + .23, flash-attn-4 .09 + .29, flash .10 + .30;
-    # B8 S1024 H16 D128 forward cudnn .09 triton .12 flash .16
-    Order(
-        ("cudnn", "flash-attn-3", "flash-attn-4", "hopper", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200,
-        (90, 99),
-        lambda p: p.lengths.size == "short",
-    ),
-    # forward + backward: B2 S8192 H16 D192/128 causal hopper .91 + 3.61 (cuDNN's), flash-attn-4 .94 + 3.76, cudnn
-    # 1.12 + 3.59; full hopper 1.80 + 9.03 (triton's), triton 2.79 + 8.83, cudnn 2.03 + 11.59; packed H16 D128, 16k
-    # tokens, 132 to 8097 each: hopper .56 + 1.66, triton .79 + 2.50; 100 to 8k each, backward: hopper 1.90,
-    # flash-attn-3 1.93, H32/8 3.77, 3.94
-    Order(
-        ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200_FA3,
-        (90, 90),
-        lambda p: (
-            p.needs_grad
-            and ((p.head_dim_qk, p.head_dim_v) == (192, 128) or (p.layout == "thd" and p.head_dim_v <= 128))
-            and _fills_tiles(p)
-        ),
-    ),
-    # forward + backward, B2 S8192 causal: H8 D256 flash-attn-3 .70 + 2.84, hopper .72 + 3.08, cudnn .86 + 3.26, triton
-    # 1.02 + 4.47; full backward 5.69, 6.10, 7.49; D224 hopper 3.90, cudnn 4.10, triton 6.45; D160 hopper .61 + 2.47
-    # (triton's), triton 3.29, cudnn 3.63
-    Order(
-        ("flash-attn-3", "hopper", "cudnn", "triton", "flash-attn-4", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200_FA3,
-        (90, 99),
-        lambda p: p.needs_grad and p.head_dim_v > 128,
-    ),
-    # forward + backward, causal: B2 S8192 H16 D128 flash-attn-3 .76 + 2.18, hopper .75 + 2.21, flash-attn-4 .84 +
-    # 2.46, cudnn .90 + 2.55; full 5.71, 5.85, cudnn 6.31; B8 S2048 .22 + .71, .22 + .74, flash-attn-4 .29 + .72, cudnn
-    # .26 + .82; H32/8 D128 5.99, 6.02, cudnn 6.86; H32 D64 S8192 1.00 + 2.41, 1.06 + 2.60, 1.05 + 2.78, 1.20 + 3.23;
-    # H16 D96 hopper .73 + 2.13, cudnn .90 + 2.47; H16 D128 with ALiBi hopper 3.54, triton 4.53; window 1024 1.12, 1.36;
-    # softcap 4.73, 4.89
-    Order(
-        ("flash-attn-3", "hopper", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200_FA3,
-        (90, 90),
-        lambda p: p.needs_grad and _fills_tiles(p),
-    ),
-    # forward alone, B2 S8192 H32 D64 causal with ALiBi: triton 1.43, hopper 1.92; S1024 .31, .29
-    Order(
-        ("triton", "hopper", "flash-attn-2", *_REST),
-        _H200_FA3,
-        (90, 90),
-        lambda p: (
-            not p.needs_grad and p.mask.alibi and p.lengths.size == "long" and (p.head_dim_qk, p.head_dim_v) == (64, 64)
-        ),
-    ),
-    # forward alone, TFLOP/s, causal: B2 S8192 H16 D128 hopper 734, flash-attn-3 724, cudnn 613; B1 S16384 749, 742,
-    # 631; full 732, 725, 674; H32/8 741, 733, 635; packed 685, 650; B8 S2048 621, 619, 524; D192/128 763, 751, 612;
-    # H16 D96 hopper .73 ms, cudnn .90
-    Order(
-        ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200_FA3,
-        (90, 90),
-        lambda p: not p.needs_grad and _fills_tiles(p) and 64 < p.head_dim_v <= 128,
-    ),
-    # the same: H32 D64 S8192 flash-attn-3 550, hopper 522, cudnn 458; S2048 432, 434, 400; H8 D256 772, 767, 635;
-    # D224 hopper .71 ms, cudnn .86; D160 .61, .67
-    Order(
-        ("flash-attn-3", "hopper", "flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200_FA3,
-        (90, 90),
-        lambda p: not p.needs_grad and _fills_tiles(p),
-    ),
-    # B8 S2048 forward alone: H16 D128 cudnn .272 flash-attn-4 .287, H32 D64 .354 .390
-    Order(
-        ("cudnn", "flash-attn-3", "flash-attn-4", "hopper", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200,
-        (90, 99),
-        lambda p: not p.needs_grad and p.lengths.size == "medium" and p.head_dim_v <= 128,
-    ),
-    # B2 S8192 H16: D128 flash-attn-4 .84 + 2.46, cudnn .89 + 2.78, flash 1.72 + 4.88; D192/128 flash-attn-4 .94 + 3.76,
-    # cudnn 1.11 + 3.88; H32 D64 flash-attn-4 1.05 + 2.78, cudnn 1.20 + 3.48; B8 S2048 H16 D128 .29 + .96, .27 + 1.06
-    Order(
-        ("flash-attn-4", "flash-attn-3", "cudnn", "hopper", "triton", "flash", "flash-attn-2", "efficient", *_REST),
-        _H200,
-        (90, 99),
-    ),
-    Order(("flash-attn-2", "flash", "triton", "cudnn", "efficient", *_REST), _PUBLISHED, (80, 89)),
-    Order(("flash-attn-4", "cudnn", "triton", "flash", "flash-attn-2", "efficient", *_REST), _PUBLISHED, (100, 119)),
-    Order(("flash-attn-2", "flash", "triton", "flash-attn-4", "cudnn", "efficient", *_REST), _PUBLISHED),
-)
+def decide_backward(problem: AttentionProblem, preference: BackendPreference) -> str:
+    """Which of the backwards that take any forward's out and LSE differentiates. The universal kernels if none that is
+    allowed can, which is reported."""
+    problem = replace(problem, needs_grad=True)
+    chosen = _first_backward(problem, preference, order_of(problem, preference.forbidden).backwards)
+    if chosen is None:
+        reason = "no other backward takes this problem, though triton is forbidden"
+        tracing.event("dispatch", f"attention's backward: triton: {reason}", op="attention", backend="triton")
+    return chosen or "triton"
 
 
-def order_of(problem: AttentionProblem) -> Order:
-    """The order for a problem, all backends in it."""
-    for order in ORDERS:
-        if order.archs[0] <= problem.arch <= order.archs[1] and order.applies(problem):
-            rest = tuple(name for name in BACKENDS if name not in order.names)
-            return order._replace(names=order.names + rest)
-    raise AssertionError(f"no order for sm_{problem.arch}")
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What somebody said about backends: which first, which never, and whether only the first ones."""
-
-    first: tuple[str, ...] = ()
-    forbidden: frozenset[str] = frozenset()
-    only: bool = False
-    asking: bool = False  # `choose` is to say what it was asked, by raising Asked
-
-    @staticmethod
-    def parse(names: Iterable[str], who: str, *, only: bool = False) -> "Wish":
-        """Names, "-name" to forbid. Raises ValueError for one that is not known."""
-        first, forbidden = [], set()
-        for name in names:
-            plain = name.removeprefix("-")
-            if plain not in BACKENDS:
-                raise ValueError(f"{who}: backend must be one of {', '.join(BACKENDS)} (or -name), got {name!r}")
-            if name.startswith("-"):
-                forbidden.add(plain)
-            elif plain not in first:
-                first.append(plain)
-        return Wish(tuple(n for n in first if n not in forbidden), frozenset(forbidden), only and bool(first))
-
-    def within(self, outer: "Wish") -> "Wish":
-        """This wish where `outer` holds around it."""
-        if self.only:
-            return self
-        first = self.first + tuple(n for n in outer.first if n not in self.first and n not in self.forbidden)
-        return Wish(first, self.forbidden | (outer.forbidden - set(self.first)), outer.only)
-
-    def order(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Names in the order they are tried in."""
-        rest = () if self.only else tuple(n for n in names if n not in self.first)
-        return tuple(n for n in self.first + rest if n not in self.forbidden)
-
-
-_NO_WISH = Wish()
-_wish: ContextVar[Wish] = ContextVar("attention_backend")
-
-
-class attention_backend:
-    """`with attention_backend("triton", "-flash"):` prefers and forbids backends within, in this thread or task.
-
-    Names are tried first, in that order; "-name" is never taken; all others follow. The choice is made in forward, and
-    backward follows it wherever it runs.
-    """
-
-    def __init__(self, *names: str) -> None:
-        self._own = Wish.parse(names, "attention_backend")
-        self._tokens: list[Token[Wish]] = []
-
-    def __enter__(self) -> None:
-        self._tokens.append(_wish.set(self._own.within(_wish.get(_NO_WISH))))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _wish.reset(self._tokens.pop())
-
-
-def wish_of(backend: str | Sequence[str] | None) -> Wish:
-    """What the call, the context and the environment say together."""
-    around = _wish.get(_NO_WISH).within(Wish.parse(settings().attention, "POWERTRAIN_ATTENTION"))
-    if backend is None:
-        return around
-    return Wish.parse(_names(backend), "attention", only=True).within(around)
-
-
-def _names(backend: str | Sequence[str]) -> tuple[str, ...]:
-    names = (backend,) if isinstance(backend, str) else tuple(backend) if isinstance(backend, (list, tuple)) else ()
-    if not names:
-        raise ValueError(f"attention: backend must be a name, a list of names or None, got {backend!r}")
-    return names
-
-
-class Asked(Exception):
-    """What a call wanted to know, instead of an answer: see `asking`."""
-
-    def __init__(self, problem: AttentionProblem, wish: Wish) -> None:
-        super().__init__("a question, not an error")
-        self.problem, self.wish = problem, wish
-
-
-@contextmanager
-def asking() -> Iterator[None]:
-    """Within, a call of attention stops where a backend would be chosen, and raises Asked."""
-    token = _wish.set(replace(_wish.get(_NO_WISH), asking=True))
-    try:
-        yield
-    finally:
-        _wish.reset(token)
-
-
-def nvte_forbids(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What TransformerEngine's switches forbid, as names for `attention_backend`: ("-flash", ...).
-
-    NVTE_FLASH_ATTN=0 every flash attention (NVTE_FLASH_ATTN_V2, _V3 and _V4 one each), NVTE_FUSED_ATTN=0 cuDNN,
-    NVTE_UNFUSED_ATTN=0 the reference.
-    """
-    switches = {
-        "NVTE_FLASH_ATTN": ("flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"),
-        "NVTE_FLASH_ATTN_V2": ("flash", "flash-attn-2"),
-        "NVTE_FLASH_ATTN_V3": ("flash-attn-3",),
-        "NVTE_FLASH_ATTN_V4": ("flash-attn-4",),
-        "NVTE_FUSED_ATTN": ("cudnn",),
-        "NVTE_UNFUSED_ATTN": ("reference",),
-    }
-    forbidden = [name for switch, names in switches.items() if environment.get(switch) == "0" for name in names]
-    return tuple(f"-{name}" for name in dict.fromkeys(forbidden))
+def why_other_backward(problem: AttentionProblem, decision: Decision, preference: BackendPreference) -> str:
+    """Why not the forward's own backward differentiates, and why not cuDNN's where it was measured faster."""
+    problem = _of_output(problem)
+    order = preference.backward_order(order_of(problem, preference.forbidden).behind(decision.name))
+    before = order[: order.index(decision.backward)] if decision.backward in order else order
+    reasons = {n: next(backward_why_not(n, problem), None) for n in before}
+    words = [f"{name}: {reason.text}" for name, reason in reasons.items() if reason is not None]
+    words += [f"{name} is forbidden" for name in ("hopper", "cudnn") if name in preference.forbidden]
+    if decision.backward == "cudnn":
+        words = ["it is faster at these head dims"]
+        words += ["triton where LSE has a gradient"] if problem.needs_lse else []
+    return "; ".join(words)
 
 
 class Verdict(NamedTuple):
@@ -387,45 +111,47 @@ class Verdict(NamedTuple):
     reasons: tuple[Reason, ...]
 
 
-def verdicts(problem: AttentionProblem, wish: Wish) -> list[Verdict]:
+def verdicts(problem: AttentionProblem, preference: BackendPreference) -> list[Verdict]:
     """Every backend, those that may be tried first, in order."""
-    known = order_of(problem).names
-    tried = wish.order(known)
-    found, chosen = [], False
-    for name in (*tried, *(n for n in known if n not in tried)):
+    order = order_of(problem, preference.forbidden)
+    tried = preference.order(order.names)
+    results, chosen = [], False
+    for name in (*tried, *(n for n in order.names if n not in tried)):
         reasons = tuple(BACKENDS[name].why_not(problem))
+        if not reasons and problem.needs_grad and _backward_behind(name, problem, preference, order) is None:
+            reasons = (_NO_BACKWARD,)
         verdict = "no" if reasons else "would do" if name in tried else "forbidden"
         if verdict == "would do" and not chosen:
             verdict, chosen = "chosen", True
-        found.append(Verdict(name, verdict, reasons))
-    return found
+        results.append(Verdict(name, verdict, reasons))
+    return results
 
 
 class NoBackendError(PowertrainError):
     """No backend that may run takes the problem. The message has the whole table and the smallest change."""
 
-    def __init__(self, problem: AttentionProblem, found: list[Verdict]) -> None:
-        self.problem, self.verdicts = problem, found
+    def __init__(self, problem: AttentionProblem, results: list[Verdict]) -> None:
+        self.problem, self.verdicts = problem, results
         lines = [f"attention: no backend that is allowed takes this problem: {describe(problem)}"]
-        for name, verdict, reasons in found:
+        for name, verdict, reasons in results:
             if verdict == "forbidden":
                 lines.append(
                     f"  {name:13} would do, but backend=, attention_backend or POWERTRAIN_ATTENTION forbids it"
                 )
             lines += [f"  {name if first else '':13} {reason}" for first, reason in _firsts(reasons)]
-        super().__init__("\n".join([*lines, f"smallest change: {smallest_change(found)}"]))
+        super().__init__("\n".join([*lines, f"smallest change: {smallest_change(results)}"]))
 
 
 def _firsts(reasons: tuple[Reason, ...]) -> Iterator[tuple[bool, Reason]]:
     return ((n == 0, reason) for n, reason in enumerate(reasons))
 
 
-def smallest_change(found: list[Verdict]) -> str:
+def smallest_change(results: list[Verdict]) -> str:
     """The one step that gives a problem a backend."""
-    able = [v.name for v in found if v.verdict == "forbidden"]
+    able = [v.name for v in results if v.verdict == "forbidden"]
     if able:
         return f'allow "{able[0]}"'
-    nearest = min(found, key=lambda v: len(v.reasons))
+    nearest = min(results, key=lambda v: len(v.reasons))
     return f"for {nearest.name}: {'; '.join(reason.fix for reason in nearest.reasons)}"
 
 
@@ -454,29 +180,56 @@ def describe(p: AttentionProblem) -> str:
     return ", ".join(words + [word for word, holds in facts.items() if holds])
 
 
-_decisions: dict[Any, Backend] = {}
-_seen: Settings | None = None  # what the decisions were made under
+_decisions: dict[Any, Any] = {}
+_settings: Settings | None = None  # what the decisions were made under
 
 
-def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | Sequence[str] | None = None) -> Backend:
-    """The backend for a problem, remembered under its facts (which name the device) and all that steers the choice.
+def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | Sequence[str] | None = None) -> Decision:
+    """The decision for a problem, remembered under its facts (which name the device) and all that steers the choice.
 
     Raises NoBackendError with the whole table, and ValueError for a backend of no known name.
     """
-    global _seen
+    named = backend if backend is None or type(backend) is str else backend_names(backend)
+    key = _key(facts, named)
+    decision: Decision | None = _decisions.get(key)
+    if decision is None:
+        decision = _decisions[key] = _choose(problem, backend)
+    return decision
+
+
+def choose_backward(facts: Any, problem: Callable[[], AttentionProblem], has_lse_grad: bool) -> str:
+    """`decide_backward` by what context and environment say, remembered likewise."""
+    key = _key(facts, ("backward", has_lse_grad))
+    name: str | None = _decisions.get(key)
+    if name is None:
+        asked = replace(problem(), needs_lse_grad=has_lse_grad)
+        name = _decisions[key] = decide_backward(asked, current_preference(None))
+    return name
+
+
+def _key(facts: Any, question: Any) -> tuple[Any, ...]:
+    """What a decision depends on. Decisions made under other settings are dropped."""
+    global _settings
     now = settings()
-    if now is not _seen:
+    if now is not _settings:
         _decisions.clear()
-        _seen = now
-    named = backend if backend is None or type(backend) is str else _names(backend)
-    key = (facts, named, _wish.get(_NO_WISH), dispatch._disabled, pretended.recorded, pretended.emulated)
-    found = _decisions.get(key)
-    if found is None:
-        wish = wish_of(backend)
-        if _wish.get(_NO_WISH).asking:
-            raise Asked(problem(), wish)
-        found = _decisions[key] = _decide(problem(), wish)
-    return found
+        _settings = now
+    return facts, question, context_preference(), dispatch._disabled, pretended.recorded, pretended.emulated
+
+
+def _choose(problem: Callable[[], AttentionProblem], backend: str | Sequence[str] | None) -> Decision:
+    preference, asked = current_preference(backend), problem()
+    if context_preference().dry_run:
+        raise DryRun(asked, preference)
+    decision = decide(asked, preference)
+    if decision is None:
+        raise NoBackendError(asked, verdicts(asked, preference))
+    by = "" if decision.other_backward is None else f", differentiated by {decision.backward}"
+    tracing.event(
+        "attention", f"attention by {decision.name}{by}: {describe(asked)}", backend=decision.name, problem=asked,
+        backward=decision.backward,
+    )  # fmt: skip
+    return decision
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -495,25 +248,19 @@ def allows_tf32() -> bool:
 
 
 @constant_to_dynamo
-def name_traced(problem: Callable[..., AttentionProblem], backend: Any, *facts: Any) -> str:
-    """The name of the backend when torch.compile traces: decided then, and kept for as long as the trace is.
+def names_traced(problem: Callable[..., AttentionProblem], backend: Any, *facts: Any) -> tuple[str, str | None]:
+    """The forward's name and that of another's backward when torch.compile traces: decided then, and kept for as
+    long as the trace is.
 
     Facts are those of `choose`, with the fields of mask and lengths in their place: Dynamo takes plain constants only.
     """
     full = full_facts(facts)
-    return choose(full, lambda: problem(*full), backend).name
+    decision = choose(full, lambda: problem(*full), backend)
+    return decision.name, decision.other_backward
 
 
 def full_facts(facts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The facts of `choose` from those of `name_traced`."""
+    """The facts of `choose` from those of `names_traced`."""
     at, after = 4, 4 + len(fields(MaskSpec))
     lengths = facts[-len(fields(Lengths)) :]
     return (*facts[:at], MaskSpec(*facts[at:after]), *facts[after : -len(lengths)], lengths)
-
-
-def _decide(problem: AttentionProblem, wish: Wish) -> Backend:
-    for name in wish.order(order_of(problem).names):
-        if next(iter(BACKENDS[name].why_not(problem)), None) is None:
-            tracing.event("attention", f"attention by {name}: {describe(problem)}", backend=name, problem=problem)
-            return BACKENDS[name]
-    raise NoBackendError(problem, verdicts(problem, wish))

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from powertrain.ops.attention.select import describe, order_of
+from powertrain.ops.attention.backend_order import order_of
+from powertrain.ops.attention.select import describe
 from powertrain.runtime import dispatch, tracing
 
 PROFILED = 3  # the step of a process whose kernels are timed: the first two still load, allocate and choose

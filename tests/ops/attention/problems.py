@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import attention, select, varlen_attention
+from powertrain.ops.attention import attention, varlen_attention
+from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.backends.reference import run_reference
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Reason
 from powertrain.testing import numerics
@@ -22,7 +23,7 @@ class _Plain:
     """The judge's plain PyTorch: computed in the tensors' own dtype."""
 
     name = "plain"
-    draws_keep = True
+    uses_philox_seed = True
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
         return iter(())
@@ -31,7 +32,7 @@ class _Plain:
         return run_reference(call, upcast=False)
 
 
-select.BACKENDS["plain"] = _Plain()
+BACKENDS["plain"] = _Plain()
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import attention, attention_backend, attention_backward, explain_attention
+from powertrain.ops.attention import (
+    attention,
+    attention_backend,
+    attention_backward,
+    backend_registry,
+    explain_attention,
+)
 from powertrain.ops.attention.backends import cudnn_backward
 from powertrain.ops.attention.backends.cudnn_backward import cudnn_attention_bwd, why_not_cudnn_backward
 from powertrain.ops.attention.backends.versions import Installed, assume
-from powertrain.ops.attention.hopper import backend as hopper_backend
 from powertrain.ops.attention.layouts import from_bhsd
 from powertrain.ops.attention.problem import Layout
-from powertrain.ops.attention.triton import backend as triton_backend
 from powertrain.ops.attention.triton.backend import _Args, _bwd_outputs
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
@@ -197,9 +201,8 @@ def test_a_part_of_the_keys_is_differentiated_by_the_selectors_choice(
     def seen(name: str, call: Any) -> Any:
         return lambda *given: (asked.append(name), call(*given))[1]
 
-    monkeypatch.setattr(cudnn_backward, "cudnn_attention_bwd", seen("cudnn", cudnn_attention_bwd))
-    op = hopper_backend._attention_hopper_bwd_op
-    monkeypatch.setattr(hopper_backend, "_attention_hopper_bwd_op", seen("hopper", op))
+    for name in ("cudnn", "hopper"):
+        monkeypatch.setitem(backend_registry.loaded_backwards, name, seen(name, backend_registry.backward_op(name)))
     q, v = (torch.empty(2, 4096, 8, d, dtype=torch.bfloat16, device=META) for d in (d_qk, d_v))
     lse = torch.empty(2, 8, 4096, device=META)
 
@@ -211,11 +214,11 @@ def test_a_part_of_the_keys_is_differentiated_by_the_selectors_choice(
 
     with any_order():
         assert by("cudnn") == ["cudnn"] and by("triton") == []
-        assert by("hopper") == (["hopper"] if d_qk == 128 else ["hopper", "cudnn"])
+        assert by("hopper") == (["hopper"] if d_qk == 128 else ["cudnn"])
         with attention_backend("-cudnn"):
             assert by("hopper") == (["hopper"] if d_qk == 128 else [])
         assert by("cudnn", grad_lse=lse) != ["cudnn"] and by("cudnn", window_size=(100, 0)) != ["cudnn"]
     # the same bits are wanted every time, which cuDNN refuses
-    universal = triton_backend._attention_bwd
-    monkeypatch.setattr(cudnn_backward, "_attention_bwd", lambda *given: (asked.append("triton"), universal(*given))[1])
-    assert by("cudnn") == by("hopper") == (["hopper"] if d_qk == 128 else ["hopper", "cudnn", "triton"])
+    universal = backend_registry.backward_op("triton")
+    monkeypatch.setitem(backend_registry.loaded_backwards, "triton", seen("triton", universal))
+    assert by("cudnn") == by("hopper") == (["hopper"] if d_qk == 128 else ["triton"])

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, explain_attention, varlen_attention
+from powertrain.ops.attention.backend_preferences import BackendPreference
+from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.backends.versions import Installed, assume
 from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import AttentionProblem, Lengths
-from powertrain.ops.attention.select import BACKENDS, Wish, verdicts
+from powertrain.ops.attention.select import verdicts
 from powertrain.runtime import target
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.compile.service import Spec
@@ -192,7 +194,7 @@ def test_head_dims_are_served(dims: tuple[int, int], arch: str) -> None:
     for layout in ("bshd", "bhsd", "sbhd", "thd", "bmghk"):
         problem = AttentionProblem(torch.bfloat16, *dims, Target.parse(arch), MaskSpec(right=0), layout)
         assert not list(BACKENDS["triton"].why_not(problem))
-        assert any(v.verdict == "chosen" and v.name != "reference" for v in verdicts(problem, Wish()))
+        assert any(v.verdict == "chosen" and v.name != "reference" for v in verdicts(problem, BackendPreference()))
 
 
 @compiles
@@ -246,5 +248,5 @@ def test_cudnn_is_avoided_at_64_more_than_a_multiple_of_128(queries: int, chosen
     """With a dense mask it gives NaN for the query's gradient there (pytorch#196678)."""
     mask = MaskSpec(bias="bool")
     problem = AttentionProblem(torch.bfloat16, 64, 64, Target.parse("H100"), mask, lengths=Lengths.of(queries, queries))
-    found = verdicts(problem, Wish())
+    found = verdicts(problem, BackendPreference())
     assert next(v.name for v in found if v.verdict == "chosen") == chosen

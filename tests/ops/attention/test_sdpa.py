@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import NoBackendError, attention, varlen_attention
+from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.backends import flash_attn, zero_padding
 from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.ops.attention.problem import AttentionCall, Layout, Varlen
-from powertrain.ops.attention.select import BACKENDS
 from powertrain.runtime import settings as settings_module
 from powertrain.runtime.compile.prebuild import build
 from powertrain.runtime.errors import CompileError, CompileTimeout

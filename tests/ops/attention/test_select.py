@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from powertrain.ops.attention import NoBackendError, attention, attention_backend, explain_attention, select
+from powertrain.ops.attention.backend_order import order_of
+from powertrain.ops.attention.backend_preferences import BackendPreference, current_preference, nvte_forbids
+from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.backends.versions import Installed, assume, cudnn_name, cudnn_number
 from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import AttentionProblem, Layout, Lengths
-from powertrain.ops.attention.select import BACKENDS, Wish, verdicts
+from powertrain.ops.attention.select import verdicts
 from powertrain.runtime import settings as settings_module
 from powertrain.runtime.dispatch import disable
 from powertrain.runtime.errors import PowertrainError
@@ -42,8 +45,8 @@ def problem(arch: str | None = "H100", **facts: Any) -> AttentionProblem:
     return AttentionProblem(target=None if arch is None else Target.parse(arch), **(usual | facts))
 
 
-def chosen(p: AttentionProblem, wish: Wish | None = None) -> str | None:
-    return next((v.name for v in verdicts(p, wish or Wish()) if v.verdict == "chosen"), None)
+def chosen(p: AttentionProblem, preference: BackendPreference | None = None) -> str | None:
+    return next((v.name for v in verdicts(p, preference or BackendPreference()) if v.verdict == "chosen"), None)
 
 
 def reasons(name: str, p: AttentionProblem) -> str:
@@ -86,7 +89,7 @@ def test_there_is_always_one_and_every_refusal_has_text_and_fix(target: Target |
         for dtype, dims, layout, mask in itertools.product(DTYPES, HEAD_DIMS, LAYOUTS, MASKS):
             for flag, length in zip(flags, itertools.cycle(lengths), strict=False):
                 p = AttentionProblem(dtype, *dims, target, mask, layout, lengths=length, **flag)
-                found = verdicts(p, Wish())
+                found = verdicts(p, BackendPreference())
                 assert [v.verdict for v in found].count("chosen") == 1, p
                 assert {v.name for v in found} == set(BACKENDS)
                 for verdict in found:
@@ -146,7 +149,7 @@ def test_triton_comes_before_efficient() -> None:
     """On every arch with tensor cores for tl.dot, efficient is the last of the kernels."""
     for target in TARGETS:
         if target.has_tensor_core_dot:
-            names = select.order_of(problem(target.name)).names
+            names = order_of(problem(target.name)).names
             assert names.index("triton") < names.index("efficient")
 
 
@@ -367,12 +370,12 @@ def test_disable_switches_ours_off() -> None:
 
 
 def test_transformer_engines_switches() -> None:
-    forbids = select.nvte_forbids
+    forbids = nvte_forbids
     assert forbids({}) == () and forbids({"NVTE_FLASH_ATTN": "1"}) == ()
     assert forbids({"NVTE_FLASH_ATTN": "0"}) == ("-flash", "-flash-attn-2", "-flash-attn-3", "-flash-attn-4")
     assert forbids({"NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}) == ("-cudnn", "-reference")
     with attention_backend(*forbids({"NVTE_FUSED_ATTN": "0"})):
-        assert chosen(problem(), select.wish_of(None)) == "hopper"
+        assert chosen(problem(), current_preference(None)) == "hopper"
 
 
 def test_a_decision_is_an_event_once() -> None:
@@ -386,7 +389,7 @@ def test_a_decision_is_an_event_once() -> None:
 
 def test_dropout_is_drawn_from_the_seed_of_the_call_only_by_ours() -> None:
     assert "seed of its own" in reasons("flash", problem(dropout=True, dropout_seeded=True))
-    assert [name for name, backend in BACKENDS.items() if backend.draws_keep and name != "plain"] == [
+    assert [name for name, backend in BACKENDS.items() if backend.uses_philox_seed and name != "plain"] == [
         "triton",
         "chunked",
         "reference",
@@ -408,7 +411,7 @@ def test_torch_compile(dynamic: bool) -> None:
 def test_compiling_takes_only_what_can_be_traced() -> None:
     with assume(ALL):
         assert chosen(problem(compiling=True)) == "hopper"
-        assert chosen(problem(compiling=True), Wish(forbidden=frozenset({"hopper"}))) == "cudnn"
+        assert chosen(problem(compiling=True), BackendPreference(forbidden=frozenset({"hopper"}))) == "cudnn"
         assert "host" in reasons("chunked", problem(compiling=True))
 
 

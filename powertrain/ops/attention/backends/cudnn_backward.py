@@ -1,13 +1,14 @@
 """cuDNN's backward behind a forward that was not cuDNN's: it needs out and LSE, whoever computed them.
 
 With p_ij = exp(s_ij - lse_i) and delta_i = o_i . do_i, gradients of q, k and v depend on the forward through o and lse
-alone. So cuDNN differentiates the Hopper forward (hopper/backend.py) at head dims for which that has no backward, and a
-part of the keys, whose o and lse are those of all (backward.py): sinks, and keys elsewhere, are in the LSE already.
+alone. So cuDNN differentiates the Hopper forward where it was measured faster than ours (backend_order.py), and a part
+of the keys, whose o and lse are those of all (partial_backward.py): sinks, and keys elsewhere, are in the LSE.
 
 Not deterministic. Memory beyond the gradients: cuDNN's workspace, float32 sums of dq among it.
 Source: PyTorch's aten/src/ATen/native/cudnn/MHA.cpp for the arguments: LSE in nats, float32 [b, h, s, 1].
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -19,23 +20,21 @@ from powertrain.ops.attention.backends import sdpa
 from powertrain.ops.attention.backends.versions import Installed, installed
 from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
 from powertrain.ops.attention.mask import MaskSpec
-from powertrain.ops.attention.problem import AttentionProblem, Layout, Lengths
-from powertrain.ops.attention.triton.backend import _Args, _attention_bwd, _bwd_outputs, _heads
+from powertrain.ops.attention.problem import AttentionProblem, Layout, Lengths, Reason
+from powertrain.ops.attention.triton.backend import (
+    _ARGS_SCHEMA,
+    _Args,
+    _attention_bwd,
+    _bwd_outputs,
+    _heads,
+    bwd_flops,
+)
 from powertrain.ops.shapes import empty
 from powertrain.runtime import checks, recording, tracing
+from powertrain.runtime.dispatch import Op
 from powertrain.runtime.target import Target
 
 _CUDNN = sdpa.Cudnn()
-
-
-HEAD_DIMS = ((192, 128),)
-
-
-def is_faster(d_qk: int, d_v: int, right: int) -> bool:
-    """Than our kernels, on sm_90. ms, bf16, one H200, backward of B2 S8192, cuDNN's, the universal and the Hopper
-    kernels: H16 192/128 causal 3.61, 4.42, full 11.59, 8.81; H8 D256 causal 3.26, 4.42, 3.08, full 7.49, 8.99, 6.10; H8
-    D160 causal 2.91, 2.47."""
-    return (d_qk, d_v) in HEAD_DIMS and right == 0
 
 
 def why_not_cudnn_backward(
@@ -55,12 +54,12 @@ def why_not_cudnn_backward(
     return _refusal(_problem_of(q, k, v, dlse, args), installed())
 
 
-def why_not_of(problem: AttentionProblem) -> str | None:
+def backward_why_not(problem: AttentionProblem) -> Iterator[Reason]:
     """What of `why_not_cudnn_backward` is known without tensors."""
-    given = problem.mask.bias != "none"
-    if reason := _why_not_kind(problem.deterministic, problem.layout, given):
-        return reason
-    return _refusal(replace(problem, mask=replace(problem.mask, sinks=False)), installed())
+    if reason := _why_not_kind(problem.deterministic, problem.layout, problem.mask.bias != "none"):
+        yield Reason(reason, "use triton")
+    else:
+        yield from _CUDNN.why_not(replace(problem, mask=replace(problem.mask, sinks=False)))
 
 
 def _why_not_kind(deterministic: bool, layout: Layout, has_bias: bool) -> str | None:
@@ -150,3 +149,12 @@ def _with_strides(grad: Tensor, x: Tensor) -> Tensor:
         return grad
     like = torch.empty_like(x)
     return grad if grad.stride() == like.stride() else like.copy_(grad)
+
+
+backward_op = Op(
+    "attention_cudnn_bwd(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"bool[] need, {_ARGS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    cudnn_attention_bwd,
+    _bwd_outputs,
+    flops=bwd_flops,
+)

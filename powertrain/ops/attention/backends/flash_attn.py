@@ -42,7 +42,7 @@ def _result(call: AttentionCall, out: Tensor, lse: Tensor | None) -> tuple[Tenso
 
 class FlashAttention2:
     name = "flash-attn-2"
-    draws_keep = False
+    uses_philox_seed = False
     limits = Limits("flash-attn-2", window=True, alibi=True, softcap=True, dropout=True, deterministic=True)
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
@@ -65,7 +65,7 @@ class FlashAttention2:
 
 class FlashAttention3:
     name = "flash-attn-3"
-    draws_keep = False
+    uses_philox_seed = False
     limits = Limits("flash-attn-3", archs=(90, 90), head_dims_differ=True, window=True, softcap=True, compiles=False)
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
@@ -135,7 +135,7 @@ class FlashAttention4:
 
     name = "flash-attn-4"
     note = "compiles at first use; a call of a new kind waits for that, at most POWERTRAIN_COMPILE_TIMEOUT"
-    draws_keep = False
+    uses_philox_seed = False
     limits = Limits("flash-attn-4", head_dims_differ=True, window=True, compiles=False)
 
     def __init__(self) -> None:

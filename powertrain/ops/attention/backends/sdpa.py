@@ -125,7 +125,7 @@ CUDNN_BAD = (
 
 class Cudnn:
     name = "cudnn"
-    draws_keep = False
+    uses_philox_seed = False
     limits = Limits("cuDNN", head_dims_differ=True, bottom_right=False, top_left=True, bias=True, dropout=True)
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
@@ -174,7 +174,7 @@ class Flash:
     """Flash-2 as PyTorch brings it."""
 
     name = "flash"
-    draws_keep = False
+    uses_philox_seed = False
     limits = Limits("flash-2", layouts=("bshd", "bhsd", "sbhd", "thd"), window=True, dropout=True)
 
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
@@ -221,7 +221,7 @@ class Efficient:
     """The CUTLASS kernels that came from xFormers: every arch, head dim and float32, and seldom the fastest."""
 
     name = "efficient"
-    draws_keep = False
+    uses_philox_seed = False
     limits = Limits(
         "efficient attention", (torch.float16, torch.bfloat16, torch.float32), archs=(75, 120), head_dim=512,
         head_dims_differ=True, bottom_right=False, top_left=True, dropout=True,
@@ -276,7 +276,7 @@ class Cpu:
     """PyTorch's flash attention for the CPU."""
 
     name = "cpu"
-    draws_keep = False
+    uses_philox_seed = False
     limits = Limits(
         "PyTorch's CPU flash attention", (torch.float16, torch.bfloat16, torch.float32, torch.float64), archs=(0, 0),
         head_dim=512, head_dim_multiple=1, bottom_right=False, top_left=True, bias=True, deterministic=True,

@@ -1,8 +1,8 @@
 """The Hopper backend: forward in Gluon (hopper/forward.py), for 16 bits on sm_90.
 
 What it does not take, `why_not` says. Numerics, results for rows that see nothing, and what is saved for backward are
-those of the universal kernels (triton/backend.py). Backward is its own (hopper/backward.py), cuDNN's for the wide heads
-that it is faster for (backends/cudnn_backward.py), and that of the universal kernels where neither takes the call.
+those of the universal kernels (triton/backend.py). Backward is the one that select.py decides: its own
+(hopper/backward.py), cuDNN's (backends/cudnn_backward.py) or that of the universal kernels.
 
 Memory beyond results: 640 to 896 bytes an SM of descriptors, and 4 a stream; where keys are cut into parts, which makes
 at most four tiles an SM, or heads do not fill their tiles, B * S * H * (E + 1) * 4 bytes for each part.
@@ -11,13 +11,11 @@ at most four tiles an SM, or heads do not fill their tiles, B * S * H * (E + 1) 
 import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import select
 from powertrain.ops.attention.backends import cudnn_backward
 from powertrain.ops.attention.decode import combine
 from powertrain.ops.attention.hopper.backward import hopper_attention_bwd, why_not_backward, why_not_of, width_of
@@ -269,6 +267,7 @@ def _fits(args: _Args, *operands: _Operand) -> str | None:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    rest = rest[:-1]  # the last is the backward's name
     args = _Args(*rest)
     heads = _heads(query, key, value, args.layout)
     k, v = _operand(key, args.layout, heads, True), _operand(value, args.layout, heads, True)
@@ -407,8 +406,6 @@ def _attention_hopper_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = dout, dlse, query, key, value, out, lse, need
     args = _Args(*rest)
-    if cudnn_backward.is_faster(query.shape[-1], value.shape[-1], args.right):
-        return cudnn_backward.cudnn_attention_bwd(*given, *rest)
     reason = why_not_backward(query, key, value, args)
     if reason is None and _is_real(query):
         width = width_of(max(query.shape[-1], value.shape[-1]))
@@ -419,40 +416,23 @@ def _attention_hopper_bwd(
     return hopper_attention_bwd(*given, *rest)
 
 
+def _outputs(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _fwd_outputs(query, key, value, *rest[:-1])
+
+
 def _setup_context_here(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _setup_context(ctx, inputs, output)
-    query, _, value = inputs[:3]
-    # asked here: backward may run in another thread, and may look at the saved tensors but once (checkpoints)
-    ctx.by_universal = _must_be_universal(query.shape[-1], value.shape[-1], select.wish_of(None))
-
-
-def _must_be_universal(d_qk: int, d_v: int, wish: select.Wish) -> bool:
-    return (d_qk, d_v) in cudnn_backward.HEAD_DIMS and "cudnn" in wish.forbidden
-
-
-def differentiates(problem: AttentionProblem, wish: select.Wish) -> tuple[str, str]:
-    """(who differentiates a problem that this forward serves, and why), by what `_attention_hopper_bwd` asks with the
-    tensors in hand."""
-    dims = problem.head_dim_qk, problem.head_dim_v
-    if _must_be_universal(*dims, wish):
-        return "triton", "cuDNN's is the other one for these head dims, and cudnn is forbidden"
-    if cudnn_backward.is_faster(*dims, problem.mask.right):
-        reason = cudnn_backward.why_not_of(replace(problem, needs_lse_grad=False))
-        if reason is not None:
-            return "triton", reason
-        return "cudnn", "it is faster at these head dims" + "; triton where LSE has a gradient" * problem.needs_lse
-    reason = why_not_of(*dims, problem.has_unordered_keys)
-    return ("hopper", "") if reason is None else ("triton", reason)
+    _setup_context(ctx, inputs[:-1], output)
+    ctx.backward_op = _BACKWARD_OPS[inputs[-1]]
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return backward_by(_attention_bwd_op if ctx.by_universal else _attention_hopper_bwd_op, ctx, dout, dlse)
+    return backward_by(ctx.backward_op, ctx, dout, dlse)
 
 
 _attention_hopper_op = Op(
-    f"attention_hopper(Tensor query, Tensor key, Tensor value, {_ARGS_SCHEMA}) -> (Tensor, Tensor)",
+    f"attention_hopper(Tensor query, Tensor key, Tensor value, {_ARGS_SCHEMA}, str backward) -> (Tensor, Tensor)",
     _attention,
-    _fwd_outputs,
+    _outputs,
     backward=_backward,
     setup_context=_setup_context_here,
     flops=fwd_flops,
@@ -466,6 +446,21 @@ _attention_hopper_bwd_op = Op(
 )
 
 
-def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """(out, lse), differentiable."""
-    return _attention_hopper_op(call.query, call.key, call.value, *arguments(call))
+_BACKWARD_OPS = {
+    "hopper": _attention_hopper_bwd_op,
+    "cudnn": cudnn_backward.backward_op,
+    "triton": _attention_bwd_op,
+}
+backward_op = _attention_hopper_bwd_op
+
+
+def backward_why_not(problem: AttentionProblem) -> Iterator[Reason]:
+    """Every need of this backward that the problem does not meet."""
+    yield from why_not(problem)
+    if reason := why_not_of(problem.head_dim_qk, problem.head_dim_v, problem.has_unordered_keys):
+        yield Reason(reason, "use triton")
+
+
+def run(call: AttentionCall, backward: str = "hopper") -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable by the backward of that name."""
+    return _attention_hopper_op(call.query, call.key, call.value, *arguments(call), backward)

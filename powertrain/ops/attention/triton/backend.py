@@ -586,6 +586,10 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
         yield Reason("our kernels run on GPUs", "use cpu or chunked, or move the tensors to a GPU")
 
 
+backward_op = _attention_bwd_op
+backward_why_not = why_not
+
+
 def arguments(call: AttentionCall) -> _Args:
     mask, tensors, varlen = call.mask, call.tensors, call.varlen
     return _Args(

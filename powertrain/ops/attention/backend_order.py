@@ -1,0 +1,265 @@
+"""In which order backends are tried: a fixed order per arch and kind of problem, sorted by time where it was measured.
+
+The fixed orders were chosen by hand. Those that were measured for a problem (backend_measurements.py) are sorted by
+their estimated times within the places that they hold in the fixed order; the others keep their places. Estimates
+within 5% of each other are equal, for the same kernels differ by as much from session to session, and the fixed order
+decides.
+
+A choice depends on a class of lengths, not on the lengths: each class has a number of queries that stands for it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from powertrain.ops.attention.backend_measurements import Curves, Estimate, Kind, dims_class, measured, rate_at
+from powertrain.ops.attention.backend_registry import BACKENDS, BACKWARDS, SEPARABLE
+from powertrain.ops.attention.problem import AttentionProblem, SizeClass
+
+_EQUAL = 1.05
+_NEAR = 4  # times as many or as few queries: where two backends were measured, that is taken for the class
+_QUERIES: dict[SizeClass, int] = {"decode": 16, "short": 512, "medium": 2048, "long": 8192}
+
+
+class Order(NamedTuple):
+    """In which order forwards and backwards are tried, how that is known, and the estimates that decided."""
+
+    names: tuple[str, ...]
+    backwards: tuple[str, ...]
+    known: str
+    estimates: Mapping[str, Estimate]
+
+    def behind(self, forward: str) -> tuple[str, ...]:
+        """Backwards of this forward: unless they were measured, its own first."""
+        return self.backwards if self.estimates else (forward, *(n for n in self.backwards if n != forward))
+
+
+class FixedOrder(NamedTuple):
+    """The order of some problems where nothing was measured."""
+
+    named: tuple[str, ...]
+    why: str
+    archs: tuple[int, int] = (0, 999)  # first and last
+    applies: Callable[[AttentionProblem], bool] = lambda problem: True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All backends: those that cannot run there follow."""
+        return self.named + tuple(name for name in BACKENDS if name not in self.named)
+
+
+def _fills_tiles(p: AttentionProblem) -> bool:
+    """With these head dims little of what tiles of 64, 96 and 128 columns multiply is padding."""
+    dims = p.head_dim_qk, p.head_dim_v
+    return dims == (64, 64) or min(dims) >= 96
+
+
+def _is_few_beside_long(p: AttentionProblem) -> bool:
+    """Few queries at the end of long keys, whose heads the Hopper forward packs into tiles and whose keys it splits."""
+    repeats = p.num_heads // max(1, p.num_kv_heads)
+    packs = repeats & (repeats - 1) == 0 and not p.mask.alibi
+    at_end = p.mask.right == 0 and p.mask.bottom_right
+    few = p.lengths.few and p.lengths.size in ("decode", "short")
+    return not p.needs_grad and few and at_end and packs and _fills_tiles(p)
+
+
+def _is_192_128(p: AttentionProblem) -> bool:
+    return (p.head_dim_qk, p.head_dim_v) == (192, 128)
+
+
+_REST = ("chunked", "reference")
+_LAST = ("triton", "flash", "flash-attn-2", "efficient", *_REST)
+_BY_HAND = "chosen by hand between neighbouring measurements on one H200"
+# A100: cuDNN at 0.82 of flash-2's speed, A10G 0.93, L40S 1.00, RTX PRO 6000 0.88: huggingface/transformers#48163
+_PUBLISHED = "not measured here: published numbers (cuDNN against flash-2: huggingface/transformers#48163)"
+
+# the first that applies; backends that a row does not name cannot run there, and follow so that they are explained
+FIXED_ORDERS = (
+    FixedOrder(("triton", "cpu", *_REST), "triton runs on the CPU only when asked to be interpreted", (0, 0)),
+    FixedOrder(
+        ("efficient", "triton", *_REST),
+        "Triton's tl.dot reaches no tensor core on sm_75 (a 64x64x32 float16 product compiles to 1024 FMAs)",
+        (75, 79),
+    ),
+    FixedOrder(
+        ("triton", "efficient", *_REST),
+        "float32 where TF32 is allowed: as on an H200",
+        applies=lambda p: p.dtype is torch.float32 and p.tf32,
+    ),
+    FixedOrder(
+        ("efficient", "triton", *_REST),
+        "float32 at full precision: as on an H200",
+        applies=lambda p: p.dtype is torch.float32,
+    ),
+    FixedOrder(("hopper", "flash-attn-3", "flash-attn-4", "cudnn", *_LAST), _BY_HAND, (90, 90), _is_few_beside_long),
+    FixedOrder(
+        ("cudnn", "flash", "flash-attn-3", "flash-attn-4", "triton", "flash-attn-2", "efficient", *_REST),
+        _BY_HAND,
+        (90, 99),
+        lambda p: p.lengths.size == "decode",
+    ),
+    FixedOrder(
+        ("cudnn", "flash-attn-3", "flash-attn-4", "hopper", *_LAST),
+        f"{_BY_HAND}; the Hopper kernels pad these head dims",
+        (90, 99),
+        lambda p: (
+            not _fills_tiles(p)
+            and (p.lengths.size == "short" or (p.lengths.size == "medium" and not p.needs_grad and p.head_dim_v <= 128))
+        ),
+    ),
+    FixedOrder(
+        ("cudnn", "flash-attn-3", "flash-attn-4", "hopper", *_LAST),
+        _BY_HAND,
+        (90, 99),
+        lambda p: p.lengths.size == "short" and not p.needs_grad and p.head_dim_qk <= 64,
+    ),
+    FixedOrder(
+        ("flash-attn-3", "hopper", "cudnn", "triton", "flash-attn-4", "flash", "flash-attn-2", "efficient", *_REST),
+        f"{_BY_HAND}; the Hopper kernels pad these head dims",
+        (90, 99),
+        lambda p: not _fills_tiles(p) and p.needs_grad and p.head_dim_v > 128,
+    ),
+    FixedOrder(
+        ("flash-attn-4", "flash-attn-3", "cudnn", "hopper", *_LAST),
+        f"{_BY_HAND}; the Hopper kernels pad these head dims",
+        (90, 99),
+        lambda p: not _fills_tiles(p),
+    ),
+    FixedOrder(
+        ("hopper", "cudnn", "flash-attn-3", "flash-attn-4", *_LAST),
+        _BY_HAND,
+        (90, 99),
+        lambda p: p.lengths.size == "short",
+    ),
+    FixedOrder(
+        ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", *_LAST),
+        _BY_HAND,
+        (90, 99),
+        lambda p: p.needs_grad and (_is_192_128(p) or (p.layout == "thd" and p.head_dim_v <= 128)),
+    ),
+    FixedOrder(
+        ("flash-attn-3", "hopper", "cudnn", "triton", "flash-attn-4", "flash", "flash-attn-2", "efficient", *_REST),
+        _BY_HAND,
+        (90, 99),
+        lambda p: p.needs_grad and p.head_dim_v > 128,
+    ),
+    FixedOrder(("flash-attn-3", "hopper", "flash-attn-4", "cudnn", *_LAST), _BY_HAND, (90, 99), lambda p: p.needs_grad),
+    FixedOrder(
+        ("triton", "hopper", "flash-attn-2", *_REST),
+        _BY_HAND,
+        (90, 99),
+        lambda p: p.mask.alibi and p.lengths.size == "long" and (p.head_dim_qk, p.head_dim_v) == (64, 64),
+    ),
+    FixedOrder(
+        ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", *_LAST),
+        _BY_HAND,
+        (90, 99),
+        lambda p: 64 < p.head_dim_v <= 128,
+    ),
+    FixedOrder(("flash-attn-3", "hopper", "flash-attn-4", "cudnn", *_LAST), _BY_HAND, (90, 99)),
+    FixedOrder(("flash-attn-2", "flash", "triton", "cudnn", "efficient", *_REST), _PUBLISHED, (80, 89)),
+    FixedOrder(("flash-attn-4", "cudnn", *_LAST), _PUBLISHED, (100, 119)),
+    FixedOrder(("flash-attn-2", "flash", "triton", "flash-attn-4", "cudnn", "efficient", *_REST), _PUBLISHED),
+)
+
+
+def fixed_order(problem: AttentionProblem) -> FixedOrder:
+    """The fixed order of a problem."""
+    return next(o for o in FIXED_ORDERS if o.archs[0] <= problem.arch <= o.archs[1] and o.applies(problem))
+
+
+def order_of(problem: AttentionProblem, forbidden: frozenset[str] = frozenset()) -> Order:
+    """The order for a problem, all backends in it. `forbidden` backends differentiate nothing."""
+    fixed = fixed_order(problem)
+    names, backwards = fixed.names, _fixed_backwards(problem, fixed.names)
+    kind, curves = curves_for(problem)
+    if curves is None:
+        return Order(names, backwards, f"fixed, {fixed.why}", {})
+    queries = _decisive_length(curves, problem, forbidden)
+    estimates = _estimates(curves, queries, forbidden)
+    costs = {name: estimate.cost(problem.needs_grad) for name, estimate in estimates.items()}
+    backward_costs = {name: 1 / rate for name, rate in _rates(curves.backward, queries).items()}
+    known_costs = {name: cost for name, cost in costs.items() if cost is not None and name in fixed.named}
+    if len(known_costs) < 2:
+        return Order(names, backwards, f"fixed, {fixed.why}", {})
+    known = f"measured ({kind}, {queries} queries): {', '.join(curves.sources)}; the rest fixed, {fixed.why}"
+    return Order(by_cost(names, known_costs), by_cost(backwards, backward_costs), known, estimates)
+
+
+def by_cost(names: tuple[str, ...], costs: Mapping[str, float]) -> tuple[str, ...]:
+    """Names with those that have a cost in the order of it, in the places that they have together. Costs within 5% of
+    the least are equal to it: the first of those names is next."""
+    left = [name for name in names if name in costs]
+    ordered = []
+    while left:
+        least = min(costs[name] for name in left)
+        ordered.append(next(name for name in left if costs[name] <= _EQUAL * least))
+        left.remove(ordered[-1])
+    measured_names = iter(ordered)
+    return tuple(next(measured_names) if name in costs else name for name in names)
+
+
+def _fixed_backwards(p: AttentionProblem, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Backwards that take any forward's results, in the fixed order: cuDNN's behind ours where hopper comes first, but
+    for 192/128, causal (forward and backward of 512 to 8192 queries, one H200: 0.73 to 0.81 of triton's time)."""
+    in_order = tuple(name for name in names if name in BACKWARDS)
+    if in_order.index("hopper") > in_order.index("cudnn"):
+        return in_order
+    return ("hopper", "cudnn", "triton") if _is_192_128(p) and p.mask.is_causal else ("hopper", "triton", "cudnn")
+
+
+def curves_for(p: AttentionProblem) -> tuple[Kind | None, Curves | None]:
+    """What was measured of a problem's kind; (kind, None) if nothing was. Head dims that fill no tile count as measured
+    only if they were themselves."""
+    m = p.mask
+    if p.target is None or p.lengths.empty or m.bias != "none" or m.chunk or m.prefix or m.documents:
+        return None, None
+    half = p.dtype in (torch.float16, torch.bfloat16)
+    if not half and p.dtype is not torch.float32:
+        return None, None
+    flags = {
+        "alibi": m.alibi, "packed": p.layout == "thd", "softcap": m.softcap > 0, "window": m.has_window,
+        "deterministic": p.deterministic and p.needs_grad,
+    }  # fmt: skip
+    features = tuple(sorted(name for name, given in flags.items() if given))
+    keys = "beside" if _is_few_beside_long(p) or (not m.is_causal and p.lengths.size == "decode") else "many"
+    dtype = "half" if half else "tf32" if p.tf32 else "float32"
+    dims = dims_class(p.head_dim_qk, p.head_dim_v)
+    kind = Kind(dtype, "causal" if m.is_causal else "full", features, keys, dims)
+    curves = measured(p.target.arch, p.target.name).get(kind)
+    if curves is not None and not _fills_tiles(p) and (p.head_dim_qk, p.head_dim_v) not in curves.head_dims:
+        return kind, None
+    return kind, curves
+
+
+def _rates(points: Mapping[str, Mapping[int, float]], queries: int) -> dict[str, float]:
+    rates = ((name, rate_at(curve, queries)) for name, curve in points.items())
+    return {name: rate for name, rate in rates if rate is not None}
+
+
+def _estimates(curves: Curves, queries: int, forbidden: frozenset[str]) -> dict[str, Estimate]:
+    """A forward that several backwards may follow is estimated with the fastest of them."""
+    forward, backward = _rates(curves.forward, queries), _rates(curves.backward, queries)
+    allowed = [rate for name, rate in backward.items() if name in BACKWARDS and name not in forbidden]
+    fastest = max(allowed, default=None)
+    return {
+        name: Estimate(forward.get(name), fastest if name in SEPARABLE else backward.get(name))
+        for name in dict.fromkeys((*forward, *backward))
+    }
+
+
+def _decisive_length(curves: Curves, p: AttentionProblem, forbidden: frozenset[str]) -> int:
+    """The number of queries at which backends are compared: that of the problem's class, or one near it at which two or
+    more were measured."""
+    wanted = _QUERIES[p.lengths.size]
+
+    def count(queries: int) -> int:
+        estimates = _estimates(curves, queries, forbidden).values()
+        return sum(estimate.cost(p.needs_grad) is not None for estimate in estimates)
+
+    if count(wanted) > 1:
+        return wanted
+    lengths = sorted({n for points in (*curves.forward.values(), *curves.backward.values()) for n in points})
+    near = [n for n in lengths if wanted <= _NEAR * n and n <= _NEAR * wanted and count(n) > 1] or [wanted]
+    return min(near, key=lambda n: max(n, wanted) / min(n, wanted))
