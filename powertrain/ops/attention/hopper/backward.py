@@ -1,5 +1,5 @@
-"""Backward of attention for Hopper: hopper/backward_kernel.py, for head dims above 192 hopper/backward_kernel_d256.py, between
-two kernels in Triton.
+"""Backward of attention for Hopper: hopper/backward_kernel.py, or above head dim 192 hopper/backward_kernel_d256.py,
+between two kernels in Triton.
 
 The first computes delta_i = o_i do_i - dlse_i and writes the zeros to which the second adds sums of dq, in float32 and
 in the order in which its threads hold them; the third brings these into rows and scales them. Tiles of keys add in no
@@ -31,7 +31,7 @@ from powertrain.ops.attention.triton.backend import (
     _shape,
     _slots,
 )
-from powertrain.ops.attention.triton.tiles import LOG2E, find_sequence, span_of, to_int64
+from powertrain.ops.attention.triton.tiles import LOG2E, find_sequence, sequence_span, to_int64
 from powertrain.ops.shapes import next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
@@ -49,7 +49,7 @@ def _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, size, BLOCK_M: tl.con
     else:
         b, block = index // heads, slot
         index = index % heads
-    start, length, room = span_of(starts_ptr, used_ptr, b, batch, size)
+    start, length, room = sequence_span(starts_ptr, used_ptr, b, batch, size)
     return b, index, start, block * BLOCK_M, length, room
 
 

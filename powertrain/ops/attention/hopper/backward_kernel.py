@@ -41,7 +41,7 @@ from powertrain.ops.attention.hopper.backward_primitives import (
 )
 from powertrain.ops.attention.hopper.dq_order import last_turn, pass_turn, take_turn
 from powertrain.ops.attention.hopper.primitives import int32, keep_order, rings, stages, tell, told
-from powertrain.ops.attention.triton.tiles import find_sequence, span_of
+from powertrain.ops.attention.triton.tiles import find_sequence, sequence_span
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
@@ -106,8 +106,8 @@ def _keys_of(
     else:
         b = kv // kv_heads
         kv = kv % kv_heads
-    k_start, k_len, k_room = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
-    q_start, q_len, _ = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
+    k_start, k_len, k_room = sequence_span(k_starts_ptr, k_used_ptr, b, batch, keys)
+    q_start, q_len, _ = sequence_span(q_starts_ptr, q_used_ptr, b, batch, queries)
     return b, kv, block * BLOCK_N, k_start, k_len, k_room, q_start, q_len
 
 

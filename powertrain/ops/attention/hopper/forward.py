@@ -30,8 +30,8 @@ from powertrain.ops.attention.hopper.softmax import (
     scored,
     softmax,
 )
-from powertrain.ops.attention.triton.forward import place
-from powertrain.ops.attention.triton.tiles import find_sequence, span_of
+from powertrain.ops.attention.triton.forward import tile_coords
+from powertrain.ops.attention.triton.tiles import find_sequence, sequence_span
 from powertrain.runtime.gluon_compat import (
     arrive_named,
     barrier,
@@ -201,10 +201,10 @@ def _load_tile(
     K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
     V_BYTES: gl.constexpr = BLOCK_N * v_smem.shape[2] * BYTES
     if q_starts_ptr is not None:
-        slot, head = place(tile, blocks, units, group)
+        slot, head = tile_coords(tile, blocks, units, group)
         b, block = find_sequence(q_starts_ptr, batch, slot, QUERIES)
     else:
-        block, at = place(tile, blocks, batch * units, group)
+        block, at = tile_coords(tile, blocks, batch * units, group)
         b = at // units
         head = at % units
     cut = None
@@ -214,8 +214,8 @@ def _load_tile(
     if PACK > 1:
         parts = gl.cdiv(repeats, PACK)
         head = head // parts * repeats + head % parts * PACK
-    q_start, q_len, q_room = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
-    k_start, k_len, _ = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
+    q_start, q_len, q_room = sequence_span(q_starts_ptr, q_used_ptr, b, batch, queries)
+    k_start, k_len, _ = sequence_span(k_starts_ptr, k_used_ptr, b, batch, keys)
     first = block * QUERIES
     if first < q_room:
         pair = taken & 1
@@ -502,7 +502,7 @@ def _consume_tile(
     if Q_HELD:
         q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)
     slope = 0.0
-    if ALIBI:
+    if ALIBI != "none":
         b = told(tile_smem, pair, 0)
         slope = gl.load(slopes_ptr + b * stride_slopes + head, mask=b < batch, other=0.0) * LOG2E
     p_first = row + offset
@@ -586,7 +586,7 @@ def _consume_tile(
 
     total = gl.convert_layout(gl.sum(l, 1), row_layout)
     m = m * factor
-    if ALIBI == 2:
+    if ALIBI == "one_sided":
         m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
     rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
     lane = _with_head_of(0, gl.arange(0, ROWS, row_layout), PACK)
@@ -657,7 +657,7 @@ def _consume(
     # of the one masked block of a tile, the first half of the queries see the first half of the keys
     HALF: gl.constexpr = ALIGNED and CONSUMER == 0
     FIRST_N: gl.constexpr = BLOCK_N // 2 if HALF else BLOCK_N
-    RAW: gl.constexpr = not CAP and ALIBI == 0  # m is a maximum of unscaled scores
+    RAW: gl.constexpr = not CAP and ALIBI == "none"  # m is a maximum of unscaled scores
     storage = batch
     if PACKED:
         storage = gl.to_tensor(1)

@@ -25,12 +25,12 @@ def scored(s, start, positions, factors, slope, p_first, CAP: gl.constexpr, ALIB
     """Scores in base 2, but for the factor where there is neither softcap nor ALiBi."""
     if CAP:
         s = tanh(s * factors[0]) * factors[1]
-    elif ALIBI:
+    elif ALIBI != "none":
         s = s * factors[0]
-    if ALIBI == 1:
+    if ALIBI == "two_sided":
         far = gl.expand_dims(positions, 1) - gl.expand_dims(_columns(start, s), 0)
         s -= slope * gl.abs(far).to(gl.float32)
-    if ALIBI == 2:
+    if ALIBI == "one_sided":
         s += gl.expand_dims(slope * (_columns(start, s) - p_first).to(gl.float32), 0)
     return s
 
