@@ -16,8 +16,10 @@ has a program per block of a segment, which runs over all sequences that contain
 Source: Dao 2023, arXiv:2307.08691; the tiles were measured here (triton/plans.py). Reference: `attention_bwd_ref`.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from powertrain.ops.attention.triton.forward import tile_coords
 from powertrain.ops.attention.triton.tiles import (
@@ -52,7 +54,43 @@ from powertrain.ops.attention.triton.tiles import (
     to_int64,
     zeros_tile,
 )
+from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime.launch import kernel
+
+
+def attention_bwd_ref(
+    dout: Tensor,  # [b, h, sq, dv]
+    query: Tensor,  # [b, h, sq, dqk]
+    key: Tensor,  # [b, kv heads, sk, dqk]
+    value: Tensor,  # [b, kv heads, sk, dv]
+    *,
+    scale: float,
+    visible: Tensor | None = None,  # bool, broadcasts to [b, h, sq, sk]
+    bias: Tensor | None = None,  # [b, h, sq, sk]
+    softcap: float = 0.0,
+    keep: Tensor | None = None,  # bool [b, h, sq, sk]: the weights that dropout keeps
+    dropout_p: float = 0.0,
+    dlse: Tensor | None = None,  # [b, h, sq]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The specification of the backward in plain PyTorch: (dq, dk, dv, dbias), in float32 or the inputs' float64."""
+    q, k, v, do = (x.to(acc_dtype(x.dtype)) for x in (query, key, value, dout))
+    ratio = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(ratio, 1) for x in (k, v))
+    raw = q @ k.mT * scale  # [b, h, sq, sk]
+    t = torch.tanh(raw / softcap) if softcap else torch.zeros_like(raw)
+    s = (softcap * t if softcap else raw) + (0.0 if bias is None else bias)
+    s = s if visible is None else s.masked_fill(~visible, -torch.inf)
+    lse = s.logsumexp(-1, keepdim=True)
+    p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0))  # rows that see nothing have weights 0
+    kept = torch.ones_like(p) if keep is None else keep / (1 - dropout_p)
+    dv = (kept * p).mT @ do
+    dp = kept * (do @ v.mT)
+    delta = (p * dp).sum(-1, keepdim=True)  # = sum(out * dout, -1)
+    ds = p * (dp - delta + (0.0 if dlse is None else dlse[..., None]))
+    dbias, ds = ds, ds * (1 - t * t) * scale
+    dq, dk = ds @ k, ds.mT @ q
+    dk, dv = (x.unflatten(1, (-1, ratio)).sum(2) for x in (dk, dv))
+    return dq, dk, dv, dbias
 
 
 @kernel(aligned=("row_stride",))
