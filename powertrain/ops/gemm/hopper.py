@@ -27,7 +27,6 @@ from torch import Tensor
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime import checks
 from powertrain.runtime.gluon_compat import (
-    arrive_named,
     fence_proxy_async,
     gl,
     gluon,
@@ -35,8 +34,9 @@ from powertrain.runtime.gluon_compat import (
     kept,
     load_acquire,
     mbarrier,
+    named_barrier_arrive,
+    named_barrier_sync,
     stores_landed,
-    sync_named,
     tma,
     tma_load,
     tma_store,
@@ -93,7 +93,7 @@ _TURN = gl.constexpr(14)
 @gluon.jit
 def _give_back(stage, STAGES: gl.constexpr):
     """The stage before `stage` may be filled again."""
-    arrive_named(_EMPTY + gl.where(stage == 0, STAGES, stage) - 1, 288)
+    named_barrier_arrive(_EMPTY + gl.where(stage == 0, STAGES, stage) - 1, 288)
 
 
 @gluon.jit
@@ -177,7 +177,7 @@ def _load(
             col = tile_n * B_COLS
             for k in range(0, K, BLOCK_K):
                 if filled >= STAGES:
-                    sync_named(_EMPTY + stage, 288)
+                    named_barrier_sync(_EMPTY + stage, 288)
                 filled += 1
                 bar = full.index(stage)
                 mbarrier.expect(bar, BYTES)
@@ -203,7 +203,7 @@ def _load(
         chunk, start, end = next_chunk, next_start, next_end
     # a barrier is left as it was found: whoever came is met
     for n in range(gl.minimum(filled, STAGES)):
-        sync_named(_EMPTY + (filled - 1 - n) % STAGES, 288)
+        named_barrier_sync(_EMPTY + (filled - 1 - n) % STAGES, 288)
 
 
 @gluon.jit
@@ -272,7 +272,7 @@ def _consume(
     phase = gl.to_tensor(0)
     c_phase = gl.to_tensor(1)
     if CONSUMER == 1:
-        arrive_named(_TURN, 256)  # the first turn is consumer 0's
+        named_barrier_arrive(_TURN, 256)  # the first turn is consumer 0's
     _, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
     for position in range(chunks):
         # asked for now, used after this chunk's tiles
@@ -293,10 +293,10 @@ def _consume(
                     b_block = b_block.permute((1, 0))
                 # in turns, so that one's products are computed beside the other's end of a tile
                 if CONSUMERS == 2:
-                    sync_named(_TURN + CONSUMER, 256)
+                    named_barrier_sync(_TURN + CONSUMER, 256)
                 acc = hopper.warpgroup_mma(a_block, b_block, acc, is_async=True)
                 if CONSUMERS == 2:
-                    arrive_named(_TURN + 1 - CONSUMER, 256)
+                    named_barrier_arrive(_TURN + 1 - CONSUMER, 256)
                 # the one before has finished, and its stage is free
                 acc = hopper.warpgroup_mma_wait(1, deps=[acc])
                 if k > 0:
@@ -334,7 +334,7 @@ def _consume(
         start, end = next_start, next_end
     if CONSUMERS == 2:
         if CONSUMER == 0:
-            sync_named(_TURN, 256)
+            named_barrier_sync(_TURN, 256)
 
 
 @gluon.jit

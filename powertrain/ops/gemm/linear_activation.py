@@ -5,8 +5,9 @@
 
     backward: dz from dy and z by the activation's formulas; dx = dz W (+ dz_up W_up); dW = dzᵀ x; db sums dz's rows
 
-On sm_90 (ops/gemm/hopper_activation.py) the activation is computed while the next tile is multiplied, which saves reading z
-and, where no gradient is wanted, writing it. Elsewhere it is the product, then `activation` or `gated_activation`.
+On sm_90 (ops/gemm/hopper_activation.py) the activation is computed while the next tile is multiplied, which saves
+reading z and, where no gradient is wanted, writing it. Elsewhere it is the product, then `activation` or
+`gated_activation`.
 x [M, K], W [N, K]: 2 M N K operations forward (gated 4), twice that backward. Saved: x, the weights, z, z_up.
 """
 
