@@ -80,16 +80,16 @@ def _hopper_attention_bwd_preprocess_kernel(
     i = to_int64(start + rows)[:, None]
     o_base = o_ptr + storage * stride_ob + to_int64(kv) * stride_oh + to_int64(repeat) * stride_or
     do_base = do_ptr + storage * stride_dob + to_int64(kv) * stride_doh + to_int64(repeat) * stride_dor
-    o = tl.load(o_base + i * stride_os + cols, mask=mask, other=0.0).to(tl.float32)
-    do = tl.load(do_base + i * stride_dos + cols, mask=mask, other=0.0).to(tl.float32)
+    o = tl.load(o_base + i * stride_os + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, W_V]
+    do = tl.load(do_base + i * stride_dos + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, W_V]
     delta = tl.sum(o * do, 1)
-    lse = tl.load(lse_ptr + at + rows, mask=rows < length, other=float("-inf"))
+    lse = tl.load(lse_ptr + at + rows, mask=rows < length, other=float("-inf"))  # [BLOCK_M]
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + at + rows, mask=rows < length, other=0.0)
+        delta -= tl.load(dlse_ptr + at + rows, mask=rows < length, other=0.0)  # [BLOCK_M]
     blind = lse == float("-inf")
     to = rows_ptr + to_int64(t) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
-    tl.store(to, tl.where(blind, float("inf"), lse * LOG2E))
-    tl.store(to + BLOCK_M, tl.where(blind, 0.0, delta))
+    tl.store(to, tl.where(blind, float("inf"), lse * LOG2E))  # [BLOCK_M]
+    tl.store(to + BLOCK_M, tl.where(blind, 0.0, delta))  # [BLOCK_M]
     if sum_ptr is not None:
         piece = tl.arange(0, BLOCK_M * W_QK)
         tl.store(sum_ptr + to_int64(t) * (BLOCK_M * W_QK) + piece, tl.zeros([BLOCK_M * W_QK], tl.float32))
@@ -112,7 +112,7 @@ def _hopper_attention_dq_kernel(
         storage = to_int64(b)
         if starts_ptr is not None:
             storage = storage * 0
-        x = tl.load(sum_ptr + (to_int64(t) * PARTS + part) * (64 * W_QK) + tl.arange(0, 64 * W_QK))
+        x = tl.load(sum_ptr + (to_int64(t) * PARTS + part) * (64 * W_QK) + tl.arange(0, 64 * W_QK))  # [64 * W_QK]
         # 8 columns, warp, row of 8, 2 columns, which 8 rows of the warp's 16, column
         x = x.reshape(W_QK // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, W_QK)
         rows = first + tl.arange(0, 64)
@@ -120,7 +120,7 @@ def _hopper_attention_dq_kernel(
         base = dq_ptr + storage * stride_dqb + to_int64(kv) * stride_dqh + to_int64(repeat) * stride_dqr
         ptrs = base + to_int64(start + rows)[:, None] * stride_dqs + cols
         x = tl.where((rows < length)[:, None], x * scale, 0.0).to(dq_ptr.dtype.element_ty)
-        tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D_QK))
+        tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D_QK))  # [64, W_QK]
 
 
 class Plan(NamedTuple):

@@ -44,7 +44,7 @@ def _store(desc, place, rows_left, tile, x, PACKED: gl.constexpr):
     """Rows of results through shared memory to memory, by TMA, when the ones before have left."""
     tma.store_wait(0)
     barrier()
-    tile.store(x)
+    tile.store(x)  # [64, W_QK or W_V]
     hopper.fence_async_shared()
     barrier()
     if not PACKED:
@@ -85,7 +85,7 @@ def _row_numbers(smem, at, DELTA: gl.constexpr, layout: gl.constexpr):
 def _ask(keys, b_smem, at, zeros):
     """keys bᵀ, under way, b being q (for the scores; keys are k) or do (for dp; v) of block number `at` of queries."""
     b = b_smem.index(at % b_smem.shape[0])
-    return hopper.warpgroup_mma(keys, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(keys, b.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
 
 
 @gluon.jit
@@ -132,7 +132,7 @@ def _hand_over(ds, at, ds_smem, ds_empty, CONSUMER: gl.constexpr):
     """This consumer's ds of block number `at` into shared memory, when the producer has done with what was there."""
     stage = at % ds_smem.shape[0]
     mbarrier.wait(ds_empty.index(stage), (at // ds_smem.shape[0]) & 1 ^ 1)
-    ds_smem.index(stage).slice(CONSUMER * 64, 64, 0).store(ds)
+    ds_smem.index(stage).slice(CONSUMER * 64, 64, 0).store(ds)  # [64, BLOCK_M]
 
 
 @gluon.jit
@@ -146,16 +146,16 @@ def _add_products(
     q_smem, do_smem, ds_smem = smem.q, smem.do, smem.ds
     STAGES: gl.constexpr = q_smem.shape[0]
     dtype: gl.constexpr = q_smem.dtype
-    p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
+    p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))  # [64, BLOCK_M]
     ds = ds.to(dtype)
-    ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
+    ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))  # [64, BLOCK_M]
     if NEXT:
         mbarrier.wait(full.index((at + 1) % STAGES), ((at + 1) // STAGES) & 1)
     if DS_FIRST:
         _hand_over(ds, at, ds_smem, ds_empty, CONSUMER)
     named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
-    dv = hopper.warpgroup_mma(p16, do_smem.index(at % STAGES), dv, is_async=True)
-    dk = hopper.warpgroup_mma(ds16, q_smem.index(at % STAGES), dk, is_async=True)
+    dv = hopper.warpgroup_mma(p16, do_smem.index(at % STAGES), dv, is_async=True)  # [64, W_V]
+    dk = hopper.warpgroup_mma(ds16, q_smem.index(at % STAGES), dk, is_async=True)  # [64, W_QK]
     s = zeros
     if NEXT:
         s = _ask(k, q_smem, at + 1, zeros)
@@ -182,8 +182,8 @@ def _consume_block(
         keep_order()
     else:
         mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
-    s = _ask(k, q_smem, at, zeros)
-    dp = _ask(v, do_smem, at, zeros)
+    s = _ask(k, q_smem, at, zeros)  # [64, BLOCK_M]: keys along the rows
+    dp = _ask(v, do_smem, at, zeros)  # [64, BLOCK_M]
     if EARLY:
         named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
     s = hopper.warpgroup_mma_wait(1, deps=[s])
@@ -216,7 +216,7 @@ def _weigh_ahead(
     s_layout: gl.constexpr = zeros.type.layout
     lse = _row_numbers(smem, at, 0, s_layout)  # behind dp's products it would wait for them
     keep_order()
-    dp = _ask(v, do_smem, at, zeros)
+    dp = _ask(v, do_smem, at, zeros)  # [64, BLOCK_M]
     named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
     s = hopper.warpgroup_mma_wait(1, deps=[s])
     p, _ = _weights_of(
@@ -355,7 +355,7 @@ def consume(
                         low = read_tile_field(tile_smem, slot, TILE_DISTANCE) - CONSUMER * 64
         elif first < end:
             mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
-            s = _ask(k, q_smem, at, zeros)
+            s = _ask(k, q_smem, at, zeros)  # [64, BLOCK_M]: keys along the rows
             p, dp, delta = _weigh_ahead(
                 s, at, low, v, zeros, slopes, first, count, is_sequence, smem, k_left, scale, left, right,
                 LEFT, RIGHT, CONSUMER,

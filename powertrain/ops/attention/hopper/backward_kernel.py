@@ -228,9 +228,9 @@ def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, plac
         named_barrier_sync(BAR_EMPTY + stage, EVERYONE)
     bar = full.index(stage)
     mbarrier.expect(bar, BLOCK_M * BYTES)
-    tma_load(q_desc, [b, head, end, row, 0], bar, as_tile(q_smem.index(stage)))
-    tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))
-    tma_load(do_desc, [b, head, end, row, 0], bar, as_tile(do_smem.index(stage)))
+    tma_load(q_desc, [b, head, end, row, 0], bar, as_tile(q_smem.index(stage)))  # [BLOCK_M, W_QK]
+    tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))  # [2 * BLOCK_M]: LSE, delta
+    tma_load(do_desc, [b, head, end, row, 0], bar, as_tile(do_smem.index(stage)))  # [BLOCK_M, W_V]
 
 
 @gluon.jit
@@ -276,14 +276,14 @@ def _add_to_dq(
         last = last_turn(order_ptr, tile)
     named_barrier_sync(BAR_DS_FULL + stage, EVERYONE)
     for m in gl.static_range(BLOCK_M // 64):
-        ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))
+        ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))  # [64 queries, 128 keys]
         for n in gl.static_range(W_QK // PART):
             zeros = gl.zeros([64, PART], gl.float32, layout)
             # index 0, and no constant: what is computed from it does not fill registers all the while
-            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)
+            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)  # [128, PART]
             part = m * (W_QK // PART) + n
             if sum_ptr is not None:
-                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)  # [64, PART]
                 if order_ptr is not None and part == 0:
                     wait_for_predecessor(order_ptr, tile, last, before, owed, owed_turn)
                 dq = hopper.warpgroup_mma_wait(0, deps=[dq])

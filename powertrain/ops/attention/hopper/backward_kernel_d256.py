@@ -46,7 +46,7 @@ def _load_queries(desc, rows_desc, smem, rows_smem, full, empty, i, repeat, bloc
     bar = full.index(stage)
     mbarrier.expect(bar, BLOCK_M * BYTES)
     tma_load(desc, [repeat, block * BLOCK_M, 0], bar, _as_tile(smem.index(stage)))
-    tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))
+    tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))  # [2 * BLOCK_M]: LSE, delta
 
 
 @gluon.jit
@@ -85,7 +85,7 @@ def _store_rows(tile, base, length, capacity, stride, D: gl.constexpr):
         values = tile.slice(part * 16, 16, 0).load(layout)
         values = gl.where(gl.expand_dims(rows < length, 1), values, 0.0)
         ptrs = base + gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
-        gl.store(ptrs, values, mask=gl.expand_dims(rows < capacity, 1) & gl.expand_dims(cols < D, 0))
+        gl.store(ptrs, values, mask=gl.expand_dims(rows < capacity, 1) & gl.expand_dims(cols < D, 0))  # [16, W]
 
 
 @gluon.jit
@@ -131,13 +131,13 @@ def _produce(
         if (i > 0) & (i + 1 < total):  # the stage of the block before, whose dv has been computed by now
             _load_grads(do_desc, do_smem, do_full, do_empty, i + 1, do_repeat, do_block)
             do_repeat, do_block = _next(do_repeat, do_block, begin, end, num_q_per_kv, DETERMINISTIC)
-        ds = ds_smem.index(stage).permute((1, 0))
+        ds = ds_smem.index(stage).permute((1, 0))  # [BLOCK_M, 64]
         for n in gl.static_range(W // PART):
             zeros = gl.zeros([BLOCK_M, PART], gl.float32, layout)
             # index 0, and no constant: what is computed from it does not fill registers all the while
-            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)
+            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)  # [64, PART]
             if sum_ptr is not None:
-                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)  # [BLOCK_M, PART]
                 if DETERMINISTIC and n == 0:
                     wait_for_predecessor(order_ptr, tile, last, gl.where(i >= unseen, first, 0), owed, first + BLOCK_N)
                     owed = tile
@@ -204,7 +204,7 @@ def _consume(
         dp = hopper.warpgroup_mma(v, do.slice(MINE, ROWS, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
         # of the block before; at the first there is none, and what lies there is not taken over
         do_before = do_smem.index(before).slice(MY_COLS, COLS, 1)
-        dv = hopper.warpgroup_mma(p_smem.index(before), do_before, dv, use_acc=i > 1, is_async=True)
+        dv = hopper.warpgroup_mma(p_smem.index(before), do_before, dv, use_acc=i > 1, is_async=True)  # [64, COLS]
         lse = gl.expand_dims(rows.slice(MINE, ROWS).load(row_layout), 0)
         s = hopper.warpgroup_mma_wait(2, deps=[s])
         if CAP:
@@ -238,17 +238,17 @@ def _consume(
             p = gl.where(seen, p, 0.0)
         # given back by the producer, and by both consumers
         mbarrier.wait(ds_empty.index(stage), (i // STAGES) & 1 ^ 1)
-        p_smem.index(stage).slice(MINE, ROWS, 1).store(p.to(dtype))
+        p_smem.index(stage).slice(MINE, ROWS, 1).store(p.to(dtype))  # [64, ROWS]
         dp = hopper.warpgroup_mma_wait(1, deps=[dp])
         delta = gl.expand_dims(rows.slice(BLOCK_M + MINE, ROWS).load(row_layout), 0)
         ds = p * (dp - delta)
         if CAP:
             ds *= 1.0 - t * t
-        ds_smem.index(stage).slice(MINE, ROWS, 1).store(ds.to(dtype))
+        ds_smem.index(stage).slice(MINE, ROWS, 1).store(ds.to(dtype))  # [64, ROWS]
         hopper.fence_async_shared()
         named_barrier_sync_divergent(_PAIR, 256)
         mbarrier.arrive(ds_full.index(stage), count=1)
-        dk = hopper.warpgroup_mma(ds_smem.index(stage), q.slice(MY_COLS, COLS, 1), dk, is_async=True)
+        dk = hopper.warpgroup_mma(ds_smem.index(stage), q.slice(MY_COLS, COLS, 1), dk, is_async=True)  # [64, COLS]
         dv = hopper.warpgroup_mma_wait(1, deps=[dv])
         if i > 0:
             mbarrier.arrive(do_empty.index(before), count=1)
@@ -269,10 +269,10 @@ def _consume(
         dv = hopper.warpgroup_mma_wait(0, deps=[dv])
     # in the place of v, which both have read; and of k, when the producer has
     named_barrier_sync_divergent(_PAIR, 256)
-    v_smem.index(0).slice(MY_COLS, COLS, 1).store(dv.to(dtype))
+    v_smem.index(0).slice(MY_COLS, COLS, 1).store(dv.to(dtype))  # [64, COLS]
     mbarrier.arrive(dv_full, count=1)
     mbarrier.wait(drained, 0)
-    k_smem.index(0).slice(MY_COLS, COLS, 1).store((dk * scale).to(dtype))
+    k_smem.index(0).slice(MY_COLS, COLS, 1).store((dk * scale).to(dtype))  # [64, COLS]
     mbarrier.arrive(dk_full, count=1)
 
 
@@ -370,8 +370,8 @@ def _hopper_attention_bwd_d256_kernel(
     k_desc = tma.make_tensor_descriptor(k_ptr, [rows, D_QK], [stride_ks, 1], [BLOCK_N, W], layout)
     v_desc = tma.make_tensor_descriptor(v_ptr, [rows, D_V], [stride_vs, 1], [BLOCK_N, W], layout)
     mbarrier.expect(kv_full, BLOCK_N * 2 * W * BYTES)
-    tma_load(k_desc, [first, 0], kv_full, k_smem.index(0))
-    tma_load(v_desc, [first, 0], kv_full, v_smem.index(0))
+    tma_load(k_desc, [first, 0], kv_full, k_smem.index(0))  # [64, W]
+    tma_load(v_desc, [first, 0], kv_full, v_smem.index(0))  # [64, W]
     rows = gl.maximum(q_len, 1)
     q_desc = tma.make_tensor_descriptor(
         q_ptr, [num_q_per_kv, rows, D_QK], [stride_qr, stride_qs, 1], [1, BLOCK_M, W], q_layout

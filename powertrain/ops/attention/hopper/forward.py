@@ -222,7 +222,7 @@ def _load_queries(
                 where = [batch, head, row + c * ROWS, i * q_smem[0].shape[2]]
             else:
                 where = [batch, row + c * (ROWS // HEADS_PER_TILE), head, i * q_smem[0].shape[2]]
-            tma_load(q_desc[i], where, bar, _as_tile(q_smem[i].index(first_slot + c), HEADS_PER_TILE))
+            tma_load(q_desc[i], where, bar, _as_tile(q_smem[i].index(first_slot + c), HEADS_PER_TILE))  # [64, PIECE]
 
 
 @gluon.jit
@@ -316,7 +316,7 @@ def _load_tile(
                     _take(_VALUES_FREE, stage, CONSUMERS)
                 bar = v_full.index(stage)
                 mbarrier.expect(bar, V_BYTES)
-                tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
+                tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))  # [BLOCK_N, D_V]
             before = row
         visited += end - begin
         # late, for what a long tile has drawn waits for its end; not last, for the answer takes time
@@ -326,7 +326,7 @@ def _load_tile(
             _take(_VALUES_FREE, stage, CONSUMERS)
         bar = v_full.index(stage)
         mbarrier.expect(bar, V_BYTES)
-        tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
+        tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))  # [BLOCK_N, D_V]
         taken += 1
     else:
         tile_idx = fetch_next_tile_async(counter_ptr)
@@ -418,11 +418,11 @@ def _times_keys(q, k_smem, stage, KEYS: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ROWS: gl.constexpr = q[0].shape[0]
     s = gl.zeros([ROWS, KEYS], gl.float32, layout)
-    k = _first_rows(k_smem[0].index(stage), KEYS)
-    s = hopper.warpgroup_mma(q[0], k.permute((1, 0)), s, use_acc=False, is_async=True)
+    k = _first_rows(k_smem[0].index(stage), KEYS)  # [KEYS, PIECE]
+    s = hopper.warpgroup_mma(q[0], k.permute((1, 0)), s, use_acc=False, is_async=True)  # [64, KEYS]
     for i in gl.static_range(1, len(k_smem)):
-        k = _first_rows(k_smem[i].index(stage), KEYS)
-        s = hopper.warpgroup_mma(q[i], k.permute((1, 0)), s, is_async=True)
+        k = _first_rows(k_smem[i].index(stage), KEYS)  # [KEYS, PIECE]
+        s = hopper.warpgroup_mma(q[i], k.permute((1, 0)), s, is_async=True)  # [64, KEYS]
     return s
 
 
@@ -464,15 +464,15 @@ def _step(
     o_layout: gl.constexpr = o.type.layout
     stage = at & (STAGES - 1)
     last = (at - 1) & (STAGES - 1)
-    p = as_operand(weights, v_smem.dtype, o_layout)
-    v = _first_rows(v_smem.index(last), p.shape[1])
+    p = as_operand(weights, v_smem.dtype, o_layout)  # [64, BLOCK_N], or half a block's columns
+    v = _first_rows(v_smem.index(last), p.shape[1])  # [BLOCK_N, D_V], or half of it
     mbarrier.wait(k_full.index(stage), phase_parity(at, STAGES))
     # consumers take turns at the tensor cores: one's exponentials beside another's products
     if not MASKED:
         named_barrier_sync(_TURN + CONSUMER, 256)
-    s_later = _times_keys(q, k_smem, stage, BLOCK_N)
+    s_later = _times_keys(q, k_smem, stage, BLOCK_N)  # [64, BLOCK_N]
     mbarrier.wait(v_full.index(last), phase_parity(at - 1, STAGES))
-    o_later = hopper.warpgroup_mma(p, v, o, is_async=True)
+    o_later = hopper.warpgroup_mma(p, v, o, is_async=True)  # [64, D_V]
     if not MASKED:
         named_barrier_arrive(_TURN + (CONSUMER + 1) % CONSUMERS, 256)
     barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
@@ -556,7 +556,7 @@ def _consume_tile(
     positions = row + offset + _query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
     q = _queries_at(_slot_of(pair, q_smem, CONSUMERS, CONSUMER), q_smem)
     if Q_HELD:
-        q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)
+        q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)  # [64, PIECE], in registers
     slope = 0.0
     if ALIBI != "none":
         b = read_tile_field(tile_smem, pair, _B)
@@ -616,7 +616,7 @@ def _consume_tile(
     last = (visited - 1) & (STAGES - 1)
     mbarrier.wait(v_full.index(last), phase_parity(visited - 1, STAGES))
     p = as_operand(weights, dtype, o_layout)
-    o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
+    o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)  # [64, D_V]
 
     # reload from shared memory to keep registers free in the loops
     b = read_tile_field(tile_smem, pair, _B)
@@ -638,7 +638,7 @@ def _consume_tile(
     if next_head >= 0:
         mbarrier.wait(q_full.index(slot), phase_parity(taken, q_smem[0].shape[0] // CONSUMERS))
         mbarrier.wait(k_full.index(stage), phase_parity(visited, STAGES))
-    s_later = _times_keys(_queries_at(slot, q_smem), k_smem, stage, FIRST_N)
+    s_later = _times_keys(_queries_at(slot, q_smem), k_smem, stage, FIRST_N)  # [64, FIRST_N]
 
     total = gl.convert_layout(gl.sum(l, 1), row_layout)
     m = m * factor
@@ -674,7 +674,7 @@ def _consume_tile(
     is_row = i < q_capacity
     if HEADS_PER_TILE > 1 and num_splits is not None:  # the last tile of a group may have fewer heads
         is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
-    gl.store(lse_base + i, lse, mask=is_row)
+    gl.store(lse_base + i, lse, mask=is_row)  # [64]
 
     o, _ = hopper.warpgroup_mma_wait(1, deps=[o_later, p])
     _give_back(_VALUES_FREE, last, CONSUMERS)
@@ -751,7 +751,7 @@ def _consume(
     if head >= 0:
         mbarrier.wait(q_full.index(CONSUMER), 0)
         mbarrier.wait(k_full.index(0), 0)
-    s = _times_keys(_queries_at(CONSUMER, q_smem), k_smem, 0, FIRST_N)
+    s = _times_keys(_queries_at(CONSUMER, q_smem), k_smem, 0, FIRST_N)  # [64, FIRST_N]
     barrier()
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     while head >= 0:
@@ -774,7 +774,7 @@ def _store(
     QUERIES: gl.constexpr = o_tile.shape[0] // HEADS_PER_TILE
     tma.store_wait(0)
     barrier()
-    o_tile.store(o.to(o_tile.dtype))
+    o_tile.store(o.to(o_tile.dtype))  # [64, COLS]
     hopper.fence_async_shared()
     barrier()
     if not PACKED:
@@ -807,7 +807,7 @@ def _store_part(o, base, rows, heads, stride, stride_h, D: gl.constexpr, HEADS_P
         offset += lane * stride_h.to(gl.int64)
         is_row = is_row & (lane < heads)
     place = base + gl.expand_dims(offset, 1) + gl.expand_dims(c, 0)
-    gl.store(place, o, mask=gl.expand_dims(is_row, 1) & gl.expand_dims(c < D, 0))
+    gl.store(place, o, mask=gl.expand_dims(is_row, 1) & gl.expand_dims(c < D, 0))  # [64, D_V], float32
 
 
 @gluon.jit
