@@ -132,7 +132,7 @@ def await_next_tile(tile_idx):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _at_named(instruction: gl.constexpr, number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
+def _named_barrier(instruction: gl.constexpr, number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
     gl.inline_asm_elementwise(
         f"{instruction} $1, {threads}; mov.b32 $0, $1;",
         "=r,r",
@@ -147,19 +147,19 @@ def _at_named(instruction: gl.constexpr, number, threads: gl.constexpr):  # type
 def named_barrier_sync(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
     """Wait until `threads` threads, the callers included, have arrived at barrier `number`; the others call
     `named_barrier_arrive`."""
-    _at_named("bar.sync", number, threads)
+    _named_barrier("bar.sync", number, threads)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def named_barrier_sync_divergent(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
     """The same where other warps wait at another place of the code: `bar.sync` requires one place for all waiters."""
-    _at_named("barrier.sync", number, threads)
+    _named_barrier("barrier.sync", number, threads)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def named_barrier_arrive(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
     """Arrive at barrier `number` of `threads` threads without waiting."""
-    _at_named("bar.arrive", number, threads)
+    _named_barrier("bar.arrive", number, threads)
 
 
 @gluon.jit

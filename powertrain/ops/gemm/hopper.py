@@ -50,7 +50,7 @@ LAYOUTS = ("nt", "nn", "tn")
 
 @gluon.jit
 def _chunk(bounds_ptr, order_ptr, position, M, CHUNKED: gl.constexpr):
-    """The chunk at `position` of the order: its number, first row, and the row behind its last."""
+    """The chunk at `position` of the order: its index, first row and end."""
     chunk = gl.to_tensor(0)
     start = gl.to_tensor(0)
     end = gl.to_tensor(0) + M
@@ -62,7 +62,7 @@ def _chunk(bounds_ptr, order_ptr, position, M, CHUNKED: gl.constexpr):
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+def _tile_coords(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
     """Tile number to (row, column): GROUP_M rows of tiles by all columns, so that what they read stays in L2."""
     first = tile // (GROUP_M * tiles_n) * GROUP_M
     height = gl.minimum(tiles_m - first, GROUP_M)
@@ -72,7 +72,7 @@ def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def _behind(tile, tiles):
-    """This CTA's next tile behind a chunk of `tiles`, counted from the next chunk's first."""
+    """This CTA's next tile after a chunk of `tiles`, relative to the next chunk's first tile."""
     step = gl.num_programs(0)
     return kept(tile + gl.maximum(gl.cdiv(tiles - tile, step), 0) * step - tiles)
 
@@ -172,7 +172,7 @@ def _load(
                     seen = load_acquire(flags_ptr + chunk * flag_step)
                 fence_proxy_async(seen)
         for t in range(tile, tiles, gl.num_programs(0)):
-            tile_m, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
+            tile_m, tile_n = _tile_coords(t, tiles_m, tiles_n, GROUP_M)
             row = start + tile_m * BLOCK_M
             col = tile_n * B_COLS
             for k in range(0, K, BLOCK_K):
@@ -306,7 +306,7 @@ def _consume(
             _give_back(stage, STAGES)
             col = gl.to_tensor(0)
             if bias_ptr is not None:
-                _, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
+                _, tile_n = _tile_coords(t, tiles_m, tiles_n, GROUP_M)
                 col = tile_n * TILE_N
             c_part = c_smem.index(CONSUMER)
             c_full_bar = c_full.index(CONSUMER)
@@ -379,7 +379,7 @@ def _store(
             stores_landed(chunk)  # the one before may still be read by stores under way
         desc = tma.make_tensor_descriptor(base, [end - start, N], [stride_cm, 1], [ROWS, COLS], layout)
         for t in range(tile, tiles, gl.num_programs(0)):
-            tile_m, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
+            tile_m, tile_n = _tile_coords(t, tiles_m, tiles_n, GROUP_M)
             row = tile_m * BLOCK_M + CONSUMER * ROWS
             for part in gl.static_range(SPLIT):
                 mbarrier.wait(c_full.index(CONSUMER), phase)
