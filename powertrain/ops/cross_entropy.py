@@ -69,6 +69,27 @@ def cross_entropy_ref(
     return loss.sum() if reduction == "sum" else loss.sum() / kept.sum()
 
 
+def cross_entropy_bwd_ref(
+    dloss: Tensor,  # of each row; with reduction "mean" the gradient divided by the number of kept rows
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """The specification of the backward of `cross_entropy` with reduction "none": dlogits."""
+    z = logits.to(acc_dtype(logits.dtype))
+    t = torch.tanh(z / softcap) if softcap is not None else torch.zeros_like(z)
+    z = softcap * t if softcap is not None else z
+    lse = torch.logsumexp(z, dim=-1, keepdim=True)
+    kept = (target != ignore_index).unsqueeze(-1)
+    one_hot = torch.zeros_like(z).scatter(-1, torch.where(kept, target.unsqueeze(-1), 0).long(), 1.0)
+    dz = torch.exp(z - lse) * (1 + 2 * z_loss * lse) - (1 - label_smoothing) * one_hot - label_smoothing / z.shape[-1]
+    return torch.where(kept, dz * (1 - t * t) * dloss.unsqueeze(-1), 0.0)
+
+
 @triton.jit
 def _softcap(x, softcap):
     """softcap * tanh(x / softcap), accurate near 0 too (where 1 - 2 / (exp + 1) cancels)."""

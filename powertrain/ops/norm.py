@@ -85,6 +85,28 @@ def _affine_ref(
     return y.to(dtype)
 
 
+def rms_norm_bwd_ref(
+    dy: Tensor, h: Tensor, weight: Tensor, *, eps: float = 1e-6, zero_centered: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The specification of the backward of `rms_norm`: (dh, dweight, dbias); h, the normalized input, is [..., N]."""
+    g, z, w = (x.to(acc_dtype(x.dtype)) for x in (dy, h, weight))
+    rstd = torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
+    y = z * rstd
+    wdy = g * (w + 1 if zero_centered else w)
+    dh = rstd * (wdy - y * (wdy * y).mean(-1, keepdim=True))
+    return dh, (g * y).flatten(0, -2).sum(0), g.flatten(0, -2).sum(0)
+
+
+def layer_norm_bwd_ref(
+    dy: Tensor, h: Tensor, weight: Tensor, *, eps: float = 1e-5, zero_centered: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The specification of the backward of `layer_norm`: (dh, dweight, dbias)."""
+    z = h.to(acc_dtype(h.dtype))
+    z = z - z.mean(-1, keepdim=True)
+    dz, dweight, dbias = rms_norm_bwd_ref(dy, z, weight, eps=eps, zero_centered=zero_centered)
+    return dz - dz.mean(-1, keepdim=True), dweight, dbias
+
+
 @kernel(aligned=("N",))
 def _norm_fwd_kernel(
     x_ptr,

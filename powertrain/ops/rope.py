@@ -59,6 +59,11 @@ def rope_ref(
     return rotate(q) if k is None else (rotate(q), rotate(k))
 
 
+def rope_bwd_ref(dq: Tensor, dk: Tensor | None = None, *, table: RopeTable, **options: Any) -> Any:
+    """The specification of the backward of `rope` with the same options: a rotation by the negated angles."""
+    return rope_ref(dq, dk, table=table._replace(sin=-table.sin), **options)
+
+
 @kernel()
 def _rope_kernel(
     q_ptr,

@@ -58,6 +58,12 @@ def _above_diagonal(x: Tensor) -> Tensor:
     return torch.arange(sk, device=x.device) > torch.arange(sq, device=x.device)[:, None] + (sk - sq)
 
 
+def softmax_bwd_ref(dy: Tensor, y: Tensor, *, scale: float = 1.0) -> Tensor:
+    """The specification of the backward of `scaled_softmax`, whatever its mask: dx from its results y and their dy."""
+    g, p = dy.to(acc_dtype(dy.dtype)), y.to(acc_dtype(y.dtype))
+    return scale * p * (g - (p * g).sum(-1, keepdim=True))
+
+
 @kernel(aligned=("N",))
 def _softmax_fwd_kernel(
     x_ptr,

@@ -21,21 +21,21 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 __all__ = [
-    "arrive_named",
+    "await_next_tile",
     "barrier",
-    "draw",
-    "drawn",
     "fence_proxy_async",
+    "fetch_next_tile_async",
     "gl",
     "gluon",
     "hopper",
     "kept",
     "load_acquire",
     "mbarrier",
-    "meet_named",
+    "named_barrier_arrive",
+    "named_barrier_sync",
+    "named_barrier_sync_divergent",
     "reinterpret",
     "stores_landed",
-    "sync_named",
     "tma",
     "tma_load",
     "tma_store",
@@ -100,8 +100,9 @@ def load_acquire(ptr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def draw(ptr):  # type: ignore[no-untyped-def]
-    """Ask for what the int32 at `ptr` is before the calling warp adds 1 to it, once; `drawn` waits for the answer."""
+def fetch_next_tile_async(ptr):  # type: ignore[no-untyped-def]
+    """Issue an atomic add of 1 to the int32 at `ptr`, once per warp, without waiting for the old value, which
+    `await_next_tile` returns."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
@@ -120,10 +121,10 @@ def draw(ptr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def drawn(ticket):  # type: ignore[no-untyped-def]
-    """The number that the calling warp's `draw` asked for, in all its threads."""
+def await_next_tile(tile_idx):  # type: ignore[no-untyped-def]
+    """The old value that the calling warp's `fetch_next_tile_async` gets, in all its threads."""
     return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [tile_idx], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -131,7 +132,7 @@ def drawn(ticket):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _at_named(instruction: gl.constexpr, number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
+def _named_barrier(instruction: gl.constexpr, number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
     gl.inline_asm_elementwise(
         f"{instruction} $1, {threads}; mov.b32 $0, $1;",
         "=r,r",
@@ -143,21 +144,22 @@ def _at_named(instruction: gl.constexpr, number, threads: gl.constexpr):  # type
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def sync_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until `threads` threads, those here among them, have come to barrier `number`; all others `arrive_named`."""
-    _at_named("bar.sync", number, threads)
+def named_barrier_sync(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until `threads` threads, the callers included, have arrived at barrier `number`; the others call
+    `named_barrier_arrive`."""
+    _named_barrier("bar.sync", number, threads)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def meet_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The same, where others wait too, in another place of the code: `bar.sync` wants all who wait in one."""
-    _at_named("barrier.sync", number, threads)
+def named_barrier_sync_divergent(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The same where other warps wait at another place of the code: `bar.sync` requires one place for all waiters."""
+    _named_barrier("barrier.sync", number, threads)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def arrive_named(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Come to barrier `number`, at which `threads` threads meet, and go on."""
-    _at_named("bar.arrive", number, threads)
+def named_barrier_arrive(number, threads: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Arrive at barrier `number` of `threads` threads without waiting."""
+    _named_barrier("bar.arrive", number, threads)
 
 
 @gluon.jit

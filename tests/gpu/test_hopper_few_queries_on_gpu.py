@@ -109,15 +109,15 @@ def _errors(
 @pytest.mark.parametrize("cuts", CUTS)
 def test_sweep(cuts: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each CTA with a tile or so, and with many."""
-    monkeypatch.setattr(hopper_backend, "cuts_for", lambda *sizes: cuts)
+    monkeypatch.setattr(hopper_backend, "num_splits_for", lambda *sizes: cuts)
     here = replace(Target.of(CUDA), num_sms=sms)
     monkeypatch.setattr(hopper_backend, "Target", SimpleNamespace(of=lambda device: here))
     with record() as wanted:
         for n, case in enumerate(CASES):
             _through(case, "hopper")(**_tensors(case, n))
     forwards = [spec for spec in wanted.specs if spec.kernel.name == "_hopper_attention_fwd_kernel"]
-    assert {spec.constants["PACK"] for spec in forwards} == {1, 2, 4, 8, 16}
-    assert {spec.constants["CUT"] for spec in forwards} == {cuts > 1, True}  # where heads are missing always
+    assert {spec.constants["HEADS_PER_TILE"] for spec in forwards} == {1, 2, 4, 8, 16}
+    assert {spec.constants["SPLIT_KV"] for spec in forwards} == {cuts > 1, True}  # where heads are missing always
     assert not prebuild.build(wanted.specs).failures
     bad = []
     for n, case in enumerate(CASES):
@@ -148,7 +148,7 @@ PACKED = [
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("cuts", CUTS)
 def test_packed_sequences(cuts: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_backend, "cuts_for", lambda *sizes: cuts)
+    monkeypatch.setattr(hopper_backend, "num_splits_for", lambda *sizes: cuts)
     bad = []
     for n, case in enumerate(PACKED):
         torch.manual_seed(n)
@@ -182,7 +182,7 @@ def test_packed_sequences(cuts: int, head_dim: int, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("cuts", CUTS)
 def test_nothing_leaks_from_behind_lengths(cuts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_backend, "cuts_for", lambda *sizes: cuts)
+    monkeypatch.setattr(hopper_backend, "num_splits_for", lambda *sizes: cuts)
     starts, q_starts = (torch.tensor(x, dtype=torch.int32, device=CUDA) for x in ([0, 700, 700, 1500], [0, 16, 20, 60]))
     used, q_used = (torch.tensor(x, dtype=torch.int32, device=CUDA) for x in ([611, 0, 130], [16, 4, 33]))
     behind, q_behind = torch.ones(1600, dtype=torch.bool, device=CUDA), torch.ones(70, dtype=torch.bool, device=CUDA)
@@ -221,7 +221,7 @@ def test_a_graph_takes_other_lengths() -> None:
 
     with record() as wanted:
         step()
-    assert [spec.constants.get("CUT") for spec in wanted.specs] == [True, None]
+    assert [spec.constants.get("SPLIT_KV") for spec in wanted.specs] == [True, None]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -246,7 +246,7 @@ def test_gradients() -> None:
 
 def test_self_tests_pass() -> None:
     plans = [
-        hopper_backend.plan_for(*dims, 16)._replace(pack=pack, cuts=cuts, partial=partial)
+        hopper_backend.plan_for(*dims, 16)._replace(heads_per_tile=pack, num_splits=cuts, partial=partial)
         for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
         for pack, cuts, partial in ((4, 1, False), (1, 7, False), (16, 7, False), (8, 1, True))
     ]

@@ -125,7 +125,7 @@ def _load_rows(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, 
 def _load_piece(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, PIECE: tl.constexpr, FMA: tl.constexpr):
     dims = START + tl.arange(0, PIECE)[None, :]
     if HEAD_DIM % 16 == 0:
-        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None], other=0.0)
+        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None], other=0.0)  # [rows, PIECE]
     else:
         x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None] & (dims < HEAD_DIM), other=0.0)
     if FMA:
@@ -138,7 +138,7 @@ def _load_piece(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, 
 @triton.jit
 def _products(q, k, FMA: tl.constexpr, PRECISION: tl.constexpr):
     """q k^T over the pieces of the head dim."""
-    s = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)  # [rows of q, rows of k]
     for i in tl.static_range(1, len(q)):
         if FMA:
             s = tl.fma(tl.dot(q[i], tl.trans(k[i]), input_precision=PRECISION), 1.0, s)
@@ -254,13 +254,13 @@ def _decode_kernel(
     end = tl.minimum(begin + share, first // BLOCK_N + blocks)
 
     q_rows = (batch * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh) * UNIT
-    q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, FMA)
+    q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_M, HEAD_DIM_QK]
     acc = zeros_tile(BLOCK_M, PIECES_V)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     slope = tl.zeros([BLOCK_M], tl.float32)
     if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + batch * slopes_row + head, mask=row_mask, other=0.0) * LOG2E
+        slope = tl.load(slopes_ptr + batch * slopes_row + head, mask=row_mask, other=0.0) * LOG2E  # [BLOCK_M]
 
     for block in range(begin, end):
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -275,8 +275,8 @@ def _decode_kernel(
         k_rows = (entry * stride_kb + kv_head * stride_kh + row * stride_ks) * UNIT
         v_rows = (entry * stride_vb + kv_head * stride_vh + row * stride_vs) * UNIT
 
-        k = _load_rows(k_ptr, k_rows, inside, HEAD_DIM_QK, PIECES_QK, FMA)
-        s = _products(q, k, FMA, PRECISION)
+        k = _load_rows(k_ptr, k_rows, inside, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_N, HEAD_DIM_QK]
+        s = _products(q, k, FMA, PRECISION)  # [BLOCK_M, BLOCK_N]
         if HAS_SOFTCAP:
             s = (softcap * LOG2E) * tanh(s * (scale / softcap), False)
         else:
@@ -299,8 +299,8 @@ def _decode_kernel(
         if SHARES_KEYS:
             v = k
         else:
-            v = _load_rows(v_ptr, v_rows, inside, HEAD_DIM_V, PIECES_V, FMA)
-        acc = _update(acc, alpha, p, v, FMA, PRECISION)
+            v = _load_rows(v_ptr, v_rows, inside, HEAD_DIM_V, PIECES_V, FMA)  # tile of [BLOCK_N, HEAD_DIM_V]
+        acc = _update(acc, alpha, p, v, FMA, PRECISION)  # tile of [BLOCK_M, HEAD_DIM_V]
 
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E

@@ -64,7 +64,7 @@ def _place(heads, tokens, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _load(x_ptr, rows, mask, dims, head_dim):
-    x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None] & (dims < head_dim), other=0.0)
+    x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None] & (dims < head_dim), other=0.0)  # [rows, head dim]
     return x.to(tl.float32)
 
 
@@ -76,8 +76,8 @@ def _store(x_ptr, x, rows, mask, dims, head_dim):
 @triton.jit
 def _weights(a_ptr, b_ptr, a_rows, b_rows, mask):
     """(exp(lse_a - lse), exp(lse_b - lse), lse); zeros and -inf where both are -inf."""
-    a = tl.load(a_ptr + a_rows, mask=mask, other=float("-inf")).to(tl.float32)
-    b = tl.load(b_ptr + b_rows, mask=mask, other=float("-inf")).to(tl.float32)
+    a = tl.load(a_ptr + a_rows, mask=mask, other=float("-inf")).to(tl.float32)  # [rows]
+    b = tl.load(b_ptr + b_rows, mask=mask, other=float("-inf")).to(tl.float32)  # [rows]
     top = tl.maximum(a, b)
     safe = tl.where(top == float("-inf"), 0.0, top)
     wa = tl.exp(a - safe)
@@ -121,7 +121,7 @@ def _merge_fwd_kernel(
     b, h, rows = _place(heads, tokens, BLOCK_M)
     mask = rows < tokens
     wa, wb, lse = _weights(la_ptr, lb_ptr, b * lab + h * lah + rows * las, b * lbb + h * lbh + rows * lbs, mask)
-    tl.store(lse_ptr + (b * heads + h) * tokens + rows, lse, mask=mask)
+    tl.store(lse_ptr + (b * heads + h) * tokens + rows, lse, mask=mask)  # [rows]
     dims = tl.arange(0, BLOCK_D)[None, :]
     a_rows = b * stride_oab + h * stride_oah + rows * stride_oas
     b_rows = b * stride_obb + h * stride_obh + rows * stride_obs
@@ -179,7 +179,7 @@ def _merge_bwd_kernel(
     dims = tl.arange(0, BLOCK_D)[None, :]
     dlse = tl.zeros([BLOCK_M], tl.float32)
     if dlse_ptr is not None:
-        dlse = tl.load(dlse_ptr + b * dlb + h * dlh + rows * dls, mask=mask, other=0.0).to(tl.float32)
+        dlse = tl.load(dlse_ptr + b * dlb + h * dlh + rows * dls, mask=mask, other=0.0).to(tl.float32)  # [rows]
     difference = tl.zeros([BLOCK_M], tl.float32)
     if do_ptr is not None:
         a_rows = b * stride_oab + h * stride_oah + rows * stride_oas
@@ -197,9 +197,9 @@ def _merge_bwd_kernel(
             _store(dob_ptr, wb[:, None] * do, b_rows, mask, dims, head_dim)
     lse_rows = (b * heads + h) * tokens + rows
     if dla_ptr is not None:
-        tl.store(dla_ptr + lse_rows, (wa * (dlse + wb * difference)).to(dla_ptr.dtype.element_ty), mask=mask)
+        tl.store(dla_ptr + lse_rows, (wa * (dlse + wb * difference)).to(dla_ptr.dtype.element_ty), mask=mask)  # [rows]
     if dlb_ptr is not None:
-        tl.store(dlb_ptr + lse_rows, (wb * (dlse - wa * difference)).to(dlb_ptr.dtype.element_ty), mask=mask)
+        tl.store(dlb_ptr + lse_rows, (wb * (dlse - wa * difference)).to(dlb_ptr.dtype.element_ty), mask=mask)  # [rows]
 
 
 class _Plan(NamedTuple):

@@ -27,7 +27,6 @@ from torch import Tensor
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime import checks
 from powertrain.runtime.gluon_compat import (
-    arrive_named,
     fence_proxy_async,
     gl,
     gluon,
@@ -35,8 +34,9 @@ from powertrain.runtime.gluon_compat import (
     kept,
     load_acquire,
     mbarrier,
+    named_barrier_arrive,
+    named_barrier_sync,
     stores_landed,
-    sync_named,
     tma,
     tma_load,
     tma_store,
@@ -50,7 +50,7 @@ LAYOUTS = ("nt", "nn", "tn")
 
 @gluon.jit
 def _chunk(bounds_ptr, order_ptr, position, M, CHUNKED: gl.constexpr):
-    """The chunk at `position` of the order: its number, first row, and the row behind its last."""
+    """The chunk at `position` of the order: its index, first row and end."""
     chunk = gl.to_tensor(0)
     start = gl.to_tensor(0)
     end = gl.to_tensor(0) + M
@@ -62,7 +62,7 @@ def _chunk(bounds_ptr, order_ptr, position, M, CHUNKED: gl.constexpr):
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+def _tile_coords(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
     """Tile number to (row, column): GROUP_M rows of tiles by all columns, so that what they read stays in L2."""
     first = tile // (GROUP_M * tiles_n) * GROUP_M
     height = gl.minimum(tiles_m - first, GROUP_M)
@@ -72,7 +72,7 @@ def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def _behind(tile, tiles):
-    """This CTA's next tile behind a chunk of `tiles`, counted from the next chunk's first."""
+    """This CTA's next tile after a chunk of `tiles`, relative to the next chunk's first tile."""
     step = gl.num_programs(0)
     return kept(tile + gl.maximum(gl.cdiv(tiles - tile, step), 0) * step - tiles)
 
@@ -93,7 +93,7 @@ _TURN = gl.constexpr(14)
 @gluon.jit
 def _give_back(stage, STAGES: gl.constexpr):
     """The stage before `stage` may be filled again."""
-    arrive_named(_EMPTY + gl.where(stage == 0, STAGES, stage) - 1, 288)
+    named_barrier_arrive(_EMPTY + gl.where(stage == 0, STAGES, stage) - 1, 288)
 
 
 @gluon.jit
@@ -172,12 +172,12 @@ def _load(
                     seen = load_acquire(flags_ptr + chunk * flag_step)
                 fence_proxy_async(seen)
         for t in range(tile, tiles, gl.num_programs(0)):
-            tile_m, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
+            tile_m, tile_n = _tile_coords(t, tiles_m, tiles_n, GROUP_M)
             row = start + tile_m * BLOCK_M
             col = tile_n * B_COLS
             for k in range(0, K, BLOCK_K):
                 if filled >= STAGES:
-                    sync_named(_EMPTY + stage, 288)
+                    named_barrier_sync(_EMPTY + stage, 288)
                 filled += 1
                 bar = full.index(stage)
                 mbarrier.expect(bar, BYTES)
@@ -203,7 +203,7 @@ def _load(
         chunk, start, end = next_chunk, next_start, next_end
     # a barrier is left as it was found: whoever came is met
     for n in range(gl.minimum(filled, STAGES)):
-        sync_named(_EMPTY + (filled - 1 - n) % STAGES, 288)
+        named_barrier_sync(_EMPTY + (filled - 1 - n) % STAGES, 288)
 
 
 @gluon.jit
@@ -272,7 +272,7 @@ def _consume(
     phase = gl.to_tensor(0)
     c_phase = gl.to_tensor(1)
     if CONSUMER == 1:
-        arrive_named(_TURN, 256)  # the first turn is consumer 0's
+        named_barrier_arrive(_TURN, 256)  # the first turn is consumer 0's
     _, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
     for position in range(chunks):
         # asked for now, used after this chunk's tiles
@@ -293,10 +293,10 @@ def _consume(
                     b_block = b_block.permute((1, 0))
                 # in turns, so that one's products are computed beside the other's end of a tile
                 if CONSUMERS == 2:
-                    sync_named(_TURN + CONSUMER, 256)
+                    named_barrier_sync(_TURN + CONSUMER, 256)
                 acc = hopper.warpgroup_mma(a_block, b_block, acc, is_async=True)
                 if CONSUMERS == 2:
-                    arrive_named(_TURN + 1 - CONSUMER, 256)
+                    named_barrier_arrive(_TURN + 1 - CONSUMER, 256)
                 # the one before has finished, and its stage is free
                 acc = hopper.warpgroup_mma_wait(1, deps=[acc])
                 if k > 0:
@@ -306,7 +306,7 @@ def _consume(
             _give_back(stage, STAGES)
             col = gl.to_tensor(0)
             if bias_ptr is not None:
-                _, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
+                _, tile_n = _tile_coords(t, tiles_m, tiles_n, GROUP_M)
                 col = tile_n * TILE_N
             c_part = c_smem.index(CONSUMER)
             c_full_bar = c_full.index(CONSUMER)
@@ -334,7 +334,7 @@ def _consume(
         start, end = next_start, next_end
     if CONSUMERS == 2:
         if CONSUMER == 0:
-            sync_named(_TURN, 256)
+            named_barrier_sync(_TURN, 256)
 
 
 @gluon.jit
@@ -379,7 +379,7 @@ def _store(
             stores_landed(chunk)  # the one before may still be read by stores under way
         desc = tma.make_tensor_descriptor(base, [end - start, N], [stride_cm, 1], [ROWS, COLS], layout)
         for t in range(tile, tiles, gl.num_programs(0)):
-            tile_m, tile_n = _place(t, tiles_m, tiles_n, GROUP_M)
+            tile_m, tile_n = _tile_coords(t, tiles_m, tiles_n, GROUP_M)
             row = tile_m * BLOCK_M + CONSUMER * ROWS
             for part in gl.static_range(SPLIT):
                 mbarrier.wait(c_full.index(CONSUMER), phase)

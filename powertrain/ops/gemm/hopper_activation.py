@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from powertrain.ops.activations import _act, _gated
-from powertrain.ops.gemm.hopper import _consume, _load, _place, why_not
+from powertrain.ops.gemm.hopper import _consume, _load, _tile_coords, why_not
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.gluon_compat import (
     gl,
@@ -77,7 +77,7 @@ def _finish(
     phase = gl.to_tensor(0)
     largest = gl.to_tensor(0)  # a number: a tile of them takes registers that the finishers do not have
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        tile_m, tile_n = _place(t, gl.cdiv(M, BLOCK_M), tiles_n, GROUP_M)
+        tile_m, tile_n = _tile_coords(t, gl.cdiv(M, BLOCK_M), tiles_n, GROUP_M)
         for half in range(2):
             row = tile_m * BLOCK_M + half * ROWS
             mbarrier.wait(c_full.index(half), phase)

@@ -88,6 +88,8 @@ def _collect(function: FunctionType, parts: dict[str, str]) -> None:
             value: Any = scope.get(called)
             if _is_device_function(value) and value.fn.__module__.partition(".")[0] not in _FOREIGN:
                 _collect(value.fn, parts)
+            elif isinstance(value, type) and hasattr(value, "_fields"):  # a NamedTuple, which kernels fill by position
+                parts[f"{name}:{called}"] = repr(value._fields)
             elif isinstance(value, triton.language.constexpr):
                 parts[f"{name}:{called}"] = repr(value.value)
             elif isinstance(value, bool | int | float | str):

@@ -159,7 +159,7 @@ def test_what_is_explained_is_what_runs(dims: tuple[int, int], options: dict[str
     """`explain_attention` names who differentiates what the Hopper forward computed."""
     by = {
         frozenset(): "cudnn",
-        frozenset({"_attention_rows_kernel", "_attention_dkdv_kernel", "_attention_dq_kernel"}): "triton",
+        frozenset({"_attention_bwd_preprocess_kernel", "_attention_dkdv_kernel", "_attention_dq_kernel"}): "triton",
     }
     given = {name: torch.empty(8, device=META) if name == "sinks" else value for name, value in options.items()}
     with assume(PLAIN), attention_backend(*(() if cudnn else ("-cudnn",))):
@@ -178,10 +178,10 @@ def test_what_is_explained_is_what_runs(dims: tuple[int, int], options: dict[str
 @compiled
 def test_wide_heads_are_cudnns_unless_somebody_forbids_it() -> None:
     hopper = {"_hopper_attention_fwd_kernel"}
-    universal = hopper | {"_attention_rows_kernel", "_attention_dkdv_kernel", "_attention_dq_kernel"}
+    universal = hopper | {"_attention_bwd_preprocess_kernel", "_attention_dkdv_kernel", "_attention_dq_kernel"}
     with assume(PLAIN):
         assert _launched(192, 128) == hopper
-        assert "_hopper_attention_bwd_wide_kernel" in _launched(256, 256)
+        assert "_hopper_attention_bwd_d256_kernel" in _launched(256, 256)
         assert _launched(192, 128, is_causal=False) == _launched(160, 160) == universal  # where cuDNN is slower
         assert _launched(192, 128, softcap=30.0) == universal
         assert "_hopper_attention_bwd_kernel" in _launched(128, 128)

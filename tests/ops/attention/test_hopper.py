@@ -121,7 +121,7 @@ def _few_queries(batch: int, queries: int, keys: int, heads: tuple[int, int] = (
 
 
 def _packed_and_cut(specs: list[Spec]) -> tuple[int, bool]:
-    pack, cut = (specs[0].constants[name] for name in ("PACK", "CUT"))
+    pack, cut = (specs[0].constants[name] for name in ("HEADS_PER_TILE", "SPLIT_KV"))
     assert _names(specs) == {"_hopper_attention_fwd_kernel"} | ({"_combine_kernel"} if cut else set())
     return pack, cut
 
@@ -157,17 +157,17 @@ def test_what_is_packed_and_cut() -> None:
 
 def test_heads_share_a_tile_where_that_makes_fewer() -> None:
     def packs(queries: int) -> list[int]:
-        return [hopper_backend.pack_for(repeats, queries, 128) for repeats in (1, 4, 6, 7, 24, 32)]
+        return [hopper_backend.heads_per_tile_for(repeats, queries, 128) for repeats in (1, 4, 6, 7, 24, 32)]
 
     assert packs(1) == [1, 4, 8, 8, 16, 16]
     assert packs(96) == [1, 4, 1, 8, 8, 16]
     assert packs(128) == [1] * 6
-    assert hopper_backend.pack_for(4, 300, 128) == 4 and hopper_backend.pack_for(4, 500, 128) == 1
+    assert hopper_backend.heads_per_tile_for(4, 300, 128) == 4 and hopper_backend.heads_per_tile_for(4, 500, 128) == 1
 
 
 def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
     def cuts(tiles: int, blocks: int, rows: int = 2048) -> int:
-        return hopper_backend.cuts_for(tiles, blocks, rows * 128 * 4, 132)
+        return hopper_backend.num_splits_for(tiles, blocks, rows * 128 * 4, 132)
 
     assert [cuts(tiles, 256) for tiles in (8, 16, 64, 128, 132, 192, 264)] == [16, 8, 2, 1, 1, 2, 1]
     assert [cuts(16, blocks) for blocks in (1, 2, 8, 32)] == [1, 1, 1, 8]
@@ -194,7 +194,7 @@ def test_alibi_is_lowered(causal: bool, packed: bool) -> None:
     """No other launch without a GPU has slopes; a name that a branch of a kernel lacks shows where it is taken."""
     slopes = _empty(4, dtype=torch.float32)
     [spec] = _forward(128, 128, 512, packed, is_causal=causal, alibi_slopes=slopes)
-    assert spec.constants["ALIBI"] == (2 if causal else 1)
+    assert spec.constants["ALIBI"] == ("one_sided" if causal else "two_sided")
     text = lower(spec.kernel.jit, spec.signature, spec.constants, spec.aligned, spec.options, spec.arch)
     assert "ttng.warp_group_dot" in text
 
@@ -335,7 +335,10 @@ def _right(query: Tensor, key: Tensor, value: Tensor, args: Any, plan: Any = Non
 def test_self_tests_see_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, head_dims: tuple[int, int], pack: int, partial: bool
 ) -> None:
-    device, plan = torch.device("cpu"), hopper_backend.plan_for(*head_dims, 512)._replace(pack=pack, partial=partial)
+    device, plan = (
+        torch.device("cpu"),
+        hopper_backend.plan_for(*head_dims, 512)._replace(heads_per_tile=pack, partial=partial),
+    )
     monkeypatch.setattr(hopper_backend, "_launch", _right)
     assert hopper_backend._forward_self_test(device, plan) is None
 

@@ -75,8 +75,8 @@ def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, **
     with record("sm_90") as wanted:
         hopper_attention_bwd(out, None, q, k, v, out, lse, [*need, False], *args)
     names = [spec.kernel.name for spec in wanted.specs]
-    main = "_hopper_attention_bwd_wide_kernel" if head_dim > 192 else "_hopper_attention_bwd_kernel"
-    every = ["_hopper_attention_rows_kernel", main, "_hopper_attention_dq_kernel"]
+    main = "_hopper_attention_bwd_d256_kernel" if head_dim > 192 else "_hopper_attention_bwd_kernel"
+    every = ["_hopper_attention_bwd_preprocess_kernel", main, "_hopper_attention_dq_kernel"]
     assert names == (every if need[0] else every[:2])
     return entry_for(wanted.specs[1])[0]
 
@@ -173,7 +173,7 @@ def test_wide_products_run_beside_everything_else(
     """As above, where the consumers share the columns of dk and dv."""
     entry = _entry(head_dim, torch.bfloat16, need, **given)
     facts, plan = entry.manifest["launch"], plan_for(head_dim, head_dim)
-    assert (facts["num_warps"], facts["name"]) == (12, "_hopper_attention_bwd_wide_kernel")
+    assert (facts["num_warps"], facts["name"]) == (12, "_hopper_attention_bwd_d256_kernel")
     assert facts["shared"] <= 232448
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(entry.members["cubin"])

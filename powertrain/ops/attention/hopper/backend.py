@@ -59,12 +59,12 @@ class Plan(NamedTuple):
     block_n: int = 128
     stages: int = 2
     consumers: int = 2  # warpgroups, 64 rows each
-    split: int = 1  # parts in which results leave
+    store_parts: int = 1  # parts in which results leave
     q_slots: int = 2  # tiles whose queries are in shared memory at a time
     q_held: bool = True  # queries are read from registers
-    pack: int = 1  # heads that share keys in one tile, a power of 2
-    partial: bool = False  # the last tile of a group has fewer: results leave as those of cuts
-    cuts: int = 1  # parts of the keys, a tile each
+    heads_per_tile: int = 1  # heads that share keys in one tile, a power of 2
+    partial: bool = False  # the last tile of a group has fewer: results leave as those of splits
+    num_splits: int = 1  # parts of the keys, a tile each
 
     @property
     def block_m(self) -> int:
@@ -72,12 +72,12 @@ class Plan(NamedTuple):
 
     @property
     def leaves_parts(self) -> bool:
-        return self.cuts > 1 or self.partial
+        return self.num_splits > 1 or self.partial
 
     @property
     def queries(self) -> int:
         """Of a tile."""
-        return self.block_m // self.pack
+        return self.block_m // self.heads_per_tile
 
 
 def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
@@ -93,12 +93,12 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     if d_qk <= 128 and d_v <= 128:
         return Plan(p_qk, p_v)
     if d_qk <= 192 and d_v <= 128:
-        return Plan(p_qk, p_v, split=2, q_slots=1, q_held=False)
-    return Plan(p_qk, p_v, block_n=64, split=p_v // 64, q_slots=1, q_held=False)
+        return Plan(p_qk, p_v, store_parts=2, q_slots=1, q_held=False)
+    return Plan(p_qk, p_v, block_n=64, store_parts=p_v // 64, q_slots=1, q_held=False)
 
 
 @functools.lru_cache(maxsize=1024)
-def pack_for(repeats: int, queries: int, block_m: int) -> int:
+def heads_per_tile_for(repeats: int, queries: int, block_m: int) -> int:
     """How many of `repeats` heads that share keys stand in one tile: as many as may, where that makes fewer tiles.
     The last tile of a group may have fewer.
 
@@ -114,7 +114,7 @@ def pack_for(repeats: int, queries: int, block_m: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def cuts_for(tiles: int, blocks: int, result_bytes: int, sms: int) -> int:
+def num_splits_for(tiles: int, blocks: int, result_bytes: int, sms: int) -> int:
     """Into how many parts the keys of so many tiles, `blocks` each, are cut to fill the SMs; `result_bytes`: of all
     results in float32.
 
@@ -181,17 +181,17 @@ _backward_self_tests: dict[tuple[int, bool], dict[int | None, str | None]] = {}
 def fails_here(device: torch.device, plan: Plan) -> str | None:
     """Why the kernel must not be used on this sm_90 device with this plan, or None: it is tried once on a small
     problem."""
-    plan = plan._replace(cuts=min(plan.cuts, 2))  # how many there are is the same to it
+    plan = plan._replace(num_splits=min(plan.num_splits, 2))  # how many there are is the same to it
     found, what = _self_tests.setdefault(plan, {}), f"attention at head dims {sum(plan.p_qk)} and {plan.p_v}"
     return self_test.failure(found, device, lambda on: _forward_self_test(on, plan), f"{what}: triton serves")
 
 
-def backward_fails_here(device: torch.device, width: int, in_turn: bool) -> str | None:
+def backward_fails_here(device: torch.device, width: int, deterministic: bool) -> str | None:
     """The same of the backward, whose tiles depend on what head dims are padded to."""
-    found = _backward_self_tests.setdefault((width, in_turn), {})
-    what = f"attention's backward{', deterministic,' if in_turn else ''} at head dim {width}"
+    found = _backward_self_tests.setdefault((width, deterministic), {})
+    what = f"attention's backward{', deterministic,' if deterministic else ''} at head dim {width}"
     return self_test.failure(
-        found, device, lambda on: _backward_self_test(on, width, in_turn), f"{what}: triton serves"
+        found, device, lambda on: _backward_self_test(on, width, deterministic), f"{what}: triton serves"
     )
 
 
@@ -235,14 +235,14 @@ def _wrong(found: list[Tensor], exact: list[Tensor]) -> str | None:
 
 
 def _forward_self_test(device: torch.device, plan: Plan) -> str | None:
-    small = _small(device, sum(plan.p_qk), plan.p_v, plan.pack - plan.partial)
+    small = _small(device, sum(plan.p_qk), plan.p_v, plan.heads_per_tile - plan.partial)
     _, query, key, value = small.inputs
     return _wrong(list(_launch(query, key, value, small.args, plan)), [small.out, small.lse])
 
 
-def _backward_self_test(device: torch.device, width: int, in_turn: bool) -> str | None:
+def _backward_self_test(device: torch.device, width: int, deterministic: bool) -> str | None:
     small = _small(device, width, width)
-    args = small.args._replace(deterministic=in_turn)
+    args = small.args._replace(deterministic=deterministic)
     out, lse = small.out.to(torch.bfloat16).view(1, 192, 1, width), small.lse.view(1, 1, 192)
     dout, query, key, value = small.inputs
     grads = hopper_attention_bwd(dout, None, query, key, value, out, lse, [True] * 3 + [False], *args)
@@ -292,15 +292,17 @@ def _plan_of(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> Plan:
     if 4 * queries > keys:
         return plan
     if args.slopes is None:  # one for a tile
-        pack = pack_for(heads.repeats, queries, plan.block_m)
-        plan = plan._replace(pack=pack, partial=heads.repeats % pack > 0)
-    tiles = shape.batch * heads.kv * cdiv(heads.repeats, plan.pack) * cdiv(queries, plan.queries)
+        pack = heads_per_tile_for(heads.repeats, queries, plan.block_m)
+        plan = plan._replace(heads_per_tile=pack, partial=heads.repeats % pack > 0)
+    tiles = shape.batch * heads.kv * cdiv(heads.repeats, plan.heads_per_tile) * cdiv(queries, plan.queries)
     first = keys - queries if args.bottom_right else 0  # the position of the first query
     begin = max(0, first - args.left) if args.left >= 0 else 0
     end = min(keys, first + queries + args.right) if args.right >= 0 else keys
     seen = max(1, end - begin)
     result_bytes = shape.batch * queries * heads.kv * heads.repeats * value.shape[-1] * 4
-    return plan._replace(cuts=cuts_for(tiles, cdiv(seen, plan.block_n), result_bytes, Target.of(query.device).num_sms))
+    return plan._replace(
+        num_splits=num_splits_for(tiles, cdiv(seen, plan.block_n), result_bytes, Target.of(query.device).num_sms)
+    )
 
 
 def _is_real(x: Tensor) -> bool:
@@ -332,13 +334,15 @@ def _launch(query: Tensor, key: Tensor, value: Tensor, args: _Args, plan: Plan) 
         plan = plan._replace(q_held=False)  # H16 D128, 16k tokens, documents of 132 to 8097: 700 for 672 TFLOP/s
     blocks = _slots(shape, shape.queries, args.query_starts, plan.queries)
     storage = shape.batch if args.query_starts is None else 1
-    tiles = blocks * heads.kv * cdiv(heads.repeats, plan.pack) * plan.cuts * storage
+    tiles = blocks * heads.kv * cdiv(heads.repeats, plan.heads_per_tile) * plan.num_splits * storage
     slopes = args.slopes
     into, into_lse = out, lse
     strides: tuple[int, ...] = o.b, o.s, o.r
     if plan.leaves_parts:
-        into = query.new_empty((plan.cuts, storage, shape.queries, heads.kv * heads.repeats, d_v), dtype=torch.float32)
-        into_lse, strides = lse.new_empty((plan.cuts, *lse.shape)), into.stride()[1:4]
+        into = query.new_empty(
+            (plan.num_splits, storage, shape.queries, heads.kv * heads.repeats, d_v), dtype=torch.float32
+        )
+        into_lse, strides = lse.new_empty((plan.num_splits, *lse.shape)), into.stride()[1:4]
     _hopper_attention_fwd_kernel[(min(target.num_sms, tiles),)](
         query, key, value, into, into_lse, slopes, args.sinks,
         args.query_starts, args.key_starts, args.query_used, args.key_used, _counter(query),
@@ -349,8 +353,9 @@ def _launch(query: Tensor, key: Tensor, value: Tensor, args: _Args, plan: Plan) 
         args.scale, args.softcap, args.left, args.right,
         LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
         ALIBI=_alibi_kind(args), D=(d_qk, d_v), P_QK=plan.p_qk, P_V=plan.p_v,
-        BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers, SPLIT=plan.split, Q_SLOTS=plan.q_slots,
-        Q_HELD=plan.q_held, PACK=plan.pack, CUT=plan.leaves_parts, ALIGNED=aligned, num_warps=4,
+        BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers, STORE_PARTS=plan.store_parts,
+        Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, HEADS_PER_TILE=plan.heads_per_tile, SPLIT_KV=plan.leaves_parts,
+        ALIGNED=aligned, num_warps=4,
     )  # fmt: skip
     if plan.leaves_parts:
         combine(into, into_lse, None, out, lse, (o.b, o.s, o.r))
@@ -359,7 +364,7 @@ def _launch(query: Tensor, key: Tensor, value: Tensor, args: _Args, plan: Plan) 
 
 def _is_aligned(args: _Args, shape: _Shape, plan: Plan) -> bool:
     """Whether each tile has one block with hidden scores, whose diagonal goes from corner to corner."""
-    if plan.pack > 1 or plan.cuts > 1:
+    if plan.heads_per_tile > 1 or plan.num_splits > 1:
         return False
     if args.left >= 0 or args.right != 0 or (plan.block_m, plan.block_n) != (128, 128):
         return False

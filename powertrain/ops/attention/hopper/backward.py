@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.hopper.backward_kernel import _hopper_attention_bwd_kernel
-from powertrain.ops.attention.hopper.backward_kernel_d256 import _hopper_attention_bwd_wide_kernel
+from powertrain.ops.attention.hopper.backward_kernel_d256 import _hopper_attention_bwd_d256_kernel
 from powertrain.ops.attention.triton.backend import (
     _Args,
     _bwd_outputs,
@@ -31,7 +31,7 @@ from powertrain.ops.attention.triton.backend import (
     _shape,
     _slots,
 )
-from powertrain.ops.attention.triton.tiles import LOG2E, find_sequence, span_of, to_int64
+from powertrain.ops.attention.triton.tiles import LOG2E, find_sequence, sequence_span, to_int64
 from powertrain.ops.shapes import next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
@@ -42,21 +42,21 @@ _BLOCK_N = {64: 128, 128: 128, 256: 64}  # keys of a tile, by what head dims are
 
 @triton.jit
 def _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, size, BLOCK_M: tl.constexpr):
-    """(batch entry, head, first row of its storage, the block's first row, length, room) of tile t of queries."""
+    """(batch entry, head, first row of its storage, the block's first row, length, capacity) of tile t of queries."""
     slot, index = t % slots, t // slots
     if starts_ptr is not None:
         b, block = find_sequence(starts_ptr, batch, slot, BLOCK_M)
     else:
         b, block = index // heads, slot
         index = index % heads
-    start, length, room = span_of(starts_ptr, used_ptr, b, batch, size)
-    return b, index, start, block * BLOCK_M, length, room
+    start, length, capacity = sequence_span(starts_ptr, used_ptr, b, batch, size)
+    return b, index, start, block * BLOCK_M, length, capacity
 
 
 @kernel()
-def _hopper_attention_rows_kernel(
+def _hopper_attention_bwd_preprocess_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, sum_ptr, order_ptr, counter_ptr, starts_ptr, used_ptr,
-    batch, queries, slots, heads, repeats, head_of_kv, head_of_repeat,
+    batch, queries, slots, heads, num_q_per_kv, head_of_kv, head_of_repeat,
     stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,
     D_V: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +67,7 @@ def _hopper_attention_rows_kernel(
     if t == 0:
         tl.store(counter_ptr, 0)
     b, index, start, first, length, _ = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
-    kv, repeat = index // repeats, index % repeats
+    kv, repeat = index // num_q_per_kv, index % num_q_per_kv
     head = kv * head_of_kv + repeat * head_of_repeat
     storage = to_int64(b)
     at = (storage * heads + head) * queries
@@ -80,16 +80,16 @@ def _hopper_attention_rows_kernel(
     i = to_int64(start + rows)[:, None]
     o_base = o_ptr + storage * stride_ob + to_int64(kv) * stride_oh + to_int64(repeat) * stride_or
     do_base = do_ptr + storage * stride_dob + to_int64(kv) * stride_doh + to_int64(repeat) * stride_dor
-    o = tl.load(o_base + i * stride_os + cols, mask=mask, other=0.0).to(tl.float32)
-    do = tl.load(do_base + i * stride_dos + cols, mask=mask, other=0.0).to(tl.float32)
+    o = tl.load(o_base + i * stride_os + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, W_V]
+    do = tl.load(do_base + i * stride_dos + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, W_V]
     delta = tl.sum(o * do, 1)
-    lse = tl.load(lse_ptr + at + rows, mask=rows < length, other=float("-inf"))
+    lse = tl.load(lse_ptr + at + rows, mask=rows < length, other=float("-inf"))  # [BLOCK_M]
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + at + rows, mask=rows < length, other=0.0)
+        delta -= tl.load(dlse_ptr + at + rows, mask=rows < length, other=0.0)  # [BLOCK_M]
     blind = lse == float("-inf")
     to = rows_ptr + to_int64(t) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
-    tl.store(to, tl.where(blind, float("inf"), lse * LOG2E))
-    tl.store(to + BLOCK_M, tl.where(blind, 0.0, delta))
+    tl.store(to, tl.where(blind, float("inf"), lse * LOG2E))  # [BLOCK_M]
+    tl.store(to + BLOCK_M, tl.where(blind, 0.0, delta))  # [BLOCK_M]
     if sum_ptr is not None:
         piece = tl.arange(0, BLOCK_M * W_QK)
         tl.store(sum_ptr + to_int64(t) * (BLOCK_M * W_QK) + piece, tl.zeros([BLOCK_M * W_QK], tl.float32))
@@ -99,20 +99,20 @@ def _hopper_attention_rows_kernel(
 
 @kernel()
 def _hopper_attention_dq_kernel(
-    sum_ptr, dq_ptr, starts_ptr, used_ptr, batch, queries, slots, heads, repeats, scale,
+    sum_ptr, dq_ptr, starts_ptr, used_ptr, batch, queries, slots, heads, num_q_per_kv, scale,
     stride_dqb, stride_dqs, stride_dqh, stride_dqr, D_QK: tl.constexpr, W_QK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """64 rows of dq from the sums in float32, which lie as the threads of a warpgroup hold them."""
     PARTS: tl.constexpr = BLOCK_M // 64
     t, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    b, index, start, first, length, room = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
+    b, index, start, first, length, capacity = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
     first += part * 64
-    if first < room:
-        kv, repeat = index // repeats, index % repeats
+    if first < capacity:
+        kv, repeat = index // num_q_per_kv, index % num_q_per_kv
         storage = to_int64(b)
         if starts_ptr is not None:
             storage = storage * 0
-        x = tl.load(sum_ptr + (to_int64(t) * PARTS + part) * (64 * W_QK) + tl.arange(0, 64 * W_QK))
+        x = tl.load(sum_ptr + (to_int64(t) * PARTS + part) * (64 * W_QK) + tl.arange(0, 64 * W_QK))  # [64 * W_QK]
         # 8 columns, warp, row of 8, 2 columns, which 8 rows of the warp's 16, column
         x = x.reshape(W_QK // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, W_QK)
         rows = first + tl.arange(0, 64)
@@ -120,7 +120,7 @@ def _hopper_attention_dq_kernel(
         base = dq_ptr + storage * stride_dqb + to_int64(kv) * stride_dqh + to_int64(repeat) * stride_dqr
         ptrs = base + to_int64(start + rows)[:, None] * stride_dqs + cols
         x = tl.where((rows < length)[:, None], x * scale, 0.0).to(dq_ptr.dtype.element_ty)
-        tl.store(ptrs, x, mask=(rows < room)[:, None] & (cols < D_QK))
+        tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D_QK))  # [64, W_QK]
 
 
 class Plan(NamedTuple):
@@ -131,7 +131,7 @@ class Plan(NamedTuple):
     stages: int = 3
     ds_stages: int = 2
     part: int = 32  # columns of dq at a time
-    registers: int = 224  # of a consumer's thread; the server has 504 less twice as many
+    registers: int = 224  # of a consumer's thread; the producer has 504 less twice as many
     group: int = 4  # heads at a time
     group_start: int = 2  # in turn: blocks that the tile before is to be ahead
 
@@ -147,7 +147,7 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
     return Plan()
 
 
-def group_in_turn(plan: Plan, queries: int, repeats: int, args: _Args, num_sms: int) -> int:
+def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: _Args, num_sms: int) -> int:
     """Heads at a time where tiles add in turn: so many that a head's tiles are drawn `group_start` blocks apart, for
     each waits for the one before.
 
@@ -230,7 +230,7 @@ def _launch(
         sums = torch.empty(tiles * plan.block_m * w_qk, dtype=torch.float32, device=lse.device)
         if args.deterministic:
             order = torch.empty(tiles * 4, dtype=torch.int32, device=lse.device)
-    _hopper_attention_rows_kernel[(tiles,)](
+    _hopper_attention_bwd_preprocess_kernel[(tiles,)](
         o.tensor, do.tensor, lse, dlse, rows, sums, order, counter, args.query_starts, args.query_used,
         shape.batch, shape.queries, slots, heads.kv * heads.repeats, heads.repeats, heads.of_kv, heads.of_repeat,
         *o[1:], *do[1:],
@@ -240,7 +240,7 @@ def _launch(
     group, num_sms = plan.group, Target.of(lse.device).num_sms
     if order is not None:
         sequences = 1 if args.query_starts is None else max(1, shape.batch)
-        group = group_in_turn(plan, shape.queries // sequences, heads.repeats, args, num_sms)
+        group = deterministic_swizzle(plan, shape.queries // sequences, heads.repeats, args, num_sms)
     slopes, absent = args.slopes, _Operand(k.tensor, 0, 0, 0, 0)
     count = batch * heads.kv * blocks
     tensors = q.tensor, k.tensor, v.tensor, do.tensor, sums, order, dk and dk.tensor, dv and dv.tensor, rows
@@ -257,7 +257,7 @@ def _launch(
         "REGISTERS": plan.registers, "num_warps": 4,
     }  # fmt: skip
     if w_qk > 128:
-        _hopper_attention_bwd_wide_kernel[(count,)](
+        _hopper_attention_bwd_d256_kernel[(count,)](
             *tensors, counter, slopes, *lengths, *sizes, *rest, W=w_qk, BLOCK_N=_BLOCK_N[w_qk], **options
         )
     else:

@@ -4,12 +4,13 @@ A consumer holds dk and dv of its keys in registers and runs over the blocks of 
 rows. Three ways: as _consume_block does, its EARLY form, and AHEAD, one block's scores behind the other's products.
 """
 
-from powertrain.ops.attention.hopper.backward_primitives import (
+from powertrain.ops.attention.hopper.primitives import (
     BAR_DS_FULL,
     BAR_EMPTY,
     BAR_TURN,
     CONSUMERS,
     EVERYONE,
+    LOG2E,
     TILE_B,
     TILE_COUNT,
     TILE_DISTANCE,
@@ -19,17 +20,20 @@ from powertrain.ops.attention.hopper.backward_primitives import (
     TILE_K_LEFT,
     TILE_KV,
     as_tile,
+    here,
+    keep_order,
+    read_tile_field,
     rows_desc_of,
+    tanh,
 )
-from powertrain.ops.attention.hopper.primitives import LOG2E, here, keep_order, tanh, told
 from powertrain.runtime.gluon_compat import (
-    arrive_named,
     barrier,
     gl,
     gluon,
     hopper,
     mbarrier,
-    sync_named,
+    named_barrier_arrive,
+    named_barrier_sync,
     tma,
     tma_store,
 )
@@ -40,7 +44,7 @@ def _store(desc, place, rows_left, tile, x, PACKED: gl.constexpr):
     """Rows of results through shared memory to memory, by TMA, when the ones before have left."""
     tma.store_wait(0)
     barrier()
-    tile.store(x)
+    tile.store(x)  # [64, W_QK or W_V]
     hopper.fence_async_shared()
     barrier()
     if not PACKED:
@@ -51,18 +55,18 @@ def _store(desc, place, rows_left, tile, x, PACKED: gl.constexpr):
 
 @gluon.jit
 def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
-    """Block number `at`, in which a consumer's keys are seen by none: nothing but zeros for the server."""
+    """Block number `at`, in which a consumer's keys are seen by none: nothing but zeros for the producer."""
     STAGES: gl.constexpr = full.shape[0]
     DS_STAGES: gl.constexpr = ds_smem.shape[0]
     mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
-    arrive_named(BAR_EMPTY + at % STAGES, EVERYONE)
-    sync_named(BAR_TURN + CONSUMER, CONSUMERS)
-    arrive_named(BAR_TURN + 1 - CONSUMER, CONSUMERS)
+    named_barrier_arrive(BAR_EMPTY + at % STAGES, EVERYONE)
+    named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
+    named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
     stage = at % DS_STAGES
     mbarrier.wait(ds_empty.index(stage), (at // DS_STAGES) & 1 ^ 1)
     ds_smem.index(stage).slice(CONSUMER * 64, 64, 0).store(zeros.to(ds_smem.dtype))
     hopper.fence_async_shared()
-    arrive_named(BAR_DS_FULL + stage, EVERYONE)
+    named_barrier_arrive(BAR_DS_FULL + stage, EVERYONE)
 
 
 # What consume's loops have within stands in functions: Triton walks twice through a loop, four times where loops nest.
@@ -81,7 +85,7 @@ def _row_numbers(smem, at, DELTA: gl.constexpr, layout: gl.constexpr):
 def _ask(keys, b_smem, at, zeros):
     """keys bᵀ, under way, b being q (for the scores; keys are k) or do (for dp; v) of block number `at` of queries."""
     b = b_smem.index(at % b_smem.shape[0])
-    return hopper.warpgroup_mma(keys, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(keys, b.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
 
 
 @gluon.jit
@@ -125,10 +129,10 @@ def _weights_of(
 
 @gluon.jit
 def _hand_over(ds, at, ds_smem, ds_empty, CONSUMER: gl.constexpr):
-    """This consumer's ds of block number `at` into shared memory, when the server has done with what was there."""
+    """This consumer's ds of block number `at` into shared memory, when the producer has done with what was there."""
     stage = at % ds_smem.shape[0]
     mbarrier.wait(ds_empty.index(stage), (at // ds_smem.shape[0]) & 1 ^ 1)
-    ds_smem.index(stage).slice(CONSUMER * 64, 64, 0).store(ds)
+    ds_smem.index(stage).slice(CONSUMER * 64, 64, 0).store(ds)  # [64, BLOCK_M]
 
 
 @gluon.jit
@@ -136,28 +140,29 @@ def _add_products(
     dk, dv, p, ds, at, k, zeros, smem, full, ds_empty,
     CONSUMER: gl.constexpr, DS_FIRST: gl.constexpr, NEXT: gl.constexpr,
 ):  # fmt: skip
-    """s, dk and dv, the latter with what block number `at` of queries adds, under way; and ds for the server. DS_FIRST:
-    it is stored ahead of the products. NEXT: s is the next block's scores, asked for behind them; else nothing."""
-    _, _, q_smem, do_smem, _, ds_smem = smem
+    """Issue the products that add block number `at` of queries to dk and dv, and store ds for the producer. Returns s,
+    dk, dv, still under way. DS_FIRST: ds is stored before the products are issued. NEXT: s is the next block's scores,
+    issued after them; otherwise s is unused."""
+    q_smem, do_smem, ds_smem = smem.q, smem.do, smem.ds
     STAGES: gl.constexpr = q_smem.shape[0]
     dtype: gl.constexpr = q_smem.dtype
-    p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
+    p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))  # [64, BLOCK_M]
     ds = ds.to(dtype)
-    ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
+    ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))  # [64, BLOCK_M]
     if NEXT:
         mbarrier.wait(full.index((at + 1) % STAGES), ((at + 1) // STAGES) & 1)
     if DS_FIRST:
         _hand_over(ds, at, ds_smem, ds_empty, CONSUMER)
-    sync_named(BAR_TURN + CONSUMER, CONSUMERS)
-    dv = hopper.warpgroup_mma(p16, do_smem.index(at % STAGES), dv, is_async=True)
-    dk = hopper.warpgroup_mma(ds16, q_smem.index(at % STAGES), dk, is_async=True)
+    named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
+    dv = hopper.warpgroup_mma(p16, do_smem.index(at % STAGES), dv, is_async=True)  # [64, W_V]
+    dk = hopper.warpgroup_mma(ds16, q_smem.index(at % STAGES), dk, is_async=True)  # [64, W_QK]
     s = zeros
     if NEXT:
         s = _ask(k, q_smem, at + 1, zeros)
     if not DS_FIRST:
         _hand_over(ds, at, ds_smem, ds_empty, CONSUMER)
     hopper.fence_async_shared()
-    arrive_named(BAR_DS_FULL + at % ds_smem.shape[0], EVERYONE)
+    named_barrier_arrive(BAR_DS_FULL + at % ds_smem.shape[0], EVERYONE)
     return s, dk, dv
 
 
@@ -169,7 +174,7 @@ def _consume_block(
 ):  # fmt: skip
     """dk and dv with what block number `at` of queries adds. EARLY: its queries are there, those of number
     `after` are waited for beside the products, LSE is loaded ahead of the scores, the turn passed on behind them."""
-    _, _, q_smem, do_smem, _, _ = smem
+    q_smem, do_smem = smem.q, smem.do
     STAGES: gl.constexpr = q_smem.shape[0]
     s_layout: gl.constexpr = zeros.type.layout
     if EARLY:
@@ -177,13 +182,13 @@ def _consume_block(
         keep_order()
     else:
         mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
-    s = _ask(k, q_smem, at, zeros)
-    dp = _ask(v, do_smem, at, zeros)
+    s = _ask(k, q_smem, at, zeros)  # [64, BLOCK_M]: keys along the rows
+    dp = _ask(v, do_smem, at, zeros)  # [64, BLOCK_M]
     if EARLY:
-        arrive_named(BAR_TURN + 1 - CONSUMER, CONSUMERS)
+        named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
     s = hopper.warpgroup_mma_wait(1, deps=[s])
     if not EARLY:
-        arrive_named(BAR_TURN + 1 - CONSUMER, CONSUMERS)
+        named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
         lse = _row_numbers(smem, at, 0, s_layout)
     p, t = _weights_of(
         s, lse, low, slopes, number, blocks, is_sequence, k_left, scale, softcap, left, right, LEFT, RIGHT, CAP
@@ -196,7 +201,7 @@ def _consume_block(
     if EARLY:
         mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
     dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
-    arrive_named(BAR_EMPTY + at % STAGES, EVERYONE)
+    named_barrier_arrive(BAR_EMPTY + at % STAGES, EVERYONE)
     return dk, dv
 
 
@@ -207,12 +212,12 @@ def _weigh_ahead(
 ):  # fmt: skip
     """p, dp and delta of block number `at` of queries, whose scores `s` have been asked for. With RIGHT, whose masks
     need the registers, delta is loaded later, by _products_ahead, and something stands in its place here."""
-    _, _, _, do_smem, _, _ = smem
+    do_smem = smem.do
     s_layout: gl.constexpr = zeros.type.layout
     lse = _row_numbers(smem, at, 0, s_layout)  # behind dp's products it would wait for them
     keep_order()
-    dp = _ask(v, do_smem, at, zeros)
-    arrive_named(BAR_TURN + 1 - CONSUMER, CONSUMERS)
+    dp = _ask(v, do_smem, at, zeros)  # [64, BLOCK_M]
+    named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
     s = hopper.warpgroup_mma_wait(1, deps=[s])
     p, _ = _weights_of(
         s, lse, low, slopes, number, blocks, is_sequence, k_left, scale, 0.0, left, right, LEFT, RIGHT, False
@@ -242,22 +247,23 @@ def _products_ahead(
         dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
     else:
         dv, dk = hopper.warpgroup_mma_wait(1, deps=[dv, dk])
-    arrive_named(BAR_EMPTY + at % STAGES, EVERYONE)
+    named_barrier_arrive(BAR_EMPTY + at % STAGES, EVERYONE)
     return s, dk, dv
 
 
 @gluon.jit
 def consume(
-    dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, repeats,
+    dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, num_q_per_kv,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
     scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr,
-    D_QK: gl.constexpr, D_V: gl.constexpr, IN_TURN: gl.constexpr, CONSUMER: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, DETERMINISTIC: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns 64 keys of a tile: their dk and dv, from all blocks of queries that see them."""
-    k_smem, v_smem, q_smem, _, _, ds_smem = smem
+    k_smem, v_smem, q_smem, ds_smem = smem.k, smem.v, smem.q, smem.ds
     dk_smem, dv_smem = out_smem
-    k_full, v_full, full, ds_empty, tile_full, tile_empty = bars
+    k_full, v_full, full, ds_empty = bars.k_full, bars.v_full, bars.block_full, bars.ds_empty
+    tile_full, tile_empty = bars.tile_full, bars.tile_empty
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     W_QK: gl.constexpr = k_smem.shape[2]
@@ -266,8 +272,8 @@ def consume(
     # AHEAD: a block's scores are asked for behind the products of the one before, where there are registers for both.
     # EARLY: as _consume_block says, where it was measured faster: masks, ALiBi and a softcap need the registers. Where
     # tiles add in turn neither was faster
-    AHEAD: gl.constexpr = W_QK == 64 and W_V == 64 and not CAP and not IN_TURN
-    PLAIN: gl.constexpr = not (LEFT or RIGHT or CAP or RAGGED or IN_TURN) and slopes_ptr is None
+    AHEAD: gl.constexpr = W_QK == 64 and W_V == 64 and not CAP and not DETERMINISTIC
+    PLAIN: gl.constexpr = not (LEFT or RIGHT or CAP or RAGGED or DETERMINISTIC) and slopes_ptr is None
     EARLY: gl.constexpr = PLAIN and W_QK == 128 and W_V == 128
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_QK, 16])
@@ -291,19 +297,19 @@ def consume(
     taken = gl.to_tensor(0)
     done = gl.to_tensor(0)  # blocks
     if CONSUMER == 1:
-        arrive_named(BAR_TURN, CONSUMERS)
+        named_barrier_arrive(BAR_TURN, CONSUMERS)
     mbarrier.wait(tile_full.index(0), 0)
-    kv = told(tile_smem, 0, TILE_KV)
+    kv = read_tile_field(tile_smem, 0, TILE_KV)
     while kv >= 0:
         slot = taken & 1
-        count = told(tile_smem, slot, TILE_COUNT)
-        distance = told(tile_smem, slot, TILE_DISTANCE) - CONSUMER * 64
-        k_left = told(tile_smem, slot, TILE_K_LEFT) - CONSUMER * 64
+        count = read_tile_field(tile_smem, slot, TILE_COUNT)
+        distance = read_tile_field(tile_smem, slot, TILE_DISTANCE) - CONSUMER * 64
+        k_left = read_tile_field(tile_smem, slot, TILE_K_LEFT) - CONSUMER * 64
         slopes = None
         is_sequence = None
         if slopes_ptr is not None:
-            b = told(tile_smem, slot, TILE_B)
-            slopes = slopes_ptr + b * slopes_stride_b + kv * repeats
+            b = read_tile_field(tile_smem, slot, TILE_B)
+            slopes = slopes_ptr + b * slopes_stride_b + kv * num_q_per_kv
             is_sequence = b < batch
         dk = gl.zeros([64, W_QK], gl.float32, dk_layout)
         dv = gl.zeros([64, W_V], gl.float32, dv_layout)
@@ -311,14 +317,14 @@ def consume(
         mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         low = distance
         limit = distance + count * BLOCK_M
-        heads_left = repeats + 0
+        heads_left = num_q_per_kv + 0
         first = gl.to_tensor(0)
-        end = repeats * count
+        end = num_q_per_kv * count
         if RIGHT and CONSUMER > 0:
             # the diagonal begins where keys of the other consumer are
-            if IN_TURN:
+            if DETERMINISTIC:
                 if (distance + (2 - count) * BLOCK_M - 1 + right < 0) & (count > 1):
-                    end -= repeats
+                    end -= num_q_per_kv
             elif (low + BLOCK_M - 1 + right < 0) & (count > 1):
                 _pass_over(ds_smem, full, ds_empty, done, zeros, CONSUMER)
                 low += BLOCK_M
@@ -326,12 +332,12 @@ def consume(
         at = done + first
         if EARLY:
             mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1, pred=first < end)
-        sync_named(BAR_TURN + CONSUMER, CONSUMERS)
+        named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
         if not AHEAD:
             for i in range(first, end):
                 number, blocks = i, count
-                if IN_TURN:
-                    number, blocks = repeats - heads_left, 1
+                if DETERMINISTIC:
+                    number, blocks = num_q_per_kv - heads_left, 1
                 # the next tile's first block is not waited for: its place may be the one to be given back
                 after = done + gl.minimum(i + 1, end - 1)
                 dk, dv = _consume_block(
@@ -339,17 +345,17 @@ def consume(
                     is_sequence, smem, full, ds_empty, k_left, scale, softcap, left, right,
                     LEFT, RIGHT, CAP, EARLY, CONSUMER,
                 )  # fmt: skip
-                if IN_TURN:
+                if DETERMINISTIC:
                     heads_left -= 1
                     low = gl.where(heads_left == 0, low - BLOCK_M, low)
-                    heads_left = gl.where(heads_left == 0, repeats, heads_left)
+                    heads_left = gl.where(heads_left == 0, num_q_per_kv, heads_left)
                 else:
                     low += BLOCK_M
                     if low == limit:
-                        low = told(tile_smem, slot, TILE_DISTANCE) - CONSUMER * 64
+                        low = read_tile_field(tile_smem, slot, TILE_DISTANCE) - CONSUMER * 64
         elif first < end:
             mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
-            s = _ask(k, q_smem, at, zeros)
+            s = _ask(k, q_smem, at, zeros)  # [64, BLOCK_M]: keys along the rows
             p, dp, delta = _weigh_ahead(
                 s, at, low, v, zeros, slopes, first, count, is_sequence, smem, k_left, scale, left, right,
                 LEFT, RIGHT, CONSUMER,
@@ -360,7 +366,7 @@ def consume(
                 )
                 low += BLOCK_M
                 if low == limit:
-                    low = told(tile_smem, slot, TILE_DISTANCE) - CONSUMER * 64
+                    low = read_tile_field(tile_smem, slot, TILE_DISTANCE) - CONSUMER * 64
                 p, dp, delta = _weigh_ahead(
                     s, done + i, low, v, zeros, slopes, i, count, is_sequence, smem, k_left, scale, left, right,
                     LEFT, RIGHT, CONSUMER,
@@ -368,24 +374,24 @@ def consume(
             _no_scores, dk, dv = _products_ahead(
                 dk, dv, p, dp, delta, done + end - 1, k, zeros, smem, full, ds_empty, RIGHT, CONSUMER, True
             )
-        arrive_named(BAR_TURN + 1 - CONSUMER, CONSUMERS)
-        if RIGHT and CONSUMER > 0 and IN_TURN:
-            for i in range(end, repeats * count):
+        named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
+        if RIGHT and CONSUMER > 0 and DETERMINISTIC:
+            for i in range(end, num_q_per_kv * count):
                 _pass_over(ds_smem, full, ds_empty, done + i, zeros, CONSUMER)
-        done += repeats * count
-        # what the loop need not keep is read again
+        done += num_q_per_kv * count
+        # reload from shared memory to keep registers free in the loop
         b = gl.to_tensor(0)
         if not PACKED:
-            b = told(tile_smem, slot, TILE_B)
+            b = read_tile_field(tile_smem, slot, TILE_B)
         place = [
-            b, told(tile_smem, slot, TILE_KV), told(tile_smem, slot, TILE_DK_END),
-            told(tile_smem, slot, TILE_DK_ROW) + CONSUMER * 64, 0,
+            b, read_tile_field(tile_smem, slot, TILE_KV), read_tile_field(tile_smem, slot, TILE_DK_END),
+            read_tile_field(tile_smem, slot, TILE_DK_ROW) + CONSUMER * 64, 0,
         ]  # fmt: skip
         if RAGGED:  # of rows behind a sequence, by gradients that are not finite
-            k_left = told(tile_smem, slot, TILE_K_LEFT) - CONSUMER * 64
+            k_left = read_tile_field(tile_smem, slot, TILE_K_LEFT) - CONSUMER * 64
             dv = gl.where(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, dv_layout)) < k_left, 1), dv, 0.0)
             dk = gl.where(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, dk_layout)) < k_left, 1), dk, 0.0)
-        rows_left = told(tile_smem, slot, TILE_DK_LEFT) - CONSUMER * 64
+        rows_left = read_tile_field(tile_smem, slot, TILE_DK_LEFT) - CONSUMER * 64
         mbarrier.arrive(tile_empty.index(slot), count=1)
         if dv_ptr is not None:
             _store(dv_desc, place, rows_left, dv_smem.index(CONSUMER), dv.to(dtype), PACKED)
@@ -393,5 +399,5 @@ def consume(
             _store(dk_desc, place, rows_left, dk_smem.index(CONSUMER), (dk * scale).to(dtype), PACKED)
         taken += 1
         mbarrier.wait(tile_full.index(taken & 1), (taken >> 1) & 1)
-        kv = told(tile_smem, taken & 1, TILE_KV)
+        kv = read_tile_field(tile_smem, taken & 1, TILE_KV)
     tma.store_wait(0)

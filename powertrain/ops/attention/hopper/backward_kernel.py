@@ -6,17 +6,18 @@
 
 One CTA an SM takes tiles of 128 keys of one head from a counter in memory and runs over the blocks of queries that see
 them, of all query heads that share the keys. Two *consumer* warpgroups hold 64 keys each: scores, dk and dv in
-registers, keys along the rows, so that p and ds are operands of the next products as they are. The third, the *server*,
-draws tiles, loads by TMA, and multiplies what a block adds to dq, from ds in shared memory. It adds to float32 sums in
-memory, 16 bytes a thread at once, in the order in which the threads hold them, and in no fixed order of blocks, unless
-hopper/dq_order.py gives it one.
+registers, keys along the rows, so that p and ds are operands of the next products as they are. The third warpgroup, the
+*producer*, fetches tiles, loads by TMA, and computes each block's contribution to dq from ds in shared memory. It adds
+that to float32 sums in memory, 16 bytes a thread at once, in the order in which the threads hold them, and in no fixed
+order of blocks, unless hopper/dq_order.py gives it one.
 
 Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, for warpgroups that take turns and registers
 that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.py has the idea.
 """
 
 from powertrain.ops.attention.hopper.backward_consumer import consume
-from powertrain.ops.attention.hopper.backward_primitives import (
+from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor, wait_for_predecessor
+from powertrain.ops.attention.hopper.primitives import (
     BAR_DS_FULL,
     BAR_EMPTY,
     EVERYONE,
@@ -36,19 +37,25 @@ from powertrain.ops.attention.hopper.backward_primitives import (
     TILE_Q_ROW,
     TILE_SUMS,
     TILE_UNSEEN,
+    BackwardBarriers,
+    BackwardBuffers,
+    alloc_mbarriers,
+    alloc_pipeline_stages,
     as_tile,
+    int32,
+    keep_order,
+    read_tile_field,
     rows_desc_of,
+    write_tile_field,
 )
-from powertrain.ops.attention.hopper.dq_order import last_turn, pass_turn, take_turn
-from powertrain.ops.attention.hopper.primitives import int32, keep_order, rings, stages, tell, told
-from powertrain.ops.attention.triton.tiles import find_sequence, span_of
+from powertrain.ops.attention.triton.tiles import find_sequence, sequence_span
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
     hopper,
     kept,
     mbarrier,
-    sync_named,
+    named_barrier_sync,
     tma,
     tma_load,
 )
@@ -87,17 +94,17 @@ def _place(start, length, row, rows, RAGGED: gl.constexpr):
 
 @gluon.jit
 def _keys_of(
-    tile, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, group,
+    tile, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, swizzle,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """A tile of keys: (batch entry, head, first key), then start, length and room of its sequence's keys, and start and
-    length of its queries. `group` heads at a time share the L2, and of each the first keys, which most queries see, go
-    first."""
+    """A tile of keys: (batch entry, head, first key), then start, length and capacity of its sequence's keys, and start
+    and length of its queries. `swizzle` heads at a time share the L2; of each the first keys, which most queries see,
+    come first."""
     heads = kv_heads
     if k_starts_ptr is None:
         heads = kv_heads * batch
-    first_head = tile // (group * blocks) * group
-    size = gl.minimum(heads - first_head, group)
+    first_head = tile // (swizzle * blocks) * swizzle
+    size = gl.minimum(heads - first_head, swizzle)
     within = tile - first_head * blocks
     block = within // size
     kv = first_head + within % size
@@ -106,9 +113,9 @@ def _keys_of(
     else:
         b = kv // kv_heads
         kv = kv % kv_heads
-    k_start, k_len, k_room = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
-    q_start, q_len, _ = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
-    return b, kv, block * BLOCK_N, k_start, k_len, k_room, q_start, q_len
+    k_start, k_len, k_capacity = sequence_span(k_starts_ptr, k_used_ptr, b, batch, keys)
+    q_start, q_len, _ = sequence_span(q_starts_ptr, q_used_ptr, b, batch, queries)
+    return b, kv, block * BLOCK_N, k_start, k_len, k_capacity, q_start, q_len
 
 
 @gluon.jit
@@ -132,79 +139,79 @@ def _queries_of(
 
 
 @gluon.jit
-def _draw(counter_ptr, IN_TURN: gl.constexpr):
-    """A tile that nobody has. The first of each CTA is that of its own number, but IN_TURN, where who waits for a tile
-    must be sure that its CTA runs."""
+def _fetch_next_tile(counter_ptr, DETERMINISTIC: gl.constexpr):
+    """The index of a tile that no other CTA has. The first tile of each CTA has the CTA's own number, except with
+    DETERMINISTIC: there a tile may only wait for one whose CTA is certain to run."""
     first = gl.num_programs(0)
-    if IN_TURN:
+    if DETERMINISTIC:
         first = 0
     return first + gl.atomic_add(counter_ptr, 1, sem="relaxed")
 
 
 @gluon.jit
-def _tell_tile(
+def _write_tile(
     tile, taken, tile_smem, tile_full, tile_empty, counter_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, left, right,
+    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    IN_TURN: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Tell the consumers of `tile`, or of the next one drawn that has keys; or that there is none."""
+    """Publish the tile descriptor of `tile`, or of the next fetched tile that has keys, or that none is left."""
     slot = taken & 1
     mbarrier.wait(tile_empty.index(slot), (taken >> 1) & 1 ^ 1)
     RAGGED_Q: gl.constexpr = q_starts_ptr is not None or q_used_ptr is not None
     RAGGED_K: gl.constexpr = k_starts_ptr is not None or k_used_ptr is not None
     looks = tile < tiles
     if not looks:
-        tell(tile_smem, slot, TILE_KV, -1)
+        write_tile_field(tile_smem, slot, TILE_KV, -1)
     while looks:
-        b, kv, first, k_start, k_len, k_room, q_start, q_len = _keys_of(
-            tile, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, group,
+        b, kv, first, k_start, k_len, k_capacity, q_start, q_len = _keys_of(
+            tile, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, swizzle,
             BLOCK_N,
         )  # fmt: skip
-        if first < k_room:
+        if first < k_capacity:
             begin, count, offset = _queries_of(
                 first, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N
             )
             start = begin
-            if IN_TURN:
+            if DETERMINISTIC:
                 start = begin + count - 1
-            at = kv * repeats * slots + start
+            at = kv * num_q_per_kv * slots + start
             if q_starts_ptr is not None:
                 at += gl.cdiv(q_start, BLOCK_M) + b
             else:
-                at += b * kv_heads * repeats * slots
-            tell(tile_smem, slot, TILE_KV, kv)
-            tell(tile_smem, slot, TILE_B, b)
-            tell(tile_smem, slot, TILE_COUNT, count)
-            tell(tile_smem, slot, TILE_FIRST, first)
-            tell(tile_smem, slot, TILE_SUMS, at)
-            tell(tile_smem, slot, TILE_DISTANCE, start * BLOCK_M + offset - first)
-            tell(tile_smem, slot, TILE_K_LEFT, k_len - first)
+                at += b * kv_heads * num_q_per_kv * slots
+            write_tile_field(tile_smem, slot, TILE_KV, kv)
+            write_tile_field(tile_smem, slot, TILE_B, b)
+            write_tile_field(tile_smem, slot, TILE_COUNT, count)
+            write_tile_field(tile_smem, slot, TILE_FIRST, first)
+            write_tile_field(tile_smem, slot, TILE_SUMS, at)
+            write_tile_field(tile_smem, slot, TILE_DISTANCE, start * BLOCK_M + offset - first)
+            write_tile_field(tile_smem, slot, TILE_K_LEFT, k_len - first)
             end, row = _place(q_start, q_len, start * BLOCK_M, queries, RAGGED_Q)
-            tell(tile_smem, slot, TILE_Q_END, end)
-            tell(tile_smem, slot, TILE_Q_ROW, row)
+            write_tile_field(tile_smem, slot, TILE_Q_END, end)
+            write_tile_field(tile_smem, slot, TILE_Q_ROW, row)
             end, row = _place(k_start, k_len, first, keys, RAGGED_K)
             if RAGGED_K:  # where there is nothing to load, the first rows of all
                 end = gl.where(count > 0, end, keys)
                 row = gl.where(count > 0, row, 0)
-            tell(tile_smem, slot, TILE_K_END, end)
-            tell(tile_smem, slot, TILE_K_ROW, row)
-            end, row = _place(k_start, k_room, first, keys, k_starts_ptr is not None)
-            tell(tile_smem, slot, TILE_DK_END, end)
-            tell(tile_smem, slot, TILE_DK_ROW, row)
-            tell(tile_smem, slot, TILE_DK_LEFT, k_room - first)
-            if IN_TURN:
+            write_tile_field(tile_smem, slot, TILE_K_END, end)
+            write_tile_field(tile_smem, slot, TILE_K_ROW, row)
+            end, row = _place(k_start, k_capacity, first, keys, k_starts_ptr is not None)
+            write_tile_field(tile_smem, slot, TILE_DK_END, end)
+            write_tile_field(tile_smem, slot, TILE_DK_ROW, row)
+            write_tile_field(tile_smem, slot, TILE_DK_LEFT, k_capacity - first)
+            if DETERMINISTIC:
                 before, size, _ = _queries_of(
                     first - BLOCK_N, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N
                 )
-                tell(tile_smem, slot, TILE_UNSEEN, (begin + count - before - size) * repeats)
+                write_tile_field(tile_smem, slot, TILE_UNSEEN, (begin + count - before - size) * num_q_per_kv)
             looks = tile < 0  # no longer
         else:
-            tile = _draw(counter_ptr, IN_TURN)
+            tile = _fetch_next_tile(counter_ptr, DETERMINISTIC)
             looks = tile < tiles
             if not looks:
-                tell(tile_smem, slot, TILE_KV, -1)
+                write_tile_field(tile_smem, slot, TILE_KV, -1)
     mbarrier.arrive(tile_full.index(slot), count=1)
     mbarrier.wait(tile_full.index(slot), (taken >> 1) & 1)
 
@@ -218,25 +225,25 @@ def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, plac
     b, head, end, row = place
     stage = at % STAGES
     if at >= STAGES:
-        sync_named(BAR_EMPTY + stage, EVERYONE)
+        named_barrier_sync(BAR_EMPTY + stage, EVERYONE)
     bar = full.index(stage)
     mbarrier.expect(bar, BLOCK_M * BYTES)
-    tma_load(q_desc, [b, head, end, row, 0], bar, as_tile(q_smem.index(stage)))
-    tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))
-    tma_load(do_desc, [b, head, end, row, 0], bar, as_tile(do_smem.index(stage)))
+    tma_load(q_desc, [b, head, end, row, 0], bar, as_tile(q_smem.index(stage)))  # [BLOCK_M, W_QK]
+    tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))  # [2 * BLOCK_M]: LSE, delta
+    tma_load(do_desc, [b, head, end, row, 0], bar, as_tile(do_smem.index(stage)))  # [BLOCK_M, W_V]
 
 
 @gluon.jit
-def _next(head, row, tile, left, count, repeats, slots, BLOCK_M: gl.constexpr, IN_TURN: gl.constexpr):
+def _next(head, row, tile, left, count, num_q_per_kv, slots, BLOCK_M: gl.constexpr, DETERMINISTIC: gl.constexpr):
     """The block of queries after this one: the head's next, and the heads that share the keys follow each other.
-    IN_TURN: of the last rows those of all heads, then of the rows before."""
+    DETERMINISTIC: of the last rows those of all heads, then of the rows before."""
     left -= 1
     wraps = left == 0
-    if IN_TURN:
-        head = gl.where(wraps, head - repeats + 1, head + 1)
+    if DETERMINISTIC:
+        head = gl.where(wraps, head - num_q_per_kv + 1, head + 1)
         row = gl.where(wraps, row - BLOCK_M, row)
-        tile = gl.where(wraps, tile - (repeats - 1) * slots - 1, tile + slots)
-        return head, row, tile, gl.where(wraps, repeats, left)
+        tile = gl.where(wraps, tile - (num_q_per_kv - 1) * slots - 1, tile + slots)
+        return head, row, tile, gl.where(wraps, num_q_per_kv, left)
     head = gl.where(wraps, head + 1, head)
     row = gl.where(wraps, row - (count - 1) * BLOCK_M, row + BLOCK_M)
     tile = gl.where(wraps, tile + slots - count + 1, tile + 1)
@@ -247,9 +254,9 @@ def _next(head, row, tile, left, count, repeats, slots, BLOCK_M: gl.constexpr, I
 def _load_keys(desc, smem, bar, tile_smem, slot, PACKED: gl.constexpr):
     b = gl.to_tensor(0)
     if not PACKED:
-        b = told(tile_smem, slot, TILE_B)
-    kv = told(tile_smem, slot, TILE_KV)
-    place = [b, kv, told(tile_smem, slot, TILE_K_END), told(tile_smem, slot, TILE_K_ROW), 0]
+        b = read_tile_field(tile_smem, slot, TILE_B)
+    kv = read_tile_field(tile_smem, slot, TILE_KV)
+    place = [b, kv, read_tile_field(tile_smem, slot, TILE_K_END), read_tile_field(tile_smem, slot, TILE_K_ROW), 0]
     mbarrier.expect(bar, smem.shape[0] * smem.shape[1] * smem.dtype.primitive_bitwidth // 8)
     tma_load(desc, place, bar, as_tile(smem))
 
@@ -267,18 +274,18 @@ def _add_to_dq(
     stage = at % DS_STAGES
     if order_ptr is not None:
         last = last_turn(order_ptr, tile)
-    sync_named(BAR_DS_FULL + stage, EVERYONE)
+    named_barrier_sync(BAR_DS_FULL + stage, EVERYONE)
     for m in gl.static_range(BLOCK_M // 64):
-        ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))
+        ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))  # [64 queries, 128 keys]
         for n in gl.static_range(W_QK // PART):
             zeros = gl.zeros([64, PART], gl.float32, layout)
             # index 0, and no constant: what is computed from it does not fill registers all the while
-            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)
+            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)  # [128, PART]
             part = m * (W_QK // PART) + n
             if sum_ptr is not None:
-                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)  # [64, PART]
                 if order_ptr is not None and part == 0:
-                    take_turn(order_ptr, tile, last, before, owed, owed_turn)
+                    wait_for_predecessor(order_ptr, tile, last, before, owed, owed_turn)
                 dq = hopper.warpgroup_mma_wait(0, deps=[dq])
             if part == BLOCK_M // 64 * (W_QK // PART) - 1:
                 mbarrier.arrive(ds_empty.index(stage), count=1)
@@ -287,28 +294,29 @@ def _add_to_dq(
 
 
 @gluon.jit
-def _serve(
+def _produce(
     q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, rows_ptr, counter_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, smem, tile_smem, bars,
-    batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, rows_size,
+    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, rows_size,
     stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_dor, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that draws tiles and loads them, multiplies ds K and adds it to the sums of dq."""
-    k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem
-    k_full, v_full, full, ds_empty, tile_full, tile_empty = bars
+    k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem.k, smem.v, smem.q, smem.do, smem.rows, smem.ds
+    k_full, v_full, full, ds_empty = bars.k_full, bars.v_full, bars.block_full, bars.ds_empty
+    tile_full, tile_empty = bars.tile_full, bars.tile_empty
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     PACKED: gl.constexpr = q_starts_ptr is not None
-    IN_TURN: gl.constexpr = order_ptr is not None
+    DETERMINISTIC: gl.constexpr = order_ptr is not None
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     storage = batch
     if PACKED:
         storage = gl.to_tensor(1)
-    heads = kv_heads * repeats
+    heads = kv_heads * num_q_per_kv
     RAGGED_Q: gl.constexpr = PACKED or q_used_ptr is not None
     RAGGED_K: gl.constexpr = PACKED or k_used_ptr is not None
     k_desc = rows_desc_of(k_ptr, storage, kv_heads, keys, D_QK, stride_kb, stride_kh, stride_ks, k_smem, RAGGED_K)
@@ -345,53 +353,53 @@ def _serve(
         if begins:
             # while a tile's last blocks are multiplied the next one's are loaded. It is drawn late, for what a long
             # tile has drawn waits for its end
-            if IN_TURN:
-                number = _draw(counter_ptr, IN_TURN)
+            if DETERMINISTIC:
+                number = _fetch_next_tile(counter_ptr, DETERMINISTIC)
             else:
                 number = gl.program_id(0)
                 if taken > 0:
-                    number = _draw(counter_ptr, IN_TURN)
-            _tell_tile(
+                    number = _fetch_next_tile(counter_ptr, DETERMINISTIC)
+            _write_tile(
                 number, taken, tile_smem, tile_full, tile_empty, counter_ptr,
                 q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-                batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, left, right,
-                LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N, IN_TURN,
+                batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, left, right,
+                LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N, DETERMINISTIC,
             )  # fmt: skip
             todo = rest + 0
-            kv = told(tile_smem, slot, TILE_KV)
+            kv = read_tile_field(tile_smem, slot, TILE_KV)
             to_load = gl.to_tensor(0)
             if kv >= 0:
                 if not PACKED:
-                    b = told(tile_smem, slot, TILE_B)
-                head = kv * repeats
-                end = told(tile_smem, slot, TILE_Q_END)
-                row = told(tile_smem, slot, TILE_Q_ROW)
-                load_tile = told(tile_smem, slot, TILE_SUMS)
-                load_count = told(tile_smem, slot, TILE_COUNT)
+                    b = read_tile_field(tile_smem, slot, TILE_B)
+                head = kv * num_q_per_kv
+                end = read_tile_field(tile_smem, slot, TILE_Q_END)
+                row = read_tile_field(tile_smem, slot, TILE_Q_ROW)
+                load_tile = read_tile_field(tile_smem, slot, TILE_SUMS)
+                load_count = read_tile_field(tile_smem, slot, TILE_COUNT)
                 load_left = load_count + 0
-                if IN_TURN:
-                    load_left = repeats + 0
-                to_load = load_count * repeats
+                if DETERMINISTIC:
+                    load_left = num_q_per_kv + 0
+                to_load = load_count * num_q_per_kv
             for _ in range(kept(gl.minimum(at + STAGES - loaded, to_load))):
                 _load(
                     q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, loaded, (b, head, end, row), load_tile
                 )
                 head, row, load_tile, load_left = _next(
-                    head, row, load_tile, load_left, load_count, repeats, slots, BLOCK_M, IN_TURN
+                    head, row, load_tile, load_left, load_count, num_q_per_kv, slots, BLOCK_M, DETERMINISTIC
                 )
                 loaded += 1
                 to_load -= 1
         else:
             # who has stored the last ds has done with the scores; this warpgroup was the last to read the keys
-            tile = told(tile_smem, slot, TILE_SUMS)
-            count = told(tile_smem, slot, TILE_COUNT)
+            tile = read_tile_field(tile_smem, slot, TILE_SUMS)
+            count = read_tile_field(tile_smem, slot, TILE_COUNT)
             left_over = count + 0
-            if IN_TURN:
-                left_over = repeats + 0
-                turn = told(tile_smem, slot, TILE_FIRST) + BLOCK_N
-                waits_from = at + told(tile_smem, slot, TILE_UNSEEN)
-            rest = gl.minimum(count * repeats, STAGES)
-            todo = count * repeats - rest
+            if DETERMINISTIC:
+                left_over = num_q_per_kv + 0
+                turn = read_tile_field(tile_smem, slot, TILE_FIRST) + BLOCK_N
+                waits_from = at + read_tile_field(tile_smem, slot, TILE_UNSEEN)
+            rest = gl.minimum(count * num_q_per_kv, STAGES)
+            todo = count * num_q_per_kv - rest
             # for keys that no query sees too: a branch would cost the consumers registers
             _load_keys(k_desc, k_smem.index(0), k_full.index(slot), tile_smem, slot, PACKED)
             _load_keys(v_desc, v_smem.index(0), v_full.index(slot), tile_smem, slot, PACKED)
@@ -399,34 +407,36 @@ def _serve(
             mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         for i in range(kept(todo)):
             before = at
-            if IN_TURN:
+            if DETERMINISTIC:
                 before = gl.where(at >= waits_from, turn - BLOCK_N, 0)
             _add_to_dq(sum_ptr, order_ptr, tile, at, i, k_smem, ds_smem, ds_empty, before, owed, owed_turn, PART)
-            if IN_TURN:
+            if DETERMINISTIC:
                 owed = tile + 0
                 owed_turn = turn + 0
             at += 1
-            _, _, tile, left_over = _next(tile, tile, tile, left_over, count, repeats, slots, BLOCK_M, IN_TURN)
+            _, _, tile, left_over = _next(
+                tile, tile, tile, left_over, count, num_q_per_kv, slots, BLOCK_M, DETERMINISTIC
+            )
             if to_load > 0:
                 _load(
                     q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, loaded, (b, head, end, row), load_tile
                 )
                 head, row, load_tile, load_left = _next(
-                    head, row, load_tile, load_left, load_count, repeats, slots, BLOCK_M, IN_TURN
+                    head, row, load_tile, load_left, load_count, num_q_per_kv, slots, BLOCK_M, DETERMINISTIC
                 )
                 loaded += 1
                 to_load -= 1
         taken += 1 - begins
         begins = 1 - begins
-    if IN_TURN:
-        pass_turn(order_ptr, owed, owed_turn)
+    if DETERMINISTIC:
+        signal_successor(order_ptr, owed, owed_turn)
 
 
 @gluon_kernel(archs=(90,))
 def _hopper_attention_bwd_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, rows_size,
+    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, rows_size,
     stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
     stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
@@ -440,48 +450,48 @@ def _hopper_attention_bwd_kernel(
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = PACKED or k_used_ptr is not None
     # int64 where a stride needs it
-    queries, keys, kv_heads, repeats = int32(queries), int32(keys), int32(kv_heads), int32(repeats)
-    blocks, group, slots, tiles = int32(blocks), int32(group), int32(slots), int32(tiles)
+    queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
+    blocks, swizzle, slots, tiles = int32(blocks), int32(swizzle), int32(slots), int32(tiles)
     batch, left, right, rows_size = int32(batch), int32(left), int32(right), int32(rows_size)
-    k_smem = stages(dtype, 1, BLOCK_N, W_QK)
-    v_smem = stages(dtype, 1, BLOCK_N, W_V)
-    q_smem = stages(dtype, STAGES, BLOCK_M, W_QK)
-    do_smem = stages(dtype, STAGES, BLOCK_M, W_V)
-    ds_smem = stages(dtype, DS_STAGES, BLOCK_N, BLOCK_M)
+    k_smem = alloc_pipeline_stages(dtype, 1, BLOCK_N, W_QK)
+    v_smem = alloc_pipeline_stages(dtype, 1, BLOCK_N, W_V)
+    q_smem = alloc_pipeline_stages(dtype, STAGES, BLOCK_M, W_QK)
+    do_smem = alloc_pipeline_stages(dtype, STAGES, BLOCK_M, W_V)
+    ds_smem = alloc_pipeline_stages(dtype, DS_STAGES, BLOCK_N, BLOCK_M)
     # a consumer's dv leaves through shared memory, then its dk through the same
-    dk_smem = stages(dtype, 2, 64, W_QK)
+    dk_smem = alloc_pipeline_stages(dtype, 2, 64, W_QK)
     dv_smem = dk_smem
     if W_V != W_QK:
-        dv_smem = stages(dtype, 2, 64, W_V)
+        dv_smem = alloc_pipeline_stages(dtype, 2, 64, W_V)
     rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], gl.NVMMASharedLayout(0, 32, 1))
     tile_smem = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_full = rings(2, 1)
-    v_full = rings(2, 1)
-    full = rings(STAGES, 1)
-    ds_empty = rings(DS_STAGES, 1)
-    tile_full = rings(2, 1)
-    tile_empty = rings(2, 2)
+    k_full = alloc_mbarriers(2, 1)
+    v_full = alloc_mbarriers(2, 1)
+    full = alloc_mbarriers(STAGES, 1)
+    ds_empty = alloc_mbarriers(DS_STAGES, 1)
+    tile_full = alloc_mbarriers(2, 1)
+    tile_empty = alloc_mbarriers(2, 2)
     hopper.fence_async_shared()
 
-    smem = (k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem)
+    smem = BackwardBuffers(k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem)
     out_smem = (dk_smem, dv_smem)
-    bars = (k_full, v_full, full, ds_empty, tile_full, tile_empty)
+    bars = BackwardBarriers(k_full, v_full, full, ds_empty, tile_full, tile_empty)
     gl.warp_specialize([
-        (_serve, (
+        (_produce, (
             q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, rows_ptr, counter_ptr,
             q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, smem, tile_smem, bars,
-            batch, queries, keys, kv_heads, repeats, blocks, group, slots, tiles, rows_size,
+            batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, rows_size,
             stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
             stride_dob, stride_dos, stride_dor, left, right, LEFT, RIGHT, BOTTOM_RIGHT, D_QK, D_V, PART,
         )),
         (consume, (
-            dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, repeats,
+            dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, num_q_per_kv,
             stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
             scale, softcap, left, right, LEFT, RIGHT, CAP, PACKED, RAGGED, D_QK, D_V,
             order_ptr is not None, 0,
         )),
         (consume, (
-            dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, repeats,
+            dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, num_q_per_kv,
             stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
             scale, softcap, left, right, LEFT, RIGHT, CAP, PACKED, RAGGED, D_QK, D_V,
             order_ptr is not None, 1,

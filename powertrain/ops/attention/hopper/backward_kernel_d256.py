@@ -3,17 +3,26 @@
 The sums are those of hopper/backward.py. dk and dv of 64 keys fill the registers of two warpgroups, so a CTA owns 64
 keys of one head, and its two *consumers* share them by columns: each holds half of dk's and dv's. Of a block's scores
 each computes half of the queries; p and ds meet in shared memory, from where both multiply all of them. The product
-for dv waits for the next block, whose exponentials run beside it. The *server* loads, and multiplies what a block adds
-to dq, as there.
+for dv waits for the next block, whose exponentials run beside it. The *producer* loads, and computes each block's
+contribution to dq, as there.
 
 Memory beyond results: for each query and head 1032 bytes; 640 for each CTA; in turn, 16 for each 64 queries of a head.
 Source: as hopper/backward.py's.
 """
 
-from powertrain.ops.attention.hopper.backward_kernel import _add_in_order, _draw, _keys_of, _queries_of
-from powertrain.ops.attention.hopper.dq_order import last_turn, pass_turn, take_turn
-from powertrain.ops.attention.hopper.primitives import LOG2E, int32, rings, tanh
-from powertrain.runtime.gluon_compat import gl, gluon, hopper, mbarrier, meet_named, reinterpret, tma, tma_load
+from powertrain.ops.attention.hopper.backward_kernel import _add_in_order, _fetch_next_tile, _keys_of, _queries_of
+from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor, wait_for_predecessor
+from powertrain.ops.attention.hopper.primitives import LOG2E, alloc_mbarriers, int32, tanh
+from powertrain.runtime.gluon_compat import (
+    gl,
+    gluon,
+    hopper,
+    mbarrier,
+    named_barrier_sync_divergent,
+    reinterpret,
+    tma,
+    tma_load,
+)
 from powertrain.runtime.launch import gluon_kernel
 
 _PAIR = gl.constexpr(8)  # at which the consumers meet
@@ -37,7 +46,7 @@ def _load_queries(desc, rows_desc, smem, rows_smem, full, empty, i, repeat, bloc
     bar = full.index(stage)
     mbarrier.expect(bar, BLOCK_M * BYTES)
     tma_load(desc, [repeat, block * BLOCK_M, 0], bar, _as_tile(smem.index(stage)))
-    tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))
+    tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))  # [2 * BLOCK_M]: LSE, delta
 
 
 @gluon.jit
@@ -53,12 +62,12 @@ def _load_grads(desc, smem, full, empty, i, repeat, block):
 
 
 @gluon.jit
-def _next(repeat, block, begin, end, repeats, IN_TURN: gl.constexpr):
+def _next(repeat, block, begin, end, num_q_per_kv, DETERMINISTIC: gl.constexpr):
     """The block of queries after this one: the head's next, and the heads that share the keys follow each other.
-    IN_TURN: of the last rows those of all heads, then of the rows before."""
-    if IN_TURN:
+    DETERMINISTIC: of the last rows those of all heads, then of the rows before."""
+    if DETERMINISTIC:
         repeat += 1
-        wraps = repeat == repeats
+        wraps = repeat == num_q_per_kv
         return gl.where(wraps, 0, repeat), gl.where(wraps, block - 1, block)
     block += 1
     wraps = block == end
@@ -66,8 +75,8 @@ def _next(repeat, block, begin, end, repeats, IN_TURN: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(tile, base, length, room, stride, D: gl.constexpr):
-    """64 rows in shared memory to memory; zeros from `length` to `room`."""
+def _store_rows(tile, base, length, capacity, stride, D: gl.constexpr):
+    """64 rows in shared memory to memory; zeros from `length` to `capacity`."""
     W: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
     for part in gl.static_range(4):
@@ -76,13 +85,14 @@ def _store_rows(tile, base, length, room, stride, D: gl.constexpr):
         values = tile.slice(part * 16, 16, 0).load(layout)
         values = gl.where(gl.expand_dims(rows < length, 1), values, 0.0)
         ptrs = base + gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
-        gl.store(ptrs, values, mask=gl.expand_dims(rows < room, 1) & gl.expand_dims(cols < D, 0))
+        gl.store(ptrs, values, mask=gl.expand_dims(rows < capacity, 1) & gl.expand_dims(cols < D, 0))  # [16, W]
 
 
 @gluon.jit
-def _serve(
+def _produce(
     q_desc, do_desc, rows_desc, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, end, first, unseen, tile0,
-    slots, repeats, k_left, k_room, stride_dks, stride_dvs, D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr,
+    slots, num_q_per_kv, k_left, k_capacity, stride_dks, stride_dvs,
+    D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that loads queries, multiplies ds K and adds it to the sums of dq, and stores dk and dv."""
     k_smem, v_smem, q_smem, do_smem, rows_smem, _, ds_smem = smem
@@ -91,45 +101,45 @@ def _serve(
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     W: gl.constexpr = k_smem.shape[2]
-    IN_TURN: gl.constexpr = order_ptr is not None
+    DETERMINISTIC: gl.constexpr = order_ptr is not None
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    total = (end - begin) * repeats
+    total = (end - begin) * num_q_per_kv
     q_repeat = gl.to_tensor(0)
     q_block = begin
-    if IN_TURN:
+    if DETERMINISTIC:
         q_block = end - 1
     for i in range(gl.minimum(total, STAGES)):
         tile = tile0 + q_repeat * slots + q_block
         _load_queries(q_desc, rows_desc, q_smem, rows_smem, q_full, q_empty, i, q_repeat, q_block, tile)
         _load_grads(do_desc, do_smem, do_full, do_empty, i, q_repeat, q_block)
-        q_repeat, q_block = _next(q_repeat, q_block, begin, end, repeats, IN_TURN)
+        q_repeat, q_block = _next(q_repeat, q_block, begin, end, num_q_per_kv, DETERMINISTIC)
     do_repeat = q_repeat
     do_block = q_block
 
     mbarrier.wait(kv_full, 0)
     repeat = gl.to_tensor(0)
     block = begin
-    if IN_TURN:
+    if DETERMINISTIC:
         block = end - 1
     owed = gl.to_tensor(-1)  # the tile of sums that the next one waits for
     for i in range(total):
         tile = tile0 + repeat * slots + block
         stage = i % STAGES
-        if IN_TURN:
+        if DETERMINISTIC:
             last = last_turn(order_ptr, tile)
         mbarrier.wait(ds_full.index(stage), (i // STAGES) & 1)
         if (i > 0) & (i + 1 < total):  # the stage of the block before, whose dv has been computed by now
             _load_grads(do_desc, do_smem, do_full, do_empty, i + 1, do_repeat, do_block)
-            do_repeat, do_block = _next(do_repeat, do_block, begin, end, repeats, IN_TURN)
-        ds = ds_smem.index(stage).permute((1, 0))
+            do_repeat, do_block = _next(do_repeat, do_block, begin, end, num_q_per_kv, DETERMINISTIC)
+        ds = ds_smem.index(stage).permute((1, 0))  # [BLOCK_M, 64]
         for n in gl.static_range(W // PART):
             zeros = gl.zeros([BLOCK_M, PART], gl.float32, layout)
             # index 0, and no constant: what is computed from it does not fill registers all the while
-            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)
+            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)  # [64, PART]
             if sum_ptr is not None:
-                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
-                if IN_TURN and n == 0:
-                    take_turn(order_ptr, tile, last, gl.where(i >= unseen, first, 0), owed, first + BLOCK_N)
+                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)  # [BLOCK_M, PART]
+                if DETERMINISTIC and n == 0:
+                    wait_for_predecessor(order_ptr, tile, last, gl.where(i >= unseen, first, 0), owed, first + BLOCK_N)
                     owed = tile
                 dq = hopper.warpgroup_mma_wait(0, deps=[dq])
             if n == W // PART - 1:
@@ -139,23 +149,23 @@ def _serve(
         if i + STAGES < total:
             to = tile0 + q_repeat * slots + q_block
             _load_queries(q_desc, rows_desc, q_smem, rows_smem, q_full, q_empty, i + STAGES, q_repeat, q_block, to)
-            q_repeat, q_block = _next(q_repeat, q_block, begin, end, repeats, IN_TURN)
-        repeat, block = _next(repeat, block, begin, end, repeats, IN_TURN)
-    if IN_TURN:
-        pass_turn(order_ptr, owed, first + BLOCK_N)
+            q_repeat, q_block = _next(q_repeat, q_block, begin, end, num_q_per_kv, DETERMINISTIC)
+        repeat, block = _next(repeat, block, begin, end, num_q_per_kv, DETERMINISTIC)
+    if DETERMINISTIC:
+        signal_successor(order_ptr, owed, first + BLOCK_N)
     mbarrier.arrive(drained, count=1)
     mbarrier.wait(dv_full, 0)
     if dv_ptr is not None:
-        _store_rows(v_smem.index(0), dv_ptr, k_left, k_room, stride_dvs, D_V)
+        _store_rows(v_smem.index(0), dv_ptr, k_left, k_capacity, stride_dvs, D_V)
     mbarrier.wait(dk_full, 0)
     if dk_ptr is not None:
-        _store_rows(k_smem.index(0), dk_ptr, k_left, k_room, stride_dks, D_QK)
+        _store_rows(k_smem.index(0), dk_ptr, k_left, k_capacity, stride_dks, D_QK)
 
 
 @gluon.jit
 def _consume(
-    slopes_ptr, smem, bars, count, repeats, distance, k_left, scale, softcap, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, IN_TURN: gl.constexpr, CONSUMER: gl.constexpr,
+    slopes_ptr, smem, bars, count, num_q_per_kv, distance, k_left, scale, softcap, left, right,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, DETERMINISTIC: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns half of the columns of dk and dv, and computes half of each block's p and ds.
 
@@ -179,14 +189,14 @@ def _consume(
     mbarrier.wait(kv_full, 0)
     distance += MINE
     low = distance
-    heads_left = repeats + 0
-    for i in range(repeats * count):
+    heads_left = num_q_per_kv + 0
+    for i in range(num_q_per_kv * count):
         stage = i % STAGES
         before = (i + 1) % STAGES  # the stage of the block before, there being two
         q = q_smem.index(stage)
         do = do_smem.index(stage)
         rows = rows_smem.index(stage)
-        k = k_smem.index(i >> 30)  # as in _serve
+        k = k_smem.index(i >> 30)  # as in _produce
         v = v_smem.index(i >> 30)
         mbarrier.wait(q_full.index(stage), (i // STAGES) & 1)
         s = hopper.warpgroup_mma(k, q.slice(MINE, ROWS, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -194,7 +204,7 @@ def _consume(
         dp = hopper.warpgroup_mma(v, do.slice(MINE, ROWS, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
         # of the block before; at the first there is none, and what lies there is not taken over
         do_before = do_smem.index(before).slice(MY_COLS, COLS, 1)
-        dv = hopper.warpgroup_mma(p_smem.index(before), do_before, dv, use_acc=i > 1, is_async=True)
+        dv = hopper.warpgroup_mma(p_smem.index(before), do_before, dv, use_acc=i > 1, is_async=True)  # [64, COLS]
         lse = gl.expand_dims(rows.slice(MINE, ROWS).load(row_layout), 0)
         s = hopper.warpgroup_mma_wait(2, deps=[s])
         if CAP:
@@ -204,8 +214,8 @@ def _consume(
             s = s * (scale * LOG2E)
         if slopes_ptr is not None:
             head = i // count
-            if IN_TURN:
-                head = repeats - heads_left
+            if DETERMINISTIC:
+                head = num_q_per_kv - heads_left
             slope = gl.load(slopes_ptr + head) * LOG2E
             j = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, s_layout)), 1)
             at = gl.expand_dims(low + gl.arange(0, ROWS, row_layout), 0)
@@ -226,43 +236,43 @@ def _consume(
             if LEFT:
                 seen = seen & (j >= at - left)
             p = gl.where(seen, p, 0.0)
-        # given back by the server, and by both consumers
+        # given back by the producer, and by both consumers
         mbarrier.wait(ds_empty.index(stage), (i // STAGES) & 1 ^ 1)
-        p_smem.index(stage).slice(MINE, ROWS, 1).store(p.to(dtype))
+        p_smem.index(stage).slice(MINE, ROWS, 1).store(p.to(dtype))  # [64, ROWS]
         dp = hopper.warpgroup_mma_wait(1, deps=[dp])
         delta = gl.expand_dims(rows.slice(BLOCK_M + MINE, ROWS).load(row_layout), 0)
         ds = p * (dp - delta)
         if CAP:
             ds *= 1.0 - t * t
-        ds_smem.index(stage).slice(MINE, ROWS, 1).store(ds.to(dtype))
+        ds_smem.index(stage).slice(MINE, ROWS, 1).store(ds.to(dtype))  # [64, ROWS]
         hopper.fence_async_shared()
-        meet_named(_PAIR, 256)
+        named_barrier_sync_divergent(_PAIR, 256)
         mbarrier.arrive(ds_full.index(stage), count=1)
-        dk = hopper.warpgroup_mma(ds_smem.index(stage), q.slice(MY_COLS, COLS, 1), dk, is_async=True)
+        dk = hopper.warpgroup_mma(ds_smem.index(stage), q.slice(MY_COLS, COLS, 1), dk, is_async=True)  # [64, COLS]
         dv = hopper.warpgroup_mma_wait(1, deps=[dv])
         if i > 0:
             mbarrier.arrive(do_empty.index(before), count=1)
             mbarrier.arrive(ds_empty.index(before), count=1)
         dk = hopper.warpgroup_mma_wait(0, deps=[dk])
         mbarrier.arrive(q_empty.index(stage), count=1)
-        if IN_TURN:
+        if DETERMINISTIC:
             heads_left -= 1
             low = gl.where(heads_left == 0, low - BLOCK_M, low)
-            heads_left = gl.where(heads_left == 0, repeats, heads_left)
+            heads_left = gl.where(heads_left == 0, num_q_per_kv, heads_left)
         else:
             low += BLOCK_M
             low = gl.where(low == distance + count * BLOCK_M, distance, low)
-    last_block = repeats * count - 1
+    last_block = num_q_per_kv * count - 1
     if last_block >= 0:
         do = do_smem.index(last_block % STAGES).slice(MY_COLS, COLS, 1)
         dv = hopper.warpgroup_mma(p_smem.index(last_block % STAGES), do, dv, use_acc=last_block > 0, is_async=True)
         dv = hopper.warpgroup_mma_wait(0, deps=[dv])
-    # in the place of v, which both have read; and of k, when the server has
-    meet_named(_PAIR, 256)
-    v_smem.index(0).slice(MY_COLS, COLS, 1).store(dv.to(dtype))
+    # in the place of v, which both have read; and of k, when the producer has
+    named_barrier_sync_divergent(_PAIR, 256)
+    v_smem.index(0).slice(MY_COLS, COLS, 1).store(dv.to(dtype))  # [64, COLS]
     mbarrier.arrive(dv_full, count=1)
     mbarrier.wait(drained, 0)
-    k_smem.index(0).slice(MY_COLS, COLS, 1).store((dk * scale).to(dtype))
+    k_smem.index(0).slice(MY_COLS, COLS, 1).store((dk * scale).to(dtype))  # [64, COLS]
     mbarrier.arrive(dk_full, count=1)
 
 
@@ -274,10 +284,10 @@ def _barrier(arrivals: gl.constexpr):
 
 
 @gluon_kernel(archs=(90,))
-def _hopper_attention_bwd_wide_kernel(
+def _hopper_attention_bwd_d256_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    batch, queries, keys, kv_heads, repeats, blocks, group, slots, rows_size,
+    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, rows_size,
     stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
     stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
@@ -288,14 +298,14 @@ def _hopper_attention_bwd_wide_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BYTES: gl.constexpr = dtype.primitive_bitwidth // 8
     # int64 where a stride needs it
-    queries, keys, kv_heads, repeats = int32(queries), int32(keys), int32(kv_heads), int32(repeats)
-    blocks, group, slots, rows_size = int32(blocks), int32(group), int32(slots), int32(rows_size)
+    queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
+    blocks, swizzle, slots, rows_size = int32(blocks), int32(swizzle), int32(slots), int32(rows_size)
     batch, left, right = int32(batch), int32(left), int32(right)
     number = gl.program_id(0)
     if order_ptr is not None:
-        number = _draw(counter_ptr, True)
-    b, kv, first, k_start, k_len, k_room, q_start, q_len = _keys_of(
-        number, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, group,
+        number = _fetch_next_tile(counter_ptr, True)
+    b, kv, first, k_start, k_len, k_capacity, q_start, q_len = _keys_of(
+        number, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, swizzle,
         BLOCK_N,
     )  # fmt: skip
     begin, count, offset = _queries_of(first, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N)
@@ -306,18 +316,18 @@ def _hopper_attention_bwd_wide_kernel(
         before, size, _ = _queries_of(
             first - BLOCK_N, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N
         )
-        unseen = (begin + count - before - size) * repeats
-    tile0 = kv * repeats * slots
+        unseen = (begin + count - before - size) * num_q_per_kv
+    tile0 = kv * num_q_per_kv * slots
     storage = b.to(gl.int64)
     if slopes_ptr is not None:
-        slopes_ptr += storage * slopes_stride_b + kv * repeats
+        slopes_ptr += storage * slopes_stride_b + kv * num_q_per_kv
     if q_starts_ptr is not None:
         tile0 += gl.cdiv(q_start, BLOCK_M) + b
         storage = storage * 0
     else:
-        tile0 += b * kv_heads * repeats * slots
+        tile0 += b * kv_heads * num_q_per_kv * slots
     kv64 = kv.to(gl.int64)
-    head64 = kv64 * repeats
+    head64 = kv64 * num_q_per_kv
     q64 = q_start.to(gl.int64)
     k64 = k_start.to(gl.int64)
     q_ptr += storage * stride_qb + q64 * stride_qs + head64 * stride_qr
@@ -344,12 +354,12 @@ def _hopper_attention_bwd_wide_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], half_layout)
     rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], rows_layout)
     kv_full = _barrier(1)
-    q_full = rings(STAGES, 1)
-    q_empty = rings(STAGES, 2)
-    do_full = rings(STAGES, 1)
-    do_empty = rings(STAGES, 2)
-    ds_full = rings(STAGES, 2)
-    ds_empty = rings(STAGES, 3)
+    q_full = alloc_mbarriers(STAGES, 1)
+    q_empty = alloc_mbarriers(STAGES, 2)
+    do_full = alloc_mbarriers(STAGES, 1)
+    do_empty = alloc_mbarriers(STAGES, 2)
+    ds_full = alloc_mbarriers(STAGES, 2)
+    ds_empty = alloc_mbarriers(STAGES, 3)
     drained = _barrier(1)
     dv_full = _barrier(2)
     dk_full = _barrier(2)
@@ -360,14 +370,14 @@ def _hopper_attention_bwd_wide_kernel(
     k_desc = tma.make_tensor_descriptor(k_ptr, [rows, D_QK], [stride_ks, 1], [BLOCK_N, W], layout)
     v_desc = tma.make_tensor_descriptor(v_ptr, [rows, D_V], [stride_vs, 1], [BLOCK_N, W], layout)
     mbarrier.expect(kv_full, BLOCK_N * 2 * W * BYTES)
-    tma_load(k_desc, [first, 0], kv_full, k_smem.index(0))
-    tma_load(v_desc, [first, 0], kv_full, v_smem.index(0))
+    tma_load(k_desc, [first, 0], kv_full, k_smem.index(0))  # [64, W]
+    tma_load(v_desc, [first, 0], kv_full, v_smem.index(0))  # [64, W]
     rows = gl.maximum(q_len, 1)
     q_desc = tma.make_tensor_descriptor(
-        q_ptr, [repeats, rows, D_QK], [stride_qr, stride_qs, 1], [1, BLOCK_M, W], q_layout
+        q_ptr, [num_q_per_kv, rows, D_QK], [stride_qr, stride_qs, 1], [1, BLOCK_M, W], q_layout
     )
     do_desc = tma.make_tensor_descriptor(
-        do_ptr, [repeats, rows, D_V], [stride_dor, stride_dos, 1], [1, BLOCK_M, W], q_layout
+        do_ptr, [num_q_per_kv, rows, D_V], [stride_dor, stride_dos, 1], [1, BLOCK_M, W], q_layout
     )
     rows_desc = tma.make_tensor_descriptor(rows_ptr, [rows_size], [1], [2 * BLOCK_M], rows_layout)
 
@@ -375,17 +385,17 @@ def _hopper_attention_bwd_wide_kernel(
     bars = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, drained, dv_full, dk_full)
     distance = start * BLOCK_M + offset - first
     gl.warp_specialize([
-        (_serve, (
+        (_produce, (
             q_desc, do_desc, rows_desc, sum_ptr, order_ptr, dk_ptr, dv_ptr, smem, bars, begin, begin + count,
-            first, unseen, tile0, slots, repeats, k_len - first, k_room - first, stride_dks, stride_dvs,
+            first, unseen, tile0, slots, num_q_per_kv, k_len - first, k_capacity - first, stride_dks, stride_dvs,
             D_QK, D_V, PART,
         )),
         (_consume, (
-            slopes_ptr, smem, bars, count, repeats, distance, k_len - first, scale,
+            slopes_ptr, smem, bars, count, num_q_per_kv, distance, k_len - first, scale,
             softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, 0,
         )),
         (_consume, (
-            slopes_ptr, smem, bars, count, repeats, distance, k_len - first, scale,
+            slopes_ptr, smem, bars, count, num_q_per_kv, distance, k_len - first, scale,
             softcap, left, right, LEFT, RIGHT, CAP, order_ptr is not None, 1,
         )),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

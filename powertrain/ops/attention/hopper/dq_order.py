@@ -22,7 +22,8 @@ def _place(order_ptr, tile):
 
 @gluon.jit
 def last_turn(order_ptr, tile):
-    """Whose turn it was at `tile` of the sums, asked ahead: `take_turn` waits if it was not the one before."""
+    """The turn that added last to `tile` of the sums, loaded early: `wait_for_predecessor` polls if it is another than
+    the predecessor's."""
     return gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.b32 $0, [$1];",
         "=r,l",
@@ -34,10 +35,10 @@ def last_turn(order_ptr, tile):
 
 
 @gluon.jit
-def take_turn(order_ptr, tile, last, before, owed, turn):
-    """Pass on turn `turn` at the tile of sums `owed`, then wait for turn `before` at `tile`."""
-    # one fence for both: additions arrive ahead of what is told, and what was read is older than additions to come
-    pass_turn(order_ptr, owed, turn)
+def wait_for_predecessor(order_ptr, tile, last, before, owed, turn):
+    """Signal turn `turn` at the tile of sums `owed`, then wait for turn `before` at `tile`."""
+    # one fence for both: release our adds before the flag, acquire the flag before new adds
+    signal_successor(order_ptr, owed, turn)
     gl.inline_asm_elementwise(
         """{
         .reg .pred waits;
@@ -61,8 +62,8 @@ def take_turn(order_ptr, tile, last, before, owed, turn):
 
 
 @gluon.jit
-def pass_turn(order_ptr, owed, turn):
-    """Tell that tile of sums `owed`, if it is not negative, has been added to, when the additions have arrived."""
+def signal_successor(order_ptr, owed, turn):
+    """Signal that our additions to tile of sums `owed` have arrived; nothing if `owed` is negative."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred tells;

@@ -2,47 +2,60 @@
 
     o = softmax(scale q kᵀ, masked) v,  lse = log of the softmax's denominator, natural
 
-One CTA an SM takes tiles of queries of one head from a counter in memory, longest first. A *loader* warp draws the
-tiles, tells the others, and fetches q once and blocks of k and v into rings of two stages by TMA; *consumer* warpgroups
-hold 64 rows of queries each, scores and results in registers. While the tensor cores compute the scores of one block
-and add the block before to the result, the other warpgroup is at its exponentials. Loads are announced by mbarriers,
-which TMA can reach; stages are given back by the hardware's numbered barriers, to which a warp comes without waiting.
+One CTA an SM takes tiles of queries of one head from a counter in memory, longest first. A *loader* warp fetches tile
+indices, publishes each tile's descriptor, and loads q once and blocks of k and v into rings of two stages by TMA;
+*consumer* warpgroups hold 64 rows of queries each, scores and results in registers. While the tensor cores compute the
+scores of one block and add the block before to the result, the other warpgroup is at its exponentials. Loads are
+announced by mbarriers, which TMA can reach; stages are given back by the hardware's numbered barriers, to which a warp
+comes without waiting.
 
 Blocks that hold keys which some of a tile's queries do not see come first, so that the loop over all others has no
 masks; the order is free, for the softmax is an online one: running maximum m and sum l per query, base 2.
 
-Queries beside long keys may be few. Then the rows of a tile are (query, head) pairs, PACK heads that share keys, and
-the keys of each tile may be cut into `cuts` parts, each a tile of its own, whose results and LSE, in float32, another
-kernel puts together (`combine` in decode.py).
+Queries beside long keys may be few. Then the rows of a tile are (query, head) pairs, HEADS_PER_TILE heads that share
+keys, and the keys of each tile may be divided into `num_splits` splits, each a tile of its own, whose results and LSE,
+in float32, another kernel combines (`combine` in decode.py).
 
 Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3) for warpgroups beside one another and products under way
 during the softmax; Milakov and Gimelshein 2018 (online softmax).
 """
 
-from powertrain.ops.attention.hopper.primitives import LN2, LOG2E, MINUS_INF, here, int32, rings, stages, tell, told
+from typing import Any, NamedTuple
+
+from powertrain.ops.attention.hopper.primitives import (
+    LN2,
+    LOG2E,
+    MINUS_INF,
+    alloc_mbarriers,
+    alloc_pipeline_stages,
+    here,
+    int32,
+    read_tile_field,
+    write_tile_field,
+)
 from powertrain.ops.attention.hopper.softmax import (
+    apply_mask,
+    apply_softcap_alibi,
     as_operand,
     beside_zeros,
-    hidden,
-    of_lanes,
-    rescaled,
-    rounded,
-    scored,
+    partial_row_sums,
+    rescale_o,
     softmax,
+    to_p16,
 )
-from powertrain.ops.attention.triton.forward import place
-from powertrain.ops.attention.triton.tiles import find_sequence, span_of
+from powertrain.ops.attention.triton.forward import tile_coords
+from powertrain.ops.attention.triton.tiles import find_sequence, sequence_span
 from powertrain.runtime.gluon_compat import (
-    arrive_named,
+    await_next_tile,
     barrier,
-    draw,
-    drawn,
+    fetch_next_tile_async,
     gl,
     gluon,
     hopper,
     mbarrier,
+    named_barrier_arrive,
+    named_barrier_sync,
     reinterpret,
-    sync_named,
     tma,
     tma_load,
     tma_store,
@@ -55,9 +68,39 @@ _KEYS_FREE = gl.constexpr(8)
 _VALUES_FREE = gl.constexpr(12)
 
 
+# fields of the tile descriptor in shared memory, int32 [2 * _TILE_FIELDS, 1]
+_TILE_FIELDS = gl.constexpr(8)
+_B = gl.constexpr(0)
+_HEAD = gl.constexpr(1)  # -1: no more tiles
+_FIRST = gl.constexpr(2)  # query
+_Q_START = gl.constexpr(3)
+_Q_LEN = gl.constexpr(4)
+_Q_CAPACITY = gl.constexpr(5)
+_K_LEN = gl.constexpr(6)
+_SPLIT = gl.constexpr(7)
+
+
+class ForwardBuffers(NamedTuple):
+    """Pipeline stages in shared memory."""
+
+    q: Any  # one [slots, 64, PIECE] per piece of the head dim
+    k: Any  # one [STAGES, BLOCK_N, PIECE] per piece
+    v: Any  # [STAGES, BLOCK_N, D_V]
+
+
+class ForwardBarriers(NamedTuple):
+    """mbarriers, one per stage. Stages of k and v are freed at numbered barriers instead."""
+
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    tile_full: Any
+    tile_empty: Any
+
+
 @gluon.jit
 def _blocks_of(
-    first, offset, q_len, k_len, left, right, cut, cuts,
+    first, offset, q_len, k_len, left, right, split, num_splits,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """What a tile visits, in blocks of keys: (first, end, end of those that all see, how many are masked at the right,
@@ -76,9 +119,9 @@ def _blocks_of(
         full_end = gl.maximum(gl.minimum(k_len, p_first + right + 1), 0)
     begin = begin // BLOCK_N
     end = gl.maximum(gl.cdiv(end, BLOCK_N), begin + 1)
-    if cuts is not None:  # who comes too late takes the block behind the last, which nobody sees
-        share = gl.cdiv(end - begin, cuts)
-        begin = gl.minimum(begin + cut * share, end)
+    if num_splits is not None:  # a split past the end gets one fully masked block
+        share = gl.cdiv(end - begin, num_splits)
+        begin = gl.minimum(begin + split * share, end)
         end = gl.maximum(gl.minimum(begin + share, end), begin + 1)
     full_begin = gl.maximum(gl.minimum(gl.cdiv(full_begin, BLOCK_N), end), begin)
     full_end = gl.maximum(gl.minimum(full_end // BLOCK_N, end), full_begin)
@@ -107,47 +150,47 @@ def _rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem):
 
 
 @gluon.jit
-def _packed_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem, PACK: gl.constexpr):
-    """The same of queries or results, with rows of (query, head) pairs where PACK heads share a tile."""
+def _packed_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem, HEADS_PER_TILE: gl.constexpr):
+    """The same of queries or results, with rows of (query, head) pairs where HEADS_PER_TILE heads share a tile."""
     ROWS: gl.constexpr = smem.shape[1]
     COLS: gl.constexpr = smem.shape[2]
-    if PACK == 1:
+    if HEADS_PER_TILE == 1:
         desc = _rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem)
     else:
-        box: gl.constexpr = [1, ROWS // PACK, PACK, COLS]
+        box: gl.constexpr = [1, ROWS // HEADS_PER_TILE, HEADS_PER_TILE, COLS]
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, smem.dtype)
         desc = tma.make_tensor_descriptor(ptr, [batch, rows, heads, D], [stride_b, stride_s, stride_h, 1], box, layout)
     return desc
 
 
 @gluon.jit
-def _as_tile(smem, PACK: gl.constexpr = 1):
+def _as_tile(smem, HEADS_PER_TILE: gl.constexpr = 1):
     """[rows, columns] in shared memory as the tile of a descriptor."""
     ROWS: gl.constexpr = smem.shape[0]
     COLS: gl.constexpr = smem.shape[1]
-    box: gl.constexpr = [1, 1, ROWS, COLS] if PACK == 1 else [1, ROWS // PACK, PACK, COLS]
+    box: gl.constexpr = [1, 1, ROWS, COLS] if HEADS_PER_TILE == 1 else [1, ROWS // HEADS_PER_TILE, HEADS_PER_TILE, COLS]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, smem.dtype)
     return reinterpret(smem, smem.dtype, box, layout)
 
 
 @gluon.jit
-def _query_of(row, PACK: gl.constexpr):
+def _query_of(row, HEADS_PER_TILE: gl.constexpr):
     """Which of a tile's queries a row is of."""
-    if PACK > 1:
-        row = row >> (PACK.bit_length() - 1)
+    if HEADS_PER_TILE > 1:
+        row = row >> (HEADS_PER_TILE.bit_length() - 1)
     return row
 
 
 @gluon.jit
-def _with_head_of(head, row, PACK: gl.constexpr):
+def _with_head_of(head, row, HEADS_PER_TILE: gl.constexpr):
     """The head of a row whose tile begins with `head`."""
-    if PACK > 1:
-        head += row & (PACK - 1)
+    if HEADS_PER_TILE > 1:
+        head += row & (HEADS_PER_TILE - 1)
     return head
 
 
 @gluon.jit
-def _lap(count, STAGES: gl.constexpr):
+def phase_parity(count, STAGES: gl.constexpr):
     """The parity of the round in which a ring of STAGES, a power of 2, has its element number `count`."""
     return (count >> (STAGES.bit_length() - 1)) & 1
 
@@ -155,18 +198,18 @@ def _lap(count, STAGES: gl.constexpr):
 @gluon.jit
 def _give_back(first: gl.constexpr, stage, CONSUMERS: gl.constexpr):
     """By each warp of the consumers, once for each round of a stage: who takes it meets them all."""
-    arrive_named(first + stage, 32 + 128 * CONSUMERS)
+    named_barrier_arrive(first + stage, 32 + 128 * CONSUMERS)
 
 
 @gluon.jit
 def _take(first: gl.constexpr, stage, CONSUMERS: gl.constexpr):
     """By the loader, once for each round of a stage but the first."""
-    sync_named(first + stage, 32 + 128 * CONSUMERS)
+    named_barrier_sync(first + stage, 32 + 128 * CONSUMERS)
 
 
 @gluon.jit
 def _load_queries(
-    q_desc, q_smem, q_full, batch, head, row, first_slot, CONSUMERS: gl.constexpr, PACK: gl.constexpr
+    q_desc, q_smem, q_full, batch, head, row, first_slot, CONSUMERS: gl.constexpr, HEADS_PER_TILE: gl.constexpr
 ):  # fmt: skip
     ROWS: gl.constexpr = q_smem[0].shape[1]
     CHANNELS: gl.constexpr = q_smem[0].shape[2] + (q_smem[1].shape[2] if len(q_smem) > 1 else 0)
@@ -175,73 +218,79 @@ def _load_queries(
         bar = q_full.index(first_slot + c)
         mbarrier.expect(bar, BYTES)
         for i in gl.static_range(len(q_smem)):
-            if PACK == 1:
+            if HEADS_PER_TILE == 1:
                 where = [batch, head, row + c * ROWS, i * q_smem[0].shape[2]]
             else:
-                where = [batch, row + c * (ROWS // PACK), head, i * q_smem[0].shape[2]]
-            tma_load(q_desc[i], where, bar, _as_tile(q_smem[i].index(first_slot + c), PACK))
+                where = [batch, row + c * (ROWS // HEADS_PER_TILE), head, i * q_smem[0].shape[2]]
+            tma_load(q_desc[i], where, bar, _as_tile(q_smem[i].index(first_slot + c), HEADS_PER_TILE))  # [64, PIECE]
 
 
 @gluon.jit
 def _load_tile(
     tile, visited, taken, emptied, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-    batch, queries, keys, units, repeats, blocks, group, tiles, cuts, left, right,
+    q_desc, k_desc, v_desc, buffers, tile_smem, bars,
+    batch, queries, keys, head_groups, num_q_per_kv, blocks, swizzle, tiles, num_splits, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CONSUMERS: gl.constexpr,
-    PACK: gl.constexpr,
+    HEADS_PER_TILE: gl.constexpr,
 ):  # fmt: skip
-    """Tell and load a tile. Returns the next one, and how many blocks, tiles and free stages of keys there were."""
+    """Publish the tile descriptor and issue its TMA loads. Returns the next tile, and the counts of blocks, tiles and
+    free stages of keys so far."""
+    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
+    q_full, k_full, v_full = bars.q_full, bars.k_full, bars.v_full
+    tile_full, tile_empty = bars.tile_full, bars.tile_empty
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
-    QUERIES: gl.constexpr = ROWS * CONSUMERS // PACK
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS_PER_TILE
     PIECES: gl.constexpr = len(q_smem)
     Q_SLOTS: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
     BYTES: gl.constexpr = v_smem.dtype.primitive_bitwidth // 8
     K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
     V_BYTES: gl.constexpr = BLOCK_N * v_smem.shape[2] * BYTES
     if q_starts_ptr is not None:
-        slot, head = place(tile, blocks, units, group)
+        slot, head = tile_coords(tile, blocks, head_groups, swizzle)
         b, block = find_sequence(q_starts_ptr, batch, slot, QUERIES)
     else:
-        block, at = place(tile, blocks, batch * units, group)
-        b = at // units
-        head = at % units
-    cut = None
-    if cuts is not None:
-        cut = head % cuts
-        head = head // cuts
-    if PACK > 1:
-        parts = gl.cdiv(repeats, PACK)
-        head = head // parts * repeats + head % parts * PACK
-    q_start, q_len, q_room = span_of(q_starts_ptr, q_used_ptr, b, batch, queries)
-    k_start, k_len, _ = span_of(k_starts_ptr, k_used_ptr, b, batch, keys)
+        block, at = tile_coords(tile, blocks, batch * head_groups, swizzle)
+        b = at // head_groups
+        head = at % head_groups
+    split = None
+    if num_splits is not None:
+        split = head % num_splits
+        head = head // num_splits
+    if HEADS_PER_TILE > 1:
+        parts = gl.cdiv(num_q_per_kv, HEADS_PER_TILE)
+        head = head // parts * num_q_per_kv + head % parts * HEADS_PER_TILE
+    q_start, q_len, q_capacity = sequence_span(q_starts_ptr, q_used_ptr, b, batch, queries)
+    k_start, k_len, _ = sequence_span(k_starts_ptr, k_used_ptr, b, batch, keys)
     first = block * QUERIES
-    if first < q_room:
+    if first < q_capacity:
         pair = taken & 1
-        mbarrier.wait(tile_empty.index(pair), _lap(taken, 2) ^ 1)
-        tell(tile_smem, pair, 0, b)
-        tell(tile_smem, pair, 1, head)
-        tell(tile_smem, pair, 2, first)
-        tell(tile_smem, pair, 3, q_start)
-        tell(tile_smem, pair, 4, q_len)
-        tell(tile_smem, pair, 5, q_room)
-        tell(tile_smem, pair, 6, k_len)
-        if cuts is not None:
-            tell(tile_smem, pair, 7, cut)
+        mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)
+        write_tile_field(tile_smem, pair, _B, b)
+        write_tile_field(tile_smem, pair, _HEAD, head)
+        write_tile_field(tile_smem, pair, _FIRST, first)
+        write_tile_field(tile_smem, pair, _Q_START, q_start)
+        write_tile_field(tile_smem, pair, _Q_LEN, q_len)
+        write_tile_field(tile_smem, pair, _Q_CAPACITY, q_capacity)
+        write_tile_field(tile_smem, pair, _K_LEN, k_len)
+        if num_splits is not None:
+            write_tile_field(tile_smem, pair, _SPLIT, split)
         mbarrier.arrive(tile_full.index(pair), count=1)
         offset = gl.to_tensor(0)
         if BOTTOM_RIGHT:
             offset = k_len - q_len
         begin, end, full_end, at_right, masked = _blocks_of(
-            first, offset, q_len, k_len, left, right, cut, cuts, LEFT, RIGHT, QUERIES, BLOCK_N
+            first, offset, q_len, k_len, left, right, split, num_splits, LEFT, RIGHT, QUERIES, BLOCK_N
         )
-        kv = head // repeats
+        kv = head // num_q_per_kv
         b_at = b
         if q_starts_ptr is not None:
             b_at = gl.to_tensor(0)
         if Q_SLOTS == 2:  # the tile before the last, which had this slot, is done: its place in tile_smem was free
-            _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS, PACK)
+            _load_queries(
+                q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS, HEADS_PER_TILE
+            )
         before = gl.to_tensor(0)
         for n in range(end - begin):
             row = k_start + _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
@@ -260,50 +309,52 @@ def _load_tile(
                     while emptied < at + STAGES:
                         _take(_KEYS_FREE, emptied & (STAGES - 1), CONSUMERS)
                         emptied += 1
-                    _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, 0, CONSUMERS, PACK)
+                    _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, 0, CONSUMERS, HEADS_PER_TILE)
             else:
                 stage = (at - 1) & (STAGES - 1)
                 if at > STAGES:
                     _take(_VALUES_FREE, stage, CONSUMERS)
                 bar = v_full.index(stage)
                 mbarrier.expect(bar, V_BYTES)
-                tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
+                tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))  # [BLOCK_N, D_V]
             before = row
         visited += end - begin
         # late, for what a long tile has drawn waits for its end; not last, for the answer takes time
-        ticket = draw(counter_ptr)
+        tile_idx = fetch_next_tile_async(counter_ptr)
         stage = (visited - 1) & (STAGES - 1)
         if visited > STAGES:
             _take(_VALUES_FREE, stage, CONSUMERS)
         bar = v_full.index(stage)
         mbarrier.expect(bar, V_BYTES)
-        tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))
+        tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))  # [BLOCK_N, D_V]
         taken += 1
     else:
-        ticket = draw(counter_ptr)
-    ticket = drawn(ticket)
+        tile_idx = fetch_next_tile_async(counter_ptr)
+    tile_idx = await_next_tile(tile_idx)
     # as many are drawn as there are tiles: who draws the last leaves the counter as it was found
-    if ticket == tiles - 1:
+    if tile_idx == tiles - 1:
         gl.store(counter_ptr, 0)
-    return gl.num_programs(0) + ticket, visited, taken, emptied
+    return gl.num_programs(0) + tile_idx, visited, taken, emptied
 
 
 @gluon.jit
 def _load(
     q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-    batch, queries, keys, kv_heads, repeats, blocks, group, tiles, cuts,
+    buffers, tile_smem, bars,
+    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr,
-    PACK: gl.constexpr,
+    HEADS_PER_TILE: gl.constexpr,
 ):  # fmt: skip
+    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
+    tile_full, tile_empty = bars.tile_full, bars.tile_empty
     PIECES: gl.constexpr = len(q_smem)
-    heads = kv_heads * repeats
-    units = heads
-    if PACK > 1:
-        units = kv_heads * gl.cdiv(repeats, PACK)
-    if cuts is not None:
-        units = units * cuts
+    heads = kv_heads * num_q_per_kv
+    head_groups = heads
+    if HEADS_PER_TILE > 1:
+        head_groups = kv_heads * gl.cdiv(num_q_per_kv, HEADS_PER_TILE)
+    if num_splits is not None:
+        head_groups = head_groups * num_splits
     storage = batch
     if q_starts_ptr is not None:
         storage = gl.to_tensor(1)
@@ -312,7 +363,9 @@ def _load(
     k_desc = ()
     for i in gl.static_range(PIECES):
         q_desc += (  # type: ignore[assignment]
-            _packed_desc(q_ptr, storage, heads, queries, D[0], stride_qb, stride_qh, stride_qs, q_smem[i], PACK),
+            _packed_desc(
+                q_ptr, storage, heads, queries, D[0], stride_qb, stride_qh, stride_qs, q_smem[i], HEADS_PER_TILE
+            ),
         )
         k_desc += (_rows_desc(k_ptr, storage, kv_heads, keys, D[0], stride_kb, stride_kh, stride_ks, k_smem[i]),)  # type: ignore[assignment]
     v_desc = _rows_desc(v_ptr, storage, kv_heads, keys, D[1], stride_vb, stride_vh, stride_vs, v_smem)
@@ -324,13 +377,13 @@ def _load(
     while tile < tiles:
         tile, visited, taken, emptied = _load_tile(
             tile, visited, taken, emptied, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-            q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, keys, units, repeats, blocks, group, tiles, cuts, left, right,
-            LEFT, RIGHT, BOTTOM_RIGHT, CONSUMERS, PACK,
+            q_desc, k_desc, v_desc, buffers, tile_smem, bars,
+            batch, queries, keys, head_groups, num_q_per_kv, blocks, swizzle, tiles, num_splits, left, right,
+            LEFT, RIGHT, BOTTOM_RIGHT, CONSUMERS, HEADS_PER_TILE,
         )  # fmt: skip
     pair = taken & 1
-    mbarrier.wait(tile_empty.index(pair), _lap(taken, 2) ^ 1)
-    tell(tile_smem, pair, 1, -1)
+    mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)
+    write_tile_field(tile_smem, pair, _HEAD, -1)
     mbarrier.arrive(tile_full.index(pair), count=1)
 
 
@@ -365,11 +418,11 @@ def _times_keys(q, k_smem, stage, KEYS: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ROWS: gl.constexpr = q[0].shape[0]
     s = gl.zeros([ROWS, KEYS], gl.float32, layout)
-    k = _first_rows(k_smem[0].index(stage), KEYS)
-    s = hopper.warpgroup_mma(q[0], k.permute((1, 0)), s, use_acc=False, is_async=True)
+    k = _first_rows(k_smem[0].index(stage), KEYS)  # [KEYS, PIECE]
+    s = hopper.warpgroup_mma(q[0], k.permute((1, 0)), s, use_acc=False, is_async=True)  # [64, KEYS]
     for i in gl.static_range(1, len(k_smem)):
-        k = _first_rows(k_smem[i].index(stage), KEYS)
-        s = hopper.warpgroup_mma(q[i], k.permute((1, 0)), s, is_async=True)
+        k = _first_rows(k_smem[i].index(stage), KEYS)  # [KEYS, PIECE]
+        s = hopper.warpgroup_mma(q[i], k.permute((1, 0)), s, is_async=True)  # [64, KEYS]
     return s
 
 
@@ -411,67 +464,70 @@ def _step(
     o_layout: gl.constexpr = o.type.layout
     stage = at & (STAGES - 1)
     last = (at - 1) & (STAGES - 1)
-    p = as_operand(weights, v_smem.dtype, o_layout)
-    v = _first_rows(v_smem.index(last), p.shape[1])
-    mbarrier.wait(k_full.index(stage), _lap(at, STAGES))
+    p = as_operand(weights, v_smem.dtype, o_layout)  # [64, BLOCK_N], or half a block's columns
+    v = _first_rows(v_smem.index(last), p.shape[1])  # [BLOCK_N, D_V], or half of it
+    mbarrier.wait(k_full.index(stage), phase_parity(at, STAGES))
     # consumers take turns at the tensor cores: one's exponentials beside another's products
     if not MASKED:
-        sync_named(_TURN + CONSUMER, 256)
-    s_later = _times_keys(q, k_smem, stage, BLOCK_N)
-    mbarrier.wait(v_full.index(last), _lap(at - 1, STAGES))
-    o_later = hopper.warpgroup_mma(p, v, o, is_async=True)
+        named_barrier_sync(_TURN + CONSUMER, 256)
+    s_later = _times_keys(q, k_smem, stage, BLOCK_N)  # [64, BLOCK_N]
+    mbarrier.wait(v_full.index(last), phase_parity(at - 1, STAGES))
+    o_later = hopper.warpgroup_mma(p, v, o, is_async=True)  # [64, D_V]
     if not MASKED:
-        arrive_named(_TURN + (CONSUMER + 1) % CONSUMERS, 256)
+        named_barrier_arrive(_TURN + (CONSUMER + 1) % CONSUMERS, 256)
     barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
     s = hopper.warpgroup_mma_wait(1, deps=[s_later])
     _give_back(_KEYS_FREE, stage, CONSUMERS)
-    s = scored(s, start, positions, factors, slope, p_first, CAP, ALIBI)
+    s = apply_softcap_alibi(s, start, positions, factors, slope, p_first, CAP, ALIBI)
     if MASKED:
-        s = hidden(s, start, positions, k_len, left, right, LEFT, RIGHT)
+        s = apply_mask(s, start, positions, k_len, left, right, LEFT, RIGHT)
     weights, m, l, alpha = softmax(s, m, l, factor, MASKED)  # noqa: E741
-    weights = rounded(weights, v_smem.dtype)
+    weights = to_p16(weights, v_smem.dtype)
     o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
     _give_back(_VALUES_FREE, last, CONSUMERS)
     if RAGGED and MASKED:
         if start + BLOCK_N > k_len:
-            mbarrier.wait(v_full.index(stage), _lap(at, STAGES))
+            mbarrier.wait(v_full.index(stage), phase_parity(at, STAGES))
             _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
-    return rescaled(o, gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))), m, l, weights
+    return rescale_o(o, gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))), m, l, weights
 
 
 @gluon.jit
-def _parts(o, SPLIT: gl.constexpr):
-    """`o` [rows, columns] in SPLIT parts of its columns."""
-    if SPLIT == 1:
+def _parts(o, STORE_PARTS: gl.constexpr):
+    """`o` [rows, columns] in STORE_PARTS parts of its columns."""
+    if STORE_PARTS == 1:
         parts = (o,)
     else:
         ROWS: gl.constexpr = o.shape[0]
         COLS: gl.constexpr = o.shape[1]
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS // 2, 16])
         left, right = o.reshape([ROWS, 2, COLS // 2]).permute(0, 2, 1).split()
-        parts = _parts(gl.convert_layout(left, layout), SPLIT // 2)
-        parts += _parts(gl.convert_layout(right, layout), SPLIT // 2)
+        parts = _parts(gl.convert_layout(left, layout), STORE_PARTS // 2)
+        parts += _parts(gl.convert_layout(right, layout), STORE_PARTS // 2)
     return parts
 
 
 @gluon.jit
 def _consume_tile(
     visited, taken, head, s, o_desc, factors, factor, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
-    q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-    batch, queries, heads, storage, cuts, repeats, stride_ob, stride_os, stride_oh, stride_slopes, left, right,
+    buffers, o_smem, tile_smem, bars, batch, queries, heads, storage, num_splits, num_q_per_kv,
+    stride_ob, stride_os, stride_oh, stride_slopes, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     ALIGNED: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr,
-    Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, CONSUMER: gl.constexpr,
+    Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, HEADS_PER_TILE: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A tile of `head`, whose first block has the scores `s`. Returns how many blocks and tiles there were, then the
     head of the next tile, or -1, and the scores of its first block.
 
     Not in the loop over tiles: Triton walks twice through what a loop has within, and four times where loops nest."""
+    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
+    q_full, k_full, v_full = bars.q_full, bars.k_full, bars.v_full
+    tile_full, tile_empty = bars.tile_full, bars.tile_empty
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
     D_V: gl.constexpr = v_smem.shape[2]
-    QUERIES: gl.constexpr = ROWS // PACK  # of a consumer
+    QUERIES: gl.constexpr = ROWS // HEADS_PER_TILE  # of a consumer
     FIRST_N: gl.constexpr = s.shape[1]
     HALF: gl.constexpr = FIRST_N < BLOCK_N
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -481,29 +537,29 @@ def _consume_tile(
     o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = v_smem.dtype
     COLS: gl.constexpr = o_smem.shape[2]
-    SPLIT: gl.constexpr = D_V // COLS
+    STORE_PARTS: gl.constexpr = D_V // COLS
     o_tile = o_smem.index(CONSUMER)
     pair = taken & 1
-    first = told(tile_smem, pair, 2)
-    q_len = told(tile_smem, pair, 4)
-    k_len = told(tile_smem, pair, 6)
+    first = read_tile_field(tile_smem, pair, _FIRST)
+    q_len = read_tile_field(tile_smem, pair, _Q_LEN)
+    k_len = read_tile_field(tile_smem, pair, _K_LEN)
     offset = gl.to_tensor(0)
     if BOTTOM_RIGHT:
         offset = k_len - q_len
-    cut = None
-    if cuts is not None:
-        cut = told(tile_smem, pair, 7)
+    split = None
+    if num_splits is not None:
+        split = read_tile_field(tile_smem, pair, _SPLIT)
     begin, end, full_end, at_right, masked = _blocks_of(
-        first, offset, q_len, k_len, left, right, cut, cuts, LEFT, RIGHT, QUERIES * CONSUMERS, BLOCK_N
+        first, offset, q_len, k_len, left, right, split, num_splits, LEFT, RIGHT, QUERIES * CONSUMERS, BLOCK_N
     )
     row = first + CONSUMER * QUERIES
-    positions = row + offset + _query_of(gl.arange(0, ROWS, row_layout), PACK)
+    positions = row + offset + _query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
     q = _queries_at(_slot_of(pair, q_smem, CONSUMERS, CONSUMER), q_smem)
     if Q_HELD:
-        q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)
+        q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)  # [64, PIECE], in registers
     slope = 0.0
-    if ALIBI:
-        b = told(tile_smem, pair, 0)
+    if ALIBI != "none":
+        b = read_tile_field(tile_smem, pair, _B)
         slope = gl.load(slopes_ptr + b * stride_slopes + head, mask=b < batch, other=0.0) * LOG2E
     p_first = row + offset
 
@@ -512,23 +568,23 @@ def _consume_tile(
     _give_back(_KEYS_FREE, stage, CONSUMERS)
     start = _block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
     first_positions = gl.convert_layout(positions, first_row_layout)
-    s = scored(s, start, first_positions, factors, slope, p_first, CAP, ALIBI)
+    s = apply_softcap_alibi(s, start, first_positions, factors, slope, p_first, CAP, ALIBI)
     if masked > 0:
-        s = hidden(s, start, first_positions, k_len, left, right, LEFT, RIGHT)
+        s = apply_mask(s, start, first_positions, k_len, left, right, LEFT, RIGHT)
     if RAGGED:
         if start + BLOCK_N > k_len:
-            mbarrier.wait(v_full.index(stage), _lap(visited, STAGES))
+            mbarrier.wait(v_full.index(stage), phase_parity(visited, STAGES))
             _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
     m = gl.full([ROWS], MINUS_INF, gl.float32, first_row_layout)
-    l = gl.zeros_like(of_lanes(s))  # noqa: E741
+    l = gl.zeros_like(partial_row_sums(s))  # noqa: E741
     weights, m, l, _ = softmax(s, m, l, factor, True)  # noqa: E741
-    weights = rounded(weights, dtype)
+    weights = to_p16(weights, dtype)
     o = gl.zeros([ROWS, D_V], gl.float32, o_layout)
 
     done = gl.to_tensor(1)
     if HALF:
         m = gl.convert_layout(m, row_layout)
-        l = gl.convert_layout(l, of_lanes(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)).type.layout)  # noqa: E741
+        l = gl.convert_layout(l, partial_row_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)).type.layout)  # noqa: E741
         if end - begin > 1:
             o, m, l, whole = _step(  # noqa: E741
                 o, m, l, weights, visited + 1, q, k_smem, v_smem, k_full, v_full, start - BLOCK_N, positions,
@@ -558,67 +614,67 @@ def _consume_tile(
 
     visited += end - begin
     last = (visited - 1) & (STAGES - 1)
-    mbarrier.wait(v_full.index(last), _lap(visited - 1, STAGES))
+    mbarrier.wait(v_full.index(last), phase_parity(visited - 1, STAGES))
     p = as_operand(weights, dtype, o_layout)
-    o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)
+    o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)  # [64, D_V]
 
-    # what the loops need not keep is read again
-    b = told(tile_smem, pair, 0)
-    head = told(tile_smem, pair, 1)
-    row = told(tile_smem, pair, 2) + CONSUMER * QUERIES
-    q_start = told(tile_smem, pair, 3)
-    q_len = told(tile_smem, pair, 4)
-    q_room = told(tile_smem, pair, 5)
-    if cuts is not None:
-        cut = told(tile_smem, pair, 7)
+    # reload from shared memory to keep registers free in the loops
+    b = read_tile_field(tile_smem, pair, _B)
+    head = read_tile_field(tile_smem, pair, _HEAD)
+    row = read_tile_field(tile_smem, pair, _FIRST) + CONSUMER * QUERIES
+    q_start = read_tile_field(tile_smem, pair, _Q_START)
+    q_len = read_tile_field(tile_smem, pair, _Q_LEN)
+    q_capacity = read_tile_field(tile_smem, pair, _Q_CAPACITY)
+    if num_splits is not None:
+        split = read_tile_field(tile_smem, pair, _SPLIT)
     mbarrier.arrive(tile_empty.index(pair), count=1)
     # the next tile's first scores, while this one's results are finished; of no tile, of what lies there
     taken += 1
     pair = taken & 1
-    mbarrier.wait(tile_full.index(pair), _lap(taken, 2))
-    next_head = told(tile_smem, pair, 1)
+    mbarrier.wait(tile_full.index(pair), phase_parity(taken, 2))
+    next_head = read_tile_field(tile_smem, pair, _HEAD)
     stage = visited & (STAGES - 1)
     slot = _slot_of(pair, q_smem, CONSUMERS, CONSUMER)
     if next_head >= 0:
-        mbarrier.wait(q_full.index(slot), _lap(taken, q_smem[0].shape[0] // CONSUMERS))
-        mbarrier.wait(k_full.index(stage), _lap(visited, STAGES))
-    s_later = _times_keys(_queries_at(slot, q_smem), k_smem, stage, FIRST_N)
+        mbarrier.wait(q_full.index(slot), phase_parity(taken, q_smem[0].shape[0] // CONSUMERS))
+        mbarrier.wait(k_full.index(stage), phase_parity(visited, STAGES))
+    s_later = _times_keys(_queries_at(slot, q_smem), k_smem, stage, FIRST_N)  # [64, FIRST_N]
 
     total = gl.convert_layout(gl.sum(l, 1), row_layout)
     m = m * factor
-    if ALIBI == 2:
+    if ALIBI == "one_sided":
         m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
     rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
-    lane = _with_head_of(0, gl.arange(0, ROWS, row_layout), PACK)
+    lane = _with_head_of(0, gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
     if sinks_ptr is not None:
-        if PACK == 1:
+        if HEADS_PER_TILE == 1:
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
         else:
             sink = gl.load(sinks_ptr + head + lane, mask=head + lane < heads, other=0.0).to(gl.float32) * LOG2E
         with_sink = gl.maximum(m, sink)
         rescale = gl.exp2(m - with_sink)
         weight = gl.exp2(sink - with_sink)
-        if cuts is not None:  # once in all
-            weight = gl.where(cut == 0, weight, 0.0)
+        if num_splits is not None:  # once in all
+            weight = gl.where(split == 0, weight, 0.0)
         total = total * rescale + weight
         m = with_sink
     lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
     inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
-    i = row + _query_of(gl.arange(0, ROWS, row_layout), PACK)
+    i = row + _query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
     inverse = gl.where(i < q_len, inverse, 0.0)
     lse = gl.where(i < q_len, lse, MINUS_INF)
     if PACKED:
         lse_base = lse_ptr + head.to(gl.int64) * queries + q_start
     else:
         lse_base = lse_ptr + (b.to(gl.int64) * heads + head) * queries
-    if cuts is not None:
-        lse_base += (cut * storage).to(gl.int64) * heads * queries
-    if PACK > 1:
+    if num_splits is not None:
+        lse_base += (split * storage).to(gl.int64) * heads * queries
+    if HEADS_PER_TILE > 1:
         lse_base += lane * queries
-    is_row = i < q_room
-    if PACK > 1 and cuts is not None:  # the last tile of a group may have fewer heads
-        is_row = is_row & (lane < repeats - head % repeats)
-    gl.store(lse_base + i, lse, mask=is_row)
+    is_row = i < q_capacity
+    if HEADS_PER_TILE > 1 and num_splits is not None:  # the last tile of a group may have fewer heads
+        is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
+    gl.store(lse_base + i, lse, mask=is_row)  # [64]
 
     o, _ = hopper.warpgroup_mma_wait(1, deps=[o_later, p])
     _give_back(_VALUES_FREE, last, CONSUMERS)
@@ -626,18 +682,20 @@ def _consume_tile(
     b_at = b
     if PACKED:
         b_at = gl.to_tensor(0)
-    if cuts is not None:
-        base = o_ptr + (cut * storage + b_at).to(gl.int64) * stride_ob + (q_start + row).to(gl.int64) * stride_os
+    if num_splits is not None:
+        base = o_ptr + (split * storage + b_at).to(gl.int64) * stride_ob + (q_start + row).to(gl.int64) * stride_os
         base += head.to(gl.int64) * stride_oh
-        _store_part(o, base, q_room - row, repeats - head % repeats, stride_os, stride_oh, D[1], PACK)
+        _store_part(
+            o, base, q_capacity - row, num_q_per_kv - head % num_q_per_kv, stride_os, stride_oh, D[1], HEADS_PER_TILE
+        )
     else:
         if RAGGED:  # rows of no sequence may hold NaN
             o = gl.where(gl.expand_dims(gl.convert_layout(i, o_row_layout) < q_len, 1), o, 0.0)
-        parts = _parts(o, SPLIT)
-        for part in gl.static_range(SPLIT):
+        parts = _parts(o, STORE_PARTS)
+        for part in gl.static_range(STORE_PARTS):
             _store(
-                parts[part], gl.to_tensor(part * COLS), o_desc, o_tile, o_ptr, b_at, head, row, q_start, q_room,
-                stride_os, stride_oh, PACKED, D[1], PACK,
+                parts[part], gl.to_tensor(part * COLS), o_desc, o_tile, o_ptr, b_at, head, row, q_start, q_capacity,
+                stride_os, stride_oh, PACKED, D[1], HEADS_PER_TILE,
             )  # fmt: skip
 
     s = hopper.warpgroup_mma_wait(0, deps=[s_later])
@@ -646,25 +704,36 @@ def _consume_tile(
 
 @gluon.jit
 def _consume(
-    o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
-    q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-    batch, queries, heads, cuts, repeats, stride_ob, stride_os, stride_oh, stride_slopes, left, right, scale, softcap,
+    o_ptr, lse_ptr, slopes_ptr, sinks_ptr, buffers, o_smem, tile_smem, bars,
+    batch, queries, heads, num_splits, num_q_per_kv, stride_ob, stride_os, stride_oh, stride_slopes,
+    left, right, scale, softcap,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     ALIGNED: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr,
-    Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, CONSUMER: gl.constexpr,
+    Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, HEADS_PER_TILE: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
+    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
+    q_full, k_full, tile_full = bars.q_full, bars.k_full, bars.tile_full
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     # of the one masked block of a tile, the first half of the queries see the first half of the keys
     HALF: gl.constexpr = ALIGNED and CONSUMER == 0
     FIRST_N: gl.constexpr = BLOCK_N // 2 if HALF else BLOCK_N
-    RAW: gl.constexpr = not CAP and ALIBI == 0  # m is a maximum of unscaled scores
+    RAW: gl.constexpr = not CAP and ALIBI == "none"  # m is a maximum of unscaled scores
     storage = batch
     if PACKED:
         storage = gl.to_tensor(1)
     o_desc = None
-    if cuts is None:
+    if num_splits is None:
         o_desc = _packed_desc(
-            o_ptr, storage, heads, queries, D[1], here(stride_ob), here(stride_oh), here(stride_os), o_smem, PACK
+            o_ptr,
+            storage,
+            heads,
+            queries,
+            D[1],
+            here(stride_ob),
+            here(stride_oh),
+            here(stride_os),
+            o_smem,
+            HEADS_PER_TILE,
         )
     factors = (scale * LOG2E, softcap)
     if CAP:
@@ -676,72 +745,73 @@ def _consume(
     visited = gl.to_tensor(0)
     taken = gl.to_tensor(0)
     if CONSUMER == CONSUMERS - 1:
-        arrive_named(_TURN, 256)
+        named_barrier_arrive(_TURN, 256)
     mbarrier.wait(tile_full.index(0), 0)
-    head = told(tile_smem, 0, 1)
+    head = read_tile_field(tile_smem, 0, _HEAD)
     if head >= 0:
         mbarrier.wait(q_full.index(CONSUMER), 0)
         mbarrier.wait(k_full.index(0), 0)
-    s = _times_keys(_queries_at(CONSUMER, q_smem), k_smem, 0, FIRST_N)
+    s = _times_keys(_queries_at(CONSUMER, q_smem), k_smem, 0, FIRST_N)  # [64, FIRST_N]
     barrier()
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     while head >= 0:
         visited, taken, head, s = _consume_tile(
             visited, taken, head, s, o_desc, factors, factor, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
-            q_smem, k_smem, v_smem, o_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, heads, storage, cuts, repeats, stride_ob, stride_os, stride_oh, stride_slopes, left, right,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, PACK, CONSUMER,
+            buffers, o_smem, tile_smem, bars, batch, queries, heads, storage, num_splits, num_q_per_kv,
+            stride_ob, stride_os, stride_oh, stride_slopes,
+            left, right, LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS,
+            HEADS_PER_TILE, CONSUMER,
         )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
 def _store(
-    o, column, o_desc, o_tile, o_ptr, batch, head, row, q_start, q_room, stride_os, stride_oh,
-    PACKED: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
+    o, column, o_desc, o_tile, o_ptr, batch, head, row, q_start, q_capacity, stride_os, stride_oh,
+    PACKED: gl.constexpr, D: gl.constexpr, HEADS_PER_TILE: gl.constexpr,
 ):  # fmt: skip
     """A part of results, whose columns begin at `column`, through shared memory to memory."""
-    QUERIES: gl.constexpr = o_tile.shape[0] // PACK
+    QUERIES: gl.constexpr = o_tile.shape[0] // HEADS_PER_TILE
     tma.store_wait(0)
     barrier()
-    o_tile.store(o.to(o_tile.dtype))
+    o_tile.store(o.to(o_tile.dtype))  # [64, COLS]
     hopper.fence_async_shared()
     barrier()
     if not PACKED:
-        _store_tile(o_desc, o_tile, batch, head, row, column, PACK)
-    elif row + QUERIES <= q_room:
-        _store_tile(o_desc, o_tile, batch, head, q_start + row, column, PACK)
+        _store_tile(o_desc, o_tile, batch, head, row, column, HEADS_PER_TILE)
+    elif row + QUERIES <= q_capacity:
+        _store_tile(o_desc, o_tile, batch, head, q_start + row, column, HEADS_PER_TILE)
     else:  # the rows behind are another sequence's
         base = o_ptr + (q_start + row).to(gl.int64) * stride_os + head.to(gl.int64) * stride_oh
-        _copy_out(o_tile, base, q_room - row, column, stride_os, stride_oh, D, PACK)
+        _copy_out(o_tile, base, q_capacity - row, column, stride_os, stride_oh, D, HEADS_PER_TILE)
 
 
 @gluon.jit
-def _store_tile(o_desc, o_tile, batch, head, row, column, PACK: gl.constexpr):
-    if PACK == 1:
+def _store_tile(o_desc, o_tile, batch, head, row, column, HEADS_PER_TILE: gl.constexpr):
+    if HEADS_PER_TILE == 1:
         tma_store(o_desc, [batch, head, row, column], _as_tile(o_tile))
     else:
-        tma_store(o_desc, [batch, row, head, column], _as_tile(o_tile, PACK))
+        tma_store(o_desc, [batch, row, head, column], _as_tile(o_tile, HEADS_PER_TILE))
 
 
 @gluon.jit
-def _store_part(o, base, rows, heads, stride, stride_h, D: gl.constexpr, PACK: gl.constexpr):
+def _store_part(o, base, rows, heads, stride, stride_h, D: gl.constexpr, HEADS_PER_TILE: gl.constexpr):
     """The first `rows` queries and `heads` heads of `o` [rows, columns] to [rows, heads, D] at `base`, in float32."""
     r = gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout))
     c = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
-    query = _query_of(r, PACK)
+    query = _query_of(r, HEADS_PER_TILE)
     offset = query * stride.to(gl.int64)
     is_row = query < rows
-    if PACK > 1:
-        lane = _with_head_of(0, r, PACK)
+    if HEADS_PER_TILE > 1:
+        lane = _with_head_of(0, r, HEADS_PER_TILE)
         offset += lane * stride_h.to(gl.int64)
         is_row = is_row & (lane < heads)
     place = base + gl.expand_dims(offset, 1) + gl.expand_dims(c, 0)
-    gl.store(place, o, mask=gl.expand_dims(is_row, 1) & gl.expand_dims(c < D, 0))
+    gl.store(place, o, mask=gl.expand_dims(is_row, 1) & gl.expand_dims(c < D, 0))  # [64, D_V], float32
 
 
 @gluon.jit
-def _copy_out(o_smem, base, rows, first, stride, stride_h, D: gl.constexpr, PACK: gl.constexpr):
+def _copy_out(o_smem, base, rows, first, stride, stride_h, D: gl.constexpr, HEADS_PER_TILE: gl.constexpr):
     """The first `rows` queries of a tile in shared memory to columns `first` on of [rows, heads, D] at `base`, by
     ordinary stores."""
     ROWS: gl.constexpr = o_smem.shape[0]
@@ -763,23 +833,23 @@ def _copy_out(o_smem, base, rows, first, stride, stride_h, D: gl.constexpr, PACK
                 stride,
                 stride_h,
                 D,
-                PACK,
+                HEADS_PER_TILE,
             )
 
 
 @gluon.jit
 def _copy_piece(
-    pieces, first, piece, base, rows, column, stride, stride_h, D: gl.constexpr, PACK: gl.constexpr
+    pieces, first, piece, base, rows, column, stride, stride_h, D: gl.constexpr, HEADS_PER_TILE: gl.constexpr
 ):  # fmt: skip
     HEIGHT: gl.constexpr = pieces.shape[1]
     WIDTH: gl.constexpr = pieces.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = piece * HEIGHT + gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
     c = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    query = _query_of(r, PACK)
+    query = _query_of(r, HEADS_PER_TILE)
     offset = query.to(gl.int64) * stride
-    if PACK > 1:
-        offset += _with_head_of(0, r, PACK).to(gl.int64) * stride_h
+    if HEADS_PER_TILE > 1:
+        offset += _with_head_of(0, r, HEADS_PER_TILE).to(gl.int64) * stride_h
     place = base + gl.expand_dims(offset, 1) + gl.expand_dims(c, 0)
     mask = gl.expand_dims(query < rows, 1) & gl.expand_dims(c < D, 0)
     gl.store(
@@ -793,14 +863,15 @@ def _copy_piece(
 def _hopper_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, counter_ptr,
-    batch, queries, keys, kv_heads, repeats, blocks, group, tiles,
+    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     slopes_step, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
     D: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
-    ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SPLIT: gl.constexpr,
-    Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr, PACK: gl.constexpr, CUT: gl.constexpr,
+    ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    STORE_PARTS: gl.constexpr, Q_SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
+    HEADS_PER_TILE: gl.constexpr, SPLIT_KV: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     PACKED: gl.constexpr = q_starts_ptr is not None
@@ -811,82 +882,79 @@ def _hopper_attention_fwd_kernel(
     q_smem = ()
     k_smem = ()
     for i in gl.static_range(len(P_QK)):
-        q_smem += (stages(dtype, CONSUMERS * Q_SLOTS, ROWS, P_QK[i]),)  # type: ignore[assignment]
-        k_smem += (stages(dtype, STAGES, BLOCK_N, P_QK[i]),)  # type: ignore[assignment]
-    v_smem = stages(dtype, STAGES, BLOCK_N, P_V)
-    o_smem = stages(dtype, CONSUMERS, ROWS, P_V // SPLIT)
+        q_smem += (alloc_pipeline_stages(dtype, CONSUMERS * Q_SLOTS, ROWS, P_QK[i]),)  # type: ignore[assignment]
+        k_smem += (alloc_pipeline_stages(dtype, STAGES, BLOCK_N, P_QK[i]),)  # type: ignore[assignment]
+    v_smem = alloc_pipeline_stages(dtype, STAGES, BLOCK_N, P_V)
+    o_smem = alloc_pipeline_stages(dtype, CONSUMERS, ROWS, P_V // STORE_PARTS)
     tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tile_smem = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], tile_layout)
-    q_full = rings(CONSUMERS * Q_SLOTS, 1)
-    k_full = rings(STAGES, 1)
-    v_full = rings(STAGES, 1)
-    tile_full = rings(2, 1)
-    tile_empty = rings(2, CONSUMERS)
+    tile_smem = gl.allocate_shared_memory(gl.int32, [2 * _TILE_FIELDS, 1], tile_layout)
+    q_full = alloc_mbarriers(CONSUMERS * Q_SLOTS, 1)
+    k_full = alloc_mbarriers(STAGES, 1)
+    v_full = alloc_mbarriers(STAGES, 1)
+    tile_full = alloc_mbarriers(2, 1)
+    tile_empty = alloc_mbarriers(2, CONSUMERS)
     hopper.fence_async_shared()
+    buffers = ForwardBuffers(q_smem, k_smem, v_smem)
+    bars = ForwardBarriers(q_full, k_full, v_full, tile_full, tile_empty)
 
     # int64 where a stride needs it
     batch, queries, keys, kv_heads = int32(batch), int32(queries), int32(keys), int32(kv_heads)
-    repeats, blocks, group, tiles = int32(repeats), int32(blocks), int32(group), int32(tiles)
+    num_q_per_kv, blocks, swizzle, tiles = int32(num_q_per_kv), int32(blocks), int32(swizzle), int32(tiles)
     left, right = int32(left), int32(right)
-    heads = kv_heads * repeats
-    if CUT:
-        cuts = tiles // (blocks * kv_heads * gl.cdiv(repeats, PACK) * (1 if PACKED else batch))
-        members = repeats
+    heads = kv_heads * num_q_per_kv
+    if SPLIT_KV:
+        num_splits = tiles // (blocks * kv_heads * gl.cdiv(num_q_per_kv, HEADS_PER_TILE) * (1 if PACKED else batch))
+        members = num_q_per_kv
     else:
-        cuts: gl.constexpr = None  # type: ignore[no-redef]
+        num_splits: gl.constexpr = None  # type: ignore[no-redef]
         members: gl.constexpr = None  # type: ignore[no-redef]
     if CONSUMERS == 2:
         gl.warp_specialize([
         (_consume, (
-            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
-            q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, heads, cuts, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
+            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, buffers, o_smem, tile_smem, bars,
+            batch, queries, heads, num_splits, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
             scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, PACK, 0,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, HEADS_PER_TILE, 0,
         )),
         (_consume, (
-            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
-            q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, heads, cuts, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
+            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, buffers, o_smem, tile_smem, bars,
+            batch, queries, heads, num_splits, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
             scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, PACK, 1,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, HEADS_PER_TILE, 1,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-            q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, keys, kv_heads, repeats, blocks, group, tiles, cuts,
+            buffers, tile_smem, bars,
+            batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS, PACK,
+            left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS, HEADS_PER_TILE,
         )),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
         (_consume, (
-            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
-            q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, heads, cuts, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
+            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, buffers, o_smem, tile_smem, bars,
+            batch, queries, heads, num_splits, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
             scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, PACK, 0,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, HEADS_PER_TILE, 0,
         )),
         (_consume, (
-            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
-            q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, heads, cuts, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
+            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, buffers, o_smem, tile_smem, bars,
+            batch, queries, heads, num_splits, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
             scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, PACK, 1,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, HEADS_PER_TILE, 1,
         )),
         (_consume, (
-            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, q_smem, k_smem, v_smem, o_smem, tile_smem,
-            q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, heads, cuts, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
+            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, buffers, o_smem, tile_smem, bars,
+            batch, queries, heads, num_splits, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
             scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, PACK, 2,
+            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, HEADS_PER_TILE, 2,
         )),
         (_load, (
             q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-            q_smem, k_smem, v_smem, tile_smem, q_full, k_full, v_full, tile_full, tile_empty,
-            batch, queries, keys, kv_heads, repeats, blocks, group, tiles, cuts,
+            buffers, tile_smem, bars,
+            batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS, PACK,
+            left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS, HEADS_PER_TILE,
         )),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

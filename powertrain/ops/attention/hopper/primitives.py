@@ -1,9 +1,12 @@
-"""What the Hopper kernels of attention share: rings in shared memory, and the numbers of a tile told through it.
+"""Primitives of the Hopper attention kernels: mbarriers, pipeline stages, tile descriptors, numbered barriers.
 
-Who draws a tile writes what the others need of it into `tile_smem`, int32 [2 * FIELDS, 1]: two tiles, in turn.
+The warp that fetches a tile writes the tile's descriptor to `tile_smem`, int32 [2 * FIELDS, 1], from where the others
+read its fields. There are two descriptors, used alternately.
 """
 
-from powertrain.runtime.gluon_compat import gl, gluon, mbarrier
+from typing import Any, NamedTuple
+
+from powertrain.runtime.gluon_compat import gl, gluon, mbarrier, reinterpret, tma
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -17,7 +20,7 @@ def int32(x):
 
 @gluon.jit
 def here(stride):
-    """`stride`, computed with where it is used: both consumers' were, ahead of them, and spilled meanwhile."""
+    """`stride`, recomputed where it is used: hoisted ahead of the consumers, both consumers' copies were spilled."""
     return gl.inline_asm_elementwise(
         "mov.b64 $0, $1;", "=l,l", [stride.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
     )
@@ -25,7 +28,7 @@ def here(stride):
 
 @gluon.jit
 def keep_order():
-    """What is loaded or added ahead of this is not moved behind it, as ptxas does to save registers."""
+    """Keep loads and additions before this point before it: ptxas moves them down to save registers."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -33,13 +36,13 @@ def keep_order():
 
 @gluon.jit
 def tanh(x):
-    """The hardware's, good to 2^-11: enough beside operands of 16 bits."""
+    """The hardware's instruction, accurate to 2^-11: enough for operands of 16 bits."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def rings(COUNT: gl.constexpr, arrivals: gl.constexpr):
-    """COUNT barriers, each of so many arrivals."""
+def alloc_mbarriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
+    """COUNT mbarriers, each completed by so many arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=arrivals)
@@ -47,23 +50,23 @@ def rings(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def stages(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+def alloc_pipeline_stages(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], dtype)
     return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLS], layout)
 
 
 @gluon.jit
-def tell(tile_smem, slot, place: gl.constexpr, value):
-    """Number `place` of the tile in `slot`."""
-    _write(tile_smem, slot * (tile_smem.shape[0] // 2) + place, value)
+def write_tile_field(tile_smem, slot, field: gl.constexpr, value):
+    """Write a field of the tile descriptor in `slot`."""
+    _write(tile_smem, slot * (tile_smem.shape[0] // 2) + field, value)
 
 
 @gluon.jit
-def told(tile_smem, slot, place: gl.constexpr):
-    return _read(tile_smem, slot * (tile_smem.shape[0] // 2) + place)
+def read_tile_field(tile_smem, slot, field: gl.constexpr):
+    return _read(tile_smem, slot * (tile_smem.shape[0] // 2) + field)
 
 
-# apart, for Triton walks through a function once for each set of its constants, and `place` is one
+# a function of its own, because Triton compiles a function once per set of its constants, and `field` is one
 
 
 @gluon.jit
@@ -76,3 +79,81 @@ def _write(tile_smem, at, value):
 def _read(tile_smem, at):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(tile_smem.index(at).load(layout), 0)
+
+
+# Of the backward: the hardware's numbered barriers, at which a warp can arrive without waiting. They announce that ds
+# of a block is stored, that a stage is free, and which consumer may use the tensor cores.
+BAR_DS_FULL = gl.constexpr(8)
+BAR_EMPTY = gl.constexpr(10)
+BAR_TURN = gl.constexpr(14)
+EVERYONE = gl.constexpr(384)
+CONSUMERS = gl.constexpr(256)
+
+# fields of the backward's tile descriptor in shared memory, int32 [2 * TILE_FIELDS, 1]
+TILE_FIELDS = gl.constexpr(16)
+TILE_KV = gl.constexpr(0)  # head of keys; -1: no more tiles
+TILE_B = gl.constexpr(1)
+TILE_COUNT = gl.constexpr(2)  # blocks of queries
+TILE_FIRST = gl.constexpr(3)  # key
+TILE_SUMS = gl.constexpr(4)  # of the sums, of the first block of the first query head
+TILE_DISTANCE = gl.constexpr(5)  # position of the first query less that of the first key
+TILE_K_LEFT = gl.constexpr(6)  # keys from the first one on
+TILE_Q_END = gl.constexpr(7)
+TILE_Q_ROW = gl.constexpr(8)
+TILE_K_END = gl.constexpr(9)
+TILE_K_ROW = gl.constexpr(10)
+TILE_DK_END = gl.constexpr(11)
+TILE_DK_ROW = gl.constexpr(12)
+TILE_DK_LEFT = gl.constexpr(13)  # rows of dk from the first one on
+TILE_UNSEEN = gl.constexpr(14)  # blocks that the tile of the keys before does not see, of all heads
+
+
+class BackwardBuffers(NamedTuple):
+    """Pipeline stages of the backward in shared memory."""
+
+    k: Any  # [1, 128, W_QK]
+    v: Any  # [1, 128, W_V]
+    q: Any  # [STAGES, BLOCK_M, W_QK]
+    do: Any  # [STAGES, BLOCK_M, W_V]
+    rows: Any  # [STAGES, 2 * BLOCK_M]: LSE and delta
+    ds: Any  # [DS_STAGES, 128, BLOCK_M]
+
+
+class BackwardBarriers(NamedTuple):
+    """mbarriers of the backward."""
+
+    k_full: Any
+    v_full: Any
+    block_full: Any  # per stage of q, do and rows
+    ds_empty: Any
+    tile_full: Any
+    tile_empty: Any
+
+
+@gluon.jit
+def as_tile(smem):
+    """[rows, columns] in shared memory as the tile of a descriptor."""
+    ROWS: gl.constexpr = smem.shape[0]
+    COLS: gl.constexpr = smem.shape[1]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, ROWS, COLS], smem.dtype)
+    return reinterpret(smem, smem.dtype, [1, 1, 1, ROWS, COLS], layout)
+
+
+@gluon.jit
+def rows_desc_of(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem, RAGGED: gl.constexpr):
+    """A descriptor [batch, heads, end, row, column] of a whole tensor [batch, heads, rows, D], of the tiles that the
+    stages of `smem` hold. RAGGED: it ends where any sequence ends, for row i of n that end before row `end` is
+    (end, rows - n + i); else row i is (0, i).
+
+    A tile must not lie wholly outside: TMA touches then what it takes for the tensor's start."""
+    ROWS: gl.constexpr = smem.shape[1]
+    COLS: gl.constexpr = smem.shape[2]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, ROWS, COLS], smem.dtype)
+    stride = stride_s.to(gl.int64)
+    ends = gl.to_tensor(1)
+    if RAGGED:
+        ptr -= rows * stride
+        ends = rows + 1
+    return tma.make_tensor_descriptor(
+        ptr, [batch, heads, ends, rows, D], [stride_b, stride_h, stride, stride, 1], [1, 1, 1, ROWS, COLS], layout
+    )

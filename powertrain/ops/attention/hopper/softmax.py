@@ -21,16 +21,16 @@ def _columns(start, s):
 
 
 @gluon.jit
-def scored(s, start, positions, factors, slope, p_first, CAP: gl.constexpr, ALIBI: gl.constexpr):
+def apply_softcap_alibi(s, start, positions, factors, slope, p_first, CAP: gl.constexpr, ALIBI: gl.constexpr):
     """Scores in base 2, but for the factor where there is neither softcap nor ALiBi."""
     if CAP:
         s = tanh(s * factors[0]) * factors[1]
-    elif ALIBI:
+    elif ALIBI != "none":
         s = s * factors[0]
-    if ALIBI == 1:
+    if ALIBI == "two_sided":
         far = gl.expand_dims(positions, 1) - gl.expand_dims(_columns(start, s), 0)
         s -= slope * gl.abs(far).to(gl.float32)
-    if ALIBI == 2:
+    if ALIBI == "one_sided":
         s += gl.expand_dims(slope * (_columns(start, s) - p_first).to(gl.float32), 0)
     return s
 
@@ -70,7 +70,7 @@ _HIDING_OPERANDS = gl.constexpr(
 
 
 @gluon.jit
-def hidden(s, start, positions, k_len, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def apply_mask(s, start, positions, k_len, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Scores of keys that a query does not see: -inf. By the compiler it were three times the instructions."""
     COUNT: gl.constexpr = s.shape[1] // 2
     last = positions * 0 + k_len - 1
@@ -100,7 +100,7 @@ def hidden(s, start, positions, k_len, left, right, LEFT: gl.constexpr, RIGHT: g
 
 
 @gluon.jit
-def of_lanes(p):
+def partial_row_sums(p):
     """Sums over each thread's own columns, added up over threads at the end: [rows, 4]."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
@@ -116,13 +116,13 @@ def softmax(s, m, l, factor, MASKED: gl.constexpr):  # noqa: E741
         shift = gl.where(m_new == MINUS_INF, 0.0, shift)  # nothing seen so far: 2^-inf is 0, not NaN
     p = gl.exp2(s * factor - gl.expand_dims(shift, 1))
     alpha = gl.exp2(m * factor - shift)
-    sums = of_lanes(p)
+    sums = partial_row_sums(p)
     of_l = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
     return p, m_new, l * gl.expand_dims(of_l, 1) + sums, alpha
 
 
 @gluon.jit
-def rounded(p, dtype: gl.constexpr):
+def to_p16(p, dtype: gl.constexpr):
     """`p` in 16 bits, two neighbouring columns in an int32: [rows, columns / 2].
 
     Carried from block to block as numbers of 16 bits, the compiler takes each pair apart and puts it together again."""
@@ -140,7 +140,7 @@ def rounded(p, dtype: gl.constexpr):
 
 @gluon.jit
 def as_operand(pairs, dtype: gl.constexpr, o_layout: gl.constexpr):
-    """`rounded` weights as the left operand of a product of `o_layout`."""
+    """`to_p16` weights as the left operand of a product of `o_layout`."""
     if dtype == gl.bfloat16:
         even, odd = gl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
@@ -155,10 +155,10 @@ def as_operand(pairs, dtype: gl.constexpr, o_layout: gl.constexpr):
 
 @gluon.jit
 def beside_zeros(pairs, s_layout: gl.constexpr):
-    """`rounded` weights of half a block, and zeros for its other half."""
+    """`to_p16` weights of half a block, and zeros for its other half."""
     ROWS: gl.constexpr = pairs.shape[0]
     COLS: gl.constexpr = pairs.shape[1]
-    like = rounded(gl.zeros([ROWS, 4 * COLS], gl.float32, s_layout), gl.bfloat16)
+    like = to_p16(gl.zeros([ROWS, 4 * COLS], gl.float32, s_layout), gl.bfloat16)
     whole = gl.join(pairs, gl.zeros_like(pairs)).permute(0, 2, 1).reshape([ROWS, 2 * COLS])
     return gl.convert_layout(whole, like.type.layout)
 
@@ -184,7 +184,7 @@ _RESCALING_OPERANDS = gl.constexpr({count: _operands(count, 2) for count in (32,
 
 
 @gluon.jit
-def rescaled(o, alpha):
+def rescale_o(o, alpha):
     """`o` times a factor per row: seldom another than 1, and then most warps skip it."""
     COUNT: gl.constexpr = o.shape[1] // 2
     return gl.inline_asm_elementwise(

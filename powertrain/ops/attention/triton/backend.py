@@ -10,7 +10,7 @@ kind more for computing scores twice, where pairs counts what the mask lets see.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from torch import Tensor
 from powertrain.ops.attention.layouts import to_lse_order
 from powertrain.ops.attention.problem import AttentionCall, AttentionProblem, Layout, Reason
 from powertrain.ops.attention.triton.backward import (
+    _attention_bwd_preprocess_kernel,
     _attention_dbias_kernel,
     _attention_dkdv_kernel,
     _attention_dq_kernel,
-    _attention_rows_kernel,
 )
 from powertrain.ops.attention.triton.forward import _attention_fwd_kernel
 from powertrain.ops.attention.triton.plans import (
@@ -34,7 +34,7 @@ from powertrain.ops.attention.triton.plans import (
     plan_fwd,
     uses_fma,
 )
-from powertrain.ops.attention.triton.tiles import pieces
+from powertrain.ops.attention.triton.tiles import Features, pieces
 from powertrain.ops.philox import threshold
 from powertrain.ops.shapes import cdiv, empty, next_power_of_2, wanted
 from powertrain.runtime.dispatch import Op
@@ -176,7 +176,7 @@ def _segments(starts: Tensor, used: Tensor, keys: int) -> Tensor:
     return torch.cat([starts[:-1], starts[:-1] + used]).clamp(0, keys).sort().values
 
 
-def _group(keys_bytes: int, repeats: int, target: Target) -> int:
+def _swizzle(keys_bytes: int, repeats: int, target: Target) -> int:
     """Heads whose keys and values fit in the L2 together, a power of two."""
     return max(1, min(64, next_power_of_2(max(1, int(0.7 * target.l2_bytes * repeats / max(1, keys_bytes)))) // 2))
 
@@ -194,10 +194,10 @@ def _document_ranges(own: Tensor, other: Tensor) -> Tensor:
     return torch.stack([first, torch.where(found, last, 0)], -1).to(torch.int32)
 
 
-def _alibi_kind(args: _Args) -> int:
+def _alibi_kind(args: _Args) -> Literal["none", "two_sided", "one_sided"]:
     if args.slopes is None:
-        return 0
-    return 2 if args.right == 0 and args.prefix is None else 1
+        return "none"
+    return "one_sided" if args.right == 0 and args.prefix is None else "two_sided"
 
 
 def _bias_strides(bias: Tensor) -> tuple[int, ...]:
@@ -205,18 +205,28 @@ def _bias_strides(bias: Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
 
 
-def _bias_kind(bias: Tensor | None, target: Target) -> int:
+def _bias_kind(bias: Tensor | None, target: Target) -> Literal["none", "pointers", "descriptor", "one_row"]:
     if bias is None:
-        return 0
+        return "none"
     if bias.shape[2] == 1:
-        return 3
+        return "one_row"
     elements = 16 // bias.element_size()
     regular = bias.stride(3) == 1 and not any(s % elements for s in _bias_strides(bias)[:3])
     aligned = bias.is_meta or bias.data_ptr() % 16 == 0
-    return 2 if regular and aligned and target.has_tma and not settings().interpret else 1
+    return "descriptor" if regular and aligned and target.has_tma and not settings().interpret else "pointers"
 
 
-def _mask_arguments(args: _Args, shape: _Shape, target: Target) -> dict[str, Any]:
+def _features(args: _Args, bias: Tensor | None, dtype: torch.dtype, target: Target) -> Features:
+    return Features(
+        has_left=args.left >= 0, has_right=args.right >= 0, has_chunk=args.chunk > 0,
+        has_prefix=args.prefix is not None, bottom_right=args.bottom_right, alibi=_alibi_kind(args),
+        bias=_bias_kind(bias, target), has_documents=args.query_documents is not None,
+        has_dropout=args.seed is not None, has_softcap=args.softcap > 0,
+        fast_tanh=dtype is not torch.float32 and not settings().interpret,
+    )  # fmt: skip
+
+
+def _mask_arguments(args: _Args, shape: _Shape, dtype: torch.dtype, target: Target) -> dict[str, Any]:
     """The kernels' arguments about masks, sequences and dropout."""
     bias = args.bias
     if bias is not None:
@@ -230,9 +240,7 @@ def _mask_arguments(args: _Args, shape: _Shape, target: Target) -> dict[str, Any
         slopes_stride_b=args.slopes.shape[1] if args.slopes is not None and args.slopes.dim() == 2 else 0,
         scale=args.scale, softcap=args.softcap, left=args.left, right=args.right, chunk=args.chunk,
         threshold=threshold(args.dropout_p), keep_scale=1 / (1 - args.dropout_p),
-        HAS=(args.left >= 0, args.right >= 0, args.chunk > 0, args.prefix is not None),
-        ADDS=(_alibi_kind(args), _bias_kind(bias, target), args.query_documents is not None, args.seed is not None),
-        BOTTOM_RIGHT=args.bottom_right,
+        FEATURES=_features(args, bias, dtype, target),
     )  # fmt: skip
 
 
@@ -245,13 +253,12 @@ def _strides(**operands: _Operand) -> dict[str, Any]:
     return named
 
 
-def _compute(query: Tensor, value: Tensor, args: _Args, target: Target) -> dict[str, Any]:
-    d = (query.shape[-1], value.shape[-1])
-    fma = uses_fma(query.dtype, *d, target)
+def _compute(query: Tensor, value: Tensor, target: Target) -> dict[str, Any]:
+    d_qk, d_v = query.shape[-1], value.shape[-1]
+    fma = uses_fma(query.dtype, d_qk, d_v, target)
     largest = FMA_PIECE if fma else 512
     return dict(
-        CAP=(args.softcap > 0, query.dtype is not torch.float32 and not settings().interpret),
-        D=d, P_QK=pieces(d[0], largest), P_V=pieces(d[1], largest),
+        D_QK=d_qk, D_V=d_v, P_QK=pieces(d_qk, largest), P_V=pieces(d_v, largest),
         FMA=fma,
         PRECISION=dot_precision(query.dtype, target),
     )  # fmt: skip
@@ -283,7 +290,7 @@ def _attention_fwd(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     q, o = _operand(query, args.layout, heads), _operand(out, args.layout, heads)
     k, v = _operand(key, args.layout, heads, True), _operand(value, args.layout, heads, True)
     d_qk, d_v = query.shape[-1], value.shape[-1]
-    compute = _compute(query, value, args, target)
+    compute = _compute(query, value, target)
     regular = _uses_tma(compute["FMA"], target, q, k, v)
     widths = sum(pieces(d_qk)), sum(pieces(d_v))
     plan = plan_fwd(query.element_size(), *widths, _feature(args), regular, compute["FMA"], target)
@@ -293,11 +300,11 @@ def _attention_fwd(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     if args.query_documents is not None and args.key_documents is not None:
         ranges = _document_ranges(args.query_documents, args.key_documents)
     _attention_fwd_kernel[(blocks * num_heads,)](
-        **_strides(q=q, k=k, v=v, o=o), **_mask_arguments(args, shape, target), **compute,
+        **_strides(q=q, k=k, v=v, o=o), **_mask_arguments(args, shape, query.dtype, target), **compute,
         lse_ptr=lse, sinks_ptr=args.sinks, qdoc_ptr=args.query_documents, kdoc_ptr=args.key_documents,
-        qrange_ptr=ranges, kv_heads=heads.kv, repeats=heads.repeats, head_of_kv=heads.of_kv,
+        qrange_ptr=ranges, kv_heads=heads.kv, num_q_per_kv=heads.repeats, head_of_kv=heads.of_kv,
         head_of_repeat=heads.of_repeat, blocks=blocks,
-        group=_group(shape.keys * (d_qk + d_v) * key.element_size(), heads.repeats, target),
+        swizzle=_swizzle(shape.keys * (d_qk + d_v) * key.element_size(), heads.repeats, target),
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=regular and plan.tma, num_warps=plan.num_warps,
         num_stages=plan.num_stages, maxnreg=plan.maxnreg,
     )  # fmt: skip
@@ -363,15 +370,15 @@ def _attention_bwd(
     num_heads = heads.kv * heads.repeats * (shape.batch if args.query_starts is None else 1)
     rows = torch.empty((2, num_heads * row_stride), dtype=torch.float32, device=lse.device)
     if rows.numel():
-        _launch_rows(
+        _launch_preprocess(
             _operand(out, args.layout, heads), do, lse, dlse, rows, row_stride, args, shape, heads, value.shape[-1]
         )
     common = dict(
-        **_strides(q=q, k=k, v=v, do=do), **_mask_arguments(args, shape, target),
-        **_compute(query, value, args, target),
+        **_strides(q=q, k=k, v=v, do=do), **_mask_arguments(args, shape, query.dtype, target),
+        **_compute(query, value, target),
         rows_ptr=rows, size=rows.shape[1], row_stride=row_stride,
         qdoc_ptr=args.query_documents, kdoc_ptr=args.key_documents,
-        repeats=heads.repeats, head_of_kv=heads.of_kv, head_of_repeat=heads.of_repeat,
+        num_q_per_kv=heads.repeats, head_of_kv=heads.of_kv, head_of_repeat=heads.of_repeat,
     )  # fmt: skip
     use_tma = _uses_tma(common["FMA"], target, q, k, v, do)
     if need[1] or need[2]:
@@ -383,7 +390,7 @@ def _attention_bwd(
     return dq, dk, dv, dbias
 
 
-def _launch_rows(
+def _launch_preprocess(
     o: _Operand,
     do: _Operand,
     lse: Tensor,
@@ -397,12 +404,12 @@ def _launch_rows(
 ) -> None:
     batch = 1 if args.query_starts is not None else shape.batch
     block = 64 if d_v <= 128 else 16
-    _attention_rows_kernel[(rows.shape[1] // block,)](
+    _attention_bwd_preprocess_kernel[(rows.shape[1] // block,)](
         **_strides(o=o, do=do), lse_ptr=lse, dlse_ptr=None if dlse is None else dlse.contiguous(),
         rows_ptr=rows, size=rows.shape[1], row_stride=row_stride,
         batch=batch,
-        queries=shape.queries, kv_heads=heads.kv, repeats=heads.repeats, head_of_kv=heads.of_kv,
-        head_of_repeat=heads.of_repeat, D=d_v, P_V=pieces(d_v), BLOCK_M=block,
+        queries=shape.queries, kv_heads=heads.kv, num_q_per_kv=heads.repeats, head_of_kv=heads.of_kv,
+        head_of_repeat=heads.of_repeat, D_V=d_v, P_V=pieces(d_v), BLOCK_M=block,
     )  # fmt: skip
 
 
@@ -434,7 +441,7 @@ def _launch_dkdv(
             **(common | named | {f"{name}_ptr": x for name, x in results.items()}), krange_ptr=ranges,
             segments_ptr=segments, segments=in_blocks.batch,
             kv_heads=heads.kv, SHARED=heads.shared, LATE=plan.late, blocks=blocks,
-            group=_group(shape.queries * (d_qk + d_v) * key.element_size(), 1, target),
+            swizzle=_swizzle(shape.queries * (d_qk + d_v) * key.element_size(), 1, target),
             BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=use_tma and plan.tma, num_warps=plan.num_warps,
             num_stages=plan.num_stages, maxnreg=plan.maxnreg,
         )  # fmt: skip
@@ -455,7 +462,7 @@ def _launch_dq(
         ranges = _document_ranges(args.query_documents, args.key_documents)
     _attention_dq_kernel[(blocks * num_heads,)](
         **common, **_strides(dq=_operand(dq, args.layout, heads)), qrange_ptr=ranges, kv_heads=heads.kv, blocks=blocks,
-        group=_group(shape.keys * (d_qk + d_v) * key.element_size(), heads.repeats, target),
+        swizzle=_swizzle(shape.keys * (d_qk + d_v) * key.element_size(), heads.repeats, target),
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, TMA=use_tma and plan.tma, num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         maxnreg=plan.maxnreg,

@@ -1,11 +1,112 @@
-"""What the forward and backward kernels share: head dims in pieces, sequences, spans of visible keys, masks, scores.
+"""Device functions of the forward and backward kernels: tiles of rows, sequences, visible spans, masks, scores.
 
-A tensor of rows is a *source*: TMA descriptors, one per piece of the head dim, or its pointer. A tile is a tuple of
-pieces [rows, piece]. Scores are kept in base 2: s * log2(e).
+A tile of rows is a tuple with one [BLOCK, PIECES[n]] tensor per piece of the head dim. Scores are kept in base 2:
+s * log2(e). The arguments that travel together are NamedTuples, which Triton passes to device functions as they are;
+constexprs are not among their fields, because Triton turns a constexpr that is assigned or returned into a tensor.
 """
+
+from typing import Any, Literal, NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class Features(NamedTuple):
+    """The features that a launch compiles in: the constexpr argument FEATURES of the attention kernels."""
+
+    has_left: bool  # the window is bounded to the left
+    has_right: bool
+    has_chunk: bool  # queries see the keys of their own chunk only
+    has_prefix: bool  # every query sees the first keys of its sequence
+    bottom_right: bool  # the last query has the position of the last key
+    # One-sided ALiBi: no query sees keys behind its own position, so |p - j| is p - j, and its p part, which is the
+    # same for a whole row, is added to the LSE instead of to every score.
+    alibi: Literal["none", "two_sided", "one_sided"]
+    bias: Literal["none", "pointers", "descriptor", "one_row"]  # how it is read; one row serves all queries
+    has_documents: bool
+    has_dropout: bool
+    has_softcap: bool
+    fast_tanh: bool  # the hardware's tanh
+
+
+class TiledRows(NamedTuple):
+    """Rows of one head in memory, read and written in tiles."""
+
+    handles: Any  # TMA descriptors, one per piece of the head dim; without TMA the pointer to the first row
+    length: Any
+    stride: Any
+
+
+class Limits(NamedTuple):
+    """Limits of the visible positions; Features.has_* says which hold."""
+
+    left: Any
+    right: Any
+    chunk: Any
+    prefix: Any
+
+
+class ScoreScale(NamedTuple):
+    """Scores in base 2 are `inner` * q k^T, and with a softcap `outer` * tanh(inner * q k^T)."""
+
+    inner: Any
+    outer: Any
+
+
+class BiasStrides(NamedTuple):
+    """Strides of the bias tensor by batch entry, head, query and key; 0 where it is broadcast."""
+
+    b: Any
+    h: Any
+    q: Any
+    k: Any
+
+
+class Bias(NamedTuple):
+    """The bias of one head, and its ALiBi slope in base 2."""
+
+    base: Any  # pointer or descriptor
+    stride_q: Any
+    stride_k: Any
+    slope: Any
+
+
+class Documents(NamedTuple):
+    """Document ids of a tile's rows, and where those of the other side lie."""
+
+    own: Any  # [BLOCK, 1]
+    other_ptr: Any
+    other_length: Any
+
+
+class Dropout(NamedTuple):
+    """A Philox stream: one per head."""
+
+    seed_ptr: Any
+    stream: Any
+    threshold: Any
+
+
+class ScoreMods(NamedTuple):
+    """Everything that turns q k^T of a head into masked scores."""
+
+    scale: Any
+    limits: Any
+    bias: Any
+    documents: Any
+    dropout: Any
+    q_len: Any
+    k_len: Any
+
+
+class Strides(NamedTuple):
+    """Strides of a tensor by batch entry, position, kv head and query head of a kv head."""
+
+    b: Any
+    s: Any
+    h: Any
+    r: Any
+
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -27,15 +128,15 @@ def piece_start(PIECES: tl.constexpr, i: tl.constexpr):
 
 
 @triton.jit
-def source(base_ptr, length, stride, D: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """A source of `length` rows of D elements, of which tiles of BLOCK rows are read; zeros behind its end."""
+def tiled_rows(base_ptr, length, stride, D: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """`length` rows of D elements, read in tiles of BLOCK rows. By TMA, rows and columns past the end read as zeros."""
     if TMA:
-        found = ()
-        for i in tl.static_range(len(PIECES)):
-            found += (_descriptor(base_ptr, length, stride, D, PIECES[i], BLOCK),)
+        handles = ()
+        for n in tl.static_range(len(PIECES)):
+            handles += (_descriptor(base_ptr, length, stride, D, PIECES[n], BLOCK),)
     else:
-        found = (base_ptr,)
-    return found
+        handles = (base_ptr,)
+    return TiledRows(handles, length, stride)
 
 
 @triton.jit
@@ -45,50 +146,34 @@ def _descriptor(base_ptr, length, stride, D: tl.constexpr, PIECE: tl.constexpr, 
 
 @triton.jit
 def load_tile(
-    src,
-    start,
-    length,
-    stride,
-    D: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TMA: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    rows, start, D: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr, BOUNDED: tl.constexpr
 ):
-    """Rows start to start + BLOCK of a source. Without BOUNDED all of them must exist."""
+    """The tile of rows start to start + BLOCK: a tuple of [BLOCK, PIECES[n]]. Without BOUNDED all of them exist."""
     tile = ()
-    for i in tl.static_range(len(PIECES)):
+    for n in tl.static_range(len(PIECES)):
         if TMA:
-            piece = src[i].load([start, piece_start(PIECES, i)])
+            piece = rows.handles[n].load([start, piece_start(PIECES, n)])  # [BLOCK, PIECES[n]]
         else:
-            piece = _load_piece(
-                src[0], start, length, stride, D, piece_start(PIECES, i), PIECES[i], BLOCK, BOUNDED, False
-            )
+            piece = _load_piece(rows, start, D, piece_start(PIECES, n), PIECES[n], BLOCK, BOUNDED, False)
         tile += (piece,)
     return tile
 
 
 @triton.jit
 def _load_piece(
-    base_ptr,
-    start,
-    length,
-    stride,
-    D: tl.constexpr,
-    FIRST: tl.constexpr,
-    PIECE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    AGAIN: tl.constexpr,
-):
-    rows = tl.arange(0, BLOCK)[:, None]
+    rows, start, D: tl.constexpr, FIRST: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Columns FIRST to FIRST + PIECE of a tile, by pointers. AGAIN: a volatile load, which the compiler does not
+    replace by an earlier one."""
+    i = tl.arange(0, BLOCK)[:, None]
     cols = FIRST + tl.arange(0, PIECE)[None, :]
-    ptrs = base_ptr + start * stride.to(tl.int64) + rows * stride + cols
+    ptrs = rows.handles[0] + start * rows.stride.to(tl.int64) + i * rows.stride + cols  # [BLOCK, PIECE]
     if BOUNDED:
         if FIRST + PIECE > D:
-            piece = tl.load(ptrs, mask=(rows < length - start) & (cols < D), other=0.0, volatile=AGAIN)
+            piece = tl.load(ptrs, mask=(i < rows.length - start) & (cols < D), other=0.0, volatile=AGAIN)
         else:
-            piece = tl.load(ptrs, mask=rows < length - start, other=0.0, volatile=AGAIN)
+            piece = tl.load(ptrs, mask=i < rows.length - start, other=0.0, volatile=AGAIN)
     elif FIRST + PIECE > D:
         piece = tl.load(ptrs, mask=cols < D, other=0.0, volatile=AGAIN)
     else:
@@ -98,51 +183,41 @@ def _load_piece(
 
 @triton.jit
 def dot_rows_fma(
-    a_src, a_start, a_length, a_stride, b_src, b_start, b_length, b_stride,
+    a_rows, a_start, b_rows, b_start,
     D: tl.constexpr, PIECES: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """a b^T in float32 without tensor cores, both loaded here piece by piece: such a dot holds the whole inner dim of
-    its operands in registers, so a tile that stays would fill them all (volatile: not to be kept between blocks)."""
+    """a b^T in float32 without tensor cores: [BLOCK_A, BLOCK_B].
+
+    A dot without tensor cores holds the whole inner dim of its operands in registers. A tile that stayed there would
+    fill them all, so both are loaded here piece by piece, by loads that the compiler cannot keep between blocks."""
     product = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
-    for i in tl.static_range(len(PIECES)):
-        a = _load_piece(
-            a_src[0], a_start, a_length, a_stride, D, piece_start(PIECES, i), PIECES[i], BLOCK_A, True, True
-        )
-        b = _load_piece(
-            b_src[0], b_start, b_length, b_stride, D, piece_start(PIECES, i), PIECES[i], BLOCK_B, True, True
-        )
+    for n in tl.static_range(len(PIECES)):
+        a = _load_piece(a_rows, a_start, D, piece_start(PIECES, n), PIECES[n], BLOCK_A, True, True)  # [BLOCK_A, piece]
+        b = _load_piece(b_rows, b_start, D, piece_start(PIECES, n), PIECES[n], BLOCK_B, True, True)  # [BLOCK_B, piece]
         product = tl.dot(a.to(tl.float32), tl.trans(b.to(tl.float32)), product, input_precision="ieee")
     return product
 
 
 @triton.jit
-def store_tile(base_ptr, tile, start, length, room, stride, D: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
-    """Store rows below `length`, and zeros in those from there to `room`."""
-    for i in tl.static_range(len(PIECES)):
-        _store_piece(base_ptr, tile[i], start, length, room, stride, D, piece_start(PIECES, i), PIECES[i], BLOCK)
+def store_tile(rows, tile, start, capacity, D: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a tile at row `start`: its rows below rows.length, and zeros from there to `capacity`."""
+    for n in tl.static_range(len(PIECES)):
+        _store_piece(rows, tile[n], start, capacity, D, piece_start(PIECES, n), PIECES[n], BLOCK)
 
 
 @triton.jit
 def _store_piece(
-    base_ptr,
-    piece,
-    start,
-    length,
-    room,
-    stride,
-    D: tl.constexpr,
-    FIRST: tl.constexpr,
-    PIECE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    rows, piece, start, capacity, D: tl.constexpr, FIRST: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    rows = tl.arange(0, BLOCK)[:, None]
+    base_ptr = rows.handles[0]
+    i = tl.arange(0, BLOCK)[:, None]
     cols = FIRST + tl.arange(0, PIECE)[None, :]
-    piece = tl.where(rows < length - start, piece, 0.0).to(base_ptr.dtype.element_ty)
-    ptrs = base_ptr + start * stride.to(tl.int64) + rows * stride + cols
+    piece = tl.where(i < rows.length - start, piece, 0.0).to(base_ptr.dtype.element_ty)
+    ptrs = base_ptr + start * rows.stride.to(tl.int64) + i * rows.stride + cols  # [BLOCK, PIECE]
     if FIRST + PIECE > D:
-        tl.store(ptrs, piece, mask=(rows < room - start) & (cols < D))
+        tl.store(ptrs, piece, mask=(i < capacity - start) & (cols < D))
     else:
-        tl.store(ptrs, piece, mask=rows < room - start)
+        tl.store(ptrs, piece, mask=i < capacity - start)
 
 
 @triton.jit
@@ -160,37 +235,38 @@ def _zeros(BLOCK: tl.constexpr, PIECE: tl.constexpr):
 
 @triton.jit
 def dot_rows(a, b, PRECISION: tl.constexpr):
-    """a b^T over the pieces of the head dim: [rows of a, rows of b]."""
+    """a b^T, summed over the pieces of the head dim: [rows of a, rows of b]."""
     product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
-    for i in tl.static_range(1, len(a)):
-        product = tl.dot(a[i], tl.trans(b[i]), product, input_precision=PRECISION)
+    for n in tl.static_range(1, len(a)):
+        product = tl.dot(a[n], tl.trans(b[n]), product, input_precision=PRECISION)
     return product
 
 
 @triton.jit
 def add_product(tile, weights, b, PRECISION: tl.constexpr, FMA: tl.constexpr):
-    """tile + weights b, piece by piece."""
+    """tile + weights b, piece by piece: weights [M, N], b a tile of N rows, the result a tile of M rows."""
     total = ()
-    for i in tl.static_range(len(tile)):
+    for n in tl.static_range(len(tile)):
         if FMA:
-            total += (tl.dot(weights, b[i].to(tl.float32), tile[i], input_precision="ieee"),)
+            total += (tl.dot(weights, b[n].to(tl.float32), tile[n], input_precision="ieee"),)
         else:
-            total += (tl.dot(weights.to(b[i].dtype), b[i], tile[i], input_precision=PRECISION),)
+            total += (tl.dot(weights.to(b[n].dtype), b[n], tile[n], input_precision=PRECISION),)
     return total
 
 
 @triton.jit
 def scale_tile(tile, factor):
     scaled = ()
-    for i in tl.static_range(len(tile)):
-        scaled += (tile[i] * factor,)
+    for n in tl.static_range(len(tile)):
+        scaled += (tile[n] * factor,)
     return scaled
 
 
 @triton.jit
 def find_sequence(starts_ptr, batch, slot, BLOCK: tl.constexpr):
-    """(sequence, block in it) of a slot. Sequence n has the slots from cdiv(starts[n], BLOCK) + n on: enough for its
-    blocks. Number `batch` stands for the rows behind the last sequence, batch + 1 for those ahead of the first."""
+    """(sequence, block in it) of a slot. Sequence n owns the slots from cdiv(starts[n], BLOCK) + n on, which are enough
+    for its blocks whatever the lengths are. Sequence `batch` is the rows after the last one, batch + 1 the rows before
+    the first."""
     low = slot * 0 - 1
     high = slot * 0 + batch
     while low < high:
@@ -203,71 +279,71 @@ def find_sequence(starts_ptr, batch, slot, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def span_of(starts_ptr, used_ptr, b, batch, size):
-    """(first row, length, rows of storage) of sequence b; `size` rows in all."""
+def sequence_span(starts_ptr, used_ptr, b, batch, size):
+    """(first row, length, capacity) of sequence b: its capacity is the rows between its start and the next one's, its
+    length those in use. The tensor has `size` rows."""
     start = b * 0
-    room = start + size
-    length = room
+    capacity = start + size
+    length = capacity
     if starts_ptr is not None:
         start = tl.load(starts_ptr + b, mask=b <= batch, other=0)
-        room = tl.load(starts_ptr + tl.where(b <= batch, b + 1, 0), mask=b != batch, other=size) - start
-        length = tl.where(b < batch, room, 0)
+        capacity = tl.load(starts_ptr + tl.where(b <= batch, b + 1, 0), mask=b != batch, other=size) - start
+        length = tl.where(b < batch, capacity, 0)
     if used_ptr is not None:
         length = tl.minimum(size - start, tl.load(used_ptr + b, mask=b < batch, other=0))
-    return start, length, room
+    return start, length, capacity
 
 
 @triton.jit
-def next_over(starts_ptr, used_ptr, row, b, batch, size):
-    """The first sequence from b on that has row `row`, or `batch`."""
+def next_sequence_with(starts_ptr, used_ptr, row, b, batch, size):
+    """The first sequence from b on that contains row `row`, or `batch`."""
     WIDTH: tl.constexpr = 128
-    found = b * 0 + batch
+    sequence = b * 0 + batch
     at = b
-    while at < found:
+    while at < sequence:
         n = at + tl.arange(0, WIDTH)
-        start = tl.load(starts_ptr + n, mask=n < batch, other=size)
-        end = start + tl.load(used_ptr + n, mask=n < batch, other=0)
-        found = tl.min(tl.where((start <= row) & (row < end), n, found), 0)
+        start = tl.load(starts_ptr + n, mask=n < batch, other=size)  # [WIDTH]
+        end = start + tl.load(used_ptr + n, mask=n < batch, other=0)  # [WIDTH]
+        sequence = tl.min(tl.where((start <= row) & (row < end), n, sequence), 0)
         at += WIDTH
-    return found
-
-
-# Positions are limited by `limits` = (left, right, chunk, prefix); HAS, a constexpr tuple of four, says which hold.
+    return sequence
 
 
 @triton.jit
-def _first_seen(p, limits, HAS: tl.constexpr):
+def _first_visible(p, limits, FEATURES: tl.constexpr):
     """The first key that position p sees, prefix aside."""
     first = p * 0
-    if HAS[0]:
-        first = tl.maximum(first, p - limits[0])
-    if HAS[2]:
-        first = tl.maximum(first, p // limits[2] * limits[2])
+    if FEATURES.has_left:
+        first = tl.maximum(first, p - limits.left)
+    if FEATURES.has_chunk:
+        first = tl.maximum(first, p // limits.chunk * limits.chunk)
     return first
 
 
 @triton.jit
-def _end_seen(p, keys, limits, HAS: tl.constexpr):
+def _end_visible(p, k_len, limits, FEATURES: tl.constexpr):
     """The end of the keys that position p sees, prefix aside."""
-    end = p * 0 + keys
-    if HAS[1]:
-        end = tl.minimum(end, p + limits[1] + 1)
-    if HAS[2]:
-        end = tl.minimum(end, tl.where(p < 0, 0, (p // limits[2] + 1) * limits[2]))
+    end = p * 0 + k_len
+    if FEATURES.has_right:
+        end = tl.minimum(end, p + limits.right + 1)
+    if FEATURES.has_chunk:
+        end = tl.minimum(end, tl.where(p < 0, 0, (p // limits.chunk + 1) * limits.chunk))
     return tl.maximum(end, 0)
 
 
 @triton.jit
-def key_span(p_first, p_last, keys, limits, HAS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys that positions p_first to p_last may see, in blocks: (begin, begin of what all see, its end, end).
+def key_span(p_first, p_last, k_len, limits, FEATURES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(begin, full_begin, full_end, end), in whole blocks but for the end: positions p_first to p_last see no keys
+    outside begin to end, and all of those from full_begin to full_end, whose blocks need no mask.
 
-    What a position sees is an interval whose ends do not fall as the position rises, so four numbers say it."""
-    begin = _first_seen(p_first, limits, HAS)
-    full_begin = _first_seen(p_last, limits, HAS)
-    full_end = _end_seen(p_first, keys, limits, HAS)
-    end = _end_seen(p_last, keys, limits, HAS)
-    if HAS[3]:
-        prefix = tl.minimum(limits[3], keys)
+    The keys that a position sees are an interval whose two ends never fall as the position rises (the prefix aside),
+    so that the first and the last position decide all four numbers."""
+    begin = _first_visible(p_first, limits, FEATURES)
+    full_begin = _first_visible(p_last, limits, FEATURES)
+    full_end = _end_visible(p_first, k_len, limits, FEATURES)
+    end = _end_visible(p_last, k_len, limits, FEATURES)
+    if FEATURES.has_prefix:
+        prefix = tl.minimum(limits.prefix, k_len)
         begin = tl.where(prefix > 0, 0, begin)
         full_end = tl.maximum(full_end, prefix)
         end = tl.maximum(end, prefix)
@@ -279,60 +355,61 @@ def key_span(p_first, p_last, keys, limits, HAS: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def query_span(j_first, j_last, queries, offset, limits, HAS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Queries that may see keys j_first to j_last: (begin, in blocks, end). Query i has the position i + offset."""
+def query_span(j_first, j_last, q_len, offset, limits, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(begin, in whole blocks, end) of the queries that may see keys j_first to j_last. Query i has position
+    i + offset."""
     begin = j_first * 0
-    end = begin + queries
-    if HAS[1]:
-        begin = tl.maximum(begin, j_first - limits[1] - offset)
-    if HAS[0]:
-        end = tl.minimum(end, j_last + limits[0] + 1 - offset)
-    if HAS[2]:
-        begin = tl.maximum(begin, j_first // limits[2] * limits[2] - offset)
-        end = tl.minimum(end, (j_last // limits[2] + 1) * limits[2] - offset)
-    if HAS[3]:
-        begin = tl.where(j_first < limits[3], 0, begin)
-        end = tl.where(j_first < limits[3], queries, end)
+    end = begin + q_len
+    if FEATURES.has_right:
+        begin = tl.maximum(begin, j_first - limits.right - offset)
+    if FEATURES.has_left:
+        end = tl.minimum(end, j_last + limits.left + 1 - offset)
+    if FEATURES.has_chunk:
+        begin = tl.maximum(begin, j_first // limits.chunk * limits.chunk - offset)
+        end = tl.minimum(end, (j_last // limits.chunk + 1) * limits.chunk - offset)
+    if FEATURES.has_prefix:
+        begin = tl.where(j_first < limits.prefix, 0, begin)
+        end = tl.where(j_first < limits.prefix, q_len, end)
     return begin // BLOCK_M * BLOCK_M, end
 
 
 @triton.jit
-def is_visible(p, j, keys, limits, HAS: tl.constexpr, BOUNDED: tl.constexpr):
-    """Whether position p sees key j, and with BOUNDED that the key exists; p and j broadcast, either way round."""
-    seen = (j == j) & (p == p)
-    if HAS[0]:
-        seen = seen & (j >= p - limits[0])
-    if HAS[1]:
-        seen = seen & (j <= p + limits[1])
-    if HAS[2]:
-        seen = seen & (p >= 0) & (p // limits[2] == j // limits[2])
-    if HAS[3]:
-        seen = seen | (j < limits[3])
+def is_visible(p, j, k_len, limits, FEATURES: tl.constexpr, BOUNDED: tl.constexpr):
+    """Whether position p sees key j, and with BOUNDED that the key exists. p and j broadcast to a tile, queries or
+    keys along its rows."""
+    visible = (j == j) & (p == p)
+    if FEATURES.has_left:
+        visible = visible & (j >= p - limits.left)
+    if FEATURES.has_right:
+        visible = visible & (j <= p + limits.right)
+    if FEATURES.has_chunk:
+        visible = visible & (p >= 0) & (p // limits.chunk == j // limits.chunk)
+    if FEATURES.has_prefix:
+        visible = visible | (j < limits.prefix)
     if BOUNDED:
-        seen = seen & (j < keys)
-    return seen
+        visible = visible & (j < k_len)
+    return visible
 
 
 @triton.jit
-def capped(product, factor, SOFTCAP: tl.constexpr, FAST: tl.constexpr):
-    """(scores in base 2 and, with a softcap, tanh) of q k^T. `factor`: (scale * log2(e), ..), with a softcap
-    (scale / softcap, softcap * log2(e))."""
-    if SOFTCAP:
-        t = tanh(product * factor[0], FAST)
-        s = t * factor[1]
+def score_scale(scale, softcap, FEATURES: tl.constexpr):
+    if FEATURES.has_softcap:
+        factors = ScoreScale(scale / softcap, softcap * LOG2E)
+    else:
+        factors = ScoreScale(scale * LOG2E, softcap)
+    return factors
+
+
+@triton.jit
+def apply_softcap(product, scale, FEATURES: tl.constexpr):
+    """(scores in base 2, tanh of the softcap or anything) of q k^T; all of the tile's shape."""
+    if FEATURES.has_softcap:
+        t = tanh(product * scale.inner, FEATURES.fast_tanh)
+        s = t * scale.outer
     else:
         t = product
-        s = product * factor[0]
+        s = product * scale.inner
     return s, t
-
-
-@triton.jit
-def factors(scale, softcap, SOFTCAP: tl.constexpr):
-    if SOFTCAP:
-        found = (scale / softcap, softcap * LOG2E)
-    else:
-        found = (scale * LOG2E, softcap)
-    return found
 
 
 @triton.jit
@@ -343,80 +420,79 @@ def prefix_of(prefix_ptr, b, batch):
     return prefix
 
 
-# What is done to scores besides positions, as a constexpr tuple ADDS: (ALiBi, bias, documents, dropout). What is absent
-# has a number in its pointer's place, since device functions cannot return None.
-#   ALiBi  1, or 2 if no query sees keys behind its own position: |p - j| is p - j then, and the p part, the same in all
-#          of a row, goes into the LSE instead of every score
-#   bias   1 by pointers, 2 by a descriptor, 3 one row for all queries
-
-
 @triton.jit
 def bias_of(
     bias_ptr, slopes_ptr, b64, head, strides, slopes_stride_b, batch, queries, keys,
-    ADDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(bias of a head, its strides by query and key, ALiBi's slope in base 2) for `add_bias`; it has queries x keys."""
+    """The Bias of a head; the bias tensor has queries x keys. Without a bias its base is a number, because a device
+    function cannot return None."""
     slope = 0.0
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + b64 * slopes_stride_b + head, mask=b64 < batch, other=0.0) * LOG2E
     base = b64
     if bias_ptr is not None:
-        base = bias_ptr + b64 * strides[0] + to_int64(head) * strides[1]
-        if ADDS[1] == 2:
-            base = tl.make_tensor_descriptor(base, [queries, keys], [strides[2], 1], [BLOCK_M, BLOCK_N])
-    return base, strides[2], strides[3], slope
+        base = bias_ptr + b64 * strides.b + to_int64(head) * strides.h
+        if FEATURES.bias == "descriptor":
+            base = tl.make_tensor_descriptor(base, [queries, keys], [strides.q, 1], [BLOCK_M, BLOCK_N])
+    return Bias(base, strides.q, strides.k, slope)
 
 
 @triton.jit
-def add_bias(s, i_first, j_first, i, j, p, p_first, queries, keys, bias, ADDS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """(s with ALiBi and a floating bias, what a boolean bias lets see) of queries i and keys j from i_first and j_first
-    on; keys along the first dim with KEYS_FIRST. With the one-sided ALiBi, s lacks - slope * (p - p_first)."""
-    seen = (i == i) & (j == j)
-    if ADDS[0] == 1:
-        s -= bias[3] * tl.abs(p - j).to(tl.float32)
-    if ADDS[0] == 2:
-        s += bias[3] * (j - p_first).to(tl.float32)
-    if ADDS[1]:
-        if ADDS[1] == 2:
-            value = bias[0].load([i_first, j_first])
+def add_bias(s, i_first, j_first, i, j, p, p_first, mods, FEATURES: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """(s with ALiBi and a floating bias, visibility by a boolean bias) of queries i, at positions p, and keys j, the
+    first of which are i_first, p_first and j_first. KEYS_FIRST: the tile is [keys, queries]. With one-sided ALiBi,
+    s lacks - slope * (p - p_first), which the caller adds to the LSE."""
+    bias = mods.bias
+    visible = (i == i) & (j == j)
+    if FEATURES.alibi == "two_sided":
+        s -= bias.slope * tl.abs(p - j).to(tl.float32)
+    if FEATURES.alibi == "one_sided":
+        s += bias.slope * (j - p_first).to(tl.float32)
+    if FEATURES.bias != "none":
+        if FEATURES.bias == "descriptor":
+            value = bias.base.load([i_first, j_first])  # [BLOCK_M, BLOCK_N]
             if KEYS_FIRST:
-                value = tl.trans(value)
-        elif ADDS[1] == 3:
-            value = tl.load(bias[0] + j * bias[2], mask=j < keys, other=0.0)
+                value = tl.trans(value)  # [BLOCK_N, BLOCK_M]
+        elif FEATURES.bias == "one_row":
+            value = tl.load(bias.base + j * bias.stride_k, mask=j < mods.k_len, other=0.0)  # the shape of j
         else:
-            corner = bias[0] + i_first * to_int64(bias[1]) + j_first * to_int64(bias[2])
-            ptrs = corner + (i - i_first) * bias[1] + (j - j_first) * bias[2]
-            value = tl.load(ptrs, mask=(i < queries) & (j < keys), other=0.0)
+            # int64 for the tile's corner only: offsets within a tile fit in 32 bits
+            corner = bias.base + i_first * to_int64(bias.stride_q) + j_first * to_int64(bias.stride_k)
+            ptrs = corner + (i - i_first) * bias.stride_q + (j - j_first) * bias.stride_k
+            value = tl.load(ptrs, mask=(i < mods.q_len) & (j < mods.k_len), other=0.0)  # the shape of s
         if value.dtype == tl.uint8:
-            seen = seen & (value != 0)
+            visible = visible & (value != 0)
         else:
             s += value.to(tl.float32) * LOG2E
-    return s, seen
+    return s, visible
 
 
 @triton.jit
-def documents_of(row_ptr, other_ptr, range_ptr, b64, rows, length, size, other_size):
-    """((documents of rows, those of the other side), begin and end of what they match there)."""
+def documents_of(row_ptr, other_ptr, range_ptr, b64, rows, length, size, other_size, other_length):
+    """(Documents of rows [BLOCK, 1], begin and end of the other side's positions that have any of these documents)."""
     low = length
     high = length
     if row_ptr is not None:
-        own = tl.load(row_ptr + b64 * size + rows, mask=rows < length, other=-1)
-        found = (own, other_ptr + b64 * other_size)
+        own = tl.load(row_ptr + b64 * size + rows, mask=rows < length, other=-1)  # [BLOCK, 1]
+        documents = Documents(own, other_ptr + b64 * other_size, other_length)
     else:
-        found = (rows, length)
+        documents = Documents(rows, length, length)
     if range_ptr is not None:
         low_ptr = range_ptr + (b64 * size + rows) * 2
         low = tl.min(tl.min(tl.load(low_ptr, mask=rows < length, other=2147483647), 0), 0)
         high = tl.max(tl.max(tl.load(low_ptr + 1, mask=rows < length, other=0), 0), 0)
-    return found, low, high
+    return documents, low, high
 
 
 @triton.jit
-def same_document(documents, others, length, ADDS: tl.constexpr):
-    """Whether rows and the other side's positions `others` are in one document."""
-    if ADDS[2]:
-        same = documents[0] == tl.load(documents[1] + others, mask=others < length, other=-1)
-        same = same & (documents[0] >= 0)
+def same_document(documents, others, FEATURES: tl.constexpr):
+    """Whether rows and positions `others` of the other side belong to one document; without documents the shape of
+    `others`, all true."""
+    if FEATURES.has_documents:
+        others_documents = tl.load(documents.other_ptr + others, mask=others < documents.other_length, other=-1)
+        same = documents.own == others_documents
+        same = same & (documents.own >= 0)  # -1: padding, which belongs to no document
     else:
         same = others == others
     return same
@@ -429,7 +505,7 @@ def to_int64(x):
 
 @triton.jit
 def tanh(x, FAST: tl.constexpr):
-    """tanh; FAST is the hardware's, good to 2^-11, enough beside operands of 16 bits."""
+    """tanh of any shape. FAST is the hardware's instruction, accurate to 2^-11: enough for operands of 16 bits."""
     if FAST:
         y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -444,14 +520,14 @@ def tanh(x, FAST: tl.constexpr):
 
 @triton.jit
 def keep_tile(dropout, i, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What dropout = (seed, stream, threshold) keeps of rows i [BLOCK_M, 1] and columns col to col + BLOCK_N, col being
-    a multiple of 4: as `attention_keep` in reference.py."""
+    """Which weights of rows i [BLOCK_M, 1] and columns col to col + BLOCK_N dropout keeps: [BLOCK_M, BLOCK_N], the same
+    as `attention_keep` in reference.py. col is a multiple of 4, since one Philox counter gives four columns."""
     flat = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.uint32)
     counter = flat + (col // 4 + tl.arange(0, BLOCK_N // 4))[None, :].to(tl.uint32)
-    operation = flat + tl.load(dropout[0] + 1).to(tl.uint32)
+    operation = flat + tl.load(dropout.seed_ptr + 1).to(tl.uint32)
     words = tl.philox(
-        tl.load(dropout[0]), counter, flat + i.to(tl.uint32), flat + dropout[1].to(tl.uint32), operation, 7
+        tl.load(dropout.seed_ptr), counter, flat + i.to(tl.uint32), flat + dropout.stream.to(tl.uint32), operation, 7
     )
-    even, odd = tl.join(words[0], words[2]), tl.join(words[1], words[3])
-    drawn = tl.reshape(tl.join(even, odd), [BLOCK_M, BLOCK_N])
-    return (drawn >> 1).to(tl.int32) >= dropout[2]
+    even, odd = tl.join(words[0], words[2]), tl.join(words[1], words[3])  # [BLOCK_M, BLOCK_N // 4, 2]
+    bits = tl.reshape(tl.join(even, odd), [BLOCK_M, BLOCK_N])
+    return (bits >> 1).to(tl.int32) >= dropout.threshold
