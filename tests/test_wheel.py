@@ -20,7 +20,7 @@ def test_wheel(tmp_path: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 1 << 20
     names = zipfile.ZipFile(wheel).namelist()
     suffixes = {Path(name).suffix for name in names if name.startswith("powertrain/")}
-    assert suffixes <= {".py", ".typed", ".yml", ".j2"} and "powertrain/py.typed" in names
+    assert suffixes <= {".py", ".typed", ".yml", ".j2", ".json"} and "powertrain/py.typed" in names
     tops = {name.partition("/")[0].partition("-")[0] for name in names}
     assert tops == {"powertrain"}
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -147,7 +147,7 @@ def measured(arch: int, device: str) -> Mapping[Kind, Curves]:
 
 
 def _shipped(arch: int) -> dict[Kind, Curves]:
-    file = resources.files("powertrain.ops.attention") / "measured" / f"sm_{arch}.json"
+    file = resources.files(__package__) / "measured" / f"sm_{arch}.json"
     if not file.is_file():
         return {}
     table = json.loads(file.read_text())
