@@ -93,7 +93,7 @@ _HONOURED = """
 _MAPPED = """
     pipe_parallel_size              int         no pipeline: 0 and 1 train the same
     model_parallel_size             int         parallel.tensor
-    sequence_parallel               bool        what parallel.tensor does whatever the flag (docs/overlap.md)
+    sequence_parallel               bool        on with parallel.tensor, whatever its value (docs/overlap.md)
     output_layer_parallelism        str         column: the head is sharded over parallel.tensor
     zero_optimization               dict        parallel.strategy
     intermediate_size               int         model.intermediate_size
@@ -264,10 +264,10 @@ _IGNORED = """
     no_save_optim                   bool        the optimizer's state is always saved
     no_save_rng                     bool        random states are always saved
     deepspeed_activation_checkpointing  bool    deprecated in GPT-NeoX too
-    contiguous_checkpointing        bool        where checkpointed activations are kept, not what they are
-    checkpoint_in_cpu               bool        where checkpointed activations are kept, not what they are
+    contiguous_checkpointing        bool        storage of checkpointed activations, not their values
+    checkpoint_in_cpu               bool        storage of checkpointed activations, not their values
     checkpoint_num_layers           int         every layer is checkpointed by itself; the result is the same
-    partition_activations           bool        where checkpointed activations are kept, not what they are
+    partition_activations           bool        storage of checkpointed activations, not their values
     synchronize_each_layer          bool        a debugging aid; no effect on the result
     char_level_ppl                  bool        logged by GPT-NeoX only; no effect on training
     dpo_fp32                        bool        of train_impl dpo
