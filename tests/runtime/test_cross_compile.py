@@ -35,7 +35,7 @@ from tests.ops.gemm_launches import launch_epilogues, launch_gathered, launch_ge
 
 ARCHS = (75, 80, 86, 89, 90, 100, 103, 120)
 # attention's kernels are the slow ones to compile: these archs in every run, all of them in `make test-full`
-ATTENTION_ARCHS = (80, 90, 120)
+ATTENTION_ARCHS = (80, 90)
 TABLE = Path(__file__).with_name("resources.json")
 pytestmark = pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
 
