@@ -1,6 +1,6 @@
 """Powertrain: Transformer training and inference in PyTorch, accelerated in pure Python."""
 
-import importlib
+from powertrain.runtime.lazy_exports import resolve
 
 __version__ = "0.1.0"
 
@@ -51,13 +51,7 @@ __all__ = ["__version__", *_PACKAGES, *_PUBLIC]
 
 
 def __getattr__(name: str) -> object:
-    if name in _PUBLIC:
-        value = getattr(importlib.import_module(_PUBLIC[name]), name)
-        globals()[name] = value
-        return value
-    if name in _PACKAGES:
-        return importlib.import_module(f"powertrain.{name}")
-    raise AttributeError(f"module 'powertrain' has no attribute {name!r}")
+    return resolve(__name__, name, _PUBLIC | {package: f"{__name__}.{package}" for package in _PACKAGES})
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
 """Other libraries' functions under their own names, on ours. docs/migrating.md says what differs."""
 
-import importlib
+from powertrain.runtime.lazy_exports import resolve
 
 _MODULES = (
     "flash_attn",
@@ -16,9 +16,7 @@ __all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return importlib.import_module(f"powertrain.compat.{name}")
-    raise AttributeError(f"module 'powertrain.compat' has no attribute {name!r}")
+    return resolve(__name__, name, {module: f"{__name__}.{module}" for module in _MODULES})
 
 
 def __dir__() -> list[str]:

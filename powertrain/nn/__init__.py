@@ -1,6 +1,6 @@
 """Layers with parameters, on ops."""
 
-import importlib
+from powertrain.runtime.lazy_exports import resolve
 
 # public name -> module; resolved on first use, as powertrain's own are
 _PUBLIC = {
@@ -26,11 +26,7 @@ __all__ = [*_PUBLIC]
 
 
 def __getattr__(name: str) -> object:
-    if name in _PUBLIC:
-        value = getattr(importlib.import_module(_PUBLIC[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'powertrain.nn' has no attribute {name!r}")
+    return resolve(__name__, name, _PUBLIC)
 
 
 def __dir__() -> list[str]:

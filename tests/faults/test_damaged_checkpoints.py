@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: ours, Hugging Face's, GPT-NeoX's; and what a run left for its report."""
+"""Damaged and hostile checkpoints (ours, Hugging Face's, GPT-NeoX's), and damaged inputs of the report."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is the same error on all of them at once."""
+"""An error on one rank is raised on every rank, at once."""
 
 from pathlib import Path
 

@@ -2,8 +2,8 @@
 
 The nearer of the three wins. "-name" forbids. Names in `backend=` are an exact list: only these compute the forward,
 tried in that order (a list of "-name" alone forbids and leaves the rest). Names given to the context or the environment
-are preferred: tried first, in that order, before all others. A nearer place may allow again what a farther one forbade.
-What is forbidden differentiates nothing either.
+are preferred: tried first, in that order, before all others. An inner setting may
+allow a backend that an outer one forbids. A forbidden backend does not differentiate either.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -46,7 +46,7 @@ class Decision(NamedTuple):
         return None if self.backward == self.backend.name else self.backward
 
 
-_NO_BACKWARD = Reason("no backward that is allowed differentiates what it computes", "allow triton")
+_NO_BACKWARD = Reason("no allowed backend can differentiate its result", "allow triton")
 
 
 def decide(problem: AttentionProblem, preference: BackendPreference) -> Decision | None:

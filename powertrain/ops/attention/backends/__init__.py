@@ -1,1 +1,1 @@
-"""Attention by other libraries' kernels and by plain PyTorch, and what each of them requires."""
+"""Attention backends: kernels of other libraries, plain PyTorch, and the requirements of each."""
