@@ -1,7 +1,7 @@
 """`python -m benchmarks.build [--units N] [--rounds N] [-- COMMAND]`: what `powertrain build` costs a clean build.
 
 The same command with and without it in turns, from an empty build folder each time; CPU time (user and system) of the
-whole tree, launchers, watchdog and the governor's start included. By default ninja and g++ compile N units of templates
+whole tree, launchers, watchdog and the builder's start included. By default ninja and g++ compile N units of templates
 of a few seconds each; -- COMMAND measures another build, which must do all its work again each time.
 """
 

@@ -17,10 +17,10 @@ def _metrics(folder: Path, *losses: float, torn: str = "") -> None:
 
 def test_half_of_what_there_is_to_learn(tmp_path: Path) -> None:
     _metrics(tmp_path, 5.0, 2.7)
-    demo._judge(tmp_path, Console())
+    demo._compare_ranks(tmp_path, Console())
     _metrics(tmp_path, 2.0, 2.8)
     with pytest.raises(Exit):
-        demo._judge(tmp_path, Console())
+        demo._compare_ranks(tmp_path, Console())
 
 
 def test_a_torn_last_line_is_not_read(tmp_path: Path) -> None:

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from powertrain.ops.attention import attention, varlen_attention
 from powertrain.parallel.context.api import ContextParallel, Mode, context_parallel
-from powertrain.parallel.context.point_to_point import Peers, Transfer
+from powertrain.parallel.context.point_to_point import ContextGroup, Transfer
 from powertrain.parallel.context.sharding import Sharding
 
 MODES: tuple[Mode, ...] = ("all_gather", "ring", "all_to_all")
 _HEAD_START = 2_000_000  # cycles, about 1 ms: more than a forward and backward of 4 ranks takes to launch
 
 
-class Silent(Peers):
+class Silent(ContextGroup):
     """Sends nothing: what is received is what was in memory."""
 
     def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Transfer:

@@ -75,15 +75,15 @@ class Operands:
 def forward_variants(o: Operands, case: Case, overlaps: dict[str, Overlap]) -> Variants:
     first = next(iter(overlaps.values()))
     found = dispatch(o.x, o.experts, case.experts, first)
-    rows, traffic = found.rows.contiguous(), found.route.traffic
+    rows, splits = found.rows.contiguous(), found.route.splits
 
     def products() -> Tensor:
         z = grouped_gemm(rows, o.gate_up, found.offsets)
         return grouped_gemm(gated_activation(z, "swiglu"), o.down, found.offsets)
 
     def collectives() -> None:
-        sent = first.transport.all_to_all(rows, traffic.back)
-        first.transport.all_to_all(sent, traffic)
+        sent = first.transport.all_to_all(rows, splits.back)
+        first.transport.all_to_all(sent, splits)
 
     variants: Variants = {"products": products, "all-to-alls": collectives}
     for suffix, options in (("", {}), (", capacity", {"capacity": o.capacity})):

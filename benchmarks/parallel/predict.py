@@ -240,7 +240,7 @@ def inbox_bytes(model: Model, run: Run) -> int:
 
 
 def memory(model: Model, run: Run) -> float:
-    """Bytes of one GPU: float32 shards, gathered weights, unsharded float32 gradients, activations, inboxes."""
+    """Bytes of one GPU: float32 shards, gathered weights, unsharded float32 gradients, activations, receive buffers."""
     layers, outer = model.layers * model.layer_weights / run.tensor, 2.0 * model.outer_weights
     states = OPTIMIZER * (layers + outer / run.tensor) / run.shards + (WIDTH + run.gradient) * (layers + outer)
     # a layer keeps four shares of the stream, queries to values, attention's result, gate, up and their product

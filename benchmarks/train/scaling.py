@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.train.throughput import CASES, Case, RandomTokens, _Data, run_config
 from powertrain.models.flops import flops_per_token
 from powertrain.train.config.schema import ParallelConfig
-from powertrain.train.ranks import Ranks, arrange, connect, disconnect, seat
+from powertrain.train.ranks import Ranks, arrange, connect, disconnect, read_launch_env
 from powertrain.train.reporting.peak_flops import peak_tflops
 from powertrain.train.trainer import Trainer
 
@@ -39,7 +39,7 @@ def trainer(case: Case, ranks: Ranks, parallel: ParallelConfig) -> tuple[Trainer
 
 
 def measure(name: str, rounds: int = 5, steps: int = 4) -> list[str]:
-    here, case = seat(), CASES[name]
+    here, case = read_launch_env(), CASES[name]
     torch.cuda.set_device(here.device)
     sharded = ParallelConfig()
     ranks = connect(here, run_config(case))

@@ -1,17 +1,17 @@
 """Stands in for a compiler: requests memory from the scheduler, runs the compiler, repeats it on request.
 
-Started once a compile as `python -IS launcher.py SOCKETS COMPILER ARGUMENTS...`, so it imports little. The governor is
+Started once a compile as `python -IS launcher.py SOCKETS COMPILER ARGUMENTS...`, so it imports little. The builder is
 the nearest ancestor with a socket in SOCKETS (named after its process); without one the compiler simply runs, so that
 a build folder which remembers this launcher works without us. Lines both ways:
 
     want PID NAME KIND ->          a compile begins; NAME is its source file; KIND is thrifty if it can take less memory
-                       <- go       run it | go frugal: in less memory | pass: a compiler that has room called this one
+                       <- go       run it | go low_memory: in less memory | pass: a running compiler called it
     started PID        ->          the process group of the compiler
                        <- kill     end it; it will be run again
     ended STATUS BYTES ->          as os.waitstatus_to_exitcode gives it; the most that one of its processes took
                        <- again    wait for the next `go` | done: that was its result
 
-An end of file means that the governor is gone: the compiler is killed, whether it was paused or not.
+An end of file means that the builder is gone: the compiler is killed, whether it was paused or not.
 """
 
 import os
@@ -25,21 +25,21 @@ if TYPE_CHECKING:  # importing typing takes longer than the rest of this
     import typing
 
 _SOURCES = (".cu", ".cpp", ".cc", ".cxx", ".c", ".C", ".c++", ".cp")
-GONE = 1  # exit code when the governor went away
+GONE = 1  # exit code when the builder went away
 # gcc collects its garbage when its heap has grown by 10% instead of 100%. pybind.cpp of TransformerEngine 2.20, gcc 12,
 # -O3: 2.08 GiB instead of 2.69, 1.7 times the CPU time, the same bytes. Its own default is less only where the machine
 # is small; it does not see a container's limit
-FRUGAL = ("--param", "ggc-min-expand=10")
+LOW_MEMORY = ("--param", "ggc-min-expand=10")
 
 
 def main(sockets: str, command: list[str]) -> int:
     name = source(command)
-    governor = name and _governor(sockets)
-    if not name or not governor:
+    builder = name and _builder(sockets)
+    if not name or not builder:
         os.execv(command[0], command)  # not a compilation, or no supervisor
     kind = "thrifty" if is_gcc(command[0]) else "-"
-    governor.sendall(f"want {os.getpid()} {name} {kind}\n".encode())
-    return _Launch(governor, command).run()
+    builder.sendall(f"want {os.getpid()} {name} {kind}\n".encode())
+    return _Launch(builder, command).run()
 
 
 def source(command: list[str]) -> str | None:
@@ -60,7 +60,7 @@ def is_gcc(compiler: str) -> bool:
     return ("gcc" in name or "g++" in name) and "clang" not in name
 
 
-def _governor(sockets: str) -> "socket.socket | None":
+def _builder(sockets: str) -> "socket.socket | None":
     pid = os.getppid()
     while pid > 1:
         path = f"{sockets}/{pid}"
@@ -70,7 +70,7 @@ def _governor(sockets: str) -> "socket.socket | None":
                 connection.connect(path)
                 return connection
             except OSError:
-                connection.close()  # left behind by a governor that was killed
+                connection.close()  # left behind by a builder that was killed
         try:
             with open(f"/proc/{pid}/stat") as stat:
                 pid = int(stat.read().rpartition(")")[2].split()[1])
@@ -80,8 +80,8 @@ def _governor(sockets: str) -> "socket.socket | None":
 
 
 class _Launch:
-    def __init__(self, governor: socket.socket, command: list[str]) -> None:
-        self.governor = governor
+    def __init__(self, builder: socket.socket, command: list[str]) -> None:
+        self.builder = builder
         self.command = command
         self.child = 0
         self.text = b""
@@ -99,13 +99,13 @@ class _Launch:
             word = self._line()
             if word == "pass":
                 self._become(self.command)
-            if word not in ("go", "go frugal"):
+            if word not in ("go", "go low_memory"):
                 return GONE
             compiler, *arguments = self.command
-            status = self._compile([compiler, *(FRUGAL if word == "go frugal" else ()), *arguments])
+            status = self._compile([compiler, *(LOW_MEMORY if word == "go low_memory" else ()), *arguments])
             if status is None:
                 return GONE
-            self.governor.sendall(f"ended {status} {self.most}\n".encode())
+            self.builder.sendall(f"ended {status} {self.most}\n".encode())
             answer = self._line()
             while answer == "kill":  # it ended by itself meanwhile
                 answer = self._line()
@@ -113,22 +113,22 @@ class _Launch:
                 return _like(status)
 
     def _compile(self, command: list[str]) -> int | None:
-        """The compiler's exit code, or minus the signal that ended it; None if the governor went away."""
+        """The compiler's exit code, or minus the signal that ended it; None if the builder went away."""
         self.child = os.fork()
         if not self.child:
             os.setpgid(0, 0)  # so that all of it can be ended at once
             self._become(command)
-        self.governor.sendall(f"started {self.child}\n".encode())
+        self.builder.sendall(f"started {self.child}\n".encode())
         while True:
             ended, status, usage = os.wait4(self.child, os.WNOHANG)
             if ended:
                 self.most = usage.ru_maxrss * 1024
                 self.child = 0
                 return os.waitstatus_to_exitcode(status)
-            ready, _, _ = select.select([self.governor.fileno(), self.woken], [], [])
+            ready, _, _ = select.select([self.builder.fileno(), self.woken], [], [])
             if self.woken in ready:
                 os.read(self.woken, 4096)
-            if self.governor.fileno() in ready and self._line() in ("kill", None):
+            if self.builder.fileno() in ready and self._line() in ("kill", None):
                 self._forward(signal.SIGKILL)
                 if not self.alive:
                     os.waitpid(self.child, 0)
@@ -144,10 +144,10 @@ class _Launch:
     most = 0  # bytes
 
     def _line(self) -> str | None:
-        """The governor's next line; None, and `alive` is False, when it is gone."""
+        """The builder's next line; None, and `alive` is False, when it is gone."""
         while b"\n" not in self.text:
             try:
-                part = self.governor.recv(4096)
+                part = self.builder.recv(4096)
             except OSError:
                 part = b""
             if not part:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 State = Literal["waiting", "running", "paused", "killed"]
-Act = Literal["go", "go frugal", "pause", "resume", "kill", "alone"]
+Act = Literal["go", "go low_memory", "pause", "resume", "kill", "alone"]
 _RESERVE = 0.05  # of the memory at the start stays free
 _MOST_RESERVE = 2**30
 
 
 @dataclass(eq=False)
-class Unit:
+class CompileJob:
     """One compiler at work on one source file. Sizes in bytes, times in seconds."""
 
     name: str
@@ -32,7 +32,7 @@ class Unit:
     launched: bool = True  # by our launcher, which can run it again
     seen: bool = False  # `expected` is of this very file, not of others like it
     thrifty: bool = False  # its compiler can do with less memory, in more time
-    frugal: bool = False  # it does
+    low_memory: bool = False  # it does
     doing: str = ""  # the program at work: cicc, ptxas, cc1plus
     pids: list[int] = field(default_factory=list)
     told_alone: bool = False
@@ -47,7 +47,7 @@ def reserve(memory: int) -> int:
     return min(_MOST_RESERVE, int(memory * _RESERVE))
 
 
-def decide(units: Sequence[Unit], available: int, memory: int, jobs: int) -> Iterator[tuple[Act, Unit]]:
+def decide(units: Sequence[CompileJob], available: int, memory: int, jobs: int) -> Iterator[tuple[Act, CompileJob]]:
     """The next action.
 
     units      in the order in which they came
@@ -68,18 +68,18 @@ def decide(units: Sequence[Unit], available: int, memory: int, jobs: int) -> Ite
     for unit in sorted(paused, key=lambda unit: unit.since) + [unit for unit in units if unit.state == "waiting"]:
         if busy and (left < unit.growth or busy >= jobs):
             return  # in order: a large one is not overtaken for ever
-        start: Act = "go frugal" if unit.thrifty and unit.seen and left < unit.growth else "go"
+        start: Act = "go low_memory" if unit.thrifty and unit.seen and left < unit.growth else "go"
         yield ("resume" if unit.state == "paused" else start), unit
         left -= unit.growth
         busy += 1
 
 
-def _shrink(running: list[Unit], paused: list[Unit]) -> Iterator[tuple[Act, Unit]]:
+def _shrink(running: list[CompileJob], paused: list[CompileJob]) -> Iterator[tuple[Act, CompileJob]]:
     if len(running) > 1:
         yield "pause", max(running, key=lambda unit: unit.since)
     elif paused:
         yield "kill", max(paused, key=lambda unit: unit.since)
-    elif running[0].thrifty and not running[0].frugal:
+    elif running[0].thrifty and not running[0].low_memory:
         yield "kill", running[0]
     elif not running[0].told_alone:
         yield "alone", running[0]

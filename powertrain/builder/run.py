@@ -1,4 +1,4 @@
-"""Governor: runs one build; shows it, gives its compilers room, says why it stands still, and leaves nothing behind."""
+"""Builder: runs one build; shows it, gives its compilers room, says why it stands still, and leaves nothing behind."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ import psutil
 from powertrain.builder import stall, watchdog
 from powertrain.builder.ending import LONGEST_LINE, Failure, first_error, lines_of
 from powertrain.builder.history import UnitRecord
-from powertrain.builder.memory_scheduler import Act, Unit, decide, reserve
+from powertrain.builder.memory_scheduler import Act, CompileJob, decide, reserve
 from powertrain.builder.plan import Plan
 from powertrain.builder.processes import (
     Pace,
@@ -65,7 +65,7 @@ class Status:
     eta: float | None
     used: int
     memory: int
-    units: list[Unit]
+    units: list[CompileJob]
     now: float
 
 
@@ -81,7 +81,7 @@ class Outcome:
     code: int  # the command's exit code; 128 + the signal that ended it
     seconds: float
     cpu: float  # of the build
-    overhead: float  # CPU of the governor itself
+    overhead: float  # CPU of the builder itself
     peak: int
     log: Path
     units: list[UnitRecord]
@@ -97,11 +97,11 @@ class _Launcher:
 
     connection: socket.socket
     text: bytes = b""
-    unit: Unit | None = None
+    unit: CompileJob | None = None
     kills: int = 0  # the kernel's count of processes killed for memory, when the compiler started
 
 
-class Governor:
+class Builder:
     """One build under `plan`. Memory is measured over all descendants of this process.
 
     environment    environment of the command, the plan's variables added
@@ -144,7 +144,7 @@ class Governor:
         self.selector = selectors.DefaultSelector()
         self.progress, self.pace = Progress(), Pace()
         self.launchers: list[_Launcher] = []
-        self.foreign: dict[int, Unit] = {}
+        self.foreign: dict[int, CompileJob] = {}
         self.processes: dict[int, Process] = {}
         self.finished: list[UnitRecord] = []
         self.timed: list[float] = []  # seconds of those that the builder counts
@@ -343,7 +343,7 @@ class Governor:
         if called_by_compiler(pid, running):
             self._send(launcher, "pass")
             return
-        launcher.unit = Unit(name, self._expected(name), seen=name in self.known, thrifty=thrifty)
+        launcher.unit = CompileJob(name, self._expected(name), seen=name in self.known, thrifty=thrifty)
 
     def _expected(self, name: str) -> int:
         peaks = self.peaks.get(Path(name).suffix, [])
@@ -392,17 +392,17 @@ class Governor:
         by_unit = {launcher.unit: launcher for launcher in self.launchers if launcher.unit}
         memory = self.plan.machine.memory
         for act, unit in list(decide(units, self.available, memory, max(1, self.plan.jobs))):
-            if self.fresh or act in ("go", "go frugal"):
+            if self.fresh or act in ("go", "go low_memory"):
                 self._act(act, unit, by_unit.get(unit))
         self.fresh = False  # one act against shortage a sample: its effect is seen in the next
 
-    def _act(self, act: Act, unit: Unit, launcher: _Launcher | None) -> None:
-        if act in ("go", "go frugal") and launcher:
+    def _act(self, act: Act, unit: CompileJob, launcher: _Launcher | None) -> None:
+        if act in ("go", "go low_memory") and launcher:
             unit.state, unit.since, unit.memory, unit.peak = "running", time.time(), 0, 0
-            unit.frugal = act == "go frugal"
+            unit.low_memory = act == "go low_memory"
             unit.tries += 1
             self._send(launcher, act)
-            if unit.frugal:
+            if unit.low_memory:
                 self.view.say(
                     f"{unit.name} may not fit: gcc collects its garbage early, which is slower and takes less memory"
                 )
@@ -436,7 +436,7 @@ class Governor:
 
     # sampling
 
-    def _units(self) -> list[Unit]:
+    def _units(self) -> list[CompileJob]:
         return [*self.foreign.values(), *(each.unit for each in self.launchers if each.unit)]
 
     def _sample(self) -> None:
@@ -480,10 +480,10 @@ class Governor:
         self.peak = max(self.peak, self.used)
         self.available = min(self.elsewhere, self.plan.machine.memory) - self.used
 
-    def _foreign(self, process: Process) -> Unit:
+    def _foreign(self, process: Process) -> CompileJob:
         """A compiler that runs already, whoever started it."""
         name = f"{process.name} {process.pid}"
-        return Unit(name, 0, process.pid, "running", time.time(), launched=False)
+        return CompileJob(name, 0, process.pid, "running", time.time(), launched=False)
 
     def _watch(self) -> None:
         now = time.time()

@@ -37,7 +37,7 @@ def make_shims(folder: Path, sockets: Path, environment: Mapping[str, str], nvcc
     """Shims for every compiler on PATH, for those that CC, CXX and the like name, and for this nvcc.
 
     folder       where they are kept
-    sockets      where launchers find their governor
+    sockets      where launchers find their builder
     environment  the build's
     """
     path = environment.get("PATH", os.defpath)

@@ -1,6 +1,6 @@
 """Terminal: a pseudo-terminal for the build, so that its prompts are seen, named and answered.
 
-A build inherits nothing that it could wait at unseen. When the governor has a terminal, the build's standard input and
+A build inherits nothing that it could wait at unseen. When the builder has a terminal, the build's standard input and
 controlling terminal are a pseudo-terminal between the two: git's and ssh's questions, pip's, sudo's. Without one they
 are nothing at all, and a question fails at once.
 """

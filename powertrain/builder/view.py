@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from powertrain.builder.memory_scheduler import Unit
+from powertrain.builder.memory_scheduler import CompileJob
 from powertrain.builder.run import Status
 from powertrain.builder.stall import slow_but_working
 
@@ -92,11 +92,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _cells(unit: Unit, now: float) -> tuple[str, ...]:
+def _cells(unit: CompileJob, now: float) -> tuple[str, ...]:
     if unit.state == "waiting":
         return "waits for room", "", f"{unit.expected / 2**30:.1f} GiB expected"
     return duration(now - unit.since), unit.doing or unit.state, f"{unit.memory / 2**30:.2f} GiB"
 
 
-def _unit(unit: Unit, now: float) -> str:
+def _unit(unit: CompileJob, now: float) -> str:
     return f"{unit.name} {' '.join(_cells(unit, now))}"

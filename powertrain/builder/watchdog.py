@@ -1,12 +1,12 @@
 """Watchdog of a killed supervisor: ends every process of its build, paused or not.
 
-Started as `python -IS watchdog.py` with a pipe from the governor, which says as the build goes on
+Started as `python -IS watchdog.py` with a pipe from the builder, which says as the build goes on
 
     session N        the build's first process leads this session
     mark TEXT        in the environment of its processes
     seen PID START   a process that it has: one that left the session and cleared its environment is known by this
 
-and, at a normal end, "over". An end of file before that means that the governor died. A process is the build's
+and, at a normal end, "over". An end of file before that means that the builder died. A process is the build's
 by one of the three, or because its parent is; its start tells it from a later one of that number.
 """
 
@@ -94,7 +94,7 @@ def _has(pid: int, mark: str) -> bool:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends when the governor does
+        signal.signal(number, signal.SIG_IGN)  # it ends when the builder does
     session, mark = 0, ""
     seen: dict[int, int] = {}
     for line in sys.stdin:

@@ -85,7 +85,7 @@ def _run(
     fix: bool,
 ) -> int:
     from powertrain.builder.history import Record
-    from powertrain.builder.run import Governor
+    from powertrain.builder.run import Builder
     from powertrain.builder.terminal import keyboard_here
     from powertrain.builder.view import LiveView, PlainView
 
@@ -96,7 +96,7 @@ def _run(
     started = time.time()
     known = history.known(plan.recipe, text)
     try:
-        governor = Governor(
+        builder = Builder(
             plan,
             environment,
             folder=folder,
@@ -106,8 +106,8 @@ def _run(
             fix=fix,
             keyboard=keyboard_here(),
         )
-        console.print(f"full output: {governor.log}", markup=False, soft_wrap=True)
-        outcome = governor.run()
+        console.print(f"full output: {builder.log}", markup=False, soft_wrap=True)
+        outcome = builder.run()
     finally:
         if isinstance(view, LiveView):
             view.close()
@@ -133,7 +133,7 @@ def _print_outcome(console: Console, outcome: "Outcome") -> None:
 
     verdict = "[green]done[/]" if outcome.code == 0 else f"[bold red]failed[/] with exit code {outcome.code}"
     acts = f", {outcome.paused} paused, {outcome.rerun} run again" if outcome.paused or outcome.rerun else ""
-    cost = f"CPU {duration(outcome.cpu)}, the governor's {outcome.overhead:.1f} s"
+    cost = f"CPU {duration(outcome.cpu)}, the builder's {outcome.overhead:.1f} s"
     console.print(f"{verdict} in {duration(outcome.seconds)}, peak {_gib(outcome.peak)}, {cost}{acts}", soft_wrap=True)
     for unit in sorted(outcome.units, key=lambda unit: -unit.seconds)[:SLOWEST]:
         console.print(f"  {duration(unit.seconds):>8}  {_gib(unit.peak):>9}  {unit.name}", markup=False, soft_wrap=True)

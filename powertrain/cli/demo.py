@@ -45,7 +45,7 @@ def demo(
     if subprocess.call([*_POWERTRAIN, "generate", str(folder), *options]):
         raise typer.Exit(1)
     console.print()
-    _judge(folder, console)
+    _compare_ranks(folder, console)
 
 
 _POWERTRAIN = [sys.executable, "-m", "powertrain"]
@@ -93,7 +93,7 @@ def _clear(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _judge(folder: Path, console: Console) -> None:
+def _compare_ranks(folder: Path, console: Console) -> None:
     losses = [record["loss"] for record in _records(folder) if record["kind"] == "evaluation"]
     start, end = math.log(VOCABULARY), losses[-1]
     fell = start - end

@@ -44,25 +44,25 @@ def train(
 
     console = Console()
     try:
-        seat = ranks.seat()
-        run = read_run(files, world_size=seat.world_size, strict=strict, format=format)
-        ranks.check_parallel(run.config, seat.world_size)
+        launch_env = ranks.read_launch_env()
+        run = read_run(files, world_size=launch_env.world_size, strict=strict, format=format)
+        ranks.check_parallel(run.config, launch_env.world_size)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if seat.rank == 0:
+    if launch_env.rank == 0:
         _show(run, console)
     if smoke:
-        _smoke(run, seat, console)
+        _smoke(run, launch_env, console)
         return
-    _fit(run, seat, console, fresh=fresh)
+    _fit(run, launch_env, console, fresh=fresh)
 
 
-def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False, fresh: bool = False) -> "Trainer":
+def _fit(run: "Run", launch_env: Any, console: Console, *, quiet: bool = False, fresh: bool = False) -> "Trainer":
     from powertrain.parallel.transport.heartbeat import PeerTimeout
     from powertrain.train.agreement import is_on_all
     from powertrain.train.checkpoint.store import NotWritten
     from powertrain.train.data.loader import UnreadableSample
-    from powertrain.train.ranks import NotTogether, naming_the_lost
+    from powertrain.train.ranks import RendezvousError, naming_the_lost
     from powertrain.train.reporting.kernel_profile import LateCompile
     from powertrain.train.reporting.progress import closing, opening
     from powertrain.train.reporting.run_summary import About, about
@@ -84,13 +84,13 @@ def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False, fresh:
     except ModuleNotFoundError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        trainer = start(run, seat, sinks, fresh=fresh)
-    except (NotTogether, ValueError, OSError) as error:
-        if seat.rank == 0 or not is_on_all(error):
+        trainer = start(run, launch_env, sinks, fresh=fresh)
+    except (RendezvousError, ValueError, OSError) as error:
+        if launch_env.rank == 0 or not is_on_all(error):
             console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     stopped: Exception | None = None
-    is_said = seat.rank == 0
+    is_said = launch_env.rank == 0
     with stop_on_signals(trainer, is_last=not quiet):
         try:
             with naming_the_lost(trainer.ranks):
@@ -111,33 +111,33 @@ def _fit(run: "Run", seat: Any, console: Console, *, quiet: bool = False, fresh:
     return trainer
 
 
-def _smoke(run: "Run", seat: Any, console: Console) -> None:
+def _smoke(run: "Run", launch_env: Any, console: Console) -> None:
     """One step, a checkpoint, another process's view of it: a trainer that resumes and takes the second step."""
-    with _smoke_folder(run, seat) as folder:
+    with _smoke_folder(run, launch_env) as folder:
         started = time.monotonic()
         for steps in (1, 2):
             short = _shortened(run, folder, steps)
-            trainer = _fit(short, seat, console, quiet=True)
+            trainer = _fit(short, launch_env, console, quiet=True)
             assert trainer.progress.step == steps
-            if seat.rank == 0:
+            if launch_env.rank == 0:
                 said = "trained, checkpoint written" if steps == 1 else "resumed and trained"
                 console.print(f"step {steps}: {said}, {time.monotonic() - started:.1f} s since the start")
-    if seat.rank == 0:
+    if launch_env.rank == 0:
         console.print("[green]smoke test passed[/]")
 
 
 @contextmanager
-def _smoke_folder(run: "Run", seat: Any) -> Iterator[Path]:
+def _smoke_folder(run: "Run", launch_env: Any) -> Iterator[Path]:
     """A new folder; for several ranks, which may be on several hosts, one beside the run. The first rank clears it."""
-    if seat.world_size == 1:
+    if launch_env.world_size == 1:
         with tempfile.TemporaryDirectory(prefix="powertrain-smoke-") as name:
             yield Path(name)
         return
     folder = run.config.folder() / "powertrain-smoke"
-    if seat.rank == 0:
+    if launch_env.rank == 0:
         _clear_smoke(folder)
     yield folder
-    if seat.rank == 0:
+    if launch_env.rank == 0:
         shutil.rmtree(folder)
 
 

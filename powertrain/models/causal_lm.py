@@ -41,7 +41,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.dropout = config, dropout
-        self.spread = Whole()
+        self.spread = Unsharded()
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned_positions else None
         self.layers = nn.ModuleList(layers)
@@ -107,8 +107,8 @@ class CausalLM(nn.Module):
         return KVCache(len(self.layers), batch, max_length, heads, dim, dim_v, device=weight.device, dtype=weight.dtype)
 
 
-class Whole:
-    """Sharding of a model's tokens: none. Tensor parallelism has another (parallelize.TokenSpread)."""
+class Unsharded:
+    """Sharding of a model's tokens: none. Tensor parallelism has another (parallelize.TokenSharding)."""
 
     def context(self, tokens: Tensor, context: Context) -> Context:
         """The `Context` of layers for `tokens` [B, S]."""

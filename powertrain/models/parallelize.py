@@ -8,7 +8,7 @@
 
 Modules outside the layers (embeddings, final norm, head) are sharded over shard x tensor together: tensor ranks are
 data-parallel there, each embeds its own tokens and takes them through the head, and no state travels. FSDP averages a
-parameter's gradients over the ranks that share it; `TokenSpread` scales gradients so that this average is right.
+parameter's gradients over the ranks that share it; `TokenSharding` scales gradients so that this average is right.
 """
 
 import warnings
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from powertrain.models.causal_lm import Whole
+from powertrain.models.causal_lm import Unsharded
 from powertrain.models.config import ModelConfig
 from powertrain.models.registry import architecture
-from powertrain.models.sequence_sharding import ContextSpread, weighed
+from powertrain.models.sequence_sharding import ContextSharding, normalize_labels
 from powertrain.nn.attention import Context
 from powertrain.nn.tensor_parallel.linear import (
     ColumnParallelLinear,
-    OwnLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     name_layers,
     replicate,
@@ -78,12 +78,12 @@ def parallelize(
         overlap = Overlap(tensor, transport=transport)
         apart = _spread_layers(model, tensor)
         name_layers(model)
-        model.spread = TokenSpread(overlap)
+        model.spread = TokenSharding(overlap)
         shape = (mesh["replicate"].size(), mesh["shard"].size() * tensor.size())
         whole = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
     if context.size() > 1:
         check_context(model.config, context.size())
-        model.spread = ContextSpread(context_parallel(context), model.spread)
+        model.spread = ContextSharding(context_parallel(context), model.spread)
     if mesh["replicate"].size() == 1:
         shard, whole = mesh["shard"], whole["shard"]
     reshard_after_forward = reshard_after_forward and mesh["shard"].size() > 1
@@ -184,7 +184,7 @@ def _spread_module(block: nn.Module, name: str, style: Style, mesh: DeviceMesh) 
         case "rows":
             setattr(owner, last, RowParallelLinear.from_linear(module, mesh))
         case "own" if isinstance(module, nn.Linear):
-            setattr(owner, last, OwnLinear.from_linear(module, mesh))
+            setattr(owner, last, ReplicatedLinear.from_linear(module, mesh))
         case "own":
             replicate(module, mesh)
         case "data":
@@ -192,7 +192,7 @@ def _spread_module(block: nn.Module, name: str, style: Style, mesh: DeviceMesh) 
     return getattr(owner, last)
 
 
-class TokenSpread(Whole):
+class TokenSharding(Unsharded):
     """Each tensor rank has consecutive tokens of the batch, one sequence behind the other, in and outside the layers.
 
     The loss is equal on every rank; each differentiates its own part of it, times the number of ranks. So the average
@@ -228,7 +228,7 @@ class TokenSpread(Whole):
         return whole.unflatten(0, tokens.shape)
 
     def loss(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:
-        part, weight = weighed(self.own(labels, labels), (labels != -100).sum())
+        part, weight = normalize_labels(self.own(labels, labels), (labels != -100).sum())
         return _MeanOfRanks.apply(mean_loss(states, part) * (weight * self.overlap.size), self.overlap)
 
     def _rows(self, tokens: Tensor) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powertrain.models.causal_lm import Whole
+from powertrain.models.causal_lm import Unsharded
 from powertrain.nn.attention import Context
 from powertrain.parallel.context.api import ContextParallel
 from powertrain.parallel.context.sharding import Sharding
@@ -20,7 +20,7 @@ from powertrain.parallel.context.sharding import Sharding
 _LENGTHS = 16  # of sequences whose tokens' places are kept
 
 
-class ContextSpread(Whole):
+class ContextSharding(Unsharded):
     """Tokens [B, S] of a batch as [B, n]; where they are packed documents, all of them one behind the other, as [1, n].
 
     cp      the ranks
@@ -29,8 +29,8 @@ class ContextSpread(Whole):
     Documents are found by the host, which waits for their ids: a wait for each batch that has some.
     """
 
-    def __init__(self, cp: ContextParallel, inner: Whole | None = None) -> None:
-        self.cp, self.inner = cp, inner or Whole()
+    def __init__(self, cp: ContextParallel, inner: Unsharded | None = None) -> None:
+        self.cp, self.inner = cp, inner or Unsharded()
         # with tensors on the device, as long as the sequence
         self._of_length = lru_cache(_LENGTHS)(cp.sharding)
         self._sharding: Sharding | None = None  # of the batch in work
@@ -64,7 +64,7 @@ class ContextSpread(Whole):
         return self.cp.unshard(states, self._sharding, dim=1)
 
     def loss(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:
-        part, weight = weighed(self._part(labels, labels), (labels != -100).sum())
+        part, weight = normalize_labels(self._part(labels, labels), (labels != -100).sum())
         loss = self.inner.loss(mean_loss, states, part) * (weight * self.cp.world_size)
         return _MeanOfRanks.apply(loss, self.cp.peers.group)
 
@@ -97,7 +97,7 @@ def _attend(cp: ContextParallel, sharding: Sharding, q: Tensor, k: Tensor, v: Te
     return cp.attention(q, k, v, sharding, **options)
 
 
-def weighed(labels: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+def normalize_labels(labels: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """Labels to take a mean loss of, and that mean's weight among others: the share of `total` counted labels.
 
     Where none counts the mean would be nan and so would be its gradients, times zero too; all count then, for nothing.

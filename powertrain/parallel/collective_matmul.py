@@ -26,7 +26,7 @@ from torch import Tensor
 from powertrain.ops.linear_cross_entropy import _IntoMainGrad
 from powertrain.parallel.cost_model import Product
 from powertrain.parallel.overlap import Overlap, find
-from powertrain.parallel.transport.base import Gathering, Rows
+from powertrain.parallel.transport.base import AllGatherHandle, RowCounts
 from powertrain.parallel.transport.collective import Collected
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op
@@ -50,8 +50,8 @@ def _multiply(x: Tensor, w_t: Tensor, bias: Maybe, out: Tensor, *, add: bool = F
 
 
 def _gather_multiply(
-    x: Tensor, weights: Tensors, biases: Sequence[Maybe], rows: Rows, overlap: Overlap, ys: Tensors, *, keep: bool
-) -> Gathering:
+    x: Tensor, weights: Tensors, biases: Sequence[Maybe], rows: RowCounts, overlap: Overlap, ys: Tensors, *, keep: bool
+) -> AllGatherHandle:
     """ys[i] = gather(x) weights[i]ᵀ + biases[i]; to be finished still, with all of x if it is to keep it."""
     product = Product("gather", rows.total, sum(w.shape[0] for w in weights), x.shape[1], x.dtype)
     choice = overlap.planner.choose(product)
@@ -62,7 +62,7 @@ def _gather_multiply(
         return collected
     fused = overlap.transport.fused(choice, x, weights, ys)
     if fused is not None:
-        found: Gathering = fused.all_gather_gemm(x, weights, biases, rows, ys, keep=keep)
+        found: AllGatherHandle = fused.all_gather_gemm(x, weights, biases, rows, ys, keep=keep)
         return found
     gathering = overlap.transport.gather(x, rows, keep=keep)
     _multiply_gathered(gathering, weights, biases, rows, ys)
@@ -70,7 +70,7 @@ def _gather_multiply(
 
 
 def _multiply_gathered(
-    gathering: Gathering, weights: Tensors, biases: Sequence[Maybe], rows: Rows, ys: Tensors
+    gathering: AllGatherHandle, weights: Tensors, biases: Sequence[Maybe], rows: RowCounts, ys: Tensors
 ) -> None:
     """ys[i] = gathered rows weights[i]ᵀ + biases[i], each rank's rows as they come."""
     factors = [(w.T, bias, rows.split(y)) for w, bias, y in zip(weights, biases, ys, strict=True)]
@@ -81,7 +81,7 @@ def _multiply_gathered(
 
 
 def _multiply_scatter(
-    xs: Tensors, weights: Tensors, bias: Maybe, rows: Rows, overlap: Overlap, meanwhile: Any = None
+    xs: Tensors, weights: Tensors, bias: Maybe, rows: RowCounts, overlap: Overlap, meanwhile: Any = None
 ) -> Tensor:
     """scatter(sum over ranks and i of xs[i] weights[i]ᵀ) + bias. `meanwhile` is called before the sum is waited for."""
     width, depth = weights[0].shape[0], sum(x.shape[1] for x in xs)
@@ -107,7 +107,7 @@ def _multiply_scatter(
     return scattering.reduce(bias)
 
 
-def _or_abandon(function: Callable[..., Any]) -> Callable[..., Any]:
+def _or_mark_broken(function: Callable[..., Any]) -> Callable[..., Any]:
     """A call that fails half-way leaves rows on their way: no later one may take them for its own."""
 
     @wraps(function)
@@ -115,7 +115,7 @@ def _or_abandon(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args)
         except Exception as error:
-            find(next(arg for arg in args if isinstance(arg, str))).transport.abandon(error)
+            find(next(arg for arg in args if isinstance(arg, str))).transport.mark_broken(error)
             raise
 
     return call
@@ -177,12 +177,14 @@ def _present(*tensors: Maybe) -> list[Tensor]:
 # -- all_gather_gemm: (x, w0, w1, w2, b0, b1, b2, counts, key) -> (y0, y1, y2)
 
 
-@_or_abandon
+@_or_mark_broken
 def _all_gather_fwd(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> tuple[Maybe, ...]:
     *biases, counts, key = rest
     weights = _present(w0, w1, w2)
     ys = [x.new_empty((sum(counts), w.shape[0])) for w in weights]
-    gathering = _gather_multiply(x, weights, biases[: len(weights)], Rows(tuple(counts)), find(key), ys, keep=False)
+    gathering = _gather_multiply(
+        x, weights, biases[: len(weights)], RowCounts(tuple(counts)), find(key), ys, keep=False
+    )
     gathering.finish(ys)
     return (*ys, *_PADDING)[:MAX_WEIGHTS]
 
@@ -207,11 +209,11 @@ def _all_gather_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
     return (dx if need_x else None, *dws, *dbs, None, None)
 
 
-@_or_abandon
+@_or_mark_broken
 def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     """dx of this rank's rows, and dw_i: x travels here behind the product for dx, and dx from here behind dw_i."""
     *tensors, need_x, need_w, counts, key, into_main = rest
-    overlap, rows = find(key), Rows(tuple(counts))
+    overlap, rows = find(key), RowCounts(tuple(counts))
     terms = _terms(tensors)
     wanted = [term for term in terms if need_w[term[0]]]
     dws: list[Maybe] = [None] * MAX_WEIGHTS
@@ -283,9 +285,9 @@ _all_gather_op = Op(
 # -- gemm_reduce_scatter: (x, w, bias, counts, key) -> y
 
 
-@_or_abandon
+@_or_mark_broken
 def _reduce_scatter_fwd(x: Tensor, w: Tensor, bias: Maybe, counts: Sequence[int], key: str) -> Tensor:
-    return _multiply_scatter([x], [w], bias, Rows(tuple(counts)), find(key))
+    return _multiply_scatter([x], [w], bias, RowCounts(tuple(counts)), find(key))
 
 
 def _reduce_scatter_outputs(x: Tensor, w: Tensor, bias: Maybe, counts: Sequence[int], key: str) -> Tensor:
@@ -308,13 +310,13 @@ def _reduce_scatter_backward(ctx: Any, dy: Maybe) -> tuple[Maybe, ...]:
     return dx if need_x else None, dw if need_w else None, db if need_b else None, None, None
 
 
-@_or_abandon
+@_or_mark_broken
 def _reduce_scatter_grads(
     dy: Tensor, x: Tensor, w: Tensor, need_x: bool, need_w: bool, need_b: bool, counts: Sequence[int], key: str,
     into_main: bool,
 ) -> tuple[Maybe, Maybe, Maybe]:  # fmt: skip
     """dx = gather(dy) w as dy's rows come; dw and db from all of them."""
-    overlap, rows = find(key), Rows(tuple(counts))
+    overlap, rows = find(key), RowCounts(tuple(counts))
     dx = x.new_empty(x.shape) if need_x else None
     keep = need_w or need_b
     if dx is not None:
@@ -371,12 +373,12 @@ _reduce_scatter_op = Op(
 def _all_reduced(xs: Tensors, weights: Tensors, bias: Maybe, overlap: Overlap, meanwhile: Any = None) -> Tensor:
     """Each rank sums its share of the rows, then hands it round."""
     count, size = xs[0].shape[0], overlap.size
-    rows = Rows(tuple(count // size + (rank < count % size) for rank in range(size)))
+    rows = RowCounts(tuple(count // size + (rank < count % size) for rank in range(size)))
     mine = _multiply_scatter(xs, weights, bias, rows, overlap, meanwhile)
     return overlap.transport.all_gather(mine, rows)
 
 
-@_or_abandon
+@_or_mark_broken
 def _all_reduce_fwd(x: Tensor, w: Tensor, bias: Maybe, key: str) -> Tensor:
     return _all_reduced([x], [w], bias, find(key))
 
@@ -445,7 +447,7 @@ def _replicated_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
     return (grads[0] if need_x else None, *dws, *dbs, None)
 
 
-@_or_abandon
+@_or_mark_broken
 def _replicated_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     *tensors, need_x, need_w, key, into_main = rest
     terms = _terms(tensors)

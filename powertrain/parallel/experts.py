@@ -29,7 +29,7 @@ from powertrain.ops.activations import gated_activation
 from powertrain.ops.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from powertrain.ops.moe import moe_permute, moe_unpermute
 from powertrain.parallel.overlap import Overlap, find
-from powertrain.parallel.transport.base import Rows, Traffic
+from powertrain.parallel.transport.base import RowCounts, SplitSizes
 from powertrain.parallel.transport.protocol import COMBINE, DISPATCH
 from powertrain.runtime import checks
 
@@ -42,7 +42,7 @@ _ENOUGH = 128
 _ENOUGH_WITH_GRADIENTS = 512 << 20
 
 
-class Piece(NamedTuple):
+class ExpertRows(NamedTuple):
     """Rows of one source that are multiplied at once: those for some of this rank's experts.
 
     rows, experts   which of the source's rows, and of the experts;  ends [experts] int32: each one's end in those rows
@@ -57,14 +57,14 @@ class Piece(NamedTuple):
 class Route(NamedTuple):
     """Routes of the rows of one call.
 
-    traffic   how many, known to the host
+    splits   how many, known to the host
     ends      [W, E/W] int32: where each source's rows of each of this rank's experts end; rows behind the last are none
     taken     [rows sent]: which of this rank's rows each is, or a copy to fill up with; None: all, in their order
     put       [rows]: where each was put among those sent, -1 for a row that was dropped
     first     of this rank's rows for itself, those for the first half of its experts; None: not known to the host
     """
 
-    traffic: Traffic
+    splits: SplitSizes
     ends: Tensor
     taken: Tensor | None = None
     put: Tensor | None = None
@@ -75,17 +75,17 @@ class Route(NamedTuple):
         """ends [E]: where each expert's rows end among this rank's num_rows."""
         size, rank = overlap.size, overlap.rank
         counts = ends.diff(prepend=ends.new_zeros(1))
-        everyone = find(overlap.key).transport.all_gather(counts[None], Rows((1,) * size)).view(size, size, -1)
+        everyone = find(overlap.key).transport.all_gather(counts[None], RowCounts((1,) * size)).view(size, size, -1)
         theirs = everyone[:, rank].cumsum(1, dtype=torch.int32)
         if capacity is None:
             first = everyone[rank, rank, : everyone.shape[2] // 2].sum()
             *matrix, first_rows = torch.cat([everyone.sum(2).flatten(), first[None]]).tolist()
-            traffic = Traffic(tuple(tuple(matrix[i : i + size]) for i in range(0, size * size, size)))
-            sent = sum(traffic.sent(rank))
+            splits = SplitSizes(tuple(tuple(matrix[i : i + size]) for i in range(0, size * size, size)))
+            sent = sum(splits.sent(rank))
             checks.require(sent == num_rows, "spread_experts", "offsets", f"end at rows' {num_rows} rows", sent)
-            return Route(traffic, theirs, first=first_rows)
-        traffic = Traffic(((capacity,) * size,) * size)
-        return Route(traffic, theirs.clamp(max=capacity), *_with_capacity(ends, num_rows, size, capacity))
+            return Route(splits, theirs, first=first_rows)
+        splits = SplitSizes(((capacity,) * size,) * size)
+        return Route(splits, theirs.clamp(max=capacity), *_with_capacity(ends, num_rows, size, capacity))
 
     def pad(self, rows: Tensor) -> Tensor:
         """The rows as they are sent."""
@@ -95,21 +95,21 @@ class Route(NamedTuple):
         """As `pad` was given them; zeros for those that were dropped."""
         return rows if self.taken is None else _Unpad.apply(rows, self.taken, self.put)
 
-    def pieces(self, order: Sequence[int]) -> list[Piece]:
+    def pieces(self, order: Sequence[int]) -> list[ExpertRows]:
         """Row ranges that a rank multiplies, in sequence; order: the sources, itself first."""
-        sizes, count = self.traffic.received(order[0]), self.ends.shape[1]
-        whole = [Piece(s, slice(0, sizes[s]), slice(0, count), self.ends[s]) for s in order]
+        sizes, count = self.splits.received(order[0]), self.ends.shape[1]
+        whole = [ExpertRows(s, slice(0, sizes[s]), slice(0, count), self.ends[s]) for s in order]
         if self.first is None or count == 1:
             return whole
         (own, rows, _, ends), *others = whole
         half = count // 2
-        before = Piece(own, slice(0, self.first), slice(0, half), ends[:half])
-        after = Piece(own, slice(self.first, rows.stop), slice(half, count), ends[half:] - self.first)
+        before = ExpertRows(own, slice(0, self.first), slice(0, half), ends[:half])
+        after = ExpertRows(own, slice(self.first, rows.stop), slice(half, count), ends[half:] - self.first)
         return [before, *others, after]
 
     def by_expert(self, rank: int) -> tuple[Tensor, Tensor]:
         """[rows received, 1]: where each stands when sorted by expert, then source; and each expert's end."""
-        sizes = self.traffic.received(rank)
+        sizes = self.splits.received(rank)
         lengths = self.ends[:, -1:] if self.taken is None else torch.full_like(self.ends[:, -1:], sizes[0])
         ends = torch.cat([self.ends, lengths], 1)  # [W, E/W + 1]: rows of no expert come last
         counts = ends.diff(dim=1, prepend=torch.zeros_like(lengths))
@@ -171,9 +171,9 @@ def _kept(rows: Tensor, put: Tensor) -> Tensor:
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, traffic: Traffic, overlap: Overlap) -> Tensor:
-        ctx.way = traffic.back, overlap
-        return find(overlap.key).transport.all_to_all(rows, traffic)
+    def forward(ctx: Any, rows: Tensor, splits: SplitSizes, overlap: Overlap) -> Tensor:
+        ctx.way = splits.back, overlap
+        return find(overlap.key).transport.all_to_all(rows, splits)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -194,14 +194,14 @@ class Dispatched(NamedTuple):
 
 
 def _sent(rows: Tensor, positions: Tensor, route: Route, overlap: Overlap) -> Dispatched:
-    received = _AllToAll.apply(route.pad(rows), route.traffic, overlap)
+    received = _AllToAll.apply(route.pad(rows), route.splits, overlap)
     places, offsets = route.by_expert(overlap.rank)
     return Dispatched(moe_unpermute(received, _inverse(places)), offsets, positions, places, route)
 
 
 def _returned(rows: Tensor, dispatched: Dispatched, overlap: Overlap) -> Tensor:
     route = dispatched.route
-    return route.unpad(_AllToAll.apply(moe_unpermute(rows, dispatched.places), route.traffic.back, overlap))
+    return route.unpad(_AllToAll.apply(moe_unpermute(rows, dispatched.places), route.splits.back, overlap))
 
 
 def _inverse(places: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class _Overlapped(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, gate_up: Tensor, down: Tensor, route: Route, overlap: Overlap) -> Tensor:
         zs: list[Tensor] = []
 
-        def product(piece: Piece, x: Tensor) -> Tensor:
+        def product(piece: ExpertRows, x: Tensor) -> Tensor:
             zs.append(grouped_gemm(x, gate_up[piece.experts], piece.ends))
             return grouped_gemm(gated_activation(zs[-1], "swiglu"), down[piece.experts], piece.ends)
 
@@ -278,7 +278,7 @@ class _Overlapped(torch.autograd.Function):
         activations: list[Tensor] = []
         dzs: list[Tensor] = []
 
-        def product(piece: Piece, dy: Tensor) -> Tensor:
+        def product(piece: ExpertRows, dy: Tensor) -> Tensor:
             z = zs[len(dzs)].detach().requires_grad_()
             with torch.enable_grad():
                 a = gated_activation(z, "swiglu")
@@ -289,7 +289,7 @@ class _Overlapped(torch.autograd.Function):
 
         need_gate_up, need_down = ctx.needs_input_grad[1:3]
 
-        def weight_grads(dy: Tensor, pieces: list[Piece]) -> tuple[Tensor | None, Tensor | None]:
+        def weight_grads(dy: Tensor, pieces: list[ExpertRows]) -> tuple[Tensor | None, Tensor | None]:
             if not (need_gate_up or need_down):
                 return None, None
             places, offsets = route.by_expert(overlap.rank)
@@ -306,7 +306,7 @@ class _Overlapped(torch.autograd.Function):
         return dx, *grads, None, None
 
 
-def _in_order(tensors: list[Tensor], pieces: list[Piece]) -> Tensor:
+def _in_order(tensors: list[Tensor], pieces: list[ExpertRows]) -> Tensor:
     """Sizes of each piece, in the order of the rows received."""
     order = sorted(range(len(pieces)), key=lambda i: (pieces[i].source, pieces[i].rows.start))
     return torch.cat([tensors[i] for i in order])
@@ -319,10 +319,10 @@ def _traded(
 
     `meanwhile(received, pieces)` is called when the last results are on their way.
     """
-    transport, traffic = find(overlap.key).transport, route.traffic
-    there = transport.trade(DISPATCH, rows, traffic, rows.shape[1])
-    back = transport.trade(COMBINE, rows, traffic.back, rows.shape[1])
-    parts = rows.split(traffic.sent(overlap.rank))
+    transport, splits = find(overlap.key).transport, route.splits
+    there = transport.all_to_all_async(DISPATCH, rows, splits, rows.shape[1])
+    back = transport.all_to_all_async(COMBINE, rows, splits.back, rows.shape[1])
+    parts = rows.split(splits.sent(overlap.rank))
     for rank in [*transport.outwards(), overlap.rank]:
         there.send(rank, parts[rank])
     pieces = route.pieces(there.order)
@@ -346,7 +346,7 @@ def _overlaps(
     """The same on every rank."""
     if way != "auto":
         return way == "overlapped"
-    rows = sum(map(sum, route.traffic.rows))
+    rows = sum(map(sum, route.splits.rows))
     if overlap.transport.name == "sequential" or rows < _ENOUGH * overlap.size * num_experts:
         return False
     return not wants_gradients or rows * row_bytes >= _ENOUGH_WITH_GRADIENTS * overlap.size

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from powertrain.parallel.cost_model import Planner
-from powertrain.parallel.transport.base import Rows, Transport
+from powertrain.parallel.transport.base import RowCounts, Transport
 from powertrain.parallel.transport.select import NAMES, open_transport
 from powertrain.runtime import checks
 
@@ -82,15 +82,15 @@ class Overlap:
         has = getattr(self.transport, "debug", False)
         checks.require(has or not debug, "Overlap", "debug", f"be False {stays}", debug)
 
-    def rows(self, count: int, counts: Sequence[int] | None = None) -> Rows:
+    def rows(self, count: int, counts: Sequence[int] | None = None) -> RowCounts:
         """Ownership of rows: `count` on every rank, or `counts`."""
         if counts is None:
-            return Rows((count,) * self.size)
+            return RowCounts((count,) * self.size)
         checks.require(len(counts) == self.size, "Overlap", "rows", f"have {self.size} entries", list(counts))
         checks.require(
             counts[self.rank] == count, "Overlap", "rows", f"be {count}, x's rows, at rank {self.rank}", list(counts)
         )
-        return Rows(tuple(counts))
+        return RowCounts(tuple(counts))
 
     def exchange_rows(self, count: int) -> list[int]:
         """Every rank's count, for calls whose ranks hold different numbers of rows. Waits for the others' counts."""
@@ -123,10 +123,10 @@ def close_all() -> None:
 
 
 @atexit.register
-def _let_go() -> None:
+def _detach_all() -> None:
     """Threads and process groups end before the interpreter does: one that ends later may take the process with it."""
     for overlap in list(_open.values()):
-        overlap.transport.let_go()
+        overlap.transport.detach()
         overlap.__dict__.pop("group", None)
     _open.clear()
 

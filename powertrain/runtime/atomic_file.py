@@ -11,7 +11,7 @@ _STALE = 3600.0  # seconds without a write after which a temporary file has no w
 _HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # no other way of writing would help
 
 
-class NewFile:
+class AtomicFile:
     """Bytes for `path`, out of sight until `publish`.
 
     They go to a file without a name (O_TMPFILE), so that even kill -9 leaves nothing; where the file system has no such
@@ -77,7 +77,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def _write(path: Path, data: bytes, mode: int, nameless: bool) -> None:
-    new = NewFile(path, mode, nameless=nameless)
+    new = AtomicFile(path, mode, nameless=nameless)
     try:
         new.file.write(data)
         new.publish()

@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from powertrain.runtime.atomic_file import NewFile
+from powertrain.runtime.atomic_file import AtomicFile
 from powertrain.runtime.reading import read_json
 
 _BLOCK = 1 << 22
@@ -45,7 +45,7 @@ def compare(file: Path, size: int, crc: str | None) -> None:
 
 def write_sums(file: Path, sums: dict[str, tuple[int, str]]) -> None:
     """FILE.sum: name beside it -> (bytes, CRC-32). It appears whole or not at all."""
-    new = NewFile(file)
+    new = AtomicFile(file)
     try:
         new.file.write((json.dumps(sums, indent=1) + "\n").encode())
         new.publish()

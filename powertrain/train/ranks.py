@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from powertrain.models.parallelize import check_context, check_expert, check_tensor
-from powertrain.parallel.transport.heartbeat import Peers, PeerTimeout, listed
+from powertrain.parallel.transport.heartbeat import Heartbeat, PeerTimeout, listed
 from powertrain.runtime import tracing
 from powertrain.train import preflight
 from powertrain.train.config.schema import ParallelConfig, RunConfig
@@ -36,11 +36,11 @@ _LOST = re.compile(r"[Cc]onnection (?:closed|reset|refused)|Broken pipe|gloo|NCC
 _FAREWELL = 10.0  # seconds that the first rank stays, after an error, for the others to read it
 
 
-class NotTogether(RuntimeError):
+class RendezvousError(RuntimeError):
     """The ranks did not find each other, or must not train together: which, and why."""
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Rendezvous of the processes of a run.
 
     attempt     counts elastic restarts: an earlier attempt's words are not heard
@@ -54,7 +54,7 @@ class Meeting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seat:
+class LaunchEnv:
     """The launcher's facts of this process, before the rendezvous."""
 
     device: torch.device
@@ -63,7 +63,7 @@ class Seat:
     local_rank: int = 0
     local_world_size: int = 1
     launcher: str = "none"
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Ranks:
     mesh: DeviceMesh | None = None
     dp_group: dist.ProcessGroup | None = None
     checkpoint_group: dist.ProcessGroup | None = None
-    peers: Peers | None = None
+    peers: Heartbeat | None = None
 
     @property
     def is_first(self) -> bool:
@@ -140,8 +140,8 @@ _LAUNCHERS = (
 )  # fmt: skip
 
 
-def seat(environment: Mapping[str, str] | None = None) -> Seat:
-    """The seat that the environment names; alone, on the first GPU or the CPU, if it names none.
+def read_launch_env(environment: Mapping[str, str] | None = None) -> LaunchEnv:
+    """The launch environment that the variables name; alone, on the first GPU or the CPU, if it names none.
 
     Raises ValueError naming the variable for one that is missing or no number, and for a GPU that is not there.
     """
@@ -153,7 +153,7 @@ def seat(environment: Mapping[str, str] | None = None) -> Seat:
                 "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must be set: PMIx names no number of ranks, "
                 f"got PMIX_RANK {env['PMIX_RANK']} alone"
             )
-        return Seat(_device(0, 1))
+        return LaunchEnv(_device(0, 1))
     first, *others = spoken
     rank, size = _number(env, first.rank), _number(env, first.size)
     if not 0 <= rank < size:
@@ -165,7 +165,7 @@ def seat(environment: Mapping[str, str] | None = None) -> Seat:
         tracing.event("launcher", f"rank and number of processes are {first.name}'s ({first.rank}); {names} not read")
     device = _device(local_rank, local_size)
     meeting = _meeting(first, size, env) if size > 1 else None
-    return Seat(device, rank, size, local_rank, local_size, first.name, meeting)
+    return LaunchEnv(device, rank, size, local_rank, local_size, first.name, meeting)
 
 
 def _speaks(launcher: _Launcher, env: Mapping[str, str]) -> bool:
@@ -198,7 +198,7 @@ def _device(local_rank: int, local_size: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _meeting(launcher: _Launcher, size: int, env: Mapping[str, str]) -> Meeting:
+def _meeting(launcher: _Launcher, size: int, env: Mapping[str, str]) -> Rendezvous:
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     nodes = env.get("SLURM_STEP_NODELIST") if launcher.name == "srun" else None
     if nodes:
@@ -213,7 +213,7 @@ def _meeting(launcher: _Launcher, size: int, env: Mapping[str, str]) -> Meeting:
     if not port.isdecimal():
         raise ValueError(f"MASTER_PORT must be a number, got {port!r}")
     attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
-    return Meeting(host, int(port), attempt, env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    return Rendezvous(host, int(port), attempt, env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def first_host(nodes: str) -> str:
@@ -273,37 +273,38 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
             )
 
 
-def connect(seat: Seat, config: RunConfig) -> Ranks:
+def connect(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
     """Join the others: they are found alike (powertrain/train/preflight.py), then groups and the mesh are made.
 
     Waits for ranks that are late, while they build kernels say: after 5 s a line names them, after
-    parallel.timeout_minutes NotTogether does.
+    parallel.timeout_minutes RendezvousError does.
     """
-    check_parallel(config, seat.world_size)
-    if seat.world_size == 1:
-        return Ranks(seat.device)
+    check_parallel(config, launch_env.world_size)
+    if launch_env.world_size == 1:
+        return Ranks(launch_env.device)
     timeout = timedelta(minutes=config.parallel.timeout_minutes)
-    store = _meet(seat, preflight.facts(seat.device, config), timeout.total_seconds())
-    on_gpu = seat.device.type == "cuda"
+    store = _meet(launch_env, preflight.facts(launch_env.device, config), timeout.total_seconds())
+    on_gpu = launch_env.device.type == "cuda"
     if on_gpu:
-        torch.cuda.set_device(seat.device)
+        torch.cuda.set_device(launch_env.device)
     # no device_id: with one the mesh splits groups, which in torch 2.11 crashes when a process connects a second time
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=seat.rank, world_size=seat.world_size,
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=launch_env.rank, world_size=launch_env.world_size,
         timeout=timeout,
     )  # fmt: skip
-    return arrange(seat, config)
+    return arrange(launch_env, config)
 
 
-def arrange(seat: Seat, config: RunConfig) -> Ranks:
+def arrange(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
     """The mesh that config.parallel asks for, over the process group that is there."""
-    shape = mesh_shape(config.parallel, seat.world_size)
-    mesh = init_device_mesh(seat.device.type, shape, mesh_dim_names=("replicate", "shard", "context", "tensor"))
+    shape = mesh_shape(config.parallel, launch_env.world_size)
+    mesh = init_device_mesh(launch_env.device.type, shape, mesh_dim_names=("replicate", "shard", "context", "tensor"))
     data = mesh["replicate", "shard"]._flatten("data")
     return Ranks(
-        seat.device, seat.rank, seat.world_size, seat.local_rank, data.get_local_rank(), data.size(), mesh,
-        data.get_group(), dist.new_group(backend="gloo", timeout=timedelta(minutes=config.parallel.timeout_minutes)),
-        Peers(dist.distributed_c10d._get_default_group()),
+        launch_env.device, launch_env.rank, launch_env.world_size, launch_env.local_rank, data.get_local_rank(),
+        data.size(), mesh, data.get_group(),
+        dist.new_group(backend="gloo", timeout=timedelta(minutes=config.parallel.timeout_minutes)),
+        Heartbeat(dist.distributed_c10d._get_default_group()),
     )  # fmt: skip
 
 
@@ -331,7 +332,7 @@ def naming_the_lost(ranks: Ranks) -> Iterator[None]:
         ) from None
 
 
-def _who_is_gone(peers: Peers) -> str | None:
+def _who_is_gone(peers: Heartbeat) -> str | None:
     """Given a moment to disappear; a survivor that ended for the same reason has said it before."""
     deadline = time.monotonic() + _DYING
     while time.monotonic() < deadline:
@@ -339,14 +340,14 @@ def _who_is_gone(peers: Peers) -> str | None:
             return said
         if gone := peers.gone():
             why = f"{listed(gone)} {'are' if len(gone) > 1 else 'is'} gone"
-            peers.give_up(why)
+            peers.broadcast_failure(why)
             return why
         time.sleep(0.05)
     return None
 
 
 @functools.cache
-def _store(meeting: Meeting, world_size: int, is_host: bool, seconds: float) -> Store:
+def _store(meeting: Rendezvous, world_size: int, is_host: bool, seconds: float) -> Store:
     """Kept for the life of the process: several runs in one may meet there."""
     return dist.TCPStore(  # type: ignore[attr-defined]
         meeting.host, meeting.port, world_size, is_host, timedelta(seconds=seconds), wait_for_workers=False,
@@ -357,46 +358,46 @@ def _store(meeting: Meeting, world_size: int, is_host: bool, seconds: float) -> 
 _meetings = itertools.count()
 
 
-def _meet(seat: Seat, facts: dict[str, str], seconds: float) -> Store:
+def _meet(launch_env: LaunchEnv, facts: dict[str, str], seconds: float) -> Store:
     """The store that the ranks share, once every rank has come and all are alike.
 
-    Raises NotTogether, on every rank, naming the missing ranks, or each difference and its ranks.
+    Raises RendezvousError, on every rank, naming the missing ranks, or each difference and its ranks.
     """
-    meeting = seat.meeting
+    meeting = launch_env.meeting
     assert meeting is not None
     where = f"{meeting.host}:{meeting.port} (MASTER_ADDR, MASTER_PORT)"
-    late = threading.Timer(_QUIET, tracing.progress, (f"rank {seat.rank} waits for rank 0 to open {where}",))
+    late = threading.Timer(_QUIET, tracing.progress, (f"rank {launch_env.rank} waits for rank 0 to open {where}",))
     late.daemon = True
     late.start()
     try:
-        tcp = _store(meeting, seat.world_size, seat.rank == 0 and not meeting.by_agent, seconds)
+        tcp = _store(meeting, launch_env.world_size, launch_env.rank == 0 and not meeting.by_agent, seconds)
     except dist.DistError as error:
-        raise NotTogether(f"rank {seat.rank} found nobody at {where} for {seconds:.0f} s: {error}") from None
+        raise RendezvousError(f"rank {launch_env.rank} found nobody at {where} for {seconds:.0f} s: {error}") from None
     finally:
         late.cancel()
     store = dist.PrefixStore(  # type: ignore[attr-defined]
         f"powertrain/{meeting.attempt}/{next(_meetings)}", tcp
     )
-    store.set(f"facts {seat.rank}", json.dumps(facts))
-    if seat.rank == 0:
-        _judge(store, seat.world_size, seconds)
-    _wait(lambda: [] if store.check(["verdict"]) else [0], seconds + _FAREWELL, seat.rank)
+    store.set(f"facts {launch_env.rank}", json.dumps(facts))
+    if launch_env.rank == 0:
+        _compare_ranks(store, launch_env.world_size, seconds)
+    _wait(lambda: [] if store.check(["verdict"]) else [0], seconds + _FAREWELL, launch_env.rank)
     verdict = json.loads(store.get("verdict"))
     readers = store.add("readers", 1)
     if verdict["error"]:
         deadline = time.monotonic() + _FAREWELL
         # the store goes with rank 0
-        while seat.rank == 0 and readers < verdict["came"] and time.monotonic() < deadline:
+        while launch_env.rank == 0 and readers < verdict["came"] and time.monotonic() < deadline:
             time.sleep(0.05)
             readers = store.add("readers", 0)
-        raise NotTogether(verdict["error"])
-    if seat.rank == 0:
+        raise RendezvousError(verdict["error"])
+    if launch_env.rank == 0:
         for note in verdict["notes"]:
             tracing.progress(note)
     return store
 
 
-def _judge(store: Store, world_size: int, seconds: float) -> None:
+def _compare_ranks(store: Store, world_size: int, seconds: float) -> None:
     """On the first rank: wait for the facts of all ranks, compare them, publish the result."""
     missing = _wait(lambda: [r for r in range(world_size) if not store.check([f"facts {r}"])], seconds, 0, fail=False)
     came = [rank for rank in range(world_size) if rank not in missing]
@@ -419,7 +420,7 @@ def _wait(missing: Callable[[], list[int]], seconds: float, rank: int, *, fail: 
         waited = time.monotonic() - started
         if waited > seconds:
             if fail:
-                raise NotTogether(f"rank {rank} waited {seconds:.0f} s for {_ranks(left)}")
+                raise RendezvousError(f"rank {rank} waited {seconds:.0f} s for {_ranks(left)}")
             return left
         if waited > _QUIET and not said and rank == 0:
             tracing.progress(f"waiting for {_ranks(left)}, which may be building kernels")

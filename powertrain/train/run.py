@@ -22,7 +22,7 @@ from powertrain.train.data.sources import Data, open_data, open_tokenizer
 from powertrain.train.data.tokenizer import Tokenizer, padded_vocab_size
 from powertrain.train.host_memory import keep_freed_memory
 from powertrain.train.lint import rehearse
-from powertrain.train.ranks import Seat, be_deterministic, check_parallel, connect
+from powertrain.train.ranks import LaunchEnv, be_deterministic, check_parallel, connect
 from powertrain.train.reporting.metrics import Sink
 from powertrain.train.signals import ENDING
 from powertrain.train.trainer import Trainer
@@ -76,7 +76,7 @@ def open_run_data(config: RunConfig, tokenizer: Tokenizer, dp_size: int) -> Data
     )  # fmt: skip
 
 
-def start(run: Run, seat: Seat, make_sinks: MakeSinks, *, fresh: bool = False) -> Trainer:
+def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool = False) -> Trainer:
     """A trainer that stands where its newest checkpoint left it, or at the beginning.
 
     Kernels are built before the ranks meet, so that no collective waits for a compiler.
@@ -86,13 +86,13 @@ def start(run: Run, seat: Seat, make_sinks: MakeSinks, *, fresh: bool = False) -
     """
     tokenizer = open_tokenizer(run.config.data)
     config = with_vocabulary(run.config, tokenizer.vocab_size)
-    check_parallel(config, seat.world_size)
+    check_parallel(config, launch_env.world_size)
     if config.train.deterministic:
-        be_deterministic(seat.device)
-    if seat.device.type == "cpu":
+        be_deterministic(launch_env.device)
+    if launch_env.device.type == "cpu":
         keep_freed_memory()
-    build_kernels(config, seat.device, seat.world_size)
-    ranks = connect(seat, config)
+    build_kernels(config, launch_env.device, launch_env.world_size)
+    ranks = connect(launch_env, config)
     group = ranks.checkpoint_group
     if fresh:
         decided_by_first(lambda: _refuse_checkpoint(config), group)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from powertrain.models import build
 from powertrain.models.flops import flops_per_token
 from powertrain.models.parallelize import parallelize
-from powertrain.models.sequence_sharding import weighed
+from powertrain.models.sequence_sharding import normalize_labels
 from powertrain.parallel.overlap import Overlap
 from powertrain.runtime import tracing
 from powertrain.runtime.reading import one_line
@@ -69,7 +69,7 @@ class Trainer:
         self.progress = Progress()
         self.model, self.overlap = _model(config, ranks)
         self.optimizer = Optimizer(self.model, config.optimizer, config.train)
-        _lower(self.model, self.optimizer, config, ranks)
+        _to_low_precision(self.model, self.optimizer, config, ranks)
         self.checkpoints = _checkpoints(config, ranks)
         self.flops_per_token = flops_per_token(self.model, config.train.seq_length)
         self.peak_flops = _peak_flops(config, ranks)
@@ -83,7 +83,7 @@ class Trainer:
         self._spikes = SpikeWatch(config.train.spike_factor)
         self._watch = StepWatch(ranks.device, config.train.recompiles, self._tell, profiles=ranks.is_first)
         self._timed = PhaseTimers(ranks.device, wanted=config.logging.phase_timers)
-        self._unread: _Unread | None = None
+        self._pending: _PendingStep | None = None
         self._overlap_is_told = False
         self._clock = Moment(self.ranks.device)
 
@@ -107,20 +107,20 @@ class Trainer:
                     ]
                 loss = self._forward_backward(micro_batches)
                 self._tell_overlap()
-                self._read()  # the step before: if it went bad nothing is updated any more
+                self._finish_previous_step()  # the step before: if it went bad nothing is updated any more
                 lr = learning_rate(step, self.config.optimizer.lr, self.config.schedule, train.steps)
                 with self._timed("optimizer"):
                     stepped = self.optimizer.step(lr)
                 _balance_experts(self.model, self.ranks)
                 self._advance(loss, stepped, lr, micro_batches)
             for name in self._evaluations_due():
-                self._read()
+                self._finish_previous_step()
                 self.evaluate(name)
             if self._save_is_due():
-                self._read()
+                self._finish_previous_step()
                 self.save()
             self._look_at_save()
-        self._read()
+        self._finish_previous_step()
         if self._ends() and self.config.checkpoint.save and not self._save_is_due():
             self.save()
         self._look_at_save(wait=True)
@@ -143,7 +143,7 @@ class Trainer:
         total = torch.zeros((), device=ranks.device)
         for index, batch in enumerate(micro_batches):
             _set_gradient_sync(self.model, index == len(micro_batches) - 1)
-            labels, weight = weighed(batch.labels, counted)
+            labels, weight = normalize_labels(batch.labels, counted)
             with self._timed("forward"):
                 loss = self._loss(batch._replace(labels=labels)) * (weight * ranks.dp_size)
             with self._timed("backward"):
@@ -178,7 +178,7 @@ class Trainer:
         count = 0
         for batch in self._batches(source, 0, limit):
             batch = batch.to(ranks.device)
-            labels, weight = weighed(batch.labels, torch.ones((), device=ranks.device))
+            labels, weight = normalize_labels(batch.labels, torch.ones((), device=ranks.device))
             sums += torch.stack([self._loss(batch._replace(labels=labels)) * weight, weight])
             count += 1
         self.model.train()
@@ -307,27 +307,29 @@ class Trainer:
         progress.tokens += samples * train.seq_length
         scale = self.optimizer.scaler.scale if self.optimizer.scaler else torch.ones((), device=loss.device)
         numbers = torch.cat([loss, torch.stack([stepped.grad_norm, stepped.skipped, scale])])
-        self._unread = _Unread(progress.step, progress.tokens, lr, _to_host(numbers), micro_batches, self._timed.take())
+        self._pending = _PendingStep(
+            progress.step, progress.tokens, lr, _to_host(numbers), micro_batches, self._timed.take()
+        )
 
-    def _read(self) -> None:
+    def _finish_previous_step(self) -> None:
         """Read the numbers of the last step, tell everybody, and stop if they are bad."""
-        unread, self._unread = self._unread, None
-        if unread is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        loss, stop, grad_norm, skipped, scale = unread.numbers()
+        loss, stop, grad_norm, skipped, scale = pending.numbers()
         self._stopping = stop > 0
-        spent, self._clock = unread.ended.since(self._clock), unread.ended
-        tokens = self.config.train.seq_length * len(unread.batches) * unread.batches[0].tokens.shape[0]
+        spent, self._clock = pending.ended.since(self._clock), pending.ended
+        tokens = self.config.train.seq_length * len(pending.batches) * pending.batches[0].tokens.shape[0]
         rate = tokens * self.ranks.dp_size / spent
         mfu = None
         if self.peak_flops:
             mfu = rate * self.flops_per_token / (self.peak_flops * self.ranks.world_size)
         record = StepRecord(
-            unread.step, loss, grad_norm, unread.lr, bool(skipped), scale, unread.tokens, spent, rate, mfu, _memory(),
-            seconds(unread.spans) or None,
+            pending.step, loss, grad_norm, pending.lr, bool(skipped), scale, pending.tokens, spent, rate, mfu,
+            _memory(), seconds(pending.spans) or None,
         )  # fmt: skip
         self._tell("step", record)
-        self._stop_if_bad(record, unread.batches)
+        self._stop_if_bad(record, pending.batches)
 
     def _stop_if_bad(self, record: StepRecord, micro_batches: list[Batch]) -> None:
         """Raise TrainingStopped for a spike, or for gradients that are not finite (fp16: if its scale cannot fall)."""
@@ -392,7 +394,7 @@ class Trainer:
         self._tell("note", text)
 
 
-class _Unread:
+class _PendingStep:
     """The numbers of a step that may still be computing."""
 
     def __init__(self, step: int, tokens: int, lr: float, host: Tensor, batches: list[Batch], spans: Spans) -> None:
@@ -459,7 +461,7 @@ def _changed(before: Any, now: Any, name: str = "") -> list[str]:
     return [] if before == now else [f"{name} {before} -> {now}"]
 
 
-def _lower(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ranks) -> None:
+def _to_low_precision(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ranks) -> None:
     """Compute in 16 bits if configured and not done by FSDP; the float32 weights become masters."""
     dtype = DTYPES[config.train.precision]
     if dtype is torch.float32 or ranks.mesh is not None:

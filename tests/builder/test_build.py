@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 from powertrain.builder.history import History, Record, UnitRecord
-from powertrain.builder.memory_scheduler import Unit
+from powertrain.builder.memory_scheduler import CompileJob
 from powertrain.builder.plan import make_plan
 from powertrain.builder.recipes import GENERIC
-from powertrain.builder.run import Governor, _Launcher
+from powertrain.builder.run import Builder, _Launcher
 from powertrain.builder.view import PlainView
 from tests.builder.test_plan import MACHINE
 
@@ -88,12 +88,12 @@ class Box:
         return {file.name.removesuffix(".c.o") for file in self.folder.glob("*.o")}
 
     def processes(self) -> list[psutil.Process]:
-        """Those that work in this folder, whoever started them; not the governors."""
-        governors = {process.pid for process in self.running}
+        """Those that work in this folder, whoever started them; not the builders."""
+        builders = {process.pid for process in self.running}
         found = []
         for process in psutil.process_iter():
             try:
-                if process.pid not in governors and process.status() != psutil.STATUS_ZOMBIE:
+                if process.pid not in builders and process.status() != psutil.STATUS_ZOMBIE:
                     found += [process] if process.cwd() == str(self.folder) else []
             except psutil.Error:
                 continue
@@ -127,7 +127,7 @@ def together(*names: str) -> str:
 
 
 def remember(box: Box, script: str, **peaks: int) -> None:
-    """Let the governor believe that these units took so many MiB before."""
+    """Let the builder believe that these units took so many MiB before."""
     command = f"sh -c '{script}' (in {box.folder})"
     record = Record(time.time(), GENERIC.name, command, "", 2, 2.0, 2.0, 2**20, 0, "")
     box.history.add(record, [UnitRecord(f"{name}.c", 1.0, mib * 2**20) for name, mib in peaks.items()])
@@ -159,36 +159,36 @@ def test_what_was_seen_not_to_fit_begins_in_less(box: Box) -> None:
 
 def test_what_waits_is_expected_to_take_what_the_others_took(tmp_path: Path) -> None:
     plan = make_plan(["true"], {}, MACHINE)
-    governor = Governor(plan, {}, folder=tmp_path, view=PlainView(Console(quiet=True)), known={})
+    builder = Builder(plan, {}, folder=tmp_path, view=PlainView(Console(quiet=True)), known={})
 
     def wanting(name: str) -> _Launcher:
-        launcher = _Launcher(ours, unit=Unit(name, governor._expected(name)))
-        governor.launchers.append(launcher)
+        launcher = _Launcher(ours, unit=CompileJob(name, builder._expected(name)))
+        builder.launchers.append(launcher)
         return launcher
 
     ours, theirs = socket.socketpair()
-    with ours, theirs, governor.selector:
+    with ours, theirs, builder.selector:
         done, waiting = [wanting(f"{name}.cpp") for name in "abc"], wanting("d.cpp")
         other = wanting("e.cu")
         for launcher in done:
             assert waiting.unit and waiting.unit.expected == GENERIC.bytes
             launcher.unit.state = "running"  # type: ignore[union-attr]
-            governor._ended(launcher, 0, 100 << 20)
+            builder._ended(launcher, 0, 100 << 20)
         assert waiting.unit and waiting.unit.expected == int(1.2 * (100 << 20))
         assert other.unit and other.unit.expected == GENERIC.bytes  # another language
 
 
 def test_the_less_memory_is_left_the_oftener_it_is_looked_at(tmp_path: Path) -> None:
-    governor = Governor(make_plan(["true"], {}, MACHINE), {}, folder=tmp_path, view=PlainView(Console()), known={})
-    governor.pace.pause = 2.0
-    assert governor._pause() == 2.0  # nothing grows
-    governor.foreign = {number: Unit("x", 0, number, "running") for number in range(4)}
+    builder = Builder(make_plan(["true"], {}, MACHINE), {}, folder=tmp_path, view=PlainView(Console()), known={})
+    builder.pace.pause = 2.0
+    assert builder._pause() == 2.0  # nothing grows
+    builder.foreign = {number: CompileJob("x", 0, number, "running") for number in range(4)}
     kept = 1 << 30  # the reserve of 64 GiB
     pauses = []
     for left in (8 << 30, 1 << 30, -1):
-        governor.available = kept + left
-        pauses.append(governor._pause())
-    governor.selector.close()
+        builder.available = kept + left
+        pauses.append(builder._pause())
+    builder.selector.close()
     assert pauses == [2.0, 1.0, 0.1]  # four may grow by 1 GiB a second together
 
 

@@ -1,16 +1,16 @@
 """Who may run, without a process."""
 
-from powertrain.builder.memory_scheduler import Unit, decide
+from powertrain.builder.memory_scheduler import CompileJob, decide
 
 GIB = 2**30
 
 
-def acts(*units: Unit, available: float, memory: float = 10, jobs: int = 8) -> list[tuple[str, str]]:
+def acts(*units: CompileJob, available: float, memory: float = 10, jobs: int = 8) -> list[tuple[str, str]]:
     return [(act, unit.name) for act, unit in decide(units, int(available * GIB), int(memory * GIB), jobs)]
 
 
-def unit(name: str, state: str = "waiting", since: float = 0, memory: float = 0, expected: float = 2) -> Unit:
-    return Unit(name, int(expected * GIB), state=state, since=since, memory=int(memory * GIB))  # type: ignore[arg-type]
+def unit(name: str, state: str = "waiting", since: float = 0, memory: float = 0, expected: float = 2) -> CompileJob:
+    return CompileJob(name, int(expected * GIB), state=state, since=since, memory=int(memory * GIB))  # type: ignore[arg-type]
 
 
 def test_as_many_start_as_fit() -> None:
@@ -64,7 +64,7 @@ def test_gcc_does_with_less_where_it_may_not_fit_alone() -> None:
     large.thrifty = fits.thrifty = fits.seen = True
     assert acts(large, fits, available=5) == [("go", "large")]  # others like it were large; this one may not be
     large.seen = True
-    assert acts(large, fits, available=5) == [("go frugal", "large")]
+    assert acts(large, fits, available=5) == [("go low_memory", "large")]
     assert acts(fits, available=5) == [("go", "fits")]
 
 
@@ -72,7 +72,7 @@ def test_one_that_outgrows_all_memory_runs_again_in_less() -> None:
     only = unit("a", "running", 1, 9)
     only.thrifty = True
     assert acts(only, available=0.1) == [("kill", "a")]
-    only.frugal = True
+    only.low_memory = True
     assert acts(only, available=0.1) == [("alone", "a")]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.models import build, configure
-from powertrain.models.sequence_sharding import ContextSpread
+from powertrain.models.sequence_sharding import ContextSharding
 from powertrain.parallel.context.api import context_parallel
 
 _SMALL = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
@@ -59,7 +59,7 @@ def error_of(name: str, packed: bool) -> float:
     given, labels = batch(packed)
     alone = results(model, given, labels)
     assert dist.group.WORLD is not None
-    model.spread = ContextSpread(context_parallel(dist.group.WORLD))
+    model.spread = ContextSharding(context_parallel(dist.group.WORLD))
     together = results(model, given, labels)
     return max((x - y).abs().max().item() for x, y in zip(together, alone, strict=True))
 

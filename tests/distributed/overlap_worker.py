@@ -217,7 +217,7 @@ def reopened() -> dict[str, Any]:
     for gives_up in (True, False):
         peers = Overlap(group).transport.peers  # type: ignore[attr-defined]
         if gives_up and peers.rank == 0:
-            peers.give_up("rows did not come")
+            peers.broadcast_failure("rows did not come")
         dist.barrier()
         said.append(peers.gave_up())
         dist.barrier()

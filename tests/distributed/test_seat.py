@@ -7,7 +7,7 @@ import torch
 
 from powertrain.train import preflight
 from powertrain.train.config.schema import ParallelConfig
-from powertrain.train.ranks import Meeting, Seat, check_parallel, first_host, mesh_shape, seat
+from powertrain.train.ranks import LaunchEnv, Rendezvous, check_parallel, first_host, mesh_shape, read_launch_env
 from tests.distributed.launch import clean_environment, run_ranks
 from tests.distributed.worker import run_config
 
@@ -32,28 +32,28 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     "environment, expected",
     [
-        ({}, Seat(CPU)),
-        (TORCHRUN, Seat(CPU, 3, 8, 1, 2, "torchrun", Meeting("a", 29500))),
+        ({}, LaunchEnv(CPU)),
+        (TORCHRUN, LaunchEnv(CPU, 3, 8, 1, 2, "torchrun", Rendezvous("a", 29500))),
         ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"},
-         Seat(CPU, 3, 8, 1, 2, "torchrun", Meeting("a", 29500, 2, True))),
+         LaunchEnv(CPU, 3, 8, 1, 2, "torchrun", Rendezvous("a", 29500, 2, True))),
         # one process a pod, as Kubernetes operators start it
-        ({"RANK": "1", "WORLD_SIZE": "2", **MASTER}, Seat(CPU, 1, 2, 0, 1, "torchrun", Meeting("a", 1))),
-        (SRUN, Seat(CPU, 2, 4, 0, 1, "srun", Meeting("n08", 24567))),
+        ({"RANK": "1", "WORLD_SIZE": "2", **MASTER}, LaunchEnv(CPU, 1, 2, 0, 1, "torchrun", Rendezvous("a", 1))),
+        (SRUN, LaunchEnv(CPU, 2, 4, 0, 1, "srun", Rendezvous("n08", 24567))),
         # a batch script's own shell, which runs alone
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, Seat(CPU)),
-        ({**OPENMPI, **MASTER}, Seat(CPU, 1, 2, 1, 2, "mpiexec", Meeting("a", 1))),
-        ({**HYDRA, **MASTER}, Seat(CPU, 1, 2, 0, 1, "mpiexec", Meeting("a", 1))),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, LaunchEnv(CPU)),
+        ({**OPENMPI, **MASTER}, LaunchEnv(CPU, 1, 2, 1, 2, "mpiexec", Rendezvous("a", 1))),
+        ({**HYDRA, **MASTER}, LaunchEnv(CPU, 1, 2, 0, 1, "mpiexec", Rendezvous("a", 1))),
         # the innermost counts: torchrun within srun, mpiexec within srun
-        ({**TORCHRUN, **SRUN}, Seat(CPU, 3, 8, 1, 2, "torchrun", Meeting("a", 29500))),
-        ({**OPENMPI, **SRUN, **MASTER}, Seat(CPU, 1, 2, 1, 2, "mpiexec", Meeting("a", 1))),
+        ({**TORCHRUN, **SRUN}, LaunchEnv(CPU, 3, 8, 1, 2, "torchrun", Rendezvous("a", 29500))),
+        ({**OPENMPI, **SRUN, **MASTER}, LaunchEnv(CPU, 1, 2, 1, 2, "mpiexec", Rendezvous("a", 1))),
         # srun --mpi=pmi2 says its rank twice, the local one only in its own words
-        ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "4"}, Seat(CPU, 2, 4, 0, 1, "srun", Meeting("n08", 24567))),
+        ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "4"}, LaunchEnv(CPU, 2, 4, 0, 1, "srun", Rendezvous("n08", 24567))),
     ],
     ids=["none", "torchrun", "elastic", "pod", "srun", "sbatch", "openmpi", "hydra", "torchrun-srun", "openmpi-srun",
          "pmi2"],
 )  # fmt: skip
-def test_seat(environment: dict[str, str], expected: Seat) -> None:
-    assert seat(environment) == expected
+def test_seat(environment: dict[str, str], expected: LaunchEnv) -> None:
+    assert read_launch_env(environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,18 +72,18 @@ def test_seat(environment: dict[str, str], expected: Seat) -> None:
 )
 def test_seat_errors(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        seat(environment)
+        read_launch_env(environment)
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert seat(TORCHRUN).device == torch.device("cuda", 1)
+    assert read_launch_env(TORCHRUN).device == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="local rank must be below the 2 GPUs that this process sees, got 2"):
-        seat({**TORCHRUN, "LOCAL_RANK": "2"})
+        read_launch_env({**TORCHRUN, "LOCAL_RANK": "2"})
     # one GPU shown to each process
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert seat(TORCHRUN).device == torch.device("cuda", 0)
+    assert read_launch_env(TORCHRUN).device == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_facts_name_every_key() -> None:
 
 
 _CONNECT = """
-from powertrain.train.ranks import connect, seat
+from powertrain.train.ranks import connect, read_launch_env
 from tests.distributed.worker import run_config
-here = seat()
+here = read_launch_env()
 if here.rank == 0:
     connect(here, run_config({"model": "llama", "parallel": {"timeout_minutes": 0.1}}, 2))
 """
@@ -200,4 +200,4 @@ def test_an_absent_rank_is_named() -> None:
 
 
 def test_the_environment_of_tests_has_no_launcher() -> None:
-    assert seat(clean_environment()) == Seat(CPU)
+    assert read_launch_env(clean_environment()) == LaunchEnv(CPU)

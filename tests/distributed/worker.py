@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.packed import IGNORED, Sample
-from powertrain.train.ranks import Ranks, arrange, connect, disconnect, seat
+from powertrain.train.ranks import Ranks, arrange, connect, disconnect, read_launch_env
 from powertrain.train.reporting.metrics import StepRecord
 from powertrain.train.trainer import Trainer, TrainingStopped
 
@@ -131,7 +131,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def main(cases: list[dict[str, Any]], out: str) -> None:
     torch.set_num_threads(1)
-    here, results = seat(), []
+    here, results = read_launch_env(), []
     refused = ""
     try:
         connect(here, run_config({"model": "llama", "train": {"seed": here.rank}}, here.world_size))

@@ -19,7 +19,7 @@ from powertrain.builder.history import History
 from powertrain.builder.plan import make_plan
 from powertrain.builder.progress import Progress
 from powertrain.builder.recipes import GENERIC
-from powertrain.builder.run import Governor
+from powertrain.builder.run import Builder
 from powertrain.builder.view import PlainView
 from tests.builder.test_build import DEADLINE, ROOT, Box, box, together, until  # noqa: F401
 from tests.builder.test_plan import MACHINE
@@ -55,7 +55,7 @@ def test_no_child_outlives_a_build(who: str, how: str, box: Box) -> None:  # noq
     build = box.start(f"({_LEAVERS[who]}) & sleep 0.2; {after}")
     until((box.folder / "began").exists, "the child runs")
     if how.startswith("SIG"):
-        time.sleep(1.0)  # a sample of the governor's, which tells the watchdog
+        time.sleep(1.0)  # a sample of the builder's, which tells the watchdog
         build.send_signal(getattr(signal, how))
     output, _ = build.communicate(timeout=DEADLINE)
     until(lambda: not box.processes(), f"everything has ended: {box.processes()}")
@@ -184,18 +184,18 @@ def test_a_history_that_another_build_writes_is_left_alone(tmp_path: Path, monke
 # what it says and where
 
 
-def _governor(folder: Path, said: list[str] | None = None) -> Governor:
+def _builder(folder: Path, said: list[str] | None = None) -> Builder:
     view = PlainView(Console(quiet=True))
     if said is not None:
         view.say = said.append  # type: ignore[method-assign]
-    return Governor(make_plan(["true"], {}, MACHINE), {}, folder=folder, view=view, known={})
+    return Builder(make_plan(["true"], {}, MACHINE), {}, folder=folder, view=view, known={})
 
 
 def test_a_line_without_end_is_read_in_time_that_grows_as_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted: bytes that are held and looked at, however long the line is."""
-    governor = _governor(tmp_path)
+    builder = _builder(tmp_path)
     fed: list[int] = []
     monkeypatch.setattr(Progress, "feed", lambda self, line: fed.append(len(line)))
     read, write = os.pipe()
@@ -203,17 +203,17 @@ def test_a_line_without_end_is_read_in_time_that_grows_as_it_does(
     class Build:
         stdout = os.fdopen(read, "rb", buffering=0)
 
-    governor.build, governor.stillness = Build(), run.stall.Stillness(0.0)  # type: ignore[assignment]
+    builder.build, builder.stillness = Build(), run.stall.Stillness(0.0)  # type: ignore[assignment]
     for _ in range(400):
         os.write(write, b"A" * 4096)
-        governor._read_output()
-        assert len(governor.text) <= run.LONGEST_LINE
+        builder._read_output()
+        assert len(builder.text) <= run.LONGEST_LINE
     os.write(write, b"\nnext\n")
-    governor._read_output()
+    builder._read_output()
     assert fed == [run.LONGEST_LINE, 4]
     os.close(write)
     Build.stdout.close()
-    governor.selector.close()
+    builder.selector.close()
 
 
 @pytest.mark.parametrize(
@@ -256,11 +256,11 @@ def test_a_sockets_folder_that_is_not_ours(taken: str, tmp_path: Path, monkeypat
         monkeypatch.setattr(run.os, "getuid", lambda: number if taken != "open" else usual.lstat().st_uid)
         if taken == "open":
             monkeypatch.setattr(run, "Path", lambda *parts: usual if parts[0] == "/tmp" else Path(*parts))
-        governor = _governor(tmp_path / "data", said)
-        governor.selector.close()
-        assert governor.sockets != usual and governor.sockets.lstat().st_mode & 0o777 == 0o700
+        builder = _builder(tmp_path / "data", said)
+        builder.selector.close()
+        assert builder.sockets != usual and builder.sockets.lstat().st_mode & 0o777 == 0o700
         assert len(said) == 1 and str(usual) in said[0]
-        shutil.rmtree(governor.sockets)
+        shutil.rmtree(builder.sockets)
     finally:
         usual.unlink() if usual.is_symlink() or usual.is_file() else shutil.rmtree(usual)
 
@@ -268,10 +268,10 @@ def test_a_sockets_folder_that_is_not_ours(taken: str, tmp_path: Path, monkeypat
 def test_an_unwritable_home(tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "file").touch()
-    governor = _governor(tmp_path / "file" / "builds", said)
-    governor.selector.close()
-    assert len(said) == 1 and "cannot be written" in said[0] and governor.shims.bin.is_dir()
-    shutil.rmtree(governor.folder)
+    builder = _builder(tmp_path / "file" / "builds", said)
+    builder.selector.close()
+    assert len(said) == 1 and "cannot be written" in said[0] and builder.shims.bin.is_dir()
+    shutil.rmtree(builder.folder)
 
 
 @pytest.mark.parametrize(

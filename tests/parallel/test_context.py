@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powertrain.models.sequence_sharding import ContextSpread
+from powertrain.models.sequence_sharding import ContextSharding
 from powertrain.ops.attention import attention, varlen_attention
 from powertrain.parallel.context.api import FLOPS_PER_BYTE, ContextParallel, choose_mode, context_parallel
 from powertrain.parallel.context.block_attention import Mask, Queries, Sum, dense_blocks, gradients
@@ -248,7 +248,7 @@ def test_a_model_keeps_the_places_of_a_few_lengths_only() -> None:
         made.append(weakref.ref(found))
         return found
 
-    spread = ContextSpread(SimpleNamespace(sharding=sharding))  # type: ignore[arg-type]
+    spread = ContextSharding(SimpleNamespace(sharding=sharding))  # type: ignore[arg-type]
     for length in [*range(1, 100), 99]:
         assert spread._sharding_of(torch.zeros(1, length), None).num_tokens == length
     assert len(made) == 99 and sum(ref() is not None for ref in made) <= 16

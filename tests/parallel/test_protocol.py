@@ -17,20 +17,20 @@ import pytest
 from powertrain.parallel.transport.protocol import (
     COMBINE,
     DISPATCH,
-    FULL,
+    FREE,
     GATHER,
     KINDS,
     PIECES,
-    ROOM,
+    READY,
     SCATTER,
     SLOTS,
     USES,
     Engine,
+    Flag,
     Protocol,
-    Word,
 )
 
-Place = tuple[Any, ...]
+Buffer = tuple[Any, ...]
 
 
 class Wrong(Exception):
@@ -48,14 +48,14 @@ class Step:
 
 @dataclass
 class Model:
-    """All ranks' streams, words and memory."""
+    """All ranks' streams, flags and memory."""
 
     size: int
     streams: dict[tuple[int, str], deque[Step]] = field(default_factory=dict)
-    words: dict[tuple[int, Word], int] = field(default_factory=dict)
-    memory: dict[Place, Any] = field(default_factory=dict)
-    reading: dict[Place, int] = field(default_factory=dict)
-    writing: set[Place] = field(default_factory=set)
+    flags: dict[tuple[int, Flag], int] = field(default_factory=dict)
+    memory: dict[Buffer, Any] = field(default_factory=dict)
+    reading: dict[Buffer, int] = field(default_factory=dict)
+    writing: set[Buffer] = field(default_factory=set)
     passed: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -65,26 +65,26 @@ class Model:
                     for slot in range(SLOTS):
                         for peer in range(self.size):
                             for piece in range(PIECES):
-                                word = Word(kind, use, slot, peer, piece)
-                                self.words[rank, word] = int(kind == ROOM)
+                                flag = Flag(kind, use, slot, peer, piece)
+                                self.flags[rank, flag] = int(kind == FREE)
 
     def put(self, rank: int, stream: str, step: Step) -> None:
         self.streams.setdefault((rank, stream), deque()).append(step)
 
-    def begin_read(self, place: Place) -> None:
+    def begin_read(self, place: Buffer) -> None:
         if place in self.writing:
             raise Wrong(f"{place} is read while it is written")
         self.reading[place] = self.reading.get(place, 0) + 1
 
-    def end_read(self, place: Place) -> None:
+    def end_read(self, place: Buffer) -> None:
         self.reading[place] -= 1
 
-    def begin_write(self, place: Place) -> None:
+    def begin_write(self, place: Buffer) -> None:
         if place in self.writing or self.reading.get(place):
             raise Wrong(f"{place} is overwritten while it is used")
         self.writing.add(place)
 
-    def end_write(self, place: Place, value: Any) -> None:
+    def end_write(self, place: Buffer, value: Any) -> None:
         self.writing.remove(place)
         self.memory[place] = value
 
@@ -105,30 +105,30 @@ class Model:
                         return
 
 
-class ModelEngine(Engine[str, Place]):
+class ModelEngine(Engine[str, Buffer]):
     def __init__(self, model: Model, rank: int) -> None:
         self.model, self.rank, self.size = model, rank, model.size
 
-    def consume(self, stream: str, words: Sequence[Word]) -> None:
-        keys = [(self.rank, word) for word in words]
+    def consume(self, stream: str, flags: Sequence[Flag]) -> None:
+        keys = [(self.rank, flag) for flag in flags]
 
         def run() -> None:
             for key in keys:
-                self.model.words[key] = 0
+                self.model.flags[key] = 0
 
-        ready = lambda: all(self.model.words[key] for key in keys)  # noqa: E731
-        self.model.put(self.rank, stream, Step(f"consume {words}", run, ready))
+        ready = lambda: all(self.model.flags[key] for key in keys)  # noqa: E731
+        self.model.put(self.rank, stream, Step(f"consume {flags}", run, ready))
 
-    def signal(self, stream: str, words: Sequence[tuple[int, Word]]) -> None:
+    def signal(self, stream: str, flags: Sequence[tuple[int, Flag]]) -> None:
         def run() -> None:
-            for key in words:
-                if self.model.words[key]:
+            for key in flags:
+                if self.model.flags[key]:
                     raise Wrong(f"{key} is made 1 twice")
-                self.model.words[key] = 1
+                self.model.flags[key] = 1
 
-        self.model.put(self.rank, stream, Step(f"signal {words}", run))
+        self.model.put(self.rank, stream, Step(f"signal {flags}", run))
 
-    def copy(self, stream: str, source: Place, target: Place) -> None:
+    def copy(self, stream: str, source: Buffer, target: Buffer) -> None:
         model, value = self.model, source[-1]
 
         def begin() -> None:
@@ -137,7 +137,7 @@ class ModelEngine(Engine[str, Place]):
         self.model.put(self.rank, stream, Step("copy begins", begin))
         self.model.put(self.rank, stream, Step("copy ends", lambda: model.end_write(target, value)))
 
-    def use(self, stream: str, place: Place, expected: Any) -> None:
+    def use(self, stream: str, place: Buffer, expected: Any) -> None:
         """A product reads rows."""
         model = self.model
 
@@ -189,10 +189,10 @@ class Rank:
             for peer in steps.senders:
                 for i in range(pieces):
                     # a kernel waits for the flag without consuming it
-                    word = self.rank, Word(FULL, GATHER, slot, peer, i)
-                    words = self.engine.model.words
-                    seen = partial(words.get, word)
-                    self.engine.model.put(self.rank, "main", Step(f"sees {word}", lambda: None, seen))
+                    flag = self.rank, Flag(READY, GATHER, slot, peer, i)
+                    flags = self.engine.model.flags
+                    seen = partial(flags.get, flag)
+                    self.engine.model.put(self.rank, "main", Step(f"sees {flag}", lambda: None, seen))
                     self.engine.use("main", (self.rank, GATHER, slot, peer, i), (call, peer, i))
             steps.receive("main", GATHER, slot, steps.senders, pieces)
         else:
@@ -209,12 +209,12 @@ class Rank:
         call, steps = self.call, self.steps
         slot = steps.next_slot(SCATTER)
         if fused:
-            steps.await_room("main", SCATTER, slot, steps.receivers)
+            steps.await_free("main", SCATTER, slot, steps.receivers)
         for peer in steps.receivers:
             value, place = (call, self.rank), (peer, SCATTER, slot, self.rank)
             if fused:
                 self.engine.copy("main", (value,), place)
-                self.engine.signal("main", [(peer, Word(FULL, SCATTER, slot, self.rank))])
+                self.engine.signal("main", [(peer, Flag(READY, SCATTER, slot, self.rank))])
             else:
                 self._fork("scatter", (self.rank, call, peer))
                 steps.send("scatter", SCATTER, slot, peer, [((value,), place)])
@@ -225,7 +225,7 @@ class Rank:
             self.engine.use("main", (self.rank, SCATTER, slot, peer), (call, peer))
         steps.release("main", SCATTER, slot)
 
-    def trade(self) -> None:
+    def all_to_all_async(self) -> None:
         """Rows to experts on other ranks, and each source's results back while the next one's are made."""
         self.call += 1
         call, steps, receive = self.call, self.steps, self.steps.receive
@@ -261,7 +261,7 @@ def build(size: int, calls: Sequence[tuple[str, int]], *, replayed: bool = False
             if kind == "both":
                 rank.gather(pieces, before_finish=rank.scatter)
             elif kind == "trade":
-                rank.trade()
+                rank.all_to_all_async()
             elif kind.endswith("gather"):
                 rank.gather(pieces, fused=kind.startswith("fused"))
             else:
@@ -284,8 +284,8 @@ def test_every_order_of_events_gives_each_product_its_rows(size: int, replayed: 
         model = build(size, some_calls(rng, 5), replayed=replayed)
         model.run(rng)
         assert not any(model.reading.values()) and not model.writing
-        for (_, word), value in model.words.items():
-            assert value == int(word.kind == ROOM), "every credit is back where it was"
+        for (_, flag), value in model.flags.items():
+            assert value == int(flag.kind == FREE), "every credit is back where it was"
 
 
 def _steps(model: Model, beginning: str) -> list[tuple[tuple[int, str], int]]:
@@ -302,13 +302,13 @@ def _dropped_signal(model: Model, rng: random.Random) -> None:
 
 
 def _missing_wait(model: Model, rng: random.Random) -> None:
-    """Whatever the words say, a stream goes on; it consumes them all the same."""
+    """Whatever the flags say, a stream goes on; it consumes them all the same."""
     key, index = rng.choice(_steps(model, "consume"))
     model.streams[key][index].ready = lambda: True
 
 
 def _signal_before_copy(model: Model, rng: random.Random) -> None:
-    """The word is written before the rows are."""
+    """The flag is written before the rows are."""
     places = [(key, i) for key, i in _steps(model, "signal") if i and model.streams[key][i - 1].name == "copy ends"]
     key, index = rng.choice(places)
     steps = model.streams[key]

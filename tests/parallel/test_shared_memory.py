@@ -13,30 +13,30 @@ from torch import Tensor
 from powertrain.parallel.collective_matmul import all_gather_gemm
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.transport import symmetric
-from powertrain.parallel.transport.base import Gathering, Rows
-from powertrain.parallel.transport.collective import gather_all
+from powertrain.parallel.transport.base import AllGatherHandle, RowCounts
+from powertrain.parallel.transport.collective import all_gather_by_handle
 from powertrain.parallel.transport.protocol import GATHER
 from powertrain.parallel.transport.simulated import World
-from powertrain.parallel.transport.symmetric import SymmetricGathering, SymmetricTransport
+from powertrain.parallel.transport.symmetric import SymmetricAllGather, SymmetricTransport
 from powertrain.parallel.transport.symmetric_fused import Fused
 from powertrain.parallel.transport.watchdog import Call
 from tests.parallel.test_trading import _Memory, _Transport
 
 
 class _Gathers(_Transport):
-    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
-        return SymmetricGathering(self, shard.contiguous(), rows, keep)  # type: ignore[arg-type]
+    def gather(self, shard: Tensor, rows: RowCounts, *, keep: bool) -> AllGatherHandle:
+        return SymmetricAllGather(self, shard.contiguous(), rows, keep)  # type: ignore[arg-type]
 
 
 def test_gathered_rows_stay_when_their_slot_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=None))
-    world, memory, rows = World(3, delay=2e-4), _Memory(3), Rows((2, 0, 3))
+    world, memory, rows = World(3, delay=2e-4), _Memory(3), RowCounts((2, 0, 3))
     world.close()
     world.overlaps = [Overlap.over(_Gathers(world, rank, memory), f"gathers {rank}") for rank in range(3)]
     whole = [torch.full((5, 4), float(call)) + torch.arange(5.0)[:, None] for call in range(5)]
 
     def one(overlap: Overlap) -> list[Tensor]:
-        return [gather_all(overlap.transport, x[rows.of(overlap.rank)], rows) for x in whole]
+        return [all_gather_by_handle(overlap.transport, x[rows.of(overlap.rank)], rows) for x in whole]
 
     for found in world.run(one):
         for y, expected in zip(found, whole, strict=True):
@@ -65,14 +65,14 @@ def test_inboxes_that_a_graph_was_captured_with_are_kept(captured: bool, monkeyp
     monkeypatch.setattr(SymmetricTransport, "_wait_for_all", lambda self: None)
     transport = _transport(group=None, device=None, _shared={}, _captured=set())
     _capturing(monkeypatch, False)
-    transport.inbox(GATHER, 100)
+    transport.recv_buffer(GATHER, 100)
     _capturing(monkeypatch, captured)
-    used = weakref.ref(transport.inbox(GATHER, 100))
+    used = weakref.ref(transport.recv_buffer(GATHER, 100))
     _capturing(monkeypatch, False)
-    larger = transport.inbox(GATHER, 200)
+    larger = transport.recv_buffer(GATHER, 200)
     gc.collect()
     assert (used() is not None) == captured
-    assert transport.inbox(GATHER, 100) is larger
+    assert transport.recv_buffer(GATHER, 100) is larger
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -115,11 +115,11 @@ def test_after_a_call_that_failed_half_way_none_begins(monkeypatch: pytest.Monke
     here = SimpleNamespace(global_rank=3)
     inside: list[Call] = []
     watch = SimpleNamespace(inside=lambda: inside[-1] if inside else None, raise_if_failed=lambda: None)
-    transport = _transport(watch=watch, peers=SimpleNamespace(here=here), _abandoned="")
-    transport.abandon(MemoryError("before it began"))
-    assert transport._abandoned == ""
+    transport = _transport(watch=watch, peers=SimpleNamespace(here=here), _broken="")
+    transport.mark_broken(MemoryError("before it began"))
+    assert transport._broken == ""
     inside.append(call)
-    transport.abandon(MemoryError("a product found no memory"))
+    transport.mark_broken(MemoryError("a product found no memory"))
     with pytest.raises(symmetric.TransportBroken, match=r"all-gather of \[8, 4\] bfloat16 failed half-way on rank 3"):
         transport.begin(call)
 
@@ -129,7 +129,7 @@ def test_a_failing_product_abandons_its_call() -> None:
     told: list[Exception] = []
 
     def one(overlap: Overlap) -> None:
-        overlap.transport.abandon = told.append  # type: ignore[method-assign, assignment]
+        overlap.transport.mark_broken = told.append  # type: ignore[method-assign, assignment]
         all_gather_gemm(torch.ones(2, 4), torch.ones(3, 4), overlap, rows=[2, 2])
 
     world.run(one)

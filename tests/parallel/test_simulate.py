@@ -9,7 +9,7 @@ from powertrain.nn.tensor_parallel.vocab import vocab_parallel_linear_cross_entr
 from powertrain.parallel.collective_matmul import all_gather_gemm, gemm_reduce_scatter
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.heartbeat import PeerTimeout
-from powertrain.parallel.transport.simulated import World, _SimulatedGathering
+from powertrain.parallel.transport.simulated import World, _SimulatedAllGather
 from tests.distributed.overlap_worker import simulated
 
 
@@ -66,7 +66,7 @@ def test_what_was_sent_may_be_written_to_once_a_call_is_made() -> None:
 
 def test_gradients_go_into_main_grad_under_autocast_too() -> None:
     world = World(2)
-    words = torch.arange(8) % 6
+    flags = torch.arange(8) % 6
 
     def layer(overlap: Overlap) -> list[torch.Tensor]:
         up, down, head = (torch.nn.Parameter(torch.randn(*shape)) for shape in ((6, 8), (8, 6), (3, 8)))
@@ -74,7 +74,7 @@ def test_gradients_go_into_main_grad_under_autocast_too() -> None:
             p.main_grad = torch.zeros_like(p)  # type: ignore[attr-defined]
         with torch.autocast("cpu", torch.bfloat16):
             states = gemm_reduce_scatter(all_gather_gemm(torch.randn(4, 8), up, overlap), down, overlap)
-            vocab_parallel_linear_cross_entropy(states, head, words, overlap).backward()
+            vocab_parallel_linear_cross_entropy(states, head, flags, overlap).backward()
         assert up.grad is None and down.grad is None and head.grad is None
         return [up.main_grad, down.main_grad, head.main_grad]  # type: ignore[attr-defined]
 
@@ -85,13 +85,13 @@ def test_gradients_go_into_main_grad_under_autocast_too() -> None:
 
 def test_main_grads_are_among_what_a_lost_peer_poisons(monkeypatch: pytest.MonkeyPatch) -> None:
     finished: list[torch.Tensor] = []
-    finish = _SimulatedGathering.finish
+    finish = _SimulatedAllGather.finish
 
-    def noted(self: _SimulatedGathering, outputs: list[torch.Tensor]) -> None:
+    def noted(self: _SimulatedAllGather, outputs: list[torch.Tensor]) -> None:
         finished.extend(outputs)
         finish(self, outputs)
 
-    monkeypatch.setattr(_SimulatedGathering, "finish", noted)
+    monkeypatch.setattr(_SimulatedAllGather, "finish", noted)
     world = World(2)
 
     def layer(overlap: Overlap) -> list[torch.Tensor]:

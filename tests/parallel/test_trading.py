@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.transport.base import Trading, Traffic
+from powertrain.parallel.transport.base import AllToAllHandle, SplitSizes
 from powertrain.parallel.transport.protocol import COMBINE, DISPATCH, SLOTS_OF
 from powertrain.parallel.transport.simulated import SimulatedTransport, Stream, ThreadEngine, World
-from powertrain.parallel.transport.symmetric import Shared, SymmetricTrading, _roomy, _starts
+from powertrain.parallel.transport.symmetric import Shared, SymmetricAllToAll, _roomy, _starts
 from tests.distributed.experts_worker import check_case, tokens_of
 
 
@@ -31,31 +31,31 @@ class _Engine(ThreadEngine):
 
 
 class _Memory:
-    """Every rank's inboxes; all ranks make a larger one together."""
+    """Every rank's receive buffers; all ranks make a larger one together."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
         self.size, self.grown = size, 0
-        self.inboxes: dict[int, list[Tensor]] = {}
+        self.recv_buffers: dict[int, list[Tensor]] = {}
 
-    def inbox(self, rank: int, use: int, slot_bytes: int) -> Shared:
-        slots, found = SLOTS_OF[use], self.inboxes.get(use)
+    def recv_buffer(self, rank: int, use: int, slot_bytes: int) -> Shared:
+        slots, found = SLOTS_OF[use], self.recv_buffers.get(use)
         if found is None or found[0].numel() < slots * slot_bytes:
             self.barrier.wait()
             if rank == 0:
                 nbytes = slots * max(slot_bytes, 256)
-                self.inboxes[use] = [torch.full((nbytes,), 255, dtype=torch.uint8) for _ in range(self.size)]
+                self.recv_buffers[use] = [torch.full((nbytes,), 255, dtype=torch.uint8) for _ in range(self.size)]
                 self.grown += 1
             self.barrier.wait()
         shared = object.__new__(Shared)
-        shared.mine = self.inboxes[use][rank]
+        shared.mine = self.recv_buffers[use][rank]
         shared.slot_bytes = shared.mine.numel() // slots
-        shared.addresses = [t.data_ptr() for t in self.inboxes[use]]
+        shared.addresses = [t.data_ptr() for t in self.recv_buffers[use]]
         return shared
 
 
 class _Transport(SimulatedTransport):
-    """What SymmetricTrading asks of its transport."""
+    """What SymmetricAllToAll asks of its transport."""
 
     device = torch.device("cpu")
 
@@ -63,11 +63,11 @@ class _Transport(SimulatedTransport):
         super().__init__(world, rank)
         self.memory, self.steps.engine = memory, _Engine(world, rank)
 
-    def inbox(self, use: int, slot_bytes: int) -> Shared:
-        return self.memory.inbox(self.rank, use, slot_bytes)
+    def recv_buffer(self, use: int, slot_bytes: int) -> Shared:
+        return self.memory.recv_buffer(self.rank, use, slot_bytes)
 
-    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> Trading:
-        return SymmetricTrading(self, use, like, traffic, width)  # type: ignore[arg-type]
+    def all_to_all_async(self, use: int, like: Tensor, splits: SplitSizes, width: int) -> AllToAllHandle:
+        return SymmetricAllToAll(self, use, like, splits, width)  # type: ignore[arg-type]
 
     def begin(self, call: Any) -> Any:
         return SimpleNamespace(cuda_stream=None)
@@ -97,7 +97,7 @@ def test_rows_come_and_go_by_their_addresses(size: int, monkeypatch: pytest.Monk
         overlap.close()
 
     world.run(one)
-    assert memory.inboxes.keys() == {DISPATCH, COMBINE} and memory.grown > 2
+    assert memory.recv_buffers.keys() == {DISPATCH, COMBINE} and memory.grown > 2
 
 
 def test_inboxes_are_aligned_leave_out_ones_own_rows_and_grow_seldom() -> None:

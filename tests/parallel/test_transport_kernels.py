@@ -21,7 +21,7 @@ def test_adds_in_the_order_of_the_parts(
 
 
 def test_parts_may_lie_apart(device: torch.device) -> None:
-    """As in an inbox, whose parts start at multiples of 256 bytes."""
+    """As in a receive buffer, whose parts start at multiples of 256 bytes."""
     memory = torch.randn(3 * 1024, device=device)
     parts = memory.as_strided((3, 5, 100), (1024, 100, 1))
     assert torch.equal(sum_parts(parts), sum_parts_ref(parts))

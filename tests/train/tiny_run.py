@@ -38,7 +38,7 @@ def read(folder: Path, *overrides: str) -> Run:
 
 
 def open_trainer(folder: Path, *overrides: str, sinks: Callable[[Trainer], Sequence[Sink]]) -> Trainer:
-    return start(read(folder, *overrides), ranks.seat(), sinks)
+    return start(read(folder, *overrides), ranks.read_launch_env(), sinks)
 
 
 class At:

@@ -221,11 +221,11 @@ class RowParallelLinear(_SpreadLinear):
         return y.unflatten(0, x.shape[:-1])
 
 
-class OwnLinear(nn.Linear):
+class ReplicatedLinear(nn.Linear):
     """x wᵀ + b for a rank's own tokens [..., K]: every rank has the whole weight, and its gradient is summed."""
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, ranks: Ranks) -> "OwnLinear":
+    def from_linear(cls, linear: nn.Linear, ranks: Ranks) -> "ReplicatedLinear":
         """With the weights of an nn.Linear that is the same on every rank, or on the meta device."""
         found = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
         for name, p in linear.named_parameters():

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from powertrain.parallel.overlap import Overlap, find
-from powertrain.parallel.transport.base import Rows
+from powertrain.parallel.transport.base import RowCounts
 from powertrain.runtime.dispatch import Op
 
 # gather   every rank's rows, on every rank          slice  this rank's rows of a tensor that all ranks have
@@ -24,7 +24,7 @@ def even_rows(count: int, size: int) -> tuple[int, ...]:
 
 
 def _move(x: Tensor, how: str, back: str, counts: Sequence[int], key: str) -> Tensor:
-    overlap, rows = find(key), Rows(tuple(counts))
+    overlap, rows = find(key), RowCounts(tuple(counts))
     if how in ("slice", "same"):
         return (x[rows.of(overlap.rank)] if how == "slice" else x).clone()
     found = x.reshape(x.shape[0], x.shape[1:].numel()).contiguous()

@@ -34,7 +34,7 @@ from powertrain.ops.cross_entropy import (
 from powertrain.ops.linear_cross_entropy import MAX_ROUNDINGS, _blocks, _logits, _matmul, _scratch
 from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
 from powertrain.parallel.overlap import Overlap, find
-from powertrain.parallel.transport.base import Rows
+from powertrain.parallel.transport.base import RowCounts
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, use_kernel
 from powertrain.runtime.flops import Shape
@@ -122,7 +122,7 @@ def _stats(logits: Tensor, target: Tensor, terms: Terms, overlap: Overlap) -> Te
         own[1].masked_fill_(outside & (target != terms.ignore_index), torch.nan)
     if overlap.size == 1:
         return own
-    ranks = overlap.transport.all_gather(own[None], Rows((1,) * overlap.size))
+    ranks = overlap.transport.all_gather(own[None], RowCounts((1,) * overlap.size))
     return torch.stack((ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0), ranks[:, 2].sum(0)))
 
 
@@ -250,7 +250,7 @@ def _linear_fwd(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """counts: tokens of each rank; empty: x has all of them."""
     overlap, terms = find(key), Terms(ignore_index, smoothing, z_loss, softcap)
-    whole = overlap.transport.all_gather(x, Rows(tuple(counts))) if counts else x
+    whole = overlap.transport.all_gather(x, RowCounts(tuple(counts))) if counts else x
     target, count, words = _aligned(target), target.shape[0], weight.shape[0]
     scale = (1.0 / (target != ignore_index).sum()).to(acc_dtype(x.dtype)) if reduction == "mean" else None
     early = early_scale(x.dtype, scale)
@@ -287,7 +287,7 @@ def _summed_dx(dx: Tensor, counts: Sequence[int], overlap: Overlap) -> Tensor:
     """The sum over ranks, each of which has the share of its words: of this rank's tokens, or of all of them."""
     if overlap.size == 1:
         return dx
-    rows = Rows(tuple(counts) or even_rows(dx.shape[0], overlap.size))
+    rows = RowCounts(tuple(counts) or even_rows(dx.shape[0], overlap.size))
     mine = overlap.transport.reduce_scatter(dx, rows)
     return mine if counts else overlap.transport.all_gather(mine, rows)
 

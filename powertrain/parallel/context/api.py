@@ -29,7 +29,7 @@ from powertrain.ops.attention.arguments import check_qkv, lower_mask
 from powertrain.ops.attention.layouts import from_bshd, to_bshd
 from powertrain.ops.attention.problem import Layout
 from powertrain.parallel.context.block_attention import Mask
-from powertrain.parallel.context.point_to_point import Peers, all_gather_rows, to_heads, to_tokens
+from powertrain.parallel.context.point_to_point import ContextGroup, all_gather_rows, to_heads, to_tokens
 from powertrain.parallel.context.ring import RingAttention
 from powertrain.parallel.context.sharding import Sharding
 from powertrain.runtime import checks
@@ -119,7 +119,7 @@ class ContextParallel:
     """Attention over sequences that are spread over the ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.peers = Peers(group)
+        self.peers = ContextGroup(group)
 
     @property
     def rank(self) -> int:

@@ -22,7 +22,7 @@ from powertrain.ops.attention import attention, attention_backward, varlen_atten
 from powertrain.ops.attention.merge import merge_pair
 from powertrain.ops.attention.problem import Layout
 from powertrain.ops.shapes import acc_dtype
-from powertrain.parallel.context.sharding import Piece, Sharding
+from powertrain.parallel.context.sharding import Sharding, TokenSpan
 
 
 class Mask(NamedTuple):
@@ -65,7 +65,7 @@ def dense_blocks(sharding: Sharding, source: int, mask: Mask, rank: int | None =
     return found if mask.slopes is not None else _stacked(found)
 
 
-def _band(queries: Piece, keys: Piece, mask: Mask) -> Block | None:
+def _band(queries: TokenSpan, keys: TokenSpan, mask: Mask) -> Block | None:
     """One piece to another, cut to the rows and columns that intersect the band."""
     first, last, start, stop = queries.start, queries.stop, keys.start, keys.stop
     if not (queries.length and keys.length):

@@ -28,7 +28,7 @@ class Transfer:
         self._works, self._tensors = [], ()
 
 
-class Peers:
+class ContextGroup:
     """The ranks of a group, by their numbers in it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -79,7 +79,7 @@ class Chunk:
         return Chunk(flat, flat[:size].view(key), flat[size:].view(value))
 
 
-def passed_round(peers: Peers, own: Chunk, sharding: Sharding, dim: int) -> Iterator[tuple[int, Chunk]]:
+def passed_round(peers: ContextGroup, own: Chunk, sharding: Sharding, dim: int) -> Iterator[tuple[int, Chunk]]:
     """(its rank, chunk) of all ranks, this one first, then those before it; each passed on while the caller works."""
     rank, world_size = peers.rank, peers.world_size
     held = own
@@ -96,7 +96,7 @@ def passed_round(peers: Peers, own: Chunk, sharding: Sharding, dim: int) -> Iter
 
 
 def fetched(
-    peers: Peers, own: Chunk, sharding: Sharding, dim: int, needs: Callable[[int, int], bool]
+    peers: ContextGroup, own: Chunk, sharding: Sharding, dim: int, needs: Callable[[int, int], bool]
 ) -> Iterator[tuple[int, Chunk]]:
     """(its rank, chunk) of all ranks that this one needs, its own first; all are under way before the first is given.
 
@@ -117,7 +117,7 @@ def fetched(
             yield source, chunk
 
 
-def all_gather_rows(peers: Peers, rows: Tensor, sharding: Sharding) -> Tensor:
+def all_gather_rows(peers: ContextGroup, rows: Tensor, sharding: Sharding) -> Tensor:
     """All ranks' rows one behind the other; `rows` contiguous."""
     peers.meet(rows.device)
     counts = [sharding.length(r) for r in range(peers.world_size)]
@@ -137,7 +137,7 @@ class _Exchange(torch.autograd.Function):
     """[W, n, B, c], a row of it for each rank, to [S, B, c] of all tokens in order; or the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers, sharding: Sharding, forwards: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, peers: ContextGroup, sharding: Sharding, forwards: bool) -> Tensor:
         ctx.how = (peers, sharding, not forwards)
         return _gather_tokens(x, peers, sharding) if forwards else _scatter_tokens(x, peers, sharding)
 
@@ -149,14 +149,14 @@ class _Exchange(torch.autograd.Function):
         return back, None, None, None
 
 
-def _gather_tokens(x: Tensor, peers: Peers, sharding: Sharding) -> Tensor:
+def _gather_tokens(x: Tensor, peers: ContextGroup, sharding: Sharding) -> Tensor:
     counts = [sharding.length(r) for r in range(peers.world_size)]
     rows = x.new_empty((sharding.num_tokens, *x.shape[2:]))
     _all_to_all(rows, x.flatten(0, 1).contiguous(), counts, [x.shape[1]] * peers.world_size, peers)
     return rows.index_select(0, sharding.order(x.device))
 
 
-def _scatter_tokens(x: Tensor, peers: Peers, sharding: Sharding) -> Tensor:
+def _scatter_tokens(x: Tensor, peers: ContextGroup, sharding: Sharding) -> Tensor:
     counts = [sharding.length(r) for r in range(peers.world_size)]
     order = torch.cat([sharding.indices(x.device, r) for r in range(peers.world_size)])
     own = counts[peers.rank]
@@ -165,11 +165,11 @@ def _scatter_tokens(x: Tensor, peers: Peers, sharding: Sharding) -> Tensor:
     return parts.unflatten(0, (peers.world_size, own))
 
 
-def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], peers: Peers) -> None:
+def _all_to_all(out: Tensor, x: Tensor, received: list[int], sent: list[int], peers: ContextGroup) -> None:
     dist.all_to_all_single(out, x, received, sent, group=peers.group)
 
 
-def to_heads(peers: Peers, tensors: tuple[Tensor, ...], sharding: Sharding) -> list[Tensor]:
+def to_heads(peers: ContextGroup, tensors: tuple[Tensor, ...], sharding: Sharding) -> list[Tensor]:
     """Tensors [n, B, heads, channels] of this rank's tokens to [S, B, heads / W, channels], in one message a rank."""
     split = [x.unflatten(2, (peers.world_size, -1)).permute(2, 0, 1, 3, 4) for x in tensors]
     widths = [x.shape[3] * x.shape[4] for x in split]
@@ -177,7 +177,7 @@ def to_heads(peers: Peers, tensors: tuple[Tensor, ...], sharding: Sharding) -> l
     return [x.unflatten(2, s.shape[3:]) for x, s in zip(rows.split(widths, -1), split, strict=True)]
 
 
-def to_tokens(peers: Peers, x: Tensor, sharding: Sharding) -> Tensor:
+def to_tokens(peers: ContextGroup, x: Tensor, sharding: Sharding) -> Tensor:
     """[S, B, heads / W, channels] of all tokens to [n, B, heads, channels] of this rank's."""
     parts = _Exchange.apply(x.flatten(2), peers, sharding, False)  # [W, n, B, heads / W * channels]
     return parts.unflatten(3, x.shape[2:]).permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from powertrain.ops.shapes import acc_dtype
 from powertrain.parallel.context.block_attention import Mask, Queries, Sum, dense_blocks, gradients
-from powertrain.parallel.context.point_to_point import Chunk, Peers, Transfer, fetched, passed_round
+from powertrain.parallel.context.point_to_point import Chunk, ContextGroup, Transfer, fetched, passed_round
 from powertrain.parallel.context.sharding import Sharding
 
 
@@ -25,7 +25,7 @@ class RingAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        peers: Peers,
+        peers: ContextGroup,
         sharding: Sharding,
         mask: Mask,
         is_ring: bool,
@@ -58,7 +58,9 @@ class RingAttention(torch.autograd.Function):
         return dquery, total.key.to(key.dtype), total.value.to(value.dtype), dsinks, None, None, None, None
 
 
-def _chunks(peers: Peers, own: Chunk, sharding: Sharding, mask: Mask, is_ring: bool) -> Iterator[tuple[int, Chunk]]:
+def _chunks(
+    peers: ContextGroup, own: Chunk, sharding: Sharding, mask: Mask, is_ring: bool
+) -> Iterator[tuple[int, Chunk]]:
     peers.meet(own.flat.device)
     dim = 0 if sharding.is_packed else 1
     if is_ring:
@@ -74,7 +76,7 @@ def _sees(sharding: Sharding, rank: int, source: int, mask: Mask) -> bool:
 class _Travelling:
     """dk and dv of a ring: each rank adds its share to the sum received from its predecessor, and sends it on."""
 
-    def __init__(self, peers: Peers, own: Chunk, sharding: Sharding, mask: Mask) -> None:
+    def __init__(self, peers: ContextGroup, own: Chunk, sharding: Sharding, mask: Mask) -> None:
         self.peers, self.own, self.sharding = peers, own, sharding
         self.coming: Chunk | None = None
         self.transfer: Transfer | None = None
@@ -100,7 +102,7 @@ class _Travelling:
 class _Sent:
     """dk and dv straight to their owner."""
 
-    def __init__(self, peers: Peers, own: Chunk, sharding: Sharding, mask: Mask) -> None:
+    def __init__(self, peers: ContextGroup, own: Chunk, sharding: Sharding, mask: Mask) -> None:
         self.peers, self.own, self.sharding, self.mask = peers, own, sharding, mask
         self.shares: dict[int, Chunk] = {}
         self.transfers: list[Transfer] = []

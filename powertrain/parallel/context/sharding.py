@@ -18,7 +18,7 @@ from torch import Tensor
 from powertrain.runtime import checks
 
 
-class Rows(NamedTuple):
+class RowSpans(NamedTuple):
     """A part of each document on one rank, int32: where it begins among the rank's tokens, and how long it is.
 
     Before them stands an empty one at 0: rows of no document get zeros from attention only behind one.
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     lengths: Tensor  # [documents + 1]
 
 
-class Piece(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive tokens of a document on one rank."""
 
     start: int  # in the document
@@ -54,7 +54,7 @@ class Sharding:
         self.starts = [0]
         for length in lengths:
             self.starts.append(self.starts[-1] + length)
-        self._kept: dict[tuple[object, ...], Tensor | Rows] = {}
+        self._kept: dict[tuple[object, ...], Tensor | RowSpans] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -66,13 +66,13 @@ class Sharding:
         """Of a document."""
         return max((bounds[-1] for bounds in self.bounds), default=0)
 
-    def pieces(self, rank: int) -> list[tuple[Piece, Piece]]:
+    def pieces(self, rank: int) -> list[tuple[TokenSpan, TokenSpan]]:
         """The two pieces of each document, in the order of the rank's tokens."""
         found, row = [], 0
         for bounds in self.bounds:
             pair = []
             for n in (rank, 2 * self.world_size - 1 - rank):
-                pair.append(Piece(bounds[n], bounds[n + 1], row))
+                pair.append(TokenSpan(bounds[n], bounds[n + 1], row))
                 row += pair[-1].length
             found.append((pair[0], pair[1]))
         return found
@@ -105,16 +105,16 @@ class Sharding:
         assert isinstance(kept, Tensor)
         return kept
 
-    def rows(self, rank: int, first: bool, second: bool, device: torch.device) -> Rows:
+    def rows(self, rank: int, first: bool, second: bool, device: torch.device) -> RowSpans:
         """The first, the second or both pieces of each document among a rank's tokens."""
         key = ("rows", rank, first, second, device)
         if key not in self._kept:
             pairs = self.pieces(rank)
             starts = [0, *(one.row if first else two.row for one, two in pairs), self.length(rank)]
             lengths = [0] + [first * one.length + second * two.length for one, two in pairs]
-            self._kept[key] = Rows(*(torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths)))
+            self._kept[key] = RowSpans(*(torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths)))
         kept = self._kept[key]
-        assert isinstance(kept, Rows)
+        assert isinstance(kept, RowSpans)
         return kept
 
     def shard(self, *tensors: Tensor, dim: int = 1) -> tuple[Tensor, ...]:

@@ -53,7 +53,7 @@ class Rates:
     link: float
 
 
-class Rows(NamedTuple):
+class RowCounts(NamedTuple):
     """Ownership of a gathered tensor's rows: rank r has `counts[r]` of them, after those of the ranks before it."""
 
     counts: tuple[int, ...]
@@ -75,7 +75,7 @@ class Rows(NamedTuple):
         return whole.split(self.counts)
 
 
-class Gathering(ABC):
+class AllGatherHandle(ABC):
     """All ranks' rows, on their way.
 
     order    the ranks as their rows come, this one first
@@ -94,7 +94,7 @@ class Gathering(ABC):
         """After the last product, whose results are given: the buffers may be reused."""
 
 
-class Scattering(ABC):
+class ReduceScatterHandle(ABC):
     """Partial results [rows.total, N], on their way to the ranks that own the rows.
 
     order    the ranks to make parts for, this one last
@@ -115,7 +115,7 @@ class Scattering(ABC):
         """The sum of all ranks' parts for this one, [rows.counts[own], N], with bias [N] added."""
 
 
-class Traffic(NamedTuple):
+class SplitSizes(NamedTuple):
     """Number of rows between ranks: rows[source][target], the same on every rank."""
 
     rows: tuple[tuple[int, ...], ...]
@@ -127,12 +127,12 @@ class Traffic(NamedTuple):
         return tuple(row[rank] for row in self.rows)
 
     @property
-    def back(self) -> "Traffic":
+    def back(self) -> "SplitSizes":
         """The same rows on their way back."""
-        return Traffic(tuple(zip(*self.rows, strict=True)))
+        return SplitSizes(tuple(zip(*self.rows, strict=True)))
 
 
-class Trading(ABC):
+class AllToAllHandle(ABC):
     """Rows for each rank and each rank's for this one, on their way.
 
     order    the ranks as their rows come, this one first
@@ -165,27 +165,27 @@ class Transport(ABC):
     layer: str = ""  # whose call it is, for messages
 
     @abstractmethod
-    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
+    def gather(self, shard: Tensor, rows: RowCounts, *, keep: bool) -> AllGatherHandle:
         """Start to bring every rank's shard [rows.counts[rank], K] here."""
 
     @abstractmethod
-    def scatter(self, like: Tensor, rows: Rows, width: int) -> Scattering:
+    def scatter(self, like: Tensor, rows: RowCounts, width: int) -> ReduceScatterHandle:
         """Get ready to send parts [rows.counts[rank], width] of like's dtype and device."""
 
     @abstractmethod
-    def all_gather(self, shard: Tensor, rows: Rows) -> Tensor:
+    def all_gather(self, shard: Tensor, rows: RowCounts) -> Tensor:
         """Every rank's rows, [rows.total, K], by one collective."""
 
     @abstractmethod
-    def reduce_scatter(self, parts: Tensor, rows: Rows) -> Tensor:
+    def reduce_scatter(self, parts: Tensor, rows: RowCounts) -> Tensor:
         """parts [rows.total, N] -> this rank's rows of their sum, by one collective."""
 
     @abstractmethod
-    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> Trading:
+    def all_to_all_async(self, use: int, like: Tensor, splits: SplitSizes, width: int) -> AllToAllHandle:
         """Get ready to send and receive rows [.., width] of like's dtype and device; use: DISPATCH or COMBINE."""
 
     @abstractmethod
-    def all_to_all(self, rows: Tensor, traffic: Traffic) -> Tensor:
+    def all_to_all(self, rows: Tensor, splits: SplitSizes) -> Tensor:
         """rows [rows sent, width], in the order of their targets -> those received, in that of their sources, by one
         collective."""
 
@@ -210,10 +210,10 @@ class Transport(ABC):
     ) -> None:
         """In debug mode: raise CollectiveMismatch unless every rank makes this very call now."""
 
-    def abandon(self, error: Exception) -> None:  # noqa: B027
+    def mark_broken(self, error: Exception) -> None:  # noqa: B027
         """A call failed on this rank before it ended, if it had begun."""
 
-    def let_go(self) -> None:  # noqa: B027
+    def detach(self) -> None:  # noqa: B027
         """At interpreter exit: end threads, release process groups, do not wait."""
 
     def close(self) -> None:  # noqa: B027

@@ -8,8 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powertrain.parallel.transport.base import Gathering, Rows, Scattering, Trading, Traffic, Transport, on_gpus
-from powertrain.parallel.transport.heartbeat import CollectiveMismatch, Peers
+from powertrain.parallel.transport.base import (
+    AllGatherHandle,
+    AllToAllHandle,
+    ReduceScatterHandle,
+    RowCounts,
+    SplitSizes,
+    Transport,
+    on_gpus,
+)
+from powertrain.parallel.transport.heartbeat import CollectiveMismatch, Heartbeat
 from powertrain.parallel.transport.kernels import sum_parts
 from powertrain.parallel.transport.protocol import DISPATCH
 
@@ -27,7 +35,7 @@ class CollectiveTransport(Transport):
         self.group, self.debug = group, debug
         self.rank, self.size = group.rank(), group.size()
         self.on_gpus = on_gpus(group)
-        self.peers = Peers(group)
+        self.peers = Heartbeat(group)
         if sequential:
             self.name = "sequential"
 
@@ -47,7 +55,7 @@ class CollectiveTransport(Transport):
                 f"ranks must make the same calls: rank 0 makes {everyone[0]}; rank {other} makes {everyone[other]}"
             )
 
-    def _agree(self, what: str, x: Tensor, rows: Rows) -> None:
+    def _agree(self, what: str, x: Tensor, rows: RowCounts) -> None:
         """On the CPU, raise CollectiveMismatch where sizes differ: gloo would end the process, not the call."""
         if x.is_cuda or self.size == 1:
             return
@@ -60,50 +68,50 @@ class CollectiveTransport(Transport):
             except (RuntimeError, dist.DistError) as error:
                 raise self.peers.lost(f"{what}{in_layer(self.layer)}", error) from error
 
-    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
+    def gather(self, shard: Tensor, rows: RowCounts, *, keep: bool) -> AllGatherHandle:
         self._agree("all-gather", shard, rows)
         if self.name == "sequential" and rows.even:
             return Collected(self, shard, rows)
-        return _SentGathering(self, shard, rows, keep)
+        return _SentAllGather(self, shard, rows, keep)
 
-    def scatter(self, like: Tensor, rows: Rows, width: int) -> Scattering:
+    def scatter(self, like: Tensor, rows: RowCounts, width: int) -> ReduceScatterHandle:
         self._agree("reduce-scatter", like[:0, :1].expand(0, width), rows)
-        return _SentScattering(self, like, rows, width)
+        return _SentReduceScatter(self, like, rows, width)
 
-    def all_gather(self, shard: Tensor, rows: Rows) -> Tensor:
+    def all_gather(self, shard: Tensor, rows: RowCounts) -> Tensor:
         if not rows.even:
-            return gather_all(self, shard, rows)
+            return all_gather_by_handle(self, shard, rows)
         self._agree("all-gather", shard, rows)
         whole = shard.new_empty((rows.total, *shard.shape[1:]))
         with self.waiting("all-gather", whole):
             _all_gather(whole, shard.contiguous(), group=self.group)
         return whole
 
-    def reduce_scatter(self, parts: Tensor, rows: Rows) -> Tensor:
+    def reduce_scatter(self, parts: Tensor, rows: RowCounts) -> Tensor:
         if not rows.even:
-            return scatter_all(self, parts, rows)
+            return reduce_scatter_by_handle(self, parts, rows)
         self._agree("reduce-scatter", parts, rows)
         mine = parts.new_empty((rows.counts[self.rank], *parts.shape[1:]))
         with self.waiting("reduce-scatter", parts):
             _reduce_scatter(mine, parts.contiguous(), group=self.group)
         return mine
 
-    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> Trading:
-        return _SentTrading(self, like, traffic, width)
+    def all_to_all_async(self, use: int, like: Tensor, splits: SplitSizes, width: int) -> AllToAllHandle:
+        return _SentAllToAll(self, like, splits, width)
 
-    def all_to_all(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        received = traffic.received(self.rank)
+    def all_to_all(self, rows: Tensor, splits: SplitSizes) -> Tensor:
+        received = splits.received(self.rank)
         whole = rows.new_empty((sum(received), *rows.shape[1:]))
         with self.waiting("all-to-all", whole):
             dist.all_to_all_single(
-                whole, rows.contiguous(), list(received), list(traffic.sent(self.rank)), group=self.group
+                whole, rows.contiguous(), list(received), list(splits.sent(self.rank)), group=self.group
             )
         return whole
 
     def close(self) -> None:
         self.peers.close()
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         self.peers.close()
         self.__dict__.pop("group", None)
 
@@ -147,7 +155,7 @@ def _backward_of(operand: Tensor) -> list[str]:
     return ["with gradient"] if torch.is_grad_enabled() and operand.requires_grad else []
 
 
-def gather_all(transport: Transport, shard: Tensor, rows: Rows) -> Tensor:
+def all_gather_by_handle(transport: Transport, shard: Tensor, rows: RowCounts) -> Tensor:
     """All rows by a gathering, for groups whose collective does not serve; in memory of their own.
 
     Where a gathering brings them is used again.
@@ -160,7 +168,7 @@ def gather_all(transport: Transport, shard: Tensor, rows: Rows) -> Tensor:
     return whole
 
 
-def scatter_all(transport: Transport, parts: Tensor, rows: Rows) -> Tensor:
+def reduce_scatter_by_handle(transport: Transport, parts: Tensor, rows: RowCounts) -> Tensor:
     """The sum of all ranks' parts for this one by a scattering."""
     scattering = transport.scatter(parts, rows, parts.shape[1])
     for rank in scattering.order:
@@ -169,10 +177,10 @@ def scatter_all(transport: Transport, parts: Tensor, rows: Rows) -> Tensor:
     return scattering.reduce()
 
 
-def trade_all(transport: Transport, rows: Tensor, traffic: Traffic) -> Tensor:
+def all_to_all_by_handle(transport: Transport, rows: Tensor, splits: SplitSizes) -> Tensor:
     """`Transport.all_to_all` by a trading."""
-    trading = transport.trade(DISPATCH, rows, traffic, rows.shape[1])
-    parts = rows.split(traffic.sent(transport.rank))
+    trading = transport.all_to_all_async(DISPATCH, rows, splits, rows.shape[1])
+    parts = rows.split(splits.sent(transport.rank))
     for rank in [transport.rank, *transport.outwards()]:
         trading.send(rank, parts[rank])
     for rank in trading.order:
@@ -181,10 +189,10 @@ def trade_all(transport: Transport, rows: Tensor, traffic: Traffic) -> Tensor:
     return trading.whole
 
 
-class Collected(Gathering):
+class Collected(AllGatherHandle):
     """The result of one collective, complete at once: the baseline."""
 
-    def __init__(self, transport: Transport, shard: Tensor, rows: Rows) -> None:
+    def __init__(self, transport: Transport, shard: Tensor, rows: RowCounts) -> None:
         self.order, self.whole = range(transport.size), transport.all_gather(shard, rows)
         self.parts = rows.split(self.whole)
 
@@ -192,10 +200,10 @@ class Collected(Gathering):
         return self.parts[rank]
 
 
-class _SentGathering(Gathering):
+class _SentAllGather(AllGatherHandle):
     """Step i sends to the rank i before and receives from the rank i behind, so that no two send to one at once."""
 
-    def __init__(self, transport: CollectiveTransport, shard: Tensor, rows: Rows, keep: bool) -> None:
+    def __init__(self, transport: CollectiveTransport, shard: Tensor, rows: RowCounts, keep: bool) -> None:
         self.transport, self.shard, self.rows, self.rank = transport, shard.contiguous(), rows, transport.rank
         self.order = [(transport.rank + step) % transport.size for step in range(transport.size)]
         self.whole = shard.new_empty((rows.total, *shard.shape[1:]))
@@ -215,13 +223,13 @@ class _SentGathering(Gathering):
         return self.whole[self.rows.of(rank)]
 
 
-class _SentScattering(Scattering):
-    def __init__(self, transport: CollectiveTransport, like: Tensor, rows: Rows, width: int) -> None:
+class _SentReduceScatter(ReduceScatterHandle):
+    def __init__(self, transport: CollectiveTransport, like: Tensor, rows: RowCounts, width: int) -> None:
         self.transport, self.rows, self.rank = transport, rows, transport.rank
         self.order = [(transport.rank + step) % transport.size for step in range(1, transport.size + 1)]
-        self.inbox = like.new_empty((transport.size, rows.counts[self.rank], width))
+        self.recv_buffer = like.new_empty((transport.size, rows.counts[self.rank], width))
         self.parts = {rank: like.new_empty((rows.counts[rank], width)) for rank in self.order[:-1]}
-        self.parts[self.rank] = self.inbox[self.rank]
+        self.parts[self.rank] = self.recv_buffer[self.rank]
         self.works: list[dist.Work] = []
 
     def part(self, rank: int) -> Tensor:
@@ -231,22 +239,22 @@ class _SentScattering(Scattering):
         if rank == self.rank:
             return
         source = (2 * self.rank - rank) % self.transport.size
-        self.works += self.transport.exchange(self.parts[rank], rank, self.inbox[source], source)
+        self.works += self.transport.exchange(self.parts[rank], rank, self.recv_buffer[source], source)
 
     def reduce(self, bias: Tensor | None = None) -> Tensor:
-        with self.transport.waiting("reduce-scatter", self.inbox):
+        with self.transport.waiting("reduce-scatter", self.recv_buffer):
             for work in self.works:
                 work.wait()
-        return sum_parts(self.inbox, bias)
+        return sum_parts(self.recv_buffer, bias)
 
 
-class _SentTrading(Trading):
+class _SentAllToAll(AllToAllHandle):
     """While rows go to one rank, rows of its mirror image are received: all ranks send outwards, or all inwards."""
 
-    def __init__(self, transport: CollectiveTransport, like: Tensor, traffic: Traffic, width: int) -> None:
+    def __init__(self, transport: CollectiveTransport, like: Tensor, splits: SplitSizes, width: int) -> None:
         self.transport, self.rank = transport, transport.rank
         self.order = [self.rank, *transport.inwards()]
-        received = traffic.received(self.rank)
+        received = splits.received(self.rank)
         self.whole = like.new_empty((sum(received), width))
         self.parts = self.whole.split(received)
         self.works: dict[int, list[dist.Work]] = {}

@@ -68,7 +68,7 @@ class Peer:
             return False
 
 
-class Peers:
+class Heartbeat:
     """The ranks of a group as they see each other. `calls`: how many this rank has begun, which its owner counts."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -98,7 +98,7 @@ class Peers:
         except dist.DistError:
             pass
 
-    def give_up(self, why: str) -> None:
+    def broadcast_failure(self, why: str) -> None:
         """Tell the others that this rank's calls end in an error from now on."""
         try:
             self._store.set(f"gave up {self.rank}", why)
@@ -203,7 +203,7 @@ def _end(thread: threading.Thread, closed: threading.Event) -> None:
 
 
 def _beat(peers: Any, closed: threading.Event) -> None:
-    """The thread of one Peers, which it does not keep alive."""
+    """The thread of one Heartbeat, which it does not keep alive."""
     while (here := peers()) is not None:
         here.beat()
         here.say_who_is_late()

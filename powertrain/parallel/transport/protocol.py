@@ -1,20 +1,20 @@
 """Synchronization protocol: when a rank may write to the memory of another.
 
-Every rank keeps an inbox for gatherings and one for scatterings, with two slots each that calls use in turn, and two of
-one slot for rows that are traded, there and back. The others copy their rows there. It also keeps words, 0 or 1, each
-written by one peer and consumed (waited for, then made 0) by their keeper:
+Every rank keeps a receive buffer for all-gathers and one for reduce-scatters, with two slots each that calls use
+alternately, and two buffers of one slot for the two directions of an all-to-all. The others copy their rows there. It
+also keeps flags, 0 or 1, each written by one peer and consumed (waited for, then made 0) by their owner:
 
-    FULL [use, slot, peer, piece]   that piece of the peer's rows is in my inbox
-    ROOM [use, slot, peer]          my rows may go into the peer's inbox
+    READY [use, slot, peer, piece]   that piece of the peer's rows is in my receive buffer
+    FREE [use, slot, peer]          my rows may go into the peer's receive buffer
 
-ROOM is a credit and starts at 1. A word is made 1 only after its keeper made it 0 and passed the other one back, so it
+FREE is a credit and starts at 1. A flag is made 1 only after its keeper made it 0 and passed the other one back, so it
 is never made 1 twice, and the same steps can be replayed for ever: a captured graph replays them as they are. With two
 slots in turn there is always room, since a call ends only when everybody has begun it; the credit matters where one
 slot follows itself, as in a graph with one call.
 
 Two things make this free of deadlock. Each step waits only for steps of the same call or earlier ones on other ranks,
 and calls come in the same order everywhere. And no step but the products and the last sum needs an SM, which a product
-may have taken all of: they are copies by copy engines, and words waited for and written by streams.
+may have taken all of: they are copies by copy engines, and flags waited for and written by streams.
 
 The same steps drive CUDA streams (symmetric.py), threads (simulate.py) and a model checker (tests/parallel).
 """
@@ -27,15 +27,15 @@ SLOTS = 2  # at most
 PIECES = 2  # at most, of one rank's rows
 
 
-# plain integers, since words are looked up in every call: kinds of words, and uses of inboxes
-FULL, ROOM = KINDS = 0, 1
+# plain integers, since flags are looked up in every call: kinds of flags, and uses of receive buffers
+READY, FREE = KINDS = 0, 1
 GATHER, SCATTER, DISPATCH, COMBINE = USES = 0, 1, 2, 3
 # rows for experts are many and their calls far apart: a second slot would cost memory and save no time
 SLOTS_OF = SLOTS, SLOTS, 1, 1
 
 
-class Word(NamedTuple):
-    """One of a rank's words."""
+class Flag(NamedTuple):
+    """One of a rank's flags."""
 
     kind: int
     use: int
@@ -45,32 +45,32 @@ class Word(NamedTuple):
 
 
 Stream = TypeVar("Stream")
-Place = TypeVar("Place")
+Memory = TypeVar("Memory")
 
 
-class Engine(ABC, Generic[Stream, Place]):
-    """Operations that can be enqueued on a stream of this rank; Place is a piece of memory."""
+class Engine(ABC, Generic[Stream, Memory]):
+    """Operations that can be enqueued on a stream of this rank; Memory is a piece of memory."""
 
     rank: int
     size: int
 
     @abstractmethod
-    def consume(self, stream: Stream, words: Sequence[Word]) -> None:
-        """Wait until every one of this rank's words is 1, then make them 0."""
+    def consume(self, stream: Stream, flags: Sequence[Flag]) -> None:
+        """Wait until every one of this rank's flags is 1, then make them 0."""
 
     @abstractmethod
-    def signal(self, stream: Stream, words: Sequence[tuple[int, Word]]) -> None:
-        """Make words of other ranks 1, after everything before it on the stream."""
+    def signal(self, stream: Stream, flags: Sequence[tuple[int, Flag]]) -> None:
+        """Make flags of other ranks 1, after everything before it on the stream."""
 
     @abstractmethod
-    def copy(self, stream: Stream, source: Place, target: Place) -> None:
+    def copy(self, stream: Stream, source: Memory, target: Memory) -> None:
         """Copy without an SM."""
 
 
-class Protocol(Generic[Stream, Place]):
+class Protocol(Generic[Stream, Memory]):
     """The steps of one rank in one call after another."""
 
-    def __init__(self, engine: Engine[Stream, Place]) -> None:
+    def __init__(self, engine: Engine[Stream, Memory]) -> None:
         self.engine = engine
         self.rank, self.size = engine.rank, engine.size
         self._calls = [0] * len(USES)
@@ -90,21 +90,21 @@ class Protocol(Generic[Stream, Place]):
         """The other ranks as their rows come here, if all keep pace."""
         return [(self.rank - step) % self.size for step in range(1, self.size)]
 
-    def await_room(self, stream: Stream, use: int, slot: int, peers: Sequence[int]) -> None:
+    def await_free(self, stream: Stream, use: int, slot: int, peers: Sequence[int]) -> None:
         """Wait until the peers have used the rows that this rank sent two calls ago."""
-        self.engine.consume(stream, [Word(ROOM, use, slot, peer) for peer in peers])
+        self.engine.consume(stream, [Flag(FREE, use, slot, peer) for peer in peers])
 
-    def send(self, stream: Stream, use: int, slot: int, peer: int, pieces: Sequence[tuple[Place, Place]]) -> None:
-        """Copy pieces (from, to) into a peer's inbox when there is room, and tell it of each."""
-        self.await_room(stream, use, slot, [peer])
+    def send(self, stream: Stream, use: int, slot: int, peer: int, pieces: Sequence[tuple[Memory, Memory]]) -> None:
+        """Copy pieces (from, to) into a peer's receive buffer when there is room, and tell it of each."""
+        self.await_free(stream, use, slot, [peer])
         for piece, (source, target) in enumerate(pieces):
             self.engine.copy(stream, source, target)
-            self.engine.signal(stream, [(peer, Word(FULL, use, slot, self.rank, piece))])
+            self.engine.signal(stream, [(peer, Flag(READY, use, slot, self.rank, piece))])
 
     def receive(self, stream: Stream, use: int, slot: int, peers: Sequence[int], pieces: int = 1) -> None:
         """Wait until all pieces of the peers' rows are here."""
-        self.engine.consume(stream, [Word(FULL, use, slot, p, i) for p in peers for i in range(pieces)])
+        self.engine.consume(stream, [Flag(READY, use, slot, p, i) for p in peers for i in range(pieces)])
 
     def release(self, stream: Stream, use: int, slot: int) -> None:
-        """The rows in the inbox are used: its slots are free again."""
-        self.engine.signal(stream, [(peer, Word(ROOM, use, slot, self.rank)) for peer in self.receivers])
+        """The rows in the receive buffer are used: its slots are free again."""
+        self.engine.signal(stream, [(peer, Flag(FREE, use, slot, self.rank)) for peer in self.receivers])

@@ -22,28 +22,39 @@ import torch
 from torch import Tensor
 
 from powertrain.parallel.overlap import Overlap
-from powertrain.parallel.transport.base import Gathering, Rows, Scattering, Trading, Traffic, Transport
-from powertrain.parallel.transport.collective import gather_all, scatter_all, trade_all
+from powertrain.parallel.transport.base import (
+    AllGatherHandle,
+    AllToAllHandle,
+    ReduceScatterHandle,
+    RowCounts,
+    SplitSizes,
+    Transport,
+)
+from powertrain.parallel.transport.collective import (
+    all_gather_by_handle,
+    all_to_all_by_handle,
+    reduce_scatter_by_handle,
+)
 from powertrain.parallel.transport.heartbeat import PeerTimeout
 from powertrain.parallel.transport.kernels import sum_parts
 from powertrain.parallel.transport.protocol import (
+    FREE,
     GATHER,
     KINDS,
     PIECES,
-    ROOM,
     SCATTER,
     SLOTS,
     USES,
     Engine,
+    Flag,
     Protocol,
-    Word,
 )
 
 T = TypeVar("T")
 _worlds = itertools.count()
 
 
-class Place:
+class Buffer:
     """A piece of memory: the value last written to it."""
 
     def __init__(self, value: Tensor | None = None) -> None:
@@ -85,8 +96,8 @@ class World:
         self.size, self.delay, self.timeout = size, delay, timeout
         self.random = random.Random(seed)
         self.changed = threading.Condition()
-        self.words = {
-            (rank, Word(kind, use, slot, peer, piece)): int(kind == ROOM)
+        self.flags = {
+            (rank, Flag(kind, use, slot, peer, piece)): int(kind == FREE)
             for rank in range(size)
             for kind in KINDS
             for use in USES
@@ -95,7 +106,9 @@ class World:
             for piece in range(PIECES)
         }
         # [rank][use][slot][source]
-        self.inboxes = [[[[Place() for _ in range(size)] for _ in range(SLOTS)] for _ in USES] for _ in range(size)]
+        self.recv_buffers = [
+            [[[Buffer() for _ in range(size)] for _ in range(SLOTS)] for _ in USES] for _ in range(size)
+        ]
         self.lost: set[int] = set()
         name = f"simulated {next(_worlds)}"
         self.overlaps = [Overlap.over(SimulatedTransport(self, rank), f"{name} rank {rank}") for rank in range(size)]
@@ -137,7 +150,7 @@ class World:
             time.sleep(self.random.random() * self.delay)
 
 
-class ThreadEngine(Engine[Stream | None, Place]):
+class ThreadEngine(Engine[Stream | None, Buffer]):
     """On a Stream, or at once where it is None."""
 
     def __init__(self, world: World, rank: int) -> None:
@@ -153,39 +166,39 @@ class ThreadEngine(Engine[Stream | None, Place]):
         paused()
         return None
 
-    def consume(self, stream: Stream | None, words: Sequence[Word]) -> None:
-        mine = [(self.rank, word) for word in words]
+    def consume(self, stream: Stream | None, flags: Sequence[Flag]) -> None:
+        mine = [(self.rank, flag) for flag in flags]
         world = self.world
 
         def step() -> None:
             with world.changed:
                 there = world.changed.wait_for(
-                    lambda: all(world.words[word] for word in mine) or bool(world.lost), world.timeout
+                    lambda: all(world.flags[flag] for flag in mine) or bool(world.lost), world.timeout
                 )
-                missing = [word.peer for word in words if not world.words[self.rank, word]]
+                missing = [flag.peer for flag in flags if not world.flags[self.rank, flag]]
                 if missing:
                     lost = sorted(world.lost & set(missing))
                     why = f"rank {lost[0]} is gone" if lost else f"ranks {missing} did not come" if not there else ""
                     why = why or f"rank {min(world.lost)} is gone, and with it ranks {missing} wait"
                     raise PeerTimeout(
-                        f"rank {self.rank} waits for {('FULL', 'ROOM')[words[0].kind]} of ranks {missing}: {why}"
+                        f"rank {self.rank} waits for {('READY', 'FREE')[flags[0].kind]} of ranks {missing}: {why}"
                     )
-                for word in mine:
-                    world.words[word] = 0
+                for flag in mine:
+                    world.flags[flag] = 0
 
         self._do(stream, step)
 
-    def signal(self, stream: Stream | None, words: Sequence[tuple[int, Word]]) -> None:
+    def signal(self, stream: Stream | None, flags: Sequence[tuple[int, Flag]]) -> None:
         world = self.world
 
         def step() -> None:
             with world.changed:
-                world.words.update(dict.fromkeys(words, 1))
+                world.flags.update(dict.fromkeys(flags, 1))
                 world.changed.notify_all()
 
         self._do(stream, step)
 
-    def copy(self, stream: Stream | None, source: Place, target: Place) -> None:
+    def copy(self, stream: Stream | None, source: Buffer, target: Buffer) -> None:
         def step() -> None:
             assert source.value is not None
             target.take(source.value)
@@ -204,23 +217,23 @@ class SimulatedTransport(Transport):
         self.steps = Protocol(self.engine)
         self.outward = {use: Stream() for use in USES}
 
-    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
-        return _SimulatedGathering(self, shard, rows)
+    def gather(self, shard: Tensor, rows: RowCounts, *, keep: bool) -> AllGatherHandle:
+        return _SimulatedAllGather(self, shard, rows)
 
-    def scatter(self, like: Tensor, rows: Rows, width: int) -> Scattering:
-        return _SimulatedScattering(self, like, rows, width)
+    def scatter(self, like: Tensor, rows: RowCounts, width: int) -> ReduceScatterHandle:
+        return _SimulatedReduceScatter(self, like, rows, width)
 
-    def all_gather(self, shard: Tensor, rows: Rows) -> Tensor:
-        return gather_all(self, shard, rows)
+    def all_gather(self, shard: Tensor, rows: RowCounts) -> Tensor:
+        return all_gather_by_handle(self, shard, rows)
 
-    def reduce_scatter(self, parts: Tensor, rows: Rows) -> Tensor:
-        return scatter_all(self, parts, rows)
+    def reduce_scatter(self, parts: Tensor, rows: RowCounts) -> Tensor:
+        return reduce_scatter_by_handle(self, parts, rows)
 
-    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> Trading:
-        return _SimulatedTrading(self, use, like, traffic, width)
+    def all_to_all_async(self, use: int, like: Tensor, splits: SplitSizes, width: int) -> AllToAllHandle:
+        return _SimulatedAllToAll(self, use, like, splits, width)
 
-    def all_to_all(self, rows: Tensor, traffic: Traffic) -> Tensor:
-        return trade_all(self, rows, traffic)
+    def all_to_all(self, rows: Tensor, splits: SplitSizes) -> Tensor:
+        return all_to_all_by_handle(self, rows, splits)
 
     def drain(self, use: int) -> None:
         """Wait until this rank's sends are complete: their memory may be written again."""
@@ -231,23 +244,23 @@ class SimulatedTransport(Transport):
             stream.end()
 
 
-class _SimulatedGathering(Gathering):
-    def __init__(self, transport: SimulatedTransport, shard: Tensor, rows: Rows) -> None:
+class _SimulatedAllGather(AllGatherHandle):
+    def __init__(self, transport: SimulatedTransport, shard: Tensor, rows: RowCounts) -> None:
         self.transport, self.shard, self.rows, self.rank = transport, shard, rows, transport.rank
-        steps, self.inboxes = transport.steps, transport.world.inboxes
+        steps, self.recv_buffers = transport.steps, transport.world.recv_buffers
         self.order = [self.rank, *steps.senders]
         self.whole = shard.new_empty((rows.total, *shard.shape[1:]))
         self.whole[rows.of(self.rank)] = shard
         self.slot = steps.next_slot(GATHER)
         for peer in steps.receivers:
-            piece = Place(shard), self.inboxes[peer][GATHER][self.slot][self.rank]
+            piece = Buffer(shard), self.recv_buffers[peer][GATHER][self.slot][self.rank]
             steps.send(transport.outward[GATHER], GATHER, self.slot, peer, [piece])
 
     def wait(self, rank: int) -> Tensor:
         if rank == self.rank:
             return self.shard
         self.transport.steps.receive(None, GATHER, self.slot, [rank])
-        found = self.inboxes[self.rank][GATHER][self.slot][rank].value
+        found = self.recv_buffers[self.rank][GATHER][self.slot][rank].value
         assert found is not None
         self.whole[self.rows.of(rank)] = found
         return found
@@ -257,13 +270,13 @@ class _SimulatedGathering(Gathering):
         self.transport.steps.release(None, GATHER, self.slot)
 
 
-class _SimulatedScattering(Scattering):
-    def __init__(self, transport: SimulatedTransport, like: Tensor, rows: Rows, width: int) -> None:
+class _SimulatedReduceScatter(ReduceScatterHandle):
+    def __init__(self, transport: SimulatedTransport, like: Tensor, rows: RowCounts, width: int) -> None:
         self.transport, self.rows, self.rank = transport, rows, transport.rank
         self.order = [*transport.steps.receivers, self.rank]
         self.parts = like.new_empty((rows.total, width))
         self.slot = transport.steps.next_slot(SCATTER)
-        self.inboxes = transport.world.inboxes
+        self.recv_buffers = transport.world.recv_buffers
 
     def part(self, rank: int) -> Tensor:
         return self.parts[self.rows.of(rank)]
@@ -271,36 +284,36 @@ class _SimulatedScattering(Scattering):
     def send(self, rank: int) -> None:
         if rank == self.rank:
             return
-        piece = Place(self.part(rank)), self.inboxes[rank][SCATTER][self.slot][self.rank]
+        piece = Buffer(self.part(rank)), self.recv_buffers[rank][SCATTER][self.slot][self.rank]
         self.transport.steps.send(self.transport.outward[SCATTER], SCATTER, self.slot, rank, [piece])
 
     def reduce(self, bias: Tensor | None = None) -> Tensor:
         steps = self.transport.steps
         steps.receive(None, SCATTER, self.slot, steps.senders)
-        inbox = self.inboxes[self.rank][SCATTER][self.slot]
-        inbox[self.rank].take(self.part(self.rank))
-        y = sum_parts(torch.stack([place.value for place in inbox if place.value is not None]), bias)
+        recv_buffer = self.recv_buffers[self.rank][SCATTER][self.slot]
+        recv_buffer[self.rank].take(self.part(self.rank))
+        y = sum_parts(torch.stack([place.value for place in recv_buffer if place.value is not None]), bias)
         steps.release(None, SCATTER, self.slot)
         return y
 
 
-class _SimulatedTrading(Trading):
-    def __init__(self, transport: SimulatedTransport, use: int, like: Tensor, traffic: Traffic, width: int) -> None:
+class _SimulatedAllToAll(AllToAllHandle):
+    def __init__(self, transport: SimulatedTransport, use: int, like: Tensor, splits: SplitSizes, width: int) -> None:
         self.transport, self.use, self.rank = transport, use, transport.rank
         self.order = [self.rank, *transport.inwards()]
-        received = traffic.received(self.rank)
+        received = splits.received(self.rank)
         self.whole = like.new_empty((sum(received), width))
         self.parts = self.whole.split(received)
         self.slot = transport.steps.next_slot(use)
 
-    def _place(self, rank: int, source: int) -> Place:
-        return self.transport.world.inboxes[rank][self.use][self.slot][source]
+    def _place(self, rank: int, source: int) -> Buffer:
+        return self.transport.world.recv_buffers[rank][self.use][self.slot][source]
 
     def send(self, rank: int, rows: Tensor) -> None:
         if rank == self.rank:
             self.parts[rank].copy_(rows)
             return
-        piece = Place(rows), self._place(rank, self.rank)
+        piece = Buffer(rows), self._place(rank, self.rank)
         self.transport.steps.send(self.transport.outward[self.use], self.use, self.slot, rank, [piece])
 
     def wait(self, rank: int) -> Tensor:

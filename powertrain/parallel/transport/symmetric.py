@@ -1,8 +1,8 @@
-"""GPUs of one host that reach each other's memory over NVLink: torch's symmetric memory, copy engines, our own words.
+"""GPUs of one host that reach each other's memory over NVLink: torch's symmetric memory, copy engines, our own flags.
 
 Every rank has memory that all others have mapped too. Rows are copied by copy engines, one peer at a time in an order
 that differs from rank to rank (on four H200s 310 to 370 GB/s to one peer from 16 MiB on, 276 to three at once).
-Words are waited for and written by the streams themselves (protocol.py); no kernel spins, and
+Flags are waited for and written by the streams themselves (protocol.py); no kernel spins, and
 nothing that a product could starve stands between a copy and the product that wants it. Rows are written to where they
 are wanted, not read from there: a writer needs no answer before it starts. Any shape, any number of rows
 a call: memory grows when a call needs more than any before it, which is the one time that ranks wait for each other
@@ -20,31 +20,39 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from powertrain.parallel.transport.base import Choice, Gathering, Rates, Rows, Scattering, Trading, Traffic
+from powertrain.parallel.transport.base import (
+    AllGatherHandle,
+    AllToAllHandle,
+    Choice,
+    Rates,
+    ReduceScatterHandle,
+    RowCounts,
+    SplitSizes,
+)
 from powertrain.parallel.transport.collective import CollectiveTransport
 from powertrain.parallel.transport.kernels import poison_kernel, sum_parts
 from powertrain.parallel.transport.protocol import (
     COMBINE,
     DISPATCH,
+    FREE,
     GATHER,
     KINDS,
     PIECES,
-    ROOM,
     SCATTER,
     SLOTS,
     SLOTS_OF,
     USES,
     Engine,
+    Flag,
     Protocol,
-    Word,
 )
 from powertrain.parallel.transport.watchdog import Call, Watch
 from powertrain.runtime import tracing
 from powertrain.runtime.driver import MemoryOps, copy
 from powertrain.runtime.errors import WarmUpFirst
 
-_ALIGNMENT = 256  # bytes: of every part in an inbox, so that any kernel may read or write it in whole vectors
-_LINE = 64  # bytes between words
+_ALIGNMENT = 256  # bytes: of every part in a receive buffer, so that any kernel may read or write it in whole vectors
+_LINE = 64  # bytes between flags
 _FLOPS_PER_SM = 5.8e12  # bf16 products, measured on an H200; slower devices hide more than is predicted
 
 
@@ -52,7 +60,7 @@ class TransportBroken(RuntimeError):
     """Memory shared between GPUs does not hold the values written to it."""
 
 
-_TRADES = {DISPATCH: "dispatch to experts", COMBINE: "results of experts"}
+_EXCHANGE_NAMES = {DISPATCH: "dispatch to experts", COMBINE: "results of experts"}
 
 Span = tuple[int, int]  # a piece of memory, this device's or a peer's: address and bytes
 
@@ -84,32 +92,32 @@ class CudaEngine(Engine[int, Span]):
         self.rank, self.size = group.rank(), group.size()
         shape = (len(KINDS), len(USES), SLOTS, self.size, PIECES)
         nbytes = _LINE * math.prod(shape)
-        self.words = Shared(nbytes, 1, group, device)
+        self.flags = Shared(nbytes, 1, group, device)
         torch.cuda.synchronize(device)
-        self.words.mine.zero_()
-        self.block = self.words.mine[:nbytes].view(torch.int32)
+        self.flags.mine.zero_()
+        self.block = self.flags.mine[:nbytes].view(torch.int32)
         self.values = self.block.view(*shape, _LINE // 4)[..., 0]
-        self.values[ROOM] = 1
+        self.values[FREE] = 1
         torch.cuda.synchronize(device)
         self._ops: dict[Any, MemoryOps] = {}
 
-    def address(self, rank: int, word: Word) -> int:
-        index = ((word.kind * len(USES) + word.use) * SLOTS + word.slot) * self.size + word.peer
-        return self.words.addresses[rank] + _LINE * (index * PIECES + word.piece)
+    def address(self, rank: int, flag: Flag) -> int:
+        index = ((flag.kind * len(USES) + flag.use) * SLOTS + flag.slot) * self.size + flag.peer
+        return self.flags.addresses[rank] + _LINE * (index * PIECES + flag.piece)
 
-    def consume(self, stream: int, words: Sequence[Word]) -> None:
-        key = tuple(words)
+    def consume(self, stream: int, flags: Sequence[Flag]) -> None:
+        key = tuple(flags)
         ops = self._ops.get(key)
         if ops is None:
-            places = [self.address(self.rank, word) for word in words]
+            places = [self.address(self.rank, flag) for flag in flags]
             ops = self._ops[key] = MemoryOps(wait=[(p, 1) for p in places], write=[(p, 0) for p in places])
         ops.enqueue(stream)
 
-    def signal(self, stream: int, words: Sequence[tuple[int, Word]]) -> None:
-        key = tuple(words)
+    def signal(self, stream: int, flags: Sequence[tuple[int, Flag]]) -> None:
+        key = tuple(flags)
         ops = self._ops.get(key)
         if ops is None:
-            ops = self._ops[key] = MemoryOps(write=[(self.address(rank, word), 1) for rank, word in words])
+            ops = self._ops[key] = MemoryOps(write=[(self.address(rank, flag), 1) for rank, flag in flags])
         ops.enqueue(stream)
 
     def copy(self, stream: int, source: Span, target: Span) -> None:
@@ -145,14 +153,14 @@ class SymmetricTransport(CollectiveTransport):
         self._shared: dict[int, Shared] = {}
         self._captured: set[Shared] = set()
         self._fused: Any = None
-        self._abandoned = ""
+        self._broken = ""
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         dist.barrier(group)
         if self.rank == 0:
             seconds = time.monotonic() - start
             tracing.progress(f"overlap of {self.size} GPUs over NVLink started in {seconds:.1f} s")
 
-    def inbox(self, use: int, slot_bytes: int) -> Shared:
+    def recv_buffer(self, use: int, slot_bytes: int) -> Shared:
         """Slots of at least so many bytes. Larger than ever before: every rank waits for all others."""
         found, capturing = self._shared.get(use), torch.cuda.is_current_stream_capturing()
         if found is None or found.slot_bytes < slot_bytes:
@@ -177,7 +185,7 @@ class SymmetricTransport(CollectiveTransport):
     def measure_link(self) -> float:
         """Bytes per second from the next rank's memory, all ranks at once; the data are checked too."""
         nbytes = 32 << 20
-        memory = self.inbox(GATHER, nbytes)
+        memory = self.recv_buffer(GATHER, nbytes)
         memory.mine[:nbytes].view(torch.int32).copy_(torch.arange(nbytes // 4, device=self.device) + self.rank)
         self._wait_for_all()
         peer, stream = (self.rank + 1) % self.size, torch.cuda.current_stream(self.device)
@@ -223,8 +231,8 @@ class SymmetricTransport(CollectiveTransport):
     def begin(self, call: Call) -> torch.cuda.Stream:
         """A call starts on the current stream, after the one before it, whose slots it may use."""
         self.watch.raise_if_failed()
-        if self._abandoned:
-            raise TransportBroken(f"{self._abandoned}; close this Overlap on every rank, and make it anew")
+        if self._broken:
+            raise TransportBroken(f"{self._broken}; close this Overlap on every rank, and make it anew")
         main = torch.cuda.current_stream(self.device)
         if self._last is not None and self._last[0] != main and not torch.cuda.is_current_stream_capturing():
             main.wait_event(self._last[1])
@@ -244,29 +252,29 @@ class SymmetricTransport(CollectiveTransport):
             event.record(main)
             self._last = main, event
 
-    def abandon(self, error: Exception) -> None:
+    def mark_broken(self, error: Exception) -> None:
         call = self.watch.inside()
         if call is not None:
-            self._abandoned = f"{call} failed half-way on rank {self.peers.here.global_rank} ({error!r})"
+            self._broken = f"{call} failed half-way on rank {self.peers.here.global_rank} ({error!r})"
 
-    def gather(self, shard: Tensor, rows: Rows, *, keep: bool) -> Gathering:
+    def gather(self, shard: Tensor, rows: RowCounts, *, keep: bool) -> AllGatherHandle:
         if not shard.is_cuda:
             return super().gather(shard, rows, keep=keep)
-        return SymmetricGathering(self, shard.contiguous(), rows, keep)
+        return SymmetricAllGather(self, shard.contiguous(), rows, keep)
 
-    def scatter(self, like: Tensor, rows: Rows, width: int) -> Scattering:
+    def scatter(self, like: Tensor, rows: RowCounts, width: int) -> ReduceScatterHandle:
         if not like.is_cuda:
             return super().scatter(like, rows, width)
-        return SymmetricScattering(self, like, rows, width)
+        return SymmetricReduceScatter(self, like, rows, width)
 
-    def trade(self, use: int, like: Tensor, traffic: Traffic, width: int) -> Trading:
+    def all_to_all_async(self, use: int, like: Tensor, splits: SplitSizes, width: int) -> AllToAllHandle:
         if not like.is_cuda:
-            return super().trade(use, like, traffic, width)
-        return SymmetricTrading(self, use, like, traffic, width)
+            return super().all_to_all_async(use, like, splits, width)
+        return SymmetricAllToAll(self, use, like, splits, width)
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         self.watch.close()
-        super().let_go()
+        super().detach()
 
     def close(self) -> None:
         """The watch goes last: until every rank's streams are idle, it ends waits for lost ranks."""
@@ -282,30 +290,30 @@ class SymmetricTransport(CollectiveTransport):
             self._captured.clear()
 
 
-class SymmetricGathering(Gathering):
-    """Each rank copies its rows to where they belong in the others' inboxes, which are the gathered tensors."""
+class SymmetricAllGather(AllGatherHandle):
+    """Each rank copies its rows to where they belong in the others' receive buffers, which are the gathered tensors."""
 
     pieces = 1
 
-    def __init__(self, transport: SymmetricTransport, shard: Tensor, rows: Rows, keep: bool) -> None:
+    def __init__(self, transport: SymmetricTransport, shard: Tensor, rows: RowCounts, keep: bool) -> None:
         self.transport, self.shard, self.rows = transport, shard, rows
         self.rank, steps = transport.rank, transport.steps
         row_bytes = shard.shape[1] * shard.element_size()
-        inbox = transport.inbox(GATHER, rows.total * row_bytes)
+        recv_buffer = transport.recv_buffer(GATHER, rows.total * row_bytes)
         self.order = [self.rank, *steps.senders]
         self.call = Call("all-gather", (rows.total, shard.shape[1]), shard.dtype, transport.layer)
         self.main = transport.begin(self.call)
         self.slot = steps.next_slot(GATHER)
-        self.buffer = inbox.tensor(self.slot, (rows.total, shard.shape[1]), shard.dtype)
+        self.buffer = recv_buffer.tensor(self.slot, (rows.total, shard.shape[1]), shard.dtype)
         self.parts = rows.split(self.buffer)
         stream = transport.fork(GATHER, self.main)
         source, first = shard.data_ptr(), rows.of(self.rank).start * row_bytes
         cuts = [(a * row_bytes, (b - a) * row_bytes) for a, b in pairwise(self.cuts(self.rank))]
         for peer in steps.receivers:
-            base = inbox.slot(peer, self.slot)
+            base = recv_buffer.slot(peer, self.slot)
             steps.send(stream, GATHER, self.slot, peer, [((source + at - first, n), (base + at, n)) for at, n in cuts])
         if keep:
-            own = inbox.slot(self.rank, self.slot) + first
+            own = recv_buffer.slot(self.rank, self.slot) + first
             transport.engine.copy(stream, (source, shard.numel() * shard.element_size()), (own, 0))
 
     def cuts(self, rank: int) -> list[int]:
@@ -331,31 +339,31 @@ class SymmetricGathering(Gathering):
         self.transport.end(self.call, self.main, outputs)
 
 
-class SymmetricScattering(Scattering):
-    """Each part is copied to the inbox of the rank that owns its rows."""
+class SymmetricReduceScatter(ReduceScatterHandle):
+    """Each part is copied to the receive buffer of the rank that owns its rows."""
 
-    def __init__(self, transport: SymmetricTransport, like: Tensor, rows: Rows, width: int) -> None:
+    def __init__(self, transport: SymmetricTransport, like: Tensor, rows: RowCounts, width: int) -> None:
         self.transport, self.rows, self.width = transport, rows, width
         self.rank = transport.rank
         self.order = [*transport.steps.receivers, self.rank]
         element = like.element_size()
-        # the distance between two sources' parts in each rank's inbox
+        # the distance between two sources' parts in each rank's receive buffer
         self.strides = [-(-count * width * element // _ALIGNMENT) * _ALIGNMENT for count in rows.counts]
-        self.memory = transport.inbox(SCATTER, max(self.strides) * transport.size)
+        self.memory = transport.recv_buffer(SCATTER, max(self.strides) * transport.size)
         self.call = Call("reduce-scatter", (rows.total, width), like.dtype, transport.layer)
         self.main = transport.begin(self.call)
         self.slot = transport.steps.next_slot(SCATTER)
         apart = self.strides[self.rank] // element
         mine = self.memory.tensor(self.slot, (transport.size, apart), like.dtype)
-        self.inbox = mine.as_strided((transport.size, rows.counts[self.rank], width), (apart, width, 1))
+        self.recv_buffer = mine.as_strided((transport.size, rows.counts[self.rank], width), (apart, width, 1))
         self.parts = rows.split(like.new_empty((rows.total, width)))
 
     def place(self, rank: int) -> int:
-        """The address of this rank's part in another's inbox."""
+        """The address of this rank's part in another's receive buffer."""
         return self.memory.slot(rank, self.slot) + self.rank * self.strides[rank]
 
     def part(self, rank: int) -> Tensor:
-        return self.inbox[rank] if rank == self.rank else self.parts[rank]
+        return self.recv_buffer[rank] if rank == self.rank else self.parts[rank]
 
     def send(self, rank: int) -> None:
         if rank == self.rank:
@@ -369,24 +377,24 @@ class SymmetricScattering(Scattering):
         steps, stream = self.transport.steps, self.main.cuda_stream
         self.transport.join(SCATTER, self.main)
         steps.receive(stream, SCATTER, self.slot, steps.senders)
-        y = sum_parts(self.inbox, bias)
+        y = sum_parts(self.recv_buffer, bias)
         steps.release(stream, SCATTER, self.slot)
         self.transport.end(self.call, self.main, [y])
         return y
 
 
-class SymmetricTrading(Trading):
-    """Rows are copied into the inbox of the rank they are for, each source's behind those of the ranks before it."""
+class SymmetricAllToAll(AllToAllHandle):
+    """Rows are copied into their target's receive buffer, each source's behind those of the ranks before it."""
 
-    def __init__(self, transport: SymmetricTransport, use: int, like: Tensor, traffic: Traffic, width: int) -> None:
+    def __init__(self, transport: SymmetricTransport, use: int, like: Tensor, splits: SplitSizes, width: int) -> None:
         self.transport, self.use, self.rank = transport, use, transport.rank
         self.order = [self.rank, *transport.inwards()]
         row_bytes = width * like.element_size()
-        # [target][source]: where in the target's inbox those rows start; its own never go there
-        self.starts = [_starts(traffic.received(rank), rank, row_bytes) for rank in range(transport.size)]
-        self.memory = transport.inbox(use, _roomy(max(starts[-1] for starts in self.starts)))
-        received = traffic.received(self.rank)
-        self.call = Call(_TRADES[use], (sum(received), width), like.dtype, transport.layer)
+        # [target][source]: where in the target's receive buffer those rows start; its own never go there
+        self.starts = [_starts(splits.received(rank), rank, row_bytes) for rank in range(transport.size)]
+        self.memory = transport.recv_buffer(use, _roomy(max(starts[-1] for starts in self.starts)))
+        received = splits.received(self.rank)
+        self.call = Call(_EXCHANGE_NAMES[use], (sum(received), width), like.dtype, transport.layer)
         self.main = transport.begin(self.call)
         self.slot = transport.steps.next_slot(use)
         self.whole = like.new_empty((sum(received), width))
@@ -419,7 +427,7 @@ class SymmetricTrading(Trading):
 
 
 def _starts(counts: Sequence[int], own: int, row_bytes: int) -> list[int]:
-    """Byte offset of each source's rows in an inbox, and the end of the last."""
+    """Byte offset of each source's rows in a receive buffer, and the end of the last."""
     starts = [0]
     for rank, count in enumerate(counts):
         nbytes = 0 if rank == own else -(-count * row_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,10 +1,10 @@
 """One kernel for a product whose rows arrive meanwhile: the Hopper GEMM of ops/gemm/hopper.py over NVLink.
 
-Peers' copy engines bring their rows in pieces, each with its FULL word; the kernel starts with this rank's own rows and
-waits, inside, for each piece before its first tile of it.
+Peers' copy engines bring their rows in pieces, each with its READY flag; the kernel starts with this rank's own rows
+and waits, inside, for each piece before its first tile of it.
 
 Beside chunked products this fills every wave of tiles but the last, and lets rows be used in pieces smaller than an
-efficient product. The words and slots are the protocol's, unchanged.
+efficient product. The flags and slots are the protocol's, unchanged.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from powertrain.ops.gemm.gemm import fails_here
 from powertrain.ops.gemm.hopper import Gathered, hopper_gemm, why_not
-from powertrain.parallel.transport.base import Rows
-from powertrain.parallel.transport.protocol import FULL, GATHER, PIECES
-from powertrain.parallel.transport.symmetric import SymmetricGathering, SymmetricTransport
+from powertrain.parallel.transport.base import RowCounts
+from powertrain.parallel.transport.protocol import GATHER, PIECES, READY
+from powertrain.parallel.transport.symmetric import SymmetricAllGather, SymmetricTransport
 from powertrain.runtime.gluon_compat import trouble
 from powertrain.runtime.target import Target
 
@@ -38,11 +38,11 @@ class Fused:
         return found
 
     def all_gather_gemm(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Rows, ys: Sequence[Tensor],
-        *, keep: bool,
-    ) -> "FusedGathering":  # fmt: skip
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: RowCounts,
+        ys: Sequence[Tensor], *, keep: bool,
+    ) -> "FusedAllGather":  # fmt: skip
         """ys[i] = gather(x) weights[i]ᵀ + biases[i]; the gathering is still to be finished."""
-        gathering = FusedGathering(self, x.contiguous(), rows, keep)
+        gathering = FusedAllGather(self, x.contiguous(), rows, keep)
         hook = gathering.hook()
         for w, bias, y in zip(weights, biases, ys, strict=True):
             b, layout = _stored(w)
@@ -66,10 +66,10 @@ def _stored(w: Tensor) -> tuple[Tensor, str]:
     return (w, "nt") if w.stride(1) == 1 else (w.T, "nn")
 
 
-class FusedGathering(SymmetricGathering):
+class FusedAllGather(SymmetricAllGather):
     pieces = PIECES
 
-    def __init__(self, fused: Fused, shard: Tensor, rows: Rows, keep: bool) -> None:
+    def __init__(self, fused: Fused, shard: Tensor, rows: RowCounts, keep: bool) -> None:
         self.fused = fused
         super().__init__(fused.transport, shard, rows, keep)
 
@@ -77,12 +77,12 @@ class FusedGathering(SymmetricGathering):
         ranks, integers = range(self.transport.size), self.fused.integers
         bounds = (*(cut for rank in ranks for cut in self.cuts(rank)[:-1]), self.rows.total)
         order = tuple(rank * PIECES + piece for rank in self.order for piece in range(PIECES))
-        flags = self.transport.engine.values[FULL, GATHER, self.slot].view(-1)
+        flags = self.transport.engine.values[READY, GATHER, self.slot].view(-1)
         own = self.rank * PIECES, (self.rank + 1) * PIECES
         return Gathered(integers(bounds, torch.int32), integers(order, torch.int32), flags, self.shard, own)
 
     def received(self) -> None:
-        """The kernel has waited for every piece: the words are consumed."""
+        """The kernel has waited for every piece: the flags are consumed."""
         steps = self.transport.steps
         steps.receive(self.main.cuda_stream, GATHER, self.slot, steps.senders, PIECES)
 

@@ -1,12 +1,12 @@
 """Waits that report: the current call of a GPU, the rank it waits for, and the handling of a lost rank.
 
-A stream that waits for a word in memory waits for ever and cannot raise. So a thread of each process looks at what its
+A stream that waits for a flag in memory waits for ever and cannot raise. So a thread of each process looks at what its
 stream says it is doing. After five seconds in one call it names the ranks that have not come. When one of them is
-gone, or nobody came for as long as the process group waits, it sets the error word and then makes every word 1
+gone, or nobody came for as long as the process group waits, it sets the error flag and then makes every flag 1
 until the stream has run dry: what the streams compute on the way is not to be trusted, and the kernel at the end of
-each call fills its result with NaN where the error word is set. The next call raises PeerTimeout.
+each call fills its result with NaN where the error flag is set. The next call raises PeerTimeout.
 
-The thread launches no kernel: loading one for the first time waits for streams that stand still. It copies words and
+The thread launches no kernel: loading one for the first time waits for streams that stand still. It copies flags and
 writes them, which needs none.
 """
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.parallel.transport.collective import in_layer
-from powertrain.parallel.transport.heartbeat import Peers, PeerTimeout, in_background, listed
+from powertrain.parallel.transport.heartbeat import Heartbeat, PeerTimeout, in_background, listed
 from powertrain.runtime import checks, tracing
 from powertrain.runtime.driver import MemoryOps, write_word
 
@@ -42,12 +42,18 @@ class Call(NamedTuple):
 
 
 class Watch:
-    """error [1] and words (all of them, contiguous): int32 on the device. number: of words, evenly spaced in that."""
+    """error [1] and flags (all of them, contiguous): int32 on the device. number: of flags, evenly spaced in that."""
 
     def __init__(
-        self, peers: Peers, group: dist.ProcessGroup, device: torch.device, error: Tensor, words: Tensor, number: int
+        self,
+        peers: Heartbeat,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        error: Tensor,
+        flags: Tensor,
+        number: int,
     ) -> None:
-        self.device, self.error, self.words = device, error, words
+        self.device, self.error, self.flags = device, error, flags
         self.failure: PeerTimeout | None = None
         self.deadline = group._get_backend(device).options._timeout.total_seconds()
         self.peers = peers
@@ -57,9 +63,9 @@ class Watch:
         self._names: OrderedDict[int, Call] = OrderedDict()
         self._inside: list[tuple[Call, int]] = []
         self._stream = torch.cuda.Stream(device)
-        self._seen = torch.zeros(words.shape, dtype=torch.int32, pin_memory=True)
-        step = words.numel() // number
-        first = words.data_ptr()
+        self._seen = torch.zeros(flags.shape, dtype=torch.int32, pin_memory=True)
+        step = flags.numel() // number
+        first = flags.data_ptr()
         self._free_all = MemoryOps(write=[(first + 4 * step * i, 1) for i in range(number)])
         self.close = in_background(self, _look)
 
@@ -91,14 +97,14 @@ class Watch:
             raise PeerTimeout(str(self.failure))
 
     def state(self) -> tuple[int, bytes]:
-        """The call that the stream is in, and all words: unchanged for seconds, it waits."""
+        """The call that the stream is in, and all flags: unchanged for seconds, it waits."""
         with torch.cuda.stream(self._stream):
-            self._seen.copy_(self.words, non_blocking=True)
+            self._seen.copy_(self.flags, non_blocking=True)
         self._stream.synchronize()
         return int(self.running), self._seen.numpy().tobytes()
 
     def fail(self, why: str, closed: threading.Event) -> None:
-        """Let the streams run dry, with the error word set first, and raise at the next call."""
+        """Let the streams run dry, with the error flag set first, and raise at the next call."""
         self.failure = PeerTimeout(why)
         tracing.progress(why)
         stream = self._stream.cuda_stream
@@ -110,7 +116,7 @@ class Watch:
                 self._free_all.enqueue(stream)
                 self._stream.synchronize()
                 quiet = quiet + 1 if int(self.running) == 0 else 0
-        self.peers.give_up(why)  # last: a store may be slow to answer
+        self.peers.broadcast_failure(why)  # last: a store may be slow to answer
 
 
 def _look(watch: Any, closed: threading.Event) -> None:

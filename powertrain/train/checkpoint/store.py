@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
 from powertrain.runtime import tracing
-from powertrain.runtime.atomic_file import NewFile
+from powertrain.runtime.atomic_file import AtomicFile
 from powertrain.runtime.reading import read_json
 from powertrain.train.agreement import decided_by_first, done_by_all, from_all
 from powertrain.train.checksums import Damaged, compare, crc_of, crc_of_json, sync
@@ -404,7 +404,7 @@ def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def write_json(file: Path, content: Any) -> None:
     """It appears whole or not at all, and is on disk then."""
-    new = NewFile(file)
+    new = AtomicFile(file)
     try:
         new.file.write(json.dumps(content, indent=1).encode())
         new.publish()

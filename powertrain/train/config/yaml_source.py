@@ -42,7 +42,7 @@ class UnsupportedConfig(ConfigError, NotImplementedError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Location of a key. `str()` is "file.yml:12", "command line" or "default"."""
 
     file: str
@@ -52,8 +52,8 @@ class Place:
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
-COMMAND_LINE = Place("command line")
-DEFAULT = Place("default")
+COMMAND_LINE = Location("command line")
+DEFAULT = Location("default")
 
 
 @dataclass
@@ -68,16 +68,16 @@ class Source:
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[KeyPath, Place] = field(default_factory=dict)
+    places: dict[KeyPath, Location] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     typed: dict[KeyPath, str] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
-    def place(self, path: KeyPath) -> Place:
+    def place(self, path: KeyPath) -> Location:
         while path and path not in self.places and path not in self.origins:
             path = path[:-1]
         path = (self.origins[path],) if path in self.origins else path
-        return self.places.get(path) or Place(", ".join(self.texts) or COMMAND_LINE.file)
+        return self.places.get(path) or Location(", ".join(self.texts) or COMMAND_LINE.file)
 
     def override(self, text: str) -> None:
         """Lay one `key=value` over the values; `a.b=1` reaches into a section. Raises ConfigError."""
@@ -106,7 +106,7 @@ class Document:
     path: Path
     text: str
     values: dict[str, Any]
-    places: dict[KeyPath, Place]
+    places: dict[KeyPath, Location]
 
 
 def parse_files(paths: list[Path]) -> list[Document]:
@@ -119,7 +119,7 @@ def parse_files(paths: list[Path]) -> list[Document]:
                 " saved side by side with every checkpoint"
             )
         text = _text_of(path)
-        places: dict[KeyPath, Place] = {}
+        places: dict[KeyPath, Location] = {}
         values = _Reader(str(path), places).read(text, ())
         if not isinstance(values, dict):
             raise ConfigError(f"{path}:1: a config must be a mapping of keys to values, got {_short(values)}")
@@ -156,7 +156,12 @@ def _text_of(path: Path) -> str:
 
 
 def _merge(
-    source: Source, into: dict[str, Any], new: dict[str, Any], path: KeyPath, places: dict[KeyPath, Place], deep: bool
+    source: Source,
+    into: dict[str, Any],
+    new: dict[str, Any],
+    path: KeyPath,
+    places: dict[KeyPath, Location],
+    deep: bool,
 ) -> None:
     for key, value in new.items():
         here = (*path, key)
@@ -190,7 +195,7 @@ class _Reader:
     """Turns one text into values and notes the place of every key."""
 
     file: str
-    places: dict[KeyPath, Place]
+    places: dict[KeyPath, Location]
     _nodes: int = 0
 
     def read(self, text: str, path: KeyPath) -> Any:
@@ -211,10 +216,10 @@ class _Reader:
         except RecursionError:
             raise ConfigError(f"{self.file}: {_dotted(path)}is nested too deeply to be a config") from None
 
-    def _at(self, mark: yaml.Mark | None) -> Place:
+    def _at(self, mark: yaml.Mark | None) -> Location:
         if self.file == COMMAND_LINE.file or mark is None:
-            return Place(self.file)
-        return Place(self.file, mark.line + 1)
+            return Location(self.file)
+        return Location(self.file, mark.line + 1)
 
     def _value(self, loader: _Loader, node: yaml.Node, path: KeyPath, inside: tuple[yaml.Node, ...]) -> Any:
         place = self._at(node.start_mark)
@@ -236,7 +241,7 @@ class _Reader:
     ) -> dict[str, Any]:
         values: dict[str, Any] = {}
         merged: dict[str, Any] = {}
-        lines: dict[str, Place] = {}
+        lines: dict[str, Location] = {}
         for key_node, value_node in node.value:
             place = self._at(key_node.start_mark)
             if key_node.tag.endswith(":merge"):
@@ -259,7 +264,7 @@ class _Reader:
             raise ConfigError(f"{self._at(node.start_mark)}: {_dotted(path)}<< must be given a mapping")
         return {key: section[key] for section in reversed(sections) for key in section}
 
-    def _scalar(self, loader: _Loader, node: yaml.ScalarNode, path: KeyPath, place: Place) -> Any:
+    def _scalar(self, loader: _Loader, node: yaml.ScalarNode, path: KeyPath, place: Location) -> Any:
         if node.tag.endswith((":int", ":float")) and len(node.value) > _MOST_DIGITS:
             raise ConfigError(f"{place}: {_dotted(path)}must be a number of at most {_MOST_DIGITS} digits, got more")
         try:

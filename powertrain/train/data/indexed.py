@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from powertrain.runtime.atomic_file import NewFile
+from powertrain.runtime.atomic_file import AtomicFile
 from powertrain.train.checksums import Damaged, compare, read_sums, shown, write_sums
 
 Flavour = Literal["neox", "megatron-core"]
@@ -205,7 +205,7 @@ class IndexedWriter:
             self._refuse()
         self._sizes = array("i")
         self._crc, self._bytes = 0, 0
-        self._values = NewFile(values_path(prefix))
+        self._values = AtomicFile(values_path(prefix))
 
     def _refuse(self) -> None:
         for path in (index_path(self.prefix), values_path(self.prefix)):
@@ -240,7 +240,7 @@ class IndexedWriter:
         if kind is not None:
             self._values.discard()
             return
-        index = NewFile(index_path(self.prefix))
+        index = AtomicFile(index_path(self.prefix))
         try:
             sums = {
                 index_path(self.prefix).name: self._write_index(index),
@@ -257,7 +257,7 @@ class IndexedWriter:
             self._values.discard()
             index.discard()
 
-    def _write_index(self, index: NewFile) -> tuple[int, str]:
+    def _write_index(self, index: AtomicFile) -> tuple[int, str]:
         """Returns its size and CRC-32."""
         sizes = np.frombuffer(self._sizes, np.int32) if self._sizes else np.empty(0, np.int32)
         pointers = np.zeros(len(sizes), "<i8")

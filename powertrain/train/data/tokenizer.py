@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from powertrain.runtime.atomic_file import NewFile
+from powertrain.runtime.atomic_file import AtomicFile
 from powertrain.runtime.reading import MOST_JSON_BYTES, reading
 
 END_OF_TEXT = "<|endoftext|>"
@@ -94,7 +94,7 @@ class FileTokenizer:
 
     def save(self, path: Path) -> None:
         """Write tokenizer.json; it appears whole or not at all."""
-        new = NewFile(path)
+        new = AtomicFile(path)
         try:
             new.file.write(self.backend.to_str().encode())
             new.publish()

@@ -11,7 +11,7 @@ from typing import Protocol
 from pydantic import TypeAdapter
 
 from powertrain.runtime import tracing
-from powertrain.runtime.atomic_file import NewFile
+from powertrain.runtime.atomic_file import AtomicFile
 from powertrain.runtime.reading import one_line
 from powertrain.train.reporting.kernel_profile import KernelTable
 
@@ -80,7 +80,7 @@ class JsonLines:
     def __init__(self, file: Path, *, resumed_at: int = 0) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         kept = _kept(file, resumed_at) if resumed_at else b""
-        new = NewFile(file)
+        new = AtomicFile(file)
         try:
             new.file.write(kept)
             new.publish()

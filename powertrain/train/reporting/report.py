@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from powertrain.runtime.atomic_file import NewFile
+from powertrain.runtime.atomic_file import AtomicFile
 from powertrain.runtime.reading import reading
 from powertrain.train.checkpoint.store import checkpoints_in, step_of
 from powertrain.train.reporting.chart import MOST_POINTS, WIDE, line_chart, series
@@ -31,7 +31,7 @@ def write_report(folder: Path) -> Path:
     about, metrics = About.read(folder), read_metrics(folder / "metrics.jsonl")
     with reading(folder, "hold what a run wrote"):
         page = render(about, metrics, _checkpoints(folder, about))
-    new = NewFile(folder / NAME)
+    new = AtomicFile(folder / NAME)
     try:
         new.file.write(page.encode(errors="replace"))
         new.publish()
