@@ -294,6 +294,22 @@ def test_leftover_folders_of_dead_workers_are_removed(tmp_path: Path, monkeypatc
     os.close(owner)
 
 
+def test_many_processes_remove_the_same_leftover_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen with 14 processes on one host: a folder listed by one is removed by another before it looks at it."""
+    monkeypatch.setattr(worker.tempfile, "tempdir", str(tmp_path))
+    left = [worker.make_folder() for _ in range(3)]
+    paths, listed = list(tmp_path.iterdir()), Path.glob
+
+    def vanish(parent: Path, pattern: str) -> list[Path]:
+        found = list(listed(parent, pattern))
+        for folder in left:
+            shutil.rmtree(folder, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(Path, "glob", vanish)
+    assert worker.make_folder() not in paths
+
+
 def test_a_world_writable_store_is_refused(fresh: Path) -> None:
     fresh.mkdir()
     fresh.chmod(0o777)

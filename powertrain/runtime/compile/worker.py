@@ -97,8 +97,11 @@ def make_folder() -> Path:
 def _remove_if_dead(folder: Path) -> None:
     try:
         facts = folder.lstat()
-        if facts.st_uid != os.getuid() or not stat.S_ISDIR(facts.st_mode):
-            return
+    except OSError:  # its worker, or another process like this one, removed it meanwhile
+        return
+    if facts.st_uid != os.getuid() or not stat.S_ISDIR(facts.st_mode):
+        return
+    try:
         descriptor = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:  # no worker took it yet, or it died on the way there
         if time.time() - facts.st_mtime > _YOUNG_SECONDS:
