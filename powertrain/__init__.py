@@ -39,6 +39,8 @@ _PUBLIC = {
     "clip_grad_norm_": "powertrain.ops.adamw",
     "parallelize": "powertrain.models.parallelize",
     "parallelize_linears": "powertrain.nn.tensor_parallel.parallelize_linears",
+    "patch": "powertrain.patching.patch",
+    "unpatch": "powertrain.patching.patch",
     "disable": "powertrain.runtime.dispatch",
     "Target": "powertrain.runtime.target",
     "record": "powertrain.runtime.recording",

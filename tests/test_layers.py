@@ -11,7 +11,8 @@ ORDER = ["runtime", "ops", "parallel", "nn", "models", "train", "compat", "cli"]
 BELOW = {layer: set(ORDER[: index + 1]) for index, layer in enumerate(ORDER)}
 # beside the order: what each of these may import; cli, on top, may import them too
 BELOW |= {side: {"runtime", side} for side in ("testing", "builder", "doctor")}
-BELOW["cli"] |= {"testing", "builder", "doctor"}
+BELOW["patching"] = {"runtime", "ops", "testing", "patching"}  # judges by the rule that tests judge ops by
+BELOW["cli"] |= {"testing", "builder", "doctor", "patching"}
 BELOW["__main__"] = {"cli"}
 BELOW["__init__"] = set(BELOW)  # the public names; they are resolved on first use
 

@@ -1,0 +1,187 @@
+"""Training loss of Hugging Face causal language models without their logits.
+
+Only a call in training mode with labels is replaced; it returns `logits=None`. Evaluation, generation and calls without
+labels run the old forward.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from powertrain.ops.linear_cross_entropy import linear_cross_entropy
+from powertrain.patching.replace import is_plain_linear
+
+KIND = "loss"
+_OWN = {"self", "labels", "logits_to_keep", "kwargs", "return_dict", "output_router_logits"}
+_SPREAD = 10.0  # standard deviation of the logits that candidates are judged with: a softcap of 30 shows there
+
+
+def why_not(model: Any) -> str | None:
+    """Why this model's forward is not that of a causal language model, or None."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    parameters = inspect.signature(type(model).forward).parameters
+    if not {"labels", "input_ids"} <= parameters.keys() or not hasattr(model, "get_output_embeddings"):
+        return "no causal language model: its forward takes no labels beside input_ids"
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
+        return f"its loss is {getattr(getattr(model, 'loss_function', None), '__name__', 'its own')}"
+    head, base = model.get_output_embeddings(), _base(model)
+    if not is_plain_linear(head):
+        return f"its head is a {type(head).__name__} with sharded, quantized or hooked weights"
+    if head.weight.is_meta:
+        return "its weights are on the meta device; patch the model once they are loaded"
+    if base is None or head not in list(model.children()):
+        return "its head is not beside its base model"
+    taken = inspect.signature(type(base).forward).parameters
+    if missing := parameters.keys() - _OWN - taken.keys():
+        return f"its base model takes no {', '.join(sorted(missing))}"
+    return None
+
+
+def _base(model: Any) -> nn.Module | None:
+    """The part of the model that gives the hidden states, or None."""
+    base = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)
+    return base if isinstance(base, nn.Module) else None
+
+
+def find(model: Any) -> tuple[str, Callable[..., Any]] | str:
+    """(name, forward) of what computes this model's loss from its hidden states, or why nothing does."""
+    reason = "its loss is another function of the hidden states"
+    for name, options in _epilogues(model):
+        fused = _Loss(**options)
+        difference = _difference(model, fused)
+        if isinstance(difference, str):
+            return difference
+        if difference <= 8 * torch.finfo(model.get_output_embeddings().weight.dtype).eps:
+            return name, _forward(fused)
+    return reason
+
+
+def _epilogues(model: Any) -> list[tuple[str, dict[str, float]]]:
+    """Numbers of the config that scale or cap logits, then neither."""
+    config = model.config.get_text_config()
+    found: list[tuple[str, dict[str, float]]] = []
+    for key, value in sorted(vars(config).items()):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value or "logit" not in key:
+            continue
+        if "cap" in key:
+            found.append((f"linear_cross_entropy, softcap {value:g}", {"softcap": float(value)}))
+        elif "scal" in key:
+            found += [
+                (f"linear_cross_entropy, logits times {scale:g}", {"scale": scale})
+                for scale in (float(value), 1 / value)
+            ]
+    return [*found, ("linear_cross_entropy", {})]
+
+
+class _Loss:
+    """hidden states [B, S, D], labels -> loss, as transformers' ForCausalLMLoss of head(hidden)."""
+
+    def __init__(self, softcap: float | None = None, scale: float = 1.0) -> None:
+        self.softcap, self.scale = softcap, scale
+        self.output_class: Any = dict  # that the model's forward returns
+        self.output_fields: frozenset[str] = frozenset()
+
+    def returns(self, output_class: Any) -> None:
+        names = {field.name for field in dataclasses.fields(output_class)}
+        self.output_class, self.output_fields = output_class, frozenset(names - {"loss", "logits"})
+
+    def __call__(
+        self,
+        head: nn.Linear,
+        hidden: Tensor,
+        labels: Tensor | None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        hidden = hidden if self.scale == 1.0 else hidden * self.scale
+        loss = linear_cross_entropy(
+            hidden, head.weight, shift_labels.to(hidden.device).reshape(hidden.shape[:-1]), bias=head.bias,
+            ignore_index=ignore_index, softcap=self.softcap, reduction="mean" if num_items_in_batch is None else "sum",
+        )  # fmt: skip
+        if num_items_in_batch is None:
+            return loss
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss / num_items_in_batch
+
+
+def _forward(fused: _Loss) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, labels: Tensor | None = None, **options: Any) -> Any:
+        head, base = self.get_output_embeddings(), _base(self)
+        keep = options.get("logits_to_keep", 0)
+        if (
+            labels is None
+            or not (self.training and torch.is_grad_enabled())
+            or args
+            or not (isinstance(keep, int) and keep == 0)
+            or options.get("return_dict") is False
+            or options.get("output_router_logits") or getattr(self.config, "output_router_logits", False)
+            or base is None or not is_plain_linear(head)
+        ):  # fmt: skip
+            return type(self).forward(self, *args, labels=labels, **options)
+        options = {name: value for name, value in options.items() if name not in _OWN}
+        outputs = base(**options)
+        loss_options = {n: options[n] for n in ("num_items_in_batch", "ignore_index", "shift_labels") if n in options}
+        loss = fused(head, outputs.last_hidden_state, labels, **loss_options)
+        return fused.output_class(loss=loss, **{n: v for n, v in outputs.items() if n in fused.output_fields})
+
+    return forward
+
+
+def _difference(model: Any, fused: _Loss) -> float | str:
+    """Relative difference of loss and of its gradient from the model's own, on random hidden states; or why not.
+
+    The base model is not run: for the time of the call it returns those hidden states.
+    """
+    head, base = model.get_output_embeddings(), _base(model)
+    assert base is not None
+    weight = head.weight
+    generator = torch.Generator(weight.device).manual_seed(0)
+    hidden = torch.randn((2, 6, head.in_features), generator=generator, device=weight.device)
+    with torch.no_grad():
+        hidden *= _SPREAD / nn.functional.linear(hidden.to(weight.dtype), weight, head.bias).float().std()
+    hidden = hidden.to(weight.dtype).requires_grad_()
+    labels = torch.randint(head.out_features, (2, 6), generator=generator, device=weight.device)
+    labels[0, 2], labels[1, 5] = -100, -100
+    former = base.__dict__.get("forward")
+    trained = weight.requires_grad
+    base.forward = lambda *args, **options: _hidden_states(hidden)
+    try:
+        weight.requires_grad_(False)  # or its gradient, as large as the weight, would be made too
+        with torch.enable_grad():
+            outputs = type(model).forward(model, input_ids=torch.zeros_like(labels), labels=labels)
+            fused.returns(type(outputs))
+            losses = outputs.loss, fused(head, hidden, labels)
+            grads = [torch.autograd.grad(loss, hidden)[0].float() for loss in losses]
+    except Exception as error:
+        return f"its forward does not run on hidden states alone: {str(error).splitlines()[0][:80]}"
+    finally:
+        weight.requires_grad_(trained)
+        del base.forward
+        if former is not None:
+            base.forward = former
+    old, new = (loss.detach() for loss in losses)
+    apart = (new - old).abs() / old.abs(), (grads[0] - grads[1]).norm() / grads[0].norm()
+    return max(float(value) for value in apart)
+
+
+def _hidden_states(hidden: Tensor) -> Any:
+    """What a base model returns, with every field that a causal language model may look at."""
+    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+    class Outputs(BaseModelOutputWithPastAndCrossAttentions):
+        router_logits = None
+
+        def __getitem__(self, index: Any) -> Any:
+            return hidden if index == 0 else super().__getitem__(index)
+
+    return Outputs(last_hidden_state=hidden)

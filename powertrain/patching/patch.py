@@ -1,0 +1,295 @@
+"""`powertrain.patch(model)`: a model written elsewhere, on our ops, in one line."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from powertrain.patching import attention, gain, loss, mlps, norms, replace, rotary, verify
+from powertrain.patching.replace import Part, Report
+
+_FORMER = "_powertrain_former_attention"  # attribute of a patched model: [(config, its implementation before)]
+KINDS = (norms.KIND, mlps.KIND, rotary.KIND, attention.KIND, loss.KIND)
+
+
+def patch(model: nn.Module, *, kinds: Iterable[str] = KINDS, explain: bool = False) -> Report:
+    """Run a model's norms, feed-forward layers, rotary embedding, attention and training loss on Powertrain's ops.
+
+    Nothing is known by name: parts are found by the shape of their modules, and each is run beside the op that would
+    replace it, on random inputs and weights. Outputs and gradients must lie within twice the old module's own error
+    against float64, plus one rounding; what differs is left as it is. Parameters, state dict, classes, hooks and the
+    signature of forward stay the same; only `forward` of single modules is replaced.
+
+        model    any nn.Module: norms and feed-forward layers are found in all, rotary embedding, attention and loss in
+                 those of Hugging Face transformers
+        kinds    of "norm", "mlp", "rotary", "attention", "loss": those to replace
+        explain  print the report: what was replaced, what was not and why, and the expected gain
+    Returns a Report with `replaced` and `left`, lists of Part(kind, name, what, why, gain). `unpatch(model)` undoes it.
+
+    Before or after PEFT: adapted, quantized and sharded layers are left to their libraries, at call time too. Before
+    FSDP, DDP, accelerate's dispatch and torch.compile. Under torch.compile norms, rotary embedding and activations are
+    left to Inductor, which fuses them with what stands around. In training with labels a patched causal language model
+    returns `logits=None`. A single query a sequence (generation with a cache) is left to PyTorch's attention.
+    Memory: while a part is judged, a few copies of its weights in float64.
+    Raises ValueError for a kind that there is not. Parts that are patched already are left.
+    """
+    wanted = _checked(kinds)
+    report = Report(model)
+    for kind, step in _STEPS.items():
+        if kind in wanted:
+            step(model, report)
+    _judge_whole(model, report)
+    if explain:
+        print(table(report))
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch`: every module runs its class's own forward again, attention its former implementation."""
+    for module in model.modules():
+        if replace.installed(module):
+            replace.remove(module)
+    _restore_attention(model)
+
+
+def _checked(kinds: Iterable[str]) -> set[str]:
+    wanted = {kinds} if isinstance(kinds, str) else set(kinds)
+    if unknown := wanted - set(KINDS):
+        raise ValueError(f"patch: kinds must be of {', '.join(KINDS)}, got {', '.join(sorted(map(repr, unknown)))}")
+    return wanted
+
+
+def _replace_modules(
+    model: nn.Module, report: Report, kind: str, is_part: Callable[[nn.Module], bool], width: Callable[..., int],
+    candidates: Callable[..., list[Any]], why_not: Callable[[nn.Module], str | None] = lambda module: None,
+) -> None:  # fmt: skip
+    """Norms and feed-forward layers: one judgement for all modules of one key."""
+    judged: dict[Any, tuple[Part, Callable[..., Any] | None]] = {}
+    for name, module in model.named_modules():
+        if not is_part(module) or replace.installed(module):
+            continue
+        if reason := replace.why_not_replaceable(module) or why_not(module):
+            report.add(Part(kind, name, why=reason))
+            continue
+        key = verify.key(module)
+        if key not in judged:
+            tried = candidates(module)
+            index, why = verify.first_equal(module, width(module), tried)
+            found = tried[index] if index is not None else ("", None)
+            judged[key] = Part(kind, "", found[0], why, gain.of(module, width(module), found[1])), found[1]
+        part, forward = judged[key]
+        report.add(Part(kind, name, part.what, part.why, part.gain))
+        if forward is not None:
+            replace.install(module, kind, forward)
+
+
+def _patch_norms(model: nn.Module, report: Report) -> None:
+    _replace_modules(model, report, norms.KIND, norms.is_norm, norms.width, norms.candidates)
+
+
+def _patch_mlps(model: nn.Module, report: Report) -> None:
+    _replace_modules(model, report, mlps.KIND, mlps.is_mlp, mlps.width, mlps.candidates, mlps.why_not)
+
+
+def _patch_rotary(model: nn.Module, report: Report) -> None:
+    found: dict[Any, dict[str, rotary.Rotate] | str] = {}
+    for name, module in model.named_modules():
+        theirs, heads = rotary.theirs(module), rotary.heads(module)
+        if not theirs or replace.installed(module):
+            continue
+        if heads is None or "forward" in module.__dict__:
+            report.add(Part(rotary.KIND, name, why="its heads are not known" if heads is None else "replaced already"))
+            continue
+        dtype = _dtype(module)
+        key = tuple(theirs.items()), heads, dtype
+        if key not in found:
+            angles = rotary.angles(model, heads[2])
+            found[key] = angles if isinstance(angles, str) else rotary.find(theirs, *angles, heads, dtype)
+        ours = found[key]
+        if isinstance(ours, str):
+            report.add(Part(rotary.KIND, name, why=ours))
+            continue
+        replace.install(module, rotary.KIND, rotary.forward_with(module, ours))
+        report.add(Part(rotary.KIND, name, "rope", gain="q and k in one launch"))
+
+
+def _patch_attention(model: Any, report: Report) -> None:
+    if not hasattr(model, "set_attn_implementation"):
+        return
+    parts = [(n, m) for n, m in model.named_modules() if _calls_registry(m)]
+    if model.config._attn_implementation == attention.NAME:
+        return
+    reasons = {}
+    for name, module in parts:
+        heads, parameter = rotary.heads(module), next(module.parameters(), None)
+        if heads is None or parameter is None:
+            reasons[name] = "its heads are not known"
+            continue
+        device = torch.device("cpu") if parameter.is_meta else parameter.device
+        if reason := attention.find(module, heads, _dtype(module), device):
+            reasons[name] = reason
+    if not parts:
+        report.add(Part(attention.KIND, "", why="no module calls transformers' attention registry"))
+    elif reasons:  # the implementation is one of the config: all its layers, or none
+        for name, reason in reasons.items():
+            report.add(Part(attention.KIND, name, why=reason))
+    else:
+        _switch_attention(model)
+        for name, _ in parts:
+            report.add(Part(attention.KIND, name, "attention", gain="by backend: powertrain explain attention"))
+
+
+def _calls_registry(module: nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _switch_attention(model: Any) -> None:
+    attention.register()
+    former = [(config, config._attn_implementation) for config in _configs(model)]
+    model.set_attn_implementation(attention.NAME)
+    # on the model, since a config's own attributes are saved with it
+    model.__dict__.setdefault(_FORMER, []).extend(
+        (config, name) for config, name in former if config._attn_implementation == attention.NAME != name
+    )
+
+
+def _restore_attention(model: Any) -> None:
+    for config, former in model.__dict__.pop(_FORMER, ()):
+        config._attn_implementation_internal = former
+
+
+def _configs(model: Any) -> list[Any]:
+    """The configs of the model and its parts, each once."""
+    configs = [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+    return list({id(config): config for config in configs}.values())
+
+
+def _patch_loss(model: Any, report: Report) -> None:
+    if not hasattr(model, "loss_function") or replace.installed(model):
+        return
+    name = type(model).__name__
+    reason = replace.OTHERS if "forward" in model.__dict__ else loss.why_not(model)
+    found = reason or loss.find(model)
+    if isinstance(found, str):
+        report.add(Part(loss.KIND, name, why=found))
+        return
+    replace.install(model, loss.KIND, found[1])
+    vocabulary = model.get_output_embeddings().out_features
+    saved = vocabulary * 12 * 8192 / 2**30  # logits and their gradient, 16 and 32 bits each
+    report.add(Part(loss.KIND, name, found[0], gain=f"about {saved:.1f} GiB of logits less at 8192 tokens"))
+
+
+_STEPS: dict[str, Callable[[nn.Module, Report], None]] = {
+    norms.KIND: _patch_norms,
+    mlps.KIND: _patch_mlps,
+    rotary.KIND: _patch_rotary,
+    attention.KIND: _patch_attention,
+    loss.KIND: _patch_loss,
+}
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _judge_whole(model: nn.Module, report: Report) -> None:
+    """Logits of the whole model on random tokens, patched beside unpatched; kinds that differ are undone, and named."""
+    if not report.replaced or not _runs_here(model):
+        return
+    with _AsWritten(model):
+        right = _logits(model)
+    if right is None:
+        return
+    bound = 0.05 if right.dtype is not torch.float32 else 1e-3
+    for kind in (None, attention.KIND, rotary.KIND, mlps.KIND, norms.KIND):
+        if kind is not None:
+            _undo(model, kind)
+            for part in [p for p in report.replaced if p.kind == kind]:
+                report.replaced.remove(part)
+                report.left.append(Part(kind, part.name, why="the whole model's results differed with it"))
+        found = _logits(model)
+        if found is not None and float((found.double() - right.double()).norm() / right.double().norm()) <= bound:
+            return
+
+
+def _undo(model: nn.Module, kind: str) -> None:
+    if kind == attention.KIND:
+        _restore_attention(model)
+    for module in model.modules():
+        if replace.installed(module) == kind:
+            replace.remove(module)
+
+
+def _runs_here(model: nn.Module) -> bool:
+    parameters = list(model.parameters())
+    plain = all(type(p) is nn.Parameter and not p.is_meta for p in parameters)
+    return plain and len({p.device for p in parameters}) == 1 and hasattr(model, "get_input_embeddings")
+
+
+class _AsWritten:
+    """The model without its replacements, inside the context."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.forwards = {m: m.__dict__.pop("forward") for m in self.model.modules() if replace.installed(m)}
+        self.formers = self.model.__dict__.get(_FORMER, [])
+        for config, former in self.formers:
+            config._attn_implementation_internal = former
+
+    def __exit__(self, *_: object) -> None:
+        for module, forward in self.forwards.items():
+            module.forward = forward
+        for config, _ in self.formers:
+            config._attn_implementation_internal = attention.NAME
+
+
+def _logits(model: Any) -> Tensor | None:
+    """Results for two rows of random tokens, the second padded on the right; None: it takes other inputs."""
+    try:
+        embeddings = model.get_input_embeddings()
+        device, vocabulary = embeddings.weight.device, embeddings.weight.shape[0]
+    except (AttributeError, NotImplementedError):
+        return None
+    generator = torch.Generator(device).manual_seed(0)
+    tokens = torch.randint(vocabulary, (2, 24), generator=generator, device=device)
+    mask = torch.ones_like(tokens)
+    mask[1, 17:] = 0
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            result = model(input_ids=tokens, attention_mask=mask)
+        values = getattr(result, "logits", None)
+        values = getattr(result, "last_hidden_state", None) if values is None else values
+        # rows of padding mean nothing
+        return None if values is None or values.ndim != 3 else values[mask.bool()]
+    except Exception:  # no text model, or one that wants more
+        return None
+    finally:
+        for module in training:
+            module.training = True
+
+
+def table(report: Report) -> str:
+    """The report as text: one line for all parts of a kind with one result."""
+    lines = [f"powertrain.patch({type(report.model).__name__})", "replaced:"]
+    lines += _grouped(report.replaced, lambda p: (p.kind, p.what, p.gain)) or ["  nothing"]
+    if report.left:
+        lines += ["left as they are:", *_grouped(report.left, lambda p: (p.kind, p.why, ""))]
+    return "\n".join(lines)
+
+
+def _grouped(parts: list[Part], key: Callable[[Part], tuple[str, str, str]]) -> list[str]:
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for part in parts:
+        groups.setdefault(key(part), []).append(part.name)
+    lines = []
+    for (kind, text, expected), names in groups.items():
+        which = names[0] or "-"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"  {kind:<10} {which}{more}: {text}" + (f" ({expected})" if expected else ""))
+    return lines

@@ -1,0 +1,84 @@
+"""Replacement of one module's forward, on the instance: class, parameters, hooks and state dict stay what they are.
+
+A replacement is a plain function of (self, ...) that reads everything from `self`, so a deep copy of a patched module
+is a patched module of its own, and children that are exchanged later (LoRA adapters, quantized layers) are seen.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+_MARK = "_powertrain_replaces"
+OTHERS = "its forward was replaced already, by another library; patch the model before that"
+
+
+@dataclass
+class Part:
+    """One part of the model that was looked at."""
+
+    kind: str  # "norm", "mlp", "rotary", "attention" or "loss"
+    name: str  # of the module in the model
+    what: str = ""  # the op that replaces it, with its options; empty: it was left alone
+    why: str = ""  # it was left alone
+    gain: str = ""  # expected
+
+
+@dataclass
+class Report:
+    """What `patch` did: `replaced` and `left`, in the order of the model's modules."""
+
+    model: nn.Module = field(repr=False)
+    replaced: list[Part] = field(default_factory=list)
+    left: list[Part] = field(default_factory=list)
+
+    def add(self, part: Part) -> None:
+        (self.replaced if part.what else self.left).append(part)
+
+
+def install(module: nn.Module, kind: str, forward: Callable[..., Any]) -> None:
+    """Make `forward(module, ...)` the module's forward; its signature is the old one's, which Trainer reads."""
+    replacement = functools.wraps(type(module).forward)(forward)
+    setattr(replacement, _MARK, kind)
+    module.forward = MethodType(replacement, module)
+
+
+def installed(module: nn.Module) -> str | None:
+    """The kind of part whose forward was replaced here, or None."""
+    return getattr(getattr(module.__dict__.get("forward"), "__func__", None), _MARK, None)
+
+
+def remove(module: nn.Module) -> None:
+    """Put the class's own forward back."""
+    del module.__dict__["forward"]
+
+
+def why_not_replaceable(module: nn.Module) -> str | None:
+    """Why this module's forward must stay, or None."""
+    if "forward" in module.__dict__:
+        return OTHERS
+    for name, parameter in module.named_parameters():
+        if type(parameter) is not Parameter:
+            return f"{name} is a {type(parameter).__name__}, not a plain parameter"
+        if not parameter.is_floating_point():
+            return f"{name} is {parameter.dtype}: quantized"
+    return None
+
+
+def is_plain_linear(module: nn.Module | None) -> bool:
+    """An nn.Linear without hooks or parametrizations, whose product another function may compute.
+
+    False for LoRA layers, quantized ones, and weights that FSDP or tensor parallelism keeps in parts.
+    """
+    return (
+        type(module) is nn.Linear
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and type(module.weight) in (Parameter, Tensor)
+        and type(module.bias) in (Parameter, Tensor, type(None))
+    )

@@ -1,0 +1,336 @@
+"""powertrain.patch on transformers' architectures: what is replaced, the same loss and gradients, and back again."""
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import powertrain as pt
+from powertrain.patching import replace
+from powertrain.patching.patch import KINDS, table
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+from tests.patching.architectures import CAUSAL, causal, shaken  # noqa: E402
+
+QUICK = ("Llama", "Gemma2", "Phi3", "GPTNeoX", "GptOss", "Cohere2", "DeepseekV3")
+# what is left alone, and why; everything else of every architecture must be replaced
+LEFT = {
+    "Mixtral": {"mlp"}, "GptOss": {"mlp"}, "Qwen3Moe": {"mlp"}, "Olmoe": {"mlp"}, "GraniteMoe": {"mlp"},
+    "DeepseekV3": {"rotary"}, "Llama4Text": {"rotary"}, "GPTJ": {"rotary", "attention"}, "Olmo": {"norm"},
+    "Falcon": {"mlp", "attention"}, "Bloom": {"mlp", "rotary", "attention"}, "Apertus": {"mlp"},
+    "GPT2": {"mlp", "rotary"}, "OPT": {"mlp", "rotary", "loss"},
+}  # fmt: skip
+ROUTED = {"Mixtral", "GptOss", "Qwen3Moe", "Qwen2Moe", "Olmoe", "GraniteMoe", "DeepseekV3", "Llama4Text"}
+Result = tuple[Tensor, dict[str, Tensor]]
+
+
+def batch(padding: str = "right") -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 131, (2, 20), generator=generator)
+    mask = torch.ones_like(tokens)
+    if padding == "right":
+        mask[1, 15:] = 0
+    elif padding == "left":
+        mask[1, :5] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor]) -> Result:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    grads = {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach().double(), grads
+
+
+def judge(new: Result, old: Result, exact: Result, dtype: torch.dtype) -> None:
+    """At most twice the unpatched model's error, and roundings."""
+    eps = torch.finfo(dtype).eps
+    loss = exact[0].abs()
+    assert (new[0] - exact[0]).abs() <= 2 * (old[0] - exact[0]).abs() + eps * loss
+    assert new[1].keys() == old[1].keys()
+    for name, grad in exact[1].items():
+        scale = grad.norm().clamp_min(1e-12)
+        ours, theirs = ((result[1][name] - grad).norm() / scale for result in (new, old))
+        assert ours <= 2 * theirs + 4 * eps, f"{name}: {ours:.3g}, unpatched {theirs:.3g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CAUSAL]
+)
+def test_same_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
+    model = causal(name, dtype)
+    inputs = batch()
+    exact, old = run(copy.deepcopy(model).double(), inputs), run(model, inputs)
+    keys = list(model.state_dict())
+    report = pt.patch(model)
+    replaced = {part.kind for part in report.replaced}
+    assert replaced == set(KINDS) - LEFT.get(name, set()), table(report)
+    if name in ROUTED and dtype is torch.bfloat16:
+        # a rounding sends a token to another expert
+        assert (run(model, inputs)[0] - exact[0]).abs() < 0.02 * exact[0]
+    else:
+        judge(run(model, inputs), old, exact, dtype)
+    assert list(model.state_dict()) == keys
+    pt.unpatch(model)
+    again = run(model, inputs)
+    assert torch.equal(again[0], old[0]) and all(torch.equal(again[1][k], old[1][k]) for k in old[1])
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("name", ["Mistral", "Gemma3Text", "Llama4Text"])
+def test_masks(name: str, padding: str) -> None:
+    """Windows, chunks and padding on either side give the same logits where there are tokens."""
+    model, inputs = causal(name).eval(), batch(padding)
+    labels = inputs.pop("labels")
+    with torch.no_grad():
+        old = model(**inputs).logits
+        pt.patch(model, kinds=["attention"])
+        new = model(**inputs).logits
+    seen = labels != -100
+    torch.testing.assert_close(new[seen], old[seen], rtol=1e-4, atol=1e-5)
+
+
+def test_packed_positions_and_a_given_mask() -> None:
+    model = causal("Llama").eval()
+    tokens = batch("none")["input_ids"]
+    positions = torch.cat([torch.arange(7), torch.arange(13)]).expand(2, -1)
+    own = torch.zeros(2, 1, 20, 20).masked_fill(torch.rand(2, 1, 20, 20) < 0.3, float("-inf"))
+    own[..., 0] = 0
+    calls: list[dict[str, Any]] = [{"position_ids": positions}, {"attention_mask": own}, {"use_cache": False}]
+    with torch.no_grad():
+        old = [model(tokens, **call).logits for call in calls]
+        pt.patch(model)
+        for call, right in zip(calls, old, strict=True):
+            torch.testing.assert_close(model(tokens, **call).logits, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate(name: str, cache: str) -> None:
+    model, inputs = causal(name).eval(), batch("left")
+    del inputs["labels"]
+    options = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    right = model.generate(**inputs, **options)
+    pt.patch(model)
+    assert torch.equal(model.generate(**inputs, **options), right)
+
+
+def test_trainer_calls() -> None:
+    """What trainers pass and read: tokens counted over accumulated batches, labels shifted before, eval's logits."""
+    model, inputs = causal("Llama"), batch()
+    calls = [
+        {"num_items_in_batch": 17},
+        {"num_items_in_batch": torch.tensor(17)},
+        {"shift_labels": inputs["labels"].roll(-1)},
+    ]
+    old = [run(model, inputs | call) for call in calls]  # type: ignore[operator]
+    parameters = inspect.signature(model.forward).parameters
+    pt.patch(model)
+    assert inspect.signature(model.forward).parameters == parameters
+    for call, right in zip(calls, old, strict=True):
+        new = run(model, inputs | call)  # type: ignore[operator]
+        torch.testing.assert_close(new[0], right[0])
+    assert model(**inputs).logits is None
+    assert model.eval()(**inputs).logits.shape == (2, 20, 131)
+
+
+def test_gradient_checkpointing() -> None:
+    model, inputs = causal("Qwen3"), batch()
+    pt.patch(model)
+    plain = run(model, inputs)
+    model.gradient_checkpointing_enable()
+    again = run(model, inputs)
+    assert torch.equal(plain[0], again[0]) and all(torch.equal(plain[1][k], again[1][k]) for k in plain[1])
+
+
+def test_compiled_model() -> None:
+    model, inputs = causal("Llama"), batch("none")
+    inputs.pop("attention_mask")
+    pt.patch(model)
+    right = run(model, inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss = compiled(**inputs).loss
+    model.zero_grad()
+    loss.backward()
+    torch.testing.assert_close(loss.double(), right[0], rtol=1e-5, atol=1e-5)
+    grads = {name: p.grad.double() for name, p in model.named_parameters()}
+    torch.testing.assert_close(grads, right[1], rtol=1e-3, atol=1e-5)
+
+
+class LoRA(nn.Linear):
+    """As PEFT's: a subclass or wrapper in place of the linear layer, put there after the model was patched."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1.0
+
+
+def test_a_layer_exchanged_later_is_seen() -> None:
+    plain, patched = causal("Llama").eval(), causal("Llama").eval()
+    pt.patch(patched)
+    tokens = batch("none")["input_ids"]
+    for model in (plain, patched):
+        mlp = model.model.layers[0].mlp
+        lora = LoRA(64, 96, bias=False)
+        lora.load_state_dict(mlp.gate_proj.state_dict())
+        mlp.gate_proj = lora
+        model.lm_head.register_forward_hook(lambda module, args, out: out * 2)
+    torch.testing.assert_close(patched(tokens).logits, plain(tokens).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        patched.train()(tokens, labels=tokens).loss, plain.train()(tokens, labels=tokens).loss, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_layer_exchanged_before_is_left() -> None:
+    model = causal("Llama")
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.__class__ = LoRA
+    report = pt.patch(model)
+    left = [part for part in report.left if part.kind == "mlp"]
+    assert [part.name for part in left] == ["model.layers.0.mlp"] and "up_proj is a" in left[0].why
+    assert "model.layers.1.mlp" in [part.name for part in report.replaced]
+
+
+def test_copies_pickles_and_saving(tmp_path: Any) -> None:
+    model, inputs = causal("Llama"), batch()
+    old = model.config.to_dict()
+    pt.patch(model)
+    right = run(model, inputs)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(run(twin, inputs)[0], right[0])  # runs on its own weights
+    assert pickle.loads(pickle.dumps(twin)).state_dict().keys() == model.state_dict().keys()
+    assert model.config.to_dict() == old
+    pt.unpatch(twin)
+    assert not any(map(replace.installed, twin.modules())) and twin.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "powertrain"
+
+
+def test_twice_is_once() -> None:
+    model = causal("Llama")
+    first = pt.patch(model)
+    forwards = {m: m.__dict__.get("forward") for m in model.modules()}
+    assert not pt.patch(model).replaced or first
+    assert forwards == {m: m.__dict__.get("forward") for m in model.modules()}
+    pt.unpatch(model)
+    pt.unpatch(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_on_the_meta_device() -> None:
+    """Shapes alone are enough for modules; what needs values says so."""
+    with torch.device("meta"):
+        model = causal("Llama")
+    report = pt.patch(model)
+    assert {part.kind for part in report.replaced} >= {"norm", "mlp", "attention"}
+    assert any(part.kind == "loss" and "meta" in part.why for part in report.left)
+
+
+# modules that look like those we know and are not
+
+
+class WrongNorm(nn.Module):
+    """Divides by the mean magnitude, not by the root mean square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(64)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / (x.abs().mean(-1, keepdim=True) + self.eps)
+
+
+class TwoInputNorm(WrongNorm):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * gate)
+
+
+class MLP(nn.Module):
+    def __init__(self, activation: nn.Module, dropout: float = 0.0, scale: float = 1.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.activation, self.dropout, self.scale = activation, nn.Dropout(dropout), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.down(self.activation(self.up(x)))) * self.scale
+
+
+@pytest.mark.parametrize(
+    "module, what",
+    [
+        (nn.LayerNorm(64), "layer_norm"),
+        (nn.LayerNorm(64, bias=False), "layer_norm"),
+        (nn.RMSNorm(64, eps=1e-5), "rms_norm, te casting"),
+        (WrongNorm(), ""),
+        (TwoInputNorm(), ""),
+        (nn.BatchNorm1d(64), ""),
+        (nn.GroupNorm(4, 64), ""),
+        (MLP(nn.GELU()), "linear_activation, gelu"),
+        (MLP(nn.GELU(approximate="tanh")), "linear_activation, gelu_tanh"),
+        (MLP(nn.SiLU()), "linear_activation, silu"),
+        (MLP(nn.Softplus()), ""),
+        (MLP(nn.GELU(), dropout=0.1), ""),
+        (MLP(nn.GELU(), scale=1.01), ""),
+        (nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), "linear_activation, gelu"),
+        (nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.GELU(), nn.Linear(96, 64)), ""),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value or "left"),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_modules_of_other_libraries(module: nn.Module, what: str, dtype: torch.dtype) -> None:
+    model = shaken(nn.ModuleDict({"part": copy.deepcopy(module)})).to(dtype)
+    report = pt.patch(model)
+    assert [part.what for part in report.replaced] == ([what] if what else []), table(report)
+
+
+def encoders() -> list[tuple[nn.Module, dict[str, Tensor]]]:
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    pixels = {"image_size": 32, "patch_size": 8}
+    image = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    tokens = batch("none")["input_ids"]
+    audio = torch.randn(2, 80, 100, generator=torch.Generator().manual_seed(0))
+    whisper = transformers.WhisperConfig(
+        d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=96, decoder_ffn_dim=96, max_source_positions=50, vocab_size=131, pad_token_id=0,
+        decoder_start_token_id=1, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    bert = transformers.BertConfig(**small, **none, vocab_size=131)
+    return [
+        (transformers.ViTModel(transformers.ViTConfig(**small, **none, **pixels)), {"pixel_values": image}),
+        (transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**small, **pixels)), {"pixel_values": image}),
+        (transformers.BertModel(bert), {"input_ids": tokens, "attention_mask": batch()["attention_mask"]}),
+        (transformers.WhisperModel(whisper), {"input_features": audio, "decoder_input_ids": tokens}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(4), ids=["ViT", "SigLIP", "BERT", "Whisper"])
+def test_encoders(index: int) -> None:
+    torch.manual_seed(0)
+    model, inputs = encoders()[index]
+    shaken(model).eval()
+    right = model(**inputs).last_hidden_state
+    report = pt.patch(model)
+    assert {"norm", "attention"} <= {part.kind for part in report.replaced}, table(report)
+    torch.testing.assert_close(model(**inputs).last_hidden_state, right, rtol=1e-3, atol=1e-4)
+
+
+def test_report_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    model = causal("Llama")
+    model.model.layers[1].mlp.up_proj.__class__ = LoRA
+    pt.patch(model, explain=True)
+    text = capsys.readouterr().out
+    for words in ("replaced:", "rms_norm, llama casting", "less memory traffic", "left as they are:", "up_proj is a"):
+        assert words in text
+    with pytest.raises(ValueError, match="kinds must be of norm, mlp, rotary, attention, loss, got 'norms'"):
+        pt.patch(model, kinds=["norms"])
