@@ -84,7 +84,7 @@ def flash_3(
 
     out = attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, scale=scaling,
-        window_size=(sliding_window - 1, -1) if sliding_window else (-1, -1), backend="flash-3",
+        window_size=(sliding_window - 1, -1) if sliding_window else (-1, -1), backend="flash-attn-3",
     )  # fmt: skip
     return out, None
 
