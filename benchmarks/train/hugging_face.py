@@ -66,8 +66,32 @@ def with_liger(model: nn.Module, name: str) -> None:
     apply(model=model, fused_linear_cross_entropy=True, cross_entropy=False)
 
 
+class Flash3(torch.autograd.Function):
+    """FlashAttention-3's own operators, causal, [B, S, H, D]; compiled graphs break here, as with its own package."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> Tensor:
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(
+            q, k, v, softmax_scale=scale, is_causal=left < 0, window_size_left=left, window_size_right=0
+        )
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = scale, left
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        scale, left = ctx.options
+        dq, dk, dv = map(torch.empty_like, (q, k, v))
+        torch.ops.flash_attn_3.bwd(
+            grad.contiguous(), q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=left < 0,
+            window_size_left=left, window_size_right=0,
+        )  # fmt: skip
+        return dq, dk, dv, None, None
+
+
 def with_flash_3(model: Any) -> None:
-    """FlashAttention-3 as an attention implementation, by our backend of that name, which calls its kernels."""
+    """FlashAttention-3 as an attention implementation of transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
@@ -76,17 +100,13 @@ def with_flash_3(model: Any) -> None:
     model.set_attn_implementation("benchmark_flash_3")
 
 
+@torch.compiler.disable
 def flash_3(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float,
     sliding_window: int | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    from powertrain.ops.attention import attention
-
-    out = attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, scale=scaling,
-        window_size=(sliding_window - 1, -1) if sliding_window else (-1, -1), backend="flash-attn-3",
-    )  # fmt: skip
-    return out, None
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    return Flash3.apply(q, k, v, scaling, sliding_window - 1 if sliding_window else -1), None
 
 
 def step(model: nn.Module, tokens: Tensor) -> Callable[[], None]:
@@ -132,13 +152,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 512, 128])
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--flash-3", action="store_true")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--flash-3", metavar="LIBRARY", help="shared library with FlashAttention-3's operators")
+    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
     parser.add_argument("--json")
     options = parser.parse_args()
+    if options.flash_3:
+        torch.ops.load_library(options.flash_3)
     rows = []
-    for name, compiled in itertools.product(options.models, (False, True) if options.compile else (False,)):
-        for variant, make in variants(name, options.layers, options.flash_3).items():
+    for name, compiled in itertools.product(options.models, [mode == "compiled" for mode in options.modes]):
+        for variant, make in variants(name, options.layers, bool(options.flash_3)).items():
             rows += measure(name, variant, make, compiled, options.tokens)
             gc.collect()
             torch.cuda.empty_cache()
