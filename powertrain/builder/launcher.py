@@ -44,8 +44,8 @@ def main(sockets: str, command: list[str]) -> int:
 
 def source(command: list[str]) -> str | None:
     """The name of the file that this call of a compiler compiles; None if it links or only answers a question."""
-    found = [argument for argument in command[1:] if argument.endswith(_SOURCES) and not argument.startswith("-")]
-    return _plain(os.path.basename(found[-1])) if found else None
+    sources = [argument for argument in command[1:] if argument.endswith(_SOURCES) and not argument.startswith("-")]
+    return _plain(os.path.basename(sources[-1])) if sources else None
 
 
 def _plain(name: str) -> str:

@@ -157,8 +157,8 @@ def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu | None:
 def _nvcc(environment: Mapping[str, str]) -> Nvcc | None:
     """The nvcc that torch's extensions would take: of CUDA_HOME or CUDA_PATH, on PATH, or in /usr/local/cuda."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
-    found = shutil.which("nvcc", path=environment.get("PATH", ""))
-    for path in [f"{home}/bin/nvcc"] if home else [found, "/usr/local/cuda/bin/nvcc"]:
+    on_path = shutil.which("nvcc", path=environment.get("PATH", ""))
+    for path in [f"{home}/bin/nvcc"] if home else [on_path, "/usr/local/cuda/bin/nvcc"]:
         if path and Path(path).is_file():
             return nvcc_at(path)
     return None
@@ -181,20 +181,20 @@ def nvcc_at(path: str) -> Nvcc | None:
 def _newest_gcc(home: Path) -> int | None:
     for header in [home / "include/crt/host_config.h", *home.glob("targets/*/include/crt/host_config.h")]:
         if header.is_file():
-            found = re.search(r"gcc versions later than (\d+)", header.read_text(errors="replace"))
-            return int(found[1]) if found else None
+            limit = re.search(r"gcc versions later than (\d+)", header.read_text(errors="replace"))
+            return int(limit[1]) if limit else None
     return None
 
 
 def _compiler(cxx: str | None, path: str) -> Compiler | None:
     names = [cxx.split()[0]] if cxx else ["c++", "g++", "clang++"]
-    found = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
-    if not found:
+    compiler = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
+    if not compiler:
         return None
-    text = _ask(found, "--version")
+    text = _ask(compiler, "--version")
     number = re.search(r"(\d+)\.\d+\.\d+", text)
     is_gcc = "Free Software Foundation" in text
-    return Compiler(found, (text.splitlines() or ["?"])[0], int(number[1]) if number and is_gcc else None)
+    return Compiler(compiler, (text.splitlines() or ["?"])[0], int(number[1]) if number and is_gcc else None)
 
 
 def python_of(command: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -227,8 +227,8 @@ def _python(path: str) -> Python | None:
 
 
 def _assigned(name: str, text: str) -> str | None:
-    found = re.search(rf"^{name}\b[^=\n]*= *'([^']+)'", text, re.MULTILINE)
-    return found[1] if found else None
+    assignment = re.search(rf"^{name}\b[^=\n]*= *'([^']+)'", text, re.MULTILINE)
+    return assignment[1] if assignment else None
 
 
 def _header(name: str, nvcc: Nvcc | None, python: Python | None, environment: Mapping[str, str]) -> str | None:

@@ -164,12 +164,12 @@ def _headers(recipe: Recipe, machine: Machine) -> list[Variable]:
 
 
 def _refusals(recipe: Recipe, machine: Machine) -> list[Refusal]:
-    found = []
+    refusals = []
     nvcc, compiler, python = machine.nvcc, machine.compiler, machine.python
     if recipe.needs_nvcc and not nvcc:
         wants = f"CUDA {python.torch_cuda}" if python and python.torch_cuda else "torch's CUDA version"
         fix = f"install the toolkit of {wants} and set CUDA_HOME, or take a wheel: {recipe.wheels or 'none known'}"
-        found.append(Refusal("no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda", fix))
+        refusals.append(Refusal("no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda", fix))
     if nvcc and python and python.torch_cuda and recipe.needs_nvcc:
         major = int(python.torch_cuda.split(".")[0])
         if major != nvcc.version[0]:
@@ -177,7 +177,7 @@ def _refusals(recipe: Recipe, machine: Machine) -> list[Refusal]:
                 f"nvcc {_version(nvcc.version)} ({nvcc.path}) cannot build for torch {python.torch}, "
                 f"made with CUDA {python.torch_cuda}"
             )
-            found.append(
+            refusals.append(
                 Refusal(what, f"set CUDA_HOME to a CUDA {major}.x toolkit, or install a torch for cu{nvcc.version[0]}x")
             )
     if nvcc and compiler and nvcc.newest_gcc and compiler.gcc and compiler.gcc > nvcc.newest_gcc:
@@ -185,12 +185,12 @@ def _refusals(recipe: Recipe, machine: Machine) -> list[Refusal]:
         what = (
             f"gcc {compiler.gcc} ({compiler.path}) is newer than nvcc {_version(nvcc.version)} accepts (gcc {newest})"
         )
-        found.append(Refusal(what, f"install g++-{newest} and set CC=gcc-{newest} CXX=g++-{newest}"))
+        refusals.append(Refusal(what, f"install g++-{newest} and set CC=gcc-{newest} CXX=g++-{newest}"))
     if recipe.needs_nvcc and not compiler:
-        found.append(Refusal("no C++ compiler on PATH", "install g++, or set CXX"))
+        refusals.append(Refusal("no C++ compiler on PATH", "install g++, or set CXX"))
     if recipe.needs_nvcc and python and not python.headers:
         version = ".".join(python.version.split(".")[:2])
-        found.append(
+        refusals.append(
             Refusal(f"{python.path} has no Python.h", f"install python{version}-dev (Debian) or python{version}-devel")
         )
     for header in recipe.headers:
@@ -199,24 +199,24 @@ def _refusals(recipe: Recipe, machine: Machine) -> list[Refusal]:
             fix = (
                 f"install the {library} development package, or set {library.upper()}_PATH to the folder above include/"
             )
-            found.append(Refusal(f"{header} is nowhere that {recipe.name} looks", fix))
+            refusals.append(Refusal(f"{header} is nowhere that {recipe.name} looks", fix))
     if machine.disk < recipe.disk * _GIB:
         what = f"{machine.tmp} has {_gib(machine.disk)} free; {recipe.name} wants {recipe.disk:g} GiB"
-        found.append(Refusal(what, "set TMPDIR to a folder on a larger disk"))
-    return found
+        refusals.append(Refusal(what, "set TMPDIR to a folder on a larger disk"))
+    return refusals
 
 
 def _arch_refusals(recipe: Recipe, machine: Machine) -> list[Refusal]:
-    found, nvcc = [], machine.nvcc
+    refusals, nvcc = [], machine.nvcc
     for arch in machine.archs:
         if nvcc and nvcc.archs and arch not in nvcc.archs:
             side = "old" if arch > nvcc.archs[-1] else "new"
             what = f"nvcc {_version(nvcc.version)} is too {side} for sm_{arch}: it knows {_archs(nvcc.archs)}"
-            found.append(Refusal(what, f"install a CUDA toolkit that lists sm_{arch} and set CUDA_HOME"))
+            refusals.append(Refusal(what, f"install a CUDA toolkit that lists sm_{arch} and set CUDA_HOME"))
         if recipe.archs and arch < recipe.archs[0]:
             what = f"{recipe.name} has no code for sm_{arch}: its oldest is sm_{recipe.archs[0]}"
-            found.append(Refusal(what, "build with --arch for another GPU; powertrain.attention runs on this one"))
-    return found
+            refusals.append(Refusal(what, "build with --arch for another GPU; powertrain.attention runs on this one"))
+    return refusals
 
 
 def _notes(recipe: Recipe, machine: Machine, estimate: Estimate, fit: int) -> list[str]:

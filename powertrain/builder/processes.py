@@ -35,10 +35,10 @@ def tree(root: int, without: Iterable[int] = ()) -> dict[int, Process]:
     """The descendants of `root` by process id, but not those in `without`."""
     skipped = set(without)
     try:
-        found = psutil.Process(root).children(recursive=True)
+        processes = psutil.Process(root).children(recursive=True)
     except psutil.NoSuchProcess:
         return {}
-    return {each.pid: read for each in found if each.pid not in skipped and (read := _read(each))}
+    return {each.pid: read for each in processes if each.pid not in skipped and (read := _read(each))}
 
 
 def _read(process: psutil.Process) -> Process | None:
@@ -79,12 +79,12 @@ def below(pid: int, processes: dict[int, Process]) -> list[Process]:
     children: dict[int, list[Process]] = {}
     for process in processes.values():
         children.setdefault(process.parent, []).append(process)
-    found, queue = [], [processes[pid]] if pid in processes else []
+    descendants, queue = [], [processes[pid]] if pid in processes else []
     while queue:
         process = queue.pop()
-        found.append(process)
+        descendants.append(process)
         queue += children.get(process.pid, [])
-    return found
+    return descendants
 
 
 def foreign_compilers(processes: dict[int, Process], launched: Iterable[int]) -> list[Process]:

@@ -140,8 +140,8 @@ def recipe_of(command: Sequence[str], folder: Path | None = None) -> Recipe:
     places = [" ".join(command)]
     if _builds_here(command):
         places.append("/".join((folder or Path.cwd()).parts[-2:]))
-    found = (recipe for place in places for recipe in RECIPES if re.search(recipe.pattern, place.lower()))
-    return next(found, GENERIC)
+    matches = (recipe for place in places for recipe in RECIPES if re.search(recipe.pattern, place.lower()))
+    return next(matches, GENERIC)
 
 
 def _builds_here(command: Sequence[str]) -> bool:

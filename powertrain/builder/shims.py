@@ -43,16 +43,16 @@ def make_shims(folder: Path, sockets: Path, environment: Mapping[str, str], nvcc
     path = environment.get("PATH", os.defpath)
     known = [name for name in os.listdir("/usr/bin") if name.startswith(("gcc-", "g++-", "clang-", "clang++-"))]
     versioned = [name for name in known if name.rpartition("-")[2].isdigit()]
-    real = {name: found for name in (*_NAMES, *sorted(versioned)) if (found := shutil.which(name, path=path))}
+    real = {name: program for name in (*_NAMES, *sorted(versioned)) if (program := shutil.which(name, path=path))}
     if nvcc:
         real["nvcc"] = nvcc.path
     start = f"{shlex.quote(sys.executable)} -IS {shlex.quote(launcher.__file__)} {shlex.quote(str(sockets))}"
     guard = f"[ -x {shlex.quote(sys.executable)} ] && [ -f {shlex.quote(launcher.__file__)} ]"
-    files = {f"bin/{name}": _script(guard, start, shlex.quote(found)) for name, found in real.items()}
+    files = {f"bin/{name}": _script(guard, start, shlex.quote(program)) for name, program in real.items()}
     files["launch"] = _script(guard, start, "")
-    chosen = {name: found for name in _NAMED if (found := shutil.which(environment.get(name, ""), path=path))}
-    named = {name: f"{name}/{os.path.basename(found)}" for name, found in chosen.items()}
-    files |= {named[name]: _script(guard, start, shlex.quote(found)) for name, found in chosen.items()}
+    chosen = {name: program for name in _NAMED if (program := shutil.which(environment.get(name, ""), path=path))}
+    named = {name: f"{name}/{os.path.basename(program)}" for name, program in chosen.items()}
+    files |= {named[name]: _script(guard, start, shlex.quote(program)) for name, program in chosen.items()}
     place = folder / hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
     if not place.is_dir():
         _write(place, files)

@@ -98,14 +98,14 @@ def slow_but_working(silent: float, name: str, doing: str, seconds: float) -> st
 
 def find_locks(folders: Iterable[Path]) -> list[Path]:
     """Files that look like torch's extension locks in these folders: empty, called `lock`."""
-    found = []
+    locks = []
     for folder in dict.fromkeys(folders):
         for pattern in ("lock", "*/lock", "*/*/lock", "*/*/*/lock"):
             try:
-                found += [file for file in folder.glob(pattern) if file.is_file() and not file.stat().st_size]
+                locks += [file for file in folder.glob(pattern) if file.is_file() and not file.stat().st_size]
             except OSError:
                 continue  # not ours to read, or gone meanwhile
-    return list(dict.fromkeys(file.resolve() for file in found))
+    return list(dict.fromkeys(file.resolve() for file in locks))
 
 
 def owners(lock: Path) -> list[int]:
@@ -141,13 +141,13 @@ def extension_folders(environment: Mapping[str, str]) -> list[Path]:
 
 
 def _working_folders(processes: Mapping[int, Process]) -> list[Path]:
-    found = set()
+    folders = set()
     for pid in processes:
         try:
-            found.add(Path(os.readlink(f"/proc/{pid}/cwd")))
+            folders.add(Path(os.readlink(f"/proc/{pid}/cwd")))
         except OSError:
             continue
-    return sorted(path for path in found if len(path.parts) > 2)
+    return sorted(path for path in folders if len(path.parts) > 2)
 
 
 def waits_for_input(pid: int) -> str | None:

@@ -33,7 +33,7 @@ class Seen:
 
 def running() -> "dict[int, Seen]":
     """All processes but zombies."""
-    found = {}
+    seen = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat", "rb") as stat:
@@ -41,22 +41,22 @@ def running() -> "dict[int, Seen]":
         except OSError:
             continue
         if len(fields) > 19 and fields[0] not in (b"Z", b"X"):
-            found[int(name)] = Seen(int(name), int(fields[1]), int(fields[3]), int(fields[19]))
-    return found
+            seen[int(name)] = Seen(int(name), int(fields[1]), int(fields[3]), int(fields[19]))
+    return seen
 
 
 def with_descendants(roots: "Iterable[int]", processes: "dict[int, Seen]") -> "list[Seen]":
     children: dict[int, list[int]] = {}
     for each in processes.values():
         children.setdefault(each.parent, []).append(each.pid)
-    found: dict[int, Seen] = {}
+    family: dict[int, Seen] = {}
     queue = [pid for pid in roots if pid in processes]
     while queue:
         pid = queue.pop()
-        if pid not in found:
-            found[pid] = processes[pid]
+        if pid not in family:
+            family[pid] = processes[pid]
             queue += children.get(pid, [])
-    return list(found.values())
+    return list(family.values())
 
 
 def signal_all(processes: "Iterable[Seen]", number: int = signal.SIGKILL) -> "list[Seen]":

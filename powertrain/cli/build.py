@@ -154,11 +154,11 @@ def _print_wheel(console: Console, plan: "Plan") -> None:
         console.print(f"[yellow]note[/] --online knows no wheels of {escape(plan.recipe.name)}")
         return
     try:
-        found = prebuilt(package, python.path)
+        wheel = prebuilt(package, python.path)
     except (TimeoutError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from None
-    if found:
-        console.print(f"[green]instead[/] pip has a wheel: pip install --only-binary=:all: {package}  ({found})")
+    if wheel:
+        console.print(f"[green]instead[/] pip has a wheel: pip install --only-binary=:all: {package}  ({wheel})")
     else:
         console.print(f"[yellow]note[/] pip has no wheel of {package} for Python {python.version}")
 
@@ -177,10 +177,10 @@ def _print_history(console: Console, records: "Sequence[Record]") -> None:
 def _bytes(text: str | None) -> int | None:
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
         raise typer.BadParameter(f"--memory must be a size such as 24G or 900M, got {text!r}")
-    return int(float(found[1]) * _SIZES[found[2].upper()])
+    return int(float(match[1]) * _SIZES[match[2].upper()])
 
 
 def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:

@@ -131,20 +131,20 @@ def _examine(checks: "list[Check]", machine: "Machine", fix: bool, as_json: bool
     from powertrain.doctor.finding import examine, worst
 
     console = Console(soft_wrap=True, highlight=False)
-    found, fixed = [], []
+    checked, fixed = [], []
     for check, finding in examine(checks, machine):
-        found.append((check, finding))
+        checked.append((check, finding))
         done = finding.apply() if fix and finding.apply else None
         if done is not None:
             fixed.append({"check": check.name, "did": done})
         if not as_json:
             _show(console, check.name, finding, done)
-    level = worst(finding for _, finding in found)
+    level = worst(finding for _, finding in checked)
     if as_json:
-        findings = [finding.as_json(check) for check, finding in found]
+        findings = [finding.as_json(check) for check, finding in checked]
         print(json.dumps({"worst": level, "findings": findings, "fixed": fixed}, indent=2))
     else:
-        _sum_up(console, [finding for _, finding in found], fix)
+        _sum_up(console, [finding for _, finding in checked], fix)
     if level != "ok":
         raise typer.Exit(_EXIT[level])
 

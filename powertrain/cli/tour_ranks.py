@@ -46,10 +46,10 @@ def largest_difference(overlap: Overlap, rows: tuple[int, ...]) -> float:
     y.square().sum().backward()
     spread = [t[part].clone().requires_grad_() for t, part in zip(whole, here, strict=True)]
     x, gate, up, down = spread
-    found = mlp(x, gate, up, down, overlap, rows)
-    found.square().sum().backward()
+    sharded = mlp(x, gate, up, down, overlap, rows)
+    sharded.square().sum().backward()
 
-    pairs = [(found, y[tokens]), *((a.grad, b.grad[part]) for a, b, part in zip(spread, one, here, strict=True))]
+    pairs = [(sharded, y[tokens]), *((a.grad, b.grad[part]) for a, b, part in zip(spread, one, here, strict=True))]
     worst = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().detach()
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=overlap.group)
     return float(worst)

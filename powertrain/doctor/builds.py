@@ -43,10 +43,10 @@ def build_folders(machine: Machine) -> list[Path]:
     chosen = machine.variables.get("TORCH_EXTENSIONS_DIR")
     cache = machine.variables.get("XDG_CACHE_HOME") or str(machine.home / ".cache")
     roots = [Path(chosen) if chosen else Path(cache) / "torch_extensions"]
-    found = [folder for root in roots for depth in ("*", "*/*") for folder in root.glob(depth) if _is_build(folder)]
+    folders = [folder for root in roots for depth in ("*", "*/*") for folder in root.glob(depth) if _is_build(folder)]
     places = dict.fromkeys([machine.cwd, *machine.packages, *_working_folders(machine)])
-    found += [folder for place in places for name in _GPT_NEOX if _is_build(folder := place / name)]
-    return sorted({folder.resolve() for folder in found})
+    folders += [folder for place in places for name in _GPT_NEOX if _is_build(folder := place / name)]
+    return sorted({folder.resolve() for folder in folders})
 
 
 def _is_build(folder: Path) -> bool:

@@ -29,7 +29,7 @@ LIBRARIES = {
 def code(machine: Machine) -> Iterator[Finding]:
     """A finding for each library with GPU code: SASS and PTX apart, and the verdict for every arch here."""
     archs = sorted({gpu.arch for gpu in machine.gpus if gpu.arch})
-    found = False
+    has_library = False
     for library, patterns in LIBRARIES.items():
         held = {}
         for file in _files(machine, patterns):
@@ -37,14 +37,14 @@ def code(machine: Machine) -> Iterator[Finding]:
                 if inside := codes(file):
                     held[file] = inside
             except (ValueError, OSError) as error:
-                found = True
+                has_library = True
                 yield Finding(
                     "problem", f"{library}: {error}", fix=f"install {library} again: pip install --force-reinstall"
                 )
         if held:
-            found = True
+            has_library = True
             yield _verdict(machine, library, held, archs)
-    if not found:
+    if not has_library:
         yield Finding("ok", f"none of {', '.join(LIBRARIES)} has GPU code here")
 
 

@@ -69,12 +69,12 @@ class Machine:
     @cached_property
     def installed(self) -> dict[str, Distribution]:
         """Distributions by normalized name; the first on the path wins, as in an import."""
-        found: dict[str, Distribution] = {}
+        by_name: dict[str, Distribution] = {}
         for distribution in distributions(path=[str(path) for path in self.packages]):
             name = distribution.metadata["Name"]
             if name:
-                found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution)
-        return found
+                by_name.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution)
+        return by_name
 
     def version(self, name: str) -> str | None:
         distribution = self.installed.get(name)

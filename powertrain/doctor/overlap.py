@@ -118,11 +118,11 @@ def _multicast(machine: Machine) -> Iterator[Finding]:
 
 
 def _connections(machine: Machine) -> Iterator[Finding]:
-    found = machine.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if found == "1":
+    value = machine.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if value == "1":
         yield Finding("ok", "CUDA_DEVICE_MAX_CONNECTIONS=1")
     else:
-        says = f"CUDA_DEVICE_MAX_CONNECTIONS must be 1, or kernels start in another order; got {found or 'nothing'}"
+        says = f"CUDA_DEVICE_MAX_CONNECTIONS must be 1, or kernels start in another order; got {value or 'nothing'}"
         yield Finding("problem", says, fix="export CUDA_DEVICE_MAX_CONNECTIONS=1")
 
 

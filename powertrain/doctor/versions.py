@@ -118,8 +118,8 @@ def _folders(machine: Machine) -> tuple[list[Path], list[Path], list[Path]]:
 
 def _first(folders: list[Path], pattern: str) -> list[Path]:
     """The library of each folder, as the file it is."""
-    found = (sorted(folder.glob(pattern), key=lambda file: len(file.name))[:1] for folder in folders)
-    return list(dict.fromkeys(file.resolve() for files in found for file in files))
+    matches = (sorted(folder.glob(pattern), key=lambda file: len(file.name))[:1] for folder in folders)
+    return list(dict.fromkeys(file.resolve() for files in matches for file in files))
 
 
 def _other_versions(files: list[Path], than: list[Path]) -> list[Path]:

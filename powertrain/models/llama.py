@@ -175,13 +175,13 @@ def _hf_window(kind: str, values: Mapping[str, Any], layers: int) -> int | None:
             "sliding_attention" if window is not None and layer >= first else "full_attention"
             for layer in range(layers)
         ]
-    found = set(types or ["full_attention"])
-    if found == {"full_attention"}:
+    kinds = set(types or ["full_attention"])
+    if kinds == {"full_attention"}:
         return None
-    if found != {"sliding_attention"} or window is None:
+    if kinds != {"sliding_attention"} or window is None:
         raise ValueError(
             "config.json: layer_types (or max_window_layers) must give all layers full_attention, or all "
-            f"sliding_attention and a sliding_window, got {sorted(found)}"
+            f"sliding_attention and a sliding_window, got {sorted(kinds)}"
         )
     return int(window)
 

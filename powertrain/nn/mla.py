@@ -94,12 +94,12 @@ class LatentAttention(nn.Module):
         """The first channels of every head turned by where the tokens stand."""
         cache = context.cache
         offset = 0 if cache is None or cache.is_empty else cache.lengths
-        found = rope(
+        rotated = rope(
             x, table=self.rotary.table(x.device), interleaved=self.interleaved, position_ids=context.position_ids,
             offset=offset,
         )  # fmt: skip
-        assert isinstance(found, Tensor)
-        return found
+        assert isinstance(rotated, Tensor)
+        return rotated
 
     def _query(self, x: Tensor, context: Context) -> Tensor:
         if self.q is not None:

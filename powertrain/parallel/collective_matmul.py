@@ -62,8 +62,8 @@ def _gather_multiply(
         return collected
     fused = overlap.transport.fused(choice, x, weights, ys)
     if fused is not None:
-        found: AllGatherHandle = fused.all_gather_gemm(x, weights, biases, rows, ys, keep=keep)
-        return found
+        handle: AllGatherHandle = fused.all_gather_gemm(x, weights, biases, rows, ys, keep=keep)
+        return handle
     gathering = overlap.transport.gather(x, rows, keep=keep)
     _multiply_gathered(gathering, weights, biases, rows, ys)
     return gathering
@@ -135,16 +135,16 @@ def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor, into_main: bool) -> Mayb
 
 def _gradient_of(weight: Tensor, dw: Maybe) -> Tensor:
     """The tensor that holds a weight's gradient: invalid once a peer was lost."""
-    found: Tensor = weight.main_grad if dw is None else dw  # type: ignore[attr-defined]
-    return found
+    grad: Tensor = weight.main_grad if dw is None else dw  # type: ignore[attr-defined]
+    return grad
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight in autocast's dtype, with the `main_grad` that it may have."""
-    found, main = weight.to(dtype), getattr(weight, "main_grad", None)
+    cast, main = weight.to(dtype), getattr(weight, "main_grad", None)
     if main is not None:
-        found.main_grad = main  # type: ignore[attr-defined]
-    return found
+        cast.main_grad = main  # type: ignore[attr-defined]
+    return cast
 
 
 def _save(ctx: Any, x: Tensor, *weights: Maybe) -> None:
@@ -608,8 +608,8 @@ def gemm_reduce_scatter(
     good = len(rows) == overlap.size and sum(rows) == x.shape[0] and min(rows) >= 0
     checks.require(good, op, "rows", f"have {overlap.size} entries that sum to x's rows, {x.shape[0]}", list(rows))
     overlap.transport.compare(op, tuple(rows), [x[:0], weight, bias])
-    found: Tensor = _reduce_scatter_op(x, weight, bias, list(rows), overlap.key_for(layer))
-    return found
+    y: Tensor = _reduce_scatter_op(x, weight, bias, list(rows), overlap.key_for(layer))
+    return y
 
 
 def gemm_all_reduce(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe = None, layer: str = "") -> Tensor:
@@ -622,8 +622,8 @@ def gemm_all_reduce(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe 
     if overlap.size == 1:
         return _alone(x, [weight], [bias])[0]
     overlap.transport.compare("gemm_all_reduce", (x.shape[0],), [weight, bias])
-    found: Tensor = _all_reduce_op(x, weight, bias, overlap.key_for(layer))
-    return found
+    y: Tensor = _all_reduce_op(x, weight, bias, overlap.key_for(layer))
+    return y
 
 
 def replicated_gemm(

@@ -45,12 +45,12 @@ class Planner:
         self.choices: dict[Product, Choice] = {}
 
     def choose(self, product: Product) -> Choice:
-        found = self.choices.get(product)
-        if found is None:
+        choice = self.choices.get(product)
+        if choice is None:
             if len(self.choices) >= _REMEMBERED:
                 del self.choices[next(iter(self.choices))]
-            found = self.choices[product] = self._chosen(product)
-        return found
+            choice = self.choices[product] = self._chosen(product)
+        return choice
 
     def _chosen(self, product: Product) -> Choice:
         name = self.transport.name

@@ -116,12 +116,12 @@ class Route(NamedTuple):
         totals = counts.sum(0, dtype=torch.int32)
         first = totals.cumsum(0) - totals + counts.cumsum(0) - counts  # of each source's rows of each expert
         shift = first - (ends - counts)
-        found = []
+        positions = []
         for source, size in enumerate(sizes):
             row = torch.arange(size, device=ends.device, dtype=ends.dtype)
             expert = torch.searchsorted(self.ends[source].contiguous(), row, right=True)
-            found.append(row + shift[source][expert])
-        return torch.cat(found)[:, None], totals[:-1].cumsum(0, dtype=torch.int32)
+            positions.append(row + shift[source][expert])
+        return torch.cat(positions)[:, None], totals[:-1].cumsum(0, dtype=torch.int32)
 
 
 def _with_capacity(ends: Tensor, num_rows: int, size: int, capacity: int) -> tuple[Tensor, Tensor]:
@@ -333,11 +333,11 @@ def _traded(
         else:
             back.send(piece.source, y)
     there.finish([there.whole])
-    found = meanwhile(there.whole, pieces)
+    result = meanwhile(there.whole, pieces)
     for rank in [overlap.rank, *transport.outwards()]:  # the next rank has made this one's first
         back.wait(rank)
     back.finish([back.whole])
-    return back.whole, there.whole, found
+    return back.whole, there.whole, result
 
 
 def _overlaps(

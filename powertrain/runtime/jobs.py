@@ -35,25 +35,25 @@ def jobs(per_job_bytes: int, wanted: int | None = None, *, root: str | Path = "/
 def available_memory(root: str | Path = "/") -> tuple[int, str]:
     """Bytes that can still be allocated here, and the source of that limit."""
     root = Path(root)
-    found = [(_mem_available(root), "MemAvailable")]
+    bounds = [(_mem_available(root), "MemAvailable")]
     for group in _groups(root, "memory"):
         for limit, used in (("memory.max", "memory.current"), ("memory.high", "memory.current")):
-            found += _left(group, limit, used, "inactive_file")
-        found += _left(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    return min(found)
+            bounds += _left(group, limit, used, "inactive_file")
+        bounds += _left(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return min(bounds)
 
 
 def usable_cores(root: str | Path = "/") -> tuple[int, str]:
     """Cores that this process may keep busy, and the source of that limit."""
     root = Path(root)
-    found = [(float(_affinity(root)), "cores (affinity)")]
+    bounds = [(float(_affinity(root)), "cores (affinity)")]
     for group in _groups(root, "cpu"):
         quota, _, period = (_read(group / "cpu.max") or "max").partition(" ")
         if quota == "max":
             quota, period = _read(group / "cpu.cfs_quota_us") or "-1", _read(group / "cpu.cfs_period_us") or ""
         if quota.isdigit() and period.isdigit() and int(period):
-            found.append((int(quota) / int(period), f"cores (CPU quota of cgroup {group})"))
-    cores, why = min(found)
+            bounds.append((int(quota) / int(period), f"cores (CPU quota of cgroup {group})"))
+    cores, why = min(bounds)
     return max(1, int(cores)), why
 
 

@@ -49,10 +49,10 @@ class Target:
         Raises ValueError with the nearest known names.
         """
         text = str(name).strip()
-        found = re.fullmatch(r"(?:sm|compute|cc)?[_ -]?(?:(\d{1,2})\.(\d)|(\d{2,3}))[af]?", text.lower())
-        if not found:
+        match = re.fullmatch(r"(?:sm|compute|cc)?[_ -]?(?:(\d{1,2})\.(\d)|(\d{2,3}))[af]?", text.lower())
+        if not match:
             return _card(text)
-        major, minor, digits = found.groups()
+        major, minor, digits = match.groups()
         arch = int(digits or major + minor)
         if arch not in _ARCHS:
             raise ValueError(f"target must be one of {_arch_names()} or the name of a card, got {name!r}")

@@ -39,8 +39,8 @@ def compare(file: Path, size: int, crc: str | None) -> None:
     got = file.stat().st_size if file.is_file() else None
     if got != size:
         raise Damaged(f"{file}: must have {size} bytes, got {'no file' if got is None else got}")
-    if crc is not None and (found := crc_of(file)) != crc:
-        raise Damaged(f"{file}: must have the CRC-32 {crc} that was written, got {found}: the file is damaged")
+    if crc is not None and (actual := crc_of(file)) != crc:
+        raise Damaged(f"{file}: must have the CRC-32 {crc} that was written, got {actual}: the file is damaged")
 
 
 def write_sums(file: Path, sums: dict[str, tuple[int, str]]) -> None:

@@ -176,11 +176,11 @@ def _loss(model: nn.Module, config: RunConfig) -> Tensor:
 
 
 def _groups(model: nn.Module) -> list[Group]:
-    found: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+    groups: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
     for name, p in model.named_parameters():
         star = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        found[star, tuple(p.shape)] += 1
-    return [Group(name, shape, n, n * torch.Size(shape).numel()) for (name, shape), n in found.items()]
+        groups[star, tuple(p.shape)] += 1
+    return [Group(name, shape, n, n * torch.Size(shape).numel()) for (name, shape), n in groups.items()]
 
 
 def _activations(config: RunConfig, model: nn.Module) -> dict[str, int]:

@@ -105,15 +105,15 @@ class Optimizer:
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint needs, by name, live: float32 weights, moments, step counts, loss scale."""
         self.adamw.init_state()
-        found: dict[str, Tensor] = {f"model.{name}": buffer for name, buffer in self.buffers.items()}
+        by_name: dict[str, Tensor] = {f"model.{name}": buffer for name, buffer in self.buffers.items()}
         for name, p in zip(self.names, self.parameters, strict=True):
             state = self.adamw.state[p]
-            found[f"model.{name}"] = state.get("master", p.detach())
-            found[f"exp_avg.{name}"], found[f"exp_avg_sq.{name}"] = state["exp_avg"], state["exp_avg_sq"]
-            found[f"step.{name}"] = state["step"].reshape(1)
+            by_name[f"model.{name}"] = state.get("master", p.detach())
+            by_name[f"exp_avg.{name}"], by_name[f"exp_avg_sq.{name}"] = state["exp_avg"], state["exp_avg_sq"]
+            by_name[f"step.{name}"] = state["step"].reshape(1)
         if self.scaler is not None:
-            found |= {f"scaler.{name}": t.reshape(1) for name, t in self.scaler.tensors().items()}
-        return found
+            by_name |= {f"scaler.{name}": t.reshape(1) for name, t in self.scaler.tensors().items()}
+        return by_name
 
     @torch.no_grad()
     def weights_from_masters(self) -> None:

@@ -24,7 +24,7 @@ class Verdict(NamedTuple):
 
 def facts(device: torch.device, config: RunConfig) -> dict[str, str]:
     """The compared facts, by name. Config keys are separate, so that a difference can be named."""
-    found = {
+    collected = {
         "host": socket.gethostname(),
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -36,10 +36,10 @@ def facts(device: torch.device, config: RunConfig) -> dict[str, str]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         nccl: Any = torch.cuda.nccl
-        found["NCCL"] = ".".join(map(str, nccl.version()))
-        found["GPU arch"] = f"sm_{Target.of(device).arch}"
-        found["GPU"] = str(properties.uuid)
-    return found | _flat(config.model_dump(mode="json"), "config")
+        collected["NCCL"] = ".".join(map(str, nccl.version()))
+        collected["GPU arch"] = f"sm_{Target.of(device).arch}"
+        collected["GPU"] = str(properties.uuid)
+    return collected | _flat(config.model_dump(mode="json"), "config")
 
 
 def compare(everyone: list[dict[str, str]]) -> Verdict:

@@ -408,8 +408,8 @@ def _compare_ranks(store: Store, world_size: int, seconds: float) -> None:
             "look there for an error, or for a process that was not started"
         )
     else:
-        found = preflight.compare([json.loads(store.get(f"facts {rank}")) for rank in came])
-        error, notes = found.error, list(found.notes)
+        differences = preflight.compare([json.loads(store.get(f"facts {rank}")) for rank in came])
+        error, notes = differences.error, list(differences.notes)
     store.set("verdict", json.dumps({"error": error, "notes": notes, "came": len(came)}))
 
 

@@ -240,31 +240,31 @@ class Trainer:
         """Load the newest checkpoint of the run (or the one at `path`); False if there is none."""
         group = self.ranks.checkpoint_group
         # the first rank decides for all: a checkpoint may appear, or its folder be seen late, between two looks
-        found = decided_by_first(lambda: checkpoint_store.find(path or self.checkpoints.folder), group)
-        if found is None:
+        checkpoint = decided_by_first(lambda: checkpoint_store.find(path or self.checkpoints.folder), group)
+        if checkpoint is None:
             return False
-        facts = done_by_all(lambda: self._facts_of_run(found), group)
-        checkpoint_store.load(found, self.optimizer.tensors(), group=group)
+        facts = done_by_all(lambda: self._facts_of_run(checkpoint), group)
+        checkpoint_store.load(checkpoint, self.optimizer.tensors(), group=group)
         self.optimizer.weights_from_masters()
         self.progress = Progress(facts["step"], facts["samples"], facts["tokens"])
-        self._note(f"resumed step {self.progress.step} from {found}")
+        self._note(f"resumed step {self.progress.step} from {checkpoint}")
         changed = _changed(facts["config"], self.config.model_dump(mode="json"))
-        self.resumed_from = str(found) + (f", with other settings: {', '.join(changed)}" if changed else "")
+        self.resumed_from = str(checkpoint) + (f", with other settings: {', '.join(changed)}" if changed else "")
         return True
 
-    def _facts_of_run(self, found: Path) -> dict[str, Any]:
+    def _facts_of_run(self, checkpoint: Path) -> dict[str, Any]:
         """A checkpoint's facts. Raises CheckpointError, or ValueError naming a field that this run's model has not."""
-        facts = checkpoint_store.read_facts(found)
+        facts = checkpoint_store.read_facts(checkpoint)
         if facts.get("weights_only"):
             raise checkpoint_store.CheckpointError(
-                f"{found} holds weights only, of another run; name it in checkpoint.load and keep it out of "
+                f"{checkpoint} holds weights only, of another run; name it in checkpoint.load and keep it out of "
                 f"{self.checkpoints.folder}"
             )
         if not all(isinstance(facts.get(name), int) for name in ("step", "samples", "tokens")):
             raise checkpoint_store.CheckpointError(
-                f"{found}/checkpoint.json must give step, samples and tokens as numbers"
+                f"{checkpoint}/checkpoint.json must give step, samples and tokens as numbers"
             )
-        refuse_another(model_of(facts, found), self.config.model, found)
+        refuse_another(model_of(facts, checkpoint), self.config.model, checkpoint)
         return facts
 
     def start_from(self, path: Path) -> None:
@@ -354,8 +354,8 @@ class Trainer:
         with torch.no_grad():
             bad = [candidate for candidate in micro_batches if not self._loss(candidate).isfinite()]
         batch = bad[0] if bad else micro_batches[-1]
-        found = diagnose(self.model, lambda: self._loss(batch))
-        everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {found}")
+        anomaly = diagnose(self.model, lambda: self._loss(batch))
+        everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {anomaly}")
         newest = checkpoint_store.find(self.checkpoints.folder)
         lines = "\n".join(f"  rank {rank}, {text}" for rank, text in enumerate(everywhere))
         message = f"training stopped at step {record.step}: {what}.\n{lines}\nThe last checkpoint is {newest}."

@@ -88,8 +88,8 @@ class _Local(torch.autograd.Function):
 
 def summed(p: Tensor) -> Tensor:
     """A parameter that all ranks have and each uses on its own tokens or heads: its gradient is summed over them."""
-    found: Tensor = _Summed.apply(p) if isinstance(p, DTensor) else p
-    return found
+    param: Tensor = _Summed.apply(p) if isinstance(p, DTensor) else p
+    return param
 
 
 class _Summed(torch.autograd.Function):
@@ -137,9 +137,9 @@ class _SpreadLinear(nn.Linear):
     def from_linear(cls, linear: nn.Linear, ranks: Ranks, **options: Any) -> Any:
         """With the weights of an nn.Linear that is the same on every rank, or on the meta device."""
         size = (linear.in_features, linear.out_features)
-        found = cls(*size, ranks, bias=linear.bias is not None, device="meta", dtype=linear.weight.dtype, **options)
-        found._spread(linear, cast(DTensor, found.weight).device_mesh)
-        return found.train(linear.training)
+        layer = cls(*size, ranks, bias=linear.bias is not None, device="meta", dtype=linear.weight.dtype, **options)
+        layer._spread(linear, cast(DTensor, layer.weight).device_mesh)
+        return layer.train(linear.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ranks={self.overlap.size}"
@@ -227,10 +227,10 @@ class ReplicatedLinear(nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, ranks: Ranks) -> "ReplicatedLinear":
         """With the weights of an nn.Linear that is the same on every rank, or on the meta device."""
-        found = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
+        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
         for name, p in linear.named_parameters():
-            found.register_parameter(name, spread(p, open_overlap(ranks)[1], Replicate()))
-        return found.train(linear.training)
+            layer.register_parameter(name, spread(p, open_overlap(ranks)[1], Replicate()))
+        return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, summed(self.weight), None if self.bias is None else summed(self.bias))

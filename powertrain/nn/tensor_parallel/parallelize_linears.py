@@ -115,14 +115,14 @@ def _plan_of(model: nn.Module, size: int) -> dict[str, Role]:
 
 def _matched(model: nn.Module, plan: Mapping[str, Role]) -> list[tuple[str, nn.Module, Role]]:
     """(name, module, role) of every module that an entry of the plan names, in the model's order."""
-    found, unused = [], dict(plan)
+    matched, unused = [], dict(plan)
     for name, module in model.named_modules():
         for end, role in plan.items():
             if name == end or name.endswith(f".{end}"):
-                found.append((name, module, role))
+                matched.append((name, module, role))
                 unused.pop(end, None)
     checks.require(not unused, _OP, "plan", "name modules that the model has", ", ".join(unused))
-    return found
+    return matched
 
 
 def _spread_linear(model: nn.Module, name: str, module: nn.Module, role: Role, **options: Any) -> Any:

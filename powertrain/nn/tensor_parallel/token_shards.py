@@ -27,12 +27,12 @@ def _move(x: Tensor, how: str, back: str, counts: Sequence[int], key: str) -> Te
     overlap, rows = find(key), RowCounts(tuple(counts))
     if how in ("slice", "same"):
         return (x[rows.of(overlap.rank)] if how == "slice" else x).clone()
-    found = x.reshape(x.shape[0], x.shape[1:].numel()).contiguous()
+    moved = x.reshape(x.shape[0], x.shape[1:].numel()).contiguous()
     if how != "gather":
-        found = overlap.transport.reduce_scatter(found, rows)
+        moved = overlap.transport.reduce_scatter(moved, rows)
     if how != "scatter":
-        found = overlap.transport.all_gather(found, rows)
-    return found.view(found.shape[0], *x.shape[1:])
+        moved = overlap.transport.all_gather(moved, rows)
+    return moved.view(moved.shape[0], *x.shape[1:])
 
 
 def _move_outputs(x: Tensor, how: str, back: str, counts: Sequence[int], key: str) -> Tensor:
@@ -73,8 +73,8 @@ def move_rows(x: Tensor, how: How, back: How, overlap: Overlap, rows: Sequence[i
     if rows is None:
         rows = even_rows(x.shape[0] * (overlap.size if how == "gather" else 1), overlap.size)
     overlap.transport.compare(how, tuple(rows), [x[:0]])
-    found: Tensor = _move_op(x, how, back, list(rows), overlap.key)
-    return found
+    moved: Tensor = _move_op(x, how, back, list(rows), overlap.key)
+    return moved
 
 
 def split_tokens(x: Tensor, overlap: Overlap, rows: Sequence[int] | None = None) -> Tensor:

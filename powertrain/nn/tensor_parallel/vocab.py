@@ -391,7 +391,7 @@ def vocab_parallel_linear_cross_entropy(
     overlap.transport.compare(op, counts, [rows[:0], weight, bias])
     needs = (torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     terms = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
-    found: Tensor = _linear_op(
+    loss: Tensor = _linear_op(
         rows, weight, bias, flat, main_grad, reduction, *terms, list(counts), overlap.key, *needs
     )[0]  # fmt: skip
-    return found
+    return loss

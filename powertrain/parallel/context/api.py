@@ -321,7 +321,7 @@ def context_parallel(group: dist.ProcessGroup | DeviceMesh) -> ContextParallel:
 
 def _impossible(options: dict[str, Any], sharding: Sharding, num_heads: int, world_size: int) -> dict[Mode, str]:
     """Why modes cannot compute a call."""
-    found: dict[Mode, str] = {}
+    impossible: dict[Mode, str] = {}
     left, right = options.get("window_size", (-1, -1))
     right = 0 if options.get("is_causal") else right
     for unmet, reason in (
@@ -331,10 +331,10 @@ def _impossible(options: dict[str, Any], sharding: Sharding, num_heads: int, wor
         (sharding.is_packed and options.get("alibi_slopes") is not None, "alibi_slopes need whole packed documents"),
     ):
         if unmet:
-            found["ring"] = found["all_gather"] = reason
+            impossible["ring"] = impossible["all_gather"] = reason
     if num_heads % world_size:
-        found["all_to_all"] = f"{num_heads} heads are no multiple of {world_size} ranks"
-    return found
+        impossible["all_to_all"] = f"{num_heads} heads are no multiple of {world_size} ranks"
+    return impossible
 
 
 def _whole(

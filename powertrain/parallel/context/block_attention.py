@@ -58,11 +58,11 @@ def dense_blocks(sharding: Sharding, source: int, mask: Mask, rank: int | None =
     if source == rank and mask.right == 0 and not mask.is_positional:
         everything = (0, sharding.length(rank))
         return [Block(everything, everything, -1, 0)] if everything[1] else []
-    found: list[Block] = []
+    blocks: list[Block] = []
     for piece in queries:
         row = [block for other in keys if (block := _band(piece, other, mask)) is not None]
-        found += row if mask.slopes is not None else _joined(row)
-    return found if mask.slopes is not None else _stacked(found)
+        blocks += row if mask.slopes is not None else _joined(row)
+    return blocks if mask.slopes is not None else _stacked(blocks)
 
 
 def _band(queries: TokenSpan, keys: TokenSpan, mask: Mask) -> Block | None:

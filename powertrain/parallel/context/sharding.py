@@ -68,14 +68,14 @@ class Sharding:
 
     def pieces(self, rank: int) -> list[tuple[TokenSpan, TokenSpan]]:
         """The two pieces of each document, in the order of the rank's tokens."""
-        found, row = [], 0
+        pairs, row = [], 0
         for bounds in self.bounds:
             pair = []
             for n in (rank, 2 * self.world_size - 1 - rank):
                 pair.append(TokenSpan(bounds[n], bounds[n + 1], row))
                 row += pair[-1].length
-            found.append((pair[0], pair[1]))
-        return found
+            pairs.append((pair[0], pair[1]))
+        return pairs
 
     def length(self, rank: int | None = None) -> int:
         """Tokens of a rank, this one if none is named."""
@@ -148,7 +148,7 @@ def _pairs(start: int, stop: int) -> int:
 def _bounds(lengths: Sequence[int], world_size: int) -> list[list[int]]:
     num_pieces = 2 * world_size
     tokens, pairs = [0] * world_size, [0] * world_size
-    found = []
+    all_bounds = []
     for length in lengths:
         size, rest = divmod(length, num_pieces)
         sizes = [size] * num_pieces
@@ -163,5 +163,5 @@ def _bounds(lengths: Sequence[int], world_size: int) -> list[list[int]]:
             rank = min(n, num_pieces - 1 - n)
             tokens[rank] += sizes[n]
             pairs[rank] += _pairs(bounds[n], bounds[n + 1])
-        found.append(bounds)
-    return found
+        all_bounds.append(bounds)
+    return all_bounds

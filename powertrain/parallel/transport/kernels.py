@@ -78,8 +78,8 @@ def sum_parts(parts: Tensor, bias: Tensor | None = None) -> Tensor:
     checks.same_device(op, "parts", parts, bias=bias)
     kernel = use_kernel(op, parts)
     if kernel or is_traced(parts):
-        found: Tensor = _sum_parts_op(parts, bias, kernel)
-        return found
+        y: Tensor = _sum_parts_op(parts, bias, kernel)
+        return y
     return sum_parts_ref(parts, bias)
 
 

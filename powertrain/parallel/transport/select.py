@@ -26,13 +26,13 @@ def open_transport(group: dist.ProcessGroup, name: str, *, strict: bool, debug: 
     """
     checks.one_of("Overlap", "transport", name, NAMES)
     if name in ("auto", "symmetric") and group.size() > 1:
-        found = _open_symmetric(group, debug)
-        if not isinstance(found, str):
-            return found
+        symmetric = _open_symmetric(group, debug)
+        if not isinstance(symmetric, str):
+            return symmetric
         if strict or name == "symmetric":
-            raise TransportUnavailable(f"Overlap: no symmetric memory among these {group.size()} ranks: {found}")
+            raise TransportUnavailable(f"Overlap: no symmetric memory among these {group.size()} ranks: {symmetric}")
         if group.rank() == 0 and on_gpus(group):
-            tracing.warn(f"overlap goes through {dist.get_backend(group)} sends, not symmetric memory: {found}")
+            tracing.warn(f"overlap goes through {dist.get_backend(group)} sends, not symmetric memory: {symmetric}")
     return CollectiveTransport(group, sequential=name == "sequential", debug=debug)
 
 

@@ -260,10 +260,10 @@ class _SimulatedAllGather(AllGatherHandle):
         if rank == self.rank:
             return self.shard
         self.transport.steps.receive(None, GATHER, self.slot, [rank])
-        found = self.recv_buffers[self.rank][GATHER][self.slot][rank].value
-        assert found is not None
-        self.whole[self.rows.of(rank)] = found
-        return found
+        received = self.recv_buffers[self.rank][GATHER][self.slot][rank].value
+        assert received is not None
+        self.whole[self.rows.of(rank)] = received
+        return received
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         self.transport.drain(GATHER)
@@ -319,9 +319,9 @@ class _SimulatedAllToAll(AllToAllHandle):
     def wait(self, rank: int) -> Tensor:
         if rank != self.rank:
             self.transport.steps.receive(None, self.use, self.slot, [rank])
-            found = self._place(self.rank, rank).value
-            assert found is not None
-            self.parts[rank].copy_(found)
+            received = self._place(self.rank, rank).value
+            assert received is not None
+            self.parts[rank].copy_(received)
         return self.parts[rank]
 
     def finish(self, outputs: Sequence[Tensor]) -> None:

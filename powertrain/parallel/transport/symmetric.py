@@ -162,8 +162,8 @@ class SymmetricTransport(CollectiveTransport):
 
     def recv_buffer(self, use: int, slot_bytes: int) -> Shared:
         """Slots of at least so many bytes. Larger than ever before: every rank waits for all others."""
-        found, capturing = self._shared.get(use), torch.cuda.is_current_stream_capturing()
-        if found is None or found.slot_bytes < slot_bytes:
+        shared, capturing = self._shared.get(use), torch.cuda.is_current_stream_capturing()
+        if shared is None or shared.slot_bytes < slot_bytes:
             if capturing:
                 raise WarmUpFirst(
                     f"powertrain.parallel: a call in a captured graph needs {slot_bytes} bytes of shared memory, more "
@@ -171,11 +171,11 @@ class SymmetricTransport(CollectiveTransport):
                 )
             self._wait_for_all()
             self._shared.pop(use, None)
-            self._shared[use] = found = Shared(slot_bytes, SLOTS_OF[use], self.group, self.device)
+            self._shared[use] = shared = Shared(slot_bytes, SLOTS_OF[use], self.group, self.device)
             self._wait_for_all()
         if capturing:
-            self._captured.add(found)  # replays go on there, whatever later calls need
-        return found
+            self._captured.add(shared)  # replays go on there, whatever later calls need
+        return shared
 
     def _wait_for_all(self) -> None:
         """Nobody's streams touch the memory any more."""

@@ -32,10 +32,10 @@ class Fused:
 
     def integers(self, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """On the device; made once for each of the last calls' values."""
-        found = self._integers(values, dtype)
+        tensor = self._integers(values, dtype)
         if torch.cuda.is_current_stream_capturing():
-            self._captured.append(found)  # replays read it, however many calls are between
-        return found
+            self._captured.append(tensor)  # replays read it, however many calls are between
+        return tensor
 
     def all_gather_gemm(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: RowCounts,

@@ -71,11 +71,11 @@ class Entry:
             raise Damaged("its manifest fails the checksum")
         try:
             manifest = json.loads(text)
-            found, index = manifest.pop("key"), manifest.pop("members")
+            stored_key, index = manifest.pop("key"), manifest.pop("members")
             sizes = [(str(member["name"]), int(member["size"]), member["sha256"]) for member in index]
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise Damaged(f"its manifest is not an entry's ({type(error).__name__}: {error})") from None
-        if found != key:
+        if stored_key != key:
             raise Damaged("it is the entry of another key")
         members, at = {}, start + length
         for name, size, checksum in sizes:
@@ -307,7 +307,7 @@ def packs() -> tuple[Pack, ...]:
     """The packs named by POWERTRAIN_PACKS; an unusable one is said once and left out."""
     from powertrain.runtime.compile.triton_compat import VERSION_TEXT
 
-    found = []
+    files = []
     for name in settings().packs:
         try:
             pack = Pack(Path(name))
@@ -320,8 +320,8 @@ def packs() -> tuple[Pack, ...]:
                 "none of its kernels fits; build it again with `powertrain prebuild`"
             )
             continue
-        found.append(pack)
-    return tuple(found)
+        files.append(pack)
+    return tuple(files)
 
 
 if hasattr(os, "register_at_fork"):

@@ -248,12 +248,12 @@ class Service:
     def _hire(self, deadline: float, waiting_for: str) -> _Worker:
         while self._idle:
             try:
-                found = self._idle.pop()
+                worker = self._idle.pop()
             except IndexError:
                 break
-            if found.process.poll() is None:
-                return found
-            self._end(found)
+            if worker.process.poll() is None:
+                return worker
+            self._end(worker)
         order: Future[_Worker] = Future()
         self._orders.put(order)
         try:
@@ -441,22 +441,22 @@ def _lower(spec: Spec) -> str:
 
 def _find_or_compile(spec: Spec, again: bool) -> tuple[kernel_store.Entry, str]:
     started = time.perf_counter()
-    found = None if again else kernel_store.find(spec.key)
-    if found is None:
+    compiled = None if again else kernel_store.find(spec.key)
+    if compiled is None:
         entry, reply = service().compile(spec, _lower(spec), again=again)
-        found = entry, reply["source"]
+        compiled = entry, reply["source"]
     milliseconds = (time.perf_counter() - started) * 1e3
     constants = {name: value for name, value in spec.constants.items() if value is not None}
     tracing.event(
         "kernel",
-        f"{spec.describe()}: {found[1]}, {milliseconds:.0f} ms",
+        f"{spec.describe()}: {compiled[1]}, {milliseconds:.0f} ms",
         kernel=spec.kernel.name,
         module=spec.kernel.module,
         arch=spec.arch,
         constants=constants,
         options=dict(spec.options),
-        source=found[1],
+        source=compiled[1],
         milliseconds=round(milliseconds, 1),
         key=spec.key,
     )
-    return found
+    return compiled

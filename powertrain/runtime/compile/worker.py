@@ -44,10 +44,10 @@ def frame(message: dict[str, Any], body: bytes = b"") -> bytes:
 
 def parse_frame(read: Callable[[int], bytes]) -> dict[str, Any]:
     """`read(count)` gives exactly so many bytes."""
-    found = json.loads(read(_LENGTH.unpack(read(_LENGTH.size))[0]))
-    if not isinstance(found, dict):
-        raise ValueError(f"a frame must be a JSON object, got {type(found).__name__}")
-    return found
+    message = json.loads(read(_LENGTH.unpack(read(_LENGTH.size))[0]))
+    if not isinstance(message, dict):
+        raise ValueError(f"a frame must be a JSON object, got {type(message).__name__}")
+    return message
 
 
 def _write(descriptor: int, data: bytes) -> None:

@@ -142,17 +142,17 @@ class Checkpoints:
             return {file.name: (file.stat().st_size, crc_of(file)) for file in shards}
 
         try:
-            found = {name: known for part in from_all(mine, self.group) for name, known in sorted(part.items())}
-            decided_by_first(lambda: self._name(partial, final, found, facts), self.group)
+            files = {name: known for part in from_all(mine, self.group) for name, known in sorted(part.items())}
+            decided_by_first(lambda: self._name(partial, final, files, facts), self.group)
         except Exception as error:
             if self._rank == 0:
                 _remove(partial)
             raise error if isinstance(error, NotWritten) else _not_written(final, error) from None
 
-    def _name(self, partial: Path, final: Path, found: dict[str, tuple[int, str]], facts: dict[str, Any]) -> None:
+    def _name(self, partial: Path, final: Path, written: dict[str, tuple[int, str]], facts: dict[str, Any]) -> None:
         """On the first rank: the facts, the final name, and fewer old ones."""
-        files = {name: size for name, (size, _) in found.items()}
-        content = {"format": FORMAT, "files": files, "checksums": {name: crc for name, (_, crc) in found.items()}}
+        files = {name: size for name, (size, _) in written.items()}
+        content = {"format": FORMAT, "files": files, "checksums": {name: crc for name, (_, crc) in written.items()}}
         content |= facts
         write_json(partial / "checkpoint.json", {**content, "checksum": crc_of_json(content)})
         _exchange(partial, final)
@@ -248,11 +248,11 @@ def claim(folder: Path) -> TextIO | None:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first. One that is just being replaced counts until the new one has its name."""
-    found: dict[int, Path] = {}
+    by_step: dict[int, Path] = {}
     for path in sorted(folder.glob("step_*")):  # a step comes before the one it replaced
         if _NAME.fullmatch(path.name) and (path / "checkpoint.json").is_file():
-            found.setdefault(step_of(path), path)
-    return [found[step] for step in sorted(found)]
+            by_step.setdefault(step_of(path), path)
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -266,8 +266,8 @@ def find(path: Path) -> Path | None:
     """The checkpoint at `path`: itself, or the newest in it; None if there is none."""
     if (path / "checkpoint.json").is_file():
         return path
-    found = checkpoints_in(path) if path.is_dir() else []
-    return found[-1] if found else None
+    checkpoints = checkpoints_in(path) if path.is_dir() else []
+    return checkpoints[-1] if checkpoints else None
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:

@@ -155,9 +155,9 @@ class _Keys:
 
     def finish(self) -> None:
         """Raise the collected errors, each once."""
-        found = list(dict.fromkeys(self.mistakes + self.missing))
-        if found:
-            raise (ConfigError if self.mistakes else UnsupportedConfig)("\n".join(found))
+        problems = list(dict.fromkeys(self.mistakes + self.missing))
+        if problems:
+            raise (ConfigError if self.mistakes else UnsupportedConfig)("\n".join(problems))
 
     def rows(self) -> list[Row]:
         rows = []
@@ -188,12 +188,12 @@ def _is_on(value: Any) -> bool:
 
 def _origins(keys: _Keys) -> dict[KeyPath, str]:
     """Our field -> the GPT-NeoX key that set it, for errors found later."""
-    found: dict[KeyPath, str] = {}
+    origins: dict[KeyPath, str] = {}
     for key in keys.values:
         word = KEYS[key].words.split(",")[0].split(":")[0].split(" ")[0]
         if "." in word and KEYS[key].fate in ("honoured", "mapped"):
-            found.setdefault(tuple(word.split(".")), key)
-    return found
+            origins.setdefault(tuple(word.split(".")), key)
+    return origins
 
 
 def _section(keys: _Keys, key: str) -> dict[str, Any]:
@@ -543,8 +543,8 @@ def _wandb(keys: _Keys) -> dict[str, Any] | None:
         for key in names:
             keys.say(key, "ignored", "use_wandb is not true")
         return None
-    found = {ours: keys.get(theirs) for theirs, ours in names.items()}
-    return {"project": "neox"} | {name: value for name, value in found.items() if value is not None}
+    settings = {ours: keys.get(theirs) for theirs, ours in names.items()}
+    return {"project": "neox"} | {name: value for name, value in settings.items() if value is not None}
 
 
 # --- data ---

@@ -88,13 +88,13 @@ class _Worker:
             ready = wait([self._pipe, self._process.sentinel], timeout=_LOOK)
             if self._pipe in ready:
                 try:
-                    found = self._pipe.recv()
+                    reply = self._pipe.recv()
                 except (EOFError, OSError):  # it died while it sent
                     self._replace(key)
                     continue
                 self._owed.popleft()
                 self._deaths = 0
-                return found
+                return reply
             if ready:
                 self._replace(key)
                 continue

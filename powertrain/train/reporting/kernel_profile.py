@@ -135,12 +135,12 @@ def _profiled(device: torch.device, step: int) -> Iterator[list[KernelTable]]:
             torch.cuda.synchronize(device)
         milliseconds = (time.perf_counter() - started) * 1e3
     events = profiler.events()
-    found = _on_gpu(events) if is_gpu else _on_cpu(events)
+    events_of_kernels = _on_gpu(events) if is_gpu else _on_cpu(events)
     name = torch.cuda.get_device_name(device) if is_gpu else "CPU"
-    if is_gpu and found:
+    if is_gpu and events_of_kernels:
         milliseconds = _span(events)
-    if found:
-        tables.append(_table(found, name, step, milliseconds))
+    if events_of_kernels:
+        tables.append(_table(events_of_kernels, name, step, milliseconds))
 
 
 def _stop(profiler: profile) -> None:
@@ -164,9 +164,9 @@ def _silent_kineto() -> Iterator[None]:
 Found = tuple[str, str, str, float]  # op, backend, kernel, milliseconds
 
 
-def _table(found: list[Found], device: str, step: int, milliseconds: float) -> KernelTable:
+def _table(profiled: list[Found], device: str, step: int, milliseconds: float) -> KernelTable:
     groups: dict[tuple[str, str], list[Found]] = {}
-    for item in found:
+    for item in profiled:
         groups.setdefault(item[:2], []).append(item)
     why = _reasons()
     rows = []
@@ -178,7 +178,7 @@ def _table(found: list[Found], device: str, step: int, milliseconds: float) -> K
     rows.sort(key=lambda row: -row.milliseconds)
     rest = milliseconds - sum(row.milliseconds for row in rows)
     if rest > 0:
-        waiting = "between kernels: the device waits for the host" if found and device != "CPU" else _HOST
+        waiting = "between kernels: the device waits for the host" if profiled and device != "CPU" else _HOST
         rows.append(KernelRow("outside operators", "-", device, (), waiting, 0, rest, rest / milliseconds))
     return KernelTable(step, device, milliseconds, tuple(rows))
 
@@ -284,7 +284,7 @@ def _on_cpu(events: Iterable[Any]) -> list[Found]:
         # an operator that is not differentiated carries the number of the next one that is: the last one counts
         if event.sequence_nr >= 0 and not _backward_number(event):
             of_forward[event.sequence_nr] = _around(event)
-    found = []
+    profiled = []
     for event in operators:
         op = _around(event) or of_forward.get(_backward_number(event) or -1, "")
         if event.name in _PRODUCTS_ON_CPU and not op:
@@ -293,8 +293,8 @@ def _on_cpu(events: Iterable[Any]) -> list[Found]:
             op = ATTENTION
         elif event.name.startswith(("c10d::", "gloo:")):
             op = "communication"
-        found.append((op or OTHERS, "PyTorch", event.name, event.self_cpu_time_total / 1e3))
-    return found
+        profiled.append((op or OTHERS, "PyTorch", event.name, event.self_cpu_time_total / 1e3))
+    return profiled
 
 
 def _around(event: Any) -> str:

@@ -136,24 +136,24 @@ def read_metrics(file: Path) -> Metrics:
 
     Raises ValueError naming file and line for one that is not ours.
     """
-    found = Metrics()
+    metrics = Metrics()
     for number, line in enumerate(_lines(file), 1):
         try:
             fields = json.loads(line)
             kind = fields.pop("kind")
             if kind == "step":
-                found.steps.append(_STEP.validate_python(fields))
+                metrics.steps.append(_STEP.validate_python(fields))
             elif kind == "evaluation":
-                found.evaluations.append(_EVALUATION.validate_python(fields))
+                metrics.evaluations.append(_EVALUATION.validate_python(fields))
             elif kind == "kernels":
-                found.kernels = KernelTable.of(fields)
+                metrics.kernels = KernelTable.of(fields)
             elif kind == "note":
-                found.notes.append((int(fields["step"]), str(fields["text"])))
+                metrics.notes.append((int(fields["step"]), str(fields["text"])))
             else:
                 raise ValueError(f"unknown kind {kind!r}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _not_ours(file, number, error) from None
-    return found
+    return metrics
 
 
 def _kept(file: Path, resumed_at: int) -> bytes:

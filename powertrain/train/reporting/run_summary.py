@@ -138,7 +138,7 @@ def device_name(device: torch.device) -> str:
 
 def environment(device: torch.device) -> dict[str, str]:
     """Versions and machine, label -> text."""
-    found = {
+    lines = {
         "powertrain": powertrain.__version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -151,14 +151,14 @@ def environment(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         target, properties = Target.of(device), torch.cuda.get_device_properties(device)
         nccl: Any = torch.cuda.nccl
-        found |= {
+        lines |= {
             "GPU": f"{properties.name}, sm_{target.arch}, {properties.total_memory / 2**30:.0f} GiB",
             "driver supports CUDA": f"{driver.version() // 1000}.{driver.version() % 1000 // 10}",
             "CUDA of torch": str(torch.version.cuda),
             "cuDNN": str(torch.backends.cudnn.version()),
             "NCCL": ".".join(map(str, nccl.version())) if torch.distributed.is_nccl_available() else "none",
         }
-    return found
+    return lines
 
 
 def _triton() -> str:

@@ -167,8 +167,8 @@ def memory_efficient_attention_backward(
         return _backward(grad, output, lse, query, key, value, attn_bias, scale)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = _attend(q, k, v, attn_bias, p, scale, backends, return_lse=True)
-        return found
+        out_lse: tuple[Tensor, Tensor] = _attend(q, k, v, attn_bias, p, scale, backends, return_lse=True)
+        return out_lse
 
     (own, own_lse), differentiate = _vjp(attend, query, key, value)
     share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0.0)  # [B, H, Mq]
@@ -209,8 +209,8 @@ def _backward(
         _check_blocks(q, k, bias)
         given, lse = tuple(x[0] for x in given), lse[0]  # type: ignore[assignment]
         options = _block_options(bias, bias.k_seqinfo.seqstart, getattr(bias.k_seqinfo, "seqlen", None))
-        found = attention_backward(*given, lse, scale=scale, layout="thd", **options)
-        dq, dk, dv = (x[None] for x in found)
+        grads = attention_backward(*given, lse, scale=scale, layout="thd", **options)
+        dq, dk, dv = (x[None] for x in grads)
     else:
         dense = _dense_options(bias, dims)
         if dense["attn_bias"] is not None:
@@ -460,10 +460,10 @@ def _varlen(
 
 def _block_options(bias: _BlockBias, key_starts: Tensor, used: Tensor | None) -> dict[str, Any]:
     """Blocks as `varlen_attention` takes them."""
-    found = {"cu_seqlens_q": bias.q_seqinfo.seqstart, "cu_seqlens_k": key_starts, "seqused_k": used}
+    options = {"cu_seqlens_q": bias.q_seqinfo.seqstart, "cu_seqlens_k": key_starts, "seqused_k": used}
     if used is not None and (isinstance(bias, _PagedBias) or isinstance(bias.k_seqinfo, _PaddedSeqLenInfo)):
-        found["cu_seqlens_k_padded"] = key_starts  # one after the other; gappy ones lie anywhere
-    return found | _band_options(bias.band)
+        options["cu_seqlens_k_padded"] = key_starts  # one after the other; gappy ones lie anywhere
+    return options | _band_options(bias.band)
 
 
 __all__ = [
