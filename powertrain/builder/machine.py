@@ -1,4 +1,4 @@
-"""Machine: facts that a CUDA build depends on, found without importing torch and without creating a CUDA context."""
+"""Facts that a CUDA build depends on, collected without importing torch and without creating a CUDA context."""
 
 import ctypes
 import json
@@ -15,7 +15,7 @@ from powertrain.runtime.jobs import available_memory, usable_cores
 from powertrain.runtime.target import Target
 
 HEADERS = {"cudnn.h": "cudnn", "nccl.h": "nccl", "cublasLt.h": "cublas"}  # and the library each belongs to
-_SECONDS = 30  # for any one program that is only asked its version
+_SECONDS = 30  # deadline of a program that prints its version
 
 # run by the Python that the build will use, which need not be ours
 _ASK_PYTHON = """
@@ -239,8 +239,8 @@ def _header(name: str, nvcc: Nvcc | None, python: Python | None, environment: Ma
     folders += [f"{nvcc.home}/include"] if nvcc else []
     folders += [f"{python.site}/nvidia/{part}/include" for part in (library, "cu13")] if python else []
     folders += ["/usr/include", "/usr/local/include", "/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu"]
-    places = (Path(part, name) for folder in folders for part in folder.split(":") if part)
-    return next((str(place) for place in places if place.is_file()), None)
+    candidates = (Path(part, name) for folder in folders for part in folder.split(":") if part)
+    return next((str(candidate) for candidate in candidates if candidate.is_file()), None)
 
 
 def _ask(*command: str) -> str:

@@ -137,10 +137,10 @@ def recipe_of(command: Sequence[str], folder: Path | None = None) -> Recipe:
 
     folder  where the command runs; the current one by default
     """
-    places = [" ".join(command)]
+    candidates = [" ".join(command)]
     if _builds_here(command):
-        places.append("/".join((folder or Path.cwd()).parts[-2:]))
-    matches = (recipe for place in places for recipe in RECIPES if re.search(recipe.pattern, place.lower()))
+        candidates.append("/".join((folder or Path.cwd()).parts[-2:]))
+    matches = (recipe for candidate in candidates for recipe in RECIPES if re.search(recipe.pattern, candidate.lower()))
     return next(matches, GENERIC)
 
 

@@ -53,27 +53,27 @@ def make_shims(folder: Path, sockets: Path, environment: Mapping[str, str], nvcc
     chosen = {name: program for name in _NAMED if (program := shutil.which(environment.get(name, ""), path=path))}
     named = {name: f"{name}/{os.path.basename(program)}" for name, program in chosen.items()}
     files |= {named[name]: _script(guard, start, shlex.quote(program)) for name, program in chosen.items()}
-    place = folder / hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
-    if not place.is_dir():
-        _write(place, files)
-    ours = {name: str(place / file) for name, file in named.items()}
-    return Shims(place / "bin", place / "launch", sockets, ours)
+    target = folder / hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
+    if not target.is_dir():
+        _write(target, files)
+    ours = {name: str(target / file) for name, file in named.items()}
+    return Shims(target / "bin", target / "launch", sockets, ours)
 
 
 def _script(guard: str, start: str, real: str) -> str:
     return f'#!/bin/sh\n{guard} && exec {start} {real} "$@"\nexec {real} "$@"\n'
 
 
-def _write(place: Path, files: Mapping[str, str]) -> None:
+def _write(target: Path, files: Mapping[str, str]) -> None:
     """All of it or nothing: written aside, then renamed."""
-    aside = place.with_name(f"{place.name}.{os.getpid()}")
+    aside = target.with_name(f"{target.name}.{os.getpid()}")
     for name, text in files.items():
         file = aside / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         file.chmod(0o755)
     try:
-        aside.rename(place)
+        aside.rename(target)
     except OSError:  # another build made the same meanwhile
         shutil.rmtree(aside)
 

@@ -1,4 +1,4 @@
-"""Stall: nothing moves, and why. Evidence is CPU time, bytes and lines of the whole tree; a clock proves nothing."""
+"""Detection of a stalled build and its cause, by CPU time, I/O and output of the process tree, not by time alone."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from powertrain.builder.processes import Process, swap_ins
 
 _IDLE_CPU = 0.03  # of one core: a loop that polls a lock file takes about 0.01
 _IDLE_IO = 16 << 10  # bytes a second; a shell's polling loop reads some
-_SLOW = 120  # seconds of silence after which a compiler that works is said to work
+_SLOW = 120  # seconds without output after which a working compiler is reported
 _LOCK = "lock"  # torch.utils.file_baton.FileBaton's, in the folder of an extension
 _READS = ("read", "n_tty", "wait_woken")
 _THRASH = 100  # pages a second from swap
@@ -29,7 +29,7 @@ class Cause:
 
 
 class Stillness:
-    """For how long nothing has moved."""
+    """Time since the process tree last made progress."""
 
     def __init__(self, now: float) -> None:
         self.since = now
@@ -40,17 +40,17 @@ class Stillness:
         self.swap_rate = 0.0
 
     def spoke(self, now: float) -> None:
-        """A line came."""
+        """The build wrote output."""
         self.since = now
 
     def observe(self, processes: Mapping[int, Process], now: float) -> float:
-        """Seconds of stillness, given the tree as it is now."""
+        """Seconds without progress, given the current tree."""
         if now - self._at >= 1:
             cpu = sum(process.cpu for process in processes.values())
             io = sum(process.io for process in processes.values())
             swap, elapsed = swap_ins(), now - self._at
             self.swap_rate = (swap - self._swap) / elapsed
-            # a process that ends takes its numbers along, which is movement too
+            # lower totals: a process ended, which is progress too
             if cpu < self._cpu or cpu - self._cpu > _IDLE_CPU * elapsed or abs(io - self._io) > _IDLE_IO * elapsed:
                 self.since = now
             self._at, self._cpu, self._io, self._swap = now, cpu, io, swap
@@ -58,7 +58,7 @@ class Stillness:
 
 
 def cause(processes: Mapping[int, Process], folders: Iterable[Path], swap_rate: float = 0.0) -> Cause:
-    """Why these processes do nothing.
+    """Why these processes are idle.
 
     folders    where torch's extension locks may lie, besides the processes' own
     swap_rate  pages read from swap a second
@@ -104,12 +104,12 @@ def find_locks(folders: Iterable[Path]) -> list[Path]:
             try:
                 locks += [file for file in folder.glob(pattern) if file.is_file() and not file.stat().st_size]
             except OSError:
-                continue  # not ours to read, or gone meanwhile
+                continue  # no permission, or deleted meanwhile
     return list(dict.fromkeys(file.resolve() for file in locks))
 
 
 def owners(lock: Path) -> list[int]:
-    """The processes that have the file open: FileBaton's owner keeps it so, and no other opens it."""
+    """The processes that have the file open: only FileBaton's owner does, for as long as it holds the lock."""
     target = str(lock.resolve())
     return [int(name) for name in filter(str.isdigit, os.listdir("/proc")) if target in _opened(name)]
 
@@ -127,7 +127,7 @@ def _opened(pid: str) -> Iterator[str]:
 
 
 def set_aside(lock: Path) -> Path:
-    """Rename the lock, so that whoever waits for it goes on; its new name."""
+    """Rename the lock, so that waiting processes continue; its new name."""
     aside = lock.with_name(f"{lock.name}.stale-{time.strftime('%Y%m%d-%H%M%S')}")
     lock.rename(aside)
     return aside

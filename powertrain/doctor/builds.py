@@ -44,8 +44,8 @@ def build_folders(machine: Machine) -> list[Path]:
     cache = machine.variables.get("XDG_CACHE_HOME") or str(machine.home / ".cache")
     roots = [Path(chosen) if chosen else Path(cache) / "torch_extensions"]
     folders = [folder for root in roots for depth in ("*", "*/*") for folder in root.glob(depth) if _is_build(folder)]
-    places = dict.fromkeys([machine.cwd, *machine.packages, *_working_folders(machine)])
-    folders += [folder for place in places for name in _GPT_NEOX if _is_build(folder := place / name)]
+    candidates = dict.fromkeys([machine.cwd, *machine.packages, *_working_folders(machine)])
+    folders += [folder for candidate in candidates for name in _GPT_NEOX if _is_build(folder := candidate / name)]
     return sorted({folder.resolve() for folder in folders})
 
 

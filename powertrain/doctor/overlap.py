@@ -37,7 +37,7 @@ def hardware(machine: Machine) -> Iterator[Finding]:
         return
     peers = machine.run(["nvidia-smi", "topo", "-p2p", "r"], 20.0)
     pairs = matrix(peers.output) if peers and not peers.status else {}
-    without = [pair for pair, said in pairs.items() if said != "OK"]
+    without = [pair for pair, output in pairs.items() if output != "OK"]
     if without or not pairs:
         words = f"GPU {without[0][0]} cannot read GPU {without[0][1]}" if without else "peer access is unknown"
         fix = "without it chunked NCCL collectives are the best there is; see the check `links`"
@@ -58,9 +58,11 @@ def _rate(machine: Machine) -> Iterator[Finding]:
             "ok", f"GPU 0 to GPU 1: {float(measured[1]):.0f} GB/s measured" + (f"; {nominal}" if speeds else "")
         )
     elif ran is not None:
-        said = tuple(ran.output.strip().splitlines()[-2:])
+        output = tuple(ran.output.strip().splitlines()[-2:])
         says = "a copy from GPU 0 to GPU 1 failed" if ran.status != 124 else "a copy from GPU 0 to GPU 1 hangs"
-        yield Finding("problem", says, said, "turn off ACS and the IOMMU, or set NCCL_P2P_DISABLE=1 to live without it")
+        yield Finding(
+            "problem", says, output, "turn off ACS and the IOMMU, or set NCCL_P2P_DISABLE=1 to live without it"
+        )
     elif speeds:
         yield Finding("ok", nominal)
 

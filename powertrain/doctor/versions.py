@@ -128,8 +128,8 @@ def _other_versions(files: list[Path], than: list[Path]) -> list[Path]:
     return [file for file in files if sizes and file.stat().st_size not in sizes]
 
 
-def _shown(*places: list[Path]) -> tuple[str, ...]:
-    return tuple(str(file) for files in places for file in files)
+def _shown(*groups: list[Path]) -> tuple[str, ...]:
+    return tuple(str(file) for files in groups for file in files)
 
 
 CHECKS = (

@@ -64,7 +64,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 def to_hf(config: ModelConfig, tensors: Named) -> Iterator[tuple[str, Tensor]]:
     """A state dict's tensors under Hugging Face's names and in its layout: views where possible."""
-    module = architecture(hf_twin(config).architecture)
+    module = architecture(hf_equivalent(config).architecture)
     for name, tensor in tensors:
         yield from module.hf_parts(config, name, tensor)
 
@@ -107,11 +107,11 @@ def shapes(config: ModelConfig) -> dict[str, Tensor]:
     return state
 
 
-def hf_twin(config: ModelConfig) -> ModelConfig:
+def hf_equivalent(config: ModelConfig) -> ModelConfig:
     """The config whose architecture has the Hugging Face class: a Llama written as a GPT-NeoX config is a Llama."""
     module = architecture(config.architecture)
-    twin: ModelConfig = module.hf_twin(config) if hasattr(module, "hf_twin") else config
-    return twin
+    equivalent: ModelConfig = module.hf_equivalent(config) if hasattr(module, "hf_equivalent") else config
+    return equivalent
 
 
 def open_tensors(folder: Path) -> Mapping[str, Tensor]:

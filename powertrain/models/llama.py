@@ -77,11 +77,11 @@ def _block(config: Config, layer: int) -> Block:
 
 # modules that tensor parallelism shards in a layer (parallelize.py)
 TENSOR_PLAN = {
-    "attention_norm": "own",
-    "mlp_norm": "own",
+    "attention_norm": "replicated",
+    "mlp_norm": "replicated",
     "attention.qkv": "columns",
-    "attention.q_norm": "own",
-    "attention.k_norm": "own",
+    "attention.q_norm": "replicated",
+    "attention.k_norm": "replicated",
     "attention.out": "rows",
     "mlp.gate": "columns",
     "mlp.up": "columns",

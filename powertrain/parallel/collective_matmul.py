@@ -1,18 +1,18 @@
-"""Matrix products that travel while they are made: tensor and sequence parallelism over one group of ranks.
+"""GEMMs overlapped with their collectives: tensor and sequence parallelism over one group of ranks.
 
-    all_gather_gemm        y_i = gather(x) w_iᵀ          x's rows are spread; w_i's rows (features out) are this rank's
-    gemm_reduce_scatter    y = scatter(sum(x wᵀ))        w's columns (features in) are this rank's; y's rows are spread
+    all_gather_gemm        y_i = gather(x) w_iᵀ          x's rows are sharded; w_i's rows (features out) are this rank's
+    gemm_reduce_scatter    y = scatter(sum(x wᵀ))        w's columns (features in) are this rank's; y's rows are sharded
     gemm_all_reduce        y = sum(x wᵀ)                 the same, with all rows of y on every rank
     replicated_gemm        y_i = x w_iᵀ                  x whole on every rank; its gradient is the sum over ranks
 
 They are each other's backward: dx of the first is a gemm_reduce_scatter of dy, dx of the second an all_gather_gemm, and
-the rows gathered for one product serve the other. Products are taken one rank's rows at a time, as they come or as
-they have to go, so that transfers overlap with computation. Each has its twin (a collective, then the product),
-which the planner takes where that is faster.
+the rows gathered for one product serve the other. Products are computed one rank's rows at a time, in the order in
+which rows arrive or are sent, so that transfers overlap with computation. Each has a sequential form (a collective,
+then the product), which the planner takes where that is faster.
 
 Saved: x (this rank's rows) and the weights; backward gathers x again, behind the product for dx. Products accumulate in
-float32 and are rounded to the inputs' dtype; sums over ranks are taken of such parts in float32 in the order of the
-ranks, the same bits every time (the twin's reduce-scatter: as the library does it).
+float32 and are rounded to the inputs' dtype; these parts are summed over ranks in float32 in rank order, so the bits
+are reproducible (the sequential reduce-scatter: as the library does it).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.flops import Shape
 
-MAX_WEIGHTS = 3  # that share one gathering: query, key and value
+MAX_WEIGHTS = 3  # that share one all-gather: query, key and value
 
 Tensors = Sequence[Tensor]
 Maybe = Tensor | None
@@ -52,7 +52,7 @@ def _multiply(x: Tensor, w_t: Tensor, bias: Maybe, out: Tensor, *, add: bool = F
 def _gather_multiply(
     x: Tensor, weights: Tensors, biases: Sequence[Maybe], rows: RowCounts, overlap: Overlap, ys: Tensors, *, keep: bool
 ) -> AllGatherHandle:
-    """ys[i] = gather(x) weights[i]ᵀ + biases[i]; to be finished still, with all of x if it is to keep it."""
+    """ys[i] = gather(x) weights[i]ᵀ + biases[i]; the caller finishes the handle. keep: it holds all rows of x."""
     product = Product("gather", rows.total, sum(w.shape[0] for w in weights), x.shape[1], x.dtype)
     choice = overlap.planner.choose(product)
     if choice.way == "sequential":
@@ -74,6 +74,7 @@ def _multiply_gathered(
 ) -> None:
     """ys[i] = gathered rows weights[i]ᵀ + biases[i], each rank's rows as they come."""
     factors = [(w.T, bias, rows.split(y)) for w, bias, y in zip(weights, biases, ys, strict=True)]
+    # rank by rank, not weight by weight: all products of the rows that are here hide the transfer of the next
     for rank in gathering.order:
         part = gathering.wait(rank)
         for w_t, bias, y in factors:
@@ -97,6 +98,7 @@ def _multiply_scatter(
         return y if bias is None else y + bias
     scattering = overlap.transport.scatter(xs[0], rows, width)
     terms = [(rows.split(x), w.T) for x, w in zip(xs, weights, strict=True)]
+    # parts for other ranks come first, so that their transfers run behind the later products
     for rank in scattering.order:
         part = scattering.part(rank)
         for i, (parts, w_t) in enumerate(terms):
@@ -108,7 +110,7 @@ def _multiply_scatter(
 
 
 def _or_mark_broken(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that fails half-way leaves rows on their way: no later one may take them for its own."""
+    """Marks the transport broken if a call fails half-way: a later call must not receive its rows."""
 
     @wraps(function)
     def call(*args: Any) -> Any:
@@ -126,6 +128,7 @@ def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor, into_main: bool) -> Mayb
     main = getattr(weight, "main_grad", None)
     if main is None or not into_main:
         return dy.T @ x
+    # one product of 16-bit operands added in float32; the general form would cast both operands first
     if dy.is_cuda and main.dtype is torch.float32 and dy.dtype is not torch.float32:
         torch.addmm(main, dy.T, x, out_dtype=torch.float32, out=main)
     else:
@@ -159,6 +162,7 @@ def _save(ctx: Any, x: Tensor, *weights: Maybe) -> None:
 def _saved(ctx: Any) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
     for w, main in zip(weights, ctx.mains, strict=True):
+        # hooks on saved tensors (offloading, FSDP) return other objects, without the attribute
         if main is not None:
             w.main_grad = main
     return x, *weights
@@ -535,7 +539,7 @@ def _as_list(value: Any) -> tuple[list[Any], bool]:
 
 
 def _alone(x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> list[Tensor]:
-    """Of a group of one."""
+    """The products of a group of one rank."""
     mains = [getattr(w, "main_grad", None) for w in weights]
     weights = [w if main is None else _IntoMainGrad.apply(w, main) for w, main in zip(weights, mains, strict=True)]
     return [torch.nn.functional.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True)]
@@ -550,14 +554,14 @@ def all_gather_gemm(
     rows: Sequence[int] | None = None,
     layer: str = "",
 ) -> Any:
-    """`gather(x) @ weight.T + bias`, where x's rows are spread over the ranks: a column-parallel layer's forward.
+    """`gather(x) @ weight.T + bias`, where x's rows are sharded over the ranks: a column-parallel layer's forward.
 
     Shapes: m rows here, M on all ranks, K features in, N features out on this rank.
         x        [m, K]   float32, float16, bfloat16 (float64 on the CPU)
-        weight   [N, K]   this rank's rows of it; or up to three that share the gathering (query, key, value)
+        weight   [N, K]   this rank's rows of it; or up to three that share the all-gather (query, key, value)
         bias     [N]      one per weight, or None
-        rows     every rank's m, where they differ (Overlap.exchange_rows finds them); None: all have x's
-        layer    a name for messages: whose call waits, and for whom
+        rows     every rank's m, where they differ (Overlap.exchange_rows gathers them); None: all have x's
+        layer    the layer's name, for messages
     Returns y [M, N], rows in the order of the ranks; a list if weight is one.
     Memory: saves x and weight, not the gathered rows; [M, K] is allocated while the call runs, in backward too.
     Numerics, backward: above. A weight with `main_grad` gets its gradient added there, in its dtype; within
@@ -631,8 +635,8 @@ def replicated_gemm(
 ) -> Any:
     """`x @ weight.T + bias` for an x that every rank has: a column-parallel layer without sequence parallelism.
 
-    x [M, K], weight [N, K] or up to three, this rank's rows; returns y [M, N], or a list. Only backward meets the
-    other ranks: dx is the sum over them, taken behind the weights' gradients. The rest as `all_gather_gemm`.
+    x [M, K], weight [N, K] or up to three, this rank's rows; returns y [M, N], or a list. Only backward communicates:
+    dx is summed over the ranks, overlapped with the weights' gradients. The rest as `all_gather_gemm`.
     """
     weights, many = _as_list(weight)
     biases, _ = _as_list(bias) if bias is not None else ([None] * len(weights), False)

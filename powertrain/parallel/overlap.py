@@ -12,7 +12,8 @@ from powertrain.parallel.transport.base import RowCounts, Transport
 from powertrain.parallel.transport.select import NAMES, open_transport
 from powertrain.runtime import checks
 
-_open: dict[str, "Overlap"] = {}  # by the group's name, which is how a traced call finds its overlap
+# by the group's name: a torch.library op takes no Python objects, so a traced call looks its overlap up
+_open: dict[str, "Overlap"] = {}
 
 
 class Overlap:
@@ -132,7 +133,7 @@ def _detach_all() -> None:
 
 
 def find(key: str) -> Overlap:
-    """The open overlap of a group's name; the layer that stands behind it, if one does, is what it works for now."""
+    """The open overlap of a key made by `key_for`; sets the layer's name of the transport, for its messages."""
     key, _, layer = key.partition("|")
     overlap = _open.get(key)
     if overlap is not None:

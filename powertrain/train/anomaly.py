@@ -53,10 +53,10 @@ def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
         if not worst.isfinite():
             return f"the first module whose output is not finite is {name}"
     largest = max(outputs, key=lambda item: float(item[1]))
-    said = f"every output is finite, the largest is {float(largest[1]):.3g}, of {largest[0]}"
+    summary = f"every output is finite, the largest is {float(largest[1]):.3g}, of {largest[0]}"
     if not loss.isfinite():
-        return f"{said}; the loss itself is not finite"
-    return f"{said}; {gradients}"
+        return f"{summary}; the loss itself is not finite"
+    return f"{summary}; {gradients}"
 
 
 def _bad_gradients(model: nn.Module, loss: Tensor) -> str:

@@ -59,7 +59,7 @@ class Trainer:
     config    the run's, with the vocabulary's size known
     ranks     which process this is
     data      from `open_data`
-    sinks     who is told of each step (on the first rank)
+    sinks     who is method of each step (on the first rank)
     Nothing in a step waits for the device: a step's numbers are read while the next one computes, before that updates
     anything. A step whose gradients are not finite changes no weight; a spike is seen after its own update.
     """
@@ -79,12 +79,12 @@ class Trainer:
         self._saving: int | None = None  # the step of the checkpoint that is being written
         self._not_written: checkpoint_store.NotWritten | None = None  # error of the last save, if it failed
         self._skipped = 0  # steps in a row
-        self._unheard: set[Sink] = set()
+        self._failed_sinks: set[Sink] = set()
         self._spikes = SpikeWatch(config.train.spike_factor)
-        self._watch = StepWatch(ranks.device, config.train.recompiles, self._tell, profiles=ranks.is_first)
+        self._watch = StepWatch(ranks.device, config.train.recompiles, self._emit, profiles=ranks.is_first)
         self._timed = PhaseTimers(ranks.device, wanted=config.logging.phase_timers)
         self._pending: _PendingStep | None = None
-        self._overlap_is_told = False
+        self._overlap_is_logged = False
         self._clock = Moment(self.ranks.device)
 
     def fit(self) -> Progress:
@@ -106,7 +106,7 @@ class Trainer:
                         next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)
                     ]
                 loss = self._forward_backward(micro_batches)
-                self._tell_overlap()
+                self._log_overlap()
                 self._finish_previous_step()  # the step before: if it went bad nothing is updated any more
                 lr = learning_rate(step, self.config.optimizer.lr, self.config.schedule, train.steps)
                 with self._timed("optimizer"):
@@ -119,11 +119,11 @@ class Trainer:
             if self._save_is_due():
                 self._finish_previous_step()
                 self.save()
-            self._look_at_save()
+            self._poll_save()
         self._finish_previous_step()
         if self._ends() and self.config.checkpoint.save and not self._save_is_due():
             self.save()
-        self._look_at_save(wait=True)
+        self._poll_save(wait=True)
         if self._not_written is not None:
             raise self._not_written
         return self.progress
@@ -151,11 +151,11 @@ class Trainer:
             total += loss.detach()
         return self.ranks.mean(torch.stack([total, torch.full_like(total, float(self.should_stop))]))
 
-    def _tell_overlap(self) -> None:
+    def _log_overlap(self) -> None:
         """After the first forward and backward: which way each product of tensor parallelism takes, and why."""
-        if self.overlap is None or self._overlap_is_told:
+        if self.overlap is None or self._overlap_is_logged:
             return
-        self._overlap_is_told = True
+        self._overlap_is_logged = True
         size, transport = self.overlap.size, self.overlap.transport.name
         self._note(f"tensor parallelism over {size} ranks, transport {transport}\n{self.overlap.explain()}")
 
@@ -186,22 +186,22 @@ class Trainer:
             return None
         ranks.sum_over_data(sums)
         loss = float(sums[0] / sums[1])
-        self._tell("evaluation", EvaluationRecord(self.progress.step, name, loss, count))
+        self._emit("evaluation", EvaluationRecord(self.progress.step, name, loss, count))
         self._clock = Moment(self.ranks.device)
         return loss
 
     def close(self) -> None:
         """Finish pending writes and leave the process group."""
         try:
-            self._look_at_save(wait=True)
+            self._poll_save(wait=True)
             for sink in self.sinks:
-                self._hear(sink, sink.close)
+                self._call_sink(sink, sink.close)
         finally:
             disconnect(self.ranks)
 
     def save(self) -> None:
         """Begin a checkpoint of this very state."""
-        self._look_at_save(wait=True)
+        self._poll_save(wait=True)
         facts = {
             "step": self.progress.step,
             "samples": self.progress.samples,
@@ -213,11 +213,11 @@ class Trainer:
         try:
             self.checkpoints.save(self.optimizer.tensors(), facts, asynchronous=self.config.checkpoint.asynchronous)
         except checkpoint_store.NotWritten as error:
-            self._say_not_written(error)
-        self._look_at_save(wait=not self.config.checkpoint.asynchronous)
+            self._note_not_written(error)
+        self._poll_save(wait=not self.config.checkpoint.asynchronous)
         self._clock = Moment(self.ranks.device)
 
-    def _look_at_save(self, *, wait: bool = False) -> None:
+    def _poll_save(self, *, wait: bool = False) -> None:
         """Report the result of the checkpoint being written, once it is complete."""
         if self._saving is None:
             return
@@ -227,12 +227,12 @@ class Trainer:
             elif not self.checkpoints.poll():
                 return
         except checkpoint_store.NotWritten as error:
-            self._say_not_written(error)
+            self._note_not_written(error)
             return
         self._note(f"checkpoint of step {self._saving} in {self.checkpoints.folder}")
         self._saving, self._not_written = None, None
 
-    def _say_not_written(self, error: checkpoint_store.NotWritten) -> None:
+    def _note_not_written(self, error: checkpoint_store.NotWritten) -> None:
         self._saving, self._not_written = None, error
         self._note(f"{error}. The training goes on; the newest is {checkpoint_store.find(self.checkpoints.folder)}")
 
@@ -328,7 +328,7 @@ class Trainer:
             pending.step, loss, grad_norm, pending.lr, bool(skipped), scale, pending.tokens, spent, rate, mfu,
             _memory(), seconds(pending.spans) or None,
         )  # fmt: skip
-        self._tell("step", record)
+        self._emit("step", record)
         self._stop_if_bad(record, pending.batches)
 
     def _stop_if_bad(self, record: StepRecord, micro_batches: list[Batch]) -> None:
@@ -376,22 +376,22 @@ class Trainer:
         last = step == self.config.train.steps
         return last or step in config.extra_steps or save_step(step, config.every, config.scale)
 
-    def _tell(self, what: str, record: Any) -> None:
+    def _emit(self, what: str, record: Any) -> None:
         for sink in self.sinks:
-            self._hear(sink, getattr(sink, what), record)
+            self._call_sink(sink, getattr(sink, what), record)
 
-    def _hear(self, sink: Sink, told: Callable[..., None], *record: Any) -> None:
+    def _call_sink(self, sink: Sink, method: Callable[..., None], *record: Any) -> None:
         """Call a sink. One that fails (a full disk, a closed pipe, no network) is reported once and kept."""
         try:
-            told(*record)
+            method(*record)
         except Exception as error:
-            if sink not in self._unheard:
-                self._unheard.add(sink)
+            if sink not in self._failed_sinks:
+                self._failed_sinks.add(sink)
                 with contextlib.suppress(OSError):  # where stderr is full or closed too
                     tracing.warn(f"{type(sink).__name__}: {one_line(error)}; the training goes on without it")
 
     def _note(self, text: str) -> None:
-        self._tell("note", text)
+        self._emit("note", text)
 
 
 class _PendingStep:

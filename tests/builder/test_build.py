@@ -182,7 +182,7 @@ def test_the_less_memory_is_left_the_oftener_it_is_looked_at(tmp_path: Path) -> 
     builder = Builder(make_plan(["true"], {}, MACHINE), {}, folder=tmp_path, view=PlainView(Console()), known={})
     builder.pace.pause = 2.0
     assert builder._pause() == 2.0  # nothing grows
-    builder.foreign = {number: CompileJob("x", 0, number, "running") for number in range(4)}
+    builder.unmanaged = {number: CompileJob("x", 0, number, "running") for number in range(4)}
     kept = 1 << 30  # the reserve of 64 GiB
     pauses = []
     for left in (8 << 30, 1 << 30, -1):

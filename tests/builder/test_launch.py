@@ -19,7 +19,7 @@ from powertrain.builder import stall
 from powertrain.builder.history import History, Record, UnitRecord
 from powertrain.builder.launcher import is_gcc, source
 from powertrain.builder.machine import Nvcc
-from powertrain.builder.processes import Pace, Process, foreign_compilers, tree
+from powertrain.builder.processes import Pace, Process, tree, unmanaged_compilers
 from powertrain.builder.recipes import GENERIC, recipe_of
 from powertrain.builder.shims import Shims, make_shims, shimmed
 from powertrain.builder.wheels import prebuilt
@@ -123,7 +123,7 @@ def test_compilers_that_no_launcher_started() -> None:
             *(process(4, 1, "sh"), process(5, 4, "nvcc"), process(6, 5, "ptxas")),
         )
     }
-    assert [each.pid for each in foreign_compilers(processes, launched=[2])] == [5]
+    assert [each.pid for each in unmanaged_compilers(processes, launched=[2])] == [5]
 
 
 def _record(code: int = 0, seconds: float = 60.0) -> Record:

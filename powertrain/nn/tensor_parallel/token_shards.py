@@ -1,7 +1,7 @@
-"""Tokens that are spread over the ranks of a group: from all of them on every rank to a part on each, and back.
+"""Tokens sharded over the ranks of a group: split, gather, scatter and sum of rows, with their gradients.
 
-Rank r holds consecutive tokens, after those of the ranks before it. Between the products of tensor parallelism a
-residual stream so held takes part of the memory, and of the work of norms and dropout (sequence parallelism).
+Rank r holds consecutive tokens, after those of the ranks before it. A residual stream sharded this way between the
+products of tensor parallelism divides its memory and the work of norms and dropout by the ranks (sequence parallelism).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ How = Literal["gather", "slice", "scatter", "sum", "same"]
 
 
 def even_rows(count: int, size: int) -> tuple[int, ...]:
-    """So many rows over `size` ranks as evenly as they go, the first ranks one more."""
+    """`count` rows divided over `size` ranks; the first ranks have one more where it does not divide."""
     return tuple(count // size + (rank < count % size) for rank in range(size))
 
 
@@ -64,9 +64,9 @@ _move_op = Op(
 
 
 def move_rows(x: Tensor, how: How, back: How, overlap: Overlap, rows: Sequence[int] | None = None) -> Tensor:
-    """x [rows, ...] as `how` says; its gradient goes the way that `back` says. Any number of dims, any float dtype.
+    """x [rows, ...] moved by `how`, its gradient by `back`. Any number of dims, any float dtype.
 
-    rows   of each rank; None: a whole x is spread evenly (even_rows), one to be gathered is as long everywhere
+    rows   of each rank; None: even_rows of a whole x; for gather, equal counts on all ranks
     """
     if overlap.size == 1:
         return x
@@ -98,5 +98,5 @@ def scatter_tokens(x: Tensor, overlap: Overlap, rows: Sequence[int] | None = Non
 
 
 def sum_ranks(x: Tensor, overlap: Overlap) -> Tensor:
-    """The sum over ranks of x [T, ...], on every rank, where all go on alike: the gradient goes through unchanged."""
+    """The sum over ranks of x [T, ...], on every rank; later operations are the same on all, so the gradient is too."""
     return move_rows(x, "sum", "same", overlap)

@@ -1,4 +1,4 @@
-"""Kernels at the end of a call over ranks: the sum of partial results, and NaN for results that must not be used.
+"""Kernels at the end of a call over ranks: the sum of partial results, and NaN for results that are invalid.
 
     sum_parts   y[i] = round(((parts[0, i] + parts[1, i]) + ...) + bias[i % N])
     poison      x = NaN everywhere if error != 0, else x stays as it is

@@ -1,4 +1,4 @@
-"""From the best transport down to the one that always works; every step down is said, with the probe that failed."""
+"""Choice of a transport: the best whose probes pass. Each fallback is logged with the probe that failed."""
 
 import socket
 from typing import Any
@@ -12,7 +12,8 @@ from powertrain.parallel.transport.heartbeat import Peer
 from powertrain.runtime import checks, tracing
 
 NAMES = ("auto", "symmetric", "pipelined", "sequential")
-SLOWEST_LINK = 60e9  # bytes/s: PCIe 5 x16 stays below, every NVLink above
+# bytes/s: PCIe 5 x16 is slower, every NVLink faster
+SLOWEST_LINK = 60e9
 
 
 class TransportUnavailable(RuntimeError):
@@ -38,7 +39,7 @@ def open_transport(group: dist.ProcessGroup, name: str, *, strict: bool, debug: 
 
 def _open_symmetric(group: dist.ProcessGroup, debug: bool) -> Transport | str:
     """The transport, or which probe failed. The same answer on every rank."""
-    problem = _together(group, _problem_here(group))
+    problem = _agreed_problem(group, _problem_here(group))
     if problem:
         return problem
     from powertrain.parallel.transport.symmetric import SymmetricTransport
@@ -52,7 +53,8 @@ def _open_symmetric(group: dist.ProcessGroup, debug: bool) -> Transport | str:
         rate = transport.measure_link()
     except RuntimeError as error:
         problem = f"memory cannot be shared: {str(error).splitlines()[0]}"
-    problem = _together(group, problem)
+    # collective before any rank decides: one that fell back alone would leave the others waiting
+    problem = _agreed_problem(group, problem)
     rate = _slowest(group, rate)
     if not problem and rate < SLOWEST_LINK:
         problem = (
@@ -88,7 +90,7 @@ def _problem_here(group: dist.ProcessGroup) -> str:
     return ""
 
 
-def _together(group: dist.ProcessGroup, problem: str) -> str:
+def _agreed_problem(group: dist.ProcessGroup, problem: str) -> str:
     """The first rank's problem that has one, on every rank."""
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, problem, group=group)

@@ -238,7 +238,7 @@ def fitted(weights: Weights, config: ModelConfig) -> Weights:
     if config.architecture == "gpt_neox":
         weights = replace(weights, config=neox_checkpoint.as_gpt_neox(weights.config))
     elif config.architecture == "llama":
-        weights = replace(weights, config=huggingface.hf_twin(weights.config))
+        weights = replace(weights, config=huggingface.hf_equivalent(weights.config))
     refuse_another(weights.config, config, weights.path)
     if config.vocab_size < weights.config.vocab_size:
         raise ValueError(

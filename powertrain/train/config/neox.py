@@ -70,7 +70,7 @@ class _Keys:
         self.values = dict(source.values)
         self.mistakes: list[str] = []
         self.missing: list[str] = []  # features, not mistakes
-        self._said: dict[str, tuple[Disposition, str]] = {}
+        self._outcomes: dict[str, tuple[Disposition, str]] = {}
         self._defaults: list[Row] = []
         self._hoist()
         self._check_names_and_kinds()
@@ -85,7 +85,7 @@ class _Keys:
                 )
             elif key in KEYS:
                 self.values[key] = value
-                self.source.places[(key,)] = self.source.place(("deepspeed_extra_args", key))
+                self.source.locations[(key,)] = self.source.location(("deepspeed_extra_args", key))
             else:
                 self._defaults.append(
                     self._row(f"deepspeed_extra_args.{key}", value, "ignored", "DeepSpeed is not used")
@@ -95,11 +95,11 @@ class _Keys:
 
         for key, value in list(self.values.items()):
             if key not in KEYS:
-                self.mistakes.append(f"{self.source.place((key,))}: {key}: unknown key{nearest(key, KEYS)}")
+                self.mistakes.append(f"{self.source.location((key,))}: {key}: unknown key{nearest(key, KEYS)}")
             elif value is not None and not _is_kind(value, KEYS[key].kind):
                 self.wrong((key,), f"must be {_words(KEYS[key].kind)}, got {str(value)[:80]!r}")
             else:
-                if KEYS[key].fate == "refused" and _is_on(value):
+                if KEYS[key].disposition == "refused" and _is_on(value):
                     self.unsupported(key, value, KEYS[key].words)
                 continue
             del self.values[key]
@@ -134,24 +134,24 @@ class _Keys:
         return served[str(default).lower()]
 
     def wrong(self, path: KeyPath, words: str) -> None:
-        self.mistakes.append(f"{self.source.place(path)}: {'.'.join(map(str, path))} {words}")
+        self.mistakes.append(f"{self.source.location(path)}: {'.'.join(map(str, path))} {words}")
 
     def unsupported(self, key: str, value: Any, todo: str) -> None:
-        self.missing.append(f"{self.source.place((key,))}: {key} is not supported at {str(value)[:60]}: {todo}")
+        self.missing.append(f"{self.source.location((key,))}: {key} is not supported at {str(value)[:60]}: {todo}")
 
-    def say(self, key: str, disposition: Disposition, words: str, value: Any = _MISSING) -> None:
+    def add_row(self, key: str, disposition: Disposition, words: str, value: Any = _MISSING) -> None:
         """The key's row in the table; for a key that was not set, `value` is its default there."""
         if key in self.values:
-            self._said[key] = (disposition, words)
+            self._outcomes[key] = (disposition, words)
         elif value is not _MISSING:
             self._defaults.append(Row(key, value, str(DEFAULT), disposition, words))
 
-    def say_inner(self, path: KeyPath, value: Any, disposition: Disposition, words: str) -> None:
+    def add_inner_row(self, path: KeyPath, value: Any, disposition: Disposition, words: str) -> None:
         """A row for a key inside a section."""
         self._defaults.append(self._row(".".join(map(str, path)), value, disposition, words, path))
 
     def _row(self, key: str, value: Any, disposition: Disposition, words: str, path: KeyPath | None = None) -> Row:
-        return Row(key, value, str(self.source.place(path or tuple(key.split(".")))), disposition, words)
+        return Row(key, value, str(self.source.location(path or tuple(key.split(".")))), disposition, words)
 
     def finish(self) -> None:
         """Raise the collected errors, each once."""
@@ -162,11 +162,10 @@ class _Keys:
     def rows(self) -> list[Row]:
         rows = []
         for key, value in self.values.items():
-            fate = "honoured" if KEYS[key].fate == "refused" else KEYS[key].fate
-            words = "off, as here" if KEYS[key].fate == "refused" else KEYS[key].words
-            assert fate != "refused"
-            disposition, words = self._said.get(key, (fate, words))
-            rows.append(self._row(key, value, disposition, words))
+            default, words = KEYS[key].disposition, KEYS[key].words
+            # a refused key that got here has a value that switches the feature off
+            usual: tuple[Disposition, str] = ("honoured", "off, as here") if default == "refused" else (default, words)
+            rows.append(self._row(key, value, *self._outcomes.get(key, usual)))
         return rows + self._defaults
 
 
@@ -191,7 +190,7 @@ def _origins(keys: _Keys) -> dict[KeyPath, str]:
     origins: dict[KeyPath, str] = {}
     for key in keys.values:
         word = KEYS[key].words.split(",")[0].split(":")[0].split(" ")[0]
-        if "." in word and KEYS[key].fate in ("honoured", "mapped"):
+        if "." in word and KEYS[key].disposition in ("honoured", "mapped"):
             origins.setdefault(tuple(word.split(".")), key)
     return origins
 
@@ -248,7 +247,7 @@ def _parallel(keys: _Keys, world_size: int) -> dict[str, Any]:
         2: "FSDP2 with parameters gathered for forward and backward together",
         3: "FSDP2",
     }
-    keys.say("zero_optimization", "mapped", f"parallel.strategy: {words[stage]}", {"stage": 0})
+    keys.add_row("zero_optimization", "mapped", f"parallel.strategy: {words[stage]}", {"stage": 0})
     strategy = "fsdp" if stage else "ddp"
     parallel: dict[str, Any] = {"strategy": strategy, "tensor": tensor, "reshard_after_forward": stage == 3}
     if strategy == "ddp":
@@ -278,13 +277,15 @@ def _zero_stage(keys: _Keys) -> int:
     for key, value in section.items():
         path = ("zero_optimization", key)
         if key in _ZERO_HINTS:
-            keys.say_inner(path, value, "ignored", "a tuning hint for DeepSpeed; FSDP2 overlaps and buckets by itself")
+            keys.add_inner_row(
+                path, value, "ignored", "a tuning hint for DeepSpeed; FSDP2 overlaps and buckets by itself"
+            )
         elif key in _ZERO_OFFLOAD:
-            keys.say_inner(path, value, "ignored", "nothing is offloaded to the CPU; the result is the same")
+            keys.add_inner_row(path, value, "ignored", "nothing is offloaded to the CPU; the result is the same")
         elif key in _ZERO_LOSSY and value:
             keys.unsupported("zero_optimization", f"{key}: {value}", "set it to false; collectives are not quantized")
         elif key not in ("stage", *_ZERO_LOSSY):
-            keys.say_inner(path, value, "ignored", "not a key of ZeRO that changes a result")
+            keys.add_inner_row(path, value, "ignored", "not a key of ZeRO that changes a result")
     return int(stage)
 
 
@@ -310,7 +311,7 @@ def _batch(keys: _Keys, world_size: int) -> tuple[int, int]:
         )
         return 1, 1
     if batch is None:
-        keys.say(names[0], "honoured", f"{micro} * {steps} * {ranks} ranks", total)
+        keys.add_row(names[0], "honoured", f"{micro} * {steps} * {ranks} ranks", total)
     return int(micro), int(steps)
 
 
@@ -326,8 +327,8 @@ def _train(keys: _Keys, world_size: int) -> dict[str, Any]:
     keys.choice("train_impl", "normal", {"normal": None}, dict.fromkeys(
         ("dpo", "rm", "kto", "reinforce"), "only next-token prediction is there: train_impl normal"))  # fmt: skip
     if keys.get("fp16_lm_cross_entropy"):
-        keys.say("fp16_lm_cross_entropy", "changes numerics", "the loss is computed in fp32 here: more precise")
-    keys.say(
+        keys.add_row("fp16_lm_cross_entropy", "changes numerics", "the loss is computed in fp32 here: more precise")
+    keys.add_row(
         "seed",
         "honoured",
         "train.seed: the order of samples is GPT-NeoX's; first weights and dropout are other draws",
@@ -352,22 +353,22 @@ _PRECISIONS = {"fp16": "fp16", "bf16": "bf16"}
 
 def _precision(keys: _Keys) -> str:
     """fp32 unless a key selects another precision; several such keys must agree."""
-    said = {}
+    asked_by = {}
     if keys.get("precision") is not None:
-        said["precision"] = keys.choice("precision", "fp32", {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"})
+        asked_by["precision"] = keys.choice("precision", "fp32", {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"})
     for section, name in _PRECISIONS.items():
         value = keys.get(section)
         if value is True or _inner(keys, section, "enabled", False, "bool"):
-            said[section] = name
-    if len(set(said.values())) > 1:
-        where = " and ".join(f"{key} ({keys.source.place((key,))})" for key in said)
-        keys.wrong((next(iter(said)),), f"conflicts: {where} ask for {' and '.join(said.values())}")
+            asked_by[section] = name
+    if len(set(asked_by.values())) > 1:
+        where = " and ".join(f"{key} ({keys.source.location((key,))})" for key in asked_by)
+        keys.wrong((next(iter(asked_by)),), f"conflicts: {where} ask for {' and '.join(asked_by.values())}")
     for section in _PRECISIONS:
-        if section in keys.values and section not in said:
-            keys.say(section, "honoured", "off")
-    if not said:
-        keys.say("precision", "honoured", "fp32: neither precision, fp16 nor bf16 asks for another", "fp32")
-    return next(iter(said.values()), "fp32")
+        if section in keys.values and section not in asked_by:
+            keys.add_row(section, "honoured", "off")
+    if not asked_by:
+        keys.add_row("precision", "honoured", "fp32: neither precision, fp16 nor bf16 asks for another", "fp32")
+    return next(iter(asked_by.values()), "fp32")
 
 
 _FP16_KEYS = {"enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
@@ -379,7 +380,7 @@ def _loss_scale(keys: _Keys) -> dict[str, Any]:
             if key == "fp16_master_weights_and_grads" and value:
                 keys.unsupported(section, f"{key}: {value}", "set it to false; master weights are fp32")
             elif key not in (_FP16_KEYS if section == "fp16" else {"enabled"}):
-                keys.say_inner((section, key), value, "ignored", "not a key of loss scaling")
+                keys.add_inner_row((section, key), value, "ignored", "not a key of loss scaling")
     static = _inner(keys, "fp16", "loss_scale", 0, "float", least=0)
     return {
         "static": float(static) or None,
@@ -393,18 +394,18 @@ def _loss_scale(keys: _Keys) -> dict[str, Any]:
 def _reduce_dtype(keys: _Keys, precision: str) -> str:
     wide = _section(keys, "data_types").get("grad_accum_dtype")
     if wide not in (None, "fp32"):
-        keys.say_inner(
+        keys.add_inner_row(
             ("data_types", "grad_accum_dtype"), wide, "changes numerics", "gradients accumulate in fp32 here"
         )
     if keys.get("communication_data_type") is not None:
         known = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16", "bfloat16": "bf16"}
         return str(keys.choice("communication_data_type", "fp32", known))
     if "fp32_allreduce" in keys.values and not keys.get("fp32_allreduce"):
-        keys.say("fp32_allreduce", "honoured", f"train.reduce_dtype: {precision}")
+        keys.add_row("fp32_allreduce", "honoured", f"train.reduce_dtype: {precision}")
         return precision
     if precision != "fp32":
         words = f"train.reduce_dtype: fp32; GPT-NeoX's default is {precision}, which fp32_allreduce: false gives"
-        keys.say("fp32_allreduce", "mapped" if keys.get("fp32_allreduce") else "changes numerics", words, False)
+        keys.add_row("fp32_allreduce", "mapped" if keys.get("fp32_allreduce") else "changes numerics", words, False)
     return "fp32"
 
 
@@ -449,9 +450,9 @@ def _optimizer_type(keys: _Keys, section: dict[str, Any]) -> None:
         keys.wrong(("optimizer", "type"), f"must be Adam, AdamW or cpu_adam, got {kind!r}")
     elif "optimizer" in keys.values:
         words = "AdamW: decoupled weight decay, which Adam means in GPT-NeoX too"
-        keys.say("optimizer", "mapped", words + ("; on the GPU" if str(kind).lower() == "cpu_adam" else ""))
+        keys.add_row("optimizer", "mapped", words + ("; on the GPU" if str(kind).lower() == "cpu_adam" else ""))
     else:
-        keys.say("optimizer", "mapped", "AdamW with lr 0.001, betas 0.9, 0.999: GPT-NeoX's defaults", "Adam")
+        keys.add_row("optimizer", "mapped", "AdamW with lr 0.001, betas 0.9, 0.999: GPT-NeoX's defaults", "Adam")
 
 
 def _optimizer_param(keys: _Keys, key: str, value: Any) -> None:
@@ -463,7 +464,7 @@ def _optimizer_param(keys: _Keys, key: str, value: Any) -> None:
     elif key == "amsgrad" and value:
         keys.unsupported("optimizer", f"{key}: {value}", "remove it")
     elif key in ("set_grad_none", "fused", "foreach", "torch_adam", "capturable"):
-        keys.say_inner(path, value, "ignored", "how Adam is computed, not what")
+        keys.add_inner_row(path, value, "ignored", "how Adam is computed, not what")
     elif key not in ("lr", "betas", "eps", "adam_w_mode", "bias_correction", "amsgrad"):
         keys.wrong(path, "is unknown; known: lr, betas, eps")
 
@@ -473,7 +474,7 @@ def _schedule(keys: _Keys) -> dict[str, Any]:
     decay = keys.number("lr_decay_iters", above=0)
     fraction = keys.number("lr_decay_fraction", above=0)
     if decay is not None and fraction is not None:
-        keys.say("lr_decay_fraction", "ignored", "lr_decay_iters is set, and comes first in GPT-NeoX too")
+        keys.add_row("lr_decay_fraction", "ignored", "lr_decay_iters is set, and comes first in GPT-NeoX too")
     elif fraction is not None:
         decay = max(int(fraction * steps), 1)
     kinds = {kind: kind for kind in ("linear", "constant", "cosine", "exponential")}
@@ -481,10 +482,12 @@ def _schedule(keys: _Keys) -> dict[str, Any]:
     clamp = keys.choice("lr_clamp", "neox", {"neox": "neox", "safe": "safe"})
     span = decay or steps
     warmup = keys.number("warmup", 0.01, least=0) * span
-    keys.say("warmup", "mapped", f"schedule.warmup_steps: {warmup:g}, the fraction of {span} steps, not rounded", 0.01)
+    keys.add_row(
+        "warmup", "mapped", f"schedule.warmup_steps: {warmup:g}, the fraction of {span} steps, not rounded", 0.01
+    )
     if kind == "cosine" and clamp == "neox" and span < steps:
         words = f"past step {span} the cosine goes on and the rate rises again, as in GPT-NeoX; lr_clamp: safe stops it"
-        keys.say("lr_decay_style", "changes numerics", words)
+        keys.add_row("lr_decay_style", "changes numerics", words)
     return {
         "kind": kind, "warmup_steps": warmup, "decay_steps": decay, "min_lr": keys.number("min_lr", 0.0, least=0),
         "clamp": clamp,
@@ -527,7 +530,7 @@ def _logging(keys: _Keys) -> dict[str, Any]:
     folders = [keys.get("log_dir"), keys.get("tensorboard_dir")]
     folder = next((f for f in folders if f is not None), None)
     if folders[0] is not None and folders[1] is not None:
-        keys.say("tensorboard_dir", "mapped", f"TensorBoard's events are in log_dir ({folder}) with the other logs")
+        keys.add_row("tensorboard_dir", "mapped", f"TensorBoard's events are in log_dir ({folder}) with the other logs")
     return {
         "folder": folder,
         "every": keys.number("log_interval", 100, above=0),
@@ -541,7 +544,7 @@ def _wandb(keys: _Keys) -> dict[str, Any] | None:
     names = {"wandb_project": "project", "wandb_group": "group", "wandb_team": "entity", "wandb_run_name": "name"}
     if not keys.get("use_wandb"):
         for key in names:
-            keys.say(key, "ignored", "use_wandb is not true")
+            keys.add_row(key, "ignored", "use_wandb is not true")
         return None
     settings = {ours: keys.get(theirs) for theirs, ours in names.items()}
     return {"project": "neox"} | {name: value for name, value in settings.items() if value is not None}
@@ -601,7 +604,7 @@ def _blend(keys: _Keys, part: str) -> list[dict[str, Any]]:
             keys.wrong((name,), f"must have as many entries as {part}_data_paths ({len(paths)}), got {len(values)}")
             return []
     if keys.get("weight_by_num_documents"):
-        keys.say(f"{part}_data_weights", "ignored", "weight_by_num_documents overrides weights, in GPT-NeoX too")
+        keys.add_row(f"{part}_data_weights", "ignored", "weight_by_num_documents overrides weights, in GPT-NeoX too")
     return [
         {"path": path, "weight": weight, "labels": label}
         for path, weight, label in zip(paths, weights, labels, strict=True)
@@ -698,7 +701,7 @@ def _positions(keys: _Keys) -> dict[str, Any]:
     kind = keys.choice("pos_emb", "learned", known, refused)
     if kind != "rotary":
         for key in ("rotary_pct", "rotary_emb_base"):
-            keys.say(key, "ignored", f"pos_emb is {kind}")
+            keys.add_row(key, "ignored", f"pos_emb is {kind}")
     pct = keys.number("rotary_pct", 1.0, above=0)
     if pct > 1:
         keys.wrong(("rotary_pct",), f"must be at most 1, got {pct!r}")
@@ -712,11 +715,11 @@ def _mlp(keys: _Keys) -> dict[str, Any]:
     kind = keys.choice("activation", "gelu", _ACTIVATIONS, _OTHER_ACTIVATIONS)
     if name == "gelu" and keys.get("bias_gelu_fusion"):
         kind = "gelu_tanh"
-        keys.say(
+        keys.add_row(
             "bias_gelu_fusion", "changes numerics", "GELU becomes its tanh approximation, as in GPT-NeoX; false: erf"
         )
     elif keys.get("bias_gelu_fusion"):
-        keys.say("bias_gelu_fusion", "mapped", f"no effect with activation {name}, as in GPT-NeoX")
+        keys.add_row("bias_gelu_fusion", "mapped", f"no effect with activation {name}, as in GPT-NeoX")
     width = keys.number("intermediate_size", above=0)
     factor = keys.number("expansion_factor", above=0)
     if width is not None and factor is not None:
@@ -740,7 +743,7 @@ def _mlp_width(keys: _Keys, width: int, gated: bool) -> int:
         return 1
     if gated:
         words = f"model.intermediate_size {columns}: gated, so two thirds of {width} in two matrices"
-        keys.say("intermediate_size", "mapped", words, width)
+        keys.add_row("intermediate_size", "mapped", words, width)
     return int(columns)
 
 
@@ -807,7 +810,7 @@ def _vocab_size(keys: _Keys) -> int:
     multiple = keys.number("make_vocab_size_divisible_by", 128, above=0)
     size, where = _vocabulary(keys)
     padded = padded_vocab_size(size, multiple, max(keys.get("model_parallel_size", 1), 1))
-    keys.say("make_vocab_size_divisible_by", "honoured", f"{size} tokens ({where}), padded to {padded}", multiple)
+    keys.add_row("make_vocab_size_divisible_by", "honoured", f"{size} tokens ({where}), padded to {padded}", multiple)
     return padded
 
 

@@ -138,38 +138,38 @@ def cached_arrays(folder: Path, about: bytes, build: Callable[[], Sequence[Integ
     Ranks and runs may ask at once: one builds while the others wait, and arrays appear whole, by renaming. Their CRC-32
     is compared at every start; damaged ones are built anew, which is said.
     """
-    place = folder / "order" / hashlib.blake2b(b"%d " % _VERSION + about, digest_size=16).hexdigest()
-    if not _is_whole(place):
-        with one_at_a_time(Path(f"{place}.lock"), "building the order of samples"):
-            if not _is_whole(place):
-                _publish(place, build())
-    return [np.load(path, mmap_mode="r") for path in sorted(place.glob("*.npy"))]
+    entry = folder / "order" / hashlib.blake2b(b"%d " % _VERSION + about, digest_size=16).hexdigest()
+    if not _is_whole(entry):
+        with one_at_a_time(Path(f"{entry}.lock"), "building the order of samples"):
+            if not _is_whole(entry):
+                _publish(entry, build())
+    return [np.load(path, mmap_mode="r") for path in sorted(entry.glob("*.npy"))]
 
 
-def _is_whole(place: Path) -> bool:
+def _is_whole(entry: Path) -> bool:
     """Whether the arrays are there; ones that are damaged are put out of the way."""
-    if not place.is_dir():
+    if not entry.is_dir():
         return False
     try:
-        sums = read_sums(place / _SUMS)
+        sums = read_sums(entry / _SUMS)
         for name, (size, crc) in sums.items():
-            compare(place / name, size, crc)
+            compare(entry / name, size, crc)
     except (OSError, ValueError) as error:
         tracing.warn(f"the order of samples is built anew: {one_line(error)}")
-        aside = _aside(place)
+        aside = _aside(entry)
         with contextlib.suppress(OSError):  # another rank did the same
-            place.rename(aside)
+            entry.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
         return False
     return True
 
 
-def _aside(place: Path) -> Path:
-    return place.parent / f".{uuid.uuid4().hex}.tmp"
+def _aside(entry: Path) -> Path:
+    return entry.parent / f".{uuid.uuid4().hex}.tmp"
 
 
-def _publish(place: Path, arrays: Sequence[Integers]) -> None:
-    aside, sums = _aside(place), {}
+def _publish(entry: Path, arrays: Sequence[Integers]) -> None:
+    aside, sums = _aside(entry), {}
     aside.mkdir()
     try:
         for number, values in enumerate(arrays):
@@ -178,14 +178,14 @@ def _publish(place: Path, arrays: Sequence[Integers]) -> None:
             sync(file)
             sums[file.name] = (file.stat().st_size, crc_of(file))
         write_sums(aside / _SUMS, sums)
-        aside.rename(place)
-        sync(place.parent)
+        aside.rename(entry)
+        sync(entry.parent)
     except OSError:
-        if not place.is_dir():  # otherwise another process published the same
+        if not entry.is_dir():  # otherwise another process published the same
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-        for left in place.parent.glob(".*.tmp"):
+        for left in entry.parent.glob(".*.tmp"):
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > _STALE:
                     shutil.rmtree(left)

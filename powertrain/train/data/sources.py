@@ -206,7 +206,7 @@ class _Opener:
             with one_at_a_time(Path(f"{prefix}.lock"), "tokenizing"):
                 if not _is_whole(prefix):
                     with IndexedWriter(prefix, dtype, overwrite=True) as writer:
-                        encode(raw_documents(files), writer, encoding, progress=_said(_megabytes(files)))
+                        encode(raw_documents(files), writer, encoding, progress=_progress_line(_megabytes(files)))
         return IndexedData(prefix)
 
     def samples(self, name: str, parts: Sequence[_Part], wanted: int) -> SampleSource | None:
@@ -275,15 +275,15 @@ def _prefix(path: str) -> str | None:
     return path if path.endswith((".bin", ".idx")) or Path(f"{path}.bin").exists() else None
 
 
-def _said(megabytes: float) -> Callable[[Counts], None]:
-    start = said = time.monotonic()
+def _progress_line(megabytes: float) -> Callable[[Counts], None]:
+    start = reported = time.monotonic()
 
     def progress(counts: Counts) -> None:
-        nonlocal said
-        if time.monotonic() - said > _SECONDS:
-            said = time.monotonic()
+        nonlocal reported
+        if time.monotonic() - reported > _SECONDS:
+            reported = time.monotonic()
             done = counts.bytes / 1e6
-            tracing.progress(f"tokenizing: {done:.0f} of {megabytes:.0f} MB, {done / (said - start):.1f} MB/s")
+            tracing.progress(f"tokenizing: {done:.0f} of {megabytes:.0f} MB, {done / (reported - start):.1f} MB/s")
 
     return progress
 

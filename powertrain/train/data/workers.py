@@ -83,7 +83,7 @@ class _Worker:
 
     def answer(self) -> Any:
         """The batch of the oldest requested key."""
-        key, started, said = self._owed[0], time.monotonic(), False
+        key, started, reported = self._owed[0], time.monotonic(), False
         while True:
             ready = wait([self._pipe, self._process.sentinel], timeout=_LOOK)
             if self._pipe in ready:
@@ -101,8 +101,8 @@ class _Worker:
             waited = time.monotonic() - started
             if waited > _PATIENCE:
                 raise WorkerLost(key, f"data worker {self._process.pid} has not answered for {_PATIENCE:.0f} s")
-            if waited > _QUIET and not said:
-                said = True
+            if waited > _QUIET and not reported:
+                reported = True
                 tracing.progress(
                     f"waiting for data: worker {self._process.pid} has not answered for {_QUIET:.0f} s, "
                     f"at most {_PATIENCE:.0f} s"
@@ -111,11 +111,11 @@ class _Worker:
     def _replace(self, key: Any) -> None:
         """Name the worker that died, and let a new one read its batches; WorkerLost after three over one key."""
         self._process.join(_LOOK)
-        said = f"data worker {self._process.pid} {_end_of(self._process.exitcode)}"
+        death = f"data worker {self._process.pid} {_end_of(self._process.exitcode)}"
         self._deaths += 1
         if self._deaths >= _ATTEMPTS:
-            raise WorkerLost(key, f"{said}, as did {self._deaths - 1} before it over the same batch")
-        tracing.progress(f"{said}; a new one reads its samples again")
+            raise WorkerLost(key, f"{death}, as did {self._deaths - 1} before it over the same batch")
+        tracing.progress(f"{death}; a new one reads its samples again")
         time.sleep(_LOOK * (self._deaths - 1))
         self._kill()
         self._start()

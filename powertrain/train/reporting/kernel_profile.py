@@ -61,16 +61,16 @@ class LateCompile(RuntimeError):
 class StepWatch:
     """Looks on while steps run: profiles one of them, and reports kernels that are compiled after the first.
 
-    tell         (what, value) for "kernels" with a KernelTable and "note" with a text
+    emit         (what, value) for "kernels" with a KernelTable and "note" with a text
     recompiles   "warn" tells a note, "error" raises LateCompile; compiles of an evaluation between steps are neither
     profiles     whether this process profiles at all
     The profiled step takes longer: about 1 us an operator on a CPU, and on a GPU a wait for it before and after.
     """
 
     def __init__(
-        self, device: torch.device, recompiles: str, tell: Callable[[str, Any], None], *, profiles: bool = True
+        self, device: torch.device, recompiles: str, emit: Callable[[str, Any], None], *, profiles: bool = True
     ) -> None:
-        self.device, self.recompiles, self.tell = device, recompiles, tell
+        self.device, self.recompiles, self.emit = device, recompiles, emit
         self._count = 0
         self._profiled = PROFILED if profiles else 0
 
@@ -82,24 +82,24 @@ class StepWatch:
         if self._count != self._profiled:
             yield
         elif torch._C._autograd._profiler_enabled():
-            self.tell("note", f"step {number}: no kernel table, another profiler is running")
+            self.emit("note", f"step {number}: no kernel table, another profiler is running")
             yield
         else:
             with _profiled(self.device, number) as tables:
                 yield
             for table in tables:
-                self.tell("kernels", table)
+                self.emit("kernels", table)
             if not tables:
-                self.tell("note", f"step {number}: no kernel table, the profiler saw nothing run on {self.device}")
+                self.emit("note", f"step {number}: no kernel table, the profiler saw nothing run on {self.device}")
         if self._count > 1:
             self._report(late_compiles(tracing.trace()[before:]), number)
 
     def _report(self, late: list[str], step: int) -> None:
         for text in late:
-            said = f"step {step}: compiled after the first step: {text}"
+            note = f"step {step}: compiled after the first step: {text}"
             if self.recompiles == "error":
-                raise LateCompile(f"{said}. train.recompiles is error; warn lets the run go on")
-            self.tell("note", said)
+                raise LateCompile(f"{note}. train.recompiles is error; warn lets the run go on")
+            self.emit("note", note)
 
 
 def late_compiles(events: Iterable[tracing.Event]) -> list[str]:

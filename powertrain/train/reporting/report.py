@@ -75,8 +75,8 @@ class Checkpoint:
 
 def _checkpoints(folder: Path, about: About) -> list[Checkpoint]:
     """The run's checkpoints, also where its folder was moved after it."""
-    places = (*([Path(about.checkpoints)] if about.checkpoints else []), folder / "checkpoints", folder)
-    checkpoints = next((paths for place in places if (paths := checkpoints_in(place))), [])
+    folders = (*([Path(about.checkpoints)] if about.checkpoints else []), folder / "checkpoints", folder)
+    checkpoints = next((paths for each in folders if (paths := checkpoints_in(each))), [])
     return [
         Checkpoint(step_of(path), str(path), sum(f.stat().st_size for f in path.iterdir()) / 2**30)
         for path in checkpoints
