@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "runtime/compile/worker.py": "gives its compiler a private folder",
     "train/ranks.py": "reads what launchers say of rank and meeting place; cuBLAS takes its workspace from there",
     "compat/transformer_engine.py": "reads TransformerEngine's own switches, at every call",
-    "doctor/machine.py": "reads other tools' variables, in the one place that tests replace",
+    "runtime/machine.py": "reads other tools' variables, in the one place that tests replace",
     "cli/build.py": "hands the command it runs an environment",
     "cli/explain.py": "honours other libraries' switches where it speaks for them",
     "cli/tour.py": "hands the processes it starts an environment",

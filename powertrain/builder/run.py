@@ -133,7 +133,7 @@ class Builder:
         self.folder = folder = self._writable(folder)
         self.log = folder / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
         self.sockets = self._sockets()
-        self.shims = make_shims(folder / "shims", self.sockets, environment, plan.machine.nvcc)
+        self.shims = make_shims(folder / "shims", self.sockets, environment, plan.host.nvcc)
         self.mark = f"{_MARK}={uuid.uuid4().hex}"
         self.terminal = None if keyboard is None else Terminal(keyboard)
         defaults = {"PYTHONUNBUFFERED": "1"}
@@ -142,7 +142,7 @@ class Builder:
         if not self.terminal:
             defaults["GIT_TERMINAL_PROMPT"] = "0"
         self.environment = {**defaults, **environment, **plan.environment, _MARK: self.mark.partition("=")[2]}
-        self.environment |= shimmed(self.environment, self.shims, plan.machine.nvcc)
+        self.environment |= shimmed(self.environment, self.shims, plan.host.nvcc)
         self.selector = selectors.DefaultSelector()
         self.progress, self.pace = Progress(), Pace()
         self.launchers: list[_Launcher] = []
@@ -152,7 +152,7 @@ class Builder:
         self.timed: list[float] = []  # seconds of those that the builder counts
         self.peaks: dict[str, list[int]] = {}  # of finished units, by suffix
         self.used = self.peak = self.paused = self.rerun = 0
-        self.available = self.available_without_build = plan.machine.memory
+        self.available = self.available_without_build = plan.host.memory
         self.reaped = self.memory_sampled = 0.0
         self.fresh = False  # no action was taken since the last sample
         self.signals: list[int] = []
@@ -318,7 +318,7 @@ class Builder:
     def _pause(self) -> float:
         """Seconds until the next sample: fewer if memory could run out sooner at the greatest growth."""
         running = sum(unit.state == "running" for unit in self._units())
-        lasts = (self.available - reserve(self.plan.machine.memory)) / (max(1, running) * _GROWTH)
+        lasts = (self.available - reserve(self.plan.host.memory)) / (max(1, running) * _GROWTH)
         return max(_HURRY, min(self.pace.pause, lasts)) if running else self.pace.pause
 
     # requests of compilers
@@ -368,7 +368,7 @@ class Builder:
         starved = status and (status in (-signal.SIGKILL, 128 + signal.SIGKILL) or oom_kills() > launcher.kills)
         if unit.state == "killed" or (starved and unit.tries < _RETRIES and not self.signals):
             if unit.state != "killed":
-                unit.expected, unit.seen = self.plan.machine.memory, True  # alone, the next time
+                unit.expected, unit.seen = self.plan.host.memory, True  # alone, the next time
                 self.view.say(f"{unit.name} was killed at {_gib(unit.peak)}: it runs again, alone")
             unit.state, unit.pid, unit.pids = "waiting", 0, []
             self.rerun += 1
@@ -398,7 +398,7 @@ class Builder:
         if not (units := self._units()):
             return
         by_unit = {launcher.unit: launcher for launcher in self.launchers if launcher.unit}
-        memory = self.plan.machine.memory
+        memory = self.plan.host.memory
         for act, unit in list(decide(units, self.available, memory, max(1, self.plan.jobs))):
             if self.fresh or act in ("go", "go low_memory"):
                 self._act(act, unit, by_unit.get(unit))
@@ -434,8 +434,8 @@ class Builder:
         elif act == "alone":
             unit.reported_alone = True
             self.view.say(
-                f"even one job does not fit: {unit.name} has {_gib(unit.memory)} of {_gib(self.plan.machine.memory)} "
-                f"({self.plan.machine.memory_why}) and wants more. Fix: more memory or swap, or fewer archs"
+                f"even one job does not fit: {unit.name} has {_gib(unit.memory)} of {_gib(self.plan.host.memory)} "
+                f"({self.plan.host.memory_why}) and wants more. Fix: more memory or swap, or fewer archs"
             )
 
     def _send(self, launcher: _Launcher, word: str) -> None:
@@ -456,7 +456,7 @@ class Builder:
         self.used = sum(process.memory for process in self.processes.values())
         self.peak = max(self.peak, self.used)
         self.available_without_build = available_memory()[0] + self.used
-        self.available = min(self.available_without_build, self.plan.machine.memory) - self.used
+        self.available = min(self.available_without_build, self.plan.host.memory) - self.used
         launched = [each.unit.pid for each in self.launchers if each.unit and each.unit.pid]
         foreign = {process.pid: process for process in unmanaged_compilers(self.processes, launched)}
         self.unmanaged = {pid: self.unmanaged.get(pid) or self._unmanaged(process) for pid, process in foreign.items()}
@@ -488,7 +488,7 @@ class Builder:
             unit.peak = max(unit.peak, unit.memory)
         self.used = sum(sizes.values())
         self.peak = max(self.peak, self.used)
-        self.available = min(self.available_without_build, self.plan.machine.memory) - self.used
+        self.available = min(self.available_without_build, self.plan.host.memory) - self.used
 
     def _unmanaged(self, process: Process) -> CompileJob:
         """A running compiler that no launcher started."""
@@ -515,7 +515,7 @@ class Builder:
             Status(
                 "link" if any(p.links for p in self.processes.values()) and not running else progress.phase,
                 *(progress.done, progress.total, now - self.started, eta, self.used),
-                *(self.plan.machine.memory, self._units(), now),
+                *(self.plan.host.memory, self._units(), now),
             )
         )
 
@@ -583,7 +583,7 @@ class Builder:
         return reached
 
     def _finish(self) -> None:
-        """End every process of the build, running or paused, and release what the builder holds."""
+        """End every process of the build, running or paused, and release the builder's resources."""
         if hasattr(self, "build"):
             deadline = time.time() + (_GRACE if self.build.poll() is not None and not self.signals else 0)
             while left := self._end_all(signal.SIGTERM if time.time() < deadline else signal.SIGKILL):

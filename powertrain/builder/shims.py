@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powertrain.builder import launcher
-from powertrain.builder.machine import Nvcc
+from powertrain.builder.host import Nvcc
 
 _NAMES = (
     *("cc", "c++", "gcc", "g++", "clang", "clang++"),

@@ -13,19 +13,18 @@ from powertrain.builder.processes import Process, swap_ins
 _IDLE_CPU = 0.03  # of one core: a loop that polls a lock file takes about 0.01
 _IDLE_IO = 16 << 10  # bytes a second; a shell's polling loop reads some
 _SLOW = 120  # seconds without output after which a working compiler is reported
-_LOCK = "lock"  # torch.utils.file_baton.FileBaton's, in the folder of an extension
 _READS = ("read", "n_tty", "wait_woken")
 _THRASH = 100  # pages a second from swap
 
 
 @dataclass(frozen=True)
 class Cause:
-    what: str
+    reason: str
     fix: str
     lock: Path | None = None  # a file that --fix would rename
 
     def __str__(self) -> str:
-        return f"{self.what}. Fix: {self.fix}"
+        return f"{self.reason}. Fix: {self.fix}"
 
 
 class Stillness:
@@ -70,22 +69,22 @@ def cause(processes: Mapping[int, Process], folders: Iterable[Path], swap_rate: 
     for lock in find_locks([*folders, *_working_folders(processes)]):
         age = time.time() - lock.stat().st_mtime
         if not owners(lock):
-            what = f"waits for {lock}, {_age(age)} old, which no process owns: its owner was killed"
-            return Cause(what, f"rm {lock} (or --fix, which renames it)", lock)
+            reason = f"waits for {lock}, {_age(age)} old, which no process owns: its owner was killed"
+            return Cause(reason, f"rm {lock} (or --fix, which renames it)", lock)
     if swap_rate > _THRASH:
         return Cause(f"swapping: {swap_rate:.0f} pages a second come back from disk", "fewer jobs: MAX_JOBS=1")
     for process in processes.values():
         if asked := waits_for_input(process.pid):
-            what = f"{process.name} (process {process.pid}) waits for input on {asked}"
-            return Cause(what, "type the answer, or give it beforehand: credentials, -y, or a configuration file")
+            reason = f"{process.name} (process {process.pid}) waits for input on {asked}"
+            return Cause(reason, "type the answer, or give it beforehand: credentials, -y, or a configuration file")
     asleep = [process for process in processes.values() if process.status == psutil.STATUS_DISK_SLEEP]
     if asleep:
-        what = f"waits for a disk that does not answer: {_names(asleep)}"
-        return Cause(what, "look at dmesg and at network file systems (mount | grep nfs); TMPDIR to a local disk")
+        reason = f"waits for a disk that does not answer: {_names(asleep)}"
+        return Cause(reason, "look at dmesg and at network file systems (mount | grep nfs); TMPDIR to a local disk")
     for process in processes.values():
         if peer := _peer(process.pid):
-            what = f"{process.name} (process {process.pid}) waits for {peer} on the network"
-            return Cause(what, "check the connection and the proxy; pip takes --timeout and --retries")
+            reason = f"{process.name} (process {process.pid}) waits for {peer} on the network"
+            return Cause(reason, "check the connection and the proxy; pip takes --timeout and --retries")
     return Cause(f"the reason why these wait is unknown: {_names(processes.values())}", "look at the end of the log")
 
 
@@ -97,7 +96,7 @@ def slow_but_working(silent: float, name: str, doing: str, seconds: float) -> st
 
 
 def find_locks(folders: Iterable[Path]) -> list[Path]:
-    """Files that look like torch's extension locks in these folders: empty, called `lock`."""
+    """Files that look like locks of torch.utils.file_baton.FileBaton in these folders: empty, called `lock`."""
     locks = []
     for folder in dict.fromkeys(folders):
         for pattern in ("lock", "*/lock", "*/*/lock", "*/*/*/lock"):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from powertrain.doctor.finding import Check, Finding
-    from powertrain.doctor.machine import Machine
     from powertrain.ops.attention.backend_registry import Backend
+    from powertrain.runtime.machine import Machine
 
 TILE = (2, 256, 4, 64)  # batch, queries, heads, head dim: shape of the accuracy check
 LOAD = (4, 4096, 16, 128)  # shape that is timed on a GPU
@@ -50,7 +50,7 @@ def doctor(
     TFLOP/s count 3.5 forwards for forward and backward.
     """
     from powertrain.doctor.checks import CHECKS
-    from powertrain.doctor.machine import Machine
+    from powertrain.runtime.machine import Machine
 
     if kernels:
         if fix or as_json or only or skip or hostfile or overlap:

@@ -201,6 +201,6 @@ def _peer_column(
     notes += [f"{name}={value}" for name, value in environment.items()]
     if all(v.verdict == "no" for v in verdicts):
         notes.append("no backend is left; changes that would help:")
-        notes += [f"  {change.what}: {change.backend}" for change in changes_that_help(library, case)]
+        notes += [f"  {change.description}: {change.backend}" for change in changes_that_help(library, case)]
         notes.append(f"  Powertrain: {column.chosen}")
     return Column(column.name, column.problem, verdicts, tuple(notes))

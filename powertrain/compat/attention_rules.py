@@ -343,7 +343,7 @@ def _flash_attn_reasons(name: str, case: PeerCase) -> tuple[Reason, ...]:
 class Change(NamedTuple):
     """Something that would give a problem a backend in that library."""
 
-    what: str
+    description: str
     backend: str
 
 
@@ -356,7 +356,7 @@ def changes_that_help(library: str, case: PeerCase) -> list[Change]:
     helpful: list[tuple[frozenset[str], Change]] = []
     for size in (0, 1, 2):
         for chosen in combinations(steps, size):
-            names = frozenset(what for what, _ in chosen)
+            names = frozenset(text for text, _ in chosen)
             if any(known <= names for known, _ in helpful):
                 continue
             changed = case
@@ -364,7 +364,7 @@ def changes_that_help(library: str, case: PeerCase) -> list[Change]:
                 changed = change(changed)
             winner = next((v.name for v in peer_verdicts(library, changed) if v.verdict == "chosen"), None)
             if winner is not None:
-                helpful.append((names, Change(" and ".join(what for what, _ in chosen), winner)))
+                helpful.append((names, Change(" and ".join(text for text, _ in chosen), winner)))
     return [change for names, change in helpful if names]
 
 

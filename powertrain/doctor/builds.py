@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import NETWORK_FILE_SYSTEMS, Machine
+from powertrain.runtime.machine import NETWORK_FILE_SYSTEMS, Machine
 
 _GPT_NEOX = ("megatron/fused_kernels/build", "megatron/legacy/fused_kernels/build", "megatron_util/fused_kernels/build")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from powertrain.doctor.fatbin import Code, codes, fatbins
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine
+from powertrain.runtime.machine import Machine
 
 # library: where its GPU code lies, from a folder of installed packages
 LIBRARIES = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine, Ran
+from powertrain.runtime.machine import Machine, Ran
 
 SECONDS = 60.0  # for both ranks, imports of torch included; a healthy machine takes 5
 

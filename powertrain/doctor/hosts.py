@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine
+from powertrain.runtime.machine import Machine
 
 SSH_SECONDS = 5
 _MOST = 4 << 20  # bytes of a hostfile

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine
 from powertrain.runtime import jobs
+from powertrain.runtime.machine import Machine
 
 GIB = 2**30
 SHARED_MEMORY = 1 * GIB  # of /dev/shm. Docker gives 64 MiB; NCCL alone takes about 10 MB for each pair of GPUs

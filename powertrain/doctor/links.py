@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine
+from powertrain.runtime.machine import Machine
 
 
 def links(machine: Machine) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine
+from powertrain.runtime.machine import Machine
 
 SHOWN = ("torch", "triton", "transformer-engine", "flash-attn", "xformers", "apex", "deepspeed", "vllm", "numpy")
 
@@ -90,16 +90,16 @@ _TWICE = {"cuDNN": "libcudnn.so.*", "the CUDA runtime": "libcudart.so.*", "NCCL"
 def twice(machine: Machine) -> Iterator[Finding]:
     """Shared libraries that a process could load from two places, in two versions."""
     clean = True
-    for what, pattern in _TWICE.items():
+    for library, pattern in _TWICE.items():
         own, chosen, system = (_first(folders, pattern) for folders in _folders(machine))
         before = _other_versions(chosen, own or system)
         if before:
             clean = False
-            says = f"{what} is here in several versions, and LD_LIBRARY_PATH puts {before[0].name} before the others"
+            says = f"{library} is here in several versions, and LD_LIBRARY_PATH puts {before[0].name} before the others"
             yield Finding("problem", says, _shown(own, chosen, system), "unset LD_LIBRARY_PATH")
         elif _other_versions(own + system, own):
             clean = False
-            says = f"{what} is here in several versions; whichever is loaded first serves the whole process"
+            says = f"{library} is here in several versions; whichever is loaded first serves the whole process"
             fix = "import torch before anything else; uninstall the package or system library that torch does not need"
             yield Finding("warning", says, _shown(own, chosen, system), fix)
     if clean:

@@ -307,20 +307,18 @@ def _reduce_scatter_backward(ctx: Any, dy: Maybe) -> tuple[Maybe, ...]:
     if dy is None:
         return (None,) * 5
     x, w = _saved(ctx)
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    dx, dw, db = _reduce_scatter_grads_op(
-        dy.contiguous(), x, w, need_x, need_w, need_b, ctx.counts, ctx.key, ctx.into_main
-    )
-    return dx if need_x else None, dw if need_w else None, db if need_b else None, None, None
+    need = ctx.needs_input_grad[:3]
+    grads = _reduce_scatter_grads_op(dy.contiguous(), x, w, need, ctx.counts, ctx.key, ctx.into_main)
+    return *(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None
 
 
 @_or_mark_broken
 def _reduce_scatter_grads(
-    dy: Tensor, x: Tensor, w: Tensor, need_x: bool, need_w: bool, need_b: bool, counts: Sequence[int], key: str,
-    into_main: bool,
-) -> tuple[Maybe, Maybe, Maybe]:  # fmt: skip
-    """dx = gather(dy) w as dy's rows come; dw and db from all of them."""
+    dy: Tensor, x: Tensor, w: Tensor, need: Sequence[bool], counts: Sequence[int], key: str, into_main: bool
+) -> tuple[Maybe, Maybe, Maybe]:
+    """dx = gather(dy) w as dy's rows arrive; dw and db from all of them. need: of dx, dw and db."""
     overlap, rows = find(key), RowCounts(tuple(counts))
+    need_x, need_w, need_b = need
     dx = x.new_empty(x.shape) if need_x else None
     keep = need_w or need_b
     if dx is not None:
@@ -336,9 +334,9 @@ def _reduce_scatter_grads(
 
 
 def _reduce_scatter_grads_outputs(
-    dy: Tensor, x: Tensor, w: Tensor, need_x: bool, need_w: bool, need_b: bool, counts: Sequence[int], key: str,
-    into_main: bool,
-) -> tuple[Maybe, Maybe, Maybe]:  # fmt: skip
+    dy: Tensor, x: Tensor, w: Tensor, need: Sequence[bool], counts: Sequence[int], key: str, into_main: bool
+) -> tuple[Maybe, Maybe, Maybe]:
+    need_x, need_w, need_b = need
     return (
         torch.empty_like(x) if need_x else None,
         torch.empty_like(w) if need_w else None,
@@ -350,13 +348,14 @@ def _product_flops(x: Shape, w: Shape, **_: Any) -> int:
     return 2 * x[0] * prod(w)
 
 
-def _reduce_scatter_grads_flops(x: Shape, w: Shape, need_x: bool, need_w: bool, **_: Any) -> int:
+def _reduce_scatter_grads_flops(x: Shape, w: Shape, need: Sequence[bool], **_: Any) -> int:
+    need_x, need_w, _need_b = need
     return 2 * x[0] * prod(w) * (need_x + need_w)
 
 
 _reduce_scatter_grads_op = Op(
-    "gemm_reduce_scatter_bwd(Tensor dy, Tensor x, Tensor w, bool need_x, bool need_w, bool need_b, SymInt[] counts, "
-    "str key, bool into_main) -> (Tensor, Tensor, Tensor)",
+    "gemm_reduce_scatter_bwd(Tensor dy, Tensor x, Tensor w, bool[] need, SymInt[] counts, str key, bool into_main) "
+    "-> (Tensor, Tensor, Tensor)",
     _reduce_scatter_grads,
     _reduce_scatter_grads_outputs,
     flops=_reduce_scatter_grads_flops,
@@ -375,7 +374,7 @@ _reduce_scatter_op = Op(
 
 
 def _all_reduced(xs: Tensors, weights: Tensors, bias: Maybe, overlap: Overlap, meanwhile: Any = None) -> Tensor:
-    """Each rank sums its share of the rows, then hands it round."""
+    """A reduce-scatter of the products, then an all-gather of the sums."""
     count, size = xs[0].shape[0], overlap.size
     rows = RowCounts(tuple(count // size + (rank < count % size) for rank in range(size)))
     mine = _multiply_scatter(xs, weights, bias, rows, overlap, meanwhile)
@@ -401,7 +400,7 @@ def _all_reduce_backward(ctx: Any, dy: Maybe) -> tuple[Maybe, ...]:
         return (None,) * 4
     x, w = _saved(ctx)
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    # y, and so dy, is the same on every rank: nothing has to travel
+    # y, and so dy, is the same on every rank: no communication
     return (
         dy @ w if need_x else None,
         _weight_grad(dy, x, w, ctx.into_main) if need_w else None,

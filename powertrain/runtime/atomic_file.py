@@ -1,4 +1,4 @@
-"""A file that appears under its name whole, or not at all, whatever ends the process."""
+"""Atomic file writes: a file appears complete under its name or not at all, however the process ends."""
 
 import errno
 import os
@@ -12,10 +12,10 @@ _HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # no other 
 
 
 class AtomicFile:
-    """Bytes for `path`, out of sight until `publish`.
+    """Bytes for `path`, invisible until `publish`.
 
-    They go to a file without a name (O_TMPFILE), so that even kill -9 leaves nothing; where the file system has no such
-    files (NFS, say) to a hidden temporary file, which the next writer in the folder removes once it is an hour old.
+    They go to a file without a name (O_TMPFILE), so that even kill -9 leaves nothing; where the file system does not
+    support that (NFS) to a hidden temporary file, which the next writer in the folder removes once it is an hour old.
     """
 
     def __init__(self, path: Path, mode: int = 0o666, *, nameless: bool = True) -> None:
@@ -38,6 +38,7 @@ class AtomicFile:
         """Write to disk, close, and rename the file to its name; an existing file is replaced."""
         assert self._temporary is not None
         self.file.flush()
+        # before the rename: after a power failure the name must not point to missing data
         os.fsync(self.file.fileno())
         if not self._named and self._link(self.path):
             self.file.close()
@@ -49,7 +50,7 @@ class AtomicFile:
         self._temporary = None
 
     def _link(self, path: Path) -> bool:
-        """Give a file without a name one; False: something has it."""
+        """Link the nameless file to `path`; False if the name exists."""
         descriptor = self.file.fileno()
         try:
             # with a descriptor of a folder Python calls linkat, which follows the link in /proc; link would not. The

@@ -1,4 +1,4 @@
-"""A kernel tried once on each device, before its results are given to anybody."""
+"""Self-test of a kernel: it runs once on each device before its first result is used."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def failure(
     """Why a Gluon kernel must not be used on `device`, or None; remembered in `failures`.
 
     test       compares a small result and returns the defect, or None; called without autocast and gradients
-    otherwise  "gemm: cuBLAS serves": for the line that is said if it fails
+    otherwise  "gemm: cuBLAS serves": for the warning if it fails
     """
     if settings().interpret:
         return "Gluon has no interpreter"

@@ -52,8 +52,8 @@ def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
     for name, worst in outputs:
         if not worst.isfinite():
             return f"the first module whose output is not finite is {name}"
-    largest = max(outputs, key=lambda item: float(item[1]))
-    summary = f"every output is finite, the largest is {float(largest[1]):.3g}, of {largest[0]}"
+    module, largest = max(outputs, key=lambda output: float(output[1]))
+    summary = f"every output is finite, the largest is {float(largest):.3g}, of {module}"
     if not loss.isfinite():
         return f"{summary}; the loss itself is not finite"
     return f"{summary}; {gradients}"

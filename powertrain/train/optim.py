@@ -95,6 +95,7 @@ class Optimizer:
             divisor = divisor * ((norm + 1e-6) / self.max_norm).clamp(min=1.0)
         for group in self.adamw.param_groups:
             group["lr"] = lr
+        # tensors, read by the kernel: clipping, unscaling and the skip need neither the host nor a pass of their own
         self.adamw.grad_scale, self.adamw.found_inf = divisor, skipped  # type: ignore[attr-defined]
         self.adamw.step()
         self.adamw.zero_grad()
@@ -130,6 +131,7 @@ def global_norm(grads: Iterable[Tensor]) -> Tensor:
         local.setdefault(_sharded_over(grad), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
     squares = []
     for groups, tensors in local.items():
+        # squares add over shards, norms do not; replicated gradients are counted once
         square = grad_norm([t for t in tensors if t.numel()]).to(tensors[0].device).square()
         for group in groups:
             dist.all_reduce(square, group=group)

@@ -1,4 +1,4 @@
-"""Before the ranks train together: are they the same program, with the same configuration, on GPUs of their own?"""
+"""Comparison of ranks before training: same program, same configuration, one GPU each."""
 
 import json
 import platform
@@ -46,6 +46,7 @@ def compare(everyone: list[dict[str, str]]) -> Verdict:
     """The verdict on all ranks' facts, in the order of ranks. Mixed GPU archs are a note, a shared GPU an error."""
     errors, notes = [], []
     for name in dict.fromkeys(name for facts in everyone for name in facts):
+        # these must differ or may; `_shared_gpus` compares them
         if name in ("host", "GPU"):
             continue
         values = [facts.get(name, "nothing") for facts in everyone]

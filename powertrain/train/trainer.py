@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from powertrain.train.data.sources import Data
 
 
-# fp16's scale falls from the largest to the smallest of float32 in fewer
+# halving takes fp16's scale from float32's largest to its smallest value in fewer steps
 MOST_SKIPPED = 300
 
 
@@ -76,7 +76,7 @@ class Trainer:
         self.resumed_from = ""  # a checkpoint, and the settings changed since
         self.should_stop = False
         self._stopping = False
-        self._saving: int | None = None  # the step of the checkpoint that is being written
+        self._saving: int | None = None  # step of the checkpoint being written
         self._not_written: checkpoint_store.NotWritten | None = None  # error of the last save, if it failed
         self._skipped = 0  # steps in a row
         self._failed_sinks: set[Sink] = set()
@@ -91,8 +91,8 @@ class Trainer:
         """Train to the configured number of steps, from wherever the run is.
 
         `should_stop`, set on any rank (by a signal handler, say), ends it early with a checkpoint on all.
-        A checkpoint that cannot be written is said, and the next one tried when it is due; NotWritten is raised only
-        if the last one of all could not be.
+        A checkpoint that cannot be written is reported and the next one tried when due; NotWritten is raised only if
+        the last one fails.
         """
         train = self.config.train
         stream = self._stream()
@@ -107,7 +107,9 @@ class Trainer:
                     ]
                 loss = self._forward_backward(micro_batches)
                 self._log_overlap()
-                self._finish_previous_step()  # the step before: if it went bad nothing is updated any more
+                # only now, so that the host waits for the last step while the device computes this one; before the
+                # update, so that a bad step is the last to change anything
+                self._finish_previous_step()
                 lr = learning_rate(step, self.config.optimizer.lr, self.config.schedule, train.steps)
                 with self._timed("optimizer"):
                     stepped = self.optimizer.step(lr)
@@ -142,6 +144,7 @@ class Trainer:
         counted = ranks.sum_over_data(_counted(micro_batches))
         total = torch.zeros((), device=ranks.device)
         for index, batch in enumerate(micro_batches):
+            # earlier micro-batches accumulate locally: one reduction per step
             _set_gradient_sync(self.model, index == len(micro_batches) - 1)
             labels, weight = normalize_labels(batch.labels, counted)
             with self._timed("forward"):
@@ -149,6 +152,7 @@ class Trainer:
             with self._timed("backward"):
                 self.optimizer.scaled(loss).backward()
             total += loss.detach()
+        # the stop flag rides on the loss's all-reduce: all ranks see it at the same step without another collective
         return self.ranks.mean(torch.stack([total, torch.full_like(total, float(self.should_stop))]))
 
     def _log_overlap(self) -> None:
@@ -312,12 +316,13 @@ class Trainer:
         )
 
     def _finish_previous_step(self) -> None:
-        """Read the numbers of the last step, tell everybody, and stop if they are bad."""
+        """Read the last step's metrics, report them to the sinks, and stop the run if they are bad."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         loss, stop, grad_norm, skipped, scale = pending.numbers()
         self._stopping = stop > 0
+        # time between the ends of two steps on the device
         spent, self._clock = pending.ended.since(self._clock), pending.ended
         tokens = self.config.train.seq_length * len(pending.batches) * pending.batches[0].tokens.shape[0]
         rate = tokens * self.ranks.dp_size / spent
@@ -337,20 +342,20 @@ class Trainer:
         may_shrink = config.precision == "fp16" and config.loss_scale.static is None
         self._skipped = self._skipped + 1 if record.skipped else 0
         if record.skipped and self._skipped > MOST_SKIPPED + config.loss_scale.hysteresis:
-            what = (
+            reason = (
                 f"{self._skipped} steps in a row were skipped, their gradients were not finite; the loss scale is "
                 f"{record.loss_scale:g}"
             )
         elif record.skipped and not (may_shrink and config.loss_scale.minimum < record.loss_scale < math.inf):
-            what = f"loss {record.loss:.4g} and gradient norm {record.grad_norm:.4g}; nothing was updated"
+            reason = f"loss {record.loss:.4g} and gradient norm {record.grad_norm:.4g}; nothing was updated"
         elif record.skipped:
             return  # fp16's scale falls; a loss that is not finite would spoil the median of spikes
         else:
             median = self._spikes.median_if_spike(record.loss)
             if median is None:
                 return
-            what = f"a loss of {record.loss:.4g} where the median of the last steps is {median:.4g}"
-        # ranks must take the same steps here, whatever each finds
+            reason = f"a loss of {record.loss:.4g} where the median of the last steps is {median:.4g}"
+        # with sharded parameters each forward is collective: every rank runs all micro-batches, whatever they give
         with torch.no_grad():
             bad = [candidate for candidate in micro_batches if not self._loss(candidate).isfinite()]
         batch = bad[0] if bad else micro_batches[-1]
@@ -358,7 +363,7 @@ class Trainer:
         everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {anomaly}")
         newest = checkpoint_store.find(self.checkpoints.folder)
         lines = "\n".join(f"  rank {rank}, {text}" for rank, text in enumerate(everywhere))
-        message = f"training stopped at step {record.step}: {what}.\n{lines}\nThe last checkpoint is {newest}."
+        message = f"training stopped at step {record.step}: {reason}.\n{lines}\nThe last checkpoint is {newest}."
         self._note(message)
         raise TrainingStopped(message)
 
@@ -376,9 +381,9 @@ class Trainer:
         last = step == self.config.train.steps
         return last or step in config.extra_steps or save_step(step, config.every, config.scale)
 
-    def _emit(self, what: str, record: Any) -> None:
+    def _emit(self, kind: str, record: Any) -> None:
         for sink in self.sinks:
-            self._call_sink(sink, getattr(sink, what), record)
+            self._call_sink(sink, getattr(sink, kind), record)
 
     def _call_sink(self, sink: Sink, method: Callable[..., None], *record: Any) -> None:
         """Call a sink. One that fails (a full disk, a closed pipe, no network) is reported once and kept."""
@@ -466,6 +471,7 @@ def _to_low_precision(model: nn.Module, optimizer: Optimizer, config: RunConfig,
     dtype = DTYPES[config.train.precision]
     if dtype is torch.float32 or ranks.mesh is not None:
         return
+    # the float32 values before rounding: masters made from 16-bit weights would lose them
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.to(dtype)
     masters = optimizer.tensors()
@@ -495,7 +501,7 @@ def _balance_experts(model: Any, ranks: Ranks) -> None:
 
 def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint_store.Checkpoints:
     folder, saves, group = config.checkpoint_folder(), config.checkpoint.save, ranks.checkpoint_group
-    if saves:  # where that fails it should now, not at the first checkpoint
+    if saves:  # a folder that cannot be made fails now, not at the first checkpoint
         decided_by_first(lambda: folder.mkdir(parents=True, exist_ok=True), group)
     return checkpoint_store.Checkpoints(folder, keep_last=config.checkpoint.kept, group=group, writes=saves)
 

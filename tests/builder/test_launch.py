@@ -17,8 +17,8 @@ import pytest
 
 from powertrain.builder import stall
 from powertrain.builder.history import History, Record, UnitRecord
+from powertrain.builder.host import Nvcc
 from powertrain.builder.launcher import is_gcc, source
-from powertrain.builder.machine import Nvcc
 from powertrain.builder.processes import Pace, Process, tree, unmanaged_compilers
 from powertrain.builder.recipes import GENERIC, recipe_of
 from powertrain.builder.shims import Shims, make_shims, shimmed
@@ -282,7 +282,7 @@ int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) {
 def test_gpus_are_those_that_nvml_lists(tmp_path: Path) -> None:
     (tmp_path / "nvml.c").write_text(NVML)
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "nvml.c"], cwd=tmp_path, check=True)
-    ask = "from powertrain.builder.machine import present_gpus; print(*present_gpus()[0], sep='; ')"
+    ask = "from powertrain.runtime.machine import present_gpus; print(*present_gpus()[0], sep='; ')"
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "NVIDIA GeForce RTX 3090 (sm_86); NVIDIA B200 (sm_100)"

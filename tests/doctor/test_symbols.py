@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from powertrain.doctor.elf import opened, symbols
-from powertrain.doctor.machine import Machine
 from powertrain.doctor.symbols import undefined
+from powertrain.runtime.machine import Machine
 from tests.doctor.machines import install_torch, machine, told
 
 pytestmark = pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")

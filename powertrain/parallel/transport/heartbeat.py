@@ -69,6 +69,13 @@ class Peer:
             return False
 
 
+class _Beat(NamedTuple):
+    """Counters that a rank publishes: heartbeats, and calls begun."""
+
+    number: int
+    calls: int
+
+
 class _Wait(NamedTuple):
     """A call on which the host waits; number: of the call in this group; since: time.monotonic() of its start."""
 
@@ -125,8 +132,8 @@ class Heartbeat:
                 return None
         return None
 
-    def _published(self, rank: int) -> tuple[int, int] | None:
-        """(beat, calls) as last published."""
+    def _published(self, rank: int) -> _Beat | None:
+        """A rank's last published counters."""
         try:
             key = f"beat {rank}"
             if not self._store.check([key]):
@@ -134,7 +141,7 @@ class Heartbeat:
             beat, calls = self._store.get(key).split()
         except dist.DistError:
             return None
-        return int(beat), int(calls)
+        return _Beat(int(beat), int(calls))
 
     def gone(self) -> list[Peer]:
         """Ranks that are certainly lost."""
@@ -148,7 +155,7 @@ class Heartbeat:
                     lost.append(peer)
                 continue
             heard = self._published(peer.rank)
-            beat = heard[0] if heard is not None else -1
+            beat = heard.number if heard is not None else -1
             # ages are taken on this host's clock; clocks of two hosts may differ
             last, since = self._beats.get(peer.rank, (beat, now))
             if beat != last:
@@ -161,7 +168,7 @@ class Heartbeat:
     def behind(self, calls: int) -> list[Peer]:
         """Ranks that have begun fewer calls than this one, by their published counts."""
         published = [(peer, self._published(peer.rank)) for peer in self.all if peer.rank != self.rank]
-        return [peer for peer, heard in published if heard is None or heard[1] < calls]
+        return [peer for peer, heard in published if heard is None or heard.calls < calls]
 
     @contextmanager
     def waiting(self, call: str) -> Iterator[None]:

@@ -72,20 +72,21 @@ def _problem_here(group: dist.ProcessGroup) -> str:
     if not on_gpus(group):
         return "its tensors are on the CPU"
     here = torch.cuda.get_device_properties(torch.cuda.current_device())
-    mine = (Peer.here(group.rank()).machine, socket.gethostname(), str(here.uuid), torch.cuda.current_device())
+    machine_here, host_here = Peer.here(group.rank()).machine, socket.gethostname()
+    uuid_here, index_here = str(here.uuid), torch.cuda.current_device()
     everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
+    dist.all_gather_object(everyone, (machine_here, host_here, uuid_here, index_here), group=group)
     for rank, (machine, host, uuid, index) in enumerate(everyone):
         if rank == group.rank():
             continue
-        if machine != mine[0]:
-            return f"ranks are on several hosts ({mine[1]}, {host}): make one axis of the mesh per host"
-        if uuid == mine[2]:
+        if machine != machine_here:
+            return f"ranks are on several hosts ({host_here}, {host}): make one axis of the mesh per host"
+        if uuid == uuid_here:
             return f"ranks {group.rank()} and {rank} use the same GPU: set each to its own with torch.cuda.set_device"
-        if index != mine[3] and not torch.cuda.can_device_access_peer(mine[3], index):
+        if index != index_here and not torch.cuda.can_device_access_peer(index_here, index):
             return (
-                f"GPU {mine[3]} cannot reach GPU {index}'s memory: `nvidia-smi topo -p2p r` says why (IOMMU or ACS of "
-                "the PCIe bridges, a virtual machine without peer access)"
+                f"GPU {index_here} cannot reach GPU {index}'s memory: `nvidia-smi topo -p2p r` says why (IOMMU or ACS "
+                "of the PCIe bridges, a virtual machine without peer access)"
             )
     return ""
 

@@ -116,13 +116,13 @@ class World:
     def run(self, function: Callable[[Overlap], T]) -> list[T]:
         """function(overlap) on every rank at once; all results. Raises the error of the first rank that failed."""
         results: list[Any] = [None] * self.size
-        errors: list[tuple[int, BaseException]] = []
+        errors: list[BaseException] = []
 
         def one(rank: int) -> None:
             try:
                 results[rank] = function(self.overlaps[rank])
             except BaseException as error:
-                errors.append((rank, error))
+                errors.append(error)
                 self.lose(rank)
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
@@ -131,7 +131,7 @@ class World:
         for thread in threads:
             thread.join()
         if errors:
-            raise errors[0][1]
+            raise errors[0]
         return results
 
     def close(self) -> None:

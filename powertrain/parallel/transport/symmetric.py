@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -120,8 +120,16 @@ class CudaEngine(Engine[int, Span]):
         ops.enqueue(stream)
 
     def copy(self, stream: int, source: Span, target: Span) -> None:
-        if source[1]:
-            copy(target[0], source[0], source[1], stream)
+        address, nbytes = source
+        if nbytes:
+            copy(target[0], address, nbytes, stream)
+
+
+class _LastCall(NamedTuple):
+    """The stream of the last eager call, and the event at its end."""
+
+    stream: torch.cuda.Stream
+    end: torch.cuda.Event
 
 
 class SymmetricTransport(CollectiveTransport):
@@ -154,7 +162,7 @@ class SymmetricTransport(CollectiveTransport):
         self._captured: set[Shared] = set()
         self._fused: Any = None
         self._broken = ""
-        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._last: _LastCall | None = None
         dist.barrier(group)
         if self.rank == 0:
             seconds = time.monotonic() - start
@@ -236,8 +244,8 @@ class SymmetricTransport(CollectiveTransport):
             raise TransportBroken(f"{self._broken}; close this Overlap on every rank, and make it anew")
         main = torch.cuda.current_stream(self.device)
         # calls share slots, so a call on another stream waits for the one before; a capture orders its own calls
-        if self._last is not None and self._last[0] != main and not torch.cuda.is_current_stream_capturing():
-            main.wait_event(self._last[1])
+        if self._last is not None and self._last.stream != main and not torch.cuda.is_current_stream_capturing():
+            main.wait_event(self._last.end)
         self.peers.calls += 1
         self.watch.begin(call, self.peers.calls, main.cuda_stream)
         return main
@@ -250,9 +258,9 @@ class SymmetricTransport(CollectiveTransport):
                 y.masked_fill_(self.error != 0, torch.nan)
         self.watch.end(call, main.cuda_stream)
         if not torch.cuda.is_current_stream_capturing():
-            event = self._last[1] if self._last is not None else torch.cuda.Event()
+            event = self._last.end if self._last is not None else torch.cuda.Event()
             event.record(main)
-            self._last = main, event
+            self._last = _LastCall(main, event)
 
     def mark_broken(self, error: Exception) -> None:
         call = self.watch.inside()

@@ -104,7 +104,7 @@ class NeoXCheckpoint:
         self._whole: list[dict[int, dict[str, Tensor]]] | None = None
         if all(index is None for index, _ in self._files):
             self._whole = [_by_layer(self._files[None, rank]) for rank in range(self.num_ranks)]
-        self._cached: tuple[int, list[dict[str, Tensor]]] = (-1, [])
+        self._cached_index, self._cached = -1, list[dict[str, Tensor]]()
         rows = sum(self._find(shard, "embed", "weight").shape[0] for shard in self._layer(0))
         self.dtype = self._find(self._layer(0)[0], "embed", "weight").dtype
         self.config, self.tokenizer = _read_config(folder, configs, rows)
@@ -143,10 +143,10 @@ class NeoXCheckpoint:
         """A layer's tensors on every rank; the last one is kept."""
         if self._whole is not None:
             return [rank.get(index, {}) for rank in self._whole]
-        if self._cached[0] != index:
+        if self._cached_index != index:
             files = [self._files.get((index, rank)) for rank in range(self.num_ranks)]
-            self._cached = index, [load_pickle(file) if file else {} for file in files]
-        return self._cached[1]
+            self._cached_index, self._cached = index, [load_pickle(file) if file else {} for file in files]
+        return self._cached
 
     def _find(self, shard: dict[str, Tensor], module: str, kind: str) -> Tensor:
         names = [f"{name}.{k}" for name in _NAMES[module] for k in _KINDS[kind]]

@@ -464,7 +464,7 @@ def _optimizer_param(keys: _Keys, key: str, value: Any) -> None:
     elif key == "amsgrad" and value:
         keys.unsupported("optimizer", f"{key}: {value}", "remove it")
     elif key in ("set_grad_none", "fused", "foreach", "torch_adam", "capturable"):
-        keys.add_inner_row(path, value, "ignored", "how Adam is computed, not what")
+        keys.add_inner_row(path, value, "ignored", "an implementation choice of Adam; the result is the same")
     elif key not in ("lr", "betas", "eps", "adam_w_mode", "bias_correction", "amsgrad"):
         keys.wrong(path, "is unknown; known: lr, betas, eps")
 

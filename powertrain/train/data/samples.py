@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 
 from powertrain.runtime import tracing
+from powertrain.runtime.jobs import available_memory
 from powertrain.runtime.reading import one_line
 from powertrain.train.checksums import compare, crc_of, read_sums, sync, write_sums
 from powertrain.train.data.file_lock import one_at_a_time
@@ -90,10 +90,11 @@ def build_order(
         raise ValueError(f"the data set must hold a token, got {len(documents)} documents and none in them")
     epochs = num_epochs(tokens, seq_length, num_samples)
     needed = 20 * epochs * len(documents) + 24 * max(num_samples, epochs * tokens // seq_length)
-    if needed > (there := psutil.virtual_memory().available):
+    # not psutil: it reads the host's memory, not the limit of a container
+    if needed > (free := available_memory()[0]):
         raise ValueError(
             f"train.steps: the order of {num_samples} samples over {epochs} epochs of {len(documents)} documents must "
-            f"fit into memory, got {needed / 2**30:,.0f} GiB where {there / 2**30:,.0f} GiB are free"
+            f"fit into memory, got {needed / 2**30:,.0f} GiB where {free / 2**30:,.0f} GiB are free"
         )
     random = np.random.RandomState(seed)
     laid = np.tile(documents.astype(np.int32), epochs)

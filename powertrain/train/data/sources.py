@@ -94,8 +94,9 @@ def open_data(
     samples = [
         opener.samples(name, part, wanted) for name, part, wanted in zip(_PARTS, parts, num_samples, strict=True)
     ]
-    assert samples[0] is not None
-    return Data(samples[0], samples[1], samples[2], tokenizer, tokenizer.vocab_size)
+    train, validation, test = samples
+    assert train is not None
+    return Data(train, validation, test, tokenizer, tokenizer.vocab_size)
 
 
 def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
@@ -166,10 +167,11 @@ class _Opener:
         if config.validation or config.test:
             return given
         parts: list[list[_Part]] = [[], [], []]
+        train, validation, _ = parts
         for source, whole in zip(config.train, given[0], strict=True):
             if source.path == QUICKSTART:
-                parts[0].append(whole)
-                parts[1].append(self._part(source, self._tokens(quickstart_files().validation)))
+                train.append(whole)
+                validation.append(self._part(source, self._tokens(quickstart_files().validation)))
                 continue
             bounds = split_bounds(config.split, len(whole.data))
             for number, part in enumerate(parts):

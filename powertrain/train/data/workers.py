@@ -18,11 +18,11 @@ from typing import Any
 from powertrain.runtime import tracing
 from powertrain.train.signals import children_without_signals
 
-_AHEAD = 2  # batches under way for each worker
-_QUIET = 30.0  # seconds to wait for a batch before saying so
+_AHEAD = 2  # batches requested of each worker ahead of use
+_QUIET = 30.0  # seconds of waiting for a batch before a log line
 _PATIENCE = 600.0  # seconds a batch may take before its worker counts as stuck
 _ATTEMPTS = 3  # workers that may die over one batch
-_LOOK = 1.0  # seconds between two looks at whether the other side lives
+_LOOK = 1.0  # seconds between checks that the other side lives
 
 
 class WorkerLost(RuntimeError):
@@ -66,6 +66,7 @@ class _Worker:
         )
         with children_without_signals():
             process.start()
+        # without this end here, the worker's death is an end of file on our end
         theirs.close()
         self._process = process
         for key in self._owed:

@@ -61,7 +61,7 @@ class LateCompile(RuntimeError):
 class StepWatch:
     """Looks on while steps run: profiles one of them, and reports kernels that are compiled after the first.
 
-    emit         (what, value) for "kernels" with a KernelTable and "note" with a text
+    emit         (kind, value) for "kernels" with a KernelTable and "note" with a text
     recompiles   "warn" tells a note, "error" raises LateCompile; compiles of an evaluation between steps are neither
     profiles     whether this process profiles at all
     The profiled step takes longer: about 1 us an operator on a CPU, and on a GPU a wait for it before and after.

@@ -29,7 +29,7 @@ def write_report(folder: Path) -> Path:
     Raises FileNotFoundError or ValueError naming the file, where the folder is not a run's.
     """
     about, metrics = About.read(folder), read_metrics(folder / "metrics.jsonl")
-    with reading(folder, "hold what a run wrote"):
+    with reading(folder, "hold the files of a run"):
         page = render(about, metrics, _checkpoints(folder, about))
     new = AtomicFile(folder / NAME)
     try:

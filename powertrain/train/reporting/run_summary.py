@@ -86,7 +86,7 @@ class About:
             values = read_json(file)
         except FileNotFoundError:
             raise FileNotFoundError(f"{file}: a run's folder must hold it; no run has written there") from None
-        with reading(file, "be what a run wrote"):
+        with reading(file, "be written by a run"):
             return TypeAdapter(About).validate_python(values)
 
 

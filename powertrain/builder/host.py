@@ -1,6 +1,5 @@
 """Facts that a CUDA build depends on, collected without importing torch and without creating a CUDA context."""
 
-import ctypes
 import json
 import re
 import shutil
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powertrain.runtime.jobs import available_memory, usable_cores
+from powertrain.runtime.machine import Gpu, present_gpus
 from powertrain.runtime.target import Target
 
 HEADERS = {"cudnn.h": "cudnn", "nccl.h": "nccl", "cublasLt.h": "cublas"}  # and the library each belongs to
@@ -27,15 +27,6 @@ headers = os.path.exists(os.path.join(paths["include"], "Python.h"))
 print(json.dumps({"version": platform.python_version(), "headers": headers,
                   "site": paths["purelib"], "torch": roots[0] if roots else None}))
 """
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    arch: int  # 90 for sm_90
-
-    def __str__(self) -> str:
-        return self.name if self.name == f"sm_{self.arch}" else f"{self.name} (sm_{self.arch})"
 
 
 @dataclass(frozen=True)
@@ -65,8 +56,8 @@ class Python:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Sizes in bytes."""
+class BuildHost:
+    """The machine as one build command would see it. Sizes in bytes."""
 
     cores: int
     cores_why: str
@@ -84,13 +75,13 @@ class Machine:
     @property
     def archs(self) -> tuple[int, ...]:
         """Archs of the GPUs, ascending, each once."""
-        return tuple(sorted({gpu.arch for gpu in self.gpus}))
+        return tuple(sorted({gpu.arch for gpu in self.gpus if gpu.arch}))
 
 
 def look(
     command: Sequence[str], environment: Mapping[str, str], archs: Sequence[str] = (), memory: int | None = None
-) -> Machine:
-    """This machine, as `command` would meet it.
+) -> BuildHost:
+    """This host, as `command` would meet it.
 
     environment  the variables that the command will be given
     archs        names of GPUs to build for ("8.6", "sm_90", "RTX 3090") instead of those present
@@ -105,7 +96,7 @@ def look(
     gpus, gpus_why = _named(archs) if archs else present_gpus()
     nvcc = _nvcc(environment)
     python = _python(python_of(command, environment))
-    return Machine(
+    return BuildHost(
         cores,
         cores_why,
         available,
@@ -124,34 +115,6 @@ def look(
 def _named(archs: Sequence[str]) -> tuple[tuple[Gpu, ...], str]:
     targets = [Target.parse(name) for text in archs for name in re.split(r"[;,]", text) if name.strip()]
     return tuple(Gpu(target.name, target.arch) for target in targets), "--arch"
-
-
-def present_gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs that the driver's management library (NVML) lists, and the source, or why there are none."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return (), "no libnvidia-ml.so.1: no NVIDIA driver here"
-    status = nvml.nvmlInit_v2()
-    if status:
-        return (), f"NVML does not start: error {status}"
-    try:
-        count = ctypes.c_uint()
-        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        return tuple(filter(None, (_gpu(nvml, index) for index in range(count.value)))), "NVML"
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu | None:
-    device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
-        return None  # lost or not ours
-    nvml.nvmlDeviceGetName(device, name, len(name))
-    if nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)):
-        return None
-    return Gpu(name.value.decode(), major.value * 10 + minor.value)
 
 
 def _nvcc(environment: Mapping[str, str]) -> Nvcc | None:
