@@ -98,8 +98,8 @@ def _storage(kind: type) -> str:
     words = [
         word for base, word in (("Gappy", "keys anywhere"), ("PaddedKeys", "padded keys")) if base in kind.__name__
     ]
-    words += ["in pages"] if issubclass(kind, attn_bias._PagedBias) else []
-    packed = issubclass(kind, attn_bias._BlockBias)
+    words += ["in pages"] if issubclass(kind, attn_bias.PagedBias) else []
+    packed = issubclass(kind, attn_bias.BlockBias)
     words += ["a float bias added"] if kind.HOLDS_DENSE_TENSOR else []  # type: ignore[attr-defined]
     return ", ".join(words) or ("packed" if packed else "a batch")
 

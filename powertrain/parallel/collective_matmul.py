@@ -15,8 +15,7 @@ float32 and are rounded to the inputs' dtype; these parts are summed over ranks 
 are reproducible (the sequential reduce-scatter: as the library does it).
 """
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -26,185 +25,58 @@ from torch import Tensor
 from powertrain.ops.linear_cross_entropy import _IntoMainGrad
 from powertrain.parallel.cost_model import Product
 from powertrain.parallel.overlap import Overlap, find
-from powertrain.parallel.transport.base import AllGatherHandle, RowCounts
+from powertrain.parallel.overlapped_products import (
+    MAX_WEIGHTS,
+    Maybe,
+    Tensors,
+    cast_weight,
+    gather_multiply,
+    gradient_of,
+    marks_broken,
+    multiply,
+    multiply_all_reduce,
+    multiply_gathered,
+    multiply_scatter,
+    pairs_with_grad,
+    present,
+    save_for_backward,
+    saved_tensors,
+    weight_grad,
+)
+from powertrain.parallel.transport.base import RowCounts
 from powertrain.parallel.transport.collective import Collected
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.flops import Shape
 
-MAX_WEIGHTS = 3  # that share one all-gather: query, key and value
-
-Tensors = Sequence[Tensor]
-Maybe = Tensor | None
 _PADDING = (None,) * MAX_WEIGHTS
-
-
-def _multiply(x: Tensor, w_t: Tensor, bias: Maybe, out: Tensor, *, add: bool = False) -> None:
-    """out = x w_t + bias, or out += x w_t."""
-    if add:
-        torch.addmm(out, x, w_t, out=out)
-    elif bias is None:
-        torch.mm(x, w_t, out=out)
-    else:
-        torch.addmm(bias, x, w_t, out=out)
-
-
-def _gather_multiply(
-    x: Tensor, weights: Tensors, biases: Sequence[Maybe], rows: RowCounts, overlap: Overlap, ys: Tensors, *, keep: bool
-) -> AllGatherHandle:
-    """ys[i] = gather(x) weights[i]ᵀ + biases[i]; the caller finishes the handle. keep: it holds all rows of x."""
-    product = Product("gather", rows.total, sum(w.shape[0] for w in weights), x.shape[1], x.dtype)
-    choice = overlap.planner.choose(product)
-    if choice.way == "sequential":
-        collected = Collected(overlap.transport, x, rows)
-        for w, bias, y in zip(weights, biases, ys, strict=True):
-            _multiply(collected.whole, w.T, bias, y)
-        return collected
-    fused = overlap.transport.fused(choice, x, weights, ys)
-    if fused is not None:
-        handle: AllGatherHandle = fused.all_gather_gemm(x, weights, biases, rows, ys, keep=keep)
-        return handle
-    gathering = overlap.transport.gather(x, rows, keep=keep)
-    _multiply_gathered(gathering, weights, biases, rows, ys)
-    return gathering
-
-
-def _multiply_gathered(
-    gathering: AllGatherHandle, weights: Tensors, biases: Sequence[Maybe], rows: RowCounts, ys: Tensors
-) -> None:
-    """ys[i] = gathered rows weights[i]ᵀ + biases[i], each rank's rows as they come."""
-    factors = [(w.T, bias, rows.split(y)) for w, bias, y in zip(weights, biases, ys, strict=True)]
-    # rank by rank, not weight by weight: all products of the rows that are here hide the transfer of the next
-    for rank in gathering.order:
-        part = gathering.wait(rank)
-        for w_t, bias, y in factors:
-            _multiply(part, w_t, bias, y[rank])
-
-
-def _multiply_scatter(
-    xs: Tensors, weights: Tensors, bias: Maybe, rows: RowCounts, overlap: Overlap, meanwhile: Any = None
-) -> Tensor:
-    """scatter(sum over ranks and i of xs[i] weights[i]ᵀ) + bias. `meanwhile` is called before the sum is waited for."""
-    width, depth = weights[0].shape[0], sum(x.shape[1] for x in xs)
-    product = Product("scatter", rows.total, width, depth, xs[0].dtype)
-    choice = overlap.planner.choose(product)
-    if choice.way == "sequential":
-        whole = xs[0].new_empty((rows.total, width))
-        for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
-            _multiply(x, w.T, None, whole, add=i > 0)
-        y = overlap.transport.reduce_scatter(whole, rows)
-        if meanwhile is not None:
-            meanwhile()
-        return y if bias is None else y + bias
-    scattering = overlap.transport.scatter(xs[0], rows, width)
-    terms = [(rows.split(x), w.T) for x, w in zip(xs, weights, strict=True)]
-    # parts for other ranks come first, so that their transfers run behind the later products
-    for rank in scattering.order:
-        part = scattering.part(rank)
-        for i, (parts, w_t) in enumerate(terms):
-            _multiply(parts[rank], w_t, None, part, add=i > 0)
-        scattering.send(rank)
-    if meanwhile is not None:
-        meanwhile()
-    return scattering.reduce(bias)
-
-
-def _or_mark_broken(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks the transport broken if a call fails half-way: a later call must not receive its rows."""
-
-    @wraps(function)
-    def call(*args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception as error:
-            find(next(arg for arg in args if isinstance(arg, str))).transport.mark_broken(error)
-            raise
-
-    return call
-
-
-def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor, into_main: bool) -> Maybe:
-    """dyᵀ x; or, where the weight has a main_grad, None: it is added there, in its dtype."""
-    main = getattr(weight, "main_grad", None)
-    if main is None or not into_main:
-        return dy.T @ x
-    # one product of 16-bit operands added in float32; the general form would cast both operands first
-    if dy.is_cuda and main.dtype is torch.float32 and dy.dtype is not torch.float32:
-        torch.addmm(main, dy.T, x, out_dtype=torch.float32, out=main)
-    else:
-        main.addmm_(dy.T.to(main.dtype), x.to(main.dtype))
-    return None
-
-
-def _gradient_of(weight: Tensor, dw: Maybe) -> Tensor:
-    """The tensor that holds a weight's gradient: invalid once a peer was lost."""
-    grad: Tensor = weight.main_grad if dw is None else dw  # type: ignore[attr-defined]
-    return grad
-
-
-def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in autocast's dtype, with the `main_grad` that it may have."""
-    cast, main = weight.to(dtype), getattr(weight, "main_grad", None)
-    if main is not None:
-        cast.main_grad = main  # type: ignore[attr-defined]
-    return cast
-
-
-def _save(ctx: Any, x: Tensor, *weights: Maybe) -> None:
-    """For backward: keeps main_grads, which hooks on saved tensors would lose."""
-    ctx.save_for_backward(x, *weights)
-    ctx.mains = [getattr(w, "main_grad", None) for w in weights]
-    # a traced weight has none, and the graph must return gradients when it runs on weights that have one
-    ctx.into_main = any(main is not None for main in ctx.mains)
-    ctx.set_materialize_grads(False)
-
-
-def _saved(ctx: Any) -> tuple[Any, ...]:
-    x, *weights = ctx.saved_tensors
-    for w, main in zip(weights, ctx.mains, strict=True):
-        # hooks on saved tensors (offloading, FSDP) return other objects, without the attribute
-        if main is not None:
-            w.main_grad = main
-    return x, *weights
-
-
-def _terms(tensors: Sequence[Maybe]) -> list[tuple[int, Tensor, Tensor]]:
-    """(i, weight, dy) of (w0, w1, w2, dy0, dy1, dy2); compiled, absent weights may have a dy, which is empty."""
-    pairs = zip(tensors[:MAX_WEIGHTS], tensors[MAX_WEIGHTS:], strict=True)
-    return [(i, w, dy) for i, (w, dy) in enumerate(pairs) if w is not None and dy is not None]
-
-
-def _present(*tensors: Maybe) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
 
 
 # -- all_gather_gemm: (x, w0, w1, w2, b0, b1, b2, counts, key) -> (y0, y1, y2)
 
 
-@_or_mark_broken
+@marks_broken
 def _all_gather_fwd(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> tuple[Maybe, ...]:
     *biases, counts, key = rest
-    weights = _present(w0, w1, w2)
+    weights = present(w0, w1, w2)
     ys = [x.new_empty((sum(counts), w.shape[0])) for w in weights]
-    gathering = _gather_multiply(
-        x, weights, biases[: len(weights)], RowCounts(tuple(counts)), find(key), ys, keep=False
-    )
+    gathering = gather_multiply(x, weights, biases[: len(weights)], RowCounts(tuple(counts)), find(key), ys, keep=False)
     gathering.finish(ys)
     return (*ys, *_PADDING)[:MAX_WEIGHTS]
 
 
 def _all_gather_outputs(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> tuple[Maybe, ...]:
-    ys = [x.new_empty((sum(rest[-2]), w.shape[0])) for w in _present(w0, w1, w2)]
+    ys = [x.new_empty((sum(rest[-2]), w.shape[0])) for w in present(w0, w1, w2)]
     return (*ys, *_PADDING)[:MAX_WEIGHTS]
 
 
 def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w0, w1, w2, *_, ctx.counts, ctx.key = inputs
-    _save(ctx, x, w0, w1, w2)
+    save_for_backward(ctx, x, w0, w1, w2)
 
 
 def _all_gather_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
-    x, *weights = _saved(ctx)
+    x, *weights = saved_tensors(ctx)
     need_x, *need = ctx.needs_input_grad[: 1 + 2 * MAX_WEIGHTS]
     need_w, need_b = need[:MAX_WEIGHTS], need[MAX_WEIGHTS:]
     dx, dw0, dw1, dw2 = _all_gather_grads_op(x, *weights, *dys, need_x, need_w, ctx.counts, ctx.key, ctx.into_main)
@@ -213,12 +85,12 @@ def _all_gather_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
     return (dx if need_x else None, *dws, *dbs, None, None)
 
 
-@_or_mark_broken
+@marks_broken
 def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     """dx of this rank's rows, and dw_i: x travels here behind the product for dx, and dx from here behind dw_i."""
     *tensors, need_x, need_w, counts, key, into_main = rest
     overlap, rows = find(key), RowCounts(tuple(counts))
-    terms = _terms(tensors)
+    terms = pairs_with_grad(tensors)
     wanted = [term for term in terms if need_w[term[0]]]
     dws: list[Maybe] = [None] * MAX_WEIGHTS
     gathering = None
@@ -234,13 +106,13 @@ def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
         for rank in gathering.order:
             gathering.wait(rank)
         for i, w, dy in wanted:
-            dws[i] = _weight_grad(dy, gathering.whole, w, into_main)
-        gathering.finish([_gradient_of(w, dws[i]) for i, w, _ in wanted])
+            dws[i] = weight_grad(dy, gathering.whole, w, into_main)
+        gathering.finish([gradient_of(w, dws[i]) for i, w, _ in wanted])
 
     dx = None
     if need_x and terms:
         weights = [w.T for _, w, _ in terms]
-        dx = _multiply_scatter([dy for *_, dy in terms], weights, None, rows, overlap, weight_grads)
+        dx = multiply_scatter([dy for *_, dy in terms], weights, None, rows, overlap, weight_grads)
     else:
         weight_grads()
     return (dx, *dws)
@@ -289,9 +161,9 @@ _all_gather_op = Op(
 # -- gemm_reduce_scatter: (x, w, bias, counts, key) -> y
 
 
-@_or_mark_broken
+@marks_broken
 def _reduce_scatter_fwd(x: Tensor, w: Tensor, bias: Maybe, counts: Sequence[int], key: str) -> Tensor:
-    return _multiply_scatter([x], [w], bias, RowCounts(tuple(counts)), find(key))
+    return multiply_scatter([x], [w], bias, RowCounts(tuple(counts)), find(key))
 
 
 def _reduce_scatter_outputs(x: Tensor, w: Tensor, bias: Maybe, counts: Sequence[int], key: str) -> Tensor:
@@ -300,19 +172,19 @@ def _reduce_scatter_outputs(x: Tensor, w: Tensor, bias: Maybe, counts: Sequence[
 
 def _reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w, _, ctx.counts, ctx.key = inputs
-    _save(ctx, x, w)
+    save_for_backward(ctx, x, w)
 
 
 def _reduce_scatter_backward(ctx: Any, dy: Maybe) -> tuple[Maybe, ...]:
     if dy is None:
         return (None,) * 5
-    x, w = _saved(ctx)
+    x, w = saved_tensors(ctx)
     need = ctx.needs_input_grad[:3]
     grads = _reduce_scatter_grads_op(dy.contiguous(), x, w, need, ctx.counts, ctx.key, ctx.into_main)
     return *(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None
 
 
-@_or_mark_broken
+@marks_broken
 def _reduce_scatter_grads(
     dy: Tensor, x: Tensor, w: Tensor, need: Sequence[bool], counts: Sequence[int], key: str, into_main: bool
 ) -> tuple[Maybe, Maybe, Maybe]:
@@ -322,14 +194,14 @@ def _reduce_scatter_grads(
     dx = x.new_empty(x.shape) if need_x else None
     keep = need_w or need_b
     if dx is not None:
-        gathering = _gather_multiply(dy, [w.T], [None], rows, overlap, [dx], keep=keep)
+        gathering = gather_multiply(dy, [w.T], [None], rows, overlap, [dx], keep=keep)
     else:
         gathering = overlap.transport.gather(dy, rows, keep=keep)
-        _multiply_gathered(gathering, [], [], rows, [])
-    dw = _weight_grad(gathering.whole, x, w, into_main) if need_w else None
+        multiply_gathered(gathering, [], [], rows, [])
+    dw = weight_grad(gathering.whole, x, w, into_main) if need_w else None
     # every rank has the bias, so every one sums all rows
     db = gathering.whole.sum(0) if need_b else None
-    gathering.finish(_present(dx, _gradient_of(w, dw) if need_w else None, db))
+    gathering.finish(present(dx, gradient_of(w, dw) if need_w else None, db))
     return dx, dw, db
 
 
@@ -373,17 +245,9 @@ _reduce_scatter_op = Op(
 # -- gemm_all_reduce: (x, w, bias, key) -> y
 
 
-def _all_reduced(xs: Tensors, weights: Tensors, bias: Maybe, overlap: Overlap, meanwhile: Any = None) -> Tensor:
-    """A reduce-scatter of the products, then an all-gather of the sums."""
-    count, size = xs[0].shape[0], overlap.size
-    rows = RowCounts(tuple(count // size + (rank < count % size) for rank in range(size)))
-    mine = _multiply_scatter(xs, weights, bias, rows, overlap, meanwhile)
-    return overlap.transport.all_gather(mine, rows)
-
-
-@_or_mark_broken
+@marks_broken
 def _all_reduce_fwd(x: Tensor, w: Tensor, bias: Maybe, key: str) -> Tensor:
-    return _all_reduced([x], [w], bias, find(key))
+    return multiply_all_reduce([x], [w], bias, find(key))
 
 
 def _all_reduce_outputs(x: Tensor, w: Tensor, bias: Maybe, key: str) -> Tensor:
@@ -392,18 +256,18 @@ def _all_reduce_outputs(x: Tensor, w: Tensor, bias: Maybe, key: str) -> Tensor:
 
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w, _, _ = inputs
-    _save(ctx, x, w)
+    save_for_backward(ctx, x, w)
 
 
 def _all_reduce_backward(ctx: Any, dy: Maybe) -> tuple[Maybe, ...]:
     if dy is None:
         return (None,) * 4
-    x, w = _saved(ctx)
+    x, w = saved_tensors(ctx)
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
     # y, and so dy, is the same on every rank: no communication
     return (
         dy @ w if need_x else None,
-        _weight_grad(dy, x, w, ctx.into_main) if need_w else None,
+        weight_grad(dy, x, w, ctx.into_main) if need_w else None,
         dy.sum(0) if need_b else None,
         None,
     )
@@ -426,22 +290,22 @@ def _replicated_fwd(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> 
     ys = _replicated_outputs(x, w0, w1, w2, *rest)
     for w, bias, y in zip((w0, w1, w2), rest, ys, strict=False):
         if w is not None and y is not None:
-            _multiply(x, w.T, bias, y)
+            multiply(x, w.T, bias, y)
     return ys
 
 
 def _replicated_outputs(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> tuple[Maybe, ...]:
-    ys = [x.new_empty((x.shape[0], w.shape[0])) for w in _present(w0, w1, w2)]
+    ys = [x.new_empty((x.shape[0], w.shape[0])) for w in present(w0, w1, w2)]
     return (*ys, *_PADDING)[:MAX_WEIGHTS]
 
 
 def _replicated_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w0, w1, w2, *_, ctx.key = inputs
-    _save(ctx, x, w0, w1, w2)
+    save_for_backward(ctx, x, w0, w1, w2)
 
 
 def _replicated_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
-    x, *weights = _saved(ctx)
+    x, *weights = saved_tensors(ctx)
     need_x, *need = ctx.needs_input_grad[: 1 + 2 * MAX_WEIGHTS]
     need_w, need_b = need[:MAX_WEIGHTS], need[MAX_WEIGHTS:]
     grads = _replicated_grads_op(x, *weights, *dys, need_x, need_w, ctx.key, ctx.into_main)
@@ -450,20 +314,20 @@ def _replicated_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
     return (grads[0] if need_x else None, *dws, *dbs, None)
 
 
-@_or_mark_broken
+@marks_broken
 def _replicated_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     *tensors, need_x, need_w, key, into_main = rest
-    terms = _terms(tensors)
+    terms = pairs_with_grad(tensors)
     dws: list[Maybe] = [None] * MAX_WEIGHTS
 
     def weight_grads() -> None:
         for i, w, dy in terms:
             if need_w[i]:
-                dws[i] = _weight_grad(dy, x, w, into_main)
+                dws[i] = weight_grad(dy, x, w, into_main)
 
     dx = None
     if need_x and terms:
-        dx = _all_reduced([dy for *_, dy in terms], [w.T for _, w, _ in terms], None, find(key), weight_grads)
+        dx = multiply_all_reduce([dy for *_, dy in terms], [w.T for _, w, _ in terms], None, find(key), weight_grads)
     else:
         weight_grads()
     return (dx, *dws)
@@ -506,7 +370,7 @@ def _checked(op: str, x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> t
     checks.require(len(biases) == len(weights), op, "bias", f"have an entry per weight ({len(weights)})", len(biases))
     if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weights = x.to(dtype), [_cast(w, dtype) for w in weights]
+        x, weights = x.to(dtype), [cast_weight(w, dtype) for w in weights]
         biases = [None if bias is None else bias.to(dtype) for bias in biases]
     checks.floating(op, x=x)
     for w, bias in zip(weights, biases, strict=True):

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SHARE = 0.7  # of the available memory: estimates err, and others live here too
+# of the available memory: estimates err, and other processes share the machine
+SHARE = 0.7
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,14 @@ def jobs(per_job_bytes: int, wanted: int | None = None, *, root: str | Path = "/
     cores, cores_why = (wanted, "asked for") if wanted is not None else usable_cores(root)
     fit = int(memory * SHARE // per_job_bytes)
     count = max(1, min(cores, fit))
-    room = f"{SHARE} of the {_size(memory)} available ({memory_why}) holds {fit} of {_size(per_job_bytes)}"
-    return Jobs(count, f"{count} at once: {cores} {cores_why}, and {room}")
+    by_memory = f"{SHARE} of the {_size(memory)} available ({memory_why}) holds {fit} of {_size(per_job_bytes)}"
+    return Jobs(count, f"{count} at once: {cores} {cores_why}, and {by_memory}")
 
 
 def available_memory(root: str | Path = "/") -> tuple[int, str]:
     """Bytes that can still be allocated here, and the source of that limit."""
     root = Path(root)
+    # every level of the hierarchy has its own limit, so the tightest counts
     bounds = [(_mem_available(root), "MemAvailable")]
     for group in _groups(root, "memory"):
         for limit, used in (("memory.max", "memory.current"), ("memory.high", "memory.current")):

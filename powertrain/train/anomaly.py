@@ -13,7 +13,7 @@ _WINDOW, _FEWEST = 100, 20
 
 
 class SpikeWatch:
-    """Tells a loss that is more than `factor` times the median of the last 100; 0 never does."""
+    """Detects a loss of more than `factor` times the median of the last 100; factor 0: none."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -32,7 +32,8 @@ def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
     """One forward and backward under hooks; a sentence with the first module whose output or gradient is not finite.
 
     Slow: it waits for the device at every module. Parameters are not changed; their gradients are dropped. Always one
-    forward and one backward: other ranks may find something else, and wait for this one's part in both.
+    forward and one backward, even if the forward gives the answer: on other ranks it may not, and their collectives
+    wait for this rank in both.
     """
     outputs: list[tuple[str, Tensor]] = []
     hooks = [

@@ -1,4 +1,4 @@
-"""CRC-32 of files: written when they are, compared before they are trusted. zlib's reads some 6 GB/s."""
+"""CRC-32 of files, written with them and compared before they are used."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def read_sums(file: Path) -> dict[str, tuple[int, str]]:
 
 
 def sync(path: Path) -> None:
-    """Until a file's bytes, or a folder's names, are on disk."""
+    """Wait until a file's bytes, or a folder's names, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

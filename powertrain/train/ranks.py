@@ -1,7 +1,7 @@
 """Rank of this process in a run, rendezvous, and process groups.
 
-The launcher says it in the environment: torchrun in RANK, WORLD_SIZE ..., Open MPI in OMPI_COMM_WORLD_*, MPICH and
-Intel MPI in PMI_* and MPI_LOCAL*, srun in SLURM_*. They are asked in that order, so the innermost of several counts.
+Launchers set them in the environment: torchrun in RANK, WORLD_SIZE ..., Open MPI in OMPI_COMM_WORLD_*, MPICH and
+Intel MPI in PMI_* and MPI_LOCAL*, srun in SLURM_*. They are read in that order, so the innermost of several counts.
 """
 
 import functools
@@ -37,14 +37,14 @@ _FAREWELL = 10.0  # seconds that the first rank stays, after an error, for the o
 
 
 class RendezvousError(RuntimeError):
-    """The ranks did not find each other, or must not train together: which, and why."""
+    """Ranks are missing, or must not train together; the message names them and the reason."""
 
 
 class Rendezvous(NamedTuple):
     """Rendezvous of the processes of a run.
 
-    attempt     counts elastic restarts: an earlier attempt's words are not heard
-    by_agent    torchrun keeps the store, else rank 0 does
+    attempt     number of elastic restarts; keys in the store are separate for each
+    by_agent    torchrun hosts the store, else rank 0 does
     """
 
     host: str
@@ -74,7 +74,7 @@ class Ranks:
     dp_group                those that read different data
     checkpoint_group        a gloo group for checkpoints alone: they are written beside the training, and the order of
                             collectives within a group must be the same on every rank
-    peers                   which of the ranks live
+    peers                   liveness of the ranks
     """
 
     device: torch.device
@@ -388,7 +388,7 @@ def _rendezvous(launch_env: LaunchEnv, facts: dict[str, str], seconds: float) ->
     readers = store.add("readers", 1)
     if verdict["error"]:
         deadline = time.monotonic() + _FAREWELL
-        # the store goes with rank 0
+        # rank 0 hosts the store: it stays until the others have read the error
         while launch_env.rank == 0 and readers < verdict["present"] and time.monotonic() < deadline:
             time.sleep(0.05)
             readers = store.add("readers", 0)

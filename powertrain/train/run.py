@@ -91,6 +91,7 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
         be_deterministic(launch_env.device)
     if launch_env.device.type == "cpu":
         keep_freed_memory()
+    # before the rendezvous: afterwards a rank that compiles would hold up the others' collectives
     build_kernels(config, launch_env.device, launch_env.world_size)
     ranks = connect(launch_env, config)
     group = ranks.checkpoint_group

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from powertrain.models import build
 from powertrain.models.flops import flops_per_token
-from powertrain.models.parallelize import parallelize
 from powertrain.models.sequence_sharding import normalize_labels
-from powertrain.parallel.overlap import Overlap
 from powertrain.runtime import tracing
 from powertrain.runtime.reading import one_line
 from powertrain.train.agreement import decided_by_first, done_by_all
@@ -24,7 +21,8 @@ from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.checkpoint.load import NAMES, Weights, fill, fitted, model_of, open_weights, refuse_another
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import Batch, batches
-from powertrain.train.optim import DTYPES, Optimizer, Stepped
+from powertrain.train.model_setup import balance_experts, build_model, set_gradient_sync, to_low_precision
+from powertrain.train.optim import Optimizer, Stepped
 from powertrain.train.ranks import Ranks, disconnect
 from powertrain.train.reporting.kernel_profile import StepWatch
 from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord
@@ -67,9 +65,9 @@ class Trainer:
     def __init__(self, config: RunConfig, ranks: Ranks, data: "Data", sinks: Sequence[Sink] = ()) -> None:
         self.config, self.ranks, self.data, self.sinks = config, ranks, data, sinks
         self.progress = Progress()
-        self.model, self.overlap = _model(config, ranks)
+        self.model, self.overlap = build_model(config, ranks)
         self.optimizer = Optimizer(self.model, config.optimizer, config.train)
-        _to_low_precision(self.model, self.optimizer, config, ranks)
+        to_low_precision(self.model, self.optimizer, config, ranks)
         self.checkpoints = _checkpoints(config, ranks)
         self.flops_per_token = flops_per_token(self.model, config.train.seq_length)
         self.peak_flops = _peak_flops(config, ranks)
@@ -113,7 +111,7 @@ class Trainer:
                 lr = learning_rate(step, self.config.optimizer.lr, self.config.schedule, train.steps)
                 with self._timed("optimizer"):
                     stepped = self.optimizer.step(lr)
-                _balance_experts(self.model, self.ranks)
+                balance_experts(self.model, self.ranks)
                 self._advance(loss, stepped, lr, micro_batches)
             for name in self._evaluations_due():
                 self._finish_previous_step()
@@ -145,7 +143,7 @@ class Trainer:
         total = torch.zeros((), device=ranks.device)
         for index, batch in enumerate(micro_batches):
             # earlier micro-batches accumulate locally: one reduction per step
-            _set_gradient_sync(self.model, index == len(micro_batches) - 1)
+            set_gradient_sync(self.model, index == len(micro_batches) - 1)
             labels, weight = normalize_labels(batch.labels, counted)
             with self._timed("forward"):
                 loss = self._loss(batch._replace(labels=labels)) * (weight * ranks.dp_size)
@@ -438,26 +436,6 @@ def save_step(step: int, every: int, scale: str) -> bool:
     return step == 1
 
 
-def _model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | None]:
-    """The model on the device, in float32, with its first weights, spread over the ranks if there are several.
-
-    With it the overlap of the tensor ranks, if there are several of those.
-    """
-    model, overlap = build(config.model), None
-    for block in model.layers:
-        block.recompute = config.train.activation_checkpointing
-    if ranks.mesh is not None:
-        overlap = parallelize(
-            model, ranks.mesh, param_dtype=DTYPES[config.train.precision],
-            reduce_dtype=DTYPES[config.train.reduce_dtype],
-            reshard_after_forward=config.parallel.reshard_after_forward, transport=config.parallel.transport,
-            expert=config.parallel.expert,
-        )  # fmt: skip
-    model.to_empty(device=ranks.device)
-    model.init_weights(config.train.seed)
-    return model.train(), overlap
-
-
 def _changed(before: Any, now: Any, name: str = "") -> list[str]:
     """`key old -> new` of settings that differ, except paths of outputs."""
     if isinstance(before, dict) and isinstance(now, dict):
@@ -466,37 +444,9 @@ def _changed(before: Any, now: Any, name: str = "") -> list[str]:
     return [] if before == now else [f"{name} {before} -> {now}"]
 
 
-def _to_low_precision(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ranks) -> None:
-    """Compute in 16 bits if configured and not done by FSDP; the float32 weights become masters."""
-    dtype = DTYPES[config.train.precision]
-    if dtype is torch.float32 or ranks.mesh is not None:
-        return
-    # the float32 values before rounding: masters made from 16-bit weights would lose them
-    full = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model.to(dtype)
-    masters = optimizer.tensors()
-    for name, values in full.items():
-        masters[f"model.{name}"].copy_(values)
-    if config.train.gradient_accumulation_steps > 1:
-        for p in model.parameters():
-            p.grad_dtype = torch.float32
-
-
 def _counted(micro_batches: list[Batch]) -> Tensor:
     """Labels that count, float32 []."""
     return torch.stack([(batch.labels != -100).sum() for batch in micro_batches]).sum().float()
-
-
-def _set_gradient_sync(model: Any, last: bool) -> None:
-    """FSDP reduces gradients with the last micro-batch only."""
-    if hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(last)
-
-
-def _balance_experts(model: Any, ranks: Ranks) -> None:
-    """A model with experts moves its routers' biases after every step, by the loads that all ranks saw."""
-    if hasattr(model, "balance"):
-        model.balance(torch.distributed.group.WORLD if ranks.world_size > 1 else None)
 
 
 def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint_store.Checkpoints:

@@ -173,7 +173,7 @@ def test_what_waits_is_expected_to_take_what_the_others_took(tmp_path: Path) -> 
         for launcher in done:
             assert waiting.unit and waiting.unit.expected == GENERIC.bytes
             launcher.unit.state = "running"  # type: ignore[union-attr]
-            builder._ended(launcher, 0, 100 << 20)
+            builder._on_ended(launcher, 0, 100 << 20)
         assert waiting.unit and waiting.unit.expected == int(1.2 * (100 << 20))
         assert other.unit and other.unit.expected == GENERIC.bytes  # another language
 

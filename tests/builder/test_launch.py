@@ -185,7 +185,7 @@ def test_a_process_that_waits_for_input(reader: subprocess.Popen[bytes], tmp_pat
     if "read" not in wchan.read_text():
         pytest.skip("this kernel does not say what a process waits for")
     cause = stall.cause({reader.pid: tree(os.getpid())[reader.pid]}, [tmp_path])
-    assert f"cat (process {reader.pid}) waits for input on pipe" in cause.what
+    assert f"cat (process {reader.pid}) waits for input on pipe" in cause.reason
 
 
 def test_swapping_is_named(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_swapping_is_named(tmp_path: Path) -> None:
 def test_a_disk_that_does_not_answer_is_named(tmp_path: Path) -> None:
     asleep = Process(10**9, 1, "ninja", psutil.STATUS_DISK_SLEEP, 0, 0.0, 0)
     cause = stall.cause({asleep.pid: asleep}, [tmp_path])
-    assert "disk that does not answer: ninja" in cause.what and "TMPDIR" in cause.fix
+    assert "disk that does not answer: ninja" in cause.reason and "TMPDIR" in cause.fix
 
 
 def test_a_lock_with_an_owner_is_left_alone(tmp_path: Path) -> None:

@@ -326,7 +326,8 @@ def packs() -> tuple[Pack, ...]:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=packs.cache_clear)  # an open file's position is shared with the parent
+    # a forked child shares the file position of an open pack with its parent, so it opens its own
+    os.register_at_fork(after_in_child=packs.cache_clear)
 
 
 def find(key: str) -> tuple[Entry, str] | None:

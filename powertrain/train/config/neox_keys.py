@@ -1,7 +1,8 @@
 """Every key that a GPT-NeoX YAML may have: its type and its disposition.
 
 Read from GPT-NeoX's megatron/neox_arguments/neox_args.py and deepspeed_args.py, up to 2026 (Apache-2.0; facts, no
-code), with keys of older releases that configs still carry. Translations by a key's value are in config/neox.py.
+code), with keys of older releases that configs still carry. Translations by a key's value are in neox.py, neox_data.py
+and neox_model.py.
 """
 
 from dataclasses import dataclass

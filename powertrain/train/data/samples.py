@@ -66,7 +66,7 @@ def split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
     for share in shares:
         bounds.append(bounds[-1] + round(share / total * float(count)))
     excess = bounds[3] - count
-    # with very few documents the correction can point below 0, where there as here nothing is
+    # with very few documents the correction can fall below 0: an empty part, as in GPT-NeoX
     return 0, *(max(0, bound - excess) for bound in bounds[1:])  # type: ignore[return-value]
 
 

@@ -115,7 +115,7 @@ class WandB:
         self._run.log(scalars(record), step=record.step)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        # W&B takes steps in order only, and this one's numbers are there already or come in the same line
+        # W&B accepts steps in ascending order only; values of the same step are merged
         self._run.log({f"{record.name}/loss": record.loss}, step=record.step)
 
     def kernels(self, table: KernelTable) -> None:
