@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "runtime/compile/triton_compat.py": "Triton takes its interpreter switch from the environment alone",
     "runtime/compile/service.py": "hands its workers an environment",
     "runtime/compile/worker.py": "gives its compiler a private folder",
-    "train/ranks.py": "reads what launchers say of rank and meeting place; cuBLAS takes its workspace from there",
+    "train/ranks.py": "reads what launchers set: rank and rendezvous address; cuBLAS takes its workspace from there",
     "compat/transformer_engine.py": "reads TransformerEngine's own switches, at every call",
     "runtime/machine.py": "reads other tools' variables, in the one place that tests replace",
     "cli/build.py": "hands the command it runs an environment",

@@ -70,7 +70,8 @@ def _builder(sockets: str) -> "socket.socket | None":
                 connection.connect(path)
                 return connection
             except OSError:
-                connection.close()  # left behind by a builder that was killed
+                # left behind by a builder that was killed
+                connection.close()
         try:
             with open(f"/proc/{pid}/stat") as stat:
                 pid = int(stat.read().rpartition(")")[2].split()[1])

@@ -44,15 +44,18 @@ from powertrain.runtime.jobs import available_memory
 _PR_SET_CHILD_SUBREAPER = 36
 # bytes a second by which a compiler may grow: cicc on flash-attention was seen to grow by half of that
 _GROWTH = 256 * 2**20
-_HURRY = 0.1  # seconds between memory samples when memory is nearly exhausted
+# seconds between memory samples when memory is nearly exhausted
+_HURRY = 0.1
 # seconds between full samples then: only they see new processes, and one costs 3.3 ms for 15 processes of 157
 _SEEN = 0.5
 _GRACE = 5.0  # seconds from SIGTERM to SIGKILL
-_LEARN = 3  # finished units of a language after which their sizes replace the recipe's
+# finished units of a language after which their sizes replace the recipe's
+_LEARN = 3
 _MARGIN = 1.2  # over the largest measured unit
 _REAP = 10  # seconds between checks for ended orphans
 _RETRIES = 3
-_MARK = "POWERTRAIN_BUILD"  # the variable by which the watchdog knows a build's processes
+# the variable by which the watchdog knows a build's processes
+_MARK = "POWERTRAIN_BUILD"
 _LEAST = 32 * 2**20  # lower bound of a compiler's expected bytes
 
 
@@ -375,7 +378,8 @@ class Builder:
             self._send(launcher, "again")
             return
         seconds = time.time() - unit.since
-        if not status or starved:  # the next plan must know units that did not fit, too
+        # the next plan must know units that did not fit, too
+        if not status or starved:
             self.finished.append(UnitRecord(unit.name, seconds, unit.peak))
         if not status:
             self.timed += [seconds] if self.progress.total else []  # a configuration's probes are small

@@ -10,9 +10,11 @@ import psutil
 
 from powertrain.builder.processes import Process, swap_ins
 
-_IDLE_CPU = 0.03  # of one core: a loop that polls a lock file takes about 0.01
+# of one core: a loop that polls a lock file takes about 0.01
+_IDLE_CPU = 0.03
 _IDLE_IO = 16 << 10  # bytes a second; a shell's polling loop reads some
-_SLOW = 120  # seconds without output after which a working compiler is reported
+# seconds without output after which a working compiler is reported
+_SLOW = 120
 _READS = ("read", "n_tty", "wait_woken")
 _THRASH = 100  # pages a second from swap
 
@@ -160,7 +162,8 @@ def waits_for_input(pid: int) -> str | None:
         target = os.readlink(f"/proc/{pid}/fd/{number}")
     except OSError:
         return None
-    terminal = target.startswith(("/dev/pts/", "/dev/tty"))  # git and ssh open it anew, whatever their input is
+    # git and ssh open it anew, whatever their input is
+    terminal = target.startswith(("/dev/pts/", "/dev/tty"))
     if any(word in channel for word in _READS) and (terminal or number == 0) and target != "/dev/null":
         return target
     return None

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from powertrain.builder.processes import Process
 from powertrain.builder.stall import waits_for_input
 
-_SETTLED = 2.0  # seconds after which a line that was begun on the terminal, and not ended, is a question
+# seconds after which a line that was begun on the terminal, and not ended, is a question
+_SETTLED = 2.0
 _LONGEST = 200  # characters of a question that are shown
 _KEPT = 4 * _LONGEST  # bytes, of a line without end
 
@@ -62,7 +63,8 @@ class Terminal:
         if not _in_front(self.keyboard):
             return
         typed = os.read(self.keyboard, 4096)
-        os.write(self.ours, typed or b"\x04")  # nothing: end of file, as the terminal says it
+        # nothing: end of file, as the terminal says it
+        os.write(self.ours, typed or b"\x04")
         self.open, self.said, self.text = False, "", b""
 
     @property

@@ -19,7 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-GIVE_UP = 10.0  # seconds after which a process that survives SIGKILL (it waits for a disk) is left
+# seconds after which a process that survives SIGKILL (it waits for a disk) is left
+GIVE_UP = 10.0
 
 
 class Seen:

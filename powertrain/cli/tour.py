@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 STUCK_SECONDS = 8  # how long we watch torch's loader do nothing
-RANKS_SECONDS = 60  # for two ranks from their start to the end of a screen that takes about twelve
+# for two ranks from their start to the end of a screen that takes about twelve
+RANKS_SECONDS = 60
 
 _TORCH_EXTENSION = """
 import sys, torch.utils.cpp_extension as extension

@@ -219,7 +219,8 @@ def flash_attn_with_kvcache(
             cache_seqlens <= room, op, "cache_seqlens", f"be at most {room}, the size of the cache", cache_seqlens
         )
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-    with torch.no_grad():  # as there: inputs may require gradients, and get none
+    # as there: inputs may require gradients, and get none
+    with torch.no_grad():
         return decode_attention(
             q, k_cache, v_cache, cache_seqlens, key_new=k, value_new=v, page_table=block_table, is_causal=causal,
             window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, scale=softmax_scale,

@@ -15,7 +15,8 @@ _parser = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_pa
 Language = Literal["en", "zh"]
 
 TAIL = 6  # a log that stops, stops within its last lines
-_LINE = 2000  # characters of a line that are searched: a compiler's command line can be longer than a book
+# characters of a line that are searched: a compiler's command line can be longer than a book
+_LINE = 2000
 _LINE_BYTES = 4 * _LINE
 
 # lines that contain "error" without information: they surround the real error

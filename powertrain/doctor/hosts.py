@@ -52,7 +52,8 @@ def read_hostfile(file: Path) -> list[Host]:
         match = re.fullmatch(r"([\w.\-]+)(?::(\d+)|\s+(?:slots|max_slots)\s*=\s*(\d+).*)?", text)
         if not match:
             raise ValueError(f"{file}:{number}: must be HOST, HOST:N or HOST slots=N, got {text[:200]!r}")
-        if match[1].startswith("-"):  # to ssh, and to mpiexec, it would be an option
+        # to ssh, and to mpiexec, it would be an option
+        if match[1].startswith("-"):
             raise ValueError(f"{file}:{number}: a host must not begin with '-', got {match[1][:200]!r}")
         slots = match[2] or match[3]
         if slots and len(slots) > 6:

@@ -11,7 +11,8 @@ from powertrain.runtime import jobs
 from powertrain.runtime.machine import Machine
 
 GIB = 2**30
-SHARED_MEMORY = 1 * GIB  # of /dev/shm. Docker gives 64 MiB; NCCL alone takes about 10 MB for each pair of GPUs
+# of /dev/shm. Docker gives 64 MiB; NCCL alone takes about 10 MB for each pair of GPUs
+SHARED_MEMORY = 1 * GIB
 OPEN_FILES, PROCESSES, DISK = 4096, 4096, 10 * GIB
 
 

@@ -14,7 +14,8 @@ from powertrain.doctor.finding import Check, Finding
 from powertrain.doctor.links import matrix, multicast_lacks
 from powertrain.runtime.machine import Machine
 
-_NO_MPI = Version("1.9.0")  # pull request 901: before it Userbuffers starts over MPI alone
+# pull request 901: before it Userbuffers starts over MPI alone
+_NO_MPI = Version("1.9.0")
 _OPTIONAL = Version("0.8.0")  # pull request 147: Userbuffers came
 
 _COPY = """

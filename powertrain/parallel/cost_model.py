@@ -15,11 +15,14 @@ from powertrain.runtime import checks
 _TILE_M, _TILE_N = 128, 256
 # measured on four H200s (benchmarks/results/2026-11-21_h200_overlap.md), in seconds, bytes/s and share
 _PRODUCT_START = 5e-6  # from one product's end to the next one's start
-_COPY_START = 12e-6  # a copy engine's time for a small copy, with the words around it
-_CALL_OVERHEAD = 25e-6  # overhead of an overlapped call: publishing or summing, the flags of all peers
+# a copy engine's time for a small copy, with the words around it
+_COPY_START = 12e-6
+# overhead of an overlapped call: publishing or summing, the flags of all peers
+_CALL_OVERHEAD = 25e-6
 _COLLECTIVE_START = 30e-6
 _COLLECTIVE_RATE = 0.85  # of the link rate
-_SERIAL_COPY_RATE = 0.88  # of the link rate, when copies from one peer follow those from another
+# of the link rate, when copies from one peer follow those from another
+_SERIAL_COPY_RATE = 0.88
 # host time of an overlapped call: one that the device finishes sooner would wait for the host
 _HOST_OVERHEAD = 200e-6
 # bytes of each rank from which one kernel beat chunks (0.681 ms against 0.705), where the transfer is the longer part
@@ -28,7 +31,8 @@ _MIN_BYTES_FUSED = 64 << 20
 _MIN_BYTES_UNMEASURED = 4 << 20
 # bound of the cache: token counts may differ in every call
 _MAX_CHOICES = 256
-_MAX_SHARE = 0.98  # an overlapped call must be predicted to take less than this share of the sequential one
+# an overlapped call must be predicted to take less than this share of the sequential one
+_MAX_SHARE = 0.98
 
 
 class Product(NamedTuple):

@@ -63,7 +63,8 @@ def main() -> None:
     print(f"{DONE} {overlap.transport.name}{f', {rate / 1e9:.0f} GB/s' if rate else ''}{why}", flush=True)
     overlap.close()
     dist.destroy_process_group()
-    os._exit(0)  # errors of library threads at interpreter exit are not part of the check
+    # errors of library threads at interpreter exit are not part of the check
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import uuid
 from pathlib import Path
 from typing import IO
 
-_STALE = 3600.0  # seconds without a write after which a temporary file has no writer left
+# seconds without a write after which a temporary file has no writer left
+_STALE = 3600.0
 _HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # no other way of writing would help
 
 
@@ -74,7 +75,8 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
     except OSError as error:
         if error.errno in _HOPELESS:
             raise
-        _write(path, data, mode, nameless=False)  # a file system that makes nameless files and does not link them
+        # a file system that makes nameless files and does not link them
+        _write(path, data, mode, nameless=False)
 
 
 def _write(path: Path, data: bytes, mode: int, nameless: bool) -> None:

@@ -54,7 +54,8 @@ _TYPES = {
     torch.float8_e5m2: "*fp8e5",
 }
 _FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}  # pointers and absent ones: "Q"
-_HIDDEN_PARAMETERS = 2  # Triton's scratch pointers, global and profile, behind the declared ones
+# Triton's scratch pointers, global and profile, behind the declared ones
+_HIDDEN_PARAMETERS = 2
 
 
 class Loaded:

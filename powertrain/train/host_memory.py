@@ -4,7 +4,8 @@ import ctypes
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_LARGEST = 1 << 30  # bytes; larger blocks still come from the kernel one by one
+# bytes; larger blocks still come from the kernel one by one
+_LARGEST = 1 << 30
 
 
 def keep_freed_memory() -> bool:

@@ -30,10 +30,12 @@ from powertrain.train import preflight
 from powertrain.train.config.schema import ParallelConfig, RunConfig
 
 _QUIET = 5.0  # seconds a wait may take before a line names its reason
-_DYING = 5.0  # seconds that a process may take to disappear after its connections did
+# seconds that a process may take to disappear after its connections did
+_DYING = 5.0
 # messages of gloo and NCCL when a connection ends
 _LOST = re.compile(r"[Cc]onnection (?:closed|reset|refused)|Broken pipe|gloo|NCCL|[Tt]imed out|Socket|remote process")
-_FAREWELL = 10.0  # seconds that the first rank stays, after an error, for the others to read it
+# seconds that the first rank stays, after an error, for the others to read it
+_FAREWELL = 10.0
 
 
 class RendezvousError(RuntimeError):

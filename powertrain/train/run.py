@@ -130,7 +130,8 @@ def keep_texts(folder: Path, run: Run, config: RunConfig) -> None:
     write_json(folder / "overrides.json", list(run.overrides))
 
 
-_SAME = 2.0  # seconds within which a second SIGINT is the same Ctrl-C, from the terminal and from torchrun
+# seconds within which a second SIGINT is the same Ctrl-C, from the terminal and from torchrun
+_SAME = 2.0
 
 
 @contextmanager

@@ -451,7 +451,8 @@ def _counted(micro_batches: list[Batch]) -> Tensor:
 
 def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint_store.Checkpoints:
     folder, saves, group = config.checkpoint_folder(), config.checkpoint.save, ranks.checkpoint_group
-    if saves:  # a folder that cannot be made fails now, not at the first checkpoint
+    # a folder that cannot be made fails now, not at the first checkpoint
+    if saves:
         decided_by_first(lambda: folder.mkdir(parents=True, exist_ok=True), group)
     return checkpoint_store.Checkpoints(folder, keep_last=config.checkpoint.kept, group=group, writes=saves)
 

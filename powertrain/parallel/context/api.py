@@ -219,12 +219,10 @@ class ContextParallel:
             return self._by_heads(query, key, value, sharding, layout, options)
         if layout != "thd":
             query, key, value = (to_bshd(x, layout) for x in (query, key, value))
-        left, right = window_size
+        left, right = window_size[0], 0 if is_causal else window_size[1]
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
         slopes = None if alibi_slopes is None else alibi_slopes.float()
-        mask = Mask(
-            left, 0 if is_causal else right, float(softcap), float(query.shape[-1] ** -0.5 if scale is None else scale),
-            slopes,
-        )  # fmt: skip
+        mask = Mask(left, right, float(softcap), float(scale), slopes)
         out: Tensor = RingAttention.apply(query, key, value, sinks, self.peers, sharding, mask, choice.mode == "ring")
         return out if layout == "thd" else from_bshd(out, layout, query)
 
@@ -266,7 +264,8 @@ class ContextParallel:
         checks.one_of(op, "mode", mode, (*_MODES, "auto"))
         sizes = check_qkv(op, query, key, value, layout)
         checked = {name: x for name, x in options.items() if name != "scale"}
-        if sharding.is_packed:  # batch arguments become document arguments there
+        # batch arguments become document arguments there
+        if sharding.is_packed:
             sizes = sizes._replace(batch=len(sharding.bounds))
         lower_mask(op, sizes, **checked)
         impossible = _impossible(options, sharding, sizes.heads, self.world_size)

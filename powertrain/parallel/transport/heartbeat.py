@@ -23,9 +23,12 @@ import torch.distributed as dist
 from powertrain.runtime import tracing
 
 _BEAT = 1.0  # seconds between a rank's beats
-_QUIET = 5.0  # seconds a wait on the host may take before a line says for whom
-_FAREWELL = 5.0  # seconds that a process may take to disappear after its connections did
-_SILENCE = 15.0  # seconds without a beat after which a peer on another host is gone
+# seconds a wait on the host may take before a line says for whom
+_QUIET = 5.0
+# seconds that a process may take to disappear after its connections did
+_FAREWELL = 5.0
+# seconds without a beat after which a peer on another host is gone
+_SILENCE = 15.0
 
 
 class PeerTimeout(RuntimeError):

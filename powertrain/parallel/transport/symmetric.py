@@ -50,9 +50,11 @@ from powertrain.runtime import tracing
 from powertrain.runtime.driver import MemoryOps, copy
 from powertrain.runtime.errors import WarmUpFirst
 
-_ALIGNMENT = 256  # bytes: of every part in a receive buffer, so that any kernel may read or write it in whole vectors
+# bytes: of every part in a receive buffer, so that any kernel may read or write it in whole vectors
+_ALIGNMENT = 256
 _LINE = 64  # bytes between flags
-_FLOPS_PER_SM = 5.8e12  # bf16 products, measured on an H200; slower devices hide more than is predicted
+# bf16 products, measured on an H200; slower devices hide more than is predicted
+_FLOPS_PER_SM = 5.8e12
 
 
 class TransportBroken(RuntimeError):

@@ -34,7 +34,8 @@ _MAGIC = b"PTKERNEL%d\n" % SCHEMA
 _HEAD = struct.Struct("<Q32s")  # manifest length, sha256 of the manifest
 _ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.ptk")
 _MANIFEST_NAME = "pack.json"
-_MOST = 256 << 20  # bytes of an entry; the largest of ours have less than 2 MiB
+# bytes of an entry; the largest of ours have less than 2 MiB
+_MOST = 256 << 20
 _MOST_MANIFEST = 16 << 20
 
 

@@ -38,7 +38,8 @@ from powertrain.runtime.settings import settings
 PER_JOB_BYTES = 768 << 20
 _LOG_AFTER = 2.0
 _POLL = 0.25  # seconds between looks at the clock
-_FAREWELL = 1.0  # seconds that a worker may take to end after it closed its pipes
+# seconds that a worker may take to end after it closed its pipes
+_FAREWELL = 1.0
 # the CUDA version whose driver can load the output of Triton's bundled ptxas (minor versions are compatible)
 _MIN_DRIVER = 12000
 

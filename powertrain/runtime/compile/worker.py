@@ -33,7 +33,8 @@ IDLE_SECONDS = 30
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.02
-_YOUNG_SECONDS = 60  # a folder younger than this may be one that its worker has not taken yet
+# a folder younger than this may be one that its worker has not taken yet
+_YOUNG_SECONDS = 60
 _OWNER = "owner"
 
 
@@ -206,7 +207,8 @@ def main() -> None:
     parent, folder, rest = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
     _die_with_parent()
     if os.getppid() != parent:
-        os._exit(1)  # the parent died before PR_SET_PDEATHSIG was set
+        # the parent died before PR_SET_PDEATHSIG was set
+        os._exit(1)
     _children_die_with_us()
     # descriptor 1 becomes stderr, kept by the parent for error messages: a compiler's output must not mix with replies
     replies, requests = os.dup(1), os.dup(0)

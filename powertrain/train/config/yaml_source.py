@@ -19,8 +19,10 @@ _MAX_NODES = 100_000  # limit for a file expanded by aliases
 
 
 _MOST_BYTES = 1 << 20  # of a file
-_MOST_DIGITS = 100  # of a number: YAML 1.1's 1:30:00 takes time that grows with the square of its length
-_ROWS, _ROW, _MOST_LINE = 20, 100, 800  # an error fits on a screen: rows, characters in each, and of one line
+# of a number: YAML 1.1's 1:30:00 takes time that grows with the square of its length
+_MOST_DIGITS = 100
+# an error fits on a screen: rows, characters in each, and of one line
+_ROWS, _ROW, _MOST_LINE = 20, 100, 800
 
 
 class ConfigError(ValueError):

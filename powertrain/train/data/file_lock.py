@@ -9,7 +9,8 @@ import filelock
 from powertrain.runtime import tracing
 
 _QUIET = 2.0  # seconds to wait before saying so
-_PATIENCE = 600.0  # seconds to wait for another process's work before doing it too
+# seconds to wait for another process's work before doing it too
+_PATIENCE = 600.0
 
 
 @contextlib.contextmanager

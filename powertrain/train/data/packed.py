@@ -78,7 +78,8 @@ class PackedSamples:
         if self._document_ids:
             lengths = [stop - start for _, start, stop in pieces]
             ids = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)[:-1]
-            ids -= ids[0]  # the first piece may be an empty document
+            # the first piece may be an empty document
+            ids -= ids[0]
         return Sample(tokens, labels, ids)
 
     def _pieces(self, cut: int) -> list[tuple[int, int, int]]:

@@ -28,7 +28,8 @@ from powertrain.train.checksums import compare, crc_of, read_sums, sync, write_s
 from powertrain.train.data.file_lock import one_at_a_time
 
 _SUMS = "checksums.json"
-_STALE = 3600.0  # seconds without a write after which a temporary folder has no writer left
+# seconds without a write after which a temporary folder has no writer left
+_STALE = 3600.0
 Order = Literal["neox", "sequential"]
 Integers = npt.NDArray[Any]
 
@@ -113,7 +114,8 @@ def _starts(sizes: Integers, laid: Integers, seq_length: int, cuts: int) -> Inte
     positions = np.arange(cuts + 1, dtype=np.int64) * seq_length
     entries = np.searchsorted(ends, positions, side="right")
     offsets = positions - (ends[entries] - sizes[laid[entries]])
-    entries[0] = 0  # there the first sample starts at the first document, be it an empty one
+    # there the first sample starts at the first document, be it an empty one
+    entries[0] = 0
     dtype = np.int32 if 2 * (cuts + 1) < np.iinfo(np.int32).max else np.int64
     return np.stack([entries, offsets], axis=1).astype(dtype)
 
@@ -182,7 +184,8 @@ def _publish(entry: Path, arrays: Sequence[Integers]) -> None:
         aside.rename(entry)
         sync(entry.parent)
     except OSError:
-        if not entry.is_dir():  # otherwise another process published the same
+        # otherwise another process published the same
+        if not entry.is_dir():
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)

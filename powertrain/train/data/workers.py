@@ -20,7 +20,8 @@ from powertrain.train.signals import children_without_signals
 
 _AHEAD = 2  # batches requested of each worker ahead of use
 _QUIET = 30.0  # seconds of waiting for a batch before a log line
-_PATIENCE = 600.0  # seconds a batch may take before its worker counts as stuck
+# seconds a batch may take before its worker counts as stuck
+_PATIENCE = 600.0
 _ATTEMPTS = 3  # workers that may die over one batch
 _LOOK = 1.0  # seconds between checks that the other side lives
 

@@ -15,7 +15,8 @@ from powertrain.ops.attention.backend_order import order_of
 from powertrain.ops.attention.select import describe
 from powertrain.runtime import dispatch, tracing
 
-PROFILED = 3  # the step of a process whose kernels are timed: the first two still load, allocate and choose
+# the step of a process whose kernels are timed: the first two still load, allocate and choose
+PROFILED = 3
 PRODUCTS, ATTENTION, OTHERS = "matrix products", "attention", "other PyTorch operators"
 
 
@@ -152,7 +153,8 @@ def _stop(profiler: profile) -> None:
 def _silent_kineto() -> Iterator[None]:
     """Kineto (torch 2.13) writes "USDT: ... profiler_start" to stderr, past Python, into the middle of a bar."""
     with ExitStack() as stack:
-        with suppress(OSError):  # a process without stderr has nothing to keep quiet
+        # a process without stderr has nothing to keep quiet
+        with suppress(OSError):
             stderr = os.dup(2)
             stack.callback(os.close, stderr)
             stack.callback(os.dup2, stderr, 2)

@@ -20,7 +20,8 @@ from powertrain.train.reporting.progress import Pace, many, opening_facts, si
 from powertrain.train.reporting.run_summary import About
 
 NAME = "report.html"
-_SHARE = 100  # reports written while a run goes on take at most a hundredth of its time
+# reports written while a run goes on take at most a hundredth of its time
+_SHARE = 100
 
 
 def write_report(folder: Path) -> Path:

@@ -93,7 +93,8 @@ class About:
 def about(trainer: Trainer, run: Run) -> About:
     """Everything that is known of a run that stands before its next step."""
     config, ranks = trainer.config, trainer.ranks
-    model = build(config.model)  # on the meta device: as one process alone would have it
+    # on the meta device: as one process alone would have it
+    model = build(config.model)
     arch = f"sm_{Target.of(ranks.device).arch}" if ranks.device.type == "cuda" else "cpu"
     attention = explain_run_attention(config, model, arch)
     prebuilt = [event.text for event in tracing.trace() if event.kind == "prebuild"]

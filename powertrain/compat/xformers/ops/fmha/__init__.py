@@ -51,7 +51,8 @@ from powertrain.runtime import checks
 from powertrain.runtime.dispatch import use_kernel
 
 _OP = "memory_efficient_attention"
-_DECODE = 16  # queries per sequence up to which keys are split among programs rather than queries
+# queries per sequence up to which keys are split among programs rather than queries
+_DECODE = 16
 Bias = Tensor | AttentionBias | None
 
 

@@ -64,7 +64,8 @@ class LowerTriangularMask(AttentionBias):
     """Causal: query i sees keys 0 to i (top left)."""
 
     def __init__(self, *, device: Device = None) -> None:
-        del device  # xFormers keeps an empty tensor there; ours holds none
+        # xFormers keeps an empty tensor there; ours holds none
+        del device
 
     @property
     def band(self) -> Band:

@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
     ids=["none", "torchrun", "elastic", "pod", "srun", "sbatch", "openmpi", "hydra", "torchrun-srun", "openmpi-srun",
          "pmi2"],
 )  # fmt: skip
-def test_seat(environment: dict[str, str], expected: LaunchEnv) -> None:
+def test_launch_env(environment: dict[str, str], expected: LaunchEnv) -> None:
     assert read_launch_env(environment) == expected
 
 
@@ -70,7 +70,7 @@ def test_seat(environment: dict[str, str], expected: LaunchEnv) -> None:
         ({"PMIX_RANK": "0"}, "RANK, WORLD_SIZE.* must be set: PMIx"),
     ],
 )
-def test_seat_errors(environment: dict[str, str], message: str) -> None:
+def test_launch_env_errors(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_launch_env(environment)
 
