@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -60,10 +60,10 @@ class LateCompile(RuntimeError):
 
 
 class StepWatch:
-    """Looks on while steps run: profiles one of them, and reports kernels that are compiled after the first.
+    """Watches steps: profiles one of them, and reports kernels compiled after the first.
 
     emit         (kind, value) for "kernels" with a KernelTable and "note" with a text
-    recompiles   "warn" tells a note, "error" raises LateCompile; compiles of an evaluation between steps are neither
+    recompiles   "warn" emits a note, "error" raises LateCompile; compiles of evaluations between steps are ignored
     profiles     whether this process profiles at all
     The profiled step takes longer: about 1 us an operator on a CPU, and on a GPU a wait for it before and after.
     """
@@ -118,7 +118,7 @@ def late_compiles(events: Iterable[tracing.Event]) -> list[str]:
 
 @contextmanager
 def _profiled(device: torch.device, step: int) -> Iterator[list[KernelTable]]:
-    """Profiles the block; the list it yields holds the table afterwards, or nothing where CUPTI may not look."""
+    """Profile the block; the yielded list holds the table afterwards, or nothing where CUPTI has no permission."""
     tables: list[KernelTable] = []
     is_gpu = device.type == "cuda"
     if is_gpu:
@@ -163,17 +163,21 @@ def _silent_kineto() -> Iterator[None]:
         yield
 
 
-Found = tuple[str, str, str, float]  # op, backend, kernel, milliseconds
+class ProfiledKernel(NamedTuple):
+    op: str
+    backend: str
+    kernel: str
+    milliseconds: float
 
 
-def _table(profiled: list[Found], device: str, step: int, milliseconds: float) -> KernelTable:
-    groups: dict[tuple[str, str], list[Found]] = {}
+def _table(profiled: list[ProfiledKernel], device: str, step: int, milliseconds: float) -> KernelTable:
+    groups: dict[tuple[str, str], list[ProfiledKernel]] = {}
     for item in profiled:
-        groups.setdefault(item[:2], []).append(item)
+        groups.setdefault((item.op, item.backend), []).append(item)
     why = _reasons()
     rows = []
     for (op, backend), items in groups.items():
-        spent = sum(item[3] for item in items)
+        spent = sum(item.milliseconds for item in items)
         share = spent / milliseconds if milliseconds else 0.0
         reason = why.get(op, _WHY.get(op, ""))
         rows.append(KernelRow(op, backend, device, _names(items), reason, len(items), spent, share))
@@ -194,7 +198,7 @@ _WHY = {
 }
 
 
-def _names(items: list[Found]) -> tuple[str, ...]:
+def _names(items: list[ProfiledKernel]) -> tuple[str, ...]:
     """Each kernel's name once, the longest-running first."""
     spent: dict[str, float] = {}
     for _, _, kernel, milliseconds in items:
@@ -232,10 +236,13 @@ _LIBRARIES = (
 )
 
 
-def _on_gpu(events: Iterable[Any]) -> list[Found]:
+def _on_gpu(events: Iterable[Any]) -> list[ProfiledKernel]:
     ours = {e.facts["kernel"]: _op_of(e.facts["module"]) for e in tracing.trace() if e.kind == "kernel"}
     attention = _attention_backend()
-    return [(*served(event.name, ours, attention), event.time_range.elapsed_us() / 1e3) for event in _kernels(events)]
+    return [
+        ProfiledKernel(*served(event.name, ours, attention), event.time_range.elapsed_us() / 1e3)
+        for event in _kernels(events)
+    ]
 
 
 def _kernels(events: Iterable[Any]) -> list[Any]:
@@ -278,7 +285,7 @@ def _span(events: Iterable[Any]) -> float:
 _PRODUCTS_ON_CPU = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation"}
 
 
-def _on_cpu(events: Iterable[Any]) -> list[Found]:
+def _on_cpu(events: Iterable[Any]) -> list[ProfiledKernel]:
     """Time of every PyTorch operator itself, given to the op of ours around it, or around its forward."""
     operators = [e for e in events if e.name.startswith(("aten::", "c10d::", "gloo:"))]
     of_forward: dict[int, str] = {}
@@ -295,7 +302,7 @@ def _on_cpu(events: Iterable[Any]) -> list[Found]:
             op = ATTENTION
         elif event.name.startswith(("c10d::", "gloo:")):
             op = "communication"
-        profiled.append((op or OTHERS, "PyTorch", event.name, event.self_cpu_time_total / 1e3))
+        profiled.append(ProfiledKernel(op or OTHERS, "PyTorch", event.name, event.self_cpu_time_total / 1e3))
     return profiled
 
 
