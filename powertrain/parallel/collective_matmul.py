@@ -24,12 +24,12 @@ from torch import Tensor
 
 from powertrain.ops.linear_cross_entropy import _IntoMainGrad
 from powertrain.parallel.cost_model import Product
+from powertrain.parallel.matmul_arguments import checked_operands
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.overlapped_products import (
     MAX_WEIGHTS,
     Maybe,
     Tensors,
-    cast_weight,
     gather_multiply,
     gradient_of,
     marks_broken,
@@ -363,40 +363,6 @@ _replicated_op = Op(
 # -- public functions
 
 
-def _checked(op: str, x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> tuple[Tensor, list[Maybe]]:
-    """x in the weights' dtype under autocast, and weights and biases padded to MAX_WEIGHTS each."""
-    checks.require(x.dim() == 2, op, "x", "be [rows, features]", list(x.shape))
-    checks.require(0 < len(weights) <= MAX_WEIGHTS, op, "weight", f"be 1 to {MAX_WEIGHTS} tensors", len(weights))
-    checks.require(len(biases) == len(weights), op, "bias", f"have an entry per weight ({len(weights)})", len(biases))
-    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weights = x.to(dtype), [cast_weight(w, dtype) for w in weights]
-        biases = [None if bias is None else bias.to(dtype) for bias in biases]
-    checks.floating(op, x=x)
-    for w, bias in zip(weights, biases, strict=True):
-        if not _fits(x, w, bias):
-            _say_what_does_not(op, x, w, bias)
-    pad = [None] * (MAX_WEIGHTS - len(weights))
-    return x.contiguous(), [*weights, *pad, *biases, *pad]
-
-
-def _fits(x: Tensor, w: Tensor, bias: Maybe) -> bool:
-    if w.dim() != 2 or w.shape[1] != x.shape[1] or w.dtype is not x.dtype or w.device != x.device:
-        return False
-    return bias is None or (bias.shape == w.shape[:1] and bias.dtype is x.dtype and bias.device == x.device)
-
-
-def _say_what_does_not(op: str, x: Tensor, w: Tensor, bias: Maybe) -> None:
-    checks.require(w.dim() == 2, op, "weight", "be [features out, features in]", list(w.shape))
-    checks.shape(op, "weight", w, (w.shape[0], x.shape[1]), "features out, x's features")
-    checks.shape(op, "bias", bias, (w.shape[0],), "the weight's first dim")
-    checks.same_device(op, "x", x, weight=w, bias=bias)
-    for name, t in (("weight", w), ("bias", bias)):
-        good = t is None or t.dtype is x.dtype
-        got = t if t is None else checks.name(t.dtype)
-        checks.require(good, op, name, f"have x's dtype {checks.name(x.dtype)}", got)
-
-
 def _as_list(value: Any) -> tuple[list[Any], bool]:
     return (list(value), True) if isinstance(value, list | tuple) else ([value], False)
 
@@ -434,7 +400,7 @@ def all_gather_gemm(
     """
     weights, many = _as_list(weight)
     biases, _ = _as_list(bias) if bias is not None else ([None] * len(weights), False)
-    x, operands = _checked("all_gather_gemm", x, weights, biases)
+    x, operands = checked_operands("all_gather_gemm", x, weights, biases)
     if overlap.size == 1:
         ys = _alone(x, *(operands[i : i + len(weights)] for i in (0, MAX_WEIGHTS)))  # type: ignore[arg-type]
     else:
@@ -465,7 +431,7 @@ def gemm_reduce_scatter(
     Numerics, backward, errors, dtypes and source: as `all_gather_gemm`.
     """
     op = "gemm_reduce_scatter"
-    x, (weight, _, _, bias, *_) = _checked(op, x, [weight], [bias])  # type: ignore[assignment]
+    x, (weight, _, _, bias, *_) = checked_operands(op, x, [weight], [bias])  # type: ignore[assignment]
     if overlap.size == 1:
         return _alone(x, [weight], [bias])[0]
     if rows is None:
@@ -485,7 +451,7 @@ def gemm_all_reduce(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe 
     x [M, K], weight [N, K], bias [N]; returns y [M, N]. Backward needs no other rank. Else as
     `gemm_reduce_scatter`.
     """
-    x, (weight, _, _, bias, *_) = _checked("gemm_all_reduce", x, [weight], [bias])  # type: ignore[assignment]
+    x, (weight, _, _, bias, *_) = checked_operands("gemm_all_reduce", x, [weight], [bias])  # type: ignore[assignment]
     if overlap.size == 1:
         return _alone(x, [weight], [bias])[0]
     overlap.transport.compare("gemm_all_reduce", (x.shape[0],), [weight, bias])
@@ -503,7 +469,7 @@ def replicated_gemm(
     """
     weights, many = _as_list(weight)
     biases, _ = _as_list(bias) if bias is not None else ([None] * len(weights), False)
-    x, operands = _checked("replicated_gemm", x, weights, biases)
+    x, operands = checked_operands("replicated_gemm", x, weights, biases)
     if overlap.size == 1:
         ys = _alone(x, *(operands[i : i + len(weights)] for i in (0, MAX_WEIGHTS)))  # type: ignore[arg-type]
     else:

@@ -120,14 +120,6 @@ def gradient_of(weight: Tensor, dw: Maybe) -> Tensor:
     return grad
 
 
-def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in autocast's dtype, with the `main_grad` that it may have."""
-    cast, main = weight.to(dtype), getattr(weight, "main_grad", None)
-    if main is not None:
-        cast.main_grad = main  # type: ignore[attr-defined]
-    return cast
-
-
 def save_for_backward(ctx: Any, x: Tensor, *weights: Maybe) -> None:
     """For backward: keeps main_grads, which hooks on saved tensors would lose."""
     ctx.save_for_backward(x, *weights)
