@@ -77,7 +77,7 @@ def xformers_masks() -> str:
     for name, kind in vars(attn_bias).items():
         if not inspect.isclass(kind) or not issubclass(kind, attn_bias.AttentionBias) or name.startswith("_"):
             continue
-        if kind is attn_bias.AttentionBias:
+        if kind in (attn_bias.AttentionBias, attn_bias.BlockBias, attn_bias.PagedBias):  # bases
             continue
         bias = object.__new__(kind)
         numbers = {"_window_size": "n", "window_left": "left", "window_right": "right"}
