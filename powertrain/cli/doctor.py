@@ -95,9 +95,9 @@ def _overlap(machine: "Machine") -> "Iterator[Finding]":
     on_gpus = len(machine.gpus) >= 2 and machine.torch_cuda is not None
     backend, size, seconds = ("nccl", len(machine.gpus), 120.0) if on_gpus else ("gloo", 2, 60.0)
     ran = run_ranks(machine, backend, size, seconds, ("-m", "powertrain.parallel.self_check"))
-    done = [line for line in ran.output.splitlines() if line.startswith("products are right over")]
-    if ran.status == 0 and len(done) == size:
-        yield Finding("ok", f"tensor parallelism without MPI, {size} ranks: {done[0]}")
+    passed = [line for line in ran.output.splitlines() if line.startswith("products are right over")]
+    if ran.status == 0 and len(passed) == size:
+        yield Finding("ok", f"tensor parallelism without MPI, {size} ranks: {passed[0]}")
         return
     ended = f"did not end within {seconds:.0f} s" if ran.status == 124 else f"failed (exit status {ran.status})"
     evidence = tuple(line for line in ran.output.strip().splitlines() if line.strip())[-3:]

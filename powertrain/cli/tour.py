@@ -279,9 +279,9 @@ def _overlap(console: Console) -> None:
         before = time.monotonic()
         worked = _ranks_lose_one(log)
         seconds = time.monotonic() - before
-        done = log.read_text().strip()
+        output = log.read_text().strip()
     title = "after: two plain processes with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; output of rank 0"
-    console.print(Panel(_plain(done), title=title, border_style="green" if worked else "red"))
+    console.print(Panel(_plain(output), title=title, border_style="green" if worked else "red"))
     if not worked:
         console.print("The two ranks did not come to the end of this screen; above is how far they came.")
         raise typer.Exit(1)

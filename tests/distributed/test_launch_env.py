@@ -196,7 +196,7 @@ if here.rank == 0:
 def test_an_absent_rank_is_named() -> None:
     first = run_ranks(2, "-c", _CONNECT)[0]
     assert "waiting for rank 1, which may be building kernels" in first.stdout
-    assert "rank 1 of 2 did not come within 6 s (parallel.timeout_minutes)" in first.stdout
+    assert "rank 1 of 2 did not arrive within 6 s (parallel.timeout_minutes)" in first.stdout
 
 
 def test_the_environment_of_tests_has_no_launcher() -> None:
