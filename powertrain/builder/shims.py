@@ -53,6 +53,7 @@ def make_shims(folder: Path, sockets: Path, environment: Mapping[str, str], nvcc
     chosen = {name: program for name in _NAMED if (program := shutil.which(environment.get(name, ""), path=path))}
     named = {name: f"{name}/{os.path.basename(program)}" for name, program in chosen.items()}
     files |= {named[name]: _script(guard, start, shlex.quote(program)) for name, program in chosen.items()}
+    # named by content: a CMake cache that holds these paths stays valid, and other contents get another folder
     target = folder / hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
     if not target.is_dir():
         _write(target, files)
@@ -65,7 +66,7 @@ def _script(guard: str, start: str, real: str) -> str:
 
 
 def _write(target: Path, files: Mapping[str, str]) -> None:
-    """All of it or nothing: written aside, then renamed."""
+    """Write the folder under a temporary name, then rename it: it exists complete or not at all."""
     aside = target.with_name(f"{target.name}.{os.getpid()}")
     for name, text in files.items():
         file = aside / name
@@ -74,7 +75,7 @@ def _write(target: Path, files: Mapping[str, str]) -> None:
         file.chmod(0o755)
     try:
         aside.rename(target)
-    except OSError:  # another build made the same meanwhile
+    except OSError:  # another build has made the same folder meanwhile
         shutil.rmtree(aside)
 
 
