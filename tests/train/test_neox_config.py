@@ -82,9 +82,9 @@ def test_defaults_are_gpt_neoxs(tmp_path: Path) -> None:
 
 def test_every_key_is_read(tmp_path: Path) -> None:
     """A key that is mapped or honoured, and read by nobody, would be silently ignored."""
-    from powertrain.train.config import neox, neox_data, neox_model
+    from powertrain.train.config import neox, neox_data, neox_model, neox_source
 
-    source = "".join(Path(str(module.__file__)).read_text() for module in (neox, neox_data, neox_model))
+    source = "".join(Path(str(module.__file__)).read_text() for module in (neox, neox_data, neox_model, neox_source))
     by_part = {f"{part}_data_paths" for part in ("train", "valid", "test")}
     by_part |= {
         f"{part}_{kind}" for part in ("train", "valid", "test") for kind in ("data_weights", "label_data_paths")
