@@ -77,7 +77,7 @@ def xformers_masks() -> str:
     for name, kind in vars(attn_bias).items():
         if not inspect.isclass(kind) or not issubclass(kind, attn_bias.AttentionBias) or name.startswith("_"):
             continue
-        if kind is attn_bias.AttentionBias:
+        if kind in (attn_bias.AttentionBias, attn_bias.BlockBias, attn_bias.PagedBias):  # bases
             continue
         bias = object.__new__(kind)
         numbers = {"_window_size": "n", "window_left": "left", "window_right": "right"}
@@ -98,8 +98,8 @@ def _storage(kind: type) -> str:
     words = [
         word for base, word in (("Gappy", "keys anywhere"), ("PaddedKeys", "padded keys")) if base in kind.__name__
     ]
-    words += ["in pages"] if issubclass(kind, attn_bias._PagedBias) else []
-    packed = issubclass(kind, attn_bias._BlockBias)
+    words += ["in pages"] if issubclass(kind, attn_bias.PagedBias) else []
+    packed = issubclass(kind, attn_bias.BlockBias)
     words += ["a float bias added"] if kind.HOLDS_DENSE_TENSOR else []  # type: ignore[attr-defined]
     return ", ".join(words) or ("packed" if packed else "a batch")
 

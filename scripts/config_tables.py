@@ -16,7 +16,7 @@ from powertrain.train.config.neox_keys import KEYS
 from powertrain.train.config.schema import RunConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-_FATES = {
+_DISPOSITIONS = {
     "honoured": ("Honoured", "is"),
     "mapped": ("Mapped", "becomes"),
     "ignored": ("Ignored: no effect on the result", "because"),
@@ -81,10 +81,10 @@ def _kind(field: FieldInfo) -> str:
 
 
 def keys() -> str:
-    """A table of GPT-NeoX's keys for each fate."""
+    """A table of GPT-NeoX's keys for each disposition."""
     parts = []
-    for fate, (title, heading) in _FATES.items():
-        chosen = {key: row for key, row in KEYS.items() if row.fate == fate}
+    for disposition, (title, heading) in _DISPOSITIONS.items():
+        chosen = {key: row for key, row in KEYS.items() if row.disposition == disposition}
         parts += [f"### {title} ({len(chosen)})", "", f"| key | type | {heading} |", "|---|---|---|"]
         parts += [f"| `{key}` | {row.kind.replace('|', ' or ')} | {row.words} |" for key, row in sorted(chosen.items())]
         parts.append("")

@@ -1,6 +1,6 @@
 """Builds of other projects' CUDA extensions: planned, shown, kept inside the memory there is, never stuck silently.
 
-machine.py   facts of the machine           recipes.py   resources of known projects
+host.py      facts of the machine         recipes.py   resources of known projects
 plan.py      jobs, archs, refusals          run.py       one build, supervised
 launcher.py, shims.py  compilers delayed    memory_scheduler.py  which compiler may run
 processes.py  sampled process tree          progress.py  the builder's own output

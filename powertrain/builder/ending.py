@@ -13,7 +13,7 @@ LONGEST_LINE = 2048  # bytes of a line that are looked at
 @dataclass(frozen=True)
 class Failure:
     line: str  # as the builder wrote it
-    what: str
+    cause: str
     fix: str
 
 
@@ -91,7 +91,7 @@ _KNOWN = (
     (r"^\s*\w*([Ee]rror|ERROR|Exception): ", "the build script failed", "see the line"),
     (r"^ninja: (error|fatal)|^make.*: \*\*\* ", "the builder stopped", "see the lines before it"),
 )
-_PATTERNS = tuple((re.compile(pattern), what, fix) for pattern, what, fix in _KNOWN)
+_PATTERNS = tuple((re.compile(pattern), cause, fix) for pattern, cause, fix in _KNOWN)
 _NOISE = re.compile(r"^\s*(ERROR: Failed building|error: subprocess-exited|× |note: |.*Werror|subprocess\.Called)")
 
 
@@ -109,7 +109,7 @@ def first_error(lines: Iterable[str]) -> Failure | None:
     for line in map(bare, lines):
         if _NOISE.match(line):
             continue
-        for pattern, what, fix in _PATTERNS:
+        for pattern, cause, fix in _PATTERNS:
             if pattern.search(line):
-                return Failure(line.strip(), what, fix)
+                return Failure(line.strip(), cause, fix)
     return None

@@ -95,7 +95,8 @@ class History:
     def _set_aside(self, error: Exception) -> None:
         aside = self.file.with_name(f"{self.file.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
         try:
-            for suffix in ("-wal", "-shm", "-journal"):  # of the same damage; else they would be played into the next
+            # of the same damage; else they would be played into the next
+            for suffix in ("-wal", "-shm", "-journal"):
                 self.file.with_name(self.file.name + suffix).unlink(missing_ok=True)
             self.file.rename(aside)
             where = f"renamed to {aside.name}"
@@ -156,7 +157,8 @@ class History:
         largest = max(units.values(), key=lambda unit: unit.peak)
         size = max(2**24, int(largest.peak * _MARGIN))
         why = f"measured here: {largest.name} took the most, {largest.peak / 2**30:.2f} GiB"
-        if not done and size < recipe.bytes:  # a failed unit may not have reached its peak
+        # a failed unit may not have reached its peak
+        if not done and size < recipe.bytes:
             size, why = recipe.bytes, f"{recipe.source}; {why} in builds that failed"
         times = [record.seconds for record in done if record.archs == archs]
         return Estimate(size, statistics.median(times) if times else None, why, "measured here")

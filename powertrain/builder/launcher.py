@@ -4,14 +4,14 @@ Started once a compile as `python -IS launcher.py SOCKETS COMPILER ARGUMENTS...`
 the nearest ancestor with a socket in SOCKETS (named after its process); without one the compiler simply runs, so that
 a build folder which remembers this launcher works without us. Lines both ways:
 
-    want PID NAME KIND ->          a compile begins; NAME is its source file; KIND is thrifty if it can take less memory
+    want PID NAME KIND ->          a compile begins; NAME is its source file; KIND is gcc (has a low-memory mode) or -
                        <- go       run it | go low_memory: in less memory | pass: a running compiler called it
     started PID        ->          the process group of the compiler
                        <- kill     end it; it will be run again
     ended STATUS BYTES ->          as os.waitstatus_to_exitcode gives it; the most that one of its processes took
                        <- again    wait for the next `go` | done: that was its result
 
-An end of file means that the builder is gone: the compiler is killed, whether it was paused or not.
+End of file means that the builder is gone: the compiler is killed, paused or not.
 """
 
 import os
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # importing typing takes longer than the rest of this
     import typing
 
 _SOURCES = (".cu", ".cpp", ".cc", ".cxx", ".c", ".C", ".c++", ".cp")
-GONE = 1  # exit code when the builder went away
+GONE = 1  # exit code when the builder is gone
 # gcc collects its garbage when its heap has grown by 10% instead of 100%. pybind.cpp of TransformerEngine 2.20, gcc 12,
 # -O3: 2.08 GiB instead of 2.69, 1.7 times the CPU time, the same bytes. Its own default is less only where the machine
 # is small; it does not see a container's limit
@@ -37,15 +37,15 @@ def main(sockets: str, command: list[str]) -> int:
     builder = name and _builder(sockets)
     if not name or not builder:
         os.execv(command[0], command)  # not a compilation, or no supervisor
-    kind = "thrifty" if is_gcc(command[0]) else "-"
+    kind = "gcc" if is_gcc(command[0]) else "-"
     builder.sendall(f"want {os.getpid()} {name} {kind}\n".encode())
     return _Launch(builder, command).run()
 
 
 def source(command: list[str]) -> str | None:
     """The name of the file that this call of a compiler compiles; None if it links or only answers a question."""
-    found = [argument for argument in command[1:] if argument.endswith(_SOURCES) and not argument.startswith("-")]
-    return _plain(os.path.basename(found[-1])) if found else None
+    sources = [argument for argument in command[1:] if argument.endswith(_SOURCES) and not argument.startswith("-")]
+    return _plain(os.path.basename(sources[-1])) if sources else None
 
 
 def _plain(name: str) -> str:
@@ -70,7 +70,8 @@ def _builder(sockets: str) -> "socket.socket | None":
                 connection.connect(path)
                 return connection
             except OSError:
-                connection.close()  # left behind by a builder that was killed
+                # left behind by a builder that was killed
+                connection.close()
         try:
             with open(f"/proc/{pid}/stat") as stat:
                 pid = int(stat.read().rpartition(")")[2].split()[1])
@@ -85,6 +86,7 @@ class _Launch:
         self.command = command
         self.child = 0
         self.text = b""
+        # a signal writes to this pipe, so that one select waits for signals and for the builder
         read, write = os.pipe()
         os.set_blocking(write, False)
         os.set_inheritable(write, False)
@@ -107,7 +109,8 @@ class _Launch:
                 return GONE
             self.builder.sendall(f"ended {status} {self.most}\n".encode())
             answer = self._line()
-            while answer == "kill":  # it ended by itself meanwhile
+            # a kill that was sent before the builder read "ended"
+            while answer == "kill":
                 answer = self._line()
             if answer != "again":
                 return _like(status)
@@ -161,10 +164,11 @@ class _Launch:
         """A signal that ends us ends the compiler."""
         if not self.child:
             if number != signal.SIGKILL:
-                os._exit(128 + number)  # still waiting for room
+                os._exit(128 + number)  # still waiting for memory
             return
         try:
             os.killpg(self.child, number)
+            # a stopped process acts on a signal only when it is continued
             os.killpg(self.child, signal.SIGCONT)
         except ProcessLookupError:
             os.kill(self.child, number)  # its own group is not there yet

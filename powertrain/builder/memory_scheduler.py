@@ -1,9 +1,9 @@
-"""Room: which compilers may run in the memory there is. Decisions only; run.py carries them out.
+"""Scheduling of compilers by memory. Decisions only; run.py executes them.
 
 In this order: a compiler starts when its expected memory fits beside the expected growth of the running ones. If
-memory runs short all the same, the youngest is paused; if only one runs and it still does, the youngest paused one is
-killed, which its launcher will run again; if none is paused, the one that runs, once, to run again in less memory if it
-can (gcc, launcher.py). That is slower, so only a unit that did not fit before begins that way. One always runs.
+memory still runs short, the youngest running one is paused; if only one runs, the youngest paused one is killed, to be
+run again by its launcher; if none is paused, the running one is killed once, to run again in less memory if it can
+(gcc, launcher.py). That mode is slower, so only a unit that did not fit before starts in it. One always runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from typing import Literal
 
 State = Literal["waiting", "running", "paused", "killed"]
 Act = Literal["go", "go low_memory", "pause", "resume", "kill", "alone"]
-_RESERVE = 0.05  # of the memory at the start stays free
+_RESERVE = 0.05  # share of the initial memory that stays free
 _MOST_RESERVE = 2**30
 
 
@@ -28,14 +28,14 @@ class CompileJob:
     memory: int = 0
     peak: int = 0
     cpu: float = 0.0
-    tries: int = 0  # how often it was begun
+    tries: int = 0  # number of starts
     launched: bool = True  # by our launcher, which can run it again
-    seen: bool = False  # `expected` is of this very file, not of others like it
-    thrifty: bool = False  # its compiler can do with less memory, in more time
-    low_memory: bool = False  # it does
+    seen: bool = False  # `expected` was measured on this very file, not estimated from others
+    has_low_memory_mode: bool = False  # its compiler can take less memory, in more time
+    low_memory: bool = False  # it runs in that mode
     doing: str = ""  # the program at work: cicc, ptxas, cc1plus
     pids: list[int] = field(default_factory=list)
-    told_alone: bool = False
+    reported_alone: bool = False
 
     @property
     def growth(self) -> int:
@@ -50,7 +50,7 @@ def reserve(memory: int) -> int:
 def decide(units: Sequence[CompileJob], available: int, memory: int, jobs: int) -> Iterator[tuple[Act, CompileJob]]:
     """The next action.
 
-    units      in the order in which they came
+    units      in order of arrival
     available  bytes free now
     memory     bytes that the build may use in all
     jobs       how many may run at once
@@ -68,7 +68,8 @@ def decide(units: Sequence[CompileJob], available: int, memory: int, jobs: int) 
     for unit in sorted(paused, key=lambda unit: unit.since) + [unit for unit in units if unit.state == "waiting"]:
         if busy and (left < unit.growth or busy >= jobs):
             return  # in order: a large one is not overtaken for ever
-        start: Act = "go low_memory" if unit.thrifty and unit.seen and left < unit.growth else "go"
+        # for files measured before only: for every file that might not fit it cost 1.7 times the CPU time
+        start: Act = "go low_memory" if unit.has_low_memory_mode and unit.seen and left < unit.growth else "go"
         yield ("resume" if unit.state == "paused" else start), unit
         left -= unit.growth
         busy += 1
@@ -79,7 +80,7 @@ def _shrink(running: list[CompileJob], paused: list[CompileJob]) -> Iterator[tup
         yield "pause", max(running, key=lambda unit: unit.since)
     elif paused:
         yield "kill", max(paused, key=lambda unit: unit.since)
-    elif running[0].thrifty and not running[0].low_memory:
+    elif running[0].has_low_memory_mode and not running[0].low_memory:
         yield "kill", running[0]
-    elif not running[0].told_alone:
+    elif not running[0].reported_alone:
         yield "alone", running[0]

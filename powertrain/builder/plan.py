@@ -1,7 +1,7 @@
 """Plan: how many compilers at once, for which GPUs, and refusals; made before anything runs.
 
-Formats, each as its reader parses it: NVTE_CUDA_ARCHS "75;86" (TransformerEngine's setup.py), CUDAARCHS "75;86" (what
-CMake reads), TORCH_CUDA_ARCH_LIST "7.5 8.6" (torch.utils.cpp_extension), FLASH_ATTN_CUDA_ARCHS "80;90", families only
+Formats, each as its reader parses it: NVTE_CUDA_ARCHS "75;86" (TransformerEngine's setup.py), CUDAARCHS "75;86"
+(CMake), TORCH_CUDA_ARCH_LIST "7.5 8.6" (torch.utils.cpp_extension), FLASH_ATTN_CUDA_ARCHS "80;90", families only
 (flash-attention's setup.py). vLLM divides MAX_JOBS by NVCC_THREADS (its issue 20079).
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from powertrain.builder.machine import HEADERS, Machine
+from powertrain.builder.host import HEADERS, BuildHost
 from powertrain.builder.recipes import Recipe, recipe_of
 from powertrain.runtime.jobs import SHARE
 
@@ -28,11 +28,11 @@ class Variable:
 class Refusal:
     """Why the build cannot work, and the remedy."""
 
-    what: str
+    problem: str
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.what}. Fix: {self.fix}"
+        return f"{self.problem}. Fix: {self.fix}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Estimate:
 class Plan:
     command: tuple[str, ...]
     recipe: Recipe
-    machine: Machine
+    host: BuildHost
     estimate: Estimate
     archs: tuple[int, ...]
     jobs: int
@@ -65,32 +65,30 @@ class Plan:
 
 
 def make_plan(
-    command: Sequence[str], environment: Mapping[str, str], machine: Machine, measured: Estimate | None = None
+    command: Sequence[str], environment: Mapping[str, str], host: BuildHost, measured: Estimate | None = None
 ) -> Plan:
-    """The plan for `command` on `machine`.
+    """The plan for `command` on `host`.
 
     measured  figures of earlier builds of the same (builder/history.py), instead of the recipe's numbers
     """
     recipe = recipe_of(command)
     estimate = measured or Estimate(recipe.bytes, None, recipe.source)
-    fit = int(machine.memory * SHARE // estimate.bytes)
-    slots = max(1, min(machine.cores, fit))
+    fit = int(host.memory * SHARE // estimate.bytes)
+    slots = max(1, min(host.cores, fit))
     if estimate.seconds is None:
         estimate = replace(estimate, seconds=recipe.seconds(slots), time_why=recipe.time_source, rough=True)
     variables = [
-        *_parallelism(slots, fit, machine, estimate),
-        *_arch_lists(machine),
-        *_toolkit(machine),
-        *_headers(recipe, machine),
+        *_parallelism(slots, fit, host, estimate),
+        *_arch_lists(host),
+        *_toolkit(host),
+        *_headers(recipe, host),
     ]
     kept = [_kept(variable, environment) for variable in variables]
-    refusals = [*_refusals(recipe, machine), *_arch_refusals(recipe, machine)]
-    notes = _notes(recipe, machine, estimate, fit)
+    refusals = [*_refusals(recipe, host), *_arch_refusals(recipe, host)]
+    notes = _notes(recipe, host, estimate, fit)
     asked = environment.get("MAX_JOBS", "")
     jobs = int(asked) if asked.isdigit() and int(asked) else slots
-    return Plan(
-        tuple(command), recipe, machine, estimate, machine.archs, jobs, tuple(kept), tuple(refusals), tuple(notes)
-    )
+    return Plan(tuple(command), recipe, host, estimate, host.archs, jobs, tuple(kept), tuple(refusals), tuple(notes))
 
 
 def _kept(variable: Variable, environment: Mapping[str, str]) -> Variable:
@@ -100,9 +98,9 @@ def _kept(variable: Variable, environment: Mapping[str, str]) -> Variable:
     return Variable(variable.name, yours, f"yours; it would be {variable.value}", yours=True)
 
 
-def _parallelism(slots: int, fit: int, machine: Machine, estimate: Estimate) -> list[Variable]:
+def _parallelism(slots: int, fit: int, host: BuildHost, estimate: Estimate) -> list[Variable]:
     why = (
-        f"{machine.cores} {machine.cores_why}; {SHARE} of {_gib(machine.memory)} ({machine.memory_why}) holds {fit} "
+        f"{host.cores} {host.cores_why}; {SHARE} of {_gib(host.memory)} ({host.memory_why}) holds {fit} "
         f"of {_gib(estimate.bytes)}"
     )
     one = "one thread a job, so that MAX_JOBS alone bounds memory (threads multiply it)"
@@ -114,12 +112,12 @@ def _parallelism(slots: int, fit: int, machine: Machine, estimate: Estimate) -> 
     ]
 
 
-def _arch_lists(machine: Machine) -> list[Variable]:
-    archs = machine.archs
+def _arch_lists(host: BuildHost) -> list[Variable]:
+    archs = host.archs
     if not archs:
         return []
     plain = ";".join(map(str, archs))
-    why = f"{', '.join(map(str, dict.fromkeys(machine.gpus)))} ({machine.gpus_why})"
+    why = f"{', '.join(map(str, dict.fromkeys(host.gpus)))} ({host.gpus_why})"
     dotted = " ".join(f"{arch // 10}.{arch % 10}" for arch in archs)
     ptx = "no +PTX: machine code for these GPUs only. +PTX adds text that a newer GPU's driver compiles at first use"
     variables = [
@@ -139,20 +137,18 @@ def _flash_family(arch: int) -> int | None:
     return None if arch < 80 else arch if arch == 110 else arch // 10 * 10
 
 
-def _toolkit(machine: Machine) -> list[Variable]:
-    nvcc = machine.nvcc
+def _toolkit(host: BuildHost) -> list[Variable]:
+    nvcc = host.nvcc
     if not nvcc:
         return []
     why = f"the toolkit of {nvcc.path}, {_version(nvcc.version)}"
     return [Variable("CUDA_HOME", nvcc.home, why), Variable("CUDA_PATH", nvcc.home, why)]
 
 
-def _headers(recipe: Recipe, machine: Machine) -> list[Variable]:
+def _headers(recipe: Recipe, host: BuildHost) -> list[Variable]:
     """Headers that lie in torch's own wheels, where no compiler looks."""
-    site = f"{machine.python.site}/" if machine.python else "none"
-    wheels = {
-        name: Path(path) for name in recipe.headers if (path := machine.headers.get(name)) and path.startswith(site)
-    }
+    site = f"{host.python.site}/" if host.python else "none"
+    wheels = {name: Path(path) for name in recipe.headers if (path := host.headers.get(name)) and path.startswith(site)}
     if not wheels:
         return []
     why = f"{', '.join(wheels)}: in the wheels that torch came with, where no compiler looks"
@@ -163,82 +159,84 @@ def _headers(recipe: Recipe, machine: Machine) -> list[Variable]:
     return variables
 
 
-def _refusals(recipe: Recipe, machine: Machine) -> list[Refusal]:
-    found = []
-    nvcc, compiler, python = machine.nvcc, machine.compiler, machine.python
+def _refusals(recipe: Recipe, host: BuildHost) -> list[Refusal]:
+    refusals = []
+    nvcc, compiler, python = host.nvcc, host.compiler, host.python
     if recipe.needs_nvcc and not nvcc:
         wants = f"CUDA {python.torch_cuda}" if python and python.torch_cuda else "torch's CUDA version"
         fix = f"install the toolkit of {wants} and set CUDA_HOME, or take a wheel: {recipe.wheels or 'none known'}"
-        found.append(Refusal("no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda", fix))
+        refusals.append(Refusal("no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda", fix))
     if nvcc and python and python.torch_cuda and recipe.needs_nvcc:
         major = int(python.torch_cuda.split(".")[0])
         if major != nvcc.version[0]:
-            what = (
+            problem = (
                 f"nvcc {_version(nvcc.version)} ({nvcc.path}) cannot build for torch {python.torch}, "
                 f"made with CUDA {python.torch_cuda}"
             )
-            found.append(
-                Refusal(what, f"set CUDA_HOME to a CUDA {major}.x toolkit, or install a torch for cu{nvcc.version[0]}x")
+            refusals.append(
+                Refusal(
+                    problem, f"set CUDA_HOME to a CUDA {major}.x toolkit, or install a torch for cu{nvcc.version[0]}x"
+                )
             )
     if nvcc and compiler and nvcc.newest_gcc and compiler.gcc and compiler.gcc > nvcc.newest_gcc:
         newest = nvcc.newest_gcc
-        what = (
+        problem = (
             f"gcc {compiler.gcc} ({compiler.path}) is newer than nvcc {_version(nvcc.version)} accepts (gcc {newest})"
         )
-        found.append(Refusal(what, f"install g++-{newest} and set CC=gcc-{newest} CXX=g++-{newest}"))
+        refusals.append(Refusal(problem, f"install g++-{newest} and set CC=gcc-{newest} CXX=g++-{newest}"))
     if recipe.needs_nvcc and not compiler:
-        found.append(Refusal("no C++ compiler on PATH", "install g++, or set CXX"))
+        refusals.append(Refusal("no C++ compiler on PATH", "install g++, or set CXX"))
     if recipe.needs_nvcc and python and not python.headers:
         version = ".".join(python.version.split(".")[:2])
-        found.append(
+        refusals.append(
             Refusal(f"{python.path} has no Python.h", f"install python{version}-dev (Debian) or python{version}-devel")
         )
     for header in recipe.headers:
-        if machine.headers.get(header) is None:
+        if host.headers.get(header) is None:
             library = HEADERS[header]
             fix = (
                 f"install the {library} development package, or set {library.upper()}_PATH to the folder above include/"
             )
-            found.append(Refusal(f"{header} is nowhere that {recipe.name} looks", fix))
-    if machine.disk < recipe.disk * _GIB:
-        what = f"{machine.tmp} has {_gib(machine.disk)} free; {recipe.name} wants {recipe.disk:g} GiB"
-        found.append(Refusal(what, "set TMPDIR to a folder on a larger disk"))
-    return found
+            refusals.append(Refusal(f"{header} is nowhere that {recipe.name} looks", fix))
+    if host.disk < recipe.disk * _GIB:
+        problem = f"{host.tmp} has {_gib(host.disk)} free; {recipe.name} wants {recipe.disk:g} GiB"
+        refusals.append(Refusal(problem, "set TMPDIR to a folder on a larger disk"))
+    return refusals
 
 
-def _arch_refusals(recipe: Recipe, machine: Machine) -> list[Refusal]:
-    found, nvcc = [], machine.nvcc
-    for arch in machine.archs:
+def _arch_refusals(recipe: Recipe, host: BuildHost) -> list[Refusal]:
+    refusals, nvcc = [], host.nvcc
+    for arch in host.archs:
         if nvcc and nvcc.archs and arch not in nvcc.archs:
             side = "old" if arch > nvcc.archs[-1] else "new"
-            what = f"nvcc {_version(nvcc.version)} is too {side} for sm_{arch}: it knows {_archs(nvcc.archs)}"
-            found.append(Refusal(what, f"install a CUDA toolkit that lists sm_{arch} and set CUDA_HOME"))
+            problem = f"nvcc {_version(nvcc.version)} is too {side} for sm_{arch}: it knows {_archs(nvcc.archs)}"
+            refusals.append(Refusal(problem, f"install a CUDA toolkit that lists sm_{arch} and set CUDA_HOME"))
         if recipe.archs and arch < recipe.archs[0]:
-            what = f"{recipe.name} has no code for sm_{arch}: its oldest is sm_{recipe.archs[0]}"
-            found.append(Refusal(what, "build with --arch for another GPU; powertrain.attention runs on this one"))
-    return found
+            problem = f"{recipe.name} has no code for sm_{arch}: its oldest is sm_{recipe.archs[0]}"
+            refusals.append(
+                Refusal(problem, "build with --arch for another GPU; powertrain.attention runs on this one")
+            )
+    return refusals
 
 
-def _notes(recipe: Recipe, machine: Machine, estimate: Estimate, fit: int) -> list[str]:
+def _notes(recipe: Recipe, host: BuildHost, estimate: Estimate, fit: int) -> list[str]:
     notes = []
-    if not machine.archs:
+    if not host.archs:
         notes.append(
-            f"no GPU to build for ({machine.gpus_why}): the project's own list of archs stands, each of which costs "
+            f"no GPU to build for ({host.gpus_why}): the project's own list of archs stands, each of which costs "
             "time; --arch 8.6 names yours"
         )
     if fit < 1:
         notes.append(
-            f"one job of {_gib(estimate.bytes)} may not fit in {SHARE} of {_gib(machine.memory)} "
-            f"({machine.memory_why}): they run one at a time"
+            f"one job of {_gib(estimate.bytes)} may not fit in {SHARE} of {_gib(host.memory)} "
+            f"({host.memory_why}): they run one at a time"
         )
-    if machine.python and machine.python.torch is None and recipe.needs_nvcc:
-        notes.append(
-            f"{machine.python.path} has no torch: with --no-build-isolation the build needs it installed first"
-        )
-    if machine.python and machine.python.torch and not machine.python.torch_cuda and recipe.needs_nvcc:
-        notes.append(f"torch {machine.python.torch} is a build without CUDA: its extensions will have none either")
-    if "memory" in Path(machine.tmp).parts or str(machine.tmp).startswith("/dev/shm"):
-        notes.append(f"TMPDIR {machine.tmp} is memory: files there count against the compilers")
+    if host.python and host.python.torch is None and recipe.needs_nvcc:
+        notes.append(f"{host.python.path} has no torch: with --no-build-isolation the build needs it installed first")
+    if host.python and host.python.torch and not host.python.torch_cuda and recipe.needs_nvcc:
+        notes.append(f"torch {host.python.torch} is a build without CUDA: its extensions will have none either")
+    if "memory" in Path(host.tmp).parts or str(host.tmp).startswith("/dev/shm"):
+        notes.append(f"TMPDIR {host.tmp} is memory: files there count against the compilers")
     return notes
 
 

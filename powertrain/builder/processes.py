@@ -18,7 +18,7 @@ class Process:
     parent: int
     name: str
     status: str  # as psutil names it: running, sleeping, disk-sleep, stopped
-    memory: int  # bytes of its own; pages of files are left out, which the kernel drops when it needs room
+    memory: int  # private bytes; file pages are left out, because the kernel drops them when memory is short
     cpu: float  # seconds, of its own and of the children it has waited for
     io: int  # bytes read and written
 
@@ -35,10 +35,10 @@ def tree(root: int, without: Iterable[int] = ()) -> dict[int, Process]:
     """The descendants of `root` by process id, but not those in `without`."""
     skipped = set(without)
     try:
-        found = psutil.Process(root).children(recursive=True)
+        processes = psutil.Process(root).children(recursive=True)
     except psutil.NoSuchProcess:
         return {}
-    return {each.pid: read for each in found if each.pid not in skipped and (read := _read(each))}
+    return {each.pid: read for each in processes if each.pid not in skipped and (read := _read(each))}
 
 
 def _read(process: psutil.Process) -> Process | None:
@@ -53,11 +53,12 @@ def _read(process: psutil.Process) -> Process | None:
                 process.pid, process.ppid(), process.name(), status, own_memory(process.pid), cpu, _io(process)
             )
     except psutil.Error:
-        return None  # it ended, or is not ours to look at
+        return None  # it ended, or belongs to another user
 
 
 def own_memory(pid: int) -> int:
-    """Bytes of a process that are its own; 0 if it is gone."""
+    """Private bytes of a process; 0 if it is gone."""
+    # not RSS: a setup.py that imports torch holds 220 MiB of library pages, which the kernel can drop
     try:
         with open(f"/proc/{pid}/statm") as pages:
             resident, shared = map(int, pages.read().split()[1:3])
@@ -70,7 +71,7 @@ def _io(process: psutil.Process) -> int:
     try:
         counters = process.io_counters()
     except (psutil.Error, AttributeError, OSError, NotImplementedError):
-        return 0  # not ours to read, or not kept here
+        return 0  # no permission, or not counted by this kernel
     return int(counters.read_chars + counters.write_chars) if hasattr(counters, "read_chars") else 0
 
 
@@ -79,15 +80,15 @@ def below(pid: int, processes: dict[int, Process]) -> list[Process]:
     children: dict[int, list[Process]] = {}
     for process in processes.values():
         children.setdefault(process.parent, []).append(process)
-    found, queue = [], [processes[pid]] if pid in processes else []
+    descendants, queue = [], [processes[pid]] if pid in processes else []
     while queue:
         process = queue.pop()
-        found.append(process)
+        descendants.append(process)
         queue += children.get(process.pid, [])
-    return found
+    return descendants
 
 
-def foreign_compilers(processes: dict[int, Process], launched: Iterable[int]) -> list[Process]:
+def unmanaged_compilers(processes: dict[int, Process], launched: Iterable[int]) -> list[Process]:
     """Compilers that no launcher of ours started: the topmost of each chain."""
     ours = set(launched)
     return [
@@ -110,16 +111,17 @@ def _up(process: Process, processes: dict[int, Process]) -> list[int]:
 def called_by_compiler(pid: int, launched: Iterable[int]) -> bool:
     """A process descends from a compiler: one in `launched`, or any by its name.
 
-    Such a caller waits for it, so to let it wait for the caller's end would be for ever.
+    That compiler waits for the process, so making the process wait for memory would be a deadlock.
     """
     callers = set(launched)
     try:
         while pid > 1:
             with open(f"/proc/{pid}/stat") as stat:
-                head, _, tail = stat.read().rpartition(")")
+                # the name is in parentheses and may hold some itself; the parent's pid is the second field after it
+                head, _, fields = stat.read().rpartition(")")
             if pid in callers or _COMPILERS.match(head.partition("(")[2]):
                 return True
-            pid = int(tail.split()[1])
+            pid = int(fields.split()[1])
     except OSError:
         pass
     return False

@@ -44,7 +44,6 @@ class Progress:
         self.total = 0
         self.before = 0  # done by earlier runs of ninja in the same build
         self.wheels: list[str] = []
-        self._percent = 0
 
     def feed(self, line: str) -> bool:
         """Whether the line changed the phase."""

@@ -137,11 +137,11 @@ def recipe_of(command: Sequence[str], folder: Path | None = None) -> Recipe:
 
     folder  where the command runs; the current one by default
     """
-    places = [" ".join(command)]
+    candidates = [" ".join(command)]
     if _builds_here(command):
-        places.append("/".join((folder or Path.cwd()).parts[-2:]))
-    found = (recipe for place in places for recipe in RECIPES if re.search(recipe.pattern, place.lower()))
-    return next(found, GENERIC)
+        candidates.append("/".join((folder or Path.cwd()).parts[-2:]))
+    matches = (recipe for candidate in candidates for recipe in RECIPES if re.search(recipe.pattern, candidate.lower()))
+    return next(matches, GENERIC)
 
 
 def _builds_here(command: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Builder: runs one build; shows it, gives its compilers room, says why it stands still, and leaves nothing behind."""
+"""Runs one build: shows its progress, schedules its compilers by memory, explains stalls, ends every process."""
 
 import ctypes
 import os
@@ -31,10 +31,10 @@ from powertrain.builder.processes import (
     Process,
     below,
     called_by_compiler,
-    foreign_compilers,
     oom_kills,
     own_memory,
     tree,
+    unmanaged_compilers,
 )
 from powertrain.builder.progress import Progress, is_pip, verbose
 from powertrain.builder.shims import make_shims, shimmed
@@ -42,16 +42,21 @@ from powertrain.builder.terminal import Terminal
 from powertrain.runtime.jobs import available_memory
 
 _PR_SET_CHILD_SUBREAPER = 36
-_GROWTH = 256 * 2**20  # bytes a second by which a compiler may grow: cicc on flash-attention does by half of that
-_HURRY = 0.1  # seconds between glances at memory that is nearly out
-_SEEN = 0.5  # seconds between samples then: only they see new processes
-_GRACE = 5.0  # seconds between asking processes to end and ending them
-_LEARN = 3  # units of a language after which their sizes replace the recipe's
-_MARGIN = 1.2  # over the largest unit seen
-_REAP = 10  # seconds between looks for orphans that ended
+# bytes a second by which a compiler may grow: cicc on flash-attention was seen to grow by half of that
+_GROWTH = 256 * 2**20
+# seconds between memory samples when memory is nearly exhausted
+_HURRY = 0.1
+# seconds between full samples then: only they see new processes, and one costs 3.3 ms for 15 processes of 157
+_SEEN = 0.5
+_GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+# finished units of a language after which their sizes replace the recipe's
+_LEARN = 3
+_MARGIN = 1.2  # over the largest measured unit
+_REAP = 10  # seconds between checks for ended orphans
 _RETRIES = 3
-_MARK = "POWERTRAIN_BUILD"  # the variable by which the watchdog knows a build's processes
-_LEAST = 32 * 2**20  # bytes that any compiler is expected to take
+# the variable by which the watchdog knows a build's processes
+_MARK = "POWERTRAIN_BUILD"
+_LEAST = 32 * 2**20  # lower bound of a compiler's expected bytes
 
 
 @dataclass
@@ -98,7 +103,7 @@ class _Launcher:
     connection: socket.socket
     text: bytes = b""
     unit: CompileJob | None = None
-    kills: int = 0  # the kernel's count of processes killed for memory, when the compiler started
+    kills: int = 0  # out-of-memory kills since boot when the compiler started
 
 
 class Builder:
@@ -108,8 +113,8 @@ class Builder:
     folder         where shims and logs are kept
     view           receives events
     known          figures of units in earlier builds
-    stall_seconds  of stillness before its cause is looked for
-    fix            rename a lock that nobody owns
+    stall_seconds  without progress before the cause is searched
+    fix            rename a lock without an owner
     keyboard       where a user answers prompts of the build (builder/terminal.py); None: a question fails at once
     """
 
@@ -131,7 +136,7 @@ class Builder:
         self.folder = folder = self._writable(folder)
         self.log = folder / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
         self.sockets = self._sockets()
-        self.shims = make_shims(folder / "shims", self.sockets, environment, plan.machine.nvcc)
+        self.shims = make_shims(folder / "shims", self.sockets, environment, plan.host.nvcc)
         self.mark = f"{_MARK}={uuid.uuid4().hex}"
         self.terminal = None if keyboard is None else Terminal(keyboard)
         defaults = {"PYTHONUNBUFFERED": "1"}
@@ -140,27 +145,27 @@ class Builder:
         if not self.terminal:
             defaults["GIT_TERMINAL_PROMPT"] = "0"
         self.environment = {**defaults, **environment, **plan.environment, _MARK: self.mark.partition("=")[2]}
-        self.environment |= shimmed(self.environment, self.shims, plan.machine.nvcc)
+        self.environment |= shimmed(self.environment, self.shims, plan.host.nvcc)
         self.selector = selectors.DefaultSelector()
         self.progress, self.pace = Progress(), Pace()
         self.launchers: list[_Launcher] = []
-        self.foreign: dict[int, CompileJob] = {}
+        self.unmanaged: dict[int, CompileJob] = {}
         self.processes: dict[int, Process] = {}
         self.finished: list[UnitRecord] = []
         self.timed: list[float] = []  # seconds of those that the builder counts
         self.peaks: dict[str, list[int]] = {}  # of finished units, by suffix
         self.used = self.peak = self.paused = self.rerun = 0
-        self.available = self.elsewhere = plan.machine.memory  # free; and free without this build
-        self.reaped = self.glanced = 0.0
-        self.fresh = False  # whether nothing was done since the last sample
+        self.available = self.available_without_build = plan.host.memory
+        self.reaped = self.memory_sampled = 0.0
+        self.fresh = False  # no action was taken since the last sample
         self.signals: list[int] = []
         self.asked_to_end = 0.0
-        self.complained = 0.0
+        self.stall_reported = 0.0
         self.text = b""
         self.ended_output = False
         self.file: IO[bytes] | None = None
-        self.told: set[int] = set()  # processes that the watchdog knows of
-        self.beyond: set[int] = set()  # other users' processes that were named
+        self.watched: set[int] = set()  # processes reported to the watchdog
+        self.other_users: set[int] = set()  # processes of other users that were reported
 
     def _writable(self, folder: Path) -> Path:
         try:
@@ -169,13 +174,13 @@ class Builder:
                 probe.write(b"x" * 4096)
             return folder
         except OSError as error:
-            place = self._temporary(None)
-            self.view.say(f"{folder} cannot be written ({error.strerror}): log and shims are in {place}")
-            return place
+            directory = self._temporary(None)
+            self.view.say(f"{folder} cannot be written ({error.strerror}): log and shims are in {directory}")
+            return directory
 
     def _sockets(self) -> Path:
-        """Address of this supervisor for launchers: constant, so that a build folder which remembers them works; a new
-        one where that is somebody else's."""
+        """Folder of the socket for launchers: constant, so that a build folder which remembers them works; a new one
+        where that belongs to another user."""
         usual = Path("/tmp", f"powertrain-build-{os.getuid()}")
         try:
             usual.mkdir(mode=0o700, exist_ok=True)
@@ -184,14 +189,14 @@ class Builder:
                 return usual
         except OSError:
             pass
-        place = self._temporary("/tmp" if os.access("/tmp", os.W_OK) else None)
-        self.view.say(f"{usual} is not this user's folder: {place} is used instead")
-        return place
+        directory = self._temporary("/tmp" if os.access("/tmp", os.W_OK) else None)
+        self.view.say(f"{usual} is not this user's folder: {directory} is used instead")
+        return directory
 
     def _temporary(self, parent: str | None) -> Path:
-        place = Path(tempfile.mkdtemp(prefix="powertrain-build-", dir=parent))
-        self.temporary.append(place)
-        return place
+        directory = Path(tempfile.mkdtemp(prefix="powertrain-build-", dir=parent))
+        self.temporary.append(directory)
+        return directory
 
     def run(self) -> Outcome:
         """Run the command to its end. SIGINT and SIGTERM end it and everything it started."""
@@ -203,7 +208,7 @@ class Builder:
             self._start()
             self.stillness = stall.Stillness(time.time())
             while not self._over():
-                self._turn()
+                self._step()
         finally:
             self._finish()
             for number, handler in handlers.items():
@@ -218,7 +223,7 @@ class Builder:
             self._stop_log(error)
 
     def _write_log(self, part: bytes) -> None:
-        """A full disk costs the log, not the build."""
+        """Write to the log; a full disk ends the log, not the build."""
         if not self.file:
             return
         try:
@@ -234,7 +239,9 @@ class Builder:
         self.view.say(f"{self.log} cannot be written ({error.strerror}): the build goes on without its log")
 
     def _start(self) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans stay in our tree
+        # orphans become our children, so that the process tree stays complete
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # sockets of builders that were killed
         for left in self.sockets.iterdir():
             if left.name.isdecimal() and not psutil.pid_exists(int(left.name)):
                 left.unlink(missing_ok=True)
@@ -244,6 +251,7 @@ class Builder:
         self.listener.bind(str(self.address))
         self.listener.listen(256)
         self.selector.register(self.listener, selectors.EVENT_READ)
+        # a session of its own: Ctrl-C in the terminal must not reach it
         self.watchdog = subprocess.Popen(
             [sys.executable, "-IS", watchdog.__file__], stdin=subprocess.PIPE, start_new_session=True
         )
@@ -280,9 +288,9 @@ class Builder:
 
     selector_is_quiet = False
 
-    def _turn(self) -> None:
+    def _step(self) -> None:
         pause = self._pause()
-        looked = max(self.sampled, self.glanced)
+        looked = max(self.sampled, self.memory_sampled)
         events = self.selector.select(max(0.0, min(pause, looked + pause - time.time())))
         self.selector_is_quiet = not events
         for key, _ in events:
@@ -292,7 +300,7 @@ class Builder:
                 self.launchers.append(launcher)
                 self.selector.register(connection, selectors.EVENT_READ, launcher)
             elif isinstance(key.data, _Launcher):
-                self._hear(key.data)
+                self._receive(key.data)
             elif self.terminal and key.fileobj == self.terminal.ours:
                 self._write_log(self.terminal.hear())
                 self.stillness.spoke(time.time())
@@ -306,44 +314,47 @@ class Builder:
             work = sum(process.cpu for process in self.processes.values())
             self.pace.took(time.process_time() - self.cpu_before, work)
         elif time.time() - looked >= pause:
-            self._glance()
-        self._give_room()
+            self._sample_memory()
+        self._schedule()
         self._end_if_asked()
 
     def _pause(self) -> float:
-        """Seconds until the next look: fewer where memory would not last as long if every compiler grew."""
+        """Seconds until the next sample: fewer if memory could run out sooner at the greatest growth."""
         running = sum(unit.state == "running" for unit in self._units())
-        lasts = (self.available - reserve(self.plan.machine.memory)) / (max(1, running) * _GROWTH)
+        lasts = (self.available - reserve(self.plan.host.memory)) / (max(1, running) * _GROWTH)
         return max(_HURRY, min(self.pace.pause, lasts)) if running else self.pace.pause
 
     # requests of compilers
 
-    def _hear(self, launcher: _Launcher) -> None:
+    def _receive(self, launcher: _Launcher) -> None:
         try:
             part = launcher.connection.recv(4096)
         except OSError:
             part = b""
         if not part:
-            self._gone(launcher)
+            self._on_disconnect(launcher)
             return
         launcher.text += part
         while b"\n" in launcher.text:
             line, _, launcher.text = launcher.text.partition(b"\n")
             word, *rest = line.decode(errors="replace").split(" ")
             if word == "want":
-                self._wants(launcher, int(rest[0]), rest[1], rest[2] == "thrifty")
+                self._on_want(launcher, int(rest[0]), rest[1], rest[2] == "gcc")
             elif word == "started" and launcher.unit:
                 launcher.unit.pid = int(rest[0])
                 launcher.kills = oom_kills()
             elif word == "ended":
-                self._ended(launcher, int(rest[0]), int(rest[1]))
+                self._on_ended(launcher, int(rest[0]), int(rest[1]))
 
-    def _wants(self, launcher: _Launcher, pid: int, name: str, thrifty: bool) -> None:
+    def _on_want(self, launcher: _Launcher, pid: int, name: str, has_low_memory_mode: bool) -> None:
         running = [each.unit.pid for each in self.launchers if each.unit and each.unit.pid]
+        # its caller waits for it, so it must not wait for its caller's memory
         if called_by_compiler(pid, running):
             self._send(launcher, "pass")
             return
-        launcher.unit = CompileJob(name, self._expected(name), seen=name in self.known, thrifty=thrifty)
+        launcher.unit = CompileJob(
+            name, self._expected(name), seen=name in self.known, has_low_memory_mode=has_low_memory_mode
+        )
 
     def _expected(self, name: str) -> int:
         peaks = self.peaks.get(Path(name).suffix, [])
@@ -353,21 +364,22 @@ class Builder:
             return max(_LEAST, int(max(peaks) * _MARGIN))
         return self.plan.estimate.bytes
 
-    def _ended(self, launcher: _Launcher, status: int, most: int) -> None:
+    def _on_ended(self, launcher: _Launcher, status: int, most: int) -> None:
         unit = launcher.unit
         assert unit
         unit.peak = max(unit.peak, most)  # samples miss short peaks
         starved = status and (status in (-signal.SIGKILL, 128 + signal.SIGKILL) or oom_kills() > launcher.kills)
         if unit.state == "killed" or (starved and unit.tries < _RETRIES and not self.signals):
             if unit.state != "killed":
-                unit.expected, unit.seen = self.plan.machine.memory, True  # alone, the next time
+                unit.expected, unit.seen = self.plan.host.memory, True  # alone, the next time
                 self.view.say(f"{unit.name} was killed at {_gib(unit.peak)}: it runs again, alone")
             unit.state, unit.pid, unit.pids = "waiting", 0, []
             self.rerun += 1
             self._send(launcher, "again")
             return
         seconds = time.time() - unit.since
-        if not status or starved:  # the next plan must know units that did not fit, too
+        # the next plan must know units that did not fit, too
+        if not status or starved:
             self.finished.append(UnitRecord(unit.name, seconds, unit.peak))
         if not status:
             self.timed += [seconds] if self.progress.total else []  # a configuration's probes are small
@@ -378,7 +390,7 @@ class Builder:
         launcher.unit = None
         self._send(launcher, "done")
 
-    def _gone(self, launcher: _Launcher) -> None:
+    def _on_disconnect(self, launcher: _Launcher) -> None:
         """A launcher closed its connection; if it was killed, its compiler goes too, which may be paused."""
         self.selector.unregister(launcher.connection)
         launcher.connection.close()
@@ -386,15 +398,17 @@ class Builder:
         if launcher.unit and launcher.unit.pid:
             _signal([*launcher.unit.pids, -launcher.unit.pid], signal.SIGKILL)
 
-    def _give_room(self) -> None:
+    def _schedule(self) -> None:
         if not (units := self._units()):
             return
         by_unit = {launcher.unit: launcher for launcher in self.launchers if launcher.unit}
-        memory = self.plan.machine.memory
+        memory = self.plan.host.memory
         for act, unit in list(decide(units, self.available, memory, max(1, self.plan.jobs))):
             if self.fresh or act in ("go", "go low_memory"):
                 self._act(act, unit, by_unit.get(unit))
-        self.fresh = False  # one act against shortage a sample: its effect is seen in the next
+        # one action against shortage per sample: acting on every event, a pause was followed by a kill before its
+        # effect was measured
+        self.fresh = False
 
     def _act(self, act: Act, unit: CompileJob, launcher: _Launcher | None) -> None:
         if act in ("go", "go low_memory") and launcher:
@@ -420,36 +434,36 @@ class Builder:
             unit.state, unit.seen = "killed", True
             unit.expected = max(unit.expected, unit.memory * 3 // 2)
             self._send(launcher, "kill")
-            self.view.say(f"killed {unit.name} at {_gib(unit.memory)} to make room: it will run again")
+            self.view.say(f"killed {unit.name} at {_gib(unit.memory)} to free memory: it will run again")
         elif act == "alone":
-            unit.told_alone = True
+            unit.reported_alone = True
             self.view.say(
-                f"even one job does not fit: {unit.name} has {_gib(unit.memory)} of {_gib(self.plan.machine.memory)} "
-                f"({self.plan.machine.memory_why}) and wants more. Fix: more memory or swap, or fewer archs"
+                f"even one job does not fit: {unit.name} has {_gib(unit.memory)} of {_gib(self.plan.host.memory)} "
+                f"({self.plan.host.memory_why}) and wants more. Fix: more memory or swap, or fewer archs"
             )
 
     def _send(self, launcher: _Launcher, word: str) -> None:
         try:
             launcher.connection.sendall(f"{word}\n".encode())
         except OSError:
-            pass  # it is gone; its end of file comes next
+            pass  # it is gone; its end of file is read next
 
     # sampling
 
     def _units(self) -> list[CompileJob]:
-        return [*self.foreign.values(), *(each.unit for each in self.launchers if each.unit)]
+        return [*self.unmanaged.values(), *(each.unit for each in self.launchers if each.unit)]
 
     def _sample(self) -> None:
         self.processes = tree(os.getpid(), [self.watchdog.pid])
-        self._tell_processes()
+        self._report_processes()
         self.sampled, self.fresh = time.time(), True
         self.used = sum(process.memory for process in self.processes.values())
         self.peak = max(self.peak, self.used)
-        self.elsewhere = available_memory()[0] + self.used
-        self.available = min(self.elsewhere, self.plan.machine.memory) - self.used
+        self.available_without_build = available_memory()[0] + self.used
+        self.available = min(self.available_without_build, self.plan.host.memory) - self.used
         launched = [each.unit.pid for each in self.launchers if each.unit and each.unit.pid]
-        foreign = {process.pid: process for process in foreign_compilers(self.processes, launched)}
-        self.foreign = {pid: self.foreign.get(pid) or self._foreign(process) for pid, process in foreign.items()}
+        foreign = {process.pid: process for process in unmanaged_compilers(self.processes, launched)}
+        self.unmanaged = {pid: self.unmanaged.get(pid) or self._unmanaged(process) for pid, process in foreign.items()}
         for unit in self._units():
             of = below(unit.pid, self.processes)
             unit.pids = [process.pid for process in of]
@@ -461,27 +475,27 @@ class Builder:
             self.reaped = self.sampled
             _reap(self.build.pid, self.watchdog.pid)
 
-    def _tell_processes(self) -> None:
-        new = [pid for pid in self.processes if pid not in self.told]
+    def _report_processes(self) -> None:
+        new = [pid for pid in self.processes if pid not in self.watched]
         starts = watchdog.running() if new else {}
         for pid in new:
             if pid in starts:
                 self._tell_watchdog(f"seen {pid} {starts[pid].start}")
-        self.told = set(self.processes)
+        self.watched = set(self.processes)
 
-    def _glance(self) -> None:
-        """The memory of the processes of the last sample, which costs little: it may run short between two."""
-        self.glanced, self.fresh = time.time(), True
+    def _sample_memory(self) -> None:
+        """Memory of the processes of the last sample: 8 us each, so that shortage between samples is noticed."""
+        self.memory_sampled, self.fresh = time.time(), True
         sizes = {pid: own_memory(pid) for pid in self.processes}
         for unit in self._units():
             unit.memory = sum(sizes.get(pid, 0) for pid in unit.pids)
             unit.peak = max(unit.peak, unit.memory)
         self.used = sum(sizes.values())
         self.peak = max(self.peak, self.used)
-        self.available = min(self.elsewhere, self.plan.machine.memory) - self.used
+        self.available = min(self.available_without_build, self.plan.host.memory) - self.used
 
-    def _foreign(self, process: Process) -> CompileJob:
-        """A compiler that runs already, whoever started it."""
+    def _unmanaged(self, process: Process) -> CompileJob:
+        """A running compiler that no launcher started."""
         name = f"{process.name} {process.pid}"
         return CompileJob(name, 0, process.pid, "running", time.time(), launched=False)
 
@@ -490,11 +504,11 @@ class Builder:
         paused = {pid for unit in self._units() if unit.state == "paused" for pid in unit.pids}
         moving = {pid: process for pid, process in self.processes.items() if pid not in paused}
         still = self.stillness.observe(moving, now)
-        if still > self.stall_seconds and self.complained < self.stillness.since:
-            self.complained = now
-            self._complain(moving, still)
+        if still > self.stall_seconds and self.stall_reported < self.stillness.since:
+            self.stall_reported = now
+            self._report_stall(moving, still)
         if self._is_asked(moving, now):
-            return  # a table that is redrawn would be in the way of the answer
+            return  # a redrawn table would overwrite the prompt
         running = [unit for unit in self._units() if unit.state == "running"]
         seconds = [now - unit.since for unit in running]
         estimate = self.plan.estimate
@@ -505,7 +519,7 @@ class Builder:
             Status(
                 "link" if any(p.links for p in self.processes.values()) and not running else progress.phase,
                 *(progress.done, progress.total, now - self.started, eta, self.used),
-                *(self.plan.machine.memory, self._units(), now),
+                *(self.plan.host.memory, self._units(), now),
             )
         )
 
@@ -517,7 +531,7 @@ class Builder:
             self.view.say(question)
         return self.terminal.waits
 
-    def _complain(self, processes: Mapping[int, Process], still: float) -> None:
+    def _report_stall(self, processes: Mapping[int, Process], still: float) -> None:
         folders = [Path.cwd(), *stall.extension_folders(self.environment)]
         cause = stall.cause(processes, folders, self.stillness.swap_rate)
         self.view.say(f"nothing has moved for {still:.0f} s (no CPU time, no I/O, no output): {cause}")
@@ -542,7 +556,7 @@ class Builder:
             if self.progress.feed(text):
                 self.view.say(f"{self.progress.phase}: {text.strip()[:200]}")
 
-    # how it ends
+    # end of the build
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.signals.append(number)
@@ -565,15 +579,15 @@ class Builder:
         ours = [each for each in below_us if each.pid not in (os.getpid(), self.watchdog.pid)]
         reached = watchdog.signal_all(ours, number)
         for each in ours:
-            if each not in reached and os.path.exists(f"/proc/{each.pid}") and each.pid not in self.beyond:
-                self.beyond.add(each.pid)
+            if each not in reached and os.path.exists(f"/proc/{each.pid}") and each.pid not in self.other_users:
+                self.other_users.add(each.pid)
                 self.view.say(
                     f"process {each.pid} is another user's and cannot be ended from here: sudo kill {each.pid}"
                 )
         return reached
 
     def _finish(self) -> None:
-        """Nothing of the build is left: not running, not paused."""
+        """End every process of the build, running or paused, and release the builder's resources."""
         if hasattr(self, "build"):
             deadline = time.time() + (_GRACE if self.build.poll() is not None and not self.signals else 0)
             while left := self._end_all(signal.SIGTERM if time.time() < deadline else signal.SIGKILL):
@@ -597,9 +611,9 @@ class Builder:
         if hasattr(self, "listener"):
             self.listener.close()
             self.address.unlink(missing_ok=True)
-        for place in self.temporary:
-            if place != self.folder:  # where the log is
-                shutil.rmtree(place, ignore_errors=True)
+        for directory in self.temporary:
+            if directory != self.folder:  # where the log is
+                shutil.rmtree(directory, ignore_errors=True)
 
     def _wait_for_build(self) -> None:
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powertrain.builder import launcher
-from powertrain.builder.machine import Nvcc
+from powertrain.builder.host import Nvcc
 
 _NAMES = (
     *("cc", "c++", "gcc", "g++", "clang", "clang++"),
@@ -43,38 +43,39 @@ def make_shims(folder: Path, sockets: Path, environment: Mapping[str, str], nvcc
     path = environment.get("PATH", os.defpath)
     known = [name for name in os.listdir("/usr/bin") if name.startswith(("gcc-", "g++-", "clang-", "clang++-"))]
     versioned = [name for name in known if name.rpartition("-")[2].isdigit()]
-    real = {name: found for name in (*_NAMES, *sorted(versioned)) if (found := shutil.which(name, path=path))}
+    real = {name: program for name in (*_NAMES, *sorted(versioned)) if (program := shutil.which(name, path=path))}
     if nvcc:
         real["nvcc"] = nvcc.path
     start = f"{shlex.quote(sys.executable)} -IS {shlex.quote(launcher.__file__)} {shlex.quote(str(sockets))}"
     guard = f"[ -x {shlex.quote(sys.executable)} ] && [ -f {shlex.quote(launcher.__file__)} ]"
-    files = {f"bin/{name}": _script(guard, start, shlex.quote(found)) for name, found in real.items()}
+    files = {f"bin/{name}": _script(guard, start, shlex.quote(program)) for name, program in real.items()}
     files["launch"] = _script(guard, start, "")
-    chosen = {name: found for name in _NAMED if (found := shutil.which(environment.get(name, ""), path=path))}
-    named = {name: f"{name}/{os.path.basename(found)}" for name, found in chosen.items()}
-    files |= {named[name]: _script(guard, start, shlex.quote(found)) for name, found in chosen.items()}
-    place = folder / hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
-    if not place.is_dir():
-        _write(place, files)
-    ours = {name: str(place / file) for name, file in named.items()}
-    return Shims(place / "bin", place / "launch", sockets, ours)
+    chosen = {name: program for name in _NAMED if (program := shutil.which(environment.get(name, ""), path=path))}
+    named = {name: f"{name}/{os.path.basename(program)}" for name, program in chosen.items()}
+    files |= {named[name]: _script(guard, start, shlex.quote(program)) for name, program in chosen.items()}
+    # named by content: a CMake cache that holds these paths stays valid, and other contents get another folder
+    target = folder / hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
+    if not target.is_dir():
+        _write(target, files)
+    ours = {name: str(target / file) for name, file in named.items()}
+    return Shims(target / "bin", target / "launch", sockets, ours)
 
 
 def _script(guard: str, start: str, real: str) -> str:
     return f'#!/bin/sh\n{guard} && exec {start} {real} "$@"\nexec {real} "$@"\n'
 
 
-def _write(place: Path, files: Mapping[str, str]) -> None:
-    """All of it or nothing: written aside, then renamed."""
-    aside = place.with_name(f"{place.name}.{os.getpid()}")
+def _write(target: Path, files: Mapping[str, str]) -> None:
+    """Write the folder under a temporary name, then rename it: it exists complete or not at all."""
+    aside = target.with_name(f"{target.name}.{os.getpid()}")
     for name, text in files.items():
         file = aside / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         file.chmod(0o755)
     try:
-        aside.rename(place)
-    except OSError:  # another build made the same meanwhile
+        aside.rename(target)
+    except OSError:  # another build has made the same folder meanwhile
         shutil.rmtree(aside)
 
 

@@ -1,4 +1,4 @@
-"""Stall: nothing moves, and why. Evidence is CPU time, bytes and lines of the whole tree; a clock proves nothing."""
+"""Detection of a stalled build and its cause, by CPU time, I/O and output of the process tree, not by time alone."""
 
 import os
 import time
@@ -10,26 +10,27 @@ import psutil
 
 from powertrain.builder.processes import Process, swap_ins
 
-_IDLE_CPU = 0.03  # of one core: a loop that polls a lock file takes about 0.01
+# of one core: a loop that polls a lock file takes about 0.01
+_IDLE_CPU = 0.03
 _IDLE_IO = 16 << 10  # bytes a second; a shell's polling loop reads some
-_SLOW = 120  # seconds of silence after which a compiler that works is said to work
-_LOCK = "lock"  # torch.utils.file_baton.FileBaton's, in the folder of an extension
+# seconds without output after which a working compiler is reported
+_SLOW = 120
 _READS = ("read", "n_tty", "wait_woken")
 _THRASH = 100  # pages a second from swap
 
 
 @dataclass(frozen=True)
 class Cause:
-    what: str
+    reason: str
     fix: str
     lock: Path | None = None  # a file that --fix would rename
 
     def __str__(self) -> str:
-        return f"{self.what}. Fix: {self.fix}"
+        return f"{self.reason}. Fix: {self.fix}"
 
 
 class Stillness:
-    """For how long nothing has moved."""
+    """Time since the process tree last made progress."""
 
     def __init__(self, now: float) -> None:
         self.since = now
@@ -40,17 +41,17 @@ class Stillness:
         self.swap_rate = 0.0
 
     def spoke(self, now: float) -> None:
-        """A line came."""
+        """The build wrote output."""
         self.since = now
 
     def observe(self, processes: Mapping[int, Process], now: float) -> float:
-        """Seconds of stillness, given the tree as it is now."""
+        """Seconds without progress, given the current tree."""
         if now - self._at >= 1:
             cpu = sum(process.cpu for process in processes.values())
             io = sum(process.io for process in processes.values())
             swap, elapsed = swap_ins(), now - self._at
             self.swap_rate = (swap - self._swap) / elapsed
-            # a process that ends takes its numbers along, which is movement too
+            # lower totals: a process ended, which is progress too
             if cpu < self._cpu or cpu - self._cpu > _IDLE_CPU * elapsed or abs(io - self._io) > _IDLE_IO * elapsed:
                 self.since = now
             self._at, self._cpu, self._io, self._swap = now, cpu, io, swap
@@ -58,7 +59,7 @@ class Stillness:
 
 
 def cause(processes: Mapping[int, Process], folders: Iterable[Path], swap_rate: float = 0.0) -> Cause:
-    """Why these processes do nothing.
+    """Why these processes are idle.
 
     folders    where torch's extension locks may lie, besides the processes' own
     swap_rate  pages read from swap a second
@@ -70,22 +71,22 @@ def cause(processes: Mapping[int, Process], folders: Iterable[Path], swap_rate: 
     for lock in find_locks([*folders, *_working_folders(processes)]):
         age = time.time() - lock.stat().st_mtime
         if not owners(lock):
-            what = f"waits for {lock}, {_age(age)} old, which no process owns: its owner was killed"
-            return Cause(what, f"rm {lock} (or --fix, which renames it)", lock)
+            reason = f"waits for {lock}, {_age(age)} old, which no process owns: its owner was killed"
+            return Cause(reason, f"rm {lock} (or --fix, which renames it)", lock)
     if swap_rate > _THRASH:
         return Cause(f"swapping: {swap_rate:.0f} pages a second come back from disk", "fewer jobs: MAX_JOBS=1")
     for process in processes.values():
         if asked := waits_for_input(process.pid):
-            what = f"{process.name} (process {process.pid}) waits for input on {asked}"
-            return Cause(what, "type the answer, or give it beforehand: credentials, -y, or a configuration file")
+            reason = f"{process.name} (process {process.pid}) waits for input on {asked}"
+            return Cause(reason, "type the answer, or give it beforehand: credentials, -y, or a configuration file")
     asleep = [process for process in processes.values() if process.status == psutil.STATUS_DISK_SLEEP]
     if asleep:
-        what = f"waits for a disk that does not answer: {_names(asleep)}"
-        return Cause(what, "look at dmesg and at network file systems (mount | grep nfs); TMPDIR to a local disk")
+        reason = f"waits for a disk that does not answer: {_names(asleep)}"
+        return Cause(reason, "look at dmesg and at network file systems (mount | grep nfs); TMPDIR to a local disk")
     for process in processes.values():
         if peer := _peer(process.pid):
-            what = f"{process.name} (process {process.pid}) waits for {peer} on the network"
-            return Cause(what, "check the connection and the proxy; pip takes --timeout and --retries")
+            reason = f"{process.name} (process {process.pid}) waits for {peer} on the network"
+            return Cause(reason, "check the connection and the proxy; pip takes --timeout and --retries")
     return Cause(f"the reason why these wait is unknown: {_names(processes.values())}", "look at the end of the log")
 
 
@@ -97,19 +98,19 @@ def slow_but_working(silent: float, name: str, doing: str, seconds: float) -> st
 
 
 def find_locks(folders: Iterable[Path]) -> list[Path]:
-    """Files that look like torch's extension locks in these folders: empty, called `lock`."""
-    found = []
+    """Files that look like locks of torch.utils.file_baton.FileBaton in these folders: empty, called `lock`."""
+    locks = []
     for folder in dict.fromkeys(folders):
         for pattern in ("lock", "*/lock", "*/*/lock", "*/*/*/lock"):
             try:
-                found += [file for file in folder.glob(pattern) if file.is_file() and not file.stat().st_size]
+                locks += [file for file in folder.glob(pattern) if file.is_file() and not file.stat().st_size]
             except OSError:
-                continue  # not ours to read, or gone meanwhile
-    return list(dict.fromkeys(file.resolve() for file in found))
+                continue  # no permission, or deleted meanwhile
+    return list(dict.fromkeys(file.resolve() for file in locks))
 
 
 def owners(lock: Path) -> list[int]:
-    """The processes that have the file open: FileBaton's owner keeps it so, and no other opens it."""
+    """The processes that have the file open: only FileBaton's owner does, for as long as it holds the lock."""
     target = str(lock.resolve())
     return [int(name) for name in filter(str.isdigit, os.listdir("/proc")) if target in _opened(name)]
 
@@ -127,7 +128,7 @@ def _opened(pid: str) -> Iterator[str]:
 
 
 def set_aside(lock: Path) -> Path:
-    """Rename the lock, so that whoever waits for it goes on; its new name."""
+    """Rename the lock, so that waiting processes continue; its new name."""
     aside = lock.with_name(f"{lock.name}.stale-{time.strftime('%Y%m%d-%H%M%S')}")
     lock.rename(aside)
     return aside
@@ -141,13 +142,13 @@ def extension_folders(environment: Mapping[str, str]) -> list[Path]:
 
 
 def _working_folders(processes: Mapping[int, Process]) -> list[Path]:
-    found = set()
+    folders = set()
     for pid in processes:
         try:
-            found.add(Path(os.readlink(f"/proc/{pid}/cwd")))
+            folders.add(Path(os.readlink(f"/proc/{pid}/cwd")))
         except OSError:
             continue
-    return sorted(path for path in found if len(path.parts) > 2)
+    return sorted(path for path in folders if len(path.parts) > 2)
 
 
 def waits_for_input(pid: int) -> str | None:
@@ -161,7 +162,8 @@ def waits_for_input(pid: int) -> str | None:
         target = os.readlink(f"/proc/{pid}/fd/{number}")
     except OSError:
         return None
-    terminal = target.startswith(("/dev/pts/", "/dev/tty"))  # git and ssh open it anew, whatever their input is
+    # git and ssh open it anew, whatever their input is
+    terminal = target.startswith(("/dev/pts/", "/dev/tty"))
     if any(word in channel for word in _READS) and (terminal or number == 0) and target != "/dev/null":
         return target
     return None

@@ -1,8 +1,8 @@
-"""Terminal: a pseudo-terminal for the build, so that its prompts are seen, named and answered.
+"""A pseudo-terminal for the build, so that its prompts are shown and answered.
 
-A build inherits nothing that it could wait at unseen. When the builder has a terminal, the build's standard input and
-controlling terminal are a pseudo-terminal between the two: git's and ssh's questions, pip's, sudo's. Without one they
-are nothing at all, and a question fails at once.
+A build inherits no input on which it could wait unnoticed. If the builder has a terminal, the build's standard input
+and controlling terminal are a pseudo-terminal, which carries the questions of git, ssh, pip and sudo. Otherwise it has
+none, and a question fails at once.
 """
 
 import fcntl
@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from powertrain.builder.processes import Process
 from powertrain.builder.stall import waits_for_input
 
-_SETTLED = 2.0  # seconds after which a line that was begun on the terminal, and not ended, is a question
+# seconds after which an unfinished line on the terminal counts as a question
+_SETTLED = 2.0
 _LONGEST = 200  # characters of a question that are shown
 _KEPT = 4 * _LONGEST  # bytes, of a line without end
 
@@ -40,8 +41,8 @@ class Terminal:
         self.ours, self.theirs = os.openpty()
         self.text = b""  # since the last end of a line
         self.heard = 0.0
-        self.said = ""  # the question that was named
-        self.open = False  # whether it still stands
+        self.said = ""  # the question reported last
+        self.open = False  # whether it waits for an answer
         self.asker: int | None = None  # the process that reads the answer, if it was found
         self._before = termios.tcgetattr(keyboard)
         self._hidden = False  # whether the user's terminal hides typed characters
@@ -62,7 +63,9 @@ class Terminal:
         if not _in_front(self.keyboard):
             return
         typed = os.read(self.keyboard, 4096)
-        os.write(self.ours, typed or b"\x04")  # nothing: end of file, as the terminal says it
+        # nothing: end of file, as the terminal says it
+        os.write(self.ours, typed or b"\x04")
+        # the same question may be asked again: it is reported again
         self.open, self.said, self.text = False, "", b""
 
     @property
@@ -81,6 +84,7 @@ class Terminal:
         text = (self.text.strip() or output.strip()).decode(errors="replace")[-_LONGEST:]
         if not text or text == self.said:
             return None
+        # a process that reads the terminal proves a question; without one, a pause after the text does
         asker = next((each for each in processes if _at_terminal(each.pid)), None)
         if not asker and not (self.text.strip() and now - self.heard > _SETTLED):
             return None

@@ -94,7 +94,7 @@ def duration(seconds: float) -> str:
 
 def _cells(unit: CompileJob, now: float) -> tuple[str, ...]:
     if unit.state == "waiting":
-        return "waits for room", "", f"{unit.expected / 2**30:.1f} GiB expected"
+        return "waits for memory", "", f"{unit.expected / 2**30:.1f} GiB expected"
     return duration(now - unit.since), unit.doing or unit.state, f"{unit.memory / 2**30:.2f} GiB"
 
 

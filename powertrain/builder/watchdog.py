@@ -1,13 +1,13 @@
 """Watchdog of a killed supervisor: ends every process of its build, paused or not.
 
-Started as `python -IS watchdog.py` with a pipe from the builder, which says as the build goes on
+Started as `python -IS watchdog.py` with a pipe from the builder, which writes
 
     session N        the build's first process leads this session
-    mark TEXT        in the environment of its processes
-    seen PID START   a process that it has: one that left the session and cleared its environment is known by this
+    mark TEXT        is in the environment of its processes
+    seen PID START   a process of the build: identifies one that left the session and cleared its environment
 
-and, at a normal end, "over". An end of file before that means that the builder died. A process is the build's
-by one of the three, or because its parent is; its start tells it from a later one of that number.
+and, at a normal end, "over". End of file before that means that the builder died. A process belongs to the build by
+one of the three, or because its parent does; its start time distinguishes it from a later process with that pid.
 """
 
 import os
@@ -19,7 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-GIVE_UP = 10.0  # seconds after which a process that SIGKILL does not end (it waits for a disk) is left
+# seconds after which a process that survives SIGKILL (it waits for a disk) is left
+GIVE_UP = 10.0
 
 
 class Seen:
@@ -33,7 +34,7 @@ class Seen:
 
 def running() -> "dict[int, Seen]":
     """All processes but zombies."""
-    found = {}
+    seen = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat", "rb") as stat:
@@ -41,22 +42,22 @@ def running() -> "dict[int, Seen]":
         except OSError:
             continue
         if len(fields) > 19 and fields[0] not in (b"Z", b"X"):
-            found[int(name)] = Seen(int(name), int(fields[1]), int(fields[3]), int(fields[19]))
-    return found
+            seen[int(name)] = Seen(int(name), int(fields[1]), int(fields[3]), int(fields[19]))
+    return seen
 
 
 def with_descendants(roots: "Iterable[int]", processes: "dict[int, Seen]") -> "list[Seen]":
     children: dict[int, list[int]] = {}
     for each in processes.values():
         children.setdefault(each.parent, []).append(each.pid)
-    found: dict[int, Seen] = {}
+    family: dict[int, Seen] = {}
     queue = [pid for pid in roots if pid in processes]
     while queue:
         pid = queue.pop()
-        if pid not in found:
-            found[pid] = processes[pid]
+        if pid not in family:
+            family[pid] = processes[pid]
             queue += children.get(pid, [])
-    return list(found.values())
+    return list(family.values())
 
 
 def signal_all(processes: "Iterable[Seen]", number: int = signal.SIGKILL) -> "list[Seen]":
@@ -107,6 +108,7 @@ def main() -> None:
             mark = rest[0]
         elif word == "seen":
             seen[int(rest[0])] = int(rest[1])
+    # repeatedly: a process may fork between the listing and its signal
     deadline = time.monotonic() + GIVE_UP
     while session and signal_all(of_build(session, mark, seen)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -22,5 +22,5 @@ def prebuilt(package: str, python: str, options: Sequence[str] = ()) -> str | No
         raise TimeoutError(f"pip found no answer on {package} in {_SECONDS} s") from None
     if "No module named pip" in done.stderr:
         raise RuntimeError(f"--online asks pip, and {python} has none: install it, or leave --online out")
-    found = re.search(r"Would install (\S+)", done.stdout)
-    return found[1] if found and not done.returncode else None
+    wheel = re.search(r"Would install (\S+)", done.stdout)
+    return wheel[1] if wheel and not done.returncode else None

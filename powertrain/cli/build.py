@@ -48,7 +48,7 @@ def build(
     powertrain build history
     """
     from powertrain.builder.history import History
-    from powertrain.builder.machine import look
+    from powertrain.builder.host import look
     from powertrain.builder.plan import make_plan
     from powertrain.builder.recipes import recipe_of
 
@@ -59,11 +59,11 @@ def build(
         _print_history(console, history.last())
         return
     try:
-        machine = look(command, environment, arch or (), _bytes(memory))
+        host = look(command, environment, arch or (), _bytes(memory))
     except ValueError as error:
         raise typer.BadParameter(f"--arch: {error}") from None
-    measured = history.estimate(recipe_of(command), _text(command), _archs(machine.archs))
-    made = make_plan(command, environment, machine, measured)
+    measured = history.estimate(recipe_of(command), _text(command), _archs(host.archs))
+    made = make_plan(command, environment, host, measured)
     _print_plan(console, made, explain)
     if online:
         _print_wheel(console, made)
@@ -140,7 +140,7 @@ def _print_outcome(console: Console, outcome: "Outcome") -> None:
     for wheel in outcome.wheels:
         console.print(f"made {wheel}", markup=False, soft_wrap=True)
     if outcome.code and outcome.failure:
-        console.print(f"[bold]{escape(outcome.failure.what)}[/]: {escape(outcome.failure.line)}", soft_wrap=True)
+        console.print(f"[bold]{escape(outcome.failure.cause)}[/]: {escape(outcome.failure.line)}", soft_wrap=True)
         console.print(f"Fix: {escape(outcome.failure.fix)}", soft_wrap=True)
     if outcome.code:
         console.print(f"powertrain diagnose {outcome.log} says more; all of the output is there", soft_wrap=True)
@@ -149,16 +149,16 @@ def _print_outcome(console: Console, outcome: "Outcome") -> None:
 def _print_wheel(console: Console, plan: "Plan") -> None:
     from powertrain.builder.wheels import prebuilt
 
-    package, python = plan.recipe.package, plan.machine.python
+    package, python = plan.recipe.package, plan.host.python
     if not package or not python:
         console.print(f"[yellow]note[/] --online knows no wheels of {escape(plan.recipe.name)}")
         return
     try:
-        found = prebuilt(package, python.path)
+        wheel = prebuilt(package, python.path)
     except (TimeoutError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from None
-    if found:
-        console.print(f"[green]instead[/] pip has a wheel: pip install --only-binary=:all: {package}  ({found})")
+    if wheel:
+        console.print(f"[green]instead[/] pip has a wheel: pip install --only-binary=:all: {package}  ({wheel})")
     else:
         console.print(f"[yellow]note[/] pip has no wheel of {package} for Python {python.version}")
 
@@ -177,30 +177,28 @@ def _print_history(console: Console, records: "Sequence[Record]") -> None:
 def _bytes(text: str | None) -> int | None:
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
         raise typer.BadParameter(f"--memory must be a size such as 24G or 900M, got {text!r}")
-    return int(float(found[1]) * _SIZES[found[2].upper()])
+    return int(float(match[1]) * _SIZES[match[2].upper()])
 
 
 def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:
     from powertrain.builder.view import duration
 
-    machine = plan.machine
+    host = plan.host
     facts = {
         "recipe": f"{plan.recipe.name}: {plan.estimate.bytes / 2**30:.1f} GiB a job ({plan.estimate.why})",
-        "cores": f"{machine.cores} ({machine.cores_why})",
-        "memory": f"{machine.memory / 2**30:.1f} GiB ({machine.memory_why})",
-        "disk": f"{machine.disk / 2**30:.1f} GiB free in {machine.tmp}",
-        "GPUs": ", ".join(map(str, machine.gpus)) or f"none ({machine.gpus_why})",
+        "cores": f"{host.cores} ({host.cores_why})",
+        "memory": f"{host.memory / 2**30:.1f} GiB ({host.memory_why})",
+        "disk": f"{host.disk / 2**30:.1f} GiB free in {host.tmp}",
+        "GPUs": ", ".join(map(str, host.gpus)) or f"none ({host.gpus_why})",
         "nvcc": _nvcc(plan),
-        "host compiler": f"{machine.compiler.version} {machine.compiler.path}" if machine.compiler else "none",
+        "host compiler": f"{host.compiler.version} {host.compiler.path}" if host.compiler else "none",
     }
-    if machine.python:
-        torch = f"torch {machine.python.torch}, CUDA {machine.python.torch_cuda or 'none'}"
-        facts["python"] = (
-            f"{machine.python.version} {machine.python.path}, {torch if machine.python.torch else 'no torch'}"
-        )
+    if host.python:
+        torch = f"torch {host.python.torch}, CUDA {host.python.torch_cuda or 'none'}"
+        facts["python"] = f"{host.python.version} {host.python.path}, {torch if host.python.torch else 'no torch'}"
     seconds = plan.estimate.seconds
     facts["time"] = f"{f'about {duration(seconds)}' if seconds else 'unknown'} ({plan.estimate.time_why})"
     rows = [(f"[bold]{name}[/]", len(name), escape(value)) for name, value in facts.items()]
@@ -226,7 +224,7 @@ def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:
 
 def _nvcc(plan: "Plan") -> str:
     """The compiler, its target archs, and whether it suits torch."""
-    nvcc, python = plan.machine.nvcc, plan.machine.python
+    nvcc, python = plan.host.nvcc, plan.host.python
     if not nvcc:
         return "none"
     archs = f"sm_{nvcc.archs[0]} to sm_{nvcc.archs[-1]}" if nvcc.archs else "archs unknown"

@@ -148,7 +148,8 @@ def _row(case: "Case", dtype: "torch.dtype", where: "torch.device") -> tuple[lis
     shape = shape_for(case, where)
     head = [f"{case.op} {case.label}".strip(), "x".join(map(str, shape))]
     try:
-        torch.manual_seed(1)  # the judge draws the output gradients from seed 0
+        # the judge draws the output gradients from seed 0
+        torch.manual_seed(1)
         tensors = case.inputs(shape, dtype, where)
         worst = max(errors(case.run, case.plain, case.reference, tensors, slack=case.slack), key=_share)
         ours, plain = _times(_Step(case.run, tensors), _Step(case.plain, tensors), where)

@@ -26,7 +26,9 @@ def convert(
     source: Annotated[Path, typer.Argument(help="a run's folder, or a checkpoint: ours, Hugging Face's, GPT-NeoX's")],
     destination: Annotated[Path, typer.Argument(help="a folder that does not exist yet")],
     to: Annotated[Kind, typer.Option(help="format to write")],
-    from_: Annotated[Kind | None, typer.Option("--from", help="default: told by content", show_default=False)] = None,
+    from_: Annotated[
+        Kind | None, typer.Option("--from", help="default: recognized by content", show_default=False)
+    ] = None,
     config: Annotated[
         list[Path] | None, typer.Option(help="YAML of a GPT-NeoX checkpoint whose folder has none; repeatable")
     ] = None,

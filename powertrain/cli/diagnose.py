@@ -49,23 +49,23 @@ def diagnose(
     from powertrain.doctor.diagnose import diagnose as search
 
     text = Log(_read(log))
-    found = search(text)
+    diagnosis = search(text)
     if as_json:
-        print(json.dumps({"causes": [_as_json(one, lang) for one in found], "first_error": first_error(text)},
+        print(json.dumps({"causes": [_as_json(one, lang) for one in diagnosis], "first_error": first_error(text)},
                          ensure_ascii=False, indent=2))  # fmt: skip
-        raise typer.Exit(0 if found else 1)
+        raise typer.Exit(0 if diagnosis else 1)
     console = Console(soft_wrap=True, highlight=False)
     words = _WORDS[lang.value]
-    for one in found:
+    for one in diagnosis:
         _show(console, one, lang)
-    if not found:
+    if not diagnosis:
         first = first_error(text)
         console.print(f"[bold yellow]{words['unknown']}[/]" + ("" if first else f"; {words['none']}"))
         if first:
             console.print(f"{words['first']} ({words['line'].format(first[0])}): {escape(first[1])}")
         raise typer.Exit(1)
     call = attention_call(text)
-    if call and any(one.cause.name == "no-attention-backend" for one in found):
+    if call and any(one.cause.name == "no-attention-backend" for one in diagnosis):
         console.print(f"\n{words['run']}: [bold]powertrain {escape(shlex.join(call))}[/]\n")
         _explain(context, call)
 

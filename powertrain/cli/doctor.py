@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from powertrain.doctor.finding import Check, Finding
-    from powertrain.doctor.machine import Machine
     from powertrain.ops.attention.backend_registry import Backend
+    from powertrain.runtime.machine import Machine
 
 TILE = (2, 256, 4, 64)  # batch, queries, heads, head dim: shape of the accuracy check
 LOAD = (4, 4096, 16, 128)  # shape that is timed on a GPU
@@ -50,7 +50,7 @@ def doctor(
     TFLOP/s count 3.5 forwards for forward and backward.
     """
     from powertrain.doctor.checks import CHECKS
-    from powertrain.doctor.machine import Machine
+    from powertrain.runtime.machine import Machine
 
     if kernels:
         if fix or as_json or only or skip or hostfile or overlap:
@@ -95,9 +95,9 @@ def _overlap(machine: "Machine") -> "Iterator[Finding]":
     on_gpus = len(machine.gpus) >= 2 and machine.torch_cuda is not None
     backend, size, seconds = ("nccl", len(machine.gpus), 120.0) if on_gpus else ("gloo", 2, 60.0)
     ran = run_ranks(machine, backend, size, seconds, ("-m", "powertrain.parallel.self_check"))
-    said = [line for line in ran.output.splitlines() if line.startswith("products are right over")]
-    if ran.status == 0 and len(said) == size:
-        yield Finding("ok", f"tensor parallelism without MPI, {size} ranks: {said[0]}")
+    passed = [line for line in ran.output.splitlines() if line.startswith("products are right over")]
+    if ran.status == 0 and len(passed) == size:
+        yield Finding("ok", f"tensor parallelism without MPI, {size} ranks: {passed[0]}")
         return
     ended = f"did not end within {seconds:.0f} s" if ran.status == 124 else f"failed (exit status {ran.status})"
     evidence = tuple(line for line in ran.output.strip().splitlines() if line.strip())[-3:]
@@ -131,20 +131,20 @@ def _examine(checks: "list[Check]", machine: "Machine", fix: bool, as_json: bool
     from powertrain.doctor.finding import examine, worst
 
     console = Console(soft_wrap=True, highlight=False)
-    found, fixed = [], []
+    checked, fixed = [], []
     for check, finding in examine(checks, machine):
-        found.append((check, finding))
+        checked.append((check, finding))
         done = finding.apply() if fix and finding.apply else None
         if done is not None:
             fixed.append({"check": check.name, "did": done})
         if not as_json:
             _show(console, check.name, finding, done)
-    level = worst(finding for _, finding in found)
+    level = worst(finding for _, finding in checked)
     if as_json:
-        findings = [finding.as_json(check) for check, finding in found]
+        findings = [finding.as_json(check) for check, finding in checked]
         print(json.dumps({"worst": level, "findings": findings, "fixed": fixed}, indent=2))
     else:
-        _sum_up(console, [finding for _, finding in found], fix)
+        _sum_up(console, [finding for _, finding in checked], fix)
     if level != "ok":
         raise typer.Exit(_EXIT[level])
 

@@ -193,14 +193,14 @@ def _peer_column(
 
     known = LIBRARIES[library]
     case = PeerCase(column.problem, queries, keys, versions, environment)
-    found = peer_verdicts(library, case)
+    verdicts = peer_verdicts(library, case)
     notes = [f"as {known.name} {versions}", f"rules: {known.source}"]
     if versions.library not in (v.library for v in known.versions):
         read = " and ".join(".".join(map(str, v.library)) for v in known.versions)
         notes.append(f"rules were read for {read}; changes in between are dated roughly")
     notes += [f"{name}={value}" for name, value in environment.items()]
-    if all(v.verdict == "no" for v in found):
+    if all(v.verdict == "no" for v in verdicts):
         notes.append("no backend is left; changes that would help:")
-        notes += [f"  {change.what}: {change.backend}" for change in changes_that_help(library, case)]
+        notes += [f"  {change.description}: {change.backend}" for change in changes_that_help(library, case)]
         notes.append(f"  Powertrain: {column.chosen}")
-    return Column(column.name, column.problem, found, tuple(notes))
+    return Column(column.name, column.problem, verdicts, tuple(notes))

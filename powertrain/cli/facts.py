@@ -26,27 +26,27 @@ def target(
         console.print(_cards())
         return
     try:
-        found = Target.parse(name)
+        parsed = Target.parse(name)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    table = Table(title=found.name, show_header=False, title_justify="left")
-    for label, value in facts(found).items():
+    table = Table(title=parsed.name, show_header=False, title_justify="left")
+    for label, value in facts(parsed).items():
         table.add_row(label, value)
     console.print(table)
 
 
-def facts(found: Target) -> dict[str, str]:
+def facts(target: Target) -> dict[str, str]:
     """A target's facts in words."""
-    can = [ability.replace("_", " ") for ability, yes in found.abilities.items() if yes]
-    cannot = [ability.replace("_", " ") for ability, yes in found.abilities.items() if not yes]
+    can = [ability.replace("_", " ") for ability, yes in target.abilities.items() if yes]
+    cannot = [ability.replace("_", " ") for ability, yes in target.abilities.items() if not yes]
     return {
-        "arch": f"sm_{found.arch}",
-        "multiprocessors": str(found.num_sms),
-        "shared memory per block": f"{found.shared_per_block} bytes",
-        "shared memory per multiprocessor": f"{found.shared_per_sm} bytes",
-        "registers per multiprocessor": str(found.registers_per_sm),
-        "L2": f"{found.l2_bytes / 2**20:g} MiB",
-        "bandwidth": f"{found.bandwidth / 1e9:g} GB/s",
+        "arch": f"sm_{target.arch}",
+        "multiprocessors": str(target.num_sms),
+        "shared memory per block": f"{target.shared_per_block} bytes",
+        "shared memory per multiprocessor": f"{target.shared_per_sm} bytes",
+        "registers per multiprocessor": str(target.registers_per_sm),
+        "L2": f"{target.l2_bytes / 2**20:g} MiB",
+        "bandwidth": f"{target.bandwidth / 1e9:g} GB/s",
         "has": ", ".join(can),
         "has not": ", ".join(cannot),
     }

@@ -74,7 +74,8 @@ def _write(console: Console, text: str, ids: list[int], tokens: "Iterator[Tensor
     ids, shown = list(ids), ""
     start = len(tokenizer.decode(ids))
     for number, token in enumerate(tokens):
-        if number == 0:  # not before: an error in the prompt is printed instead of it
+        # not before: an error in the prompt is printed instead of it
+        if number == 0:
             console.print(text, end="", style="bold", markup=False, highlight=False)
         if int(token) == tokenizer.eod:
             break

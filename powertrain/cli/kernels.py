@@ -37,7 +37,7 @@ def kernels(
     if pack is not None and action is Action.clear:
         raise typer.BadParameter("a pack is read-only; delete the file", param_hint="--pack")
     try:
-        place = Pack(pack) if pack is not None else user_store()
+        store = Pack(pack) if pack is not None else user_store()
     except StoreError as error:
         console.print(f"[red]{error}[/]")
         raise typer.Exit(1) from None
@@ -45,8 +45,8 @@ def kernels(
     if action is Action.clear:
         console.print(f"{where}: {user_store().clear()} files deleted")
         return
-    keys = list(place.keys())
-    entries = [entry for key in keys if (entry := place.get(key)) is not None]
+    keys = list(store.keys())
+    entries = [entry for key in keys if (entry := store.get(key)) is not None]
     if action is Action.list:
         console.print(_table(where, entries))
     damaged = len(keys) - len(entries)

@@ -22,7 +22,7 @@ def lint(
     ] = None,
     world_size: Annotated[int, typer.Option(help="GPUs of the run", min=1)] = 1,
     strict: Annotated[bool, typer.Option("--strict", help="a key that would be ignored is an error")] = False,
-    format: Annotated[str | None, typer.Option(help="powertrain or gpt_neox; default: told by content")] = None,
+    format: Annotated[str | None, typer.Option(help="powertrain or gpt_neox; default: recognized by content")] = None,
 ) -> None:
     """Check a training config without training: every key, shapes, memory, kernels, and unsupported features of a GPU.
 

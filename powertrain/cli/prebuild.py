@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def prebuild(
-    what: Annotated[
+    inputs: Annotated[
         list[str] | None,
         typer.Argument(
+            metavar="what",
             help="ops, or a training config, or one Python file whose launches are recorded; all ops if none",
             show_default=False,
         ),
@@ -46,9 +47,9 @@ def prebuild(
         targets = [Target.parse(name) for name in arch or ["sm_80", "sm_90"]]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--arch") from None
-    specs = [spec for target in targets for spec in recorded(what or [], target, dtype, world_size)]
+    specs = [spec for target in targets for spec in recorded(inputs or [], target, dtype, world_size)]
     if not specs:
-        raise typer.BadParameter(f"nothing was launched by {what}", param_hint="WHAT")
+        raise typer.BadParameter(f"nothing was launched by {inputs}", param_hint="WHAT")
     report = build_with_progress(specs, console)
     for name, failure in report.failures.items():
         console.print(f"[red]failed[/] {name}: {failure}")
@@ -63,31 +64,31 @@ def prebuild(
         raise typer.Exit(1)
 
 
-def recorded(what: list[str], target: Target, dtype: Dtype, world_size: int = 1) -> "list[Spec]":
+def recorded(inputs: list[str], target: Target, dtype: Dtype, world_size: int = 1) -> "list[Spec]":
     """The specializations that a training step, a file, or ops at their benchmark's size would launch."""
-    if any(word.endswith((".yml", ".yaml", ".json")) for word in what):
+    if any(word.endswith((".yml", ".yaml", ".json")) for word in inputs):
         from powertrain.cli.lint import read_run, sized
         from powertrain.train.lint import rehearse
 
-        return rehearse(sized(read_run(what, world_size=world_size)), target, world_size=world_size)
+        return rehearse(sized(read_run(inputs, world_size=world_size)), target, world_size=world_size)
     import torch
 
     from powertrain.ops.cases import cases
     from powertrain.runtime.recording import record
 
     with record(target) as wanted:
-        if len(what) == 1 and what[0].endswith(".py"):
-            if not Path(what[0]).is_file():
-                raise typer.BadParameter(f"no such file: {what[0]}", param_hint="WHAT")
+        if len(inputs) == 1 and inputs[0].endswith(".py"):
+            if not Path(inputs[0]).is_file():
+                raise typer.BadParameter(f"no such file: {inputs[0]}", param_hint="WHAT")
             with torch.device("meta"):
-                runpy.run_path(what[0], run_name="__main__")
+                runpy.run_path(inputs[0], run_name="__main__")
             return wanted.specs
-        unknown = set(what) - {case.op for case in cases()}
+        unknown = set(inputs) - {case.op for case in cases()}
         if unknown:
             known = sorted({case.op for case in cases()})
             raise typer.BadParameter(f"unknown ops {sorted(unknown)}; known: {', '.join(known)}", param_hint="WHAT")
         for case in cases():
-            if not what or case.op in what:
+            if not inputs or case.op in inputs:
                 case.step(case.inputs(case.full, dtype.torch, torch.device("meta")))
     return wanted.specs
 

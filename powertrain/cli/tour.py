@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 STUCK_SECONDS = 8  # how long we watch torch's loader do nothing
-RANKS_SECONDS = 60  # for two ranks from their start to the end of a screen that takes about twelve
+# for two ranks from their start to the end of a screen that takes about twelve
+RANKS_SECONDS = 60
 
 _TORCH_EXTENSION = """
 import sys, torch.utils.cpp_extension as extension
@@ -226,9 +227,9 @@ def _build(console: Console) -> None:
     console.print(Panel(_plain(silence), title="before: all that is said for an hour", border_style="red"))
     build = [sys.executable, "-m", "powertrain", "build", "--plan", "--", *command]
     inside = {**os.environ, "COLUMNS": str(console.width - 4)}
-    said = subprocess.run(build, capture_output=True, text=True, env=inside)
+    done = subprocess.run(build, capture_output=True, text=True, env=inside)
     title = "after: powertrain build --plan -- pip install …"
-    console.print(Panel(_plain((said.stdout + said.stderr).strip()), title=title, border_style="green"))
+    console.print(Panel(_plain((done.stdout + done.stderr).strip()), title=title, border_style="green"))
 
 
 def _mixed(console: Console) -> None:
@@ -278,9 +279,9 @@ def _overlap(console: Console) -> None:
         before = time.monotonic()
         worked = _ranks_lose_one(log)
         seconds = time.monotonic() - before
-        said = log.read_text().strip()
+        output = log.read_text().strip()
     title = "after: two plain processes with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; output of rank 0"
-    console.print(Panel(_plain(said), title=title, border_style="green" if worked else "red"))
+    console.print(Panel(_plain(output), title=title, border_style="green" if worked else "red"))
     if not worked:
         console.print("The two ranks did not come to the end of this screen; above is how far they came.")
         raise typer.Exit(1)
@@ -315,9 +316,9 @@ def _ranks_lose_one(log: Path) -> bool:
 
 def _start_rank(rank: int, port: int, log: Path) -> subprocess.Popen[str]:
     """As a launcher would, without one. Variables of an outer launcher or for a GPU are left out."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    environment |= {name: str(value) for name, value in place.items()}
+    environment |= {name: str(value) for name, value in variables.items()}
     environment |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for name in ("POWERTRAIN_INTERPRET", "TRITON_INTERPRET", "POWERTRAIN_LOG_FILE"):
         environment.pop(name, None)

@@ -19,7 +19,8 @@ from powertrain.parallel.transport.heartbeat import PeerTimeout
 from powertrain.parallel.transport.select import TransportUnavailable
 
 HIDDEN, INTERMEDIATE = 256, 1024
-FIRST, SECOND = (256, 200), (31, 64)  # tokens by rank: neither alike on the ranks nor twice the same
+# tokens by rank: neither alike on the ranks nor twice the same
+FIRST, SECOND = (256, 200), (31, 64)
 ABSENT_SECONDS = 60  # a rank that was not killed exits after this time
 
 
@@ -46,10 +47,10 @@ def largest_difference(overlap: Overlap, rows: tuple[int, ...]) -> float:
     y.square().sum().backward()
     spread = [t[part].clone().requires_grad_() for t, part in zip(whole, here, strict=True)]
     x, gate, up, down = spread
-    found = mlp(x, gate, up, down, overlap, rows)
-    found.square().sum().backward()
+    sharded = mlp(x, gate, up, down, overlap, rows)
+    sharded.square().sum().backward()
 
-    pairs = [(found, y[tokens]), *((a.grad, b.grad[part]) for a, b, part in zip(spread, one, here, strict=True))]
+    pairs = [(sharded, y[tokens]), *((a.grad, b.grad[part]) for a, b, part in zip(spread, one, here, strict=True))]
     worst = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().detach()
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=overlap.group)
     return float(worst)
@@ -93,7 +94,8 @@ def main() -> None:
         gemm_reduce_scatter(torch.zeros(2, 8), torch.zeros(8, 8), overlap)
     except PeerTimeout as error:
         say(f"PeerTimeout after {time.monotonic() - start:.1f} s: {error}")
-    os._exit(0)  # a group that lost a rank cannot be left in order
+    # a group that lost a rank cannot be left in order
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="an error, instead of a resume, where the folder holds a checkpoint")
     ] = False,
-    format: Annotated[str | None, typer.Option(help="powertrain or gpt_neox; default: told by content")] = None,
+    format: Annotated[str | None, typer.Option(help="powertrain or gpt_neox; default: recognized by content")] = None,
 ) -> None:
     """Train, from a Powertrain or a GPT-NeoX YAML, on this CPU, this GPU, or every rank of torchrun, srun or mpiexec.
 
@@ -62,7 +62,7 @@ def _fit(run: "Run", launch_env: Any, console: Console, *, quiet: bool = False, 
     from powertrain.train.agreement import is_on_all
     from powertrain.train.checkpoint.store import NotWritten
     from powertrain.train.data.loader import UnreadableSample
-    from powertrain.train.ranks import RendezvousError, naming_the_lost
+    from powertrain.train.ranks import RendezvousError, naming_lost_ranks
     from powertrain.train.reporting.kernel_profile import LateCompile
     from powertrain.train.reporting.progress import closing, opening
     from powertrain.train.reporting.run_summary import About, about
@@ -90,18 +90,18 @@ def _fit(run: "Run", launch_env: Any, console: Console, *, quiet: bool = False, 
             console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     stopped: Exception | None = None
-    is_said = launch_env.rank == 0
+    is_reporter = launch_env.rank == 0
     with stop_on_signals(trainer, is_last=not quiet):
         try:
-            with naming_the_lost(trainer.ranks):
+            with naming_lost_ranks(trainer.ranks):
                 trainer.fit()
         except (TrainingStopped, LateCompile, NotWritten) as error:
             stopped = error
         except (UnreadableSample, OSError, PeerTimeout) as error:
-            stopped, is_said = error, True  # the other ranks know nothing of it
+            stopped, is_reporter = error, True  # the other ranks know nothing of it
         finally:
             trainer.close()
-    if stopped and is_said:
+    if stopped and is_reporter:
         console.print(str(stopped), markup=False, highlight=False, soft_wrap=True)
     for one in known:
         for line in closing(one, report=run.config.logging.report):
@@ -120,8 +120,8 @@ def _smoke(run: "Run", launch_env: Any, console: Console) -> None:
             trainer = _fit(short, launch_env, console, quiet=True)
             assert trainer.progress.step == steps
             if launch_env.rank == 0:
-                said = "trained, checkpoint written" if steps == 1 else "resumed and trained"
-                console.print(f"step {steps}: {said}, {time.monotonic() - started:.1f} s since the start")
+                outcome = "trained, checkpoint written" if steps == 1 else "resumed and trained"
+                console.print(f"step {steps}: {outcome}, {time.monotonic() - started:.1f} s since the start")
     if launch_env.rank == 0:
         console.print("[green]smoke test passed[/]")
 

@@ -52,16 +52,16 @@ def tune(
     sizes = tuple(int(part) for part in shape.split("x")) if shape else None
     device = torch.cuda.get_device_name()
     deadline = time.monotonic() + (seconds / 2 if op == "attention" and chosen else seconds)
-    found: dict[str, dict[str, tuning.Changes]] = {}
+    faster: dict[str, dict[str, tuning.Changes]] = {}
     for case in chosen:
         for name, key, changes, before, after in _tune_case(case, sizes or case.full, dtype, deadline):
             words = ", ".join(f"{field}={value}" for field, value in changes.items()) or "as shipped"
             console.print(f"{case.id:28} {name:24} {key:24} {before:.4f} -> {after:.4f} ms  {words}")
             if changes:
-                found.setdefault(name, {})[key] = changes
-    if found:
+                faster.setdefault(name, {})[key] = changes
+    if faster:
         about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
-        console.print(f"kept in {tuning.save(device, found, about)}")
+        console.print(f"kept in {tuning.save(device, faster, about)}")
     elif chosen:
         console.print("nothing was found that is 2% faster than the shipped tiles")
     if op == "attention":

@@ -306,7 +306,7 @@ def versions_of(
 
 def peer_verdicts(library: str, case: PeerCase) -> tuple[Verdict, ...]:
     """The library's verdict on each of its backends, in its order of preference."""
-    found, chosen = [], False
+    verdicts, chosen = [], False
     for name in LIBRARIES[library].order(case):
         if library == "flash-attn":
             reasons = _flash_attn_reasons(name, case)
@@ -315,8 +315,8 @@ def peer_verdicts(library: str, case: PeerCase) -> tuple[Verdict, ...]:
             reasons = tuple(_reason(rule, case) for rule in rules if _met(rule, name, case))
         verdict = "no" if reasons else "would do" if chosen else "chosen"
         chosen = chosen or verdict == "chosen"
-        found.append(Verdict(name, verdict, reasons))
-    return tuple(found)
+        verdicts.append(Verdict(name, verdict, reasons))
+    return tuple(verdicts)
 
 
 def _met(rule: Rule, name: str, case: PeerCase) -> bool:
@@ -343,7 +343,7 @@ def _flash_attn_reasons(name: str, case: PeerCase) -> tuple[Reason, ...]:
 class Change(NamedTuple):
     """Something that would give a problem a backend in that library."""
 
-    what: str
+    description: str
     backend: str
 
 
@@ -356,15 +356,15 @@ def changes_that_help(library: str, case: PeerCase) -> list[Change]:
     helpful: list[tuple[frozenset[str], Change]] = []
     for size in (0, 1, 2):
         for chosen in combinations(steps, size):
-            names = frozenset(what for what, _ in chosen)
+            names = frozenset(text for text, _ in chosen)
             if any(known <= names for known, _ in helpful):
                 continue
             changed = case
             for _, change in chosen:
                 changed = change(changed)
-            found = next((v.name for v in peer_verdicts(library, changed) if v.verdict == "chosen"), None)
-            if found is not None:
-                helpful.append((names, Change(" and ".join(what for what, _ in chosen), found)))
+            winner = next((v.name for v in peer_verdicts(library, changed) if v.verdict == "chosen"), None)
+            if winner is not None:
+                helpful.append((names, Change(" and ".join(text for text, _ in chosen), winner)))
     return [change for names, change in helpful if names]
 
 

@@ -216,10 +216,11 @@ def flash_attn_with_kvcache(
         cache_seqlens = room - (0 if k is None else k.shape[1])
     if not isinstance(cache_seqlens, Tensor):
         checks.require(
-            cache_seqlens <= room, op, "cache_seqlens", f"be at most {room}, what there is room for", cache_seqlens
+            cache_seqlens <= room, op, "cache_seqlens", f"be at most {room}, the size of the cache", cache_seqlens
         )
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-    with torch.no_grad():  # as there: inputs may require gradients, and get none
+    # as there: inputs may require gradients, and get none
+    with torch.no_grad():
         return decode_attention(
             q, k_cache, v_cache, cache_seqlens, key_new=k, value_new=v, page_table=block_table, is_causal=causal,
             window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, scale=softmax_scale,
@@ -232,8 +233,7 @@ def _no_mask_of_dropout(op: str, return_attn_probs: bool, dropout_p: float) -> N
     if return_attn_probs and dropout_p > 0:
         unsupported(
             op, "return_attn_probs with dropout_p", dropout_p,
-            "powertrain.ops.attention.attention(return_lse=True, dropout_seed=...), of which attention_keep says what "
-            "was kept",
+            "powertrain.ops.attention.attention(return_lse=True, dropout_seed=...); attention_keep returns its mask",
         )  # fmt: skip
 
 

@@ -432,7 +432,8 @@ class _switches:
         for event in tracing.trace()[self._seen :]:
             if event.kind != "attention":
                 continue
-            _logger.warning(event.text)  # the level that is shown without any set-up: it was asked for
+            # the level that is shown without any set-up: it was asked for
+            _logger.warning(event.text)
             if self._level > 1:
                 for name, verdict, reasons in verdicts(event.facts["problem"], current_preference(None)):
                     _logger.warning(f"{name}: {verdict}{''.join(f'; {reason}' for reason in reasons)}")

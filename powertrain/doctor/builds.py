@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import NETWORK_FILE_SYSTEMS, Machine
+from powertrain.runtime.machine import NETWORK_FILE_SYSTEMS, Machine
 
 _GPT_NEOX = ("megatron/fused_kernels/build", "megatron/legacy/fused_kernels/build", "megatron_util/fused_kernels/build")
 
@@ -43,10 +43,10 @@ def build_folders(machine: Machine) -> list[Path]:
     chosen = machine.variables.get("TORCH_EXTENSIONS_DIR")
     cache = machine.variables.get("XDG_CACHE_HOME") or str(machine.home / ".cache")
     roots = [Path(chosen) if chosen else Path(cache) / "torch_extensions"]
-    found = [folder for root in roots for depth in ("*", "*/*") for folder in root.glob(depth) if _is_build(folder)]
-    places = dict.fromkeys([machine.cwd, *machine.packages, *_working_folders(machine)])
-    found += [folder for place in places for name in _GPT_NEOX if _is_build(folder := place / name)]
-    return sorted({folder.resolve() for folder in found})
+    folders = [folder for root in roots for depth in ("*", "*/*") for folder in root.glob(depth) if _is_build(folder)]
+    candidates = dict.fromkeys([machine.cwd, *machine.packages, *_working_folders(machine)])
+    folders += [folder for candidate in candidates for name in _GPT_NEOX if _is_build(folder := candidate / name)]
+    return sorted({folder.resolve() for folder in folders})
 
 
 def _is_build(folder: Path) -> bool:

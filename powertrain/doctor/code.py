@@ -5,7 +5,7 @@ from pathlib import Path
 
 from powertrain.doctor.fatbin import Code, codes, fatbins
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine
+from powertrain.runtime.machine import Machine
 
 # library: where its GPU code lies, from a folder of installed packages
 LIBRARIES = {
@@ -29,7 +29,7 @@ LIBRARIES = {
 def code(machine: Machine) -> Iterator[Finding]:
     """A finding for each library with GPU code: SASS and PTX apart, and the verdict for every arch here."""
     archs = sorted({gpu.arch for gpu in machine.gpus if gpu.arch})
-    found = False
+    has_library = False
     for library, patterns in LIBRARIES.items():
         held = {}
         for file in _files(machine, patterns):
@@ -37,14 +37,14 @@ def code(machine: Machine) -> Iterator[Finding]:
                 if inside := codes(file):
                     held[file] = inside
             except (ValueError, OSError) as error:
-                found = True
+                has_library = True
                 yield Finding(
                     "problem", f"{library}: {error}", fix=f"install {library} again: pip install --force-reinstall"
                 )
         if held:
-            found = True
+            has_library = True
             yield _verdict(machine, library, held, archs)
-    if not found:
+    if not has_library:
         yield Finding("ok", f"none of {', '.join(LIBRARIES)} has GPU code here")
 
 
@@ -58,7 +58,7 @@ def _verdict(machine: Machine, library: str, held: dict[Path, frozenset[Code]], 
     says, evidence = f"{library}: {describe(everything)}", tuple(f"{file}: {describe(c)}" for file, c in held.items())
     verdicts = {arch: judge(everything, arch) for arch in archs}
     names = {gpu.arch: gpu.name for gpu in machine.gpus}
-    told = "; ".join(f"your {names[arch]} (sm_{arch}): {words}" for arch, (_, words) in verdicts.items() if words)
+    verdict = "; ".join(f"your {names[arch]} (sm_{arch}): {words}" for arch, (_, words) in verdicts.items() if words)
     without = {arch: _without(held, arch) for arch in archs}
     evidence += tuple(f"sm_{arch}: {words}" for arch, words in without.items() if words)
     levels = [level for level, _ in verdicts.values()]
@@ -67,10 +67,12 @@ def _verdict(machine: Machine, library: str, held: dict[Path, frozenset[Code]], 
         f'TORCH_CUDA_ARCH_LIST="{" ".join(f"{arch // 10}.{arch % 10}" for arch in archs)}"'
     )
     if "problem" in levels:
-        return Finding("problem", f"{says}; {told}", evidence, fix)
+        return Finding("problem", f"{says}; {verdict}", evidence, fix)
     if "warning" in levels:
-        return Finding("warning", f"{says}; {told}", evidence, f"{fix} (or wait once: the driver caches its compiles)")
-    return Finding("ok", f"{says}; {told}" if told else says, evidence)
+        return Finding(
+            "warning", f"{says}; {verdict}", evidence, f"{fix} (or wait once: the driver caches its compiles)"
+        )
+    return Finding("ok", f"{says}; {verdict}" if verdict else says, evidence)
 
 
 def describe(held: frozenset[Code]) -> str:

@@ -15,7 +15,8 @@ _parser = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_pa
 Language = Literal["en", "zh"]
 
 TAIL = 6  # a log that stops, stops within its last lines
-_LINE = 2000  # characters of a line that are searched: a compiler's command line can be longer than a book
+# characters of a line that are searched: a compiler's command line can be longer than a book
+_LINE = 2000
 _LINE_BYTES = 4 * _LINE
 
 # lines that contain "error" without information: they surround the real error
@@ -54,8 +55,8 @@ class Diagnosis:
         return self._fill(self.cause.fix if language == "en" else self.cause.fix_zh)
 
     def _fill(self, words: str) -> str:
-        for name, found in self.groups.items():
-            words = words.replace("{" + name + "}", found)
+        for name, text in self.groups.items():
+            words = words.replace("{" + name + "}", text)
         return words
 
 
@@ -91,7 +92,7 @@ class Log:
     def lines_matching(self, pattern: "re.Pattern[bytes]") -> Iterator[int]:
         """The same for a pattern, which sees everything in lower case."""
         lower = self.data.lower()
-        return self._lines(lambda start: found.start() if (found := pattern.search(lower, start)) else -1)
+        return self._lines(lambda start: match.start() if (match := pattern.search(lower, start)) else -1)
 
     def _lines(self, find: Callable[[int], int]) -> Iterator[int]:
         at = find(0)
@@ -106,9 +107,9 @@ class Log:
 def diagnose(text: "str | bytes | Log") -> list[Diagnosis]:
     """Every known cause in a text, root causes first; empty: none is known. 100 MB take seconds."""
     log = text if isinstance(text, Log) else Log(text)
-    found = [one for cause in CAUSES if (one := _search(cause, log))]
-    names = {diagnosis.cause.name for diagnosis in found}
-    return [diagnosis for diagnosis in found if not _covered(diagnosis.cause.name, names)]
+    diagnoses = [one for cause in CAUSES if (one := _search(cause, log))]
+    names = {diagnosis.cause.name for diagnosis in diagnoses}
+    return [diagnosis for diagnosis in diagnoses if not _covered(diagnosis.cause.name, names)]
 
 
 # of two causes that one text can show, the second says less
@@ -130,7 +131,7 @@ def _covered(name: str, names: set[str]) -> bool:
 def _search(cause: Cause, log: Log) -> Diagnosis | None:
     if cause.last:
         return _search_tail(cause, log)
-    first = min(_matching(cause.pattern, log), key=lambda found: found[0], default=None)
+    first = min(_matching(cause.pattern, log), key=lambda pair: pair[0], default=None)
     if first is None or (cause.also and not any(_matching(cause.also, log))):
         return None
     return _diagnosis(cause, log, *first)
@@ -155,7 +156,7 @@ def _matching(pattern: str, log: Log) -> Iterator[tuple[int, re.Match[str]]]:
 
 
 def _diagnosis(cause: Cause, log: Log, start: int, match: re.Match[str]) -> Diagnosis:
-    groups = {name: found for name, found in match.groupdict().items() if found}
+    groups = {name: text for name, text in match.groupdict().items() if text}
     return Diagnosis(cause, log.number(start), match.string.strip(), groups)
 
 
@@ -163,10 +164,10 @@ def _diagnosis(cause: Cause, log: Log, start: int, match: re.Match[str]) -> Diag
 def literals_of(pattern: str) -> tuple[bytes, ...]:
     """Literals of which every match of a regular expression holds at least one: a prefilter, which is
     hundreds of times faster. Raises ValueError if there are none."""
-    found = _literals(_parser.parse(pattern))
-    if not all(found):
+    literals = _literals(_parser.parse(pattern))
+    if not all(literals):
         raise ValueError(f"{pattern!r} must hold a literal in each of its alternatives")
-    return tuple(literal.encode() for literal in dict.fromkeys(found))
+    return tuple(literal.encode() for literal in dict.fromkeys(literals))
 
 
 def _literals(parts: Any) -> list[str]:
@@ -209,8 +210,8 @@ def attention_call(text: "str | bytes | Log") -> list[str] | None:
     config = next(filter(None, (re.search(r"Running with config=(\{.*\})\s*$", line) for line in lines)), None)
     if not config:
         return None
-    found = dict(re.findall(r"'(\w+)': (?:'([^']*)'|.)", config[1])) | dict(re.findall(r"'(\w+)': (-?\d+)", config[1]))
-    sizes = {**found, **dict(re.findall(r"'(max_seqlen_\w+)': (?:tensor\()?(\d+)", config[1]))}
+    logged = dict(re.findall(r"'(\w+)': (?:'([^']*)'|.)", config[1])) | dict(re.findall(r"'(\w+)': (-?\d+)", config[1]))
+    sizes = {**logged, **dict(re.findall(r"'(max_seqlen_\w+)': (?:tensor\()?(\d+)", config[1]))}
     layout = _LAYOUT.search(sizes.get("qkv_layout", ""))
     dtype = re.search(r"'qkv_dtype': torch\.(\w+)", config[1])
     window = re.search(r"'window_size': \((-?\d+), (-?\d+)\)", config[1])
@@ -218,28 +219,28 @@ def attention_call(text: "str | bytes | Log") -> list[str] | None:
 
 
 def _options(
-    found: dict[str, str], layout: re.Match[str] | None, dtype: re.Match[str] | None, window: re.Match[str] | None
+    logged: dict[str, str], layout: re.Match[str] | None, dtype: re.Match[str] | None, window: re.Match[str] | None
 ) -> Iterator[str]:
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    causal = "causal" in found.get("attn_mask_type", "")
+    causal = "causal" in logged.get("attn_mask_type", "")
     wide = window is None or (window[1] == "-1" and window[2] in ("-1", "0"))
-    flash = found.get("flash_attn_version", "")
+    flash = logged.get("flash_attn_version", "")
     options = {
         "--as": "transformer-engine",
-        "--version": found.get("transformer_engine_version", "").split("+")[0],
-        "--arch": found.get("compute_capability", "").replace("sm", "sm_"),
-        "--head-dim-qk": found.get("head_dim_qk", found.get("head_dim")),
-        "--head-dim-v": found.get("head_dim_v", found.get("head_dim")),
-        "--heads": found.get("num_heads"),
-        "--kv-heads": found.get("num_gqa_groups"),
-        "--batch": found.get("batch_size"),
-        "--seqlen": found.get("max_seqlen_q"),
-        "--seqlen-k": found.get("max_seqlen_kv"),
+        "--version": logged.get("transformer_engine_version", "").split("+")[0],
+        "--arch": logged.get("compute_capability", "").replace("sm", "sm_"),
+        "--head-dim-qk": logged.get("head_dim_qk", logged.get("head_dim")),
+        "--head-dim-v": logged.get("head_dim_v", logged.get("head_dim")),
+        "--heads": logged.get("num_heads"),
+        "--kv-heads": logged.get("num_gqa_groups"),
+        "--batch": logged.get("batch_size"),
+        "--seqlen": logged.get("max_seqlen_q"),
+        "--seqlen-k": logged.get("max_seqlen_kv"),
         "--layout": layout[1] if layout else None,
         "--dtype": short.get(dtype[1]) if dtype else None,
-        "--mask": found.get("attn_mask_type"),
+        "--mask": logged.get("attn_mask_type"),
         "--window": None if wide or window is None else f"{window[1]},{0 if causal else window[2]}",
-        "--cudnn": found.get("cudnn_version"),
+        "--cudnn": logged.get("cudnn_version"),
         "--flash-attn": "none" if flash == "not installed" else flash.split("+")[0],
     }
     for name, value in options.items():
@@ -249,6 +250,6 @@ def _options(
 
 def _switches(log: Log) -> Iterator[str]:
     lines = map(log.line_at, log.lines_with(b"NVTE_"))
-    found = (switch for line in lines for switch in re.findall(r"\b(NVTE_(?:FLASH|FUSED|UNFUSED)_ATTN=\d)", line))
-    for switch in dict.fromkeys(found):
+    switches = (switch for line in lines for switch in re.findall(r"\b(NVTE_(?:FLASH|FUSED|UNFUSED)_ATTN=\d)", line))
+    for switch in dict.fromkeys(switches):
         yield from ("--set", switch)

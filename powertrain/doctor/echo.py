@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine, Ran
+from powertrain.runtime.machine import Machine, Ran
 
-SECONDS = 60.0  # for both ranks, imports of torch included; a healthy machine takes 5
+# for both ranks, imports of torch included; a healthy machine takes 5
+SECONDS = 60.0
 
 # the program of each rank, in its own process so that a hang can be ended
 _RANK = """

@@ -58,8 +58,8 @@ def sections(data: mmap.mmap) -> list[Section]:
     for index, row in enumerate(rows):
         if row[1] not in (_NOTHING, _NO_BITS) and row[4] + row[5] > len(data):
             raise _Damaged(f"got a section that ends behind its {len(data)} bytes, at byte {table + index * entry}")
-    found = [Section(_text(data, names_at + row[0]), row[1], row[4], row[5], row[6]) for row in rows]
-    return [section for section in found if section.type not in (_NOTHING, _NO_BITS)]
+    everything = [Section(_text(data, names_at + row[0]), row[1], row[4], row[5], row[6]) for row in rows]
+    return [section for section in everything if section.type not in (_NOTHING, _NO_BITS)]
 
 
 def in_turn(data: mmap.mmap, wanted: Iterable[Section]) -> Iterator[Section]:

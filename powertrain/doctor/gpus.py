@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine
+from powertrain.runtime.machine import Machine
 
 # the oldest Linux driver of a CUDA major version under minor-version compatibility
 # source: CUDA Compatibility, "CUDA minor version compatibility", docs.nvidia.com/deploy/cuda-compatibility
@@ -108,8 +108,8 @@ def clocks(machine: Machine) -> Iterator[Finding]:
         if ran and not ran.status:
             break
     else:
-        said = (ran.output.strip()[:200],) if ran else ()
-        yield Finding("warning", "nvidia-smi does not report what limits the clocks", said, "update the driver")
+        output = (ran.output.strip()[:200],) if ran else ()
+        yield Finding("warning", "nvidia-smi does not report clock limits", output, "update the driver")
         return
     lines = [re.split(r"\s*,\s*", line.strip()) for line in ran.output.splitlines() if line.strip()]
     slow = [finding for line in lines if (finding := _slow(line))]

@@ -1,4 +1,4 @@
-"""Are the hosts of a hostfile ready to train together? Names, ssh without a password, versions, the meeting place.
+"""Are the hosts of a hostfile ready to train together? Names, ssh without a password, versions, the rendezvous address.
 
 A line of a hostfile is a host, with its GPUs after it: `node1 slots=8` (DeepSpeed, Open MPI), `node1:8` (MPICH), or the
 name alone. The first host is where rank 0 runs.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine
+from powertrain.runtime.machine import Machine
 
 SSH_SECONDS = 5
 _MOST = 4 << 20  # bytes of a hostfile
@@ -52,7 +52,8 @@ def read_hostfile(file: Path) -> list[Host]:
         match = re.fullmatch(r"([\w.\-]+)(?::(\d+)|\s+(?:slots|max_slots)\s*=\s*(\d+).*)?", text)
         if not match:
             raise ValueError(f"{file}:{number}: must be HOST, HOST:N or HOST slots=N, got {text[:200]!r}")
-        if match[1].startswith("-"):  # to ssh, and to mpiexec, it would be an option
+        # to ssh, and to mpiexec, it would be an option
+        if match[1].startswith("-"):
             raise ValueError(f"{file}:{number}: a host must not begin with '-', got {match[1][:200]!r}")
         slots = match[2] or match[3]
         if slots and len(slots) > 6:
@@ -89,7 +90,7 @@ def hosts(machine: Machine, file: Path) -> Iterator[Finding]:
     answers = {host: answer for host, answer in asked.items() if isinstance(answer, dict)}
     yield from _versions(answers)
     if len(answers) == len(listed):
-        yield from _meeting(machine, listed, {host: len(answer["gpus"]) for host, answer in answers.items()})
+        yield from _rendezvous(machine, listed, {host: len(answer["gpus"]) for host, answer in answers.items()})
 
 
 def ask(machine: Machine, host: Host) -> dict[str, Any] | str:
@@ -146,7 +147,7 @@ def _versions(answers: dict[Host, dict[str, Any]]) -> Iterator[Finding]:
         yield Finding("ok", f"the same versions on {len(answers)} hosts")
 
 
-def _meeting(machine: Machine, listed: list[Host], gpus: dict[Host, int]) -> Iterator[Finding]:
+def _rendezvous(machine: Machine, listed: list[Host], gpus: dict[Host, int]) -> Iterator[Finding]:
     """Whether every host reaches the first one's port, and the lines that start a job."""
     first, port = listed[0].name, machine.variables.get("MASTER_PORT", "29500")
     address = machine.variables.get("MASTER_ADDR", first)
@@ -195,16 +196,16 @@ def _reach(machine: Machine, listed: list[Host], address: str, port: int) -> Ite
     with ThreadPoolExecutor(len(others) + 1) as pool:
         listening = pool.submit(remote, listed[0], _LISTEN, str(port), "15", str(len(others)))
         replies = list(pool.map(lambda host: remote(host, _CONNECT, address, str(port), "10"), others))
-        said = listening.result()
-    if "TAKEN" in said:
+        output = listening.result()
+    if "TAKEN" in output:
         fix = "export MASTER_PORT=" + str(port + 1)
-        yield Finding("problem", f"port {port} of {listed[0].name} is taken", (said.strip(),), fix)
+        yield Finding("problem", f"port {port} of {listed[0].name} is taken", (output.strip(),), fix)
         return
     missed = {host.name: reply.strip() for host, reply in zip(others, replies, strict=True) if "REACHED" not in reply}
     if missed:
         says = f"{', '.join(missed)} cannot reach {address}:{port}"
         fix = f"open port {port} (and NCCL's) between the hosts; or set MASTER_ADDR to an address they share"
-        yield Finding("problem", says, tuple(f"{host}: {said}" for host, said in missed.items()), fix)
+        yield Finding("problem", says, tuple(f"{host}: {output}" for host, output in missed.items()), fix)
     else:
         yield Finding("ok", f"{address}:{port} is reached from every host")
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import NETWORK_FILE_SYSTEMS, Machine
 from powertrain.runtime.compile.kernel_store import Damaged, Store, default_root, distrust
 from powertrain.runtime.errors import StoreError
+from powertrain.runtime.machine import NETWORK_FILE_SYSTEMS, Machine
 
 
 def kernel_store(machine: Machine) -> Iterator[Finding]:

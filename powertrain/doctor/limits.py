@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine
 from powertrain.runtime import jobs
+from powertrain.runtime.machine import Machine
 
 GIB = 2**30
-SHARED_MEMORY = 1 * GIB  # of /dev/shm. Docker gives 64 MiB; NCCL alone takes about 10 MB for each pair of GPUs
+# of /dev/shm. Docker gives 64 MiB; NCCL alone takes about 10 MB for each pair of GPUs
+SHARED_MEMORY = 1 * GIB
 OPEN_FILES, PROCESSES, DISK = 4096, 4096, 10 * GIB
 
 
@@ -40,7 +41,7 @@ def ulimits(machine: Machine, limits: dict[str, int] | None = None) -> Iterator[
     """limits: soft limits of open files and processes, and of locked memory; looked up by default. -1: none."""
     names = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
     soft = limits if limits is not None else {name: resource.getrlimit(number)[0] for name, number in names.items()}
-    told = tuple(f"{name}: {'unlimited' if value < 0 else value}" for name, value in soft.items())
+    evidence = tuple(f"{name}: {'unlimited' if value < 0 else value}" for name, value in soft.items())
     low = False
     for name, least, letter, why in (
         ("nofile", OPEN_FILES, "n", "DataLoader workers and many ranks run out of file descriptors"),
@@ -48,15 +49,17 @@ def ulimits(machine: Machine, limits: dict[str, int] | None = None) -> Iterator[
     ):
         if 0 <= soft[name] < least:
             low = True
-            yield Finding("warning", f"ulimit -{letter} is {soft[name]}: {why}", told, f"ulimit -{letter} 65536")
+            yield Finding("warning", f"ulimit -{letter} is {soft[name]}: {why}", evidence, f"ulimit -{letter} 65536")
     if 0 <= soft["memlock"] < 64 * 2**20 and any(machine.path("/sys/class/infiniband").glob("*")):
         low = True
         says = (
             "locked memory is limited, and InfiniBand registers all it sends: NCCL fails with 'Cannot allocate memory'"
         )
-        yield Finding("problem", says, told, "docker run --ulimit memlock=-1; else 'memlock unlimited' in limits.conf")
+        yield Finding(
+            "problem", says, evidence, "docker run --ulimit memlock=-1; else 'memlock unlimited' in limits.conf"
+        )
     if not low:
-        yield Finding("ok", ", ".join(told))
+        yield Finding("ok", ", ".join(evidence))
 
 
 def container(machine: Machine) -> Iterator[Finding]:

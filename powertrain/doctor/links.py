@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine
+from powertrain.runtime.machine import Machine
 
 
 def links(machine: Machine) -> Iterator[Finding]:
@@ -14,8 +14,8 @@ def links(machine: Machine) -> Iterator[Finding]:
         return
     topology = machine.run(["nvidia-smi", "topo", "-m"], 20.0)
     if topology is None or topology.status:
-        said = (topology.output.strip()[:200],) if topology else ()
-        yield Finding("warning", "the links between GPUs are unknown", said, "nvidia-smi topo -m")
+        output = (topology.output.strip()[:200],) if topology else ()
+        yield Finding("warning", "the links between GPUs are unknown", output, "nvidia-smi topo -m")
         return
     pairs = matrix(topology.output)
     nvlink = [pair for pair, link in pairs.items() if link.startswith("NV")]
@@ -50,12 +50,14 @@ def _peers(machine: Machine) -> Iterator[Finding]:
     ran = machine.run(["nvidia-smi", "topo", "-p2p", "r"], 20.0)
     if ran is None or ran.status:
         return
-    without = {pair: said for pair, said in matrix(ran.output).items() if said != "OK"}
+    without = {pair: output for pair, output in matrix(ran.output).items() if output != "OK"}
     if not without:
         yield Finding("ok", "every GPU can read every other's memory (P2P)")
         return
-    (one, other), said = next(iter(without.items()))
-    says = f"{len(without)} pairs of GPUs have no peer access (GPU {one} and {other}: {said}): NCCL copies via the CPU"
+    (one, other), output = next(iter(without.items()))
+    says = (
+        f"{len(without)} pairs of GPUs have no peer access (GPU {one} and {other}: {output}): NCCL copies via the CPU"
+    )
     fix = "normal for GeForce cards without NVLink; else turn off ACS and the IOMMU in the BIOS"
     yield Finding("warning", says, tuple(ran.output.rstrip().splitlines()[: len(machine.gpus) + 1]), fix)
 

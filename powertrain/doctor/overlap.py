@@ -12,9 +12,10 @@ from packaging.version import Version
 
 from powertrain.doctor.finding import Check, Finding
 from powertrain.doctor.links import matrix, multicast_lacks
-from powertrain.doctor.machine import Machine
+from powertrain.runtime.machine import Machine
 
-_NO_MPI = Version("1.9.0")  # pull request 901: before it Userbuffers starts over MPI alone
+# pull request 901: before it Userbuffers starts over MPI alone
+_NO_MPI = Version("1.9.0")
 _OPTIONAL = Version("0.8.0")  # pull request 147: Userbuffers came
 
 _COPY = """
@@ -37,7 +38,7 @@ def hardware(machine: Machine) -> Iterator[Finding]:
         return
     peers = machine.run(["nvidia-smi", "topo", "-p2p", "r"], 20.0)
     pairs = matrix(peers.output) if peers and not peers.status else {}
-    without = [pair for pair, said in pairs.items() if said != "OK"]
+    without = [pair for pair, output in pairs.items() if output != "OK"]
     if without or not pairs:
         words = f"GPU {without[0][0]} cannot read GPU {without[0][1]}" if without else "peer access is unknown"
         fix = "without it chunked NCCL collectives are the best there is; see the check `links`"
@@ -58,9 +59,11 @@ def _rate(machine: Machine) -> Iterator[Finding]:
             "ok", f"GPU 0 to GPU 1: {float(measured[1]):.0f} GB/s measured" + (f"; {nominal}" if speeds else "")
         )
     elif ran is not None:
-        said = tuple(ran.output.strip().splitlines()[-2:])
+        output = tuple(ran.output.strip().splitlines()[-2:])
         says = "a copy from GPU 0 to GPU 1 failed" if ran.status != 124 else "a copy from GPU 0 to GPU 1 hangs"
-        yield Finding("problem", says, said, "turn off ACS and the IOMMU, or set NCCL_P2P_DISABLE=1 to live without it")
+        yield Finding(
+            "problem", says, output, "turn off ACS and the IOMMU, or set NCCL_P2P_DISABLE=1 to live without it"
+        )
     elif speeds:
         yield Finding("ok", nominal)
 
@@ -118,11 +121,11 @@ def _multicast(machine: Machine) -> Iterator[Finding]:
 
 
 def _connections(machine: Machine) -> Iterator[Finding]:
-    found = machine.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if found == "1":
+    value = machine.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if value == "1":
         yield Finding("ok", "CUDA_DEVICE_MAX_CONNECTIONS=1")
     else:
-        says = f"CUDA_DEVICE_MAX_CONNECTIONS must be 1, or kernels start in another order; got {found or 'nothing'}"
+        says = f"CUDA_DEVICE_MAX_CONNECTIONS must be 1, or kernels start in another order; got {value or 'nothing'}"
         yield Finding("problem", says, fix="export CUDA_DEVICE_MAX_CONNECTIONS=1")
 
 

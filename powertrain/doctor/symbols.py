@@ -10,7 +10,7 @@ from powertrain.doctor.builds import build_folders
 from powertrain.doctor.code import LIBRARIES
 from powertrain.doctor.elf import opened, symbols
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine
+from powertrain.runtime.machine import Machine
 
 _OURS = re.compile(rb"_ZNK?(?:3c10|2at|5torch|6caffe2)")  # C++ names of torch's own namespaces
 
@@ -32,7 +32,7 @@ def undefined(machine: Machine) -> Iterator[Finding]:
             fix = f"pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps {library}"
             yield Finding("problem", says, evidence, fix)
         else:
-            yield Finding("ok", f"{library} finds in torch {version} what it was linked against")
+            yield Finding("ok", f"{library} finds its symbols in torch {version}")
     for folder, files in built.items():
         if evidence := _missing(files, there):
             says = f"{folder} was built for another torch than {version}; ninja sees its sources unchanged and keeps it"

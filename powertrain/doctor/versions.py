@@ -8,7 +8,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Machine
+from powertrain.runtime.machine import Machine
 
 SHOWN = ("torch", "triton", "transformer-engine", "flash-attn", "xformers", "apex", "deepspeed", "vllm", "numpy")
 
@@ -90,16 +90,16 @@ _TWICE = {"cuDNN": "libcudnn.so.*", "the CUDA runtime": "libcudart.so.*", "NCCL"
 def twice(machine: Machine) -> Iterator[Finding]:
     """Shared libraries that a process could load from two places, in two versions."""
     clean = True
-    for what, pattern in _TWICE.items():
+    for library, pattern in _TWICE.items():
         own, chosen, system = (_first(folders, pattern) for folders in _folders(machine))
         before = _other_versions(chosen, own or system)
         if before:
             clean = False
-            says = f"{what} is here in several versions, and LD_LIBRARY_PATH puts {before[0].name} before the others"
+            says = f"{library} is here in several versions, and LD_LIBRARY_PATH puts {before[0].name} before the others"
             yield Finding("problem", says, _shown(own, chosen, system), "unset LD_LIBRARY_PATH")
         elif _other_versions(own + system, own):
             clean = False
-            says = f"{what} is here in several versions; whichever is loaded first serves the whole process"
+            says = f"{library} is here in several versions; whichever is loaded first serves the whole process"
             fix = "import torch before anything else; uninstall the package or system library that torch does not need"
             yield Finding("warning", says, _shown(own, chosen, system), fix)
     if clean:
@@ -118,8 +118,8 @@ def _folders(machine: Machine) -> tuple[list[Path], list[Path], list[Path]]:
 
 def _first(folders: list[Path], pattern: str) -> list[Path]:
     """The library of each folder, as the file it is."""
-    found = (sorted(folder.glob(pattern), key=lambda file: len(file.name))[:1] for folder in folders)
-    return list(dict.fromkeys(file.resolve() for files in found for file in files))
+    matches = (sorted(folder.glob(pattern), key=lambda file: len(file.name))[:1] for folder in folders)
+    return list(dict.fromkeys(file.resolve() for files in matches for file in files))
 
 
 def _other_versions(files: list[Path], than: list[Path]) -> list[Path]:
@@ -128,8 +128,8 @@ def _other_versions(files: list[Path], than: list[Path]) -> list[Path]:
     return [file for file in files if sizes and file.stat().st_size not in sizes]
 
 
-def _shown(*places: list[Path]) -> tuple[str, ...]:
-    return tuple(str(file) for files in places for file in files)
+def _shown(*groups: list[Path]) -> tuple[str, ...]:
+    return tuple(str(file) for files in groups for file in files)
 
 
 CHECKS = (

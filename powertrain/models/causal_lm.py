@@ -41,7 +41,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.dropout = config, dropout
-        self.spread = Unsharded()
+        self.sharding = Unsharded()
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned_positions else None
         self.layers = nn.ModuleList(layers)
@@ -66,17 +66,17 @@ class CausalLM(nn.Module):
         logits_at: Tensor | None = None,
         z_loss: float = 0.0,
     ) -> Tensor:
-        states = self.hidden_states(tokens, self.spread.context(tokens, Context(position_ids, document_ids, cache)))
+        states = self.hidden_states(tokens, self.sharding.context(tokens, Context(position_ids, document_ids, cache)))
         if cache is not None:
             cache.advance(tokens.shape[1] if lengths is None else lengths)
         head = partial(_head, self.embed.weight, None) if self.head is None else self.head
         if labels is None:
-            states = self.spread.gathered(states, tokens)
+            states = self.sharding.gather_states(states, tokens)
         if logits_at is not None:
             states = states[torch.arange(len(states), device=states.device), logits_at]
         if labels is None:
             return head(states)
-        return self.spread.loss(partial(head, z_loss=z_loss), states, labels)
+        return self.sharding.loss(partial(head, z_loss=z_loss), states, labels)
 
     def hidden_states(self, tokens: Tensor, context: Context) -> Tensor:
         """The head's input [B, S, hidden_size]; under tensor parallelism this rank's tokens [t, hidden_size]."""
@@ -85,16 +85,16 @@ class CausalLM(nn.Module):
             x, residual = layer(x, residual, context)
         if residual is not None and self.dropout and self.training:
             x, residual = bias_dropout_add(x, None, residual, self.dropout), None
-        x, residual = self.spread.left(x), None if residual is None else self.spread.left(residual)
+        x, residual = self.sharding.after_layers(x), None if residual is None else self.sharding.after_layers(residual)
         if self.norm is None:
             return x if residual is None else x + residual
         return self.norm(x) if residual is None else self.norm(x, residual)[0]
 
     def _embedded(self, tokens: Tensor, context: Context) -> Tensor:
-        x = self.embed(self.spread.own(tokens, tokens))
+        x = self.embed(self.sharding.local_part(tokens, tokens))
         if self.positions is not None:
-            x = x + self.positions(self.spread.own(_positions(tokens, context), tokens))
-        return self.spread.entered(F.dropout(x, self.dropout, self.training) if self.dropout else x)
+            x = x + self.positions(self.sharding.local_part(_positions(tokens, context), tokens))
+        return self.sharding.before_layers(F.dropout(x, self.dropout, self.training) if self.dropout else x)
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
@@ -114,19 +114,19 @@ class Unsharded:
         """The `Context` of layers for `tokens` [B, S]."""
         return context
 
-    def own(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def local_part(self, x: Tensor, tokens: Tensor) -> Tensor:
         """This rank's part of x [B, S] or [S], which has one value for each of `tokens` [B, S]."""
         return x
 
-    def entered(self, x: Tensor) -> Tensor:
-        """The stream before the first layer."""
+    def before_layers(self, x: Tensor) -> Tensor:
+        """The residual stream before the first layer."""
         return x
 
-    def left(self, x: Tensor) -> Tensor:
-        """The stream after the last layer."""
+    def after_layers(self, x: Tensor) -> Tensor:
+        """The residual stream after the last layer."""
         return x
 
-    def gathered(self, states: Tensor, tokens: Tensor) -> Tensor:
+    def gather_states(self, states: Tensor, tokens: Tensor) -> Tensor:
         """The head's input for all `tokens`: [B, S, D]."""
         return states
 

@@ -160,14 +160,14 @@ def _moe(config: Config) -> MoE:
 
 # modules that tensor parallelism shards in a layer (parallelize.py); experts run on their token's rank
 TENSOR_PLAN = {
-    "attention_norm": "own",
-    "mlp_norm": "own",
+    "attention_norm": "replicated",
+    "mlp_norm": "replicated",
     "attention.q": "columns",
-    "attention.q_down": "own",
-    "attention.q_norm": "own",
+    "attention.q_down": "replicated",
+    "attention.q_norm": "replicated",
     "attention.q_up": "columns",
-    "attention.kv_down": "own",
-    "attention.kv_norm": "own",
+    "attention.kv_down": "replicated",
+    "attention.kv_norm": "replicated",
     "attention.kv_up": "columns",
     "attention.out": "rows",
     "mlp.gate": "columns",

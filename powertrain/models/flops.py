@@ -13,6 +13,7 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
     """Forward and backward of one token in a sequence of `seq_length`. Experts count as often as a token meets them."""
     config: Any = model.config
     products = sum(_weights_met(module) for module in model.modules())
+    # a tied head is no module of its own
     if config.tie_embeddings:
         products += config.vocab_size * config.hidden_size
     scores = sum(_score_channels(module, seq_length) for module in model.modules())

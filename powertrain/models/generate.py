@@ -76,10 +76,12 @@ def stream(
     cache = model.new_cache(len(prompts), longest + max_new_tokens)
     lengths = torch.tensor([len(p) for p in prompts], dtype=torch.int32, device=device)
     padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
+    # the head computes one position a row, each prompt's last token
     logits = model(padded, cache=cache, lengths=lengths, logits_at=lengths.long() - 1)
     for number in range(max_new_tokens):
         tokens = sampler(logits)
         yield tokens
+        # the last token needs no forward
         if number + 1 < max_new_tokens:
             logits = model(tokens[:, None], cache=cache)[:, -1]
 
@@ -99,7 +101,7 @@ def generate(
         steps.append(tokens)
         if eod is not None:
             ended = tokens == eod if ended is None else ended | (tokens == eod)
-            # now and then, since looking waits for the device
+            # every 16 tokens, because reading the result waits for the device
             if len(steps) % 16 == 0 and bool(ended.all()):
                 break
     rows = torch.stack(steps, 1).tolist() if steps else [[] for _ in prompts]

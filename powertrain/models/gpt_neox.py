@@ -116,8 +116,8 @@ def _norm(config: Config) -> nn.Module:
 
 # modules that tensor parallelism shards in a layer (parallelize.py)
 TENSOR_PLAN = {
-    "attention_norm": "own",
-    "mlp_norm": "own",
+    "attention_norm": "replicated",
+    "mlp_norm": "replicated",
     "attention.qkv": "columns",
     "attention.out": "rows",
     "mlp.gate": "columns",
@@ -190,9 +190,9 @@ def to_hf_config(config: Config) -> dict[str, Any]:
 
     Raises ValueError naming the field that neither has.
     """
-    twin = hf_twin(config)
-    if isinstance(twin, llama.Config):
-        return llama.to_hf_config(twin)
+    equivalent = hf_equivalent(config)
+    if isinstance(equivalent, llama.Config):
+        return llama.to_hf_config(equivalent)
     acts = {ours: theirs for theirs, ours in reversed(_HF_ACTIVATIONS.items())}
     return {
         "architectures": ["GPTNeoXForCausalLM"],
@@ -219,7 +219,7 @@ def to_hf_config(config: Config) -> dict[str, Any]:
     }
 
 
-def hf_twin(config: Config) -> Config | llama.Config:
+def hf_equivalent(config: Config) -> Config | llama.Config:
     """The config itself if GPTNeoXForCausalLM computes it, or the same model as a Llama; ValueError if neither."""
     neox = _lacks(config, {
         "norm": ("layer_norm",), "norm_bias": (True,), "activation": tuple(_HF_ACTIVATIONS.values()),

@@ -64,7 +64,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 def to_hf(config: ModelConfig, tensors: Named) -> Iterator[tuple[str, Tensor]]:
     """A state dict's tensors under Hugging Face's names and in its layout: views where possible."""
-    module = architecture(hf_twin(config).architecture)
+    module = architecture(hf_equivalent(config).architecture)
     for name, tensor in tensors:
         yield from module.hf_parts(config, name, tensor)
 
@@ -89,11 +89,11 @@ def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tupl
         yield name, tensor
 
 
-def _check_names(config: ModelConfig, module: Any, wanted: set[str], found: set[str]) -> None:
+def _check_names(config: ModelConfig, module: Any, wanted: set[str], present: set[str]) -> None:
     left_out = re.compile(module.HF_LEFT_OUT.format(num_layers=config.num_layers))
     heads = ("lm_head.weight", "embed_out.weight") if config.tie_embeddings else ()
-    unknown = sorted(name for name in found - wanted if name not in heads and not left_out.search(name))
-    missing = sorted(wanted - found)
+    unknown = sorted(name for name in present - wanted if name not in heads and not left_out.search(name))
+    missing = sorted(wanted - present)
     if missing or unknown:
         raise ValueError(
             f"checkpoint must have the tensors of its config; missing {missing[:5]}, unknown {unknown[:5]}"
@@ -103,15 +103,15 @@ def _check_names(config: ModelConfig, module: Any, wanted: set[str], found: set[
 def shapes(config: ModelConfig) -> dict[str, Tensor]:
     """The state dict of `build(config)`, on the meta device."""
     with torch.device("meta"):
-        found: dict[str, Tensor] = architecture(config.architecture).Model(config).state_dict()
-    return found
+        state: dict[str, Tensor] = architecture(config.architecture).Model(config).state_dict()
+    return state
 
 
-def hf_twin(config: ModelConfig) -> ModelConfig:
+def hf_equivalent(config: ModelConfig) -> ModelConfig:
     """The config whose architecture has the Hugging Face class: a Llama written as a GPT-NeoX config is a Llama."""
     module = architecture(config.architecture)
-    twin: ModelConfig = module.hf_twin(config) if hasattr(module, "hf_twin") else config
-    return twin
+    equivalent: ModelConfig = module.hf_equivalent(config) if hasattr(module, "hf_equivalent") else config
+    return equivalent
 
 
 def open_tensors(folder: Path) -> Mapping[str, Tensor]:
@@ -162,13 +162,13 @@ class _Safetensors(Mapping[str, Tensor]):
 
 
 def _pickled(files: Iterable[Path]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
         content = load_pickle(file)
         if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
             raise ValueError(f"{file} must be a dictionary of tensors, got something else")
-        found |= content
-    return found
+        tensors |= content
+    return tensors
 
 
 def write(

@@ -31,6 +31,7 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
 def _draw(p: Tensor, name: str, config: ModelConfig, seed: int) -> None:
     method = config.output_init_method if name.endswith(_OUTPUTS) else config.init_method
     generator = torch.Generator(p.device).manual_seed(_seed_of(seed, name))
+    # the whole tensor on every rank, then its shard: values must not depend on the sharding
     full = torch.empty(p.shape, dtype=torch.float32, device=p.device)
     # a stack of experts' weights is as many matrices
     for matrix in full.flatten(0, -3) if full.dim() > 2 else (full,):

@@ -77,11 +77,11 @@ def _block(config: Config, layer: int) -> Block:
 
 # modules that tensor parallelism shards in a layer (parallelize.py)
 TENSOR_PLAN = {
-    "attention_norm": "own",
-    "mlp_norm": "own",
+    "attention_norm": "replicated",
+    "mlp_norm": "replicated",
     "attention.qkv": "columns",
-    "attention.q_norm": "own",
-    "attention.k_norm": "own",
+    "attention.q_norm": "replicated",
+    "attention.k_norm": "replicated",
     "attention.out": "rows",
     "mlp.gate": "columns",
     "mlp.up": "columns",
@@ -175,13 +175,13 @@ def _hf_window(kind: str, values: Mapping[str, Any], layers: int) -> int | None:
             "sliding_attention" if window is not None and layer >= first else "full_attention"
             for layer in range(layers)
         ]
-    found = set(types or ["full_attention"])
-    if found == {"full_attention"}:
+    kinds = set(types or ["full_attention"])
+    if kinds == {"full_attention"}:
         return None
-    if found != {"sliding_attention"} or window is None:
+    if kinds != {"sliding_attention"} or window is None:
         raise ValueError(
             "config.json: layer_types (or max_window_layers) must give all layers full_attention, or all "
-            f"sliding_attention and a sliding_window, got {sorted(found)}"
+            f"sliding_attention and a sliding_window, got {sorted(kinds)}"
         )
     return int(window)
 

@@ -1,14 +1,14 @@
-"""Spread a model over a mesh of processes: tensor parallel, overlapped, then FSDP2, from outside the model.
+"""Shard a model over a mesh of processes: overlapped tensor parallelism, then FSDP2, without changes in the model.
 
     tensor     each rank has some heads and some MLP columns of every layer
-               (powertrain/nn/tensor_parallel/linear.py), and between them some of the tokens: the residual stream, its
-               norms and dropout are spread by tokens
-    expert     of the shard ranks, so many share each layer's experts (powertrain/parallel/experts.py)
+               (powertrain/nn/tensor_parallel/linear.py); the residual stream between them, its norms and dropout are
+               sharded by tokens
+    expert     number of shard ranks among which each layer's experts are divided (powertrain/parallel/experts.py)
     shard      FSDP: a layer's parameters are gathered when it runs;  replicate: copies of that whole arrangement (HSDP)
 
 Modules outside the layers (embeddings, final norm, head) are sharded over shard x tensor together: tensor ranks are
-data-parallel there, each embeds its own tokens and takes them through the head, and no state travels. FSDP averages a
-parameter's gradients over the ranks that share it; `TokenSharding` scales gradients so that this average is right.
+data-parallel there, each computes embedding and head of its own tokens, without communication. FSDP averages a
+parameter's gradients over the ranks that share it; `TokenSharding` scales gradients so that this average is correct.
 """
 
 import warnings
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from powertrain.models.causal_lm import Unsharded
 from powertrain.models.config import ModelConfig
 from powertrain.models.registry import architecture
-from powertrain.models.sequence_sharding import ContextSharding, normalize_labels
+from powertrain.models.sequence_sharding import ContextSharding, mean_of_ranks, normalize_labels
 from powertrain.nn.attention import Context
 from powertrain.nn.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -36,14 +36,14 @@ from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens
 from powertrain.parallel.context.api import context_parallel
 from powertrain.parallel.overlap import Overlap
 
-# a layer hands on the stream that it was given; nothing here writes into it
+# a layer may return its input's residual stream as a view; nothing here writes into it in place
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 AXES = ("replicate", "shard", "context", "tensor")
 
-# of a layer's module. columns, rows: its weight is spread; own: whole on every rank, used on its own tokens or heads;
-# data: tensor ranks are data-parallel in it, each with its own tokens, and its parameters are sharded over them too
-Style = Literal["columns", "rows", "own", "data"]
+# of a layer's module. columns, rows: its weight is sharded; replicated: whole on every rank, applied to the rank's
+# tokens or heads; data: tensor ranks are data-parallel in it, and its parameters are sharded over them too
+Style = Literal["columns", "rows", "replicated", "data"]
 
 
 def parallelize(
@@ -56,18 +56,19 @@ def parallelize(
     transport: str = "auto",
     expert: int = 1,
 ) -> Overlap | None:
-    """Spread a model, on the meta device or not, over a mesh replicate x shard x context x tensor. In place.
+    """Shard a model, on the meta device or not, over a mesh replicate x shard x context x tensor. In place.
 
     Parameters become DTensors; in a forward they are gathered in `param_dtype`, and gradients summed in `reduce_dtype`.
-    mesh        over all ranks; an axis that it does not have has one
-    transport   how states travel between tensor ranks, and rows between those that share experts; see Overlap
-    expert      so many consecutive ranks of `shard` keep a part of each layer's experts each, sharded over the others
+    mesh        over all ranks; a missing axis has size one
+    transport   of tensor ranks and of ranks that share experts; see Overlap
+    expert      number of consecutive `shard` ranks that divide each layer's experts; FSDP shards them over the others
     Returns the tensor ranks' overlap, None if there is one rank.
     Raises ValueError naming the key for sizes that `tensor` does not divide, and for another mesh.
     """
     mesh = _with_all_axes(mesh)
     context = mesh["context"]
-    if context.size() > 1:  # who shares a sequence shares the parameters too
+    # context ranks need the same parameters for parts of one sequence, so FSDP shards over shard x context
+    if context.size() > 1:
         replicas, shards, sequences, tensors = mesh.shape
         names = ("replicate", "shard", "tensor")
         mesh = init_device_mesh(mesh.device_type, (replicas, shards * sequences, tensors), mesh_dim_names=names)
@@ -76,29 +77,30 @@ def parallelize(
     if tensor.size() > 1:
         check_tensor(model.config, tensor.size())
         overlap = Overlap(tensor, transport=transport)
-        apart = _spread_layers(model, tensor)
+        apart = _shard_layers(model, tensor)
         name_layers(model)
-        model.spread = TokenSharding(overlap)
+        model.sharding = TokenSharding(overlap)
         shape = (mesh["replicate"].size(), mesh["shard"].size() * tensor.size())
         whole = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
     if context.size() > 1:
         check_context(model.config, context.size())
-        model.spread = ContextSharding(context_parallel(context), model.spread)
+        model.sharding = ContextSharding(context_parallel(context), model.sharding)
     if mesh["replicate"].size() == 1:
         shard, whole = mesh["shard"], whole["shard"]
     reshard_after_forward = reshard_after_forward and mesh["shard"].size() > 1
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype)
     if expert > 1:
         check_expert(model.config, expert, mesh["shard"].size(), tensor.size())
-        _spread_experts(model, mesh, expert, transport, policy, reshard_after_forward)
+        _shard_experts(model, mesh, expert, transport, policy, reshard_after_forward)
     for module in apart:
         fully_shard(module, mesh=whole, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     for block in model.layers:
         fully_shard(block, mesh=shard, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    # the head's backward follows its forward, and the embedding's needs no weights: they stay gathered until then.
-    # Apart, as the head's gradients are there first, to be summed while the layers run, and the embedding's last
-    outside = [] if model.head is None else [model.embed, model.head]
-    for module in (*outside, model):
+    # not resharded: the head's backward directly follows its forward, and the embedding's needs no weights. Units of
+    # their own, so that the head's gradients are summed while the layers' backward runs (93.0% instead of 92.4% on two
+    # GPUs, docs/log/training.md)
+    root_modules = [] if model.head is None else [model.embed, model.head]
+    for module in (*root_modules, model):
         fully_shard(module, mesh=whole, mp_policy=policy, reshard_after_forward=False)
     return overlap
 
@@ -113,7 +115,7 @@ def _with_all_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def check_tensor(config: ModelConfig, size: int) -> None:
-    """Raise ValueError if the layers cannot be spread over `size` ranks (parallel.tensor)."""
+    """Raise ValueError if the layers cannot be sharded over `size` ranks (parallel.tensor)."""
     divided: dict[str, int] = architecture(config.architecture).divided_by_tensor(config)
     for key, value in divided.items():
         if value % size:
@@ -121,7 +123,7 @@ def check_tensor(config: ModelConfig, size: int) -> None:
 
 
 def check_context(config: ModelConfig, size: int) -> None:
-    """Raise ValueError if sequences cannot be spread over `size` ranks (parallel.context)."""
+    """Raise ValueError if sequences cannot be sharded over `size` ranks (parallel.context)."""
     if config.architecture not in ("gpt_neox", "llama"):
         raise ValueError(f"parallel.context must be 1 for model.architecture {config.architecture}, got {size}")
     if getattr(config, "attention_dropout", 0.0):
@@ -129,7 +131,7 @@ def check_context(config: ModelConfig, size: int) -> None:
 
 
 def check_expert(config: ModelConfig, size: int, shard: int, tensor: int) -> None:
-    """Raise ValueError if experts cannot be spread over `size` of the `shard` ranks (parallel.expert)."""
+    """Raise ValueError if experts cannot be sharded over `size` of the `shard` ranks (parallel.expert)."""
     count = getattr(config, "num_experts", None)
     if count is None:
         raise ValueError(f"parallel.expert must be 1 for model.architecture {config.architecture}, got {size}")
@@ -140,7 +142,7 @@ def check_expert(config: ModelConfig, size: int, shard: int, tensor: int) -> Non
         raise ValueError(f"parallel.expert must be 1 with parallel.tensor {tensor}, got {size}")
 
 
-def _spread_experts(
+def _shard_experts(
     model: Any, mesh: DeviceMesh, size: int, transport: str, policy: MixedPrecisionPolicy, reshard: bool
 ) -> None:
     replicas, shards = mesh["replicate"].size(), mesh["shard"].size() // size
@@ -151,26 +153,26 @@ def _spread_experts(
         experts = getattr(block.mlp, "experts", None)
         if experts is None:
             continue
-        experts.spread(mesh["expert"], transport=transport)
-        # their gradients are sums over the ranks that share them, where all others are averaged
+        experts.shard(mesh["expert"], transport=transport)
+        # an expert's gradient is already summed over the ranks that sent it tokens; FSDP averages all others over them
         _scale_gradients(experts, 1.0 / size)
         fully_shard(experts, mesh=across, mp_policy=policy, reshard_after_forward=reshard and shards > 1)
 
 
-def _spread_layers(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
-    """Spread every layer's modules over the tensor ranks; returns those in which these are data-parallel."""
+def _shard_layers(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
+    """Shard every layer's modules over the tensor ranks; returns those in which these are data-parallel."""
     apart = []
     plan: dict[str, Style] = architecture(model.config.architecture).TENSOR_PLAN
     for block in model.layers:
         for name, style in plan.items():
-            module = _spread_module(block, name, style, mesh)
+            module = _shard_module(block, name, style, mesh)
             apart += [module] if style == "data" and module is not None else []
         block.attention.first_head = mesh.get_local_rank() * block.attention.num_heads // mesh.size()
     return apart
 
 
-def _spread_module(block: nn.Module, name: str, style: Style, mesh: DeviceMesh) -> nn.Module | None:
-    """The module of that name, if the block has it, in place; returns it."""
+def _shard_module(block: nn.Module, name: str, style: Style, mesh: DeviceMesh) -> nn.Module | None:
+    """Replace the module of that name, if the block has it, by its parallel form; returns that."""
     parent, _, last = name.rpartition(".")
     owner = block
     for part in filter(None, parent.split(".")):
@@ -183,9 +185,9 @@ def _spread_module(block: nn.Module, name: str, style: Style, mesh: DeviceMesh) 
             setattr(owner, last, ColumnParallelLinear.from_linear(module, mesh))
         case "rows":
             setattr(owner, last, RowParallelLinear.from_linear(module, mesh))
-        case "own" if isinstance(module, nn.Linear):
+        case "replicated" if isinstance(module, nn.Linear):
             setattr(owner, last, ReplicatedLinear.from_linear(module, mesh))
-        case "own":
+        case "replicated":
             replicate(module, mesh)
         case "data":
             _scale_gradients(module, float(mesh.size()))
@@ -213,23 +215,23 @@ class TokenSharding(Unsharded):
             )
         return context._replace(shape=(tokens.shape[0], tokens.shape[1]))
 
-    def own(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def local_part(self, x: Tensor, tokens: Tensor) -> Tensor:
         return x.expand_as(tokens).flatten().split(self._rows(tokens))[self.overlap.rank]
 
-    def entered(self, x: Tensor) -> Tensor:
+    def before_layers(self, x: Tensor) -> Tensor:
         return _ScaledGradient.apply(x, float(self.overlap.size))
 
-    def left(self, x: Tensor) -> Tensor:
+    def after_layers(self, x: Tensor) -> Tensor:
         return _ScaledGradient.apply(x, 1.0 / self.overlap.size)
 
-    def gathered(self, states: Tensor, tokens: Tensor) -> Tensor:
-        # later operations are the same on every rank, and repeated on each: see `left`
+    def gather_states(self, states: Tensor, tokens: Tensor) -> Tensor:
+        # every rank repeats all later operations, so the gradient here is a full one, not a share: see `after_layers`
         whole = gather_tokens(_ScaledGradient.apply(states, float(self.overlap.size)), self.overlap, self._rows(tokens))
         return whole.unflatten(0, tokens.shape)
 
     def loss(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:
-        part, weight = normalize_labels(self.own(labels, labels), (labels != -100).sum())
-        return _MeanOfRanks.apply(mean_loss(states, part) * (weight * self.overlap.size), self.overlap)
+        part, weight = normalize_labels(self.local_part(labels, labels), (labels != -100).sum())
+        return mean_of_ranks(mean_loss(states, part) * (weight * self.overlap.size), self.overlap.group)
 
     def _rows(self, tokens: Tensor) -> list[int]:
         return list(even_rows(tokens.numel(), self.overlap.size))
@@ -259,17 +261,3 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         return dx * ctx.factor, None
-
-
-class _MeanOfRanks(torch.autograd.Function):
-    """The mean over the ranks of a group; the gradient goes through unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, overlap: Overlap) -> Tensor:
-        total = loss.clone()
-        torch.distributed.all_reduce(total, group=overlap.group)
-        return total / overlap.size
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:
-        return dloss, None

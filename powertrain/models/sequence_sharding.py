@@ -1,4 +1,4 @@
-"""A model's tokens spread over context-parallel ranks: each reads the whole batch and keeps its part of every sequence.
+"""A model's tokens sharded over context-parallel ranks: each reads the batch and keeps its part of every sequence.
 
 Losses are equal on every rank; each differentiates its own part of them, times the number of ranks, so the average over
 the ranks of a parameter's gradients is the gradient of that loss (FSDP computes it).
@@ -17,7 +17,7 @@ from powertrain.nn.attention import Context
 from powertrain.parallel.context.api import ContextParallel
 from powertrain.parallel.context.sharding import Sharding
 
-_LENGTHS = 16  # of sequences whose tokens' places are kept
+_CACHED_LENGTHS = 16  # sequence lengths whose shardings are cached
 
 
 class ContextSharding(Unsharded):
@@ -26,13 +26,13 @@ class ContextSharding(Unsharded):
     cp      the ranks
     inner   sharding of a rank's tokens: they may also be sharded over tensor ranks
 
-    Documents are found by the host, which waits for their ids: a wait for each batch that has some.
+    Document boundaries are computed on the host, which waits for the ids once per batch that has them.
     """
 
     def __init__(self, cp: ContextParallel, inner: Unsharded | None = None) -> None:
         self.cp, self.inner = cp, inner or Unsharded()
-        # with tensors on the device, as long as the sequence
-        self._of_length = lru_cache(_LENGTHS)(cp.sharding)
+        # bounded: each cached sharding holds index tensors on the device, as long as the sequence
+        self._of_length = lru_cache(_CACHED_LENGTHS)(cp.sharding)
         self._sharding: Sharding | None = None  # of the batch in work
 
     def context(self, tokens: Tensor, context: Context) -> Context:
@@ -45,19 +45,19 @@ class ContextSharding(Unsharded):
         inner = Context(self._part(positions, tokens), across=partial(_attend, self.cp, sharding))
         return self.inner.context(self._part(tokens, tokens), inner)
 
-    def own(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def local_part(self, x: Tensor, tokens: Tensor) -> Tensor:
         part = self._part(tokens, tokens)
         # positions are this rank's already
-        return self.inner.own(x if x.shape == part.shape != tokens.shape else self._part(x, tokens), part)
+        return self.inner.local_part(x if x.shape == part.shape != tokens.shape else self._part(x, tokens), part)
 
-    def entered(self, x: Tensor) -> Tensor:
-        return self.inner.entered(x)
+    def before_layers(self, x: Tensor) -> Tensor:
+        return self.inner.before_layers(x)
 
-    def left(self, x: Tensor) -> Tensor:
-        return self.inner.left(x)
+    def after_layers(self, x: Tensor) -> Tensor:
+        return self.inner.after_layers(x)
 
-    def gathered(self, states: Tensor, tokens: Tensor) -> Tensor:
-        states = self.inner.gathered(states, self._part(tokens, tokens))
+    def gather_states(self, states: Tensor, tokens: Tensor) -> Tensor:
+        states = self.inner.gather_states(states, self._part(tokens, tokens))
         assert self._sharding is not None
         if self._sharding.is_packed:
             return self.cp.unshard(states[0], self._sharding, dim=0).unflatten(0, tokens.shape)
@@ -66,7 +66,7 @@ class ContextSharding(Unsharded):
     def loss(self, mean_loss: Callable[..., Tensor], states: Tensor, labels: Tensor) -> Tensor:
         part, weight = normalize_labels(self._part(labels, labels), (labels != -100).sum())
         loss = self.inner.loss(mean_loss, states, part) * (weight * self.cp.world_size)
-        return _MeanOfRanks.apply(loss, self.cp.peers.group)
+        return mean_of_ranks(loss, self.cp.peers.group)
 
     def _sharding_of(self, tokens: Tensor, document_ids: Tensor | None) -> Sharding:
         if document_ids is None:
@@ -98,12 +98,19 @@ def _attend(cp: ContextParallel, sharding: Sharding, q: Tensor, k: Tensor, v: Te
 
 
 def normalize_labels(labels: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels to take a mean loss of, and that mean's weight among others: the share of `total` counted labels.
+    """Labels for a mean loss, and the weight of that mean: its share of `total` counted labels.
 
-    Where none counts the mean would be nan and so would be its gradients, times zero too; all count then, for nothing.
+    Without any counted label the mean and its gradients would be nan, even times zero; all labels count then, with
+    weight 0.
     """
     count = (labels != -100).sum()
     return torch.where(count > 0, labels, 0), count / total.clamp(min=1)
+
+
+def mean_of_ranks(loss: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The mean over the ranks of a group; the gradient passes unchanged."""
+    mean: Tensor = _MeanOfRanks.apply(loss, group)
+    return mean
 
 
 class _MeanOfRanks(torch.autograd.Function):

@@ -141,6 +141,7 @@ class SelfAttention(nn.Module):
         if self.rotary is None:
             return self._split(qkv)
         table = self.rotary.table(qkv.device)
+        # the fused kernel rotates the packed projection; norms of queries and keys come between the two
         if self.q_norm is not None:
             q, k, v = self._split(qkv)
             q, k = rope(q, k, table=table, position_ids=position_ids)
@@ -154,6 +155,7 @@ class SelfAttention(nn.Module):
     def _slopes(self, q: Tensor) -> Tensor | None:
         if not self.alibi:
             return None
+        # of all heads, then this rank's: the slopes depend on the total number of heads
         return alibi_slopes(self.num_heads, q.device)[self.first_head : self.first_head + q.shape[2]]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:

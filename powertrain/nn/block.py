@@ -57,11 +57,13 @@ class Block(nn.Module):
 
     def _parallel(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         y, stream = self._normed(self.attention_norm, x, residual)
+        # without a second norm both halves read the same normalized input
         mlp_input = y if self.mlp_norm is None else self.mlp_norm(stream)
         return self.attention(y, context) + self.mlp(mlp_input, context), stream
 
     def _normed(self, norm: Callable[..., Any], x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """norm(stream) and the stream itself."""
+        # with dropout the sum is a kernel of its own; without, the norm's kernel adds it
         if residual is not None and self.dropout and self.training:
             x, residual = bias_dropout_add(x, None, residual, self.dropout), None
         return (norm(x), x) if residual is None else norm(x, residual)

@@ -22,9 +22,9 @@ class LatentAttention(nn.Module):
         q_h = q(x), or q_up(norm(q_down(x)))     a head's query, its rotary channels first
         out(softmax(scale * q_h [rope(r), k_h]ᵀ) v_h)
 
-    Rotary channels stand first in queries and keys (DeepSeek's checkpoints have them last), so that `rope` turns a
-    query where it stands. Generating, a token's row of the cache is [norm(c), rope(r)]: kv_up's key half goes into the
-    query and its value half into the result, and every head attends to the same rows (DeepSeek-V2, section 2.1.2).
+    Rotary channels come first in queries and keys (DeepSeek's checkpoints have them last), so that `rope` rotates a
+    query in place. During generation a token's row of the cache is [norm(c), rope(r)]: kv_up's key half is multiplied
+    into the query and its value half into the result, and all heads read the same rows (DeepSeek-V2, section 2.1.2).
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.num_heads, self.kv_lora_rank, self.v_head_dim = num_heads, kv_lora_rank, v_head_dim
-        self.nope, self.turned, self.head_dim = qk_nope_head_dim, qk_rope_head_dim, head_dim
+        self.nope, self.rope_dim, self.head_dim = qk_nope_head_dim, qk_rope_head_dim, head_dim
         self.rotary, self.interleaved, self.layer = rotary, rotary_interleaved, layer
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window = (-1, -1)
@@ -73,12 +73,12 @@ class LatentAttention(nn.Module):
     @property
     def cache_shape(self) -> tuple[int, int, int | None]:
         """kv heads, head dim of keys and of values (None: the keys' first channels): the row layout of a KVCache."""
-        return 1, self.kv_lora_rank + self.turned, None
+        return 1, self.kv_lora_rank + self.rope_dim, None
 
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
         cache = context.cache
         q = self._rotated(self._query(x, context), context)
-        latent, r = self.kv_down(x).split((self.kv_lora_rank, self.turned), -1)
+        latent, r = self.kv_down(x).split((self.kv_lora_rank, self.rope_dim), -1)
         r = of_all_tokens(r, self.kv_up, context.shape)
         latent, r = self.kv_norm(latent), self._rotated(r.unsqueeze(-2), context)
         if cache is None:
@@ -94,12 +94,12 @@ class LatentAttention(nn.Module):
         """The first channels of every head turned by where the tokens stand."""
         cache = context.cache
         offset = 0 if cache is None or cache.is_empty else cache.lengths
-        found = rope(
+        rotated = rope(
             x, table=self.rotary.table(x.device), interleaved=self.interleaved, position_ids=context.position_ids,
             offset=offset,
         )  # fmt: skip
-        assert isinstance(found, Tensor)
-        return found
+        assert isinstance(rotated, Tensor)
+        return rotated
 
     def _query(self, x: Tensor, context: Context) -> Tensor:
         if self.q is not None:
@@ -116,11 +116,12 @@ class LatentAttention(nn.Module):
         return attention(q, k, v, is_causal=True, document_ids=context.document_ids, scale=self.scale)
 
     def _decode(self, q: Tensor, latent: Tensor, r: Tensor, cache: KVCache) -> Tensor:
+        # kv_up is applied to queries and results, not to the cache: rows stay latents, one for all heads
         up = self.kv_up.weight.unflatten(0, (-1, self.nope + self.v_head_dim))  # [H, nope + v, latent]
         k_up, v_up = up.split((self.nope, self.v_head_dim), 1)
-        q_turned, q = q.split((self.turned, self.nope), -1)
+        q_rotated, q = q.split((self.rope_dim, self.nope), -1)
         out = decode_attention(
-            torch.cat((torch.einsum("bshn,hnl->bshl", q, k_up), q_turned), -1),
+            torch.cat((torch.einsum("bshn,hnl->bshl", q, k_up), q_rotated), -1),
             cache.keys[self.layer], None, cache.lengths,
             key_new=torch.cat((latent.unsqueeze(-2), r), -1), scale=self.scale, head_dim_v=self.kv_lora_rank,
         )  # fmt: skip

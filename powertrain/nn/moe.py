@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 from powertrain.nn.attention import Context
 from powertrain.nn.mlp import GatedMLP
-from powertrain.nn.tensor_parallel.linear import local, spread
+from powertrain.nn.tensor_parallel.linear import local, shard_parameter
 from powertrain.ops.activations import gated_activation
 from powertrain.ops.grouped_gemm import grouped_gemm
 from powertrain.ops.moe import (
@@ -75,7 +75,7 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Rows sorted by expert -> the same, each expert a gated MLP: down[e](silu(gate) * up), gate and up packed.
 
-    After `spread` each rank keeps some of the experts, and rows travel to theirs (powertrain/parallel/experts.py).
+    After `shard` each rank keeps some of the experts, and rows are sent to theirs (powertrain/parallel/experts.py).
     """
 
     overlap: Overlap | None = None
@@ -86,7 +86,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.expert_weights_per_token = top_k * 3 * intermediate_size * hidden_size
 
-    def spread(self, mesh: DeviceMesh, *, transport: str = "auto") -> None:
+    def shard(self, mesh: DeviceMesh, *, transport: str = "auto") -> None:
         """Keep this rank's experts, the weights being DTensors over one axis of a mesh. In place, on meta or not.
 
         Raises ValueError if the ranks do not divide the experts.
@@ -95,7 +95,10 @@ class Experts(nn.Module):
         good = count % mesh.size() == 0
         checks.require(good, "Experts", "num_experts", f"be a multiple of the {mesh.size()} ranks", count)
         self.overlap = Overlap(mesh, transport=transport)
-        self.gate_up, self.down = spread(self.gate_up, mesh, Shard(0)), spread(self.down, mesh, Shard(0))
+        self.gate_up, self.down = (
+            shard_parameter(self.gate_up, mesh, Shard(0)),
+            shard_parameter(self.down, mesh, Shard(0)),
+        )
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         if self.overlap is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from powertrain.nn.tensor_parallel.linear import summed
+from powertrain.nn.tensor_parallel.linear import all_reduce_grad
 from powertrain.ops.norm import layer_norm, rms_norm
 
 
@@ -42,4 +42,4 @@ class LayerNorm(nn.Module):
 
 def _own(weight: Tensor | None, x: Tensor) -> Tensor | None:
     """A weight for x, which is a rank's own part; or a DTensor, and then PyTorch sees to the gradient."""
-    return weight if weight is None or isinstance(x, DTensor) else summed(weight)
+    return weight if weight is None or isinstance(x, DTensor) else all_reduce_grad(weight)

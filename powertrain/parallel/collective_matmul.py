@@ -1,22 +1,21 @@
-"""Matrix products that travel while they are made: tensor and sequence parallelism over one group of ranks.
+"""GEMMs overlapped with their collectives: tensor and sequence parallelism over one group of ranks.
 
-    all_gather_gemm        y_i = gather(x) w_iᵀ          x's rows are spread; w_i's rows (features out) are this rank's
-    gemm_reduce_scatter    y = scatter(sum(x wᵀ))        w's columns (features in) are this rank's; y's rows are spread
+    all_gather_gemm        y_i = gather(x) w_iᵀ          x's rows are sharded; w_i's rows (features out) are this rank's
+    gemm_reduce_scatter    y = scatter(sum(x wᵀ))        w's columns (features in) are this rank's; y's rows are sharded
     gemm_all_reduce        y = sum(x wᵀ)                 the same, with all rows of y on every rank
     replicated_gemm        y_i = x w_iᵀ                  x whole on every rank; its gradient is the sum over ranks
 
 They are each other's backward: dx of the first is a gemm_reduce_scatter of dy, dx of the second an all_gather_gemm, and
-the rows gathered for one product serve the other. Products are taken one rank's rows at a time, as they come or as
-they have to go, so that transfers overlap with computation. Each has its twin (a collective, then the product),
-which the planner takes where that is faster.
+the rows gathered for one product serve the other. Products are computed one rank's rows at a time, in the order in
+which rows arrive or are sent, so that transfers overlap with computation. Each has a sequential form (a collective,
+then the product), which the planner takes where that is faster.
 
 Saved: x (this rank's rows) and the weights; backward gathers x again, behind the product for dx. Products accumulate in
-float32 and are rounded to the inputs' dtype; sums over ranks are taken of such parts in float32 in the order of the
-ranks, the same bits every time (the twin's reduce-scatter: as the library does it).
+float32 and are rounded to the inputs' dtype; these parts are summed over ranks in float32 in rank order, so the bits
+are reproducible (the sequential reduce-scatter: as the library does it).
 """
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -25,182 +24,59 @@ from torch import Tensor
 
 from powertrain.ops.linear_cross_entropy import _IntoMainGrad
 from powertrain.parallel.cost_model import Product
+from powertrain.parallel.matmul_arguments import checked_operands
 from powertrain.parallel.overlap import Overlap, find
-from powertrain.parallel.transport.base import AllGatherHandle, RowCounts
+from powertrain.parallel.overlapped_products import (
+    MAX_WEIGHTS,
+    Maybe,
+    Tensors,
+    gather_multiply,
+    gradient_of,
+    marks_broken,
+    multiply,
+    multiply_all_reduce,
+    multiply_gathered,
+    multiply_scatter,
+    pairs_with_grad,
+    present,
+    save_for_backward,
+    saved_tensors,
+    weight_grad,
+)
+from powertrain.parallel.transport.base import RowCounts
 from powertrain.parallel.transport.collective import Collected
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op
 from powertrain.runtime.flops import Shape
 
-MAX_WEIGHTS = 3  # that share one gathering: query, key and value
-
-Tensors = Sequence[Tensor]
-Maybe = Tensor | None
 _PADDING = (None,) * MAX_WEIGHTS
-
-
-def _multiply(x: Tensor, w_t: Tensor, bias: Maybe, out: Tensor, *, add: bool = False) -> None:
-    """out = x w_t + bias, or out += x w_t."""
-    if add:
-        torch.addmm(out, x, w_t, out=out)
-    elif bias is None:
-        torch.mm(x, w_t, out=out)
-    else:
-        torch.addmm(bias, x, w_t, out=out)
-
-
-def _gather_multiply(
-    x: Tensor, weights: Tensors, biases: Sequence[Maybe], rows: RowCounts, overlap: Overlap, ys: Tensors, *, keep: bool
-) -> AllGatherHandle:
-    """ys[i] = gather(x) weights[i]ᵀ + biases[i]; to be finished still, with all of x if it is to keep it."""
-    product = Product("gather", rows.total, sum(w.shape[0] for w in weights), x.shape[1], x.dtype)
-    choice = overlap.planner.choose(product)
-    if choice.way == "sequential":
-        collected = Collected(overlap.transport, x, rows)
-        for w, bias, y in zip(weights, biases, ys, strict=True):
-            _multiply(collected.whole, w.T, bias, y)
-        return collected
-    fused = overlap.transport.fused(choice, x, weights, ys)
-    if fused is not None:
-        found: AllGatherHandle = fused.all_gather_gemm(x, weights, biases, rows, ys, keep=keep)
-        return found
-    gathering = overlap.transport.gather(x, rows, keep=keep)
-    _multiply_gathered(gathering, weights, biases, rows, ys)
-    return gathering
-
-
-def _multiply_gathered(
-    gathering: AllGatherHandle, weights: Tensors, biases: Sequence[Maybe], rows: RowCounts, ys: Tensors
-) -> None:
-    """ys[i] = gathered rows weights[i]ᵀ + biases[i], each rank's rows as they come."""
-    factors = [(w.T, bias, rows.split(y)) for w, bias, y in zip(weights, biases, ys, strict=True)]
-    for rank in gathering.order:
-        part = gathering.wait(rank)
-        for w_t, bias, y in factors:
-            _multiply(part, w_t, bias, y[rank])
-
-
-def _multiply_scatter(
-    xs: Tensors, weights: Tensors, bias: Maybe, rows: RowCounts, overlap: Overlap, meanwhile: Any = None
-) -> Tensor:
-    """scatter(sum over ranks and i of xs[i] weights[i]ᵀ) + bias. `meanwhile` is called before the sum is waited for."""
-    width, depth = weights[0].shape[0], sum(x.shape[1] for x in xs)
-    product = Product("scatter", rows.total, width, depth, xs[0].dtype)
-    choice = overlap.planner.choose(product)
-    if choice.way == "sequential":
-        whole = xs[0].new_empty((rows.total, width))
-        for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
-            _multiply(x, w.T, None, whole, add=i > 0)
-        y = overlap.transport.reduce_scatter(whole, rows)
-        if meanwhile is not None:
-            meanwhile()
-        return y if bias is None else y + bias
-    scattering = overlap.transport.scatter(xs[0], rows, width)
-    terms = [(rows.split(x), w.T) for x, w in zip(xs, weights, strict=True)]
-    for rank in scattering.order:
-        part = scattering.part(rank)
-        for i, (parts, w_t) in enumerate(terms):
-            _multiply(parts[rank], w_t, None, part, add=i > 0)
-        scattering.send(rank)
-    if meanwhile is not None:
-        meanwhile()
-    return scattering.reduce(bias)
-
-
-def _or_mark_broken(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that fails half-way leaves rows on their way: no later one may take them for its own."""
-
-    @wraps(function)
-    def call(*args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception as error:
-            find(next(arg for arg in args if isinstance(arg, str))).transport.mark_broken(error)
-            raise
-
-    return call
-
-
-def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor, into_main: bool) -> Maybe:
-    """dyᵀ x; or, where the weight has a main_grad, None: it is added there, in its dtype."""
-    main = getattr(weight, "main_grad", None)
-    if main is None or not into_main:
-        return dy.T @ x
-    if dy.is_cuda and main.dtype is torch.float32 and dy.dtype is not torch.float32:
-        torch.addmm(main, dy.T, x, out_dtype=torch.float32, out=main)
-    else:
-        main.addmm_(dy.T.to(main.dtype), x.to(main.dtype))
-    return None
-
-
-def _gradient_of(weight: Tensor, dw: Maybe) -> Tensor:
-    """The tensor that holds a weight's gradient: invalid once a peer was lost."""
-    found: Tensor = weight.main_grad if dw is None else dw  # type: ignore[attr-defined]
-    return found
-
-
-def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in autocast's dtype, with the `main_grad` that it may have."""
-    found, main = weight.to(dtype), getattr(weight, "main_grad", None)
-    if main is not None:
-        found.main_grad = main  # type: ignore[attr-defined]
-    return found
-
-
-def _save(ctx: Any, x: Tensor, *weights: Maybe) -> None:
-    """For backward: keeps main_grads, which hooks on saved tensors would lose."""
-    ctx.save_for_backward(x, *weights)
-    ctx.mains = [getattr(w, "main_grad", None) for w in weights]
-    # a traced weight has none, and the graph must return gradients when it runs on weights that have one
-    ctx.into_main = any(main is not None for main in ctx.mains)
-    ctx.set_materialize_grads(False)
-
-
-def _saved(ctx: Any) -> tuple[Any, ...]:
-    x, *weights = ctx.saved_tensors
-    for w, main in zip(weights, ctx.mains, strict=True):
-        if main is not None:
-            w.main_grad = main
-    return x, *weights
-
-
-def _terms(tensors: Sequence[Maybe]) -> list[tuple[int, Tensor, Tensor]]:
-    """(i, weight, dy) of (w0, w1, w2, dy0, dy1, dy2); compiled, absent weights may have a dy, which is empty."""
-    pairs = zip(tensors[:MAX_WEIGHTS], tensors[MAX_WEIGHTS:], strict=True)
-    return [(i, w, dy) for i, (w, dy) in enumerate(pairs) if w is not None and dy is not None]
-
-
-def _present(*tensors: Maybe) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
 
 
 # -- all_gather_gemm: (x, w0, w1, w2, b0, b1, b2, counts, key) -> (y0, y1, y2)
 
 
-@_or_mark_broken
+@marks_broken
 def _all_gather_fwd(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> tuple[Maybe, ...]:
     *biases, counts, key = rest
-    weights = _present(w0, w1, w2)
+    weights = present(w0, w1, w2)
     ys = [x.new_empty((sum(counts), w.shape[0])) for w in weights]
-    gathering = _gather_multiply(
-        x, weights, biases[: len(weights)], RowCounts(tuple(counts)), find(key), ys, keep=False
-    )
+    gathering = gather_multiply(x, weights, biases[: len(weights)], RowCounts(tuple(counts)), find(key), ys, keep=False)
     gathering.finish(ys)
     return (*ys, *_PADDING)[:MAX_WEIGHTS]
 
 
 def _all_gather_outputs(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> tuple[Maybe, ...]:
-    ys = [x.new_empty((sum(rest[-2]), w.shape[0])) for w in _present(w0, w1, w2)]
+    ys = [x.new_empty((sum(rest[-2]), w.shape[0])) for w in present(w0, w1, w2)]
     return (*ys, *_PADDING)[:MAX_WEIGHTS]
 
 
 def _all_gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w0, w1, w2, *_, ctx.counts, ctx.key = inputs
-    _save(ctx, x, w0, w1, w2)
+    save_for_backward(ctx, x, w0, w1, w2)
 
 
 def _all_gather_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
-    x, *weights = _saved(ctx)
+    x, *weights = saved_tensors(ctx)
     need_x, *need = ctx.needs_input_grad[: 1 + 2 * MAX_WEIGHTS]
     need_w, need_b = need[:MAX_WEIGHTS], need[MAX_WEIGHTS:]
     dx, dw0, dw1, dw2 = _all_gather_grads_op(x, *weights, *dys, need_x, need_w, ctx.counts, ctx.key, ctx.into_main)
@@ -209,12 +85,12 @@ def _all_gather_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
     return (dx if need_x else None, *dws, *dbs, None, None)
 
 
-@_or_mark_broken
+@marks_broken
 def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     """dx of this rank's rows, and dw_i: x travels here behind the product for dx, and dx from here behind dw_i."""
     *tensors, need_x, need_w, counts, key, into_main = rest
     overlap, rows = find(key), RowCounts(tuple(counts))
-    terms = _terms(tensors)
+    terms = pairs_with_grad(tensors)
     wanted = [term for term in terms if need_w[term[0]]]
     dws: list[Maybe] = [None] * MAX_WEIGHTS
     gathering = None
@@ -230,13 +106,13 @@ def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
         for rank in gathering.order:
             gathering.wait(rank)
         for i, w, dy in wanted:
-            dws[i] = _weight_grad(dy, gathering.whole, w, into_main)
-        gathering.finish([_gradient_of(w, dws[i]) for i, w, _ in wanted])
+            dws[i] = weight_grad(dy, gathering.whole, w, into_main)
+        gathering.finish([gradient_of(w, dws[i]) for i, w, _ in wanted])
 
     dx = None
     if need_x and terms:
         weights = [w.T for _, w, _ in terms]
-        dx = _multiply_scatter([dy for *_, dy in terms], weights, None, rows, overlap, weight_grads)
+        dx = multiply_scatter([dy for *_, dy in terms], weights, None, rows, overlap, weight_grads)
     else:
         weight_grads()
     return (dx, *dws)
@@ -285,9 +161,9 @@ _all_gather_op = Op(
 # -- gemm_reduce_scatter: (x, w, bias, counts, key) -> y
 
 
-@_or_mark_broken
+@marks_broken
 def _reduce_scatter_fwd(x: Tensor, w: Tensor, bias: Maybe, counts: Sequence[int], key: str) -> Tensor:
-    return _multiply_scatter([x], [w], bias, RowCounts(tuple(counts)), find(key))
+    return multiply_scatter([x], [w], bias, RowCounts(tuple(counts)), find(key))
 
 
 def _reduce_scatter_outputs(x: Tensor, w: Tensor, bias: Maybe, counts: Sequence[int], key: str) -> Tensor:
@@ -296,45 +172,43 @@ def _reduce_scatter_outputs(x: Tensor, w: Tensor, bias: Maybe, counts: Sequence[
 
 def _reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w, _, ctx.counts, ctx.key = inputs
-    _save(ctx, x, w)
+    save_for_backward(ctx, x, w)
 
 
 def _reduce_scatter_backward(ctx: Any, dy: Maybe) -> tuple[Maybe, ...]:
     if dy is None:
         return (None,) * 5
-    x, w = _saved(ctx)
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    dx, dw, db = _reduce_scatter_grads_op(
-        dy.contiguous(), x, w, need_x, need_w, need_b, ctx.counts, ctx.key, ctx.into_main
-    )
-    return dx if need_x else None, dw if need_w else None, db if need_b else None, None, None
+    x, w = saved_tensors(ctx)
+    need = ctx.needs_input_grad[:3]
+    grads = _reduce_scatter_grads_op(dy.contiguous(), x, w, need, ctx.counts, ctx.key, ctx.into_main)
+    return *(grad if wanted else None for grad, wanted in zip(grads, need, strict=True)), None, None
 
 
-@_or_mark_broken
+@marks_broken
 def _reduce_scatter_grads(
-    dy: Tensor, x: Tensor, w: Tensor, need_x: bool, need_w: bool, need_b: bool, counts: Sequence[int], key: str,
-    into_main: bool,
-) -> tuple[Maybe, Maybe, Maybe]:  # fmt: skip
-    """dx = gather(dy) w as dy's rows come; dw and db from all of them."""
+    dy: Tensor, x: Tensor, w: Tensor, need: Sequence[bool], counts: Sequence[int], key: str, into_main: bool
+) -> tuple[Maybe, Maybe, Maybe]:
+    """dx = gather(dy) w as dy's rows arrive; dw and db from all of them. need: of dx, dw and db."""
     overlap, rows = find(key), RowCounts(tuple(counts))
+    need_x, need_w, need_b = need
     dx = x.new_empty(x.shape) if need_x else None
     keep = need_w or need_b
     if dx is not None:
-        gathering = _gather_multiply(dy, [w.T], [None], rows, overlap, [dx], keep=keep)
+        gathering = gather_multiply(dy, [w.T], [None], rows, overlap, [dx], keep=keep)
     else:
         gathering = overlap.transport.gather(dy, rows, keep=keep)
-        _multiply_gathered(gathering, [], [], rows, [])
-    dw = _weight_grad(gathering.whole, x, w, into_main) if need_w else None
+        multiply_gathered(gathering, [], [], rows, [])
+    dw = weight_grad(gathering.whole, x, w, into_main) if need_w else None
     # every rank has the bias, so every one sums all rows
     db = gathering.whole.sum(0) if need_b else None
-    gathering.finish(_present(dx, _gradient_of(w, dw) if need_w else None, db))
+    gathering.finish(present(dx, gradient_of(w, dw) if need_w else None, db))
     return dx, dw, db
 
 
 def _reduce_scatter_grads_outputs(
-    dy: Tensor, x: Tensor, w: Tensor, need_x: bool, need_w: bool, need_b: bool, counts: Sequence[int], key: str,
-    into_main: bool,
-) -> tuple[Maybe, Maybe, Maybe]:  # fmt: skip
+    dy: Tensor, x: Tensor, w: Tensor, need: Sequence[bool], counts: Sequence[int], key: str, into_main: bool
+) -> tuple[Maybe, Maybe, Maybe]:
+    need_x, need_w, need_b = need
     return (
         torch.empty_like(x) if need_x else None,
         torch.empty_like(w) if need_w else None,
@@ -346,13 +220,14 @@ def _product_flops(x: Shape, w: Shape, **_: Any) -> int:
     return 2 * x[0] * prod(w)
 
 
-def _reduce_scatter_grads_flops(x: Shape, w: Shape, need_x: bool, need_w: bool, **_: Any) -> int:
+def _reduce_scatter_grads_flops(x: Shape, w: Shape, need: Sequence[bool], **_: Any) -> int:
+    need_x, need_w, _need_b = need
     return 2 * x[0] * prod(w) * (need_x + need_w)
 
 
 _reduce_scatter_grads_op = Op(
-    "gemm_reduce_scatter_bwd(Tensor dy, Tensor x, Tensor w, bool need_x, bool need_w, bool need_b, SymInt[] counts, "
-    "str key, bool into_main) -> (Tensor, Tensor, Tensor)",
+    "gemm_reduce_scatter_bwd(Tensor dy, Tensor x, Tensor w, bool[] need, SymInt[] counts, str key, bool into_main) "
+    "-> (Tensor, Tensor, Tensor)",
     _reduce_scatter_grads,
     _reduce_scatter_grads_outputs,
     flops=_reduce_scatter_grads_flops,
@@ -370,17 +245,9 @@ _reduce_scatter_op = Op(
 # -- gemm_all_reduce: (x, w, bias, key) -> y
 
 
-def _all_reduced(xs: Tensors, weights: Tensors, bias: Maybe, overlap: Overlap, meanwhile: Any = None) -> Tensor:
-    """Each rank sums its share of the rows, then hands it round."""
-    count, size = xs[0].shape[0], overlap.size
-    rows = RowCounts(tuple(count // size + (rank < count % size) for rank in range(size)))
-    mine = _multiply_scatter(xs, weights, bias, rows, overlap, meanwhile)
-    return overlap.transport.all_gather(mine, rows)
-
-
-@_or_mark_broken
+@marks_broken
 def _all_reduce_fwd(x: Tensor, w: Tensor, bias: Maybe, key: str) -> Tensor:
-    return _all_reduced([x], [w], bias, find(key))
+    return multiply_all_reduce([x], [w], bias, find(key))
 
 
 def _all_reduce_outputs(x: Tensor, w: Tensor, bias: Maybe, key: str) -> Tensor:
@@ -389,18 +256,18 @@ def _all_reduce_outputs(x: Tensor, w: Tensor, bias: Maybe, key: str) -> Tensor:
 
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w, _, _ = inputs
-    _save(ctx, x, w)
+    save_for_backward(ctx, x, w)
 
 
 def _all_reduce_backward(ctx: Any, dy: Maybe) -> tuple[Maybe, ...]:
     if dy is None:
         return (None,) * 4
-    x, w = _saved(ctx)
+    x, w = saved_tensors(ctx)
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    # y, and so dy, is the same on every rank: nothing has to travel
+    # y, and so dy, is the same on every rank: no communication
     return (
         dy @ w if need_x else None,
-        _weight_grad(dy, x, w, ctx.into_main) if need_w else None,
+        weight_grad(dy, x, w, ctx.into_main) if need_w else None,
         dy.sum(0) if need_b else None,
         None,
     )
@@ -423,22 +290,22 @@ def _replicated_fwd(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> 
     ys = _replicated_outputs(x, w0, w1, w2, *rest)
     for w, bias, y in zip((w0, w1, w2), rest, ys, strict=False):
         if w is not None and y is not None:
-            _multiply(x, w.T, bias, y)
+            multiply(x, w.T, bias, y)
     return ys
 
 
 def _replicated_outputs(x: Tensor, w0: Tensor, w1: Maybe, w2: Maybe, *rest: Any) -> tuple[Maybe, ...]:
-    ys = [x.new_empty((x.shape[0], w.shape[0])) for w in _present(w0, w1, w2)]
+    ys = [x.new_empty((x.shape[0], w.shape[0])) for w in present(w0, w1, w2)]
     return (*ys, *_PADDING)[:MAX_WEIGHTS]
 
 
 def _replicated_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w0, w1, w2, *_, ctx.key = inputs
-    _save(ctx, x, w0, w1, w2)
+    save_for_backward(ctx, x, w0, w1, w2)
 
 
 def _replicated_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
-    x, *weights = _saved(ctx)
+    x, *weights = saved_tensors(ctx)
     need_x, *need = ctx.needs_input_grad[: 1 + 2 * MAX_WEIGHTS]
     need_w, need_b = need[:MAX_WEIGHTS], need[MAX_WEIGHTS:]
     grads = _replicated_grads_op(x, *weights, *dys, need_x, need_w, ctx.key, ctx.into_main)
@@ -447,20 +314,20 @@ def _replicated_backward(ctx: Any, *dys: Maybe) -> tuple[Maybe, ...]:
     return (grads[0] if need_x else None, *dws, *dbs, None)
 
 
-@_or_mark_broken
+@marks_broken
 def _replicated_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     *tensors, need_x, need_w, key, into_main = rest
-    terms = _terms(tensors)
+    terms = pairs_with_grad(tensors)
     dws: list[Maybe] = [None] * MAX_WEIGHTS
 
     def weight_grads() -> None:
         for i, w, dy in terms:
             if need_w[i]:
-                dws[i] = _weight_grad(dy, x, w, into_main)
+                dws[i] = weight_grad(dy, x, w, into_main)
 
     dx = None
     if need_x and terms:
-        dx = _all_reduced([dy for *_, dy in terms], [w.T for _, w, _ in terms], None, find(key), weight_grads)
+        dx = multiply_all_reduce([dy for *_, dy in terms], [w.T for _, w, _ in terms], None, find(key), weight_grads)
     else:
         weight_grads()
     return (dx, *dws)
@@ -496,46 +363,12 @@ _replicated_op = Op(
 # -- public functions
 
 
-def _checked(op: str, x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> tuple[Tensor, list[Maybe]]:
-    """x in the weights' dtype under autocast, and weights and biases padded to MAX_WEIGHTS each."""
-    checks.require(x.dim() == 2, op, "x", "be [rows, features]", list(x.shape))
-    checks.require(0 < len(weights) <= MAX_WEIGHTS, op, "weight", f"be 1 to {MAX_WEIGHTS} tensors", len(weights))
-    checks.require(len(biases) == len(weights), op, "bias", f"have an entry per weight ({len(weights)})", len(biases))
-    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weights = x.to(dtype), [_cast(w, dtype) for w in weights]
-        biases = [None if bias is None else bias.to(dtype) for bias in biases]
-    checks.floating(op, x=x)
-    for w, bias in zip(weights, biases, strict=True):
-        if not _fits(x, w, bias):
-            _say_what_does_not(op, x, w, bias)
-    pad = [None] * (MAX_WEIGHTS - len(weights))
-    return x.contiguous(), [*weights, *pad, *biases, *pad]
-
-
-def _fits(x: Tensor, w: Tensor, bias: Maybe) -> bool:
-    if w.dim() != 2 or w.shape[1] != x.shape[1] or w.dtype is not x.dtype or w.device != x.device:
-        return False
-    return bias is None or (bias.shape == w.shape[:1] and bias.dtype is x.dtype and bias.device == x.device)
-
-
-def _say_what_does_not(op: str, x: Tensor, w: Tensor, bias: Maybe) -> None:
-    checks.require(w.dim() == 2, op, "weight", "be [features out, features in]", list(w.shape))
-    checks.shape(op, "weight", w, (w.shape[0], x.shape[1]), "features out, x's features")
-    checks.shape(op, "bias", bias, (w.shape[0],), "the weight's first dim")
-    checks.same_device(op, "x", x, weight=w, bias=bias)
-    for name, t in (("weight", w), ("bias", bias)):
-        good = t is None or t.dtype is x.dtype
-        got = t if t is None else checks.name(t.dtype)
-        checks.require(good, op, name, f"have x's dtype {checks.name(x.dtype)}", got)
-
-
 def _as_list(value: Any) -> tuple[list[Any], bool]:
     return (list(value), True) if isinstance(value, list | tuple) else ([value], False)
 
 
 def _alone(x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> list[Tensor]:
-    """Of a group of one."""
+    """The products of a group of one rank."""
     mains = [getattr(w, "main_grad", None) for w in weights]
     weights = [w if main is None else _IntoMainGrad.apply(w, main) for w, main in zip(weights, mains, strict=True)]
     return [torch.nn.functional.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True)]
@@ -550,14 +383,14 @@ def all_gather_gemm(
     rows: Sequence[int] | None = None,
     layer: str = "",
 ) -> Any:
-    """`gather(x) @ weight.T + bias`, where x's rows are spread over the ranks: a column-parallel layer's forward.
+    """`gather(x) @ weight.T + bias`, where x's rows are sharded over the ranks: a column-parallel layer's forward.
 
     Shapes: m rows here, M on all ranks, K features in, N features out on this rank.
         x        [m, K]   float32, float16, bfloat16 (float64 on the CPU)
-        weight   [N, K]   this rank's rows of it; or up to three that share the gathering (query, key, value)
+        weight   [N, K]   this rank's rows of it; or up to three that share the all-gather (query, key, value)
         bias     [N]      one per weight, or None
-        rows     every rank's m, where they differ (Overlap.exchange_rows finds them); None: all have x's
-        layer    a name for messages: whose call waits, and for whom
+        rows     every rank's m, where they differ (Overlap.exchange_rows gathers them); None: all have x's
+        layer    the layer's name, for messages
     Returns y [M, N], rows in the order of the ranks; a list if weight is one.
     Memory: saves x and weight, not the gathered rows; [M, K] is allocated while the call runs, in backward too.
     Numerics, backward: above. A weight with `main_grad` gets its gradient added there, in its dtype; within
@@ -567,7 +400,7 @@ def all_gather_gemm(
     """
     weights, many = _as_list(weight)
     biases, _ = _as_list(bias) if bias is not None else ([None] * len(weights), False)
-    x, operands = _checked("all_gather_gemm", x, weights, biases)
+    x, operands = checked_operands("all_gather_gemm", x, weights, biases)
     if overlap.size == 1:
         ys = _alone(x, *(operands[i : i + len(weights)] for i in (0, MAX_WEIGHTS)))  # type: ignore[arg-type]
     else:
@@ -598,7 +431,7 @@ def gemm_reduce_scatter(
     Numerics, backward, errors, dtypes and source: as `all_gather_gemm`.
     """
     op = "gemm_reduce_scatter"
-    x, (weight, _, _, bias, *_) = _checked(op, x, [weight], [bias])  # type: ignore[assignment]
+    x, (weight, _, _, bias, *_) = checked_operands(op, x, [weight], [bias])  # type: ignore[assignment]
     if overlap.size == 1:
         return _alone(x, [weight], [bias])[0]
     if rows is None:
@@ -608,8 +441,8 @@ def gemm_reduce_scatter(
     good = len(rows) == overlap.size and sum(rows) == x.shape[0] and min(rows) >= 0
     checks.require(good, op, "rows", f"have {overlap.size} entries that sum to x's rows, {x.shape[0]}", list(rows))
     overlap.transport.compare(op, tuple(rows), [x[:0], weight, bias])
-    found: Tensor = _reduce_scatter_op(x, weight, bias, list(rows), overlap.key_for(layer))
-    return found
+    y: Tensor = _reduce_scatter_op(x, weight, bias, list(rows), overlap.key_for(layer))
+    return y
 
 
 def gemm_all_reduce(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe = None, layer: str = "") -> Tensor:
@@ -618,12 +451,12 @@ def gemm_all_reduce(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe 
     x [M, K], weight [N, K], bias [N]; returns y [M, N]. Backward needs no other rank. Else as
     `gemm_reduce_scatter`.
     """
-    x, (weight, _, _, bias, *_) = _checked("gemm_all_reduce", x, [weight], [bias])  # type: ignore[assignment]
+    x, (weight, _, _, bias, *_) = checked_operands("gemm_all_reduce", x, [weight], [bias])  # type: ignore[assignment]
     if overlap.size == 1:
         return _alone(x, [weight], [bias])[0]
     overlap.transport.compare("gemm_all_reduce", (x.shape[0],), [weight, bias])
-    found: Tensor = _all_reduce_op(x, weight, bias, overlap.key_for(layer))
-    return found
+    y: Tensor = _all_reduce_op(x, weight, bias, overlap.key_for(layer))
+    return y
 
 
 def replicated_gemm(
@@ -631,12 +464,12 @@ def replicated_gemm(
 ) -> Any:
     """`x @ weight.T + bias` for an x that every rank has: a column-parallel layer without sequence parallelism.
 
-    x [M, K], weight [N, K] or up to three, this rank's rows; returns y [M, N], or a list. Only backward meets the
-    other ranks: dx is the sum over them, taken behind the weights' gradients. The rest as `all_gather_gemm`.
+    x [M, K], weight [N, K] or up to three, this rank's rows; returns y [M, N], or a list. Only backward communicates:
+    dx is summed over the ranks, overlapped with the weights' gradients. The rest as `all_gather_gemm`.
     """
     weights, many = _as_list(weight)
     biases, _ = _as_list(bias) if bias is not None else ([None] * len(weights), False)
-    x, operands = _checked("replicated_gemm", x, weights, biases)
+    x, operands = checked_operands("replicated_gemm", x, weights, biases)
     if overlap.size == 1:
         ys = _alone(x, *(operands[i : i + len(weights)] for i in (0, MAX_WEIGHTS)))  # type: ignore[arg-type]
     else:

@@ -1,7 +1,7 @@
 """Choice for a product and its collective: overlapped, in one kernel or in chunks, or sequential.
 
-The times are predicted, not measured: a product by the waves of 128 x 256 tiles it takes on the device's SMs, what
-travels by the link rate that was measured when the transport was opened. All ranks have the same numbers, so all
+The times are predicted, not measured: a product by the waves of 128 x 256 tiles it takes on the device's SMs, a
+transfer by the link rate that was measured when the transport was opened. All ranks have the same numbers, so all
 choose alike without asking each other.
 """
 
@@ -15,20 +15,28 @@ from powertrain.runtime import checks
 _TILE_M, _TILE_N = 128, 256
 # measured on four H200s (benchmarks/results/2026-11-21_h200_overlap.md), in seconds, bytes/s and share
 _PRODUCT_START = 5e-6  # from one product's end to the next one's start
-_COPY_START = 12e-6  # a copy engine's time for a small copy, with the words around it
-_CALL = 25e-6  # overhead of an overlapped call: publishing or summing, the flags of all peers
+# a copy engine's time for a small copy, with the words around it
+_COPY_START = 12e-6
+# overhead of an overlapped call: publishing or summing, the flags of all peers
+_CALL_OVERHEAD = 25e-6
 _COLLECTIVE_START = 30e-6
 _COLLECTIVE_RATE = 0.85  # of the link rate
-_IN_TURN = 0.88  # of the link rate, when copies from one peer follow those from another
-_HOST = 200e-6  # that the host takes to make an overlapped call: one that ends sooner would wait for it
-_FUSED_FROM = 64 << 20  # bytes of each rank, of rows that travel longer than the product takes: 0.681 ms, chunks 0.705
-_UNKNOWN_FROM = 4 << 20  # bytes of each rank that are sent in pieces where no link was measured
-_REMEMBERED = 256  # choices: token counts may differ in every call
-_WORTH = 0.98  # an overlapped call must be predicted to take less than this share of the sequential one
+# of the link rate, when copies from one peer follow those from another
+_SERIAL_COPY_RATE = 0.88
+# host time of an overlapped call: one that the device finishes sooner would wait for the host
+_HOST_OVERHEAD = 200e-6
+# bytes of each rank from which one kernel beat chunks (0.681 ms against 0.705), where the transfer is the longer part
+_MIN_BYTES_FUSED = 64 << 20
+# bytes of each rank from which rows are sent in pieces where no link was measured: small calls lose when overlapped
+_MIN_BYTES_UNMEASURED = 4 << 20
+# bound of the cache: token counts may differ in every call
+_MAX_CHOICES = 256
+# an overlapped call must be predicted to take less than this share of the sequential one
+_MAX_SHARE = 0.98
 
 
 class Product(NamedTuple):
-    """gather: [rows, depth] travels, then is multiplied; scatter: [rows, width] is the product, and travels."""
+    """gather: [rows, depth] is gathered, then multiplied; scatter: [rows, width] is the product, then scattered."""
 
     kind: Literal["gather", "scatter"]
     rows: int
@@ -45,12 +53,13 @@ class Planner:
         self.choices: dict[Product, Choice] = {}
 
     def choose(self, product: Product) -> Choice:
-        found = self.choices.get(product)
-        if found is None:
-            if len(self.choices) >= _REMEMBERED:
+        choice = self.choices.get(product)
+        if choice is None:
+            # the oldest goes: dicts keep insertion order
+            if len(self.choices) >= _MAX_CHOICES:
                 del self.choices[next(iter(self.choices))]
-            found = self.choices[product] = self._chosen(product)
-        return found
+            choice = self.choices[product] = self._chosen(product)
+        return choice
 
     def _chosen(self, product: Product) -> Choice:
         name = self.transport.name
@@ -59,7 +68,7 @@ class Planner:
         if product.rows < self.transport.size:
             return Choice("sequential", "fewer rows than ranks")
         if self.rates is None:
-            small = self.transport.on_gpus and _travels(product, self.transport.size) < _UNKNOWN_FROM
+            small = self.transport.on_gpus and _bytes_per_peer(product, self.transport.size) < _MIN_BYTES_UNMEASURED
             why = "too little to send in pieces" if small else "nothing is known of this device's speed"
             return Choice("sequential" if small else "chunked", f"{name}: {why}")
         return predict(product, self.transport.size, self.rates)
@@ -78,23 +87,24 @@ def product_seconds(rows: int, width: int, depth: int, rates: Rates) -> float:
 def predict(product: Product, size: int, rates: Rates) -> Choice:
     """The faster way for one product on `size` ranks."""
     _, rows, width, depth, _ = product
-    chunk, travels = -(-rows // size), _travels(product, size)
+    chunk, nbytes = -(-rows // size), _bytes_per_peer(product, size)
     alone = product_seconds(rows, width, depth, rates)
-    collective = _COLLECTIVE_START + (size - 1) * travels / (_COLLECTIVE_RATE * rates.link)
-    step = _COPY_START + travels / (_IN_TURN * rates.link)
-    chunked = _CALL + _pipeline(product_seconds(chunk, width, depth, rates), step, size)
-    if chunked < _HOST:
-        why = f"overlapped it would take {chunked * 1e3:.3f} ms, less than the host takes to say so"
+    collective = _COLLECTIVE_START + (size - 1) * nbytes / (_COLLECTIVE_RATE * rates.link)
+    step = _COPY_START + nbytes / (_SERIAL_COPY_RATE * rates.link)
+    chunked = _CALL_OVERHEAD + _pipeline(product_seconds(chunk, width, depth, rates), step, size)
+    if chunked < _HOST_OVERHEAD:
+        why = f"overlapped it would take {chunked * 1e3:.3f} ms, less than the host takes to launch it"
         return Choice("sequential", why, alone, collective, chunked)
-    if chunked > _WORTH * (alone + collective):
+    if chunked > _MAX_SHARE * (alone + collective):
         why = f"overlapped it would take {chunked * 1e3:.3f} ms, one after the other less"
         return Choice("sequential", why, alone, collective, chunked)
-    if product.kind == "gather" and travels >= _FUSED_FROM and alone < collective:
-        return Choice("fused", "the product waits for pieces smaller than one of its own", alone, collective, chunked)
+    # scatters never: the kernel that stored into the owner's buffer took 0.584 ms where chunks took 0.485
+    if product.kind == "gather" and nbytes >= _MIN_BYTES_FUSED and alone < collective:
+        return Choice("fused", "one kernel waits for pieces smaller than a chunk", alone, collective, chunked)
     return Choice("chunked", "transfers are hidden by the products", alone, collective, chunked)
 
 
-def _travels(product: Product, size: int) -> int:
+def _bytes_per_peer(product: Product, size: int) -> int:
     """Bytes that each rank sends to each other one."""
     width = product.depth if product.kind == "gather" else product.width
     return -(-product.rows // size) * width * product.dtype.itemsize

@@ -1,19 +1,19 @@
-"""Experts that live on other ranks: rows travel to them and back while products run.
+"""Expert parallelism: rows are sent to the ranks of their experts and back while products run.
 
     rank r of W keeps the experts r E/W to (r+1) E/W - 1                                E experts in all
     rows = x, once for each of its experts, sorted by expert        `moe_permute`: so each rank's are together
     y[i] = down[e] swiglu(gate_up[e] rows[i])                        on the rank that keeps e, i's expert
     out[t] = sum over j of w[t, j] y[row of (t, j)]                  float32, j ascending: `moe_unpermute`
 
-Overlapped, a rank starts with its own rows for half of its experts; then come the others' rows, one rank after the
-other, and what was computed for one of them goes back while the next one's are multiplied; at the end its own rows for
-the other half. Backward is the mirror: dy goes out, dx comes back, and the weights' gradients, one grouped product over
-all ranks' rows each, hide what is still on its way. Its twin, in sequence, takes one all-to-all, the same products over
-all rows at once, and one all-to-all back; `dispatch` and `combine` are its halves.
+Overlapped, a rank starts with its own rows for half of its experts; then it multiplies the other ranks' rows, one rank
+after the other, and sends each result back while the next rank's rows are multiplied; last come its own rows for the
+other half. Backward is the mirror: dy is sent, dx returned, and the weights' gradients, one grouped product over all
+ranks' rows each, hide the remaining transfers. The sequential form takes one all-to-all, the same products over all
+rows at once, and one all-to-all back; `dispatch` and `combine` are its halves.
 
-How many rows go where is known on the GPUs only. Exact: the counts are gathered, E integers a rank, and read by the
-host once a call; every row travels, none is dropped. With a `capacity`, every rank sends each rank that many rows,
-filled up with any: nothing is read on the host, so CUDA graphs can hold it; rows beyond it are dropped.
+The number of rows per rank is known on the GPUs only. Exact: the counts are gathered, E integers a rank, and read by
+the host once a call; no row is dropped. With a `capacity`, every rank sends each rank that many rows, padded with
+copies: nothing is read on the host, so CUDA graphs can capture it; rows beyond the capacity are dropped.
 
 Sources: Lepikhin et al., GShard, arXiv:2006.16668 (all-to-all, capacity); Gale et al., MegaBlocks, arXiv:2211.15841
 (dropless, grouped products).
@@ -35,11 +35,11 @@ from powertrain.runtime import checks
 
 Way = Literal["auto", "overlapped", "sequential"]
 _WAYS: tuple[Way, ...] = ("auto", "overlapped", "sequential")
-# rows of an expert from one rank, on the mean, below which products of one rank's rows are mostly padding: a tile's
-_ENOUGH = 128
-# bytes that a rank sends below which backward's sorting and many launches cost more than they hide. With backward,
-# four H200: 940 MB 31.8 ms beside 36.4 in sequence, 268 MB 10.9 beside 9.3 (forward alone 3.4 beside 4.1)
-_ENOUGH_WITH_GRADIENTS = 512 << 20
+# mean rows of an expert from one rank below which products of one rank's rows are mostly padding of the 128-row tile
+_MIN_ROWS_PER_EXPERT = 128
+# bytes sent by a rank below which backward's sorting and many launches cost more than they hide. With backward on
+# four H200: 940 MB 31.8 ms, in sequence 36.4; 268 MB 10.9 ms, in sequence 9.3 (forward alone 3.4 and 4.1)
+_MIN_BYTES_WITH_GRADIENTS = 512 << 20
 
 
 class ExpertRows(NamedTuple):
@@ -57,17 +57,17 @@ class ExpertRows(NamedTuple):
 class Route(NamedTuple):
     """Routes of the rows of one call.
 
-    splits   how many, known to the host
-    ends      [W, E/W] int32: where each source's rows of each of this rank's experts end; rows behind the last are none
-    taken     [rows sent]: which of this rank's rows each is, or a copy to fill up with; None: all, in their order
-    put       [rows]: where each was put among those sent, -1 for a row that was dropped
-    first     of this rank's rows for itself, those for the first half of its experts; None: not known to the host
+    splits       number of rows between ranks, known to the host
+    ends         [W, E/W] int32: end of each source's rows of each local expert; rows behind the last belong to none
+    source_rows  [rows sent]: index of the local row sent in each slot, padding included; None: all, in their order
+    slots        [rows]: slot of each local row among those sent, -1 for a dropped row
+    first        number of this rank's rows for the first half of its own experts; None: not known to the host
     """
 
     splits: SplitSizes
     ends: Tensor
-    taken: Tensor | None = None
-    put: Tensor | None = None
+    source_rows: Tensor | None = None
+    slots: Tensor | None = None
     first: int | None = None
 
     @staticmethod
@@ -89,11 +89,11 @@ class Route(NamedTuple):
 
     def pad(self, rows: Tensor) -> Tensor:
         """The rows as they are sent."""
-        return rows if self.taken is None else _Pad.apply(rows, self.taken, self.put)
+        return rows if self.source_rows is None else _Pad.apply(rows, self.source_rows, self.slots)
 
     def unpad(self, rows: Tensor) -> Tensor:
-        """As `pad` was given them; zeros for those that were dropped."""
-        return rows if self.taken is None else _Unpad.apply(rows, self.taken, self.put)
+        """The inverse of `pad`; zeros for dropped rows."""
+        return rows if self.source_rows is None else _Unpad.apply(rows, self.source_rows, self.slots)
 
     def pieces(self, order: Sequence[int]) -> list[ExpertRows]:
         """Row ranges that a rank multiplies, in sequence; order: the sources, itself first."""
@@ -108,77 +108,77 @@ class Route(NamedTuple):
         return [before, *others, after]
 
     def by_expert(self, rank: int) -> tuple[Tensor, Tensor]:
-        """[rows received, 1]: where each stands when sorted by expert, then source; and each expert's end."""
+        """[rows received, 1]: position of each row sorted by expert, then source; and each expert's end."""
         sizes = self.splits.received(rank)
-        lengths = self.ends[:, -1:] if self.taken is None else torch.full_like(self.ends[:, -1:], sizes[0])
+        lengths = self.ends[:, -1:] if self.source_rows is None else torch.full_like(self.ends[:, -1:], sizes[0])
         ends = torch.cat([self.ends, lengths], 1)  # [W, E/W + 1]: rows of no expert come last
         counts = ends.diff(dim=1, prepend=torch.zeros_like(lengths))
         totals = counts.sum(0, dtype=torch.int32)
         first = totals.cumsum(0) - totals + counts.cumsum(0) - counts  # of each source's rows of each expert
         shift = first - (ends - counts)
-        found = []
+        positions = []
         for source, size in enumerate(sizes):
             row = torch.arange(size, device=ends.device, dtype=ends.dtype)
             expert = torch.searchsorted(self.ends[source].contiguous(), row, right=True)
-            found.append(row + shift[source][expert])
-        return torch.cat(found)[:, None], totals[:-1].cumsum(0, dtype=torch.int32)
+            positions.append(row + shift[source][expert])
+        return torch.cat(positions)[:, None], totals[:-1].cumsum(0, dtype=torch.int32)
 
 
 def _with_capacity(ends: Tensor, num_rows: int, size: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Route.taken and Route.put where each rank gets `capacity` rows."""
+    """Route.source_rows and Route.slots where each rank gets `capacity` rows."""
     stops = ends.view(size, -1)[:, -1].long().contiguous()  # of each rank's rows
     starts = torch.cat([stops.new_zeros(1), stops[:-1]])
-    taken = starts[:, None] + torch.arange(capacity, device=ends.device)
-    taken = torch.where(taken < stops[:, None], taken, 0).flatten()
+    source_rows = starts[:, None] + torch.arange(capacity, device=ends.device)
+    source_rows = torch.where(source_rows < stops[:, None], source_rows, 0).flatten()
     row = torch.arange(num_rows, device=ends.device)
     rank = torch.searchsorted(stops, row, right=True).clamp(max=size - 1)
-    place = row - starts[rank]
-    put = torch.where((place < capacity) & (row < stops[-1]), rank * capacity + place, -1)
-    return taken, put
+    offset = row - starts[rank]
+    slots = torch.where((offset < capacity) & (row < stops[-1]), rank * capacity + offset, -1)
+    return source_rows, slots
 
 
 class _Pad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, taken: Tensor, put: Tensor) -> Tensor:
-        ctx.save_for_backward(put)
-        return _filled_up(rows, taken)
+    def forward(ctx: Any, rows: Tensor, source_rows: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        return _pad_rows(rows, source_rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _kept(grad, *ctx.saved_tensors), None, None
+        return _unpad_rows(grad, *ctx.saved_tensors), None, None
 
 
 class _Unpad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, taken: Tensor, put: Tensor) -> Tensor:
-        ctx.save_for_backward(taken)
-        return _kept(rows, put)
+    def forward(ctx: Any, rows: Tensor, source_rows: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(source_rows)
+        return _unpad_rows(rows, slots)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _filled_up(grad, *ctx.saved_tensors), None, None
+        return _pad_rows(grad, *ctx.saved_tensors), None, None
 
 
-def _filled_up(rows: Tensor, taken: Tensor) -> Tensor:
-    return rows.index_select(0, taken) if rows.shape[0] else rows.new_zeros((taken.shape[0], rows.shape[1]))
+def _pad_rows(rows: Tensor, source_rows: Tensor) -> Tensor:
+    return rows.index_select(0, source_rows) if rows.shape[0] else rows.new_zeros((source_rows.shape[0], rows.shape[1]))
 
 
-def _kept(rows: Tensor, put: Tensor) -> Tensor:
-    return rows.index_select(0, put.clamp(min=0)).masked_fill_((put < 0)[:, None], 0)
+def _unpad_rows(rows: Tensor, slots: Tensor) -> Tensor:
+    return rows.index_select(0, slots.clamp(min=0)).masked_fill_((slots < 0)[:, None], 0)
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, splits: SplitSizes, overlap: Overlap) -> Tensor:
-        ctx.way = splits.back, overlap
+        ctx.saved_splits = splits.back, overlap
         return find(overlap.key).transport.all_to_all(rows, splits)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        back, overlap = ctx.way
+        back, overlap = ctx.saved_splits
         return find(overlap.key).transport.all_to_all(grad, back), None, None
 
 
@@ -189,24 +189,25 @@ class Dispatched(NamedTuple):
     rows: Tensor
     offsets: Tensor
     positions: Tensor
-    places: Tensor
+    expert_positions: Tensor
     route: Route
 
 
-def _sent(rows: Tensor, positions: Tensor, route: Route, overlap: Overlap) -> Dispatched:
+def _dispatch_rows(rows: Tensor, positions: Tensor, route: Route, overlap: Overlap) -> Dispatched:
     received = _AllToAll.apply(route.pad(rows), route.splits, overlap)
-    places, offsets = route.by_expert(overlap.rank)
-    return Dispatched(moe_unpermute(received, _inverse(places)), offsets, positions, places, route)
+    expert_positions, offsets = route.by_expert(overlap.rank)
+    return Dispatched(moe_unpermute(received, _inverse(expert_positions)), offsets, positions, expert_positions, route)
 
 
-def _returned(rows: Tensor, dispatched: Dispatched, overlap: Overlap) -> Tensor:
+def _combine_rows(rows: Tensor, dispatched: Dispatched, overlap: Overlap) -> Tensor:
     route = dispatched.route
-    return route.unpad(_AllToAll.apply(moe_unpermute(rows, dispatched.places), route.splits.back, overlap))
+    return route.unpad(_AllToAll.apply(moe_unpermute(rows, dispatched.expert_positions), route.splits.back, overlap))
 
 
-def _inverse(places: Tensor) -> Tensor:
-    """Which row stands at each place: as positions, `moe_unpermute` sorts by it, as `places` undo it."""
-    return torch.empty_like(places).scatter_(0, places, torch.arange(len(places), device=places.device)[:, None])
+def _inverse(positions: Tensor) -> Tensor:
+    """The inverse permutation of [n, 1] positions: `moe_unpermute` by it sorts rows, by `positions` restores them."""
+    rows = torch.arange(len(positions), device=positions.device)[:, None]
+    return torch.empty_like(positions).scatter_(0, positions, rows)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -225,12 +226,12 @@ def dispatch(
     """
     _check_experts("dispatch", num_experts, overlap, capacity)
     rows, ends, positions = moe_permute(x, experts, num_experts)
-    return _sent(rows, positions, Route.plan(ends, rows.shape[0], overlap, capacity), overlap)
+    return _dispatch_rows(rows, positions, Route.plan(ends, rows.shape[0], overlap, capacity), overlap)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def combine(rows: Tensor, dispatched: Dispatched, weights: Tensor | None, overlap: Overlap) -> Tensor:
-    """The experts' results back to their tokens' ranks, and each token's weighted sum: `dispatch` undone.
+    """The experts' results back to their tokens' ranks, and each token's weighted sum: the inverse of `dispatch`.
 
         rows     [n, H]  results, in the order of `dispatched.rows`
         weights  [T, k]  as `moe_unpermute` takes them, or None for 1
@@ -239,7 +240,7 @@ def combine(rows: Tensor, dispatched: Dispatched, weights: Tensor | None, overla
     checks.require(rows.dim() == 2, "combine", "rows", "be [n, H]", list(rows.shape))
     good = rows.shape[0] == dispatched.rows.shape[0]
     checks.require(good, "combine", "rows", f"have {dispatched.rows.shape[0]} rows, those dispatched", rows.shape[0])
-    return moe_unpermute(_returned(rows, dispatched, overlap), dispatched.positions, weights)
+    return moe_unpermute(_combine_rows(rows, dispatched, overlap), dispatched.positions, weights)
 
 
 def _check_experts(op: str, num_experts: int, overlap: Overlap, capacity: int | None) -> None:
@@ -265,15 +266,15 @@ class _Overlapped(torch.autograd.Function):
             zs.append(grouped_gemm(x, gate_up[piece.experts], piece.ends))
             return grouped_gemm(gated_activation(zs[-1], "swiglu"), down[piece.experts], piece.ends)
 
-        y, received, _ = _traded(rows, route, overlap, product)
-        ctx.how = route, overlap
+        y, received, _ = _exchange_experts(rows, route, overlap, product)
+        ctx.saved_route = route, overlap
         ctx.save_for_backward(received, gate_up, down, *zs)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        route, overlap = ctx.how
+        route, overlap = ctx.saved_route
         x, gate_up, down, *zs = ctx.saved_tensors
         activations: list[Tensor] = []
         dzs: list[Tensor] = []
@@ -292,8 +293,8 @@ class _Overlapped(torch.autograd.Function):
         def weight_grads(dy: Tensor, pieces: list[ExpertRows]) -> tuple[Tensor | None, Tensor | None]:
             if not (need_gate_up or need_down):
                 return None, None
-            places, offsets = route.by_expert(overlap.rank)
-            order, dgate_up, ddown = _inverse(places), None, None
+            expert_positions, offsets = route.by_expert(overlap.rank)
+            order, dgate_up, ddown = _inverse(expert_positions), None, None
             if need_down:
                 a = moe_unpermute(_in_order(activations, pieces), order)
                 ddown = grouped_gemm_wgrad(moe_unpermute(dy, order), a, offsets)
@@ -302,17 +303,17 @@ class _Overlapped(torch.autograd.Function):
                 dgate_up = grouped_gemm_wgrad(dz, moe_unpermute(x, order), offsets)
             return dgate_up, ddown
 
-        dx, _, grads = _traded(dy.contiguous(), route, overlap, product, weight_grads)
+        dx, _, grads = _exchange_experts(dy.contiguous(), route, overlap, product, weight_grads)
         return dx, *grads, None, None
 
 
 def _in_order(tensors: list[Tensor], pieces: list[ExpertRows]) -> Tensor:
-    """Sizes of each piece, in the order of the rows received."""
+    """Each piece's tensor, concatenated in the order of the rows received."""
     order = sorted(range(len(pieces)), key=lambda i: (pieces[i].source, pieces[i].rows.start))
     return torch.cat([tensors[i] for i in order])
 
 
-def _traded(
+def _exchange_experts(
     rows: Tensor, route: Route, overlap: Overlap, product: Any, meanwhile: Any = lambda received, pieces: None
 ) -> tuple[Tensor, Tensor, Any]:
     """product(piece, its rows) of all ranks' rows, returned to them; the rows received; the result of `meanwhile`.
@@ -320,24 +321,26 @@ def _traded(
     `meanwhile(received, pieces)` is called when the last results are on their way.
     """
     transport, splits = find(overlap.key).transport, route.splits
-    there = transport.all_to_all_async(DISPATCH, rows, splits, rows.shape[1])
-    back = transport.all_to_all_async(COMBINE, rows, splits.back, rows.shape[1])
+    dispatched = transport.all_to_all_async(DISPATCH, rows, splits, rows.shape[1])
+    combined = transport.all_to_all_async(COMBINE, rows, splits.back, rows.shape[1])
     parts = rows.split(splits.sent(overlap.rank))
-    for rank in [*transport.outwards(), overlap.rank]:
-        there.send(rank, parts[rank])
-    pieces = route.pieces(there.order)
+    # all sends first: the copy engines work through them while the products below run
+    for rank in [*transport.send_order(), overlap.rank]:
+        dispatched.send(rank, parts[rank])
+    pieces = route.pieces(dispatched.order)
     for piece in pieces:
-        y = product(piece, there.wait(piece.source)[piece.rows])
+        y = product(piece, dispatched.wait(piece.source)[piece.rows])
         if piece.source == overlap.rank:
-            back.wait(overlap.rank)[piece.rows].copy_(y)
+            combined.wait(overlap.rank)[piece.rows].copy_(y)
         else:
-            back.send(piece.source, y)
-    there.finish([there.whole])
-    found = meanwhile(there.whole, pieces)
-    for rank in [overlap.rank, *transport.outwards()]:  # the next rank has made this one's first
-        back.wait(rank)
-    back.finish([back.whole])
-    return back.whole, there.whole, found
+            combined.send(piece.source, y)
+    dispatched.finish([dispatched.whole])
+    result = meanwhile(dispatched.whole, pieces)
+    # the next rank has computed this one's rows first
+    for rank in [overlap.rank, *transport.send_order()]:
+        combined.wait(rank)
+    combined.finish([combined.whole])
+    return combined.whole, dispatched.whole, result
 
 
 def _overlaps(
@@ -347,9 +350,9 @@ def _overlaps(
     if way != "auto":
         return way == "overlapped"
     rows = sum(map(sum, route.splits.rows))
-    if overlap.transport.name == "sequential" or rows < _ENOUGH * overlap.size * num_experts:
+    if overlap.transport.name == "sequential" or rows < _MIN_ROWS_PER_EXPERT * overlap.size * num_experts:
         return False
-    return not wants_gradients or rows * row_bytes >= _ENOUGH_WITH_GRADIENTS * overlap.size
+    return not wants_gradients or rows * row_bytes >= _MIN_BYTES_WITH_GRADIENTS * overlap.size
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -372,12 +375,12 @@ def spread_experts(
         down      [E/W, H, I]
         capacity  rows from this rank to each rank, the same on all; None: as many as there are. See the module. Of a
                   rank's rows those of its last experts are dropped first; a dropped row gives zeros
-        way       "overlapped"; "sequential", the twin; "auto": overlapped, unless the transport is sequential, ranks
-                  have fewer than 128 rows an expert on the mean for each other, or gradients are wanted and a rank
-                  sends less than 512 MiB on the mean (capacity: as if it were full)
+        way       "overlapped"; "sequential"; "auto": overlapped, unless the transport is sequential, the mean of rows
+                  per expert and rank is under 128, or gradients are needed and a rank sends less than 512 MiB on the
+                  mean (capacity: as if it were full)
     Returns [N, H]. Every rank calls it, and its backward, in the same order, and wants the same gradients.
     Numerics: every product accumulates in float32 and is rounded to rows' dtype, the weights' gradients over all ranks'
-        rows at once. Deterministic: nothing depends on who was early.
+        rows at once. Deterministic: independent of arrival order.
     Memory: the rows received, [n, H], and their gate and up, [n, 2I], are saved; backward sorts two more such pairs.
     Synchronization: without capacity the host reads W*W counts and waits for the inputs of `offsets`; backward: none.
     Not traced: torch.compile breaks the graph here. Double backward is not implemented and says so.
@@ -396,8 +399,8 @@ def spread_experts(
     row_bytes = rows.shape[1] * rows.element_size()
     if _overlaps(way, route, overlap, offsets.shape[0], row_bytes, wants_gradients):
         return route.unpad(_Overlapped.apply(route.pad(rows).contiguous(), gate_up, down, route, overlap))
-    sent = _sent(rows, offsets, route, overlap)
-    return _returned(_mlp(sent.rows, gate_up, down, sent.offsets), sent, overlap)
+    sent = _dispatch_rows(rows, offsets, route, overlap)
+    return _combine_rows(_mlp(sent.rows, gate_up, down, sent.offsets), sent, overlap)
 
 
 def _check(
@@ -433,11 +436,11 @@ def moe_experts(
     capacity: int | None = None,
     way: Way = "auto",
 ) -> Tensor:
-    """The weighted sum of each token's experts, which are spread over the ranks: `dispatch`, products, `combine`.
+    """The weighted sum of each token's experts, which are sharded over the ranks: `dispatch`, products, `combine`.
 
         x         [T, H]                T tokens here
         weights   [T, k], experts [T, k]   as `moe_route` returns them
-    Returns [T, H], differentiable in x, weights, gate_up and down, which `spread_experts` describes, and the rest.
+    Returns [T, H], differentiable in x, weights, gate_up and down; the other arguments as in `spread_experts`.
     """
     num_experts = gate_up.shape[0] * overlap.size
     rows, offsets, positions = moe_permute(x, experts, num_experts)
@@ -460,7 +463,7 @@ def rehearse_experts(rows: Tensor, gate_up: Tensor, down: Tensor, size: int) -> 
         y = grouped_gemm(a, out, ends)
         grouped_gemm_dgrad(y, out, ends)
         grouped_gemm_dgrad(z, up, ends)
-        places = torch.empty((part.shape[0], 1), dtype=torch.int64, device=rows.device)
-        sorted_y, sorted_a, sorted_z, sorted_x = (moe_unpermute(t, places) for t in (y, a, z, part))
+        expert_positions = torch.empty((part.shape[0], 1), dtype=torch.int64, device=rows.device)
+        sorted_y, sorted_a, sorted_z, sorted_x = (moe_unpermute(t, expert_positions) for t in (y, a, z, part))
         grouped_gemm_wgrad(sorted_y, sorted_a, ends)
         grouped_gemm_wgrad(sorted_z, sorted_x, ends)

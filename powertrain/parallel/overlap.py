@@ -12,7 +12,8 @@ from powertrain.parallel.transport.base import RowCounts, Transport
 from powertrain.parallel.transport.select import NAMES, open_transport
 from powertrain.runtime import checks
 
-_open: dict[str, "Overlap"] = {}  # by the group's name, which is how a traced call finds its overlap
+# by the group's name: a torch.library op takes no Python objects, so a traced call looks its overlap up
+_open: dict[str, "Overlap"] = {}
 
 
 class Overlap:
@@ -44,10 +45,10 @@ class Overlap:
         debug: bool = False,
     ) -> "Overlap":
         group = _process_group(group)
-        found = _open.get(group.group_name)
-        if found is not None and found.group is group:
-            found._check_serves(transport, strict, debug)
-            return found
+        existing = _open.get(group.group_name)
+        if existing is not None and existing.group is group:
+            existing._check_serves(transport, strict, debug)
+            return existing
         self = object.__new__(cls)
         self._adopt(open_transport(group, transport, strict=strict, debug=debug), group.group_name)
         self.group = group
@@ -96,9 +97,9 @@ class Overlap:
         """Every rank's count, for calls whose ranks hold different numbers of rows. Waits for the others' counts."""
         device = "cuda" if self.transport.on_gpus else "cpu"
         mine = torch.tensor([count], device=device)
-        found = mine.new_empty(self.size)
-        dist.all_gather(list(found.split(1)), mine, group=self.group)
-        counts: list[int] = found.tolist()
+        gathered = mine.new_empty(self.size)
+        dist.all_gather(list(gathered.split(1)), mine, group=self.group)
+        counts: list[int] = gathered.tolist()
         return counts
 
     def __deepcopy__(self, _: object) -> "Overlap":
@@ -132,15 +133,15 @@ def _detach_all() -> None:
 
 
 def find(key: str) -> Overlap:
-    """The open overlap of a group's name; the layer that stands behind it, if one does, is what it works for now."""
+    """The open overlap of a key made by `key_for`; sets the layer's name of the transport, for its messages."""
     key, _, layer = key.partition("|")
-    found = _open.get(key)
-    if found is not None:
-        found.transport.layer = layer
-    if found is None:
+    overlap = _open.get(key)
+    if overlap is not None:
+        overlap.transport.layer = layer
+    if overlap is None:
         must = "be open until the last backward and the last replay of its calls"
         checks.fail("Overlap", "overlap", must, f"that of group {key}, which was closed")
-    return found
+    return overlap
 
 
 def _process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:

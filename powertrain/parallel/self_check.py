@@ -24,6 +24,7 @@ DONE = "products are right over"
 def products_are_right(overlap: Overlap, device: torch.device) -> bool:
     """One layer of small whole numbers, which every dtype holds exactly, in chunks."""
     rank, size = overlap.rank, overlap.size
+    # sequential calls would test nothing of the transport, and the planner takes products this small in sequence
     overlap.planner.choices.clear()
     overlap.planner._chosen = lambda product: Choice("chunked", "tried")  # type: ignore[method-assign]
 
@@ -33,7 +34,7 @@ def products_are_right(overlap: Overlap, device: torch.device) -> bool:
     x, up, down = whole(4 * size, 8), whole(8 * size, 8), whole(8, 8 * size)
     mine, part = slice(4 * rank, 4 * rank + 4), slice(8 * rank, 8 * rank + 8)
     y = gemm_reduce_scatter(all_gather_gemm(x[mine], up[part], overlap), down[:, part], overlap)
-    # rounded where the ranks round: the product up, and each rank's part of the product down
+    # the reference rounds where the ranks do: after the first product, and each rank's part of the second
     h = (x.double() @ up.double().T).bfloat16().double()
     parts = [h[:, 8 * r : 8 * r + 8] @ down[:, 8 * r : 8 * r + 8].double().T for r in range(size)]
     expected = sum((p.bfloat16().float() for p in parts), torch.zeros_like(parts[0], dtype=torch.float32))
@@ -62,7 +63,8 @@ def main() -> None:
     print(f"{DONE} {overlap.transport.name}{f', {rate / 1e9:.0f} GB/s' if rate else ''}{why}", flush=True)
     overlap.close()
     dist.destroy_process_group()
-    os._exit(0)  # errors of library threads at interpreter exit are not part of the check
+    # errors of library threads at interpreter exit are not part of the check
+    os._exit(0)
 
 
 if __name__ == "__main__":

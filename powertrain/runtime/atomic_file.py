@@ -1,4 +1,4 @@
-"""A file that appears under its name whole, or not at all, whatever ends the process."""
+"""Atomic file writes: a file appears complete under its name or not at all, however the process ends."""
 
 import errno
 import os
@@ -7,15 +7,16 @@ import uuid
 from pathlib import Path
 from typing import IO
 
-_STALE = 3600.0  # seconds without a write after which a temporary file has no writer left
+# seconds without a write after which a temporary file has no writer left
+_STALE = 3600.0
 _HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # no other way of writing would help
 
 
 class AtomicFile:
-    """Bytes for `path`, out of sight until `publish`.
+    """Bytes for `path`, invisible until `publish`.
 
-    They go to a file without a name (O_TMPFILE), so that even kill -9 leaves nothing; where the file system has no such
-    files (NFS, say) to a hidden temporary file, which the next writer in the folder removes once it is an hour old.
+    They go to a file without a name (O_TMPFILE), so that even kill -9 leaves nothing; where the file system does not
+    support that (NFS) to a hidden temporary file, which the next writer in the folder removes once it is an hour old.
     """
 
     def __init__(self, path: Path, mode: int = 0o666, *, nameless: bool = True) -> None:
@@ -38,6 +39,7 @@ class AtomicFile:
         """Write to disk, close, and rename the file to its name; an existing file is replaced."""
         assert self._temporary is not None
         self.file.flush()
+        # before the rename: after a power failure the name must not point to missing data
         os.fsync(self.file.fileno())
         if not self._named and self._link(self.path):
             self.file.close()
@@ -49,7 +51,7 @@ class AtomicFile:
         self._temporary = None
 
     def _link(self, path: Path) -> bool:
-        """Give a file without a name one; False: something has it."""
+        """Link the nameless file to `path`; False if the name exists."""
         descriptor = self.file.fileno()
         try:
             # with a descriptor of a folder Python calls linkat, which follows the link in /proc; link would not. The
@@ -73,7 +75,8 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
     except OSError as error:
         if error.errno in _HOPELESS:
             raise
-        _write(path, data, mode, nameless=False)  # a file system that makes nameless files and does not link them
+        # a file system that makes nameless files and does not link them
+        _write(path, data, mode, nameless=False)
 
 
 def _write(path: Path, data: bytes, mode: int, nameless: bool) -> None:

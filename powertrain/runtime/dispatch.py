@@ -27,7 +27,7 @@ _library = torch.library.Library("powertrain", "FRAGMENT")
 
 
 def _modes_active() -> bool:
-    """Somebody (a mode, functorch) wants to see calls as dispatcher ops."""
+    """A dispatch mode or functorch is active and must see calls as dispatcher ops."""
     c = torch._C
     return bool(
         c._len_torch_dispatch_stack()
@@ -73,7 +73,7 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NoDoubleBackward(torch.autograd.Function):
-    """Passes gradients through; differentiating them once more says clearly that it cannot be done.
+    """Passes gradients through; differentiating them once more raises an error that names the alternative.
 
     Takes every tensor that gradients depend on, so that the autograd graph leads here from every input.
     """
@@ -137,16 +137,19 @@ class Op:
             flop_counting.register(self.packet, flops)
 
     def __call__(self, *args: Any) -> Any:
+        # tracers and modes see dispatcher ops only; a direct call would bypass them
         if torch.compiler.is_compiling() or _modes_active():
             return self.packet(*args)
         differentiate = False
         for arg in args:
             if isinstance(arg, Tensor):
+                # a subclass (DTensor) implements its semantics on dispatcher ops
                 if type(arg) not in _PLAIN:
                     dtensors.register(self.name, self.packet, self.sharding)
                     return self.packet(*dtensors.as_dtensors(args))
                 differentiate = differentiate or arg.requires_grad
         if differentiate and self.function is not None and torch.is_grad_enabled():
+            # a failure in backward would be too late: the forward has run with our kernel by then
             if settings().on_compile_failure == "reference":
                 self._rehearse_backward(args)
             return self.function.apply(*args)
@@ -202,6 +205,7 @@ class Op:
                 ctx.set_materialize_grads(False)
                 output = run_forward(*args)
                 setup_context(ctx, args, output)
+                # saved-only outputs are not returned: each output costs autograd about 2 us
                 return output if results is None else output[:results]
 
             @staticmethod
@@ -217,7 +221,8 @@ class Op:
         return Function
 
 
-_disabled: tuple[str, ...] = ()  # sorted, once each: who chooses by it may remember its choice under it
+# sorted and without duplicates, so that it can be part of a cache key
+_disabled: tuple[str, ...] = ()
 _holds: list[tuple[str, ...]] = []  # the names that each `disable` in force keeps off
 
 
@@ -227,7 +232,7 @@ def _is_disabled(name: str) -> bool:
 
 
 def _changed() -> None:
-    """Until nothing changed meanwhile: another thread may hold or release at the same time."""
+    """Recompute `_disabled`, again if another thread enters or leaves a `disable` meanwhile."""
     global _disabled
     seen = None
     while seen != (seen := list(_holds)):
@@ -279,10 +284,10 @@ def named_spans(wanted: bool = True) -> Iterator[None]:
 
 
 def falls_back(name: str) -> Callable[[F], F]:
-    """Let a public op go on in plain PyTorch when its kernel cannot be compiled and the user has said so.
+    """Let a public op fall back to plain PyTorch if its kernel cannot be compiled and the user allows it.
 
-    With POWERTRAIN_ON_COMPILE_FAILURE=reference a CompileError (a deadline passed, a compiler died) is said once, the
-    op is disabled for the rest of the process, and the call is made again.
+    With POWERTRAIN_ON_COMPILE_FAILURE=reference a CompileError (a deadline passed, a compiler died) is logged once, the
+    op is disabled for the rest of the process, and the call is repeated.
     """
 
     def decorate(function: F) -> F:

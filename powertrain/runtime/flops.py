@@ -1,9 +1,9 @@
 """Floating-point operations of an op's matrix products, for torch.utils.flop_counter.FlopCounterMode.
 
-Each Op brings its formula (`flops=`), a function of the op's arguments by name, tensors as their shapes. It counts as
-PyTorch's own do: 2 for a multiply-add, elementwise work not counted, attention as if no mask hid anything (packed
-sequences: as if all were equally long). A FlopCounterMode sees the formulas of modules that were imported before it
-was made, as a model's are when it is built.
+Each Op has its formula (`flops=`), a function of the op's arguments by name, tensors as their shapes. It counts as
+PyTorch's own formulas do: 2 for a multiply-add, no elementwise work, attention without its mask (packed sequences: as
+if all were equally long). A FlopCounterMode sees the formulas of modules imported before it was made, as a model's are
+when it is built.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Gluon (Triton's lower-level language) as our kernels use it: one name for what differs between Triton 3.6 and 3.9.
+"""Gluon (Triton's lower-level language) as our kernels use it: one name where Triton 3.6 and 3.9 differ.
 
     name here       Triton 3.6, 3.7                    3.8                3.9
     tma_load        tma.async_copy_global_to_shared    both names         tma.async_load
@@ -8,7 +8,7 @@
     reinterpret     smem._reinterpret                                     smem.reinterpret
     barrier         gl.thread_barrier                                     gl.barrier
 
-Below them, what Gluon has no word for, as PTX: flags between GPUs and the fences that go with TMA. Scalars given to
+Below them operations that Gluon lacks, as PTX: flags between GPUs and the fences that go with TMA. Scalars given to
 inline assembly are the same in every thread, so each runs in all threads of the partition that calls it.
 """
 
@@ -67,7 +67,7 @@ tma_store_add: Any = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
 
 
 def trouble() -> str | None:
-    """What this Triton lacks of what our Gluon kernels use, or None."""
+    """Features that our Gluon kernels use and this Triton lacks, or None."""
     wanted = {
         "tma.make_tensor_descriptor": tma,
         "warpgroup_mma": hopper,
@@ -79,21 +79,21 @@ def trouble() -> str | None:
         "NVMMADistributedLayout": gl,
         "NVMMASharedLayout": gl,
     }
-    missing = [name for name, place in wanted.items() if not hasattr(place, name.rpartition(".")[2])]
+    missing = [name for name, module in wanted.items() if not hasattr(module, name.rpartition(".")[2])]
     missing += [name for name in ("barrier", "tma_load", "tma_store") if globals()[name] is None]
     return f"this Triton's Gluon has no {', '.join(missing)}" if missing else None
 
 
 @gluon.jit
 def kept(value):  # type: ignore[no-untyped-def]
-    """`value`, which the compiler must not take for unused: Triton 3.6 drops what a loop carries when it serves as
-    the bound of an inner loop alone, and the inner loop then starts anew each time."""
+    """`value`, hidden from the optimizer: Triton 3.6 drops a loop-carried value that is used only as the bound of an
+    inner loop, and the inner loop then starts anew each time."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def load_acquire(ptr):  # type: ignore[no-untyped-def]
-    """The int32 at `ptr`, which any GPU or copy engine may write; what it was written after is seen from here on."""
+    """The int32 at `ptr`, which any GPU or copy engine may write; writes made before it are visible afterwards."""
     return gl.inline_asm_elementwise(
         "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -164,7 +164,7 @@ def named_barrier_arrive(number, threads: gl.constexpr):  # type: ignore[no-unty
 
 @gluon.jit
 def fence_proxy_async(value):  # type: ignore[no-untyped-def]
-    """What this thread has acquired may be read by TMA (the async proxy) from here on. Returns `value`."""
+    """Writes that this thread has acquired become visible to TMA (the async proxy). Returns `value`."""
     return gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -172,8 +172,8 @@ def fence_proxy_async(value):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def stores_landed(value):  # type: ignore[no-untyped-def]
-    """Wait until this thread's TMA stores are written, not only read from shared memory; then make them part of what
-    it releases, to other GPUs too. Returns `value`."""
+    """Wait until this thread's TMA stores are written, not only read from shared memory; then include them in its
+    releases, to other GPUs too. Returns `value`."""
     return gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async; fence.acq_rel.sys; mov.b32 $0, $1;",
         "=r,r",

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SHARE = 0.7  # of the available memory: estimates err, and others live here too
+# of the available memory: estimates err, and other processes share the machine
+SHARE = 0.7
 
 
 @dataclass(frozen=True)
@@ -28,32 +29,33 @@ def jobs(per_job_bytes: int, wanted: int | None = None, *, root: str | Path = "/
     cores, cores_why = (wanted, "asked for") if wanted is not None else usable_cores(root)
     fit = int(memory * SHARE // per_job_bytes)
     count = max(1, min(cores, fit))
-    room = f"{SHARE} of the {_size(memory)} available ({memory_why}) holds {fit} of {_size(per_job_bytes)}"
-    return Jobs(count, f"{count} at once: {cores} {cores_why}, and {room}")
+    by_memory = f"{SHARE} of the {_size(memory)} available ({memory_why}) holds {fit} of {_size(per_job_bytes)}"
+    return Jobs(count, f"{count} at once: {cores} {cores_why}, and {by_memory}")
 
 
 def available_memory(root: str | Path = "/") -> tuple[int, str]:
     """Bytes that can still be allocated here, and the source of that limit."""
     root = Path(root)
-    found = [(_mem_available(root), "MemAvailable")]
+    # every level of the hierarchy has its own limit, so the tightest counts
+    bounds = [(_mem_available(root), "MemAvailable")]
     for group in _groups(root, "memory"):
         for limit, used in (("memory.max", "memory.current"), ("memory.high", "memory.current")):
-            found += _left(group, limit, used, "inactive_file")
-        found += _left(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    return min(found)
+            bounds += _left(group, limit, used, "inactive_file")
+        bounds += _left(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return min(bounds)
 
 
 def usable_cores(root: str | Path = "/") -> tuple[int, str]:
     """Cores that this process may keep busy, and the source of that limit."""
     root = Path(root)
-    found = [(float(_affinity(root)), "cores (affinity)")]
+    bounds = [(float(_affinity(root)), "cores (affinity)")]
     for group in _groups(root, "cpu"):
         quota, _, period = (_read(group / "cpu.max") or "max").partition(" ")
         if quota == "max":
             quota, period = _read(group / "cpu.cfs_quota_us") or "-1", _read(group / "cpu.cfs_period_us") or ""
         if quota.isdigit() and period.isdigit() and int(period):
-            found.append((int(quota) / int(period), f"cores (CPU quota of cgroup {group})"))
-    cores, why = min(found)
+            bounds.append((int(quota) / int(period), f"cores (CPU quota of cgroup {group})"))
+    cores, why = min(bounds)
     return max(1, int(cores)), why
 
 

@@ -54,7 +54,8 @@ _TYPES = {
     torch.float8_e5m2: "*fp8e5",
 }
 _FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}  # pointers and absent ones: "Q"
-_HIDDEN_PARAMETERS = 2  # Triton's scratch pointers, global and profile, behind the declared ones
+# Triton's scratch pointers, global and profile, behind the declared ones
+_HIDDEN_PARAMETERS = 2
 
 
 class Loaded:
@@ -232,12 +233,13 @@ class Kernel:
         gx, gy, gz = (*grid, 1, 1)[:3]
         kept = loaded.scratch(gx * gy * gz, device)
         slot = loaded.slots.pop() if loaded.slots else loaded.new_slot()
-        loaded.pack_into(slot[0], 0, *arguments, *(tensor.data_ptr() for tensor in kept))
+        buffer, pointers, _ = slot
+        loaded.pack_into(buffer, 0, *arguments, *(tensor.data_ptr() for tensor in kept))
         with torch.cuda.device(device):
             driver.make_context_current(device)
             stream = torch._C._cuda_getCurrentRawStream(device)
             code = driver.launcher()(
-                loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, stream, slot[1], None
+                loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, stream, pointers, None
             )
         loaded.slots.append(slot)
         if code:
@@ -258,12 +260,13 @@ def launch(grid, {parameters}):
         kept = loaded.scratch(gx * gy * gz, device)
         scratch, profile = kept[0].data_ptr(), kept[1].data_ptr()
     slot = loaded.slots.pop() if loaded.slots else loaded.new_slot()
+    buffer, pointers, _ = slot
     try:
-        loaded.pack_into(slot[0], 0, {packed}, scratch, profile)
+        loaded.pack_into(buffer, 0, {packed}, scratch, profile)
     except StructError:
         return prepare(grid, None, {values}, {constants})
     code = launch_kernel()(
-        loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, current_stream(device), slot[1], None
+        loaded.handle, gx, gy, gz, loaded.threads, 1, 1, loaded.shared, current_stream(device), pointers, None
     )
     loaded.slots.append(slot)
     if code:  # retry once with this thread's context set; the driver's error is raised if that does not help
@@ -277,9 +280,9 @@ _READ_POINTER = """
     else:
         p{i} = {name}.data_ptr()
         t{i} = {name}.dtype
-        found = {name}.get_device()
-        if found != device:
-            device = found if device == -2 else -3
+        ordinal = {name}.get_device()
+        if ordinal != device:
+            device = ordinal if device == -2 else -3
 """
 
 

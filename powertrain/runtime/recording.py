@@ -1,4 +1,4 @@
-"""Recording which kernels a computation would need, without running them; and pretending to be another GPU."""
+"""Records the kernels that a computation would launch, without running them; emulates another GPU."""
 
 import os
 import threading
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """The specializations that launches inside `record()` would have needed, each once, in the order met."""
+    """The specializations that launches inside `record()` would need, each once, in launch order."""
 
     def __init__(self, target: Target | None) -> None:
         self.target = target
@@ -31,11 +31,11 @@ class Recording:
 
 
 class _State:
-    """For the process, because backward launches from autograd's own threads."""
+    """Global to the process, not thread-local, because backward launches from autograd's own threads."""
 
     recording: Recording | None = None
-    everything = False  # launches on real tensors are recorded too, and so do not run
-    active = False  # launches on real tensors take the slow path: something wants to see or to change them
+    everything = False  # launches on real tensors are recorded too, and do not run
+    active = False  # launches on real tensors take the slow path, which records or redirects them
 
 
 state = _State()
@@ -43,7 +43,7 @@ _one_at_a_time = threading.RLock()
 
 
 def _after_fork() -> None:
-    """Another thread's recording does not go on in a forked child, which has no such thread."""
+    """End another thread's recording in a forked child, which does not have that thread."""
     global _one_at_a_time
     if not _one_at_a_time._is_owned():  # type: ignore[attr-defined]
         _one_at_a_time = threading.RLock()
@@ -57,11 +57,11 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def record(target: Target | str | None = None) -> Iterator[Recording]:
-    """Inside, launches do not run; they note which specializations they need, and outputs are not computed.
+    """Inside, launches on meta tensors do not run; the specializations they need are recorded.
 
-    `with record("sm_80") as wanted:` run a step on meta tensors; `wanted.specs` lists its launches there.
-    Launches on real tensors run as ever. Without a target it is the launches on this machine's GPUs that are noted
-    and do not run. Not re-entrant; a second thread waits.
+    `with record("sm_80") as recording:` run a step on meta tensors; `recording.specs` lists its launches on sm_80.
+    Launches on real tensors run as usual. Without a target, launches on this machine's GPUs are recorded and do not
+    run. Not re-entrant; a second thread waits.
     """
     with _one_at_a_time:
         if state.recording is not None:

@@ -1,4 +1,4 @@
-"""A kernel tried once on each device, before its results are given to anybody."""
+"""Self-test of a kernel: it runs once on each device before its first result is used."""
 
 from collections.abc import Callable
 
@@ -11,20 +11,20 @@ from powertrain.runtime.settings import settings
 
 
 def failure(
-    found: dict[int | None, str | None],
+    failures: dict[int | None, str | None],
     device: torch.device,
     test: Callable[[torch.device], str | None],
     otherwise: str,
 ) -> str | None:
-    """Why a Gluon kernel must not be used on `device`, or None; remembered in `found`.
+    """Why a Gluon kernel must not be used on `device`, or None; remembered in `failures`.
 
     test       compares a small result and returns the defect, or None; called without autocast and gradients
-    otherwise  "gemm: cuBLAS serves": for the line that is said if it fails
+    otherwise  "gemm: cuBLAS serves": for the warning if it fails
     """
     if settings().interpret:
         return "Gluon has no interpreter"
-    if device.index in found:
-        return found[device.index]
+    if device.index in failures:
+        return failures[device.index]
     if torch.cuda.is_current_stream_capturing():
         return "its self-test has not run on this device and cannot while a CUDA graph is captured"
     try:
@@ -32,7 +32,7 @@ def failure(
             reason = test(device)
     except (CompileError, LaunchError) as error:
         reason = str(error)
-    found[device.index] = reason
+    failures[device.index] = reason
     if reason:
         tracing.warn(f"{otherwise} {device} although the Hopper kernel is for it: {reason}")
     return reason

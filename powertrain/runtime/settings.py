@@ -85,7 +85,7 @@ VARIABLES = {
         (),
         "comma-separated attention backends to try first, -name for one never to take: triton,cudnn,-flash",
     ),
-    "jobs": Variable("POWERTRAIN_JOBS", _count, None, "parallel compiles (default: what memory and cores allow)"),
+    "jobs": Variable("POWERTRAIN_JOBS", _count, None, "parallel compiles (default: as memory and cores allow)"),
 }
 
 

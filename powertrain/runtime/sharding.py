@@ -31,8 +31,8 @@ def placements() -> tuple[Any, Any, Any]:
 def leading_dims(spec: Any, *, last: bool = False) -> Iterator[int]:
     """The dims of an argument that may be sharded: all but the last one, or that too.
 
-    Statistics for each row have one dim: only rows sharded along the first dim keep their order in it, and PyTorch can
-    be told so only of a mesh of one axis.
+    Statistics for each row have one dim: only rows sharded along the first dim keep their order in it, and PyTorch's
+    rules express that for a mesh of one axis only.
     """
     yield from range(min(spec.ndim - (not last), spec.ndim if spec.mesh.ndim == 1 else 1))
 

@@ -1,4 +1,4 @@
-"""Target: the facts of one GPU that a kernel's plan needs, of a real device or of a named one without it.
+"""Target: the facts of one GPU that a kernel's plan needs, of a present device or of one given by name.
 
 Sources: shared memory, registers and abilities per arch from the CUDA C++ Programming Guide, "Technical Specifications
 per Compute Capability"; SMs, L2 and bandwidth from NVIDIA's Turing, GA100, GA102, Ada, H100, Blackwell and RTX
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Pretended:
-    """Targets that plans are made for instead of the tensors' own. Set by runtime/recording.py, for the process."""
+    """Targets that replace the tensors' own in plans. Set by runtime/recording.py, for the process."""
 
     recorded: "Target | None" = None  # for meta tensors
     emulated: "Target | None" = None  # for CUDA tensors
@@ -49,10 +49,10 @@ class Target:
         Raises ValueError with the nearest known names.
         """
         text = str(name).strip()
-        found = re.fullmatch(r"(?:sm|compute|cc)?[_ -]?(?:(\d{1,2})\.(\d)|(\d{2,3}))[af]?", text.lower())
-        if not found:
+        match = re.fullmatch(r"(?:sm|compute|cc)?[_ -]?(?:(\d{1,2})\.(\d)|(\d{2,3}))[af]?", text.lower())
+        if not match:
             return _card(text)
-        major, minor, digits = found.groups()
+        major, minor, digits = match.groups()
         arch = int(digits or major + minor)
         if arch not in _ARCHS:
             raise ValueError(f"target must be one of {_arch_names()} or the name of a card, got {name!r}")
@@ -325,7 +325,7 @@ def known_cards() -> tuple[Target, ...]:
     return tuple(cards)
 
 
-# words that tell no card from another: makers, families, form factors that the table does not list apart
+# vendor and family words to ignore
 _MAKERS = {"nvidia", "geforce", "rtx", "tesla", "gpu", "jetson", "agx", "blackwell"}
 _NOISE = {"generation", "edition", "workstation", "with", "design", "tensor", "core", "superchip"}
 _FORM = re.compile(r"\d+gb|hbm\d?e?|sxm\d?|pcie|nvl")

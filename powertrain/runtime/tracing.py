@@ -1,4 +1,4 @@
-"""Every decision, once: which kernel, for which device, compiled or found, in how many milliseconds.
+"""A log of decisions, each once: which kernel, for which device, compiled or loaded, in how many milliseconds.
 
 `trace()` returns them; POWERTRAIN_LOG=info|debug prints them to stderr, or to POWERTRAIN_LOG_FILE.
 """
@@ -74,7 +74,7 @@ def event(kind: str, text: str, **facts: Any) -> None:
 
 
 def warn(text: str) -> None:
-    """Say something the user should know, once for each text."""
+    """Print a warning, once for each text."""
     with _lock:
         if any(e.kind == "warning" and e.text == text for e in _events):
             return
@@ -83,5 +83,5 @@ def warn(text: str) -> None:
 
 
 def progress(text: str) -> None:
-    """A line about a wait that goes on; always shown."""
+    """Print a line about a wait; always shown."""
     _print(text)

@@ -1,8 +1,8 @@
 """Tile tables: the shipped ones are the ops' own plan functions; `powertrain tune` measures this GPU's.
 
-An op decides its tiles in a function `plan(..., target) -> NamedTuple`, marked `@tunable(where it was measured)`. What
-`powertrain tune` finds better on a GPU is kept in a file of that GPU's, as the fields that differ from the shipped
-plan, keyed by the plan's arguments with sizes rounded up to a power of two. Nothing is tuned unless asked.
+An op decides its tiles in a function `plan(..., target) -> NamedTuple`, marked `@tunable(where it was measured)`.
+Faster plans measured by `powertrain tune` are kept in one file per GPU model, as the fields that differ from the
+shipped plan, keyed by the plan's arguments with sizes rounded up to a power of two. Nothing is tuned unless asked.
 """
 
 import functools

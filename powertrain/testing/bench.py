@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-_HEAD_START = 4_000_000  # cycles, about 2 ms: more than a forward and backward takes to launch
+# cycles, about 2 ms: more than a forward and backward takes to launch
+_HEAD_START = 4_000_000
 Variants = Mapping[str, Callable[[], Any]]
 
 
@@ -28,7 +29,8 @@ def _flush_buffer() -> torch.Tensor:
 def _once(function: Callable[[], Any]) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     _flush_buffer().zero_()
-    torch.cuda._sleep(_HEAD_START)  # the GPU waits while Python launches, so that host time is not measured
+    # the GPU waits while Python launches, so that host time is not measured
+    torch.cuda._sleep(_HEAD_START)
     start.record()
     function()
     end.record()

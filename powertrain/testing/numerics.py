@@ -98,12 +98,12 @@ def errors(
     rough, rough_grads = evaluate(plain, tensors, grads if backward else None)
     results, our_grads = evaluate(ours, tensors, grads if backward else None)
     assert our_grads.keys() == exact_grads.keys(), f"gradients of {sorted(our_grads)}, expected {sorted(exact_grads)}"
-    found = [_error(f"out{i}", *triple, slack) for i, triple in enumerate(zip(results, rough, exact, strict=True))]
+    worst = [_error(f"out{i}", *triple, slack) for i, triple in enumerate(zip(results, rough, exact, strict=True))]
     for name, grad in our_grads.items():
         source = tensors[name.removeprefix("d")]
         assert source is not None and grad.dtype == source.dtype, f"{name} has dtype {grad.dtype}"
-        found.append(_error(name, grad, rough_grads[name], exact_grads[name], slack))
-    return found
+        worst.append(_error(name, grad, rough_grads[name], exact_grads[name], slack))
+    return worst
 
 
 def check(

@@ -1,6 +1,6 @@
-"""One outcome on every rank: a value, or the same error at once, so that no rank waits for one that has failed.
+"""The same outcome on every rank, a value or an error, so that no rank waits in a collective for one that failed.
 
-Whatever can raise on one rank ahead of a collective goes through one of these. `group` is None for one process.
+Work that can raise on one rank before a collective goes through one of these. `group` is None for one process.
 """
 
 import pickle
@@ -48,7 +48,7 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or one that says the same where it does not survive pickle."""
+    """The error, or a RuntimeError with its text if it cannot be pickled."""
     error = error.with_traceback(None)
     try:
         if str(pickle.loads(pickle.dumps(error))) == str(error):
@@ -67,5 +67,5 @@ def _taken(outcome: Any) -> Any:
 
 
 def is_on_all(error: BaseException) -> bool:
-    """Whether every rank has this error: one of them is enough to say it."""
+    """Whether every rank has this error: then one of them reports it."""
     return getattr(error, "is_on_all", False)

@@ -13,7 +13,7 @@ _WINDOW, _FEWEST = 100, 20
 
 
 class SpikeWatch:
-    """Tells a loss that is more than `factor` times the median of the last 100; 0 never does."""
+    """Detects a loss of more than `factor` times the median of the last 100; factor 0: none."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -32,7 +32,8 @@ def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
     """One forward and backward under hooks; a sentence with the first module whose output or gradient is not finite.
 
     Slow: it waits for the device at every module. Parameters are not changed; their gradients are dropped. Always one
-    forward and one backward: other ranks may find something else, and wait for this one's part in both.
+    forward and one backward, even if the forward gives the answer: on other ranks it may not, and their collectives
+    wait for this rank in both.
     """
     outputs: list[tuple[str, Tensor]] = []
     hooks = [
@@ -52,11 +53,11 @@ def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
     for name, worst in outputs:
         if not worst.isfinite():
             return f"the first module whose output is not finite is {name}"
-    largest = max(outputs, key=lambda item: float(item[1]))
-    said = f"every output is finite, the largest is {float(largest[1]):.3g}, of {largest[0]}"
+    module, largest = max(outputs, key=lambda output: float(output[1]))
+    summary = f"every output is finite, the largest is {float(largest):.3g}, of {module}"
     if not loss.isfinite():
-        return f"{said}; the loss itself is not finite"
-    return f"{said}; {gradients}"
+        return f"{summary}; the loss itself is not finite"
+    return f"{summary}; {gradients}"
 
 
 def _bad_gradients(model: nn.Module, loss: Tensor) -> str:

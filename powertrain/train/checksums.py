@@ -1,4 +1,4 @@
-"""CRC-32 of files: written when they are, compared before they are trusted. zlib's reads some 6 GB/s."""
+"""CRC-32 of files, written with them and compared before they are used."""
 
 import json
 import os
@@ -39,8 +39,8 @@ def compare(file: Path, size: int, crc: str | None) -> None:
     got = file.stat().st_size if file.is_file() else None
     if got != size:
         raise Damaged(f"{file}: must have {size} bytes, got {'no file' if got is None else got}")
-    if crc is not None and (found := crc_of(file)) != crc:
-        raise Damaged(f"{file}: must have the CRC-32 {crc} that was written, got {found}: the file is damaged")
+    if crc is not None and (actual := crc_of(file)) != crc:
+        raise Damaged(f"{file}: must have the CRC-32 {crc} that was written, got {actual}: the file is damaged")
 
 
 def write_sums(file: Path, sums: dict[str, tuple[int, str]]) -> None:
@@ -65,7 +65,7 @@ def read_sums(file: Path) -> dict[str, tuple[int, str]]:
 
 
 def sync(path: Path) -> None:
-    """Until a file's bytes, or a folder's names, are on disk."""
+    """Wait until a file's bytes, or a folder's names, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

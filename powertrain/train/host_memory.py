@@ -4,14 +4,16 @@ import ctypes
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_LARGEST = 1 << 30  # bytes; larger blocks still come from the kernel one by one
+# bytes; larger blocks still come from the kernel one by one
+_LARGEST = 1 << 30
 
 
 def keep_freed_memory() -> bool:
     """Serve large tensors from the heap and never give it back; True if the C library has such settings.
 
-    By default every block above 32 MiB, and many below, is mapped anew: a page fault for each 4 KiB. A small GPT on
-    two CPU cores spent 7% of its time so. Costs memory: the process keeps its peak memory.
+    By default every block above 32 MiB, and many below, is mapped anew, with a page fault for each 4 KiB: a copy of
+    33 MB took 9 ms, with this setting 4. A small GPT on two CPU cores spent 7% of its time on it. The process keeps its
+    peak memory.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -176,11 +176,11 @@ def _loss(model: nn.Module, config: RunConfig) -> Tensor:
 
 
 def _groups(model: nn.Module) -> list[Group]:
-    found: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+    groups: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
     for name, p in model.named_parameters():
         star = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        found[star, tuple(p.shape)] += 1
-    return [Group(name, shape, n, n * torch.Size(shape).numel()) for (name, shape), n in found.items()]
+        groups[star, tuple(p.shape)] += 1
+    return [Group(name, shape, n, n * torch.Size(shape).numel()) for (name, shape), n in groups.items()]
 
 
 def _activations(config: RunConfig, model: nn.Module) -> dict[str, int]:
@@ -303,7 +303,7 @@ def _kinds_of_layers(model: Any) -> int:
 def explain_run_attention(config: RunConfig, model: Any, arch: str) -> Explanation:
     """Backend of the first layer's attention, on a GPU by its name or arch, or on the "cpu"."""
     module = model.layers[0].attention
-    heads, tensor = module.head_dims, config.parallel.tensor
+    (head_dim_qk, head_dim_v), tensor = module.head_dims, config.parallel.tensor
     kv_heads = getattr(module, "num_kv_heads", module.num_heads)
     arguments: dict[str, Any] = {"is_causal": True}
     if getattr(module, "window", (-1, -1)) != (-1, -1):
@@ -315,7 +315,7 @@ def explain_run_attention(config: RunConfig, model: Any, arch: str) -> Explanati
     if getattr(module, "dropout", 0.0):
         arguments["dropout_p"] = module.dropout
     return explain_attention(
-        arch=arch, dtype=DTYPES[config.train.precision], head_dim_qk=heads[0], head_dim_v=heads[1],
+        arch=arch, dtype=DTYPES[config.train.precision], head_dim_qk=head_dim_qk, head_dim_v=head_dim_v,
         num_heads=module.num_heads // tensor, num_kv_heads=kv_heads // tensor, batch=config.train.micro_batch_size,
         queries=config.train.seq_length, **arguments,
     )  # fmt: skip

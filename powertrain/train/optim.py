@@ -95,6 +95,7 @@ class Optimizer:
             divisor = divisor * ((norm + 1e-6) / self.max_norm).clamp(min=1.0)
         for group in self.adamw.param_groups:
             group["lr"] = lr
+        # tensors, read by the kernel: clipping, unscaling and the skip need neither the host nor a pass of their own
         self.adamw.grad_scale, self.adamw.found_inf = divisor, skipped  # type: ignore[attr-defined]
         self.adamw.step()
         self.adamw.zero_grad()
@@ -105,15 +106,15 @@ class Optimizer:
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint needs, by name, live: float32 weights, moments, step counts, loss scale."""
         self.adamw.init_state()
-        found: dict[str, Tensor] = {f"model.{name}": buffer for name, buffer in self.buffers.items()}
+        by_name: dict[str, Tensor] = {f"model.{name}": buffer for name, buffer in self.buffers.items()}
         for name, p in zip(self.names, self.parameters, strict=True):
             state = self.adamw.state[p]
-            found[f"model.{name}"] = state.get("master", p.detach())
-            found[f"exp_avg.{name}"], found[f"exp_avg_sq.{name}"] = state["exp_avg"], state["exp_avg_sq"]
-            found[f"step.{name}"] = state["step"].reshape(1)
+            by_name[f"model.{name}"] = state.get("master", p.detach())
+            by_name[f"exp_avg.{name}"], by_name[f"exp_avg_sq.{name}"] = state["exp_avg"], state["exp_avg_sq"]
+            by_name[f"step.{name}"] = state["step"].reshape(1)
         if self.scaler is not None:
-            found |= {f"scaler.{name}": t.reshape(1) for name, t in self.scaler.tensors().items()}
-        return found
+            by_name |= {f"scaler.{name}": t.reshape(1) for name, t in self.scaler.tensors().items()}
+        return by_name
 
     @torch.no_grad()
     def weights_from_masters(self) -> None:
@@ -130,6 +131,7 @@ def global_norm(grads: Iterable[Tensor]) -> Tensor:
         local.setdefault(_sharded_over(grad), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
     squares = []
     for groups, tensors in local.items():
+        # squares add over shards, norms do not; replicated gradients are counted once
         square = grad_norm([t for t in tensors if t.numel()]).to(tensors[0].device).square()
         for group in groups:
             dist.all_reduce(square, group=group)

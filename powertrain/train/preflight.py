@@ -1,4 +1,4 @@
-"""Before the ranks train together: are they the same program, with the same configuration, on GPUs of their own?"""
+"""Comparison of ranks before training: same program, same configuration, one GPU each."""
 
 import json
 import platform
@@ -24,7 +24,7 @@ class Verdict(NamedTuple):
 
 def facts(device: torch.device, config: RunConfig) -> dict[str, str]:
     """The compared facts, by name. Config keys are separate, so that a difference can be named."""
-    found = {
+    collected = {
         "host": socket.gethostname(),
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -36,16 +36,17 @@ def facts(device: torch.device, config: RunConfig) -> dict[str, str]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         nccl: Any = torch.cuda.nccl
-        found["NCCL"] = ".".join(map(str, nccl.version()))
-        found["GPU arch"] = f"sm_{Target.of(device).arch}"
-        found["GPU"] = str(properties.uuid)
-    return found | _flat(config.model_dump(mode="json"), "config")
+        collected["NCCL"] = ".".join(map(str, nccl.version()))
+        collected["GPU arch"] = f"sm_{Target.of(device).arch}"
+        collected["GPU"] = str(properties.uuid)
+    return collected | _flat(config.model_dump(mode="json"), "config")
 
 
 def compare(everyone: list[dict[str, str]]) -> Verdict:
     """The verdict on all ranks' facts, in the order of ranks. Mixed GPU archs are a note, a shared GPU an error."""
     errors, notes = [], []
     for name in dict.fromkeys(name for facts in everyone for name in facts):
+        # these must differ or may; `_shared_gpus` compares them
         if name in ("host", "GPU"):
             continue
         values = [facts.get(name, "nothing") for facts in everyone]

@@ -1,7 +1,7 @@
 """Rank of this process in a run, rendezvous, and process groups.
 
-The launcher says it in the environment: torchrun in RANK, WORLD_SIZE ..., Open MPI in OMPI_COMM_WORLD_*, MPICH and
-Intel MPI in PMI_* and MPI_LOCAL*, srun in SLURM_*. They are asked in that order, so the innermost of several counts.
+Launchers set them in the environment: torchrun in RANK, WORLD_SIZE ..., Open MPI in OMPI_COMM_WORLD_*, MPICH and
+Intel MPI in PMI_* and MPI_LOCAL*, srun in SLURM_*. They are read in that order, so the innermost of several counts.
 """
 
 import functools
@@ -30,21 +30,23 @@ from powertrain.train import preflight
 from powertrain.train.config.schema import ParallelConfig, RunConfig
 
 _QUIET = 5.0  # seconds a wait may take before a line names its reason
-_DYING = 5.0  # seconds that a process may take to disappear after its connections did
+# seconds that a process may take to disappear after its connections did
+_DYING = 5.0
 # messages of gloo and NCCL when a connection ends
 _LOST = re.compile(r"[Cc]onnection (?:closed|reset|refused)|Broken pipe|gloo|NCCL|[Tt]imed out|Socket|remote process")
-_FAREWELL = 10.0  # seconds that the first rank stays, after an error, for the others to read it
+# seconds that the first rank stays, after an error, for the others to read it
+_FAREWELL = 10.0
 
 
 class RendezvousError(RuntimeError):
-    """The ranks did not find each other, or must not train together: which, and why."""
+    """Ranks are missing, or must not train together; the message names them and the reason."""
 
 
 class Rendezvous(NamedTuple):
     """Rendezvous of the processes of a run.
 
-    attempt     counts elastic restarts: an earlier attempt's words are not heard
-    by_agent    torchrun keeps the store, else rank 0 does
+    attempt     number of elastic restarts; keys in the store are separate for each
+    by_agent    torchrun hosts the store, else rank 0 does
     """
 
     host: str
@@ -63,7 +65,7 @@ class LaunchEnv:
     local_rank: int = 0
     local_world_size: int = 1
     launcher: str = "none"
-    meeting: Rendezvous | None = None
+    rendezvous: Rendezvous | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Ranks:
     dp_group                those that read different data
     checkpoint_group        a gloo group for checkpoints alone: they are written beside the training, and the order of
                             collectives within a group must be the same on every rank
-    peers                   which of the ranks live
+    peers                   liveness of the ranks
     """
 
     device: torch.device
@@ -146,15 +148,15 @@ def read_launch_env(environment: Mapping[str, str] | None = None) -> LaunchEnv:
     Raises ValueError naming the variable for one that is missing or no number, and for a GPU that is not there.
     """
     env = os.environ if environment is None else environment
-    spoken = [launcher for launcher in _LAUNCHERS if launcher.rank in env and _speaks(launcher, env)]
-    if not spoken:
+    active = [launcher for launcher in _LAUNCHERS if launcher.rank in env and _is_launched_by(launcher, env)]
+    if not active:
         if "PMIX_RANK" in env:
             raise ValueError(
                 "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT must be set: PMIx names no number of ranks, "
                 f"got PMIX_RANK {env['PMIX_RANK']} alone"
             )
         return LaunchEnv(_device(0, 1))
-    first, *others = spoken
+    first, *others = active
     rank, size = _number(env, first.rank), _number(env, first.size)
     if not 0 <= rank < size:
         raise ValueError(f"{first.rank} must be in [0, {first.size} = {size}), got {rank}")
@@ -164,11 +166,11 @@ def read_launch_env(environment: Mapping[str, str] | None = None) -> LaunchEnv:
         names = ", ".join(f"{other.rank}={env[other.rank]}" for other in others)
         tracing.event("launcher", f"rank and number of processes are {first.name}'s ({first.rank}); {names} not read")
     device = _device(local_rank, local_size)
-    meeting = _meeting(first, size, env) if size > 1 else None
-    return LaunchEnv(device, rank, size, local_rank, local_size, first.name, meeting)
+    rendezvous = _read_rendezvous(first, size, env) if size > 1 else None
+    return LaunchEnv(device, rank, size, local_rank, local_size, first.name, rendezvous)
 
 
-def _speaks(launcher: _Launcher, env: Mapping[str, str]) -> bool:
+def _is_launched_by(launcher: _Launcher, env: Mapping[str, str]) -> bool:
     """srun's rank stands in a batch script's environment too, its step's size does not; srun can speak PMI as well."""
     if launcher.name == "srun":
         return launcher.size in env
@@ -198,7 +200,7 @@ def _device(local_rank: int, local_size: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _meeting(launcher: _Launcher, size: int, env: Mapping[str, str]) -> Rendezvous:
+def _read_rendezvous(launcher: _Launcher, size: int, env: Mapping[str, str]) -> Rendezvous:
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     nodes = env.get("SLURM_STEP_NODELIST") if launcher.name == "srun" else None
     if nodes:
@@ -274,7 +276,7 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
 
 
 def connect(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
-    """Join the others: they are found alike (powertrain/train/preflight.py), then groups and the mesh are made.
+    """Join the others: they are compared (powertrain/train/preflight.py), then groups and the mesh are made.
 
     Waits for ranks that are late, while they build kernels say: after 5 s a line names them, after
     parallel.timeout_minutes RendezvousError does.
@@ -283,7 +285,7 @@ def connect(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
     if launch_env.world_size == 1:
         return Ranks(launch_env.device)
     timeout = timedelta(minutes=config.parallel.timeout_minutes)
-    store = _meet(launch_env, preflight.facts(launch_env.device, config), timeout.total_seconds())
+    store = _rendezvous(launch_env, preflight.facts(launch_env.device, config), timeout.total_seconds())
     on_gpu = launch_env.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(launch_env.device)
@@ -317,13 +319,13 @@ def disconnect(ranks: Ranks) -> None:
 
 
 @contextmanager
-def naming_the_lost(ranks: Ranks) -> Iterator[None]:
+def naming_lost_ranks(ranks: Ranks) -> Iterator[None]:
     """PeerTimeout, in place of the collective's error, where a rank is gone: which, on which host, in which process."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
         lost = isinstance(error, dist.DistError) or _LOST.search(str(error))
-        why = _who_is_gone(ranks.peers) if ranks.peers is not None and lost else None
+        why = _lost_ranks(ranks.peers) if ranks.peers is not None and lost else None
         if why is None:
             raise
         raise PeerTimeout(
@@ -332,12 +334,12 @@ def naming_the_lost(ranks: Ranks) -> Iterator[None]:
         ) from None
 
 
-def _who_is_gone(peers: Heartbeat) -> str | None:
-    """Given a moment to disappear; a survivor that ended for the same reason has said it before."""
+def _lost_ranks(peers: Heartbeat) -> str | None:
+    """Given a moment to disappear; a survivor that ended for the same reason has reported it before."""
     deadline = time.monotonic() + _DYING
     while time.monotonic() < deadline:
-        if said := peers.gave_up():
-            return said
+        if reason := peers.reported_failure():
+            return reason
         if gone := peers.gone():
             why = f"{listed(gone)} {'are' if len(gone) > 1 else 'is'} gone"
             peers.broadcast_failure(why)
@@ -347,36 +349,38 @@ def _who_is_gone(peers: Heartbeat) -> str | None:
 
 
 @functools.cache
-def _store(meeting: Rendezvous, world_size: int, is_host: bool, seconds: float) -> Store:
+def _store(rendezvous: Rendezvous, world_size: int, is_host: bool, seconds: float) -> Store:
     """Kept for the life of the process: several runs in one may meet there."""
     return dist.TCPStore(  # type: ignore[attr-defined]
-        meeting.host, meeting.port, world_size, is_host, timedelta(seconds=seconds), wait_for_workers=False,
+        rendezvous.host, rendezvous.port, world_size, is_host, timedelta(seconds=seconds), wait_for_workers=False,
         multi_tenant=True,
     )  # fmt: skip
 
 
-_meetings = itertools.count()
+_rendezvous_count = itertools.count()
 
 
-def _meet(launch_env: LaunchEnv, facts: dict[str, str], seconds: float) -> Store:
+def _rendezvous(launch_env: LaunchEnv, facts: dict[str, str], seconds: float) -> Store:
     """The store that the ranks share, once every rank has come and all are alike.
 
     Raises RendezvousError, on every rank, naming the missing ranks, or each difference and its ranks.
     """
-    meeting = launch_env.meeting
-    assert meeting is not None
-    where = f"{meeting.host}:{meeting.port} (MASTER_ADDR, MASTER_PORT)"
+    rendezvous = launch_env.rendezvous
+    assert rendezvous is not None
+    where = f"{rendezvous.host}:{rendezvous.port} (MASTER_ADDR, MASTER_PORT)"
     late = threading.Timer(_QUIET, tracing.progress, (f"rank {launch_env.rank} waits for rank 0 to open {where}",))
     late.daemon = True
     late.start()
     try:
-        tcp = _store(meeting, launch_env.world_size, launch_env.rank == 0 and not meeting.by_agent, seconds)
+        tcp = _store(rendezvous, launch_env.world_size, launch_env.rank == 0 and not rendezvous.by_agent, seconds)
     except dist.DistError as error:
-        raise RendezvousError(f"rank {launch_env.rank} found nobody at {where} for {seconds:.0f} s: {error}") from None
+        raise RendezvousError(
+            f"rank {launch_env.rank} reached no store at {where} for {seconds:.0f} s: {error}"
+        ) from None
     finally:
         late.cancel()
     store = dist.PrefixStore(  # type: ignore[attr-defined]
-        f"powertrain/{meeting.attempt}/{next(_meetings)}", tcp
+        f"powertrain/{rendezvous.attempt}/{next(_rendezvous_count)}", tcp
     )
     store.set(f"facts {launch_env.rank}", json.dumps(facts))
     if launch_env.rank == 0:
@@ -386,8 +390,8 @@ def _meet(launch_env: LaunchEnv, facts: dict[str, str], seconds: float) -> Store
     readers = store.add("readers", 1)
     if verdict["error"]:
         deadline = time.monotonic() + _FAREWELL
-        # the store goes with rank 0
-        while launch_env.rank == 0 and readers < verdict["came"] and time.monotonic() < deadline:
+        # rank 0 hosts the store: it stays until the others have read the error
+        while launch_env.rank == 0 and readers < verdict["present"] and time.monotonic() < deadline:
             time.sleep(0.05)
             readers = store.add("readers", 0)
         raise RendezvousError(verdict["error"])
@@ -400,31 +404,31 @@ def _meet(launch_env: LaunchEnv, facts: dict[str, str], seconds: float) -> Store
 def _compare_ranks(store: Store, world_size: int, seconds: float) -> None:
     """On the first rank: wait for the facts of all ranks, compare them, publish the result."""
     missing = _wait(lambda: [r for r in range(world_size) if not store.check([f"facts {r}"])], seconds, 0, fail=False)
-    came = [rank for rank in range(world_size) if rank not in missing]
+    present = [rank for rank in range(world_size) if rank not in missing]
     error, notes = "", []
     if missing:
         error = (
-            f"{_ranks(missing)} of {world_size} did not come within {seconds:.0f} s (parallel.timeout_minutes): "
+            f"{_ranks(missing)} of {world_size} did not arrive within {seconds:.0f} s (parallel.timeout_minutes): "
             "look there for an error, or for a process that was not started"
         )
     else:
-        found = preflight.compare([json.loads(store.get(f"facts {rank}")) for rank in came])
-        error, notes = found.error, list(found.notes)
-    store.set("verdict", json.dumps({"error": error, "notes": notes, "came": len(came)}))
+        differences = preflight.compare([json.loads(store.get(f"facts {rank}")) for rank in present])
+        error, notes = differences.error, list(differences.notes)
+    store.set("verdict", json.dumps({"error": error, "notes": notes, "present": len(present)}))
 
 
 def _wait(missing: Callable[[], list[int]], seconds: float, rank: int, *, fail: bool = True) -> list[int]:
     """Wait until all ranks are present; a line after 5 s. At the deadline the missing ranks, as an error if `fail`."""
-    started, said, pause = time.monotonic(), False, 0.005
+    started, reported, pause = time.monotonic(), False, 0.005
     while left := missing():
         waited = time.monotonic() - started
         if waited > seconds:
             if fail:
                 raise RendezvousError(f"rank {rank} waited {seconds:.0f} s for {_ranks(left)}")
             return left
-        if waited > _QUIET and not said and rank == 0:
+        if waited > _QUIET and not reported and rank == 0:
             tracing.progress(f"waiting for {_ranks(left)}, which may be building kernels")
-            said = True
+            reported = True
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
     return []

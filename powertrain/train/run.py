@@ -80,7 +80,7 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     """A trainer that stands where its newest checkpoint left it, or at the beginning.
 
     Kernels are built before the ranks meet, so that no collective waits for a compiler.
-    make_sinks  (trainer, where it resumed) -> who is told of each step; called on the first rank only
+    make_sinks  (trainer, where it resumed) -> sinks of its metrics; called on the first rank only
     fresh       a checkpoint in the run's folder is an error
     An error on one rank after the rendezvous is raised on all.
     """
@@ -91,6 +91,7 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
         be_deterministic(launch_env.device)
     if launch_env.device.type == "cpu":
         keep_freed_memory()
+    # before the rendezvous: afterwards a rank that compiles would hold up the others' collectives
     build_kernels(config, launch_env.device, launch_env.world_size)
     ranks = connect(launch_env, config)
     group = ranks.checkpoint_group
@@ -104,11 +105,11 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     if path is not None and begun and not resumed:
         trainer.start_from(path)
 
-    def tell() -> None:
+    def open_sinks_here() -> None:
         keep_texts(config.folder() / "config", run, config)
         trainer.sinks = make_sinks(trainer)
 
-    decided_by_first(tell, group)
+    decided_by_first(open_sinks_here, group)
     if not begun:
         tracing.warn(f"checkpoint.load: no checkpoint at {path}; the run starts at step 0")
     return trainer
@@ -129,7 +130,8 @@ def keep_texts(folder: Path, run: Run, config: RunConfig) -> None:
     write_json(folder / "overrides.json", list(run.overrides))
 
 
-_SAME = 2.0  # seconds within which a second SIGINT is the same Ctrl-C, from the terminal and from torchrun
+# seconds within which a second SIGINT is the same Ctrl-C, from the terminal and from torchrun
+_SAME = 2.0
 
 
 @contextmanager

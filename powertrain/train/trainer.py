@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from powertrain.models import build
 from powertrain.models.flops import flops_per_token
-from powertrain.models.parallelize import parallelize
 from powertrain.models.sequence_sharding import normalize_labels
-from powertrain.parallel.overlap import Overlap
 from powertrain.runtime import tracing
 from powertrain.runtime.reading import one_line
 from powertrain.train.agreement import decided_by_first, done_by_all
@@ -24,7 +21,8 @@ from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.checkpoint.load import NAMES, Weights, fill, fitted, model_of, open_weights, refuse_another
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import Batch, batches
-from powertrain.train.optim import DTYPES, Optimizer, Stepped
+from powertrain.train.model_setup import balance_experts, build_model, set_gradient_sync, to_low_precision
+from powertrain.train.optim import Optimizer, Stepped
 from powertrain.train.ranks import Ranks, disconnect
 from powertrain.train.reporting.kernel_profile import StepWatch
 from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from powertrain.train.data.sources import Data
 
 
-# fp16's scale falls from the largest to the smallest of float32 in fewer
+# halving takes fp16's scale from float32's largest to its smallest value in fewer steps
 MOST_SKIPPED = 300
 
 
@@ -59,7 +57,7 @@ class Trainer:
     config    the run's, with the vocabulary's size known
     ranks     which process this is
     data      from `open_data`
-    sinks     who is told of each step (on the first rank)
+    sinks     who is method of each step (on the first rank)
     Nothing in a step waits for the device: a step's numbers are read while the next one computes, before that updates
     anything. A step whose gradients are not finite changes no weight; a spike is seen after its own update.
     """
@@ -67,32 +65,32 @@ class Trainer:
     def __init__(self, config: RunConfig, ranks: Ranks, data: "Data", sinks: Sequence[Sink] = ()) -> None:
         self.config, self.ranks, self.data, self.sinks = config, ranks, data, sinks
         self.progress = Progress()
-        self.model, self.overlap = _model(config, ranks)
+        self.model, self.overlap = build_model(config, ranks)
         self.optimizer = Optimizer(self.model, config.optimizer, config.train)
-        _to_low_precision(self.model, self.optimizer, config, ranks)
+        to_low_precision(self.model, self.optimizer, config, ranks)
         self.checkpoints = _checkpoints(config, ranks)
         self.flops_per_token = flops_per_token(self.model, config.train.seq_length)
         self.peak_flops = _peak_flops(config, ranks)
         self.resumed_from = ""  # a checkpoint, and the settings changed since
         self.should_stop = False
         self._stopping = False
-        self._saving: int | None = None  # the step of the checkpoint that is being written
+        self._saving: int | None = None  # step of the checkpoint being written
         self._not_written: checkpoint_store.NotWritten | None = None  # error of the last save, if it failed
         self._skipped = 0  # steps in a row
-        self._unheard: set[Sink] = set()
+        self._failed_sinks: set[Sink] = set()
         self._spikes = SpikeWatch(config.train.spike_factor)
-        self._watch = StepWatch(ranks.device, config.train.recompiles, self._tell, profiles=ranks.is_first)
+        self._watch = StepWatch(ranks.device, config.train.recompiles, self._emit, profiles=ranks.is_first)
         self._timed = PhaseTimers(ranks.device, wanted=config.logging.phase_timers)
         self._pending: _PendingStep | None = None
-        self._overlap_is_told = False
+        self._overlap_is_logged = False
         self._clock = Moment(self.ranks.device)
 
     def fit(self) -> Progress:
         """Train to the configured number of steps, from wherever the run is.
 
         `should_stop`, set on any rank (by a signal handler, say), ends it early with a checkpoint on all.
-        A checkpoint that cannot be written is said, and the next one tried when it is due; NotWritten is raised only
-        if the last one of all could not be.
+        A checkpoint that cannot be written is reported and the next one tried when due; NotWritten is raised only if
+        the last one fails.
         """
         train = self.config.train
         stream = self._stream()
@@ -106,12 +104,14 @@ class Trainer:
                         next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)
                     ]
                 loss = self._forward_backward(micro_batches)
-                self._tell_overlap()
-                self._finish_previous_step()  # the step before: if it went bad nothing is updated any more
+                self._log_overlap()
+                # only now, so that the host waits for the last step while the device computes this one; before the
+                # update, so that a bad step is the last to change anything
+                self._finish_previous_step()
                 lr = learning_rate(step, self.config.optimizer.lr, self.config.schedule, train.steps)
                 with self._timed("optimizer"):
                     stepped = self.optimizer.step(lr)
-                _balance_experts(self.model, self.ranks)
+                balance_experts(self.model, self.ranks)
                 self._advance(loss, stepped, lr, micro_batches)
             for name in self._evaluations_due():
                 self._finish_previous_step()
@@ -119,11 +119,11 @@ class Trainer:
             if self._save_is_due():
                 self._finish_previous_step()
                 self.save()
-            self._look_at_save()
+            self._poll_save()
         self._finish_previous_step()
         if self._ends() and self.config.checkpoint.save and not self._save_is_due():
             self.save()
-        self._look_at_save(wait=True)
+        self._poll_save(wait=True)
         if self._not_written is not None:
             raise self._not_written
         return self.progress
@@ -142,20 +142,22 @@ class Trainer:
         counted = ranks.sum_over_data(_counted(micro_batches))
         total = torch.zeros((), device=ranks.device)
         for index, batch in enumerate(micro_batches):
-            _set_gradient_sync(self.model, index == len(micro_batches) - 1)
+            # earlier micro-batches accumulate locally: one reduction per step
+            set_gradient_sync(self.model, index == len(micro_batches) - 1)
             labels, weight = normalize_labels(batch.labels, counted)
             with self._timed("forward"):
                 loss = self._loss(batch._replace(labels=labels)) * (weight * ranks.dp_size)
             with self._timed("backward"):
                 self.optimizer.scaled(loss).backward()
             total += loss.detach()
+        # the stop flag rides on the loss's all-reduce: all ranks see it at the same step without another collective
         return self.ranks.mean(torch.stack([total, torch.full_like(total, float(self.should_stop))]))
 
-    def _tell_overlap(self) -> None:
+    def _log_overlap(self) -> None:
         """After the first forward and backward: which way each product of tensor parallelism takes, and why."""
-        if self.overlap is None or self._overlap_is_told:
+        if self.overlap is None or self._overlap_is_logged:
             return
-        self._overlap_is_told = True
+        self._overlap_is_logged = True
         size, transport = self.overlap.size, self.overlap.transport.name
         self._note(f"tensor parallelism over {size} ranks, transport {transport}\n{self.overlap.explain()}")
 
@@ -186,22 +188,22 @@ class Trainer:
             return None
         ranks.sum_over_data(sums)
         loss = float(sums[0] / sums[1])
-        self._tell("evaluation", EvaluationRecord(self.progress.step, name, loss, count))
+        self._emit("evaluation", EvaluationRecord(self.progress.step, name, loss, count))
         self._clock = Moment(self.ranks.device)
         return loss
 
     def close(self) -> None:
         """Finish pending writes and leave the process group."""
         try:
-            self._look_at_save(wait=True)
+            self._poll_save(wait=True)
             for sink in self.sinks:
-                self._hear(sink, sink.close)
+                self._call_sink(sink, sink.close)
         finally:
             disconnect(self.ranks)
 
     def save(self) -> None:
         """Begin a checkpoint of this very state."""
-        self._look_at_save(wait=True)
+        self._poll_save(wait=True)
         facts = {
             "step": self.progress.step,
             "samples": self.progress.samples,
@@ -213,11 +215,11 @@ class Trainer:
         try:
             self.checkpoints.save(self.optimizer.tensors(), facts, asynchronous=self.config.checkpoint.asynchronous)
         except checkpoint_store.NotWritten as error:
-            self._say_not_written(error)
-        self._look_at_save(wait=not self.config.checkpoint.asynchronous)
+            self._note_not_written(error)
+        self._poll_save(wait=not self.config.checkpoint.asynchronous)
         self._clock = Moment(self.ranks.device)
 
-    def _look_at_save(self, *, wait: bool = False) -> None:
+    def _poll_save(self, *, wait: bool = False) -> None:
         """Report the result of the checkpoint being written, once it is complete."""
         if self._saving is None:
             return
@@ -227,12 +229,12 @@ class Trainer:
             elif not self.checkpoints.poll():
                 return
         except checkpoint_store.NotWritten as error:
-            self._say_not_written(error)
+            self._note_not_written(error)
             return
         self._note(f"checkpoint of step {self._saving} in {self.checkpoints.folder}")
         self._saving, self._not_written = None, None
 
-    def _say_not_written(self, error: checkpoint_store.NotWritten) -> None:
+    def _note_not_written(self, error: checkpoint_store.NotWritten) -> None:
         self._saving, self._not_written = None, error
         self._note(f"{error}. The training goes on; the newest is {checkpoint_store.find(self.checkpoints.folder)}")
 
@@ -240,31 +242,31 @@ class Trainer:
         """Load the newest checkpoint of the run (or the one at `path`); False if there is none."""
         group = self.ranks.checkpoint_group
         # the first rank decides for all: a checkpoint may appear, or its folder be seen late, between two looks
-        found = decided_by_first(lambda: checkpoint_store.find(path or self.checkpoints.folder), group)
-        if found is None:
+        checkpoint = decided_by_first(lambda: checkpoint_store.find(path or self.checkpoints.folder), group)
+        if checkpoint is None:
             return False
-        facts = done_by_all(lambda: self._facts_of_run(found), group)
-        checkpoint_store.load(found, self.optimizer.tensors(), group=group)
+        facts = done_by_all(lambda: self._facts_of_run(checkpoint), group)
+        checkpoint_store.load(checkpoint, self.optimizer.tensors(), group=group)
         self.optimizer.weights_from_masters()
         self.progress = Progress(facts["step"], facts["samples"], facts["tokens"])
-        self._note(f"resumed step {self.progress.step} from {found}")
+        self._note(f"resumed step {self.progress.step} from {checkpoint}")
         changed = _changed(facts["config"], self.config.model_dump(mode="json"))
-        self.resumed_from = str(found) + (f", with other settings: {', '.join(changed)}" if changed else "")
+        self.resumed_from = str(checkpoint) + (f", with other settings: {', '.join(changed)}" if changed else "")
         return True
 
-    def _facts_of_run(self, found: Path) -> dict[str, Any]:
+    def _facts_of_run(self, checkpoint: Path) -> dict[str, Any]:
         """A checkpoint's facts. Raises CheckpointError, or ValueError naming a field that this run's model has not."""
-        facts = checkpoint_store.read_facts(found)
+        facts = checkpoint_store.read_facts(checkpoint)
         if facts.get("weights_only"):
             raise checkpoint_store.CheckpointError(
-                f"{found} holds weights only, of another run; name it in checkpoint.load and keep it out of "
+                f"{checkpoint} holds weights only, of another run; name it in checkpoint.load and keep it out of "
                 f"{self.checkpoints.folder}"
             )
         if not all(isinstance(facts.get(name), int) for name in ("step", "samples", "tokens")):
             raise checkpoint_store.CheckpointError(
-                f"{found}/checkpoint.json must give step, samples and tokens as numbers"
+                f"{checkpoint}/checkpoint.json must give step, samples and tokens as numbers"
             )
-        refuse_another(model_of(facts, found), self.config.model, found)
+        refuse_another(model_of(facts, checkpoint), self.config.model, checkpoint)
         return facts
 
     def start_from(self, path: Path) -> None:
@@ -312,12 +314,13 @@ class Trainer:
         )
 
     def _finish_previous_step(self) -> None:
-        """Read the numbers of the last step, tell everybody, and stop if they are bad."""
+        """Read the last step's metrics, report them to the sinks, and stop the run if they are bad."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         loss, stop, grad_norm, skipped, scale = pending.numbers()
         self._stopping = stop > 0
+        # time between the ends of two steps on the device
         spent, self._clock = pending.ended.since(self._clock), pending.ended
         tokens = self.config.train.seq_length * len(pending.batches) * pending.batches[0].tokens.shape[0]
         rate = tokens * self.ranks.dp_size / spent
@@ -328,7 +331,7 @@ class Trainer:
             pending.step, loss, grad_norm, pending.lr, bool(skipped), scale, pending.tokens, spent, rate, mfu,
             _memory(), seconds(pending.spans) or None,
         )  # fmt: skip
-        self._tell("step", record)
+        self._emit("step", record)
         self._stop_if_bad(record, pending.batches)
 
     def _stop_if_bad(self, record: StepRecord, micro_batches: list[Batch]) -> None:
@@ -337,28 +340,28 @@ class Trainer:
         may_shrink = config.precision == "fp16" and config.loss_scale.static is None
         self._skipped = self._skipped + 1 if record.skipped else 0
         if record.skipped and self._skipped > MOST_SKIPPED + config.loss_scale.hysteresis:
-            what = (
+            reason = (
                 f"{self._skipped} steps in a row were skipped, their gradients were not finite; the loss scale is "
                 f"{record.loss_scale:g}"
             )
         elif record.skipped and not (may_shrink and config.loss_scale.minimum < record.loss_scale < math.inf):
-            what = f"loss {record.loss:.4g} and gradient norm {record.grad_norm:.4g}; nothing was updated"
+            reason = f"loss {record.loss:.4g} and gradient norm {record.grad_norm:.4g}; nothing was updated"
         elif record.skipped:
             return  # fp16's scale falls; a loss that is not finite would spoil the median of spikes
         else:
             median = self._spikes.median_if_spike(record.loss)
             if median is None:
                 return
-            what = f"a loss of {record.loss:.4g} where the median of the last steps is {median:.4g}"
-        # ranks must take the same steps here, whatever each finds
+            reason = f"a loss of {record.loss:.4g} where the median of the last steps is {median:.4g}"
+        # with sharded parameters each forward is collective: every rank runs all micro-batches, whatever they give
         with torch.no_grad():
             bad = [candidate for candidate in micro_batches if not self._loss(candidate).isfinite()]
         batch = bad[0] if bad else micro_batches[-1]
-        found = diagnose(self.model, lambda: self._loss(batch))
-        everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {found}")
+        anomaly = diagnose(self.model, lambda: self._loss(batch))
+        everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {anomaly}")
         newest = checkpoint_store.find(self.checkpoints.folder)
         lines = "\n".join(f"  rank {rank}, {text}" for rank, text in enumerate(everywhere))
-        message = f"training stopped at step {record.step}: {what}.\n{lines}\nThe last checkpoint is {newest}."
+        message = f"training stopped at step {record.step}: {reason}.\n{lines}\nThe last checkpoint is {newest}."
         self._note(message)
         raise TrainingStopped(message)
 
@@ -376,22 +379,22 @@ class Trainer:
         last = step == self.config.train.steps
         return last or step in config.extra_steps or save_step(step, config.every, config.scale)
 
-    def _tell(self, what: str, record: Any) -> None:
+    def _emit(self, kind: str, record: Any) -> None:
         for sink in self.sinks:
-            self._hear(sink, getattr(sink, what), record)
+            self._call_sink(sink, getattr(sink, kind), record)
 
-    def _hear(self, sink: Sink, told: Callable[..., None], *record: Any) -> None:
+    def _call_sink(self, sink: Sink, method: Callable[..., None], *record: Any) -> None:
         """Call a sink. One that fails (a full disk, a closed pipe, no network) is reported once and kept."""
         try:
-            told(*record)
+            method(*record)
         except Exception as error:
-            if sink not in self._unheard:
-                self._unheard.add(sink)
+            if sink not in self._failed_sinks:
+                self._failed_sinks.add(sink)
                 with contextlib.suppress(OSError):  # where stderr is full or closed too
                     tracing.warn(f"{type(sink).__name__}: {one_line(error)}; the training goes on without it")
 
     def _note(self, text: str) -> None:
-        self._tell("note", text)
+        self._emit("note", text)
 
 
 class _PendingStep:
@@ -433,26 +436,6 @@ def save_step(step: int, every: int, scale: str) -> bool:
     return step == 1
 
 
-def _model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | None]:
-    """The model on the device, in float32, with its first weights, spread over the ranks if there are several.
-
-    With it the overlap of the tensor ranks, if there are several of those.
-    """
-    model, overlap = build(config.model), None
-    for block in model.layers:
-        block.recompute = config.train.activation_checkpointing
-    if ranks.mesh is not None:
-        overlap = parallelize(
-            model, ranks.mesh, param_dtype=DTYPES[config.train.precision],
-            reduce_dtype=DTYPES[config.train.reduce_dtype],
-            reshard_after_forward=config.parallel.reshard_after_forward, transport=config.parallel.transport,
-            expert=config.parallel.expert,
-        )  # fmt: skip
-    model.to_empty(device=ranks.device)
-    model.init_weights(config.train.seed)
-    return model.train(), overlap
-
-
 def _changed(before: Any, now: Any, name: str = "") -> list[str]:
     """`key old -> new` of settings that differ, except paths of outputs."""
     if isinstance(before, dict) and isinstance(now, dict):
@@ -461,41 +444,15 @@ def _changed(before: Any, now: Any, name: str = "") -> list[str]:
     return [] if before == now else [f"{name} {before} -> {now}"]
 
 
-def _to_low_precision(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ranks) -> None:
-    """Compute in 16 bits if configured and not done by FSDP; the float32 weights become masters."""
-    dtype = DTYPES[config.train.precision]
-    if dtype is torch.float32 or ranks.mesh is not None:
-        return
-    full = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model.to(dtype)
-    masters = optimizer.tensors()
-    for name, values in full.items():
-        masters[f"model.{name}"].copy_(values)
-    if config.train.gradient_accumulation_steps > 1:
-        for p in model.parameters():
-            p.grad_dtype = torch.float32
-
-
 def _counted(micro_batches: list[Batch]) -> Tensor:
     """Labels that count, float32 []."""
     return torch.stack([(batch.labels != -100).sum() for batch in micro_batches]).sum().float()
 
 
-def _set_gradient_sync(model: Any, last: bool) -> None:
-    """FSDP reduces gradients with the last micro-batch only."""
-    if hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(last)
-
-
-def _balance_experts(model: Any, ranks: Ranks) -> None:
-    """A model with experts moves its routers' biases after every step, by the loads that all ranks saw."""
-    if hasattr(model, "balance"):
-        model.balance(torch.distributed.group.WORLD if ranks.world_size > 1 else None)
-
-
 def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint_store.Checkpoints:
     folder, saves, group = config.checkpoint_folder(), config.checkpoint.save, ranks.checkpoint_group
-    if saves:  # where that fails it should now, not at the first checkpoint
+    # a folder that cannot be made fails now, not at the first checkpoint
+    if saves:
         decided_by_first(lambda: folder.mkdir(parents=True, exist_ok=True), group)
     return checkpoint_store.Checkpoints(folder, keep_last=config.checkpoint.kept, group=group, writes=saves)
 

@@ -173,7 +173,7 @@ def test_what_waits_is_expected_to_take_what_the_others_took(tmp_path: Path) -> 
         for launcher in done:
             assert waiting.unit and waiting.unit.expected == GENERIC.bytes
             launcher.unit.state = "running"  # type: ignore[union-attr]
-            builder._ended(launcher, 0, 100 << 20)
+            builder._on_ended(launcher, 0, 100 << 20)
         assert waiting.unit and waiting.unit.expected == int(1.2 * (100 << 20))
         assert other.unit and other.unit.expected == GENERIC.bytes  # another language
 
@@ -182,7 +182,7 @@ def test_the_less_memory_is_left_the_oftener_it_is_looked_at(tmp_path: Path) -> 
     builder = Builder(make_plan(["true"], {}, MACHINE), {}, folder=tmp_path, view=PlainView(Console()), known={})
     builder.pace.pause = 2.0
     assert builder._pause() == 2.0  # nothing grows
-    builder.foreign = {number: CompileJob("x", 0, number, "running") for number in range(4)}
+    builder.unmanaged = {number: CompileJob("x", 0, number, "running") for number in range(4)}
     kept = 1 << 30  # the reserve of 64 GiB
     pauses = []
     for left in (8 << 30, 1 << 30, -1):

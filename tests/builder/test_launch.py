@@ -17,9 +17,9 @@ import pytest
 
 from powertrain.builder import stall
 from powertrain.builder.history import History, Record, UnitRecord
+from powertrain.builder.host import Nvcc
 from powertrain.builder.launcher import is_gcc, source
-from powertrain.builder.machine import Nvcc
-from powertrain.builder.processes import Pace, Process, foreign_compilers, tree
+from powertrain.builder.processes import Pace, Process, tree, unmanaged_compilers
 from powertrain.builder.recipes import GENERIC, recipe_of
 from powertrain.builder.shims import Shims, make_shims, shimmed
 from powertrain.builder.wheels import prebuilt
@@ -123,7 +123,7 @@ def test_compilers_that_no_launcher_started() -> None:
             *(process(4, 1, "sh"), process(5, 4, "nvcc"), process(6, 5, "ptxas")),
         )
     }
-    assert [each.pid for each in foreign_compilers(processes, launched=[2])] == [5]
+    assert [each.pid for each in unmanaged_compilers(processes, launched=[2])] == [5]
 
 
 def _record(code: int = 0, seconds: float = 60.0) -> Record:
@@ -185,7 +185,7 @@ def test_a_process_that_waits_for_input(reader: subprocess.Popen[bytes], tmp_pat
     if "read" not in wchan.read_text():
         pytest.skip("this kernel does not say what a process waits for")
     cause = stall.cause({reader.pid: tree(os.getpid())[reader.pid]}, [tmp_path])
-    assert f"cat (process {reader.pid}) waits for input on pipe" in cause.what
+    assert f"cat (process {reader.pid}) waits for input on pipe" in cause.reason
 
 
 def test_swapping_is_named(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_swapping_is_named(tmp_path: Path) -> None:
 def test_a_disk_that_does_not_answer_is_named(tmp_path: Path) -> None:
     asleep = Process(10**9, 1, "ninja", psutil.STATUS_DISK_SLEEP, 0, 0.0, 0)
     cause = stall.cause({asleep.pid: asleep}, [tmp_path])
-    assert "disk that does not answer: ninja" in cause.what and "TMPDIR" in cause.fix
+    assert "disk that does not answer: ninja" in cause.reason and "TMPDIR" in cause.fix
 
 
 def test_a_lock_with_an_owner_is_left_alone(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) {
 def test_gpus_are_those_that_nvml_lists(tmp_path: Path) -> None:
     (tmp_path / "nvml.c").write_text(NVML)
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "nvml.c"], cwd=tmp_path, check=True)
-    ask = "from powertrain.builder.machine import present_gpus; print(*present_gpus()[0], sep='; ')"
+    ask = "from powertrain.runtime.machine import present_gpus; print(*present_gpus()[0], sep='; ')"
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "NVIDIA GeForce RTX 3090 (sm_86); NVIDIA B200 (sm_100)"

@@ -120,7 +120,7 @@ def test_the_first_error_says_why(text: str, what: str) -> None:
     lines = ["[1/2] nvcc -Werror -c a.cu", "warning: something", text, "error: subprocess-exited-with-error", "Killed"]
     failure = first_error(lines)
     assert failure and failure.line == text.strip()
-    assert what in failure.what and failure.fix
+    assert what in failure.cause and failure.fix
     assert first_error([f"DEBUG {line}" for line in lines]) == failure  # of uv -v
 
 

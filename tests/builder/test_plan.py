@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from powertrain.builder.machine import HEADERS, Compiler, Gpu, Machine, Nvcc, Python
+from powertrain.builder.host import HEADERS, BuildHost, Compiler, Gpu, Nvcc, Python
 from powertrain.builder.plan import Estimate, Plan, make_plan
 from powertrain.builder.recipes import GENERIC, RECIPES, recipe_of
 
 GIB = 2**30
 NVCC = Nvcc("/cuda/bin/nvcc", "/cuda", (12, 4), (75, 80, 86, 89, 90), 13)
 PYTHON = Python("/venv/bin/python", "3.11.7", True, "/venv/site", "2.11.0", "12.4")
-MACHINE = Machine(
+MACHINE = BuildHost(
     cores=16,
     cores_why="cores (affinity)",
     memory=64 * GIB,
@@ -29,12 +29,12 @@ MACHINE = Machine(
 TE = ["pip", "install", "--no-build-isolation", "git+https://github.com/NVIDIA/TransformerEngine.git@stable"]
 
 
-def plan(machine: Machine = MACHINE, command: list[str] = TE, **environment: str) -> Plan:
-    return make_plan(command, environment, machine)
+def plan(host: BuildHost = MACHINE, command: list[str] = TE, **environment: str) -> Plan:
+    return make_plan(command, environment, host)
 
 
-def problems(machine: Machine, command: list[str] = TE) -> str:
-    return " | ".join(map(str, plan(machine, command).refusals))
+def problems(host: BuildHost, command: list[str] = TE) -> str:
+    return " | ".join(map(str, plan(host, command).refusals))
 
 
 def test_each_variable_in_its_own_format() -> None:
@@ -74,7 +74,7 @@ def test_nothing_is_set_for_gpus_that_nobody_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "machine, says",
+    "host, says",
     [
         (replace(MACHINE, nvcc=None), "no nvcc"),
         (replace(MACHINE, gpus=(Gpu("RTX 5090", 120),)), "too old for sm_120"),
@@ -87,9 +87,9 @@ def test_nothing_is_set_for_gpus_that_nobody_named() -> None:
         (replace(MACHINE, disk=GIB), "TMPDIR"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_fix(machine: Machine, says: str) -> None:
+def test_what_cannot_work_is_refused_with_its_fix(host: BuildHost, says: str) -> None:
     assert not problems(MACHINE)
-    assert says in problems(machine) and "Fix: " in problems(machine)
+    assert says in problems(host) and "Fix: " in problems(host)
 
 
 def test_headers_in_torchs_wheels_are_found_by_the_compiler() -> None:

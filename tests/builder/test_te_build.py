@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from powertrain.builder.history import History
-from powertrain.builder.machine import nvcc_at
+from powertrain.builder.host import nvcc_at
 from tests.builder.limit import under_limit
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -56,12 +56,12 @@ def test_transformer_engine_has_nothing_for_deepseek_on_an_a100(switches: dict[s
 
 def test_what_would_help_there() -> None:
     case = _case(TE, "A100", version="2.3", cudnn="9.8", switches=OFF)
-    helpful = {change.what: change.backend for change in changes_that_help(TE, case)}
+    helpful = {change.description: change.backend for change in changes_that_help(TE, case)}
     assert helpful["unset NVTE_FLASH_ATTN and TransformerEngine 2.20"] == "FlashAttention 2"
     assert helpful["unset NVTE_UNFUSED_ATTN and bshd with padding"] == "UnfusedDotProductAttention"
     assert helpful["bshd with padding and head dims of 128"] == "FusedAttention"
     assert not any("cuDNN" in what for what in helpful), "no cuDNN alone takes 192/128 on sm_80"
-    without = {change.what for change in changes_that_help(TE, replace(case, switches={}))}
+    without = {change.description for change in changes_that_help(TE, replace(case, switches={}))}
     assert {"TransformerEngine 2.20", "bshd with padding", "v padded to a head dim of 192"} <= without
 
 

@@ -210,7 +210,7 @@ def test_windows_of_numpy_and_tensors() -> None:
 def test_more_than_there_are_pages_for() -> None:
     q, k, v = tensors((2, 1, 2, 8), (4, 4, 2, 8), (4, 4, 2, 8), grad=False)
     table, cu = torch.tensor([[0, 1], [2, 3]]).int(), torch.tensor([0, 1, 2]).int()
-    with pytest.raises(ValueError, match="cache_seqlens must be at most 8, what there is room for, got 9"):
+    with pytest.raises(ValueError, match="cache_seqlens must be at most 8, the size of the cache, got 9"):
         fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=9, block_table=table)
     with pytest.raises(ValueError, match="cache_seqlens must be at most 8, what there is room for, got 9"):
         fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([3, 9]).int(), block_table=table)

@@ -61,7 +61,7 @@ ALL = {**{f"block {n}": f for n, f in BLOCKS.items()}, **{f"paged {n}": f for n,
 
 
 def _rows(bias: Any) -> tuple[int, int]:
-    keys = TABLE.numel() * 2 if isinstance(bias, ab._PagedBias) else bias.k_seqinfo.seqstart_py[-1]
+    keys = TABLE.numel() * 2 if isinstance(bias, ab.PagedBias) else bias.k_seqinfo.seqstart_py[-1]
     return bias.q_seqinfo.seqstart_py[-1], keys
 
 

@@ -59,7 +59,7 @@ def error_of(name: str, packed: bool) -> float:
     given, labels = batch(packed)
     alone = results(model, given, labels)
     assert dist.group.WORLD is not None
-    model.spread = ContextSharding(context_parallel(dist.group.WORLD))
+    model.sharding = ContextSharding(context_parallel(dist.group.WORLD))
     together = results(model, given, labels)
     return max((x - y).abs().max().item() for x, y in zip(together, alone, strict=True))
 

@@ -137,7 +137,7 @@ def check_layer(overlap: Overlap) -> None:
     for p in whole.parameters():
         torch.nn.init.normal_(p)
     layer = copy.deepcopy(whole)
-    layer.experts.spread(init_device_mesh("cpu", (overlap.size,), mesh_dim_names=("expert",)))
+    layer.experts.shard(init_device_mesh("cpu", (overlap.size,), mesh_dim_names=("expert",)))
     x = torch.randn(overlap.size, 7, H, dtype=torch.float64)
     y, found = whole(x), layer(x[overlap.rank])
     torch.testing.assert_close(found, y[overlap.rank])

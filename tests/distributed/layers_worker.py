@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from powertrain.models import build, configure
-from powertrain.models.parallelize import _spread_layers as spread_layers
+from powertrain.models.parallelize import _shard_layers as spread_layers
 from powertrain.models.parallelize import check_tensor, parallelize
 from powertrain.nn.attention import Context
 from powertrain.nn.norm import LayerNorm, RMSNorm

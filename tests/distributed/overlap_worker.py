@@ -219,7 +219,7 @@ def reopened() -> dict[str, Any]:
         if gives_up and peers.rank == 0:
             peers.broadcast_failure("rows did not come")
         dist.barrier()
-        said.append(peers.gave_up())
+        said.append(peers.reported_failure())
         dist.barrier()
         Overlap(group).close()
     return {"said": said}

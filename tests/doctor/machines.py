@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from powertrain.doctor.machine import Machine, Ran
+from powertrain.runtime.machine import Machine, Ran
 
 QUERY = "--query-gpu=index,name,compute_cap,driver_version,memory.total"
 A100 = "NVIDIA A100-SXM4-80GB, 8.0, 550.54.14, 81920"

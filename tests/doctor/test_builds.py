@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from powertrain.doctor import builds
-from powertrain.doctor.machine import Machine
+from powertrain.runtime.machine import Machine
 from tests.doctor.machines import machine, told
 
 

@@ -10,7 +10,7 @@ import pytest
 from powertrain.doctor import code, echo, gpus, kernel_store, limits, links, overlap, versions
 from powertrain.doctor.checks import CHECKS
 from powertrain.doctor.finding import Check, Finding, examine, worst
-from powertrain.doctor.machine import Machine, Ran, run_program
+from powertrain.runtime.machine import Machine, Ran, run_program
 from tests.doctor.machines import A100, H100, QUERY, RTX_2080, RTX_3090, install, install_torch, machine, told
 from tests.doctor.test_fatbin import elf, entry
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from powertrain.cli import app, doctor
 from powertrain.doctor import checks
 from powertrain.doctor.finding import Check, Finding
-from powertrain.doctor.machine import Ran
+from powertrain.runtime.machine import Ran
 from tests.doctor.machines import machine, told
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from powertrain.doctor.finding import Finding, worst
 from powertrain.doctor.hosts import Host, check_hosts, launch_lines, read_hostfile
-from powertrain.doctor.machine import Machine, run_program
+from powertrain.runtime.machine import Machine, run_program
 from tests.doctor.machines import told
 
 # what comes behind the options and the host is a command line for the other host's shell

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from powertrain.doctor.elf import opened, symbols
-from powertrain.doctor.machine import Machine
 from powertrain.doctor.symbols import undefined
+from powertrain.runtime.machine import Machine
 from tests.doctor.machines import install_torch, machine, told
 
 pytestmark = pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
@@ -43,7 +43,7 @@ def test_an_extension_for_another_torch(here: Machine) -> None:
     assert "no extension of torch here" in told(undefined(here))
     extension = here.packages[0] / "flash_attn_2_cuda.so"
     _library(extension, f"void {ERROR}(void); void go(void) {{ {ERROR}(); }}")
-    assert "flash-attn finds in torch 2.8.0" in told(undefined(here))
+    assert "flash-attn finds its symbols in torch 2.8.0" in told(undefined(here))
     _library(extension, f"void {SET_DEVICE}(void); void {ERROR}(void); void go(void) {{ {ERROR}(); {SET_DEVICE}(); }}")
     (finding,) = undefined(here)
     assert finding.level == "problem" and "compiled for another torch than 2.8.0" in finding.says

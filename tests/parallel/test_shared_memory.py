@@ -20,7 +20,7 @@ from powertrain.parallel.transport.simulated import World
 from powertrain.parallel.transport.symmetric import SymmetricAllGather, SymmetricTransport
 from powertrain.parallel.transport.symmetric_fused import Fused
 from powertrain.parallel.transport.watchdog import Call
-from tests.parallel.test_trading import _Memory, _Transport
+from tests.parallel.test_all_to_all import _Memory, _Transport
 
 
 class _Gathers(_Transport):

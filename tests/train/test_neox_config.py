@@ -82,17 +82,19 @@ def test_defaults_are_gpt_neoxs(tmp_path: Path) -> None:
 
 def test_every_key_is_read(tmp_path: Path) -> None:
     """A key that is mapped or honoured, and read by nobody, would be silently ignored."""
-    import powertrain.train.config.neox as module
+    from powertrain.train.config import neox, neox_data, neox_model, neox_source
 
-    source = Path(str(module.__file__)).read_text()
+    source = "".join(Path(str(module.__file__)).read_text() for module in (neox, neox_data, neox_model, neox_source))
     by_part = {f"{part}_data_paths" for part in ("train", "valid", "test")}
     by_part |= {
         f"{part}_{kind}" for part in ("train", "valid", "test") for kind in ("data_weights", "label_data_paths")
     }
     # fused whatever they say
     words = ("whatever", "same result")
-    no_effect = {key for key, row in KEYS.items() if row.fate == "mapped" and any(w in row.words for w in words)}
-    pending = [key for key, row in KEYS.items() if row.fate in ("honoured", "mapped") and f'"{key}"' not in source]
+    no_effect = {key for key, row in KEYS.items() if row.disposition == "mapped" and any(w in row.words for w in words)}
+    pending = [
+        key for key, row in KEYS.items() if row.disposition in ("honoured", "mapped") and f'"{key}"' not in source
+    ]
     by_nature = {"apply_query_key_layer_scaling", "distributed_backend", "deepspeed_mpi", "deepspeed_slurm"}
     assert set(pending) - by_part - no_effect == by_nature
 
@@ -104,7 +106,7 @@ def test_every_key_has_a_type_and_words() -> None:
     assert len(KEYS) > 250
 
 
-@pytest.mark.parametrize("key", [key for key, row in KEYS.items() if row.fate == "refused"])
+@pytest.mark.parametrize("key", [key for key, row in KEYS.items() if row.disposition == "refused"])
 def test_what_is_not_there_is_refused_when_switched_on_only(key: str, tmp_path: Path) -> None:
     kind = KEYS[key].kind
     off: Any = {"bool": False, "int": 0, "list": [], "dict": {"enabled": False}, "str": ""}[kind]

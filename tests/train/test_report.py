@@ -133,7 +133,7 @@ def test_a_line_that_is_not_ours_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: a line must be a step"):
         report.write_report(tmp_path)
     (tmp_path / "about.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"about\.json must be what a run wrote"):
+    with pytest.raises(ValueError, match=r"about\.json must be written by a run"):
         report.write_report(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers whose weight is spread over the ranks of a group, computing while their tokens travel.
+"""Linear layers whose weight is sharded over the ranks of a group, with products overlapped with communication.
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("shard", "tensor"))
     up = ColumnParallelLinear(4096, 16384, mesh["tensor"])       # rank r has rows of the weight: features out
@@ -7,8 +7,8 @@
 
 With sequence parallelism every rank holds some of the tokens between the two (token_shards.py): the first layer
 gathers them, the second sums and scatters. Without it every rank holds all of them: the second sums, and so does the
-first in backward. Weights are DTensors over the group, so FSDP2 and torch.distributed.checkpoint go on top: give a
-mesh's axis then, not an Overlap, as FSDP2 wants both axes of one mesh.
+first in backward. Weights are DTensors over the group, so FSDP2 and torch.distributed.checkpoint work on top: pass a
+mesh's axis then, not an Overlap, because FSDP2 requires both axes in one mesh.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ def open_overlap(ranks: Ranks) -> tuple[Overlap, DeviceMesh]:
     return ranks, DeviceMesh.from_group(ranks.group, device, mesh_dim_names=("tensor",))
 
 
-def spread(p: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """A parameter that every rank has whole as a DTensor of which each keeps its part; meta tensors stay meta."""
+def shard_parameter(p: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """A parameter that is equal on all ranks, as a DTensor with one shard per rank; meta tensors stay meta."""
     local = p.detach()
     if isinstance(placement, Shard):
         size = -(-p.shape[placement.dim] // mesh.size())  # DTensor's rule, torch.chunk's
@@ -57,7 +57,7 @@ def spread(p: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """A module's own parameters as DTensors that every rank has whole. In place."""
     for name, p in list(module.named_parameters(recurse=False)):
-        module.register_parameter(name, spread(p, mesh, Replicate()))
+        module.register_parameter(name, shard_parameter(p, mesh, Replicate()))
 
 
 def local(p: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def local(p: Tensor) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """`DTensor.to_local` for a gradient that may be absent, being in main_grad: torch 2.11 would make zeros of it."""
+    """`DTensor.to_local` that keeps an absent gradient (it is in main_grad) absent: torch 2.11 would return zeros."""
 
     @staticmethod
     def forward(ctx: Any, p: DTensor) -> Tensor:
@@ -86,16 +86,16 @@ class _Local(torch.autograd.Function):
         return None if dp is None else DTensor.from_local(dp, ctx.mesh, ctx.placements, run_check=False)
 
 
-def summed(p: Tensor) -> Tensor:
-    """A parameter that all ranks have and each uses on its own tokens or heads: its gradient is summed over them."""
-    found: Tensor = _Summed.apply(p) if isinstance(p, DTensor) else p
-    return found
+def all_reduce_grad(p: Tensor) -> Tensor:
+    """A replicated parameter that each rank applies to its own tokens or heads: its gradient is all-reduced."""
+    param: Tensor = _AllReduceGrad.apply(p) if isinstance(p, DTensor) else p
+    return param
 
 
-class _Summed(torch.autograd.Function):
-    """Forward as `DTensor.to_local`; the gradient's sum over the mesh's one axis goes back, so it is never Partial.
+class _AllReduceGrad(torch.autograd.Function):
+    """Forward as `DTensor.to_local`; backward returns the gradient's sum over the mesh's one axis, never a Partial.
 
-    It is taken in float32 and rounded once.
+    The sum is taken in float32 and rounded once.
     """
 
     @staticmethod
@@ -113,12 +113,12 @@ class _Summed(torch.autograd.Function):
         return DTensor.from_local(total.to(dp.dtype), ctx.mesh, ctx.placements, run_check=False)
 
 
-class _SpreadLinear(nn.Linear):
+class _ShardedLinear(nn.Linear):
     """Common base of both kinds: construction and repr."""
 
     _weight_dim: int
     bias: nn.Parameter | None  # type: ignore[assignment]
-    label: str = ""  # its name in the model, for messages of ranks that wait
+    label: str = ""  # the layer's name in the model, for messages
 
     def __init__(self, in_features: int, out_features: int, ranks: Ranks, *, bias: bool, **factory: Any) -> None:
         super().__init__(in_features, out_features, bias=bias, **factory)
@@ -126,34 +126,34 @@ class _SpreadLinear(nn.Linear):
         name, count = (("out_features", out_features), ("in_features", in_features))[self._weight_dim]
         good = count % self.overlap.size == 0
         checks.require(good, type(self).__name__, name, f"be a multiple of {self.overlap.size} ranks", count)
-        self._spread(self, mesh)
+        self._shard(self, mesh)
 
-    def _spread(self, linear: nn.Linear, mesh: DeviceMesh) -> None:
-        self.weight = spread(linear.weight, mesh, Shard(self._weight_dim))
+    def _shard(self, linear: nn.Linear, mesh: DeviceMesh) -> None:
+        self.weight = shard_parameter(linear.weight, mesh, Shard(self._weight_dim))
         if linear.bias is not None:
-            self.bias = spread(linear.bias, mesh, Replicate() if self._weight_dim else Shard(0))
+            self.bias = shard_parameter(linear.bias, mesh, Replicate() if self._weight_dim else Shard(0))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, ranks: Ranks, **options: Any) -> Any:
         """With the weights of an nn.Linear that is the same on every rank, or on the meta device."""
         size = (linear.in_features, linear.out_features)
-        found = cls(*size, ranks, bias=linear.bias is not None, device="meta", dtype=linear.weight.dtype, **options)
-        found._spread(linear, cast(DTensor, found.weight).device_mesh)
-        return found.train(linear.training)
+        layer = cls(*size, ranks, bias=linear.bias is not None, device="meta", dtype=linear.weight.dtype, **options)
+        layer._shard(linear, cast(DTensor, layer.weight).device_mesh)
+        return layer.train(linear.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ranks={self.overlap.size}"
 
 
-class ColumnParallelLinear(_SpreadLinear):
-    """x wᵀ + b, of which each rank makes some features.
+class ColumnParallelLinear(_ShardedLinear):
+    """x wᵀ + b, of which each rank computes some features.
 
     Shapes: K features in, N out, W ranks; T tokens in all, t on this rank.
         x   [t, K] or [..., K], flattened; without sequence parallelism all T tokens
         y   [T, N / W]; [T, N] with gather_output; without sequence parallelism in x's leading dims
     ranks               one axis of a DeviceMesh, or an Overlap
     sequence_parallel   x is this rank's tokens; else every rank has all of them, and x's gradient is summed over ranks
-    gather_output       all features on every rank, where all go on alike
+    gather_output       all features on every rank; every rank then computes the same
     weight [N, K], bias [N]: DTensors, Shard(0). First values are nn.Linear's of the same generator, whatever W.
     Raises ValueError naming the argument if the ranks do not divide N.
     """
@@ -180,8 +180,8 @@ class ColumnParallelLinear(_SpreadLinear):
         return columns(x, self, shape=shape)[0]
 
 
-class RowParallelLinear(_SpreadLinear):
-    """x wᵀ + b, summed over ranks that have some of the features in each; b is added once.
+class RowParallelLinear(_ShardedLinear):
+    """x wᵀ + b, all_reduce_grad over ranks that have some of the features in each; b is added once.
 
     Shapes: K features in, N out, W ranks; T tokens in all.
         x   [..., K / W], T tokens in the leading dims; [..., K] without input_is_parallel
@@ -222,21 +222,21 @@ class RowParallelLinear(_SpreadLinear):
 
 
 class ReplicatedLinear(nn.Linear):
-    """x wᵀ + b for a rank's own tokens [..., K]: every rank has the whole weight, and its gradient is summed."""
+    """x wᵀ + b for a rank's own tokens [..., K]: the weight is replicated and its gradient all-reduced."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, ranks: Ranks) -> "ReplicatedLinear":
         """With the weights of an nn.Linear that is the same on every rank, or on the meta device."""
-        found = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
+        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
         for name, p in linear.named_parameters():
-            found.register_parameter(name, spread(p, open_overlap(ranks)[1], Replicate()))
-        return found.train(linear.training)
+            layer.register_parameter(name, shard_parameter(p, open_overlap(ranks)[1], Replicate()))
+        return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, summed(self.weight), None if self.bias is None else summed(self.bias))
+        return F.linear(x, all_reduce_grad(self.weight), None if self.bias is None else all_reduce_grad(self.bias))
 
 
-def _named(*layers: _SpreadLinear) -> str:
+def _named(*layers: _ShardedLinear) -> str:
     """Layer names for messages; empty under torch.compile, where a name would force one graph per layer."""
     return "" if torch.compiler.is_compiling() else ", ".join(layer.label for layer in layers if layer.label)
 
@@ -244,14 +244,14 @@ def _named(*layers: _SpreadLinear) -> str:
 def name_layers(model: nn.Module) -> None:
     """Give parallel layers their names in the model."""
     for name, module in model.named_modules():
-        if isinstance(module, _SpreadLinear):
+        if isinstance(module, _ShardedLinear):
             module.label = name
 
 
 def of_all_tokens(x: Tensor, layer: nn.Module, shape: Sequence[int] | None = None) -> Tensor:
-    """x [t, K] of all tokens, [*shape, K], as `columns(x, layer, shape=shape)` sees them; x itself for other layers.
+    """All ranks' tokens [*shape, K] of x [t, K], as `columns(x, layer, shape=shape)` gathers them; x for other layers.
 
-    The layer's features are this rank's, and other uses of x belong to them: its gradients are summed.
+    For uses of x beside a column-parallel layer: each rank's gradient is a part, and the parts are summed.
     """
     if not isinstance(layer, ColumnParallelLinear) or not layer.sequence_parallel:
         return x
@@ -263,8 +263,7 @@ def of_all_tokens(x: Tensor, layer: nn.Module, shape: Sequence[int] | None = Non
 def columns(x: Tensor, *layers: nn.Module, shape: Sequence[int] | None = None) -> list[Tensor]:
     """Results of several layers of the same x: up to three column-parallel ones share one gather of its tokens.
 
-    shape   of all ranks' tokens, which are spread evenly over them: results have these leading dims. None: [T], and as
-            many tokens on every rank
+    shape   of all ranks' tokens, evenly sharded: leading dims of the results. None: [T], with equal counts on all ranks
     Layers of other kinds are called one after the other.
     """
     first = layers[0]
@@ -295,7 +294,7 @@ def _check_tokens(name: str, x: Tensor) -> None:
 
 
 def _all_features(y: Tensor, overlap: Overlap) -> Tensor:
-    """[T, n] of each rank -> [T, W n] on all, where all go on alike."""
+    """[T, n] of each rank -> [T, W n] on all ranks, which then compute the same."""
     rows = (y.shape[1],) * overlap.size
     return move_rows(y.T, "gather", "slice", overlap, rows).T.contiguous()
 

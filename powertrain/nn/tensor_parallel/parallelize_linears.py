@@ -1,16 +1,15 @@
-"""Any model's nn.Linear layers spread over tensor ranks, from outside: by their names, its code as it is.
+"""Tensor parallelism for any model's nn.Linear layers: chosen by name, without changes in the model's code.
 
     parallelize_linears(model, mesh["tensor"], {"q_proj": "columns", "k_proj": "columns", "v_proj": "columns",
                                                 "o_proj": "rows"})
     parallelize_linears(LlamaForCausalLM.from_pretrained(...), mesh["tensor"], sequence_parallel=True)
 
 Every rank calls the model with the same inputs, has the same outputs, and differentiates the same loss. Column-parallel
-layers of one parent that get the same tensor share one gathering, or one sum in backward.
+layers of one parent that get the same tensor share one all-gather, or one sum in backward.
 
-With sequence_parallel the residual stream between "enter" and "leave" is [1, t, D], a rank's share of the tokens, and
-what norms and dropout do there they do for that share. Attention must still see how many sequences there are: it is
-called with a stand-in of the whole shape [B, S, D] that holds nothing, for which its column-parallel layers read the
-share itself.
+With sequence_parallel the residual stream between "enter" and "leave" is [1, t, D], a rank's share of the tokens, to
+which norms and dropout are applied. Attention must still see the number of sequences: it is called with a placeholder
+of the whole shape [B, S, D] without storage, in place of which its column-parallel layers read the share itself.
 """
 
 from collections.abc import Mapping
@@ -22,22 +21,22 @@ from powertrain.nn.tensor_parallel.linear import (
     ColumnParallelLinear,
     Ranks,
     RowParallelLinear,
+    all_reduce_grad,
     columns,
     name_layers,
     open_overlap,
     replicate,
-    summed,
 )
 from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens, split_tokens
 from powertrain.parallel.overlap import Overlap
 from powertrain.runtime import checks
 
-# columns, rows        an nn.Linear whose features out (in) are spread
+# columns, rows        an nn.Linear whose features out (in) are sharded
 # heads                weights that each rank uses on its own heads (a norm of queries or keys)
 # with sequence_parallel, else nothing:
 # tokens               weights that each rank uses on its own tokens (a norm of the residual stream)
-# attention            takes hidden states [B, S, D] first, and looks at their shape
-# enter, leave         the module before which tokens are spread, and the one before which they are gathered again
+# attention            takes hidden states [B, S, D] first, and reads their shape
+# enter, leave         the module before which tokens are sharded, and the one before which they are gathered again
 Role = Literal["columns", "rows", "heads", "tokens", "attention", "enter", "leave"]
 
 _LLAMA: dict[str, Role] = {
@@ -63,12 +62,12 @@ _OP = "parallelize_linears"
 def parallelize_linears(
     model: nn.Module, ranks: Ranks, plan: Mapping[str, Role] | None = None, *, sequence_parallel: bool = False
 ) -> None:
-    """Spread a model's linear layers over the ranks, in place; weights are the same on every rank before.
+    """Shard a model's linear layers over the ranks, in place; weights must be equal on all ranks before.
 
     ranks   one axis of a DeviceMesh, or an Overlap
     plan    the end of a module's dotted name -> its role (above); None: that of its config.model_type (PLANS)
-    sequence_parallel   spread the tokens between these layers too; B * S of them, at least as many as ranks. A layer
-            recomputed in backward (activation checkpointing) must be so before the next forward of another shape
+    sequence_parallel   shard the tokens between these layers too; B * S of them, at least as many as ranks. A layer
+            recomputed in backward (activation checkpointing) must be recomputed before a forward of another shape
     The layers' weights become DTensors, Shard(0) and Shard(1), norms' Replicate; other layers stay unchanged.
     Dropout: without sequence_parallel all ranks must draw alike in the residual stream (one seed), with it apart.
     Raises ValueError naming the plan's entry, or the size that the ranks do not divide.
@@ -80,11 +79,11 @@ def parallelize_linears(
     for name, module, role in _matched(model, plan):
         match role:
             case "columns" | "rows":
-                spread = _spread_linear(model, name, module, role, ranks=mesh, sequence_parallel=sequence_parallel)
-                if isinstance(spread, _Columns):
-                    groups.setdefault(name.rpartition(".")[0], []).append(spread)
+                sharded = _shard_linear(model, name, module, role, ranks=mesh, sequence_parallel=sequence_parallel)
+                if isinstance(sharded, _Columns):
+                    groups.setdefault(name.rpartition(".")[0], []).append(sharded)
                 elif stream is not None:
-                    spread.register_forward_hook(_as_one_sequence)
+                    sharded.register_forward_hook(_as_one_sequence)
             case "heads":
                 _own_weights(module, mesh)
             case "tokens" if stream is not None:
@@ -115,24 +114,24 @@ def _plan_of(model: nn.Module, size: int) -> dict[str, Role]:
 
 def _matched(model: nn.Module, plan: Mapping[str, Role]) -> list[tuple[str, nn.Module, Role]]:
     """(name, module, role) of every module that an entry of the plan names, in the model's order."""
-    found, unused = [], dict(plan)
+    matched, unused = [], dict(plan)
     for name, module in model.named_modules():
         for end, role in plan.items():
             if name == end or name.endswith(f".{end}"):
-                found.append((name, module, role))
+                matched.append((name, module, role))
                 unused.pop(end, None)
     checks.require(not unused, _OP, "plan", "name modules that the model has", ", ".join(unused))
-    return found
+    return matched
 
 
-def _spread_linear(model: nn.Module, name: str, module: nn.Module, role: Role, **options: Any) -> Any:
+def _shard_linear(model: nn.Module, name: str, module: nn.Module, role: Role, **options: Any) -> Any:
     good = isinstance(module, nn.Linear) and not isinstance(module, ColumnParallelLinear | RowParallelLinear)
     checks.require(good, _OP, f"plan's {name}", "be an nn.Linear to be spread", type(module).__name__)
     kind = _Columns if role == "columns" else RowParallelLinear
-    spread = kind.from_linear(module, options.pop("ranks"), **options)  # type: ignore[arg-type]
+    sharded = kind.from_linear(module, options.pop("ranks"), **options)  # type: ignore[arg-type]
     parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, spread)
-    return spread
+    setattr(model.get_submodule(parent), last, sharded)
+    return sharded
 
 
 class _Columns(ColumnParallelLinear):
@@ -141,32 +140,33 @@ class _Columns(ColumnParallelLinear):
     shared: "_Shared"
 
     def forward(self, x: Tensor, shape: Any = None) -> Tensor:
-        return self.shared.made_by(self, x)
+        return self.shared.output_of(self, x)
 
 
 class _Shared:
     """Layers that are called one after the other with the same x: the first call computes the results of all.
 
-    Layers that turn out to be called with different ones go each their own way from then on.
+    If they are called with different tensors, each computes its own result from then on.
     """
 
     def __init__(self, layers: list[_Columns], stream: "_Stream | None") -> None:
         self.layers, self.stream = layers, stream
         self.is_shared = 1 < len(layers) <= 3
         self.x: Tensor | None = None
-        self.made: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
 
-    def made_by(self, layer: _Columns, x: Tensor) -> Tensor:
+    def output_of(self, layer: _Columns, x: Tensor) -> Tensor:
         if not self.is_shared:
             return self._columns(x, layer)[0]
-        if self.x is not x or id(layer) not in self.made:
-            if self.made:
-                self.is_shared, self.x, self.made = False, None, {}
+        # by identity: equal values in another tensor may belong to another autograd graph
+        if self.x is not x or id(layer) not in self.outputs:
+            if self.outputs:
+                self.is_shared, self.x, self.outputs = False, None, {}
                 return self._columns(x, layer)[0]
             self.x = x
-            self.made = dict(zip(map(id, self.layers), self._columns(x, *self.layers), strict=True))
-        y = self.made.pop(id(layer))
-        if not self.made:
+            self.outputs = dict(zip(map(id, self.layers), self._columns(x, *self.layers), strict=True))
+        y = self.outputs.pop(id(layer))
+        if not self.outputs:
             self.x = None
         return y
 
@@ -177,7 +177,7 @@ class _Shared:
 
 
 class _Stream:
-    """The tokens between "enter" and "leave": their total number, and the tensor in their place."""
+    """The tokens between "enter" and "leave": their shape, this rank's share, and the placeholder for attention."""
 
     def __init__(self, overlap: Overlap) -> None:
         self.overlap = overlap
@@ -204,6 +204,7 @@ class _Stream:
     def stand_in(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def stand(hidden: Tensor) -> Tensor:
             self.share = hidden
+            # one element expanded: the shape without its memory
             self.stand = hidden.new_empty(()).expand(*self.shape, hidden.shape[-1])
             return self.stand
 
@@ -229,15 +230,15 @@ def _as_one_sequence(module: nn.Module, args: Any, y: Tensor) -> Tensor:
 
 
 def _own_weights(module: nn.Module, mesh: Any) -> None:
-    """A module's weights are on every rank, which uses them for tokens or heads of its own: gradients are summed."""
+    """Replicate a module's weights, applied to each rank's own tokens or heads: gradients are all-reduced."""
     replicate(module, mesh)
     module.register_forward_pre_hook(_show_local)
     module.register_forward_hook(_hide_local, always_call=True)
 
 
 def _show_local(module: nn.Module, args: Any) -> None:
-    # an entry of the instance's own dict is found before the parameter of that name
-    module.__dict__.update({name: summed(p) for name, p in module.named_parameters(recurse=False)})
+    # attribute lookup takes the instance's dict before nn.Module's parameters of that name
+    module.__dict__.update({name: all_reduce_grad(p) for name, p in module.named_parameters(recurse=False)})
 
 
 def _hide_local(module: nn.Module, args: Any, y: Any) -> None:

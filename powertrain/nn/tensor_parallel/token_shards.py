@@ -1,7 +1,7 @@
-"""Tokens that are spread over the ranks of a group: from all of them on every rank to a part on each, and back.
+"""Tokens sharded over the ranks of a group: split, gather, scatter and sum of rows, with their gradients.
 
-Rank r holds consecutive tokens, after those of the ranks before it. Between the products of tensor parallelism a
-residual stream so held takes part of the memory, and of the work of norms and dropout (sequence parallelism).
+Rank r holds consecutive tokens, after those of the ranks before it. A residual stream sharded this way between the
+products of tensor parallelism divides its memory and the work of norms and dropout by the ranks (sequence parallelism).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ How = Literal["gather", "slice", "scatter", "sum", "same"]
 
 
 def even_rows(count: int, size: int) -> tuple[int, ...]:
-    """So many rows over `size` ranks as evenly as they go, the first ranks one more."""
+    """`count` rows divided over `size` ranks; the first ranks have one more where it does not divide."""
     return tuple(count // size + (rank < count % size) for rank in range(size))
 
 
@@ -27,12 +27,12 @@ def _move(x: Tensor, how: str, back: str, counts: Sequence[int], key: str) -> Te
     overlap, rows = find(key), RowCounts(tuple(counts))
     if how in ("slice", "same"):
         return (x[rows.of(overlap.rank)] if how == "slice" else x).clone()
-    found = x.reshape(x.shape[0], x.shape[1:].numel()).contiguous()
+    moved = x.reshape(x.shape[0], x.shape[1:].numel()).contiguous()
     if how != "gather":
-        found = overlap.transport.reduce_scatter(found, rows)
+        moved = overlap.transport.reduce_scatter(moved, rows)
     if how != "scatter":
-        found = overlap.transport.all_gather(found, rows)
-    return found.view(found.shape[0], *x.shape[1:])
+        moved = overlap.transport.all_gather(moved, rows)
+    return moved.view(moved.shape[0], *x.shape[1:])
 
 
 def _move_outputs(x: Tensor, how: str, back: str, counts: Sequence[int], key: str) -> Tensor:
@@ -64,17 +64,17 @@ _move_op = Op(
 
 
 def move_rows(x: Tensor, how: How, back: How, overlap: Overlap, rows: Sequence[int] | None = None) -> Tensor:
-    """x [rows, ...] as `how` says; its gradient goes the way that `back` says. Any number of dims, any float dtype.
+    """x [rows, ...] moved by `how`, its gradient by `back`. Any number of dims, any float dtype.
 
-    rows   of each rank; None: a whole x is spread evenly (even_rows), one to be gathered is as long everywhere
+    rows   of each rank; None: even_rows of a whole x; for gather, equal counts on all ranks
     """
     if overlap.size == 1:
         return x
     if rows is None:
         rows = even_rows(x.shape[0] * (overlap.size if how == "gather" else 1), overlap.size)
     overlap.transport.compare(how, tuple(rows), [x[:0]])
-    found: Tensor = _move_op(x, how, back, list(rows), overlap.key)
-    return found
+    moved: Tensor = _move_op(x, how, back, list(rows), overlap.key)
+    return moved
 
 
 def split_tokens(x: Tensor, overlap: Overlap, rows: Sequence[int] | None = None) -> Tensor:
@@ -98,5 +98,5 @@ def scatter_tokens(x: Tensor, overlap: Overlap, rows: Sequence[int] | None = Non
 
 
 def sum_ranks(x: Tensor, overlap: Overlap) -> Tensor:
-    """The sum over ranks of x [T, ...], on every rank, where all go on alike: the gradient goes through unchanged."""
+    """The sum over ranks of x [T, ...], on every rank; later operations are the same on all, so the gradient is too."""
     return move_rows(x, "sum", "same", overlap)

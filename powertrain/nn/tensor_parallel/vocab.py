@@ -1,4 +1,4 @@
-"""Embedding, head and cross entropy of a vocabulary that is spread over the ranks of a group.
+"""Embedding, head and cross entropy of a vocabulary that is sharded over the ranks of a group.
 
     lse = log sum over ranks of exp(lse of a rank's logits);   the target's logit is on one rank
     loss = lse - (1 - smoothing) z_target - smoothing mean(z) + z_loss lse²;   dlogits from lse alone, each rank its own
@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from powertrain.nn.tensor_parallel.linear import ColumnParallelLinear, Ranks, columns, local, open_overlap, spread
+from powertrain.nn.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    Ranks,
+    columns,
+    local,
+    open_overlap,
+    shard_parameter,
+)
 from powertrain.nn.tensor_parallel.token_shards import even_rows, scatter_tokens, sum_ranks
 from powertrain.ops.cross_entropy import (
     Reduction,
@@ -64,7 +71,7 @@ class VocabParallelEmbedding(nn.Embedding):
         good = num_embeddings % self.overlap.size == 0
         name = type(self).__name__
         checks.require(good, name, "num_embeddings", f"be a multiple of {self.overlap.size} ranks", num_embeddings)
-        self.weight = spread(self.weight, mesh, Shard(0))
+        self.weight = shard_parameter(self.weight, mesh, Shard(0))
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local(self.weight)
@@ -118,8 +125,8 @@ def _stats(logits: Tensor, target: Tensor, terms: Terms, overlap: Overlap) -> Te
         here = (index >= 0) & (index < logits.shape[1])
         own[0], own[2] = z.logsumexp(1), z.sum(1)
         own[1] = torch.where(here, z.gather(1, torch.where(here, index, 0).long()[:, None])[:, 0], 0.0)
-        outside = (target < 0) | (target >= total)
-        own[1].masked_fill_(outside & (target != terms.ignore_index), torch.nan)
+        out_of_range = (target < 0) | (target >= total)
+        own[1].masked_fill_(out_of_range & (target != terms.ignore_index), torch.nan)
     if overlap.size == 1:
         return own
     ranks = overlap.transport.all_gather(own[None], RowCounts((1,) * overlap.size))
@@ -215,7 +222,7 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """`powertrain.cross_entropy` of logits whose words are spread over the ranks.
+    """`powertrain.cross_entropy` of logits whose vocabulary is sharded over the ranks.
 
     Shapes: V words in all, W ranks.
         logits   [..., V / W]   words [rank * V / W, (rank + 1) * V / W), of the same tokens on every rank
@@ -358,7 +365,7 @@ def vocab_parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Cross entropy of `x @ weight.T + bias` whose words are spread over the ranks, without storing the logits.
+    """Cross entropy of `x @ weight.T + bias`, the vocabulary sharded over the ranks, without storing the logits.
 
     Shapes: T tokens in all, t on this rank (even_rows); D hidden size, V words in all, W ranks.
         x        [t, D]       float32, float16, bfloat16 (float64 on the CPU); [..., D] without sequence_parallel
@@ -391,7 +398,7 @@ def vocab_parallel_linear_cross_entropy(
     overlap.transport.compare(op, counts, [rows[:0], weight, bias])
     needs = (torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     terms = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
-    found: Tensor = _linear_op(
+    loss: Tensor = _linear_op(
         rows, weight, bias, flat, main_grad, reduction, *terms, list(counts), overlap.key, *needs
     )[0]  # fmt: skip
-    return found
+    return loss

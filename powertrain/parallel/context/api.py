@@ -1,4 +1,4 @@
-"""Context parallelism: attention over a sequence whose tokens are spread over several ranks.
+"""Context parallelism: attention over a sequence whose tokens are sharded over several ranks.
 
     cp = context_parallel(mesh["cp"])
     sharding = cp.sharding(seq_length)                       # or cp.sharding(cu_seqlens=...) for packed documents
@@ -6,9 +6,9 @@
     out = cp.attention(q, k, v, sharding, is_causal=True)    # q and k rotated by sharding.position_ids()
     logits = cp.unshard(logits, sharding, dim=1)             # where the whole sequence is wanted again
 
-Three ways to compute it, chosen by bytes (`choose_mode`): "all_gather" and "ring" bring keys and values to the queries
-while attention runs on those that are there (exchange.py) and merge the parts in float32 by their LSE; "all_to_all"
-trades tokens for heads, and each rank computes some heads whole.
+Three modes, chosen by bytes (`choose_mode`): "all_gather" and "ring" bring keys and values to the queries while
+attention runs on those already received (point_to_point.py) and merge the parts in float32 by their LSE; "all_to_all"
+exchanges tokens for heads, and each rank computes some heads for the whole sequence.
 
 Source: Liu et al., arXiv:2310.01889 (ring); Jacobs et al., arXiv:2309.14509 (Ulysses).
 """
@@ -40,7 +40,8 @@ _LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
 
 # an H200's attention and its NVLink bandwidth from a peer, both measured: FLOP per byte to hide a transfer
 FLOPS_PER_BYTE = 550e12 / 370e9
-GATHERED_BYTES = 2 << 30  # of keys and values on a rank, above which they are passed round instead
+# bytes of all keys and values above which a ring is used: its memory does not grow with the number of ranks
+GATHERED_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Choice:
     def __str__(self) -> str:
         lines = [f"{self.mode}: {self.why}"]
         for mode in _MODES:
-            said = self.impossible.get(mode, "possible")
+            note = self.impossible.get(mode, "possible")
             megabytes = self.bytes_received[mode] / 1e6
-            lines.append(f"  {mode:10} {megabytes:10.1f} MB received, forward and backward  {said}")
+            lines.append(f"  {mode:10} {megabytes:10.1f} MB received, forward and backward  {note}")
         return "\n".join(lines)
 
 
@@ -88,10 +89,10 @@ def choose_mode(
     impossible = impossible or {}
     rows, channels = -(-num_tokens // world_size) * batch, sum(head_dims)
     others = world_size - 1
-    passed = others * rows * num_kv_heads * channels * (2 * element_size + max(4, element_size))
+    ring_bytes = others * rows * num_kv_heads * channels * (2 * element_size + max(4, element_size))
     heads = num_heads + lcm(num_kv_heads, world_size)
-    traded = 2 * others * rows * heads * channels * element_size // world_size
-    received: dict[Mode, int] = {"ring": passed, "all_gather": passed, "all_to_all": traded}
+    all_to_all_bytes = 2 * others * rows * heads * channels * element_size // world_size
+    received: dict[Mode, int] = {"ring": ring_bytes, "all_gather": ring_bytes, "all_to_all": all_to_all_bytes}
     gathered = num_tokens * batch * num_kv_heads * channels * element_size
     enough = 2 * num_kv_heads / num_heads * FLOPS_PER_BYTE
     moving: Mode = "ring" if gathered > GATHERED_BYTES else "all_gather"
@@ -108,7 +109,7 @@ def choose_mode(
         return chosen("all_to_all", f"the others cannot: {impossible[moving]}")
     if rows >= enough:
         return chosen(moving, f"{rows} tokens a rank hide its transfers ({enough:.0f} do)")
-    if "all_to_all" in impossible or passed <= traded:
+    if "all_to_all" in impossible or ring_bytes <= all_to_all_bytes:
         return chosen(moving, f"{rows} tokens a rank do not hide transfers ({enough:.0f} do), and it has fewest bytes")
     return chosen(
         "all_to_all", f"{rows} tokens a rank do not hide transfers ({enough:.0f} do), and it has fewest bytes"
@@ -116,7 +117,7 @@ def choose_mode(
 
 
 class ContextParallel:
-    """Attention over sequences that are spread over the ranks of a group."""
+    """Attention over sequences that are sharded over the ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.peers = ContextGroup(group)
@@ -193,10 +194,10 @@ class ContextParallel:
             chunk_size, prefix_lengths   mode all_to_all only
             window_size, alibi_slopes    of packed documents mode all_to_all only
             sinks       every rank gets its own queries' share of their gradient, as it does of any other parameter's
-        dropout_p   0: which elements a rank drops depends on how tokens are spread, so it would not be exact
+        dropout_p   0: the dropped elements would depend on the number of ranks
         mode        "auto": see `choose_mode`; `explain` gives the choice and the reason
             ring        keys and values are passed from rank to rank; memory O(n) a rank
-            all_gather  each comes straight from its owner; those that nobody here sees are not sent. O(all keys)
+            all_gather  each is received from its owner, unless the mask hides it from this rank. O(all keys)
             all_to_all  H must be a multiple of the ranks; key heads are repeated until they are
         Returns out as query, with E for D.
         Numerics: parts are merged, and dq, dk, dv summed, in float32, each part rounded once to query's dtype, in an
@@ -218,12 +219,10 @@ class ContextParallel:
             return self._by_heads(query, key, value, sharding, layout, options)
         if layout != "thd":
             query, key, value = (to_bshd(x, layout) for x in (query, key, value))
-        left, right = window_size
+        left, right = window_size[0], 0 if is_causal else window_size[1]
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
         slopes = None if alibi_slopes is None else alibi_slopes.float()
-        mask = Mask(
-            left, 0 if is_causal else right, float(softcap), float(query.shape[-1] ** -0.5 if scale is None else scale),
-            slopes,
-        )  # fmt: skip
+        mask = Mask(left, right, float(softcap), float(scale), slopes)
         out: Tensor = RingAttention.apply(query, key, value, sinks, self.peers, sharding, mask, choice.mode == "ring")
         return out if layout == "thd" else from_bshd(out, layout, query)
 
@@ -255,7 +254,7 @@ class ContextParallel:
             must = f"have the {sharding.length()} tokens that the sharding gives rank {self.rank}"
             checks.require(tokens == sharding.length(), op, name, must, tokens)
         if dropout_p != 0:
-            checks.fail(op, "dropout_p", "be 0 (what is dropped would depend on the number of ranks)", dropout_p)
+            checks.fail(op, "dropout_p", "be 0 (dropped elements would depend on the number of ranks)", dropout_p)
         return layout
 
     def _choose(
@@ -265,7 +264,8 @@ class ContextParallel:
         checks.one_of(op, "mode", mode, (*_MODES, "auto"))
         sizes = check_qkv(op, query, key, value, layout)
         checked = {name: x for name, x in options.items() if name != "scale"}
-        if sharding.is_packed:  # batch arguments become document arguments there
+        # batch arguments become document arguments there
+        if sharding.is_packed:
             sizes = sizes._replace(batch=len(sharding.bounds))
         lower_mask(op, sizes, **checked)
         impossible = _impossible(options, sharding, sizes.heads, self.world_size)
@@ -289,6 +289,7 @@ class ContextParallel:
             query, key, value = (x[:, None] for x in (query, key, value))
         else:
             query, key, value = (to_bshd(x, layout).transpose(0, 1) for x in (query, key, value))
+        # each rank needs a whole number of key heads
         repeats = lcm(key.shape[2], world_size) // key.shape[2]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
@@ -321,7 +322,7 @@ def context_parallel(group: dist.ProcessGroup | DeviceMesh) -> ContextParallel:
 
 def _impossible(options: dict[str, Any], sharding: Sharding, num_heads: int, world_size: int) -> dict[Mode, str]:
     """Why modes cannot compute a call."""
-    found: dict[Mode, str] = {}
+    impossible: dict[Mode, str] = {}
     left, right = options.get("window_size", (-1, -1))
     right = 0 if options.get("is_causal") else right
     for unmet, reason in (
@@ -331,16 +332,16 @@ def _impossible(options: dict[str, Any], sharding: Sharding, num_heads: int, wor
         (sharding.is_packed and options.get("alibi_slopes") is not None, "alibi_slopes need whole packed documents"),
     ):
         if unmet:
-            found["ring"] = found["all_gather"] = reason
+            impossible["ring"] = impossible["all_gather"] = reason
     if num_heads % world_size:
-        found["all_to_all"] = f"{num_heads} heads are no multiple of {world_size} ranks"
-    return found
+        impossible["all_to_all"] = f"{num_heads} heads are no multiple of {world_size} ranks"
+    return impossible
 
 
 def _whole(
     q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, layout: Layout, options: dict[str, Any]
 ) -> Tensor:  # fmt: skip
-    """Attention where all tokens are."""
+    """Attention of whole sequences on one rank."""
     if layout == "thd":
         starts = torch.tensor(sharding.starts, dtype=torch.int32, device=q.device)
         longest = sharding.max_length

@@ -52,17 +52,18 @@ class Block(NamedTuple):
 
 
 def dense_blocks(sharding: Sharding, source: int, mask: Mask, rank: int | None = None) -> list[Block]:
-    """The calls of a rank's queries (None: this one's) with the keys of `source`, none where nothing is seen."""
+    """The calls of a rank's queries (None: this one's) with the keys of `source`; empty if the mask hides all."""
     rank = sharding.rank if rank is None else rank
     queries, keys = sharding.pieces(rank)[0], sharding.pieces(source)[0]
+    # a rank's two pieces are in ascending order, so causal attention of a rank to itself is one causal call
     if source == rank and mask.right == 0 and not mask.is_positional:
         everything = (0, sharding.length(rank))
         return [Block(everything, everything, -1, 0)] if everything[1] else []
-    found: list[Block] = []
+    blocks: list[Block] = []
     for piece in queries:
         row = [block for other in keys if (block := _band(piece, other, mask)) is not None]
-        found += row if mask.slopes is not None else _joined(row)
-    return found if mask.slopes is not None else _stacked(found)
+        blocks += row if mask.slopes is not None else _joined(row)
+    return blocks if mask.slopes is not None else _stacked(blocks)
 
 
 def _band(queries: TokenSpan, keys: TokenSpan, mask: Mask) -> Block | None:
@@ -219,6 +220,7 @@ class Queries:
                 part, part_lse = part * weight.transpose(-1, -2)[..., None], with_sink
             _cut(out, own, self.dim).copy_(part)
             lse[..., slice(*own)] = part_lse
+        # rows without any key attend to the sink alone
         if sinks is not None:
             unseen = lse == -torch.inf
             lse = torch.where(unseen, sinks.to(lse.dtype)[:, None], lse)

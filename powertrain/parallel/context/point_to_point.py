@@ -1,8 +1,7 @@
 """Transfers of context-parallel ranks: chunks in a ring or from their owners, tokens exchanged for heads.
 
-Point to point only, in the order that all ranks share, one peer at a time, so that ranks may have different numbers of
-tokens. NCCL's sends run on a stream of its own: they are issued before the attention that hides them, and waited for
-after it.
+Point to point only, in one order on all ranks, one peer at a time, so that ranks may have different numbers of tokens.
+NCCL's sends run on a stream of its own: they are issued before the attention that hides them, and waited for after it.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,13 +33,13 @@ class ContextGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._met: set[torch.device] = set()
+        self._connected: set[torch.device] = set()
 
-    def meet(self, device: torch.device) -> None:
+    def connect(self, device: torch.device) -> None:
         """Connect all ranks: NCCL wants each of them there at the first message, even those that send none."""
-        if device not in self._met and device.type == "cuda":
+        if device not in self._connected and device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
-        self._met.add(device)
+        self._connected.add(device)
 
     def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Transfer:
         """Send one tensor, receive another, both contiguous; None or empty: nothing."""
@@ -79,8 +78,8 @@ class Chunk:
         return Chunk(flat, flat[:size].view(key), flat[size:].view(value))
 
 
-def passed_round(peers: ContextGroup, own: Chunk, sharding: Sharding, dim: int) -> Iterator[tuple[int, Chunk]]:
-    """(its rank, chunk) of all ranks, this one first, then those before it; each passed on while the caller works."""
+def ring_chunks(peers: ContextGroup, own: Chunk, sharding: Sharding, dim: int) -> Iterator[tuple[int, Chunk]]:
+    """(its rank, chunk) of all ranks, this one first, then the preceding ones; sent on while the caller works."""
     rank, world_size = peers.rank, peers.world_size
     held = own
     for step in range(world_size):
@@ -88,30 +87,30 @@ def passed_round(peers: ContextGroup, own: Chunk, sharding: Sharding, dim: int) 
         if step == world_size - 1:
             yield source, held
             return
-        coming = own.of_rows(dim, sharding.length((source - 1) % world_size))
-        transfer = peers.exchange(held.flat, (rank + 1) % world_size, coming.flat, (rank - 1) % world_size)
+        incoming = own.of_rows(dim, sharding.length((source - 1) % world_size))
+        transfer = peers.exchange(held.flat, (rank + 1) % world_size, incoming.flat, (rank - 1) % world_size)
         yield source, held
         transfer.wait()
-        held = coming
+        held = incoming
 
 
-def fetched(
+def gathered_chunks(
     peers: ContextGroup, own: Chunk, sharding: Sharding, dim: int, needs: Callable[[int, int], bool]
 ) -> Iterator[tuple[int, Chunk]]:
-    """(its rank, chunk) of all ranks that this one needs, its own first; all are under way before the first is given.
+    """(its rank, chunk) of all ranks that this one needs, its own first; all transfers start before the first yield.
 
-    needs   (rank, source): whether a rank sees anything of a source's; the same on both
+    needs   (rank, source): whether a rank attends to keys of a source; the same on both
     """
     rank, world_size = peers.rank, peers.world_size
-    coming: list[tuple[int, Chunk | None, Transfer]] = []
+    incoming: list[tuple[int, Chunk | None, Transfer]] = []
     for step in range(1, world_size):
         to, source = (rank + step) % world_size, (rank - step) % world_size
         chunk = own.of_rows(dim, sharding.length(source)) if needs(rank, source) else None
         sent = own.flat if needs(to, rank) else None
         transfer = peers.exchange(sent, to, None if chunk is None else chunk.flat, source)
-        coming.append((source, chunk, transfer))
+        incoming.append((source, chunk, transfer))
     yield rank, own
-    for source, chunk, transfer in coming:
+    for source, chunk, transfer in incoming:
         transfer.wait()
         if chunk is not None:
             yield source, chunk
@@ -119,7 +118,7 @@ def fetched(
 
 def all_gather_rows(peers: ContextGroup, rows: Tensor, sharding: Sharding) -> Tensor:
     """All ranks' rows one behind the other; `rows` contiguous."""
-    peers.meet(rows.device)
+    peers.connect(rows.device)
     counts = [sharding.length(r) for r in range(peers.world_size)]
     whole = rows.new_empty((sum(counts), *rows.shape[1:]))
     parts = list(whole.split(counts))
@@ -138,13 +137,13 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: ContextGroup, sharding: Sharding, forwards: bool) -> Tensor:
-        ctx.how = (peers, sharding, not forwards)
+        ctx.arguments = (peers, sharding, not forwards)
         return _gather_tokens(x, peers, sharding) if forwards else _scatter_tokens(x, peers, sharding)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        peers, sharding, forwards = ctx.how
+        peers, sharding, forwards = ctx.arguments
         back = _gather_tokens(grad, peers, sharding) if forwards else _scatter_tokens(grad, peers, sharding)
         return back, None, None, None
 

@@ -1,8 +1,8 @@
-"""Attention to keys that come from other ranks while it runs, forward and backward: modes "ring" and "all_gather".
+"""Attention to keys that are received from other ranks meanwhile: modes "ring" and "all_gather", with backward.
 
-Forward merges a part per rank by its LSE. Backward needs only the whole's out and LSE: each rank fetches the keys and
-values again and sends their owner dk and dv, float32. In a ring a chunk's dk and dv travel one step behind it and each
-rank adds its own; otherwise each rank sends its own to their owner, which adds them in the order of ranks.
+Forward merges one part per rank by its LSE. Backward needs only the final out and LSE: each rank receives the keys and
+values again and sends their owner dk and dv in float32. In a ring, a chunk's dk and dv follow it one step later and
+each rank adds its contribution; otherwise each rank sends its contribution to the owner, which adds in rank order.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from powertrain.ops.shapes import acc_dtype
 from powertrain.parallel.context.block_attention import Mask, Queries, Sum, dense_blocks, gradients
-from powertrain.parallel.context.point_to_point import Chunk, ContextGroup, Transfer, fetched, passed_round
+from powertrain.parallel.context.point_to_point import Chunk, ContextGroup, Transfer, gathered_chunks, ring_chunks
 from powertrain.parallel.context.sharding import Sharding
 
 
@@ -34,20 +34,21 @@ class RingAttention(torch.autograd.Function):
         for source, chunk in _chunks(peers, Chunk.of(key, value), sharding, mask, is_ring):
             queries.attend(source, chunk.key, chunk.value)
         out, lse = queries.result(value.shape[-1], sinks)
+        # slopes are a tensor and must be saved as one, so the mask in ctx goes without
         ctx.save_for_backward(query, key, value, out, lse, sinks, mask.slopes)
-        ctx.how = (peers, sharding, mask._replace(slopes=None), is_ring)
+        ctx.arguments = (peers, sharding, mask._replace(slopes=None), is_ring)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, sinks, slopes = ctx.saved_tensors
-        peers, sharding, mask, is_ring = ctx.how
+        peers, sharding, mask, is_ring = ctx.arguments
         mask = mask._replace(slopes=slopes)
         grad = grad.contiguous()
         own = Chunk.of(key, value)
         dq = Sum(torch.empty_like(query, dtype=acc_dtype(query.dtype)), 0 if sharding.is_packed else 1)
-        dkv = (_Travelling if is_ring else _Sent)(peers, own, sharding, mask)
+        dkv = (_RingGrads if is_ring else _DirectGrads)(peers, own, sharding, mask)
         for source, chunk in _chunks(peers, own, sharding, mask, is_ring):
             share = chunk.like(dq.total.dtype)
             gradients(sharding, source, mask, grad, query, chunk.key, chunk.value, out, lse, dq, share.key, share.value)
@@ -61,11 +62,11 @@ class RingAttention(torch.autograd.Function):
 def _chunks(
     peers: ContextGroup, own: Chunk, sharding: Sharding, mask: Mask, is_ring: bool
 ) -> Iterator[tuple[int, Chunk]]:
-    peers.meet(own.flat.device)
+    peers.connect(own.flat.device)
     dim = 0 if sharding.is_packed else 1
     if is_ring:
-        return passed_round(peers, own, sharding, dim)
-    return fetched(peers, own, sharding, dim, lambda rank, source: _sees(sharding, rank, source, mask))
+        return ring_chunks(peers, own, sharding, dim)
+    return gathered_chunks(peers, own, sharding, dim, lambda rank, source: _sees(sharding, rank, source, mask))
 
 
 def _sees(sharding: Sharding, rank: int, source: int, mask: Mask) -> bool:
@@ -73,33 +74,33 @@ def _sees(sharding: Sharding, rank: int, source: int, mask: Mask) -> bool:
     return sharding.is_packed or bool(dense_blocks(sharding, source, mask, rank))
 
 
-class _Travelling:
+class _RingGrads:
     """dk and dv of a ring: each rank adds its share to the sum received from its predecessor, and sends it on."""
 
     def __init__(self, peers: ContextGroup, own: Chunk, sharding: Sharding, mask: Mask) -> None:
         self.peers, self.own, self.sharding = peers, own, sharding
-        self.coming: Chunk | None = None
+        self.incoming: Chunk | None = None
         self.transfer: Transfer | None = None
 
     def add(self, source: int, share: Chunk) -> None:
         rank, world_size = self.peers.rank, self.peers.world_size
-        if self.coming is not None and self.transfer is not None:
+        if self.incoming is not None and self.transfer is not None:
             self.transfer.wait()
-            share.flat.add_(self.coming.flat)
+            share.flat.add_(self.incoming.flat)
         dim = 0 if self.sharding.is_packed else 1
         rows = self.sharding.length((source - 1) % world_size)
-        self.coming = self.own.of_rows(dim, rows, share.flat.dtype)
+        self.incoming = self.own.of_rows(dim, rows, share.flat.dtype)
         self.transfer = self.peers.exchange(
-            share.flat, (rank + 1) % world_size, self.coming.flat, (rank - 1) % world_size
+            share.flat, (rank + 1) % world_size, self.incoming.flat, (rank - 1) % world_size
         )
 
     def total(self) -> Chunk:
-        assert self.coming is not None and self.transfer is not None
+        assert self.incoming is not None and self.transfer is not None
         self.transfer.wait()
-        return self.coming
+        return self.incoming
 
 
-class _Sent:
+class _DirectGrads:
     """dk and dv straight to their owner."""
 
     def __init__(self, peers: ContextGroup, own: Chunk, sharding: Sharding, mask: Mask) -> None:
@@ -113,7 +114,7 @@ class _Sent:
         if source == rank:
             self.shares[rank] = share
             return
-        # sources that are not seen have no turn: contributions of other ranks to their owners are exchanged meanwhile
+        # also the steps of sources hidden by the mask: other ranks still exchange contributions in them
         self._exchange((rank - source) % world_size, share)
 
     def _exchange(self, until: int, share: Chunk | None) -> None:
@@ -121,17 +122,18 @@ class _Sent:
         while self.step < until:
             self.step += 1
             to, source = (rank - self.step) % world_size, (rank + self.step) % world_size
-            coming = None
+            incoming = None
             if _sees(self.sharding, source, rank, self.mask):
-                coming = self.shares[source] = self.shares[rank].like()
+                incoming = self.shares[source] = self.shares[rank].like()
             sent = share.flat if share is not None and self.step == until else None
-            received = None if coming is None else coming.flat
+            received = None if incoming is None else incoming.flat
             self.transfers.append(self.peers.exchange(sent, to, received, source))
 
     def total(self) -> Chunk:
         self._exchange(self.peers.world_size - 1, None)
         for transfer in self.transfers:
             transfer.wait()
+        # in rank order, so that the sum does not depend on arrival
         first, *others = (self.shares[rank] for rank in sorted(self.shares))
         for share in others:
             first.flat.add_(share.flat)

@@ -1,4 +1,4 @@
-"""Sharding of sequences over context-parallel ranks: pieces so placed that every rank has the same work and memory.
+"""Sharding of sequences over context-parallel ranks: pieces assigned so that all ranks have equal work and memory.
 
     W ranks: each document is cut into 2 W pieces, and rank r holds the pieces r and 2 W - 1 - r
 
@@ -19,9 +19,9 @@ from powertrain.runtime import checks
 
 
 class RowSpans(NamedTuple):
-    """A part of each document on one rank, int32: where it begins among the rank's tokens, and how long it is.
+    """A part of each document on one rank, int32: its start among the rank's tokens, and its length.
 
-    Before them stands an empty one at 0: rows of no document get zeros from attention only behind one.
+    The first entry is an empty document at 0: attention writes zeros to rows of no document only behind a document.
     """
 
     starts: Tensor  # [documents + 2]
@@ -68,14 +68,14 @@ class Sharding:
 
     def pieces(self, rank: int) -> list[tuple[TokenSpan, TokenSpan]]:
         """The two pieces of each document, in the order of the rank's tokens."""
-        found, row = [], 0
+        pairs, row = [], 0
         for bounds in self.bounds:
             pair = []
             for n in (rank, 2 * self.world_size - 1 - rank):
                 pair.append(TokenSpan(bounds[n], bounds[n + 1], row))
                 row += pair[-1].length
-            found.append((pair[0], pair[1]))
-        return found
+            pairs.append((pair[0], pair[1]))
+        return pairs
 
     def length(self, rank: int | None = None) -> int:
         """Tokens of a rank, this one if none is named."""
@@ -92,7 +92,7 @@ class Sharding:
         return self._tensor("indices", rank, device, shift=self.starts)
 
     def position_ids(self, device: torch.device | str = "cpu", rank: int | None = None) -> Tensor:
-        """[length] int64: where a rank's tokens stand in their documents, as RoPE and learned embeddings want it."""
+        """[length] int64: positions of a rank's tokens in their documents, for RoPE and learned embeddings."""
         rank = self.rank if rank is None else rank
         return self._tensor("positions", rank, device, shift=[0] * len(self.starts))
 
@@ -148,10 +148,11 @@ def _pairs(start: int, stop: int) -> int:
 def _bounds(lengths: Sequence[int], world_size: int) -> list[list[int]]:
     num_pieces = 2 * world_size
     tokens, pairs = [0] * world_size, [0] * world_size
-    found = []
+    all_bounds = []
     for length in lengths:
         size, rest = divmod(length, num_pieces)
         sizes = [size] * num_pieces
+        # the remainder goes to the ranks with the fewest tokens, then pairs, so that documents balance each other
         order = sorted(range(world_size), key=lambda r: (tokens[r], pairs[r]))
         for n in range(rest):
             rank = order[n % world_size]
@@ -163,5 +164,5 @@ def _bounds(lengths: Sequence[int], world_size: int) -> list[list[int]]:
             rank = min(n, num_pieces - 1 - n)
             tokens[rank] += sizes[n]
             pairs[rank] += _pairs(bounds[n], bounds[n + 1])
-        found.append(bounds)
-    return found
+        all_bounds.append(bounds)
+    return all_bounds

@@ -21,7 +21,7 @@ from powertrain.parallel.transport.heartbeat import CollectiveMismatch, Heartbea
 from powertrain.parallel.transport.kernels import sum_parts
 from powertrain.parallel.transport.protocol import DISPATCH
 
-# named so from torch 2.13 on
+# their names from torch 2.13 on
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -55,18 +55,18 @@ class CollectiveTransport(Transport):
                 f"ranks must make the same calls: rank 0 makes {everyone[0]}; rank {other} makes {everyone[other]}"
             )
 
-    def _agree(self, what: str, x: Tensor, rows: RowCounts) -> None:
+    def _agree(self, op: str, x: Tensor, rows: RowCounts) -> None:
         """On the CPU, raise CollectiveMismatch where sizes differ: gloo would end the process, not the call."""
         if x.is_cuda or self.size == 1:
             return
-        what = f"{what} of {[rows.total, *x.shape[1:]]}"
-        with self.peers.waiting(f"{what}{in_layer(self.layer)}"):
+        op = f"{op} of {[rows.total, *x.shape[1:]]}"
+        with self.peers.waiting(f"{op}{in_layer(self.layer)}"):
             try:
-                self._compare(f"{what} {x.dtype}, rows {list(rows.counts)}{in_layer(self.layer)}")
+                self._compare(f"{op} {x.dtype}, rows {list(rows.counts)}{in_layer(self.layer)}")
             except CollectiveMismatch:
                 raise
             except (RuntimeError, dist.DistError) as error:
-                raise self.peers.lost(f"{what}{in_layer(self.layer)}", error) from error
+                raise self.peers.lost(f"{op}{in_layer(self.layer)}", error) from error
 
     def gather(self, shard: Tensor, rows: RowCounts, *, keep: bool) -> AllGatherHandle:
         self._agree("all-gather", shard, rows)
@@ -116,21 +116,22 @@ class CollectiveTransport(Transport):
         self.__dict__.pop("group", None)
 
     @contextmanager
-    def waiting(self, what: str, x: Tensor) -> Iterator[None]:
-        """Around a call that waits for others' x on the host: says for whom after a while, and who is gone if it fails.
+    def waiting(self, op: str, x: Tensor) -> Iterator[None]:
+        """Context of a call whose host waits for other ranks: logs late ranks, names lost ones if the call fails.
 
-        CUDA's streams wait, not the host: nothing is said of them here.
+        For CUDA tensors it does nothing but count: their streams wait, not the host.
         """
         self.peers.calls += 1
+        # a timer around each call made small calls on GPUs up to four times slower (docs/log/parallel.md)
         if x.is_cuda:
             yield
             return
-        what = f"{what} of {list(x.shape)}{in_layer(self.layer)}"
-        with self.peers.waiting(what):
+        op = f"{op} of {list(x.shape)}{in_layer(self.layer)}"
+        with self.peers.waiting(op):
             try:
                 yield
             except (RuntimeError, dist.DistError) as error:
-                raise self.peers.lost(what, error) from error
+                raise self.peers.lost(op, error) from error
 
     def exchange(self, send: Tensor, to: int, receive: Tensor, source: int) -> list[dist.Work]:
         """Start to send one tensor and to receive another; ranks within the group."""
@@ -142,8 +143,8 @@ class CollectiveTransport(Transport):
         try:
             return dist.batch_isend_irecv(ops) if ops else []
         except (RuntimeError, dist.DistError) as error:  # gloo finds out here that a peer went before
-            what = f"{list(send.shape)} to rank {to} of the group{in_layer(self.layer)}"
-            raise self.peers.lost(what, error) from error
+            message = f"{list(send.shape)} to rank {to} of the group{in_layer(self.layer)}"
+            raise self.peers.lost(message, error) from error
 
 
 def in_layer(layer: str) -> str:
@@ -156,9 +157,9 @@ def _backward_of(operand: Tensor) -> list[str]:
 
 
 def all_gather_by_handle(transport: Transport, shard: Tensor, rows: RowCounts) -> Tensor:
-    """All rows by a gathering, for groups whose collective does not serve; in memory of their own.
+    """All rows by an AllGatherHandle, for uneven rows or transports without a collective.
 
-    Where a gathering brings them is used again.
+    Copied out: the next call overwrites the handle's receive buffer.
     """
     gathering, whole = transport.gather(shard, rows, keep=False), shard.new_empty((rows.total, *shard.shape[1:]))
     parts = rows.split(whole)
@@ -169,7 +170,7 @@ def all_gather_by_handle(transport: Transport, shard: Tensor, rows: RowCounts) -
 
 
 def reduce_scatter_by_handle(transport: Transport, parts: Tensor, rows: RowCounts) -> Tensor:
-    """The sum of all ranks' parts for this one by a scattering."""
+    """The sum of all ranks' parts for this one by a ReduceScatterHandle."""
     scattering = transport.scatter(parts, rows, parts.shape[1])
     for rank in scattering.order:
         scattering.part(rank).copy_(parts[rows.of(rank)])
@@ -178,15 +179,15 @@ def reduce_scatter_by_handle(transport: Transport, parts: Tensor, rows: RowCount
 
 
 def all_to_all_by_handle(transport: Transport, rows: Tensor, splits: SplitSizes) -> Tensor:
-    """`Transport.all_to_all` by a trading."""
-    trading = transport.all_to_all_async(DISPATCH, rows, splits, rows.shape[1])
+    """`Transport.all_to_all` by an AllToAllHandle."""
+    handle = transport.all_to_all_async(DISPATCH, rows, splits, rows.shape[1])
     parts = rows.split(splits.sent(transport.rank))
-    for rank in [transport.rank, *transport.outwards()]:
-        trading.send(rank, parts[rank])
-    for rank in trading.order:
-        trading.wait(rank)
-    trading.finish([trading.whole])
-    return trading.whole
+    for rank in [transport.rank, *transport.send_order()]:
+        handle.send(rank, parts[rank])
+    for rank in handle.order:
+        handle.wait(rank)
+    handle.finish([handle.whole])
+    return handle.whole
 
 
 class Collected(AllGatherHandle):
@@ -210,6 +211,7 @@ class _SentAllGather(AllGatherHandle):
         self.works: dict[int, list[dist.Work]] = {}
         for step, source in enumerate(self.order[1:], start=1):
             to = (transport.rank - step) % transport.size
+            # all are posted before the first product, which hides them
             self.works[source] = transport.exchange(self.shard, to, self.whole[rows.of(source)], source)
         if keep:
             self.whole[rows.of(self.rank)] = shard
@@ -238,6 +240,7 @@ class _SentReduceScatter(ReduceScatterHandle):
     def send(self, rank: int) -> None:
         if rank == self.rank:
             return
+        # the mirror rank sends here in this step, so each send has its receive
         source = (2 * self.rank - rank) % self.transport.size
         self.works += self.transport.exchange(self.parts[rank], rank, self.recv_buffer[source], source)
 
@@ -253,7 +256,7 @@ class _SentAllToAll(AllToAllHandle):
 
     def __init__(self, transport: CollectiveTransport, like: Tensor, splits: SplitSizes, width: int) -> None:
         self.transport, self.rank = transport, transport.rank
-        self.order = [self.rank, *transport.inwards()]
+        self.order = [self.rank, *transport.receive_order()]
         received = splits.received(self.rank)
         self.whole = like.new_empty((sum(received), width))
         self.parts = self.whole.split(received)
@@ -266,6 +269,7 @@ class _SentAllToAll(AllToAllHandle):
             return
         source = (2 * self.rank - rank) % self.transport.size
         self.works[source] = self.transport.exchange(rows, rank, self.parts[source], source)
+        # keeps the tensor alive until the send completes
         self.sent.append(rows)
 
     def wait(self, rank: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Liveness and progress of ranks, exchanged through the group's store.
 
-Every rank notes a beat each second. On its own host a peer is alive while its process is there, beat or none, since
-a process that compiles or saves may be too busy to beat; elsewhere a peer is gone after 15 seconds without one.
+Every rank publishes a heartbeat each second. A peer on the same host is alive while its process exists, because a
+process that compiles or saves may be too busy for its heartbeat; a peer on another host is lost after 15 seconds
+without one.
 """
 
 import os
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import psutil
@@ -22,13 +23,16 @@ import torch.distributed as dist
 from powertrain.runtime import tracing
 
 _BEAT = 1.0  # seconds between a rank's beats
-_QUIET = 5.0  # seconds a wait on the host may take before a line says for whom
-_FAREWELL = 5.0  # seconds that a process may take to disappear after its connections did
-_SILENCE = 15.0  # seconds without a beat after which a peer on another host is gone
+# seconds a wait on the host may take before a line says for whom
+_QUIET = 5.0
+# seconds that a process may take to disappear after its connections did
+_FAREWELL = 5.0
+# seconds without a beat after which a peer on another host is gone
+_SILENCE = 15.0
 
 
 class PeerTimeout(RuntimeError):
-    """A rank is gone, or did not come in time; the message names it, its host, and the call that waited."""
+    """A rank is gone or timed out; the message names it, its host, and the call that waited."""
 
 
 class CollectiveMismatch(RuntimeError):
@@ -68,30 +72,45 @@ class Peer:
             return False
 
 
+class _Beat(NamedTuple):
+    """Counters that a rank publishes: heartbeats, and calls begun."""
+
+    number: int
+    calls: int
+
+
+class _Wait(NamedTuple):
+    """A call on which the host waits; number: of the call in this group; since: time.monotonic() of its start."""
+
+    call: str
+    number: int
+    since: float
+
+
 class Heartbeat:
-    """The ranks of a group as they see each other. `calls`: how many this rank has begun, which its owner counts."""
+    """Liveness of a group's ranks. `calls`: number of calls this rank has begun, counted by the owner."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self.calls = group.rank(), group.size(), 0
         store = dist.distributed_c10d._get_default_store()
-        # of its own connection, where a store has such: a long `get` elsewhere must not hold up the beats
+        # a connection of its own, where the store supports it: a long `get` elsewhere must not delay heartbeats
         store = store.clone() if hasattr(store, "clone") else store
         self.here = Peer.here(self.rank)
-        told: list[Any] = [None] * self.size
-        # not through the store: torchrun's may still hold entries that ranks wrote before a restart
-        dist.all_gather_object(told, (self.here, uuid4().hex), group=group)
-        self.all: list[Peer] = [peer for peer, _ in told]
+        everyone: list[Any] = [None] * self.size
+        # by a collective, not through the store: torchrun's may still hold entries from before a restart
+        dist.all_gather_object(everyone, (self.here, uuid4().hex), group=group)
+        self.all: list[Peer] = [peer for peer, _ in everyone]
         # keys of this object only: earlier entries may belong to a transport that was closed since
-        life = f"{group.group_name} {told[0][1]}"
+        life = f"{group.group_name} {everyone[0][1]}"
         self._store: Any = dist.PrefixStore(f"powertrain/peers/{life}", store)  # type: ignore[attr-defined]
         self._beats: dict[int, tuple[int, float]] = {}
         self._beat = 0
-        self._waits: tuple[str, int, float] | None = None  # description, call number, start time
-        self._said: tuple[str, int, float] | None = None
+        self._waits: _Wait | None = None
+        self._reported: _Wait | None = None
         self.close = in_background(self, _beat)
 
     def beat(self) -> None:
-        """Tell the others that this rank lives. A store that is gone is no reason to fail: pids still tell."""
+        """Publish a heartbeat. A lost store is ignored: liveness on the same host uses the pid."""
         self._beat += 1
         try:
             self._store.set(f"beat {self.rank}", f"{self._beat} {self.calls}")
@@ -99,13 +118,13 @@ class Heartbeat:
             pass
 
     def broadcast_failure(self, why: str) -> None:
-        """Tell the others that this rank's calls end in an error from now on."""
+        """Publish that this rank's calls end in an error from now on."""
         try:
             self._store.set(f"gave up {self.rank}", why)
         except dist.DistError:
             pass
 
-    def gave_up(self) -> str | None:
+    def reported_failure(self) -> str | None:
         """The rank that reported a failure, and its reason; None if there is none."""
         for peer in self.all:
             key = f"gave up {peer.rank}"
@@ -116,8 +135,8 @@ class Heartbeat:
                 return None
         return None
 
-    def _heard(self, rank: int) -> tuple[int, int] | None:
-        """(beat, calls) as last published."""
+    def _published(self, rank: int) -> _Beat | None:
+        """A rank's last published counters."""
         try:
             key = f"beat {rank}"
             if not self._store.check([key]):
@@ -125,7 +144,7 @@ class Heartbeat:
             beat, calls = self._store.get(key).split()
         except dist.DistError:
             return None
-        return int(beat), int(calls)
+        return _Beat(int(beat), int(calls))
 
     def gone(self) -> list[Peer]:
         """Ranks that are certainly lost."""
@@ -133,12 +152,14 @@ class Heartbeat:
         for peer in self.all:
             if peer.rank == self.rank:
                 continue
+            # same host: the process table is immediate and immune to a busy peer
             if peer.machine == self.here.machine:
                 if not peer.runs():
                     lost.append(peer)
                 continue
-            heard = self._heard(peer.rank)
-            beat = heard[0] if heard is not None else -1
+            heard = self._published(peer.rank)
+            beat = heard.number if heard is not None else -1
+            # ages are taken on this host's clock; clocks of two hosts may differ
             last, since = self._beats.get(peer.rank, (beat, now))
             if beat != last:
                 since = now
@@ -149,33 +170,34 @@ class Heartbeat:
 
     def behind(self, calls: int) -> list[Peer]:
         """Ranks that have begun fewer calls than this one, by their published counts."""
-        told = [(peer, self._heard(peer.rank)) for peer in self.all if peer.rank != self.rank]
-        return [peer for peer, heard in told if heard is None or heard[1] < calls]
+        published = [(peer, self._published(peer.rank)) for peer in self.all if peer.rank != self.rank]
+        return [peer for peer, heard in published if heard is None or heard.calls < calls]
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Around a wait of the host for others: after a while a line names those that are late."""
-        self._waits = what, self.calls, time.monotonic()
+    def waiting(self, call: str) -> Iterator[None]:
+        """Context of a wait on the host: after 5 s the heartbeat thread logs the late ranks."""
+        self._waits = _Wait(call, self.calls, time.monotonic())
         try:
             yield
         finally:
             self._waits = None
 
-    def say_who_is_late(self) -> None:
+    def report_late_ranks(self) -> None:
         waits = self._waits
-        if waits is None or waits is self._said or time.monotonic() - waits[2] < _QUIET:
+        if waits is None or waits is self._reported or time.monotonic() - waits.since < _QUIET:
             return
-        self._said = waits
-        late = self.behind(waits[1])
+        self._reported = waits
+        late = self.behind(waits.number)
         whom = listed(late) if late else "ranks that are in this call, too"
-        tracing.progress(f"rank {self.here.global_rank}: {waits[0]} has waited {_QUIET:.0f} s for {whom}")
+        tracing.progress(f"rank {self.here.global_rank}: {waits.call} has waited {_QUIET:.0f} s for {whom}")
 
-    def lost(self, what: str, error: Exception) -> PeerTimeout:
+    def lost(self, call: str, error: Exception) -> PeerTimeout:
         """The error for a failed library call: it names the lost ranks, or reports a timeout."""
+        # a connection closes before its process leaves the process table
         deadline = time.monotonic() + _FAREWELL
         while not (gone := self.gone()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        where = f"rank {self.here.global_rank}: {what} cannot end"
+        where = f"rank {self.here.global_rank}: {call} cannot end"
         if gone:
             return PeerTimeout(f"{where}: {listed(gone)} {'are' if len(gone) > 1 else 'is'} gone")
         return PeerTimeout(f"{where}, though every rank's process is there: {error}")
@@ -206,7 +228,7 @@ def _beat(peers: Any, closed: threading.Event) -> None:
     """The thread of one Heartbeat, which it does not keep alive."""
     while (here := peers()) is not None:
         here.beat()
-        here.say_who_is_late()
+        here.report_late_ranks()
         del here
         if closed.wait(_BEAT):
             return

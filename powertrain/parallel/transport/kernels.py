@@ -1,4 +1,4 @@
-"""Kernels at the end of a call over ranks: the sum of partial results, and NaN for results that must not be used.
+"""Kernels at the end of a call over ranks: the sum of partial results, and NaN for results that are invalid.
 
     sum_parts   y[i] = round(((parts[0, i] + parts[1, i]) + ...) + bias[i % N])
     poison      x = NaN everywhere if error != 0, else x stays as it is
@@ -78,8 +78,8 @@ def sum_parts(parts: Tensor, bias: Tensor | None = None) -> Tensor:
     checks.same_device(op, "parts", parts, bias=bias)
     kernel = use_kernel(op, parts)
     if kernel or is_traced(parts):
-        found: Tensor = _sum_parts_op(parts, bias, kernel)
-        return found
+        y: Tensor = _sum_parts_op(parts, bias, kernel)
+        return y
     return sum_parts_ref(parts, bias)
 
 

@@ -7,14 +7,14 @@ also keeps flags, 0 or 1, each written by one peer and consumed (waited for, the
     READY [use, slot, peer, piece]   that piece of the peer's rows is in my receive buffer
     FREE [use, slot, peer]          my rows may go into the peer's receive buffer
 
-FREE is a credit and starts at 1. A flag is made 1 only after its keeper made it 0 and passed the other one back, so it
-is never made 1 twice, and the same steps can be replayed for ever: a captured graph replays them as they are. With two
-slots in turn there is always room, since a call ends only when everybody has begun it; the credit matters where one
-slot follows itself, as in a graph with one call.
+FREE is a credit and starts at 1. A flag is set only after its owner consumed it and signalled the other one, so no
+signal is lost and the same steps can be replayed for ever, as a captured graph does. With two alternating slots the
+sender never waits for FREE, since a call ends only when every rank has begun it; the credit matters where consecutive
+calls use one slot, as in a graph with one call.
 
-Two things make this free of deadlock. Each step waits only for steps of the same call or earlier ones on other ranks,
-and calls come in the same order everywhere. And no step but the products and the last sum needs an SM, which a product
-may have taken all of: they are copies by copy engines, and flags waited for and written by streams.
+There is no deadlock, for two reasons. Each step waits only for steps of the same call or earlier ones on other ranks,
+and calls come in the same order everywhere. And only the products and the last sum need an SM, all of which a product
+may occupy: the other steps are copies by copy engines, and flags waited for and written by streams.
 
 The same steps drive CUDA streams (symmetric.py), threads (simulate.py) and a model checker (tests/parallel).
 """
@@ -30,7 +30,7 @@ PIECES = 2  # at most, of one rank's rows
 # plain integers, since flags are looked up in every call: kinds of flags, and uses of receive buffers
 READY, FREE = KINDS = 0, 1
 GATHER, SCATTER, DISPATCH, COMBINE = USES = 0, 1, 2, 3
-# rows for experts are many and their calls far apart: a second slot would cost memory and save no time
+# one slot for experts: their rows are many and their calls far apart, so a second would cost memory and save no time
 SLOTS_OF = SLOTS, SLOTS, 1, 1
 
 
@@ -87,7 +87,7 @@ class Protocol(Generic[Stream, Memory]):
 
     @property
     def senders(self) -> list[int]:
-        """The other ranks as their rows come here, if all keep pace."""
+        """The other ranks in arrival order, if all send at the same time."""
         return [(self.rank - step) % self.size for step in range(1, self.size)]
 
     def await_free(self, stream: Stream, use: int, slot: int, peers: Sequence[int]) -> None:
@@ -95,10 +95,11 @@ class Protocol(Generic[Stream, Memory]):
         self.engine.consume(stream, [Flag(FREE, use, slot, peer) for peer in peers])
 
     def send(self, stream: Stream, use: int, slot: int, peer: int, pieces: Sequence[tuple[Memory, Memory]]) -> None:
-        """Copy pieces (from, to) into a peer's receive buffer when there is room, and tell it of each."""
+        """Copy pieces (from, to) into a peer's receive buffer once its slot is free, and signal READY for each."""
         self.await_free(stream, use, slot, [peer])
         for piece, (source, target) in enumerate(pieces):
             self.engine.copy(stream, source, target)
+            # on the same stream, so after the copy: READY before its rows is the fault the model checker looks for
             self.engine.signal(stream, [(peer, Flag(READY, use, slot, self.rank, piece))])
 
     def receive(self, stream: Stream, use: int, slot: int, peers: Sequence[int], pieces: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""From the best transport down to the one that always works; every step down is said, with the probe that failed."""
+"""Choice of a transport: the best whose probes pass. Each fallback is logged with the probe that failed."""
 
 import socket
 from typing import Any
@@ -12,7 +12,8 @@ from powertrain.parallel.transport.heartbeat import Peer
 from powertrain.runtime import checks, tracing
 
 NAMES = ("auto", "symmetric", "pipelined", "sequential")
-SLOWEST_LINK = 60e9  # bytes/s: PCIe 5 x16 stays below, every NVLink above
+# bytes/s: PCIe 5 x16 is slower, every NVLink faster
+SLOWEST_LINK = 60e9
 
 
 class TransportUnavailable(RuntimeError):
@@ -26,19 +27,19 @@ def open_transport(group: dist.ProcessGroup, name: str, *, strict: bool, debug: 
     """
     checks.one_of("Overlap", "transport", name, NAMES)
     if name in ("auto", "symmetric") and group.size() > 1:
-        found = _open_symmetric(group, debug)
-        if not isinstance(found, str):
-            return found
+        symmetric = _open_symmetric(group, debug)
+        if not isinstance(symmetric, str):
+            return symmetric
         if strict or name == "symmetric":
-            raise TransportUnavailable(f"Overlap: no symmetric memory among these {group.size()} ranks: {found}")
+            raise TransportUnavailable(f"Overlap: no symmetric memory among these {group.size()} ranks: {symmetric}")
         if group.rank() == 0 and on_gpus(group):
-            tracing.warn(f"overlap goes through {dist.get_backend(group)} sends, not symmetric memory: {found}")
+            tracing.warn(f"overlap goes through {dist.get_backend(group)} sends, not symmetric memory: {symmetric}")
     return CollectiveTransport(group, sequential=name == "sequential", debug=debug)
 
 
 def _open_symmetric(group: dist.ProcessGroup, debug: bool) -> Transport | str:
     """The transport, or which probe failed. The same answer on every rank."""
-    problem = _together(group, _problem_here(group))
+    problem = _agreed_problem(group, _problem_here(group))
     if problem:
         return problem
     from powertrain.parallel.transport.symmetric import SymmetricTransport
@@ -52,7 +53,8 @@ def _open_symmetric(group: dist.ProcessGroup, debug: bool) -> Transport | str:
         rate = transport.measure_link()
     except RuntimeError as error:
         problem = f"memory cannot be shared: {str(error).splitlines()[0]}"
-    problem = _together(group, problem)
+    # collective before any rank decides: one that fell back alone would leave the others waiting
+    problem = _agreed_problem(group, problem)
     rate = _slowest(group, rate)
     if not problem and rate < SLOWEST_LINK:
         problem = (
@@ -70,25 +72,26 @@ def _problem_here(group: dist.ProcessGroup) -> str:
     if not on_gpus(group):
         return "its tensors are on the CPU"
     here = torch.cuda.get_device_properties(torch.cuda.current_device())
-    mine = (Peer.here(group.rank()).machine, socket.gethostname(), str(here.uuid), torch.cuda.current_device())
+    machine_here, host_here = Peer.here(group.rank()).machine, socket.gethostname()
+    uuid_here, index_here = str(here.uuid), torch.cuda.current_device()
     everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
+    dist.all_gather_object(everyone, (machine_here, host_here, uuid_here, index_here), group=group)
     for rank, (machine, host, uuid, index) in enumerate(everyone):
         if rank == group.rank():
             continue
-        if machine != mine[0]:
-            return f"ranks are on several hosts ({mine[1]}, {host}): make one axis of the mesh per host"
-        if uuid == mine[2]:
+        if machine != machine_here:
+            return f"ranks are on several hosts ({host_here}, {host}): make one axis of the mesh per host"
+        if uuid == uuid_here:
             return f"ranks {group.rank()} and {rank} use the same GPU: set each to its own with torch.cuda.set_device"
-        if index != mine[3] and not torch.cuda.can_device_access_peer(mine[3], index):
+        if index != index_here and not torch.cuda.can_device_access_peer(index_here, index):
             return (
-                f"GPU {mine[3]} cannot reach GPU {index}'s memory: `nvidia-smi topo -p2p r` says why (IOMMU or ACS of "
-                "the PCIe bridges, a virtual machine without peer access)"
+                f"GPU {index_here} cannot reach GPU {index}'s memory: `nvidia-smi topo -p2p r` says why (IOMMU or ACS "
+                "of the PCIe bridges, a virtual machine without peer access)"
             )
     return ""
 
 
-def _together(group: dist.ProcessGroup, problem: str) -> str:
+def _agreed_problem(group: dist.ProcessGroup, problem: str) -> str:
     """The first rank's problem that has one, on every rank."""
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, problem, group=group)

@@ -1,12 +1,12 @@
-"""Ranks that are threads of one process: the same protocol, on CPU tensors, with delays as wild as one likes.
+"""Ranks that are threads of one process: the same protocol, on CPU tensors, with random delays.
 
     world = World(4, seed=0)
     results = world.run(lambda overlap: all_gather_gemm(x[overlap.rank], w[overlap.rank], overlap))
     world.close()
 
-Every stream of every rank is a thread that takes its steps one by one; before each it may sleep for a moment. So code
-over an Overlap can be tried on any number of ranks without a launcher or a GPU, under orders of events that hardware
-seldom shows.
+Every stream of every rank is a thread that executes its steps one by one and may sleep before each. So code over an
+Overlap can be tried on any number of ranks without a launcher or a GPU, under orders of events that are rare on
+hardware.
 """
 
 import itertools
@@ -116,13 +116,13 @@ class World:
     def run(self, function: Callable[[Overlap], T]) -> list[T]:
         """function(overlap) on every rank at once; all results. Raises the error of the first rank that failed."""
         results: list[Any] = [None] * self.size
-        errors: list[tuple[int, BaseException]] = []
+        errors: list[BaseException] = []
 
         def one(rank: int) -> None:
             try:
                 results[rank] = function(self.overlaps[rank])
             except BaseException as error:
-                errors.append((rank, error))
+                errors.append(error)
                 self.lose(rank)
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
@@ -131,7 +131,7 @@ class World:
         for thread in threads:
             thread.join()
         if errors:
-            raise errors[0][1]
+            raise errors[0]
         return results
 
     def close(self) -> None:
@@ -172,13 +172,19 @@ class ThreadEngine(Engine[Stream | None, Buffer]):
 
         def step() -> None:
             with world.changed:
-                there = world.changed.wait_for(
+                signalled = world.changed.wait_for(
                     lambda: all(world.flags[flag] for flag in mine) or bool(world.lost), world.timeout
                 )
                 missing = [flag.peer for flag in flags if not world.flags[self.rank, flag]]
                 if missing:
                     lost = sorted(world.lost & set(missing))
-                    why = f"rank {lost[0]} is gone" if lost else f"ranks {missing} did not come" if not there else ""
+                    why = (
+                        f"rank {lost[0]} is gone"
+                        if lost
+                        else f"ranks {missing} did not signal in time"
+                        if not signalled
+                        else ""
+                    )
                     why = why or f"rank {min(world.lost)} is gone, and with it ranks {missing} wait"
                     raise PeerTimeout(
                         f"rank {self.rank} waits for {('READY', 'FREE')[flags[0].kind]} of ranks {missing}: {why}"
@@ -260,10 +266,10 @@ class _SimulatedAllGather(AllGatherHandle):
         if rank == self.rank:
             return self.shard
         self.transport.steps.receive(None, GATHER, self.slot, [rank])
-        found = self.recv_buffers[self.rank][GATHER][self.slot][rank].value
-        assert found is not None
-        self.whole[self.rows.of(rank)] = found
-        return found
+        received = self.recv_buffers[self.rank][GATHER][self.slot][rank].value
+        assert received is not None
+        self.whole[self.rows.of(rank)] = received
+        return received
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         self.transport.drain(GATHER)
@@ -292,7 +298,7 @@ class _SimulatedReduceScatter(ReduceScatterHandle):
         steps.receive(None, SCATTER, self.slot, steps.senders)
         recv_buffer = self.recv_buffers[self.rank][SCATTER][self.slot]
         recv_buffer[self.rank].take(self.part(self.rank))
-        y = sum_parts(torch.stack([place.value for place in recv_buffer if place.value is not None]), bias)
+        y = sum_parts(torch.stack([buffer.value for buffer in recv_buffer if buffer.value is not None]), bias)
         steps.release(None, SCATTER, self.slot)
         return y
 
@@ -300,28 +306,28 @@ class _SimulatedReduceScatter(ReduceScatterHandle):
 class _SimulatedAllToAll(AllToAllHandle):
     def __init__(self, transport: SimulatedTransport, use: int, like: Tensor, splits: SplitSizes, width: int) -> None:
         self.transport, self.use, self.rank = transport, use, transport.rank
-        self.order = [self.rank, *transport.inwards()]
+        self.order = [self.rank, *transport.receive_order()]
         received = splits.received(self.rank)
         self.whole = like.new_empty((sum(received), width))
         self.parts = self.whole.split(received)
         self.slot = transport.steps.next_slot(use)
 
-    def _place(self, rank: int, source: int) -> Buffer:
+    def _buffer(self, rank: int, source: int) -> Buffer:
         return self.transport.world.recv_buffers[rank][self.use][self.slot][source]
 
     def send(self, rank: int, rows: Tensor) -> None:
         if rank == self.rank:
             self.parts[rank].copy_(rows)
             return
-        piece = Buffer(rows), self._place(rank, self.rank)
+        piece = Buffer(rows), self._buffer(rank, self.rank)
         self.transport.steps.send(self.transport.outward[self.use], self.use, self.slot, rank, [piece])
 
     def wait(self, rank: int) -> Tensor:
         if rank != self.rank:
             self.transport.steps.receive(None, self.use, self.slot, [rank])
-            found = self._place(self.rank, rank).value
-            assert found is not None
-            self.parts[rank].copy_(found)
+            received = self._buffer(self.rank, rank).value
+            assert received is not None
+            self.parts[rank].copy_(received)
         return self.parts[rank]
 
     def finish(self, outputs: Sequence[Tensor]) -> None:

@@ -32,16 +32,17 @@ class Fused:
 
     def integers(self, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """On the device; made once for each of the last calls' values."""
-        found = self._integers(values, dtype)
+        tensor = self._integers(values, dtype)
         if torch.cuda.is_current_stream_capturing():
-            self._captured.append(found)  # replays read it, however many calls are between
-        return found
+            # replays read it after the cache may have dropped it
+            self._captured.append(tensor)
+        return tensor
 
     def all_gather_gemm(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: RowCounts,
         ys: Sequence[Tensor], *, keep: bool,
     ) -> "FusedAllGather":  # fmt: skip
-        """ys[i] = gather(x) weights[i]ᵀ + biases[i]; the gathering is still to be finished."""
+        """ys[i] = gather(x) weights[i]ᵀ + biases[i]; the caller finishes the handle."""
         gathering = FusedAllGather(self, x.contiguous(), rows, keep)
         hook = gathering.hook()
         for w, bias, y in zip(weights, biases, ys, strict=True):
@@ -75,7 +76,7 @@ class FusedAllGather(SymmetricAllGather):
 
     def hook(self) -> Gathered:
         ranks, integers = range(self.transport.size), self.fused.integers
-        bounds = (*(cut for rank in ranks for cut in self.cuts(rank)[:-1]), self.rows.total)
+        bounds = (*(cut for rank in ranks for cut in self.piece_bounds(rank)[:-1]), self.rows.total)
         order = tuple(rank * PIECES + piece for rank in self.order for piece in range(PIECES))
         flags = self.transport.engine.values[READY, GATHER, self.slot].view(-1)
         own = self.rank * PIECES, (self.rank + 1) * PIECES

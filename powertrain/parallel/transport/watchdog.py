@@ -1,13 +1,13 @@
 """Waits that report: the current call of a GPU, the rank it waits for, and the handling of a lost rank.
 
-A stream that waits for a flag in memory waits for ever and cannot raise. So a thread of each process looks at what its
-stream says it is doing. After five seconds in one call it names the ranks that have not come. When one of them is
-gone, or nobody came for as long as the process group waits, it sets the error flag and then makes every flag 1
-until the stream has run dry: what the streams compute on the way is not to be trusted, and the kernel at the end of
-each call fills its result with NaN where the error flag is set. The next call raises PeerTimeout.
+A stream that waits for a flag in memory waits for ever and cannot raise. So a thread of each process reads the number
+of the call that its stream is in. After five seconds in one call it names the late ranks. When one of them is gone, or
+has been late for the process group's time-out, the thread sets the error flag, then sets every flag to 1 until the
+stream is idle. Results computed meanwhile are invalid: the last kernel of each call fills its result with NaN where
+the error flag is set. The next call raises PeerTimeout.
 
-The thread launches no kernel: loading one for the first time waits for streams that stand still. It copies flags and
-writes them, which needs none.
+The thread launches no kernel: loading one for the first time waits for blocked streams, which hung an earlier version.
+It copies and writes flags only.
 """
 
 import threading
@@ -57,7 +57,7 @@ class Watch:
         self.failure: PeerTimeout | None = None
         self.deadline = group._get_backend(device).options._timeout.total_seconds()
         self.peers = peers
-        # written by streams, read by the thread: the number of the call they are in, or 0
+        # pinned memory: the stream writes the number of its call (0: none), the thread reads it without a kernel
         self.running = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._address = self.running.data_ptr()
         self._names: OrderedDict[int, Call] = OrderedDict()
@@ -71,6 +71,7 @@ class Watch:
 
     def begin(self, call: Call, count: int, stream: int) -> None:
         """The count-th call of this group starts on a stream."""
+        # 31 bits: the word in pinned memory is an int32
         number = count & 0x7FFFFFFF
         self._names[number] = call
         if len(self._names) > _REMEMBERED:
@@ -104,52 +105,57 @@ class Watch:
         return int(self.running), self._seen.numpy().tobytes()
 
     def fail(self, why: str, closed: threading.Event) -> None:
-        """Let the streams run dry, with the error flag set first, and raise at the next call."""
+        """Release the streams, with the error flag set first; the next call raises."""
         self.failure = PeerTimeout(why)
         tracing.progress(why)
         stream = self._stream.cuda_stream
         with torch.cuda.device(self.device):
+            # before any flag: a released stream must see the error, or it would hand on stale rows
             write_word(self.error.data_ptr(), 1, stream)
             self._stream.synchronize()
+            # three idle polls: the stream may start another queued call between two of them
             quiet = 0
             while quiet < 3 and not closed.wait(0.05):
                 self._free_all.enqueue(stream)
                 self._stream.synchronize()
                 quiet = quiet + 1 if int(self.running) == 0 else 0
-        self.peers.broadcast_failure(why)  # last: a store may be slow to answer
+        # last, because a store may be slow to answer. Other ranks need it: the flags set here let their streams run
+        # on, so that their waits look alive and their own time-outs start again
+        self.peers.broadcast_failure(why)
 
 
 def _look(watch: Any, closed: threading.Event) -> None:
     """The thread: looks whether the stream still moves. It keeps no Watch alive."""
-    since, before, said = time.monotonic(), None, False
+    since, before, reported = time.monotonic(), None, False
     while not closed.wait(_POLL):
         here: Watch | None = watch()
         if here is None or here.failure is not None:
             return
         now = time.monotonic()
         if int(here.running) == 0:
-            since, before, said = now, None, False
+            since, before, reported = now, None, False
             continue
         state = here.state()
         if state != before:
-            since, before, said = now, state, False
+            since, before, reported = now, state, False
         elif now - since > _QUIET:
-            said = _report(here, state[0], now - since, said, closed)
+            reported = _report(here, state[0], now - since, reported, closed)
+        # between polls only a weak reference: the thread must not keep the transport alive
         del here
 
 
-def _report(watch: Watch, number: int, seconds: float, said: bool, closed: threading.Event) -> bool:
+def _report(watch: Watch, number: int, seconds: float, reported: bool, closed: threading.Event) -> bool:
     call = watch._names.get(number, "a call in a captured graph")
     where = f"rank {watch.peers.here.global_rank}: {call} (call {number})"
     gone = watch.peers.gone()
     if gone:
         are, chunk = ("are", "their chunks do") if len(gone) > 1 else ("is", "its chunk does")
         watch.fail(f"{where} cannot end: {listed(gone)} {are} gone, and {chunk} not come; results are NaN now", closed)
-    elif (said_by := watch.peers.gave_up()) is not None:
-        watch.fail(f"{where} cannot end: {said_by}", closed)
+    elif (reason := watch.peers.reported_failure()) is not None:
+        watch.fail(f"{where} cannot end: {reason}", closed)
     elif seconds > watch.deadline:
         watch.fail(f"{where} waited {seconds:.0f} s, the process group's time-out, for {_late(watch, number)}", closed)
-    elif not said:
+    elif not reported:
         tracing.progress(f"{where} has waited {seconds:.0f} s for {_late(watch, number)}")
     return True
 

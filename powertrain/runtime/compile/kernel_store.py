@@ -4,9 +4,9 @@
     <root>/quarantine/           entries that were damaged, kept for a look
     <root>/locks/<key>           flock()ed by the worker that compiles the key; existing means nothing
 
-An entry appears whole or not at all (newfile.py). A damaged entry, or another file in its place, is moved to
-quarantine, said once, and rebuilt. A store that cannot be written (read-only, full) is said once and the process works
-from memory. Code is loaded only from folders and files that nobody else can write: machine code is not checked again.
+An entry appears whole or not at all (atomic_file.py). A damaged entry, or another file in its place, is moved to
+quarantine, logged once, and rebuilt. If the store cannot be written (read-only, full), that is logged once and kernels
+stay in memory. Code is loaded only from folders and files that no other user can write: machine code is not checked.
 """
 
 import errno
@@ -34,7 +34,8 @@ _MAGIC = b"PTKERNEL%d\n" % SCHEMA
 _HEAD = struct.Struct("<Q32s")  # manifest length, sha256 of the manifest
 _ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.ptk")
 _MANIFEST_NAME = "pack.json"
-_MOST = 256 << 20  # bytes of an entry; the largest of ours have less than 2 MiB
+# bytes of an entry; the largest of ours have less than 2 MiB
+_MOST = 256 << 20
 _MOST_MANIFEST = 16 << 20
 
 
@@ -71,11 +72,11 @@ class Entry:
             raise Damaged("its manifest fails the checksum")
         try:
             manifest = json.loads(text)
-            found, index = manifest.pop("key"), manifest.pop("members")
+            stored_key, index = manifest.pop("key"), manifest.pop("members")
             sizes = [(str(member["name"]), int(member["size"]), member["sha256"]) for member in index]
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise Damaged(f"its manifest is not an entry's ({type(error).__name__}: {error})") from None
-        if found != key:
+        if stored_key != key:
             raise Damaged("it is the entry of another key")
         members, at = {}, start + length
         for name, size, checksum in sizes:
@@ -102,9 +103,9 @@ def distrust(path: Path, facts: os.stat_result | None = None) -> str | None:
 
 
 def _read(path: Path) -> bytes:
-    """A file that only we can have written. Raises Damaged for anything else there, without waiting for it or following
-    it: a link, a pipe, a device; FileNotFoundError."""
+    """A file that only this user can have written. Raises Damaged for a link, a pipe or a device, FileNotFoundError."""
     try:
+        # O_NOFOLLOW: a link could point to another user's file; O_NONBLOCK: opening a pipe would wait for a writer
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
@@ -174,7 +175,7 @@ class Store:
         return None
 
     def put(self, entry: Entry) -> bool:
-        """Write an entry, in place of one that is there; False (said once) where the disk does not let us."""
+        """Write an entry, in place of one that is there; False (logged once) where the disk does not let us."""
         if self.trouble:
             return False
         path = self.path(entry.key)
@@ -183,14 +184,14 @@ class Store:
             self._trust(path.parent)
             write_whole(path, entry.to_bytes(), 0o600)
         except StoreError:
-            return False  # said when it was looked for
+            return False  # logged when the entry was read
         except OSError as error:
             self.give_up(error)
             return False
         return True
 
     def quarantine(self, key: str, why: str) -> None:
-        """Move a damaged entry out of the way, so that it is rebuilt."""
+        """Move a damaged entry aside, so that it is rebuilt."""
         path, aside = self.path(key), self.root / "quarantine" / f"{key}.{uuid.uuid4().hex[:8]}"
         try:
             aside.parent.mkdir(mode=0o700, exist_ok=True)
@@ -216,7 +217,7 @@ class Store:
         self.trouble = error.strerror or str(error)
         tracing.warn(
             f"kernel store {self.root}: cannot be written ({self.trouble}); kernels compiled now live in memory only. "
-            "Make room or set POWERTRAIN_STORE to a folder you can write"
+            "Free disk space or set POWERTRAIN_STORE to a folder you can write"
         )
 
 
@@ -238,9 +239,9 @@ class Pack:
         except StoreError:
             raise
         except Exception as error:  # zipfile raises a dozen kinds over bytes that are not its own
-            what = f"{type(error).__name__}: {error}"[:200]  # some errors quote their input
+            reason = f"{type(error).__name__}: {error}"[:200]  # some errors quote their input
             raise StoreError(
-                f"kernel pack {path}: not a pack ({what}); build it again with `powertrain prebuild`"
+                f"kernel pack {path}: not a pack ({reason}); build it again with `powertrain prebuild`"
             ) from None
         bad = [name for name in names if name != _MANIFEST_NAME and not _ENTRY_NAME.fullmatch(name)]
         if bad:
@@ -258,10 +259,10 @@ class Pack:
             return None
         try:
             return Entry.from_bytes(key, self._member(f"{key}.ptk", _MOST))
-        except Exception as error:  # as above
+        except Exception as error:  # zipfile's kinds, as above
             self._keys.discard(key)
-            what = f"entry {key[:12]} is damaged ({error!s:.200})"
-            tracing.warn(f"kernel pack {self.path}: {what}; the kernel is compiled here")
+            problem = f"entry {key[:12]} is damaged ({error!s:.200})"
+            tracing.warn(f"kernel pack {self.path}: {problem}; the kernel is compiled here")
             return None
 
     def keys(self) -> Iterator[str]:
@@ -269,9 +270,10 @@ class Pack:
 
 
 def write_pack(path: Path, entries: list[Entry], manifest: dict[str, Any]) -> None:
-    """Write a pack beside its place and rename it there; the same entries give the same bytes."""
+    """Write a pack under a temporary name and rename it; the same entries give the same bytes."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
+        # sorted, stored and with a fixed date: the same entries give the same bytes
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
             parts = {f"{entry.key}.ptk": entry.to_bytes() for entry in sorted(entries, key=lambda entry: entry.key)}
             for name, data in {_MANIFEST_NAME: json.dumps(manifest, sort_keys=True).encode(), **parts}.items():
@@ -293,7 +295,7 @@ def default_root() -> Path:
 
 @cache
 def user_store() -> Store:
-    """This user's store; refused ones are said once and replaced by memory."""
+    """This user's store; refused ones are logged once and replaced by memory."""
     store = Store(default_root())
     try:
         return store.open()
@@ -304,10 +306,10 @@ def user_store() -> Store:
 
 @cache
 def packs() -> tuple[Pack, ...]:
-    """The packs named by POWERTRAIN_PACKS; an unusable one is said once and left out."""
+    """The packs named by POWERTRAIN_PACKS; an unusable one is logged once and left out."""
     from powertrain.runtime.compile.triton_compat import VERSION_TEXT
 
-    found = []
+    files = []
     for name in settings().packs:
         try:
             pack = Pack(Path(name))
@@ -320,12 +322,13 @@ def packs() -> tuple[Pack, ...]:
                 "none of its kernels fits; build it again with `powertrain prebuild`"
             )
             continue
-        found.append(pack)
-    return tuple(found)
+        files.append(pack)
+    return tuple(files)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=packs.cache_clear)  # an open file's position is shared with the parent
+    # a forked child shares the file position of an open pack with its parent, so it opens its own
+    os.register_at_fork(after_in_child=packs.cache_clear)
 
 
 def find(key: str) -> tuple[Entry, str] | None:

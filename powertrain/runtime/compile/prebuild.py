@@ -35,7 +35,8 @@ def build(specs: Iterable[Spec], on_done: OnDone = lambda spec, result, source: 
     """
     wanted = {spec.key: spec for spec in specs}
     report = Report()
-    with ThreadPoolExecutor(service().limit + 1) as threads:  # one more: it lowers while the others' workers compile
+    # one more: it lowers while the others' workers compile
+    with ThreadPoolExecutor(service().limit + 1) as threads:
         running = {threads.submit(entry_for, spec, again=again): spec for spec in wanted.values()}
         for future in as_completed(running):
             spec = running[future]

@@ -1,10 +1,9 @@
 """The compile service: kernels are compiled in worker processes that this process owns, watches and can end.
 
-The caller's thread lowers a kernel to TTIR; a worker turns it into an entry. Every wait has a deadline and, after two
-seconds, a line names the kernel. Workers are started by one thread that lives as long as the process
-(the kernel kills a child with the *thread* that started it), each in a process group of its own, so that ending one
-ends its ptxas too. A forked child, whoever forked it, has no workers of its parent's: it neither asks nor ends them,
-and starts its own when it compiles.
+The caller's thread lowers a kernel to TTIR; a worker compiles it to an entry. Every wait has a deadline, and after two
+seconds a log line names the kernel. Workers are started by one thread that lives as long as the process (Linux kills a
+child with the *thread* that started it), each in a process group of its own, so that ending one ends its ptxas too. A
+forked child does not use or end its parent's workers and starts its own when it compiles.
 """
 
 import atexit
@@ -35,10 +34,12 @@ from powertrain.runtime.errors import CompileError, CompileTimeout
 from powertrain.runtime.jobs import jobs
 from powertrain.runtime.settings import settings
 
-PER_JOB_BYTES = 768 << 20  # a worker without torch peaks at 150 to 230 MiB, ptxas at 43 to 363 MiB
-_SPEAK_AFTER = 2.0
-_GLANCE = 0.25  # seconds between looks at the clock
-_FAREWELL = 1.0  # seconds that a worker may take to end after it closed its pipes
+# a worker without torch peaks at 150 to 230 MiB, ptxas at 43 to 363 MiB
+PER_JOB_BYTES = 768 << 20
+_LOG_AFTER = 2.0
+_POLL = 0.25  # seconds between looks at the clock
+# seconds that a worker may take to end after it closed its pipes
+_FAREWELL = 1.0
 # the CUDA version whose driver can load the output of Triton's bundled ptxas (minor versions are compatible)
 _MIN_DRIVER = 12000
 
@@ -88,25 +89,26 @@ class Spec:
 
 
 class _Wait:
-    """A wait with a deadline, and a line about it now and then."""
+    """A wait with a deadline, logged every two seconds."""
 
-    def __init__(self, deadline: float, what: str) -> None:
-        self.deadline, self.what = deadline, what
-        self.started = self._spoken = time.monotonic()
+    def __init__(self, deadline: float, name: str) -> None:
+        self.deadline, self.name = deadline, name
+        self.started = self._logged = time.monotonic()
 
     def left(self) -> float:
-        """Seconds to the deadline, at most a glance; TimeoutError past it."""
+        """Seconds until the next poll or the deadline; TimeoutError past it."""
         now = time.monotonic()
         if now >= self.deadline:
             raise TimeoutError
-        if now - self._spoken > _SPEAK_AFTER:
-            self._spoken = now
+        if now - self._logged > _LOG_AFTER:
+            self._logged = now
             seconds = f"{now - self.started:.0f} s (deadline {self.deadline - self.started:.0f} s)"
-            tracing.progress(f"compiling {self.what}: {seconds}")
-        return min(_GLANCE, self.deadline - now)
+            tracing.progress(f"compiling {self.name}: {seconds}")
+        return min(_POLL, self.deadline - now)
 
     def until(self, descriptor: int, event: int) -> None:
-        poll = select.poll()  # select() takes no descriptor above 1023
+        # not select(), which takes no descriptor above 1023
+        poll = select.poll()
         poll.register(descriptor, event)
         while not poll.poll(1000 * self.left()):
             pass
@@ -139,6 +141,7 @@ class _Worker:
             raise
         assert self.process.stdin is not None and self.process.stdout is not None
         self._in, self._out = self.process.stdin.fileno(), self.process.stdout.fileno()
+        # a blocking write to a worker that hangs would pass the deadline
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
 
@@ -188,7 +191,7 @@ class _Worker:
         return status
 
     def end(self) -> int:
-        """The same, by the one who asked it last: its pipes have no reader any more."""
+        """`kill`, and close the pipes: called by the thread that used the worker last."""
         status = self.kill()
         self.drop()
         return status
@@ -237,23 +240,24 @@ class Service:
             order = self._orders.get()
             try:
                 with _starting:
-                    hired = _Worker()
-            except BaseException as error:  # whatever it is, it is the caller's; this thread lives on
+                    active = _Worker()
+            # any error goes to the waiting caller: if this thread ended, later callers would wait for ever
+            except BaseException as error:
                 order.set_exception(error)
             else:
-                self._all[id(hired)] = hired
-                order.set_result(hired)
+                self._all[id(active)] = active
+                order.set_result(active)
             del order
 
-    def _hire(self, deadline: float, waiting_for: str) -> _Worker:
+    def _take_worker(self, deadline: float, waiting_for: str) -> _Worker:
         while self._idle:
             try:
-                found = self._idle.pop()
+                worker = self._idle.pop()
             except IndexError:
                 break
-            if found.process.poll() is None:
-                return found
-            self._end(found)
+            if worker.process.poll() is None:
+                return worker
+            self._end(worker)
         order: Future[_Worker] = Future()
         self._orders.put(order)
         try:
@@ -261,15 +265,15 @@ class Service:
             while not futures.wait([order], wait.left()).done:
                 pass
         except BaseException:
-            order.add_done_callback(self._unwanted)
+            order.add_done_callback(self._return_to_idle)
             raise
         if (error := order.exception()) is not None:
-            what = f"{type(error).__name__}: {error}"
-            raise CompileError(f"cannot start a compile worker ({sys.executable}): {what}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise CompileError(f"cannot start a compile worker ({sys.executable}): {reason}") from error
         return order.result()
 
-    def _unwanted(self, order: "Future[_Worker]") -> None:
-        """Nobody waits for it any more; the next one who compiles takes it."""
+    def _return_to_idle(self, order: "Future[_Worker]") -> None:
+        """A worker whose caller gave up waiting is kept for the next compile."""
         if order.exception() is None:
             self._idle.append(order.result())
 
@@ -301,38 +305,39 @@ class Service:
         return kernel_store.Entry.from_bytes(spec.key, body), reply
 
     def _ask(self, spec: Spec, request: dict[str, Any], deadline: float, limit: float) -> tuple[dict[str, Any], bytes]:
-        hired: _Worker | None = None
+        active: _Worker | None = None
         try:
-            while True:  # at most one round for each worker that rests, and the deadline ends it
-                hired = None
-                hired = self._hire(deadline, spec.describe())
-                answer = hired.ask(request, deadline, spec.describe())
-                if not answer[0].get("resting"):
+            # a worker that stops after idling may cross a request: at most one round for each, bounded by the deadline
+            while True:
+                active = None
+                active = self._take_worker(deadline, spec.describe())
+                reply, body = active.ask(request, deadline, spec.describe())
+                if not reply.get("resting"):
                     break
-                self._end(hired, by_itself=True)
+                self._end(active, by_itself=True)
         except TimeoutError:
-            if hired:
-                self._end(hired)
+            if active:
+                self._end(active)
             raise CompileTimeout(
                 f"{spec.describe()} did not compile within {limit:.0f} s; its processes were ended. Raise "
                 "POWERTRAIN_COMPILE_TIMEOUT, or set POWERTRAIN_ON_COMPILE_FAILURE=reference to go on without it"
             ) from None
         except (EOFError, ValueError, KeyError) as error:
-            assert hired
-            status = _status(self._end(hired, by_itself=isinstance(error, EOFError)))
+            assert active
+            status = _status(self._end(active, by_itself=isinstance(error, EOFError)))
             why = "" if isinstance(error, EOFError) else f", after a reply that makes no sense ({error})"
             raise CompileError(
-                f"the compiler of {spec.describe()} died ({status}{why}); its last words:\n{hired.last_words()}"
+                f"the compiler of {spec.describe()} died ({status}{why}); its last words:\n{active.last_words()}"
             ) from None
         except BaseException:
-            if hired:
-                self._end(hired)  # interrupted: its reply would answer the next question
+            if active:
+                self._end(active)  # interrupted: its reply would answer the next question
             raise
-        self._idle.append(hired)
-        return answer
+        self._idle.append(active)
+        return reply, body
 
     def close(self) -> None:
-        """End the workers; callers that wait for one get the error that it died."""
+        """End the workers; waiting callers get the error that theirs died."""
         while self._idle:
             self._end(self._idle.pop())
         for busy in list(self._all.values()):
@@ -378,8 +383,8 @@ def _close() -> None:
 
 
 def _before_fork() -> None:
-    """A fork waits briefly for operations that must not be cut: a child that inherits the half-made pipes of a starting
-    worker would keep its parent waiting for that worker, and Triton's code generator keeps state."""
+    """Wait briefly for operations that a fork must not interrupt: a child that inherits the pipes of a starting worker
+    would keep its parent waiting for that worker, and Triton's code generator keeps state."""
     _held_for_fork.locks = [lock for lock in (_starting, _lowering) if lock.acquire(timeout=_FAREWELL)]
 
 
@@ -414,7 +419,8 @@ def entry_for(spec: Spec, *, again: bool = False) -> tuple[kernel_store.Entry, s
             waiting = _running.setdefault(spec.key, threading.Event())
         if mine:
             break
-        while not waiting.wait(_SPEAK_AFTER):  # its owner has the deadline
+        # without a deadline: the thread that compiles has one
+        while not waiting.wait(_LOG_AFTER):
             tracing.progress(f"waiting for another thread to compile {spec.describe()}")
     try:
         entry, source = _find_or_compile(spec, again)
@@ -441,22 +447,24 @@ def _lower(spec: Spec) -> str:
 
 def _find_or_compile(spec: Spec, again: bool) -> tuple[kernel_store.Entry, str]:
     started = time.perf_counter()
-    found = None if again else kernel_store.find(spec.key)
-    if found is None:
+    stored = None if again else kernel_store.find(spec.key)
+    if stored is None:
         entry, reply = service().compile(spec, _lower(spec), again=again)
-        found = entry, reply["source"]
+        source = reply["source"]
+    else:
+        entry, source = stored
     milliseconds = (time.perf_counter() - started) * 1e3
     constants = {name: value for name, value in spec.constants.items() if value is not None}
     tracing.event(
         "kernel",
-        f"{spec.describe()}: {found[1]}, {milliseconds:.0f} ms",
+        f"{spec.describe()}: {source}, {milliseconds:.0f} ms",
         kernel=spec.kernel.name,
         module=spec.kernel.module,
         arch=spec.arch,
         constants=constants,
         options=dict(spec.options),
-        source=found[1],
+        source=source,
         milliseconds=round(milliseconds, 1),
         key=spec.key,
     )
-    return found
+    return entry, source

@@ -1,11 +1,11 @@
 """A compile worker: reads TTIR from its parent, writes kernel entries. Imports triton, never torch, never user code.
 
-A worker dies with its parent (PR_SET_PDEATHSIG and an end of file), and its ptxas dies with it. Its temporary folder is
-made and removed by its parent; by the worker itself if it outlives the parent; else by whoever starts next: the worker
-holds a lock on it that the kernel drops when the worker dies.
+A worker dies with its parent (PR_SET_PDEATHSIG and end of file), and its ptxas dies with it. Its temporary folder is
+made and removed by its parent; by the worker itself if it outlives the parent; else by the next process that starts a
+worker: the worker holds a lock on it, which the system releases when the worker dies.
 
-Frames both ways: 4 bytes length, JSON. After a reply with "entry": n, n bytes of the entry itself. A worker that goes
-to rest says so with {"resting": true}, which may cross a request on the way: that is then asked of another worker.
+Frames both ways: 4 bytes length, JSON. After a reply with "entry": n, n bytes of the entry itself. A worker that ends
+after idling sends {"resting": true}, which may cross a request: the request then goes to another worker.
 """
 
 import ctypes
@@ -33,7 +33,8 @@ IDLE_SECONDS = 30
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.02
-_YOUNG_SECONDS = 60  # a folder younger than this may be one that its worker has not taken yet
+# a folder younger than this may be one that its worker has not taken yet
+_YOUNG_SECONDS = 60
 _OWNER = "owner"
 
 
@@ -44,14 +45,14 @@ def frame(message: dict[str, Any], body: bytes = b"") -> bytes:
 
 def parse_frame(read: Callable[[int], bytes]) -> dict[str, Any]:
     """`read(count)` gives exactly so many bytes."""
-    found = json.loads(read(_LENGTH.unpack(read(_LENGTH.size))[0]))
-    if not isinstance(found, dict):
-        raise ValueError(f"a frame must be a JSON object, got {type(found).__name__}")
-    return found
+    message = json.loads(read(_LENGTH.unpack(read(_LENGTH.size))[0]))
+    if not isinstance(message, dict):
+        raise ValueError(f"a frame must be a JSON object, got {type(message).__name__}")
+    return message
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """All of it: a signal may cut a single write short."""
+    """Write all bytes: a signal may cut a single write short."""
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
@@ -126,7 +127,8 @@ def own(folder: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         pass
-    unlocked.rename(folder / _OWNER)  # locked before anybody can find it
+    # renamed after the lock: another process must not see the file unlocked
+    unlocked.rename(folder / _OWNER)
     return descriptor
 
 
@@ -208,9 +210,10 @@ def main() -> None:
     parent, folder, rest = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
     _die_with_parent()
     if os.getppid() != parent:
-        os._exit(1)  # the parent died before it could take us along
+        # the parent died before PR_SET_PDEATHSIG was set
+        os._exit(1)
     _children_die_with_us()
-    # the pipe is ours alone; output of compilers goes to stderr, which the parent keeps for its error messages
+    # descriptor 1 becomes stderr, kept by the parent for error messages: a compiler's output must not mix with replies
     replies, requests = os.dup(1), os.dup(0)
     os.dup2(2, 1)
     own(folder)
@@ -234,7 +237,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     shutil.rmtree(folder, ignore_errors=True)
     sys.stderr.flush()
-    os._exit(status)  # nothing else of ours is left to do, and the libraries' own ends take a tenth of a second
+    # not sys.exit: the libraries' exit handlers take a tenth of a second
+    os._exit(status)
 
 
 def _has_work(requests: int, parent: int, rest: float) -> bool:

@@ -84,16 +84,16 @@ def open_weights(path: Path, kind: Kind | None = None, configs: Sequence[Path] =
     configs   YAML files of a GPT-NeoX checkpoint whose folder has none
     Raises FileNotFoundError where there are none, ValueError naming file and key or tensor for bad ones.
     """
-    found = kinds_at(path) if kind is None else [kind]
-    if len(found) != 1:
-        got = " and ".join(NAMES[k] for k in found) or ("nothing of the kind" if path.exists() else "no such path")
+    kinds = kinds_at(path) if kind is None else [kind]
+    if len(kinds) != 1:
+        got = " and ".join(NAMES[k] for k in kinds) or ("nothing of the kind" if path.exists() else "no such path")
         raise FileNotFoundError(
             f"{path} must be a checkpoint (step_…), a Hugging Face folder (config.json) or a GPT-NeoX checkpoint "
             f"(global_step…), got {got}"
         )
-    if configs and found[0] != "neox":
-        raise ValueError(f"--config must be given for a GPT-NeoX checkpoint only, got {NAMES[found[0]]}'s: {path}")
-    return {"powertrain": _ours, "hf": _hf, "neox": lambda path: _neox(path, configs)}[found[0]](path)
+    if configs and kinds[0] != "neox":
+        raise ValueError(f"--config must be given for a GPT-NeoX checkpoint only, got {NAMES[kinds[0]]}'s: {path}")
+    return {"powertrain": _ours, "hf": _hf, "neox": lambda path: _neox(path, configs)}[kinds[0]](path)
 
 
 def kinds_at(path: Path) -> list[Kind]:
@@ -111,29 +111,31 @@ def _run_checkpoint(path: Path) -> Path | None:
 
 
 def _ours(path: Path) -> Weights:
-    found = _run_checkpoint(path)
-    if found is None:
+    checkpoint = _run_checkpoint(path)
+    if checkpoint is None:
         raise FileNotFoundError(f"{path} must be a checkpoint or a folder of checkpoints (step_…), got none")
-    facts = checkpoint_store.read_facts(found)
+    facts = checkpoint_store.read_facts(checkpoint)
     if facts.get("weights_only"):
-        config = model_of(facts, found)
-        tokenizer = str(found) if (found / "tokenizer.json").is_file() else facts.get("tokenizer")
+        config = model_of(facts, checkpoint)
+        tokenizer = str(checkpoint) if (checkpoint / "tokenizer.json").is_file() else facts.get("tokenizer")
         if not isinstance(tokenizer, (str, type(None))):
             raise checkpoint_store.CheckpointError(
-                f"{found}/checkpoint.json: tokenizer must be a name, got {tokenizer!r}"
+                f"{checkpoint}/checkpoint.json: tokenizer must be a name, got {tokenizer!r}"
             )
         return Weights(
-            found, "powertrain", config, _dtype(facts.get("dtype")), lambda: _stored(found, config), tokenizer
+            checkpoint, "powertrain", config, _dtype(facts.get("dtype")), lambda: _stored(checkpoint, config), tokenizer
         )
-    with reading(found / "checkpoint.json", "hold the config of a run"):
+    with reading(checkpoint / "checkpoint.json", "hold the config of a run"):
         run = RunConfig.model_validate(facts.get("config"))
     dtype = DTYPES[run.train.precision]
-    return Weights(found, "powertrain", run.model, dtype, lambda: _stored(found, run.model), run.data, is_run=True)
+    return Weights(
+        checkpoint, "powertrain", run.model, dtype, lambda: _stored(checkpoint, run.model), run.data, is_run=True
+    )
 
 
-def model_of(facts: Mapping[str, Any], found: Path) -> ModelConfig:
+def model_of(facts: Mapping[str, Any], checkpoint: Path) -> ModelConfig:
     """The model that a checkpoint's facts describe. Raises ValueError naming the file."""
-    with reading(found / "checkpoint.json", "describe a model under config"):
+    with reading(checkpoint / "checkpoint.json", "describe a model under config"):
         return configure(**facts["config"]["model"])
 
 
@@ -146,21 +148,21 @@ def _dtype(name: Any) -> torch.dtype:
     return dtypes[name]
 
 
-def _stored(found: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def _stored(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """A checkpoint's weights as they are stored, a gigabyte at a time."""
-    checkpoint_store.verify(found, checkpoint_store.read_facts(found))
-    stored = checkpoint_store.dtypes(found)
+    checkpoint_store.verify(checkpoint, checkpoint_store.read_facts(checkpoint))
+    stored = checkpoint_store.dtypes(checkpoint)
     batch: dict[str, Tensor] = {}
     for name, shape in huggingface.shapes(config).items():
         batch[f"model.{name}"] = torch.empty(shape.shape, dtype=stored.get(f"model.{name}", torch.float32))
         if sum(t.nbytes for t in batch.values()) > _BYTES_AT_ONCE:
-            yield from _filled(found, batch)
+            yield from _filled(checkpoint, batch)
             batch = {}
-    yield from _filled(found, batch)
+    yield from _filled(checkpoint, batch)
 
 
-def _filled(found: Path, batch: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    checkpoint_store.fill(found, batch)
+def _filled(checkpoint: Path, batch: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    checkpoint_store.fill(checkpoint, batch)
     for name, tensor in batch.items():
         yield name.removeprefix("model."), tensor
 
@@ -183,14 +185,14 @@ def _hf(path: Path) -> Weights:
 
 
 def _neox(path: Path, configs: Sequence[Path]) -> Weights:
-    found = neox_checkpoint.find(path)
-    if found is None:
+    source = neox_checkpoint.find(path)
+    if source is None:
         raise FileNotFoundError(f"{path} must be a GPT-NeoX checkpoint (global_step…), got none")
-    opened = neox_checkpoint.NeoXCheckpoint(found, configs)
-    beside = next((folder for folder in (found, found.parent) if (folder / "tokenizer.json").is_file()), None)
+    opened = neox_checkpoint.NeoXCheckpoint(source, configs)
+    beside = next((folder for folder in (source, source.parent) if (folder / "tokenizer.json").is_file()), None)
     return Weights(
-        found, "neox", opened.config, opened.dtype, opened.tensors,
-        opened.tokenizer if beside is None else str(beside), trained_steps=neox_checkpoint.trained_steps(found),
+        source, "neox", opened.config, opened.dtype, opened.tensors,
+        opened.tokenizer if beside is None else str(beside), trained_steps=neox_checkpoint.trained_steps(source),
     )  # fmt: skip
 
 
@@ -236,7 +238,7 @@ def fitted(weights: Weights, config: ModelConfig) -> Weights:
     if config.architecture == "gpt_neox":
         weights = replace(weights, config=neox_checkpoint.as_gpt_neox(weights.config))
     elif config.architecture == "llama":
-        weights = replace(weights, config=huggingface.hf_twin(weights.config))
+        weights = replace(weights, config=huggingface.hf_equivalent(weights.config))
     refuse_another(weights.config, config, weights.path)
     if config.vocab_size < weights.config.vocab_size:
         raise ValueError(

@@ -104,7 +104,7 @@ class NeoXCheckpoint:
         self._whole: list[dict[int, dict[str, Tensor]]] | None = None
         if all(index is None for index, _ in self._files):
             self._whole = [_by_layer(self._files[None, rank]) for rank in range(self.num_ranks)]
-        self._cached: tuple[int, list[dict[str, Tensor]]] = (-1, [])
+        self._cached_index, self._cached = -1, list[dict[str, Tensor]]()
         rows = sum(self._find(shard, "embed", "weight").shape[0] for shard in self._layer(0))
         self.dtype = self._find(self._layer(0)[0], "embed", "weight").dtype
         self.config, self.tokenizer = _read_config(folder, configs, rows)
@@ -122,15 +122,15 @@ class NeoXCheckpoint:
             yield name, tensor
 
     def _check_layers(self) -> None:
-        found = {index for index, _ in self._files if index is not None}
+        present = {index for index, _ in self._files if index is not None}
         if self._whole is not None:
-            found = set(self._whole[0])
+            present = set(self._whole[0])
         n = self.config.num_layers
         expected = {0, *range(2, n + 2), n + 3} | (set() if self.config.tie_embeddings else {n + 4})
-        if found != expected:
+        if present != expected:
             raise ValueError(
                 f"{self.folder}: layers must be {sorted(expected)} by its config (num_layers {n}, no_weight_tying "
-                f"{not self.config.tie_embeddings}), got {sorted(found)}"
+                f"{not self.config.tie_embeddings}), got {sorted(present)}"
             )
         for index in expected:
             allowed = _allowed(self.config, index)
@@ -143,17 +143,17 @@ class NeoXCheckpoint:
         """A layer's tensors on every rank; the last one is kept."""
         if self._whole is not None:
             return [rank.get(index, {}) for rank in self._whole]
-        if self._cached[0] != index:
+        if self._cached_index != index:
             files = [self._files.get((index, rank)) for rank in range(self.num_ranks)]
-            self._cached = index, [load_pickle(file) if file else {} for file in files]
-        return self._cached[1]
+            self._cached_index, self._cached = index, [load_pickle(file) if file else {} for file in files]
+        return self._cached
 
     def _find(self, shard: dict[str, Tensor], module: str, kind: str) -> Tensor:
         names = [f"{name}.{k}" for name in _NAMES[module] for k in _KINDS[kind]]
-        found = next((shard[name] for name in names if name in shard), None)
-        if found is None:
+        tensor = next((shard[name] for name in names if name in shard), None)
+        if tensor is None:
             raise ValueError(f"{self.folder} must hold {names[0]}, got {', '.join(sorted(shard)[:6]) or 'nothing'}")
-        return found
+        return tensor
 
     def _tensor(self, name: str) -> Tensor:
         index, module, kind = _place(name, self.config)
@@ -189,17 +189,17 @@ class NeoXCheckpoint:
 
 def _files(folder: Path) -> dict[tuple[int | None, int], Path]:
     """(layer, rank) -> file; layer None where a file has all of them."""
-    found: dict[tuple[int | None, int], Path] = {}
+    files: dict[tuple[int | None, int], Path] = {}
     for file in folder.iterdir():
         if match := _LAYER_FILE.fullmatch(file.name):
-            found[int(match[1]), int(match[2])] = file
-    if not found:
-        found = {(None, int(m[1])): f for f in folder.iterdir() if (m := _RANK_FILE.fullmatch(f.name))}
-    if not found:
+            files[int(match[1]), int(match[2])] = file
+    if not files:
+        files = {(None, int(m[1])): f for f in folder.iterdir() if (m := _RANK_FILE.fullmatch(f.name))}
+    if not files:
         raise FileNotFoundError(
             f"{folder} must hold layer_XX-model_YY-model_states.pt or mp_rank_XX_model_states.pt, got neither"
         )
-    return found
+    return files
 
 
 def _by_layer(file: Path) -> dict[int, dict[str, Tensor]]:
@@ -342,7 +342,7 @@ def _layers(config: Config, tensors: Named) -> Iterator[tuple[int, dict[tuple[st
 
 def _shard(config: Config, ours: dict[tuple[str, str], Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
     """One rank's tensors of a layer, under their names, each with memory of its own."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for (module, kind), tensor in ours.items():
         if module == "mlp.gate":
             continue
@@ -350,10 +350,10 @@ def _shard(config: Config, ours: dict[tuple[str, str], Tensor], rank: int, ranks
         if module == "mlp.up" and ("mlp.gate", kind) in ours:
             part = torch.cat([part, _share(config, "mlp.gate", kind, ours["mlp.gate", kind], rank, ranks)])
         is_rms = config.norm == "rms_norm" and module.endswith("norm")
-        found[f"{_NAMES[module][0]}.{_KINDS[kind][is_rms]}"] = part.clone()
+        tensors[f"{_NAMES[module][0]}.{_KINDS[kind][is_rms]}"] = part.clone()
         if module == "attention_norm" and config.shared_norm:
-            found[f"{_NAMES['mlp_norm'][0]}.{_KINDS[kind][is_rms]}"] = part.clone()
-    return found
+            tensors[f"{_NAMES['mlp_norm'][0]}.{_KINDS[kind][is_rms]}"] = part.clone()
+    return tensors
 
 
 def _share(config: Config, module: str, kind: str, tensor: Tensor, rank: int, ranks: int) -> Tensor:

@@ -1,13 +1,14 @@
 """Every key that a GPT-NeoX YAML may have: its type and its disposition.
 
 Read from GPT-NeoX's megatron/neox_arguments/neox_args.py and deepspeed_args.py, up to 2026 (Apache-2.0; facts, no
-code), with keys of older releases that configs still carry. Translations by a key's value are in config/neox.py.
+code), with keys of older releases that configs still carry. Translations by a key's value are in neox.py, neox_data.py
+and neox_model.py.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-Fate = Literal["honoured", "mapped", "ignored", "refused"]
+KeyDisposition = Literal["honoured", "mapped", "ignored", "refused"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Key:
     """kind: type of the value, alternatives apart by "|"; refused: advice for a value that switches it on."""
 
     kind: str
-    fate: Fate
+    disposition: KeyDisposition
     words: str
 
 
@@ -379,9 +380,9 @@ _CHOSEN = """
 """
 
 
-def _rows(fate: Fate, table: str) -> dict[str, Key]:
+def _rows(disposition: KeyDisposition, table: str) -> dict[str, Key]:
     rows = (line.split(maxsplit=2) for line in table.splitlines() if line.strip())
-    return {key: Key(kind, fate, words) for key, kind, words in rows}
+    return {key: Key(kind, disposition, words) for key, kind, words in rows}
 
 
 KEYS: dict[str, Key] = {

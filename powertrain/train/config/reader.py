@@ -21,7 +21,7 @@ class Run:
     """A config that was read, and how.
 
     table       a Row for every key that was set, and for defaults of GPT-NeoX that matter
-    note        one line: which format it was, and how that was told
+    note        one line: which format it was, and how that was reason
     texts       base name -> text of each file as it was, to be saved beside checkpoints
     overrides   the command line's key=value words
     """
@@ -48,7 +48,7 @@ def read_config(
     overrides    "train.steps=100" for ours, "train_iters=100" or "optimizer.params.lr=1e-3" for GPT-NeoX's
     world_size   ranks of the run: GPT-NeoX's batch arithmetic and sharding need it
     strict       a key that would be ignored is an error
-    format       None: told by content, ours has the section `model:`
+    format       None: reason by content, ours has the section `model:`
     Raises ConfigError naming file:line or the command line, key, expected and given value; UnsupportedConfig,
     a NotImplementedError too, where a config asks for something that is not there and would change the result.
     """
@@ -60,7 +60,7 @@ def read_config(
         raise ConfigError(f"format must be one of {', '.join(get_args(Format))}, got {format!r}")
     documents = parse_files([_found(Path(path)) for path in paths])
     has_model = any("model" in document.values for document in documents)
-    told = "given" if format else "it has the section `model:`" if has_model else "no section `model:`"
+    reason = "given" if format else "it has the section `model:`" if has_model else "no section `model:`"
     kind: Format = format or ("powertrain" if has_model else "gpt_neox")
     source = merge(documents, sections=kind == "powertrain")
     for override in overrides:
@@ -73,7 +73,7 @@ def read_config(
     if strict:
         _refuse_ignored(table)
     other = "gpt_neox" if kind == "powertrain" else "powertrain"
-    note = f"{_NAMES[kind]} config ({told}); --format {other} reads it as the other kind"
+    note = f"{_NAMES[kind]} config ({reason}); --format {other} reads it as the other kind"
     return Run(config, table, kind, note, source.texts, tuple(overrides))
 
 
@@ -96,12 +96,12 @@ def _theirs(source: Source, world_size: int) -> tuple[RunConfig, tuple[Row, ...]
             raise
         hint = f"\n(section {ours[0]}: looks like a Powertrain config; one must have the section model:)"
         raise type(error)(str(error) + hint) from None
-    return _validated(values, Source(places=source.places, texts=source.texts, origins=origins)), table
+    return _validated(values, Source(locations=source.locations, texts=source.texts, origins=origins)), table
 
 
 def _ours(source: Source) -> tuple[RunConfig, tuple[Row, ...]]:
     config = _validated(source.values, source)
-    rows = (Row(".".join(map(str, path)), value, str(source.place(path)), "honoured", "")
+    rows = (Row(".".join(map(str, path)), value, str(source.location(path)), "honoured", "")
             for path, value in _leaves(source.values, ()))  # fmt: skip
     return config, tuple(rows)
 
@@ -124,7 +124,7 @@ def _validated(values: dict[str, Any], source: Source) -> RunConfig:
         lines += _lines(error, source, ("model",), values)
         values["model"] = _STAND_IN
     except ValueError as error:
-        lines.append(f"{source.place(('model',))}: {error}")
+        lines.append(f"{source.location(('model',))}: {error}")
         values["model"] = _STAND_IN
     try:
         config = _retyped(values, source)
@@ -169,7 +169,7 @@ def _replaced(values: dict[str, Any], path: KeyPath, value: Any) -> dict[str, An
 
 def _lines(error: ValidationError, source: Source, above: KeyPath, values: dict[str, Any]) -> list[str]:
     """Each of pydantic's errors as `place: key must ..., got ...`."""
-    return [f"{source.place(path)}: {_wording(problem, path, source, values)}"
+    return [f"{source.location(path)}: {_wording(problem, path, source, values)}"
             for problem in error.errors() for path in [(*above, *problem["loc"])]]  # fmt: skip
 
 

@@ -69,7 +69,8 @@ class DataConfig(Section):
         return [{"path": v} if isinstance(v, str) else v for v in values]
 
 
-MAX_SCALE = 2.0**127  # the largest power of two in float32: the next doubling is inf, which no halving brings back
+# the largest power of two in float32: the next doubling is inf, which no halving brings back
+MAX_SCALE = 2.0**127
 
 
 class LossScale(Section):

@@ -19,8 +19,10 @@ _MAX_NODES = 100_000  # limit for a file expanded by aliases
 
 
 _MOST_BYTES = 1 << 20  # of a file
-_MOST_DIGITS = 100  # of a number: YAML 1.1's 1:30:00 takes time that grows with the square of its length
-_ROWS, _ROW, _MOST_LINE = 20, 100, 800  # an error fits on a screen: rows, characters in each, and of one line
+# of a number: YAML 1.1's 1:30:00 takes time that grows with the square of its length
+_MOST_DIGITS = 100
+# an error fits on a screen: rows, characters in each, and of one line
+_ROWS, _ROW, _MOST_LINE = 20, 100, 800
 
 
 class ConfigError(ValueError):
@@ -61,23 +63,23 @@ class Source:
     """Values of one or more files, where each stands, and the files' text.
 
     values   nested plain values
-    places   path of keys -> where; a path without one stands where its nearest parent does
+    locations   path of keys -> where; a path without one stands where its nearest parent does
     texts    base name of each file -> its text as it is, for saving beside checkpoints
     typed    command-line values as they were typed, for fields that are strings
     origins  path in the values -> the key of another format that set it
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[KeyPath, Location] = field(default_factory=dict)
+    locations: dict[KeyPath, Location] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     typed: dict[KeyPath, str] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
-    def place(self, path: KeyPath) -> Location:
-        while path and path not in self.places and path not in self.origins:
+    def location(self, path: KeyPath) -> Location:
+        while path and path not in self.locations and path not in self.origins:
             path = path[:-1]
         path = (self.origins[path],) if path in self.origins else path
-        return self.places.get(path) or Location(", ".join(self.texts) or COMMAND_LINE.file)
+        return self.locations.get(path) or Location(", ".join(self.texts) or COMMAND_LINE.file)
 
     def override(self, text: str) -> None:
         """Lay one `key=value` over the values; `a.b=1` reaches into a section. Raises ConfigError."""
@@ -94,8 +96,8 @@ class Source:
             section = section[key]
             if not isinstance(section, dict):
                 raise ConfigError(f"{COMMAND_LINE}: {'.'.join(keys[:depth])} must be a section, got {section!r}")
-        section[keys[-1]] = _Reader(COMMAND_LINE.file, self.places).read(value, path)
-        self.places[path] = COMMAND_LINE
+        section[keys[-1]] = _Reader(COMMAND_LINE.file, self.locations).read(value, path)
+        self.locations[path] = COMMAND_LINE
         self.typed[path] = value
 
 
@@ -106,7 +108,7 @@ class Document:
     path: Path
     text: str
     values: dict[str, Any]
-    places: dict[KeyPath, Location]
+    locations: dict[KeyPath, Location]
 
 
 def parse_files(paths: list[Path]) -> list[Document]:
@@ -119,11 +121,11 @@ def parse_files(paths: list[Path]) -> list[Document]:
                 " saved side by side with every checkpoint"
             )
         text = _text_of(path)
-        places: dict[KeyPath, Location] = {}
-        values = _Reader(str(path), places).read(text, ())
+        locations: dict[KeyPath, Location] = {}
+        values = _Reader(str(path), locations).read(text, ())
         if not isinstance(values, dict):
             raise ConfigError(f"{path}:1: a config must be a mapping of keys to values, got {_short(values)}")
-        documents[path.name] = Document(path, text, values, places)
+        documents[path.name] = Document(path, text, values, locations)
     return list(documents.values())
 
 
@@ -135,8 +137,8 @@ def merge(documents: list[Document], *, sections: bool) -> Source:
     source = Source()
     for document in documents:
         source.texts[document.path.name] = document.text
-        _merge(source, source.values, document.values, (), document.places, sections)
-        source.places |= document.places
+        _merge(source, source.values, document.values, (), document.locations, sections)
+        source.locations |= document.locations
     return source
 
 
@@ -160,7 +162,7 @@ def _merge(
     into: dict[str, Any],
     new: dict[str, Any],
     path: KeyPath,
-    places: dict[KeyPath, Location],
+    locations: dict[KeyPath, Location],
     deep: bool,
 ) -> None:
     for key, value in new.items():
@@ -168,11 +170,11 @@ def _merge(
         if key not in into:
             into[key] = value
         elif deep and isinstance(value, dict) and isinstance(into[key], dict):
-            _merge(source, into[key], value, here, places, deep)
+            _merge(source, into[key], value, here, locations, deep)
         else:
-            raise ConfigError(
-                f"{places[here]}: {'.'.join(map(str, here))} must be set once, it is at {source.places[here]} already"
-            )
+            first = source.locations[here]
+            name = ".".join(map(str, here))
+            raise ConfigError(f"{locations[here]}: {name} must be set once, it is at {first} already")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -192,10 +194,10 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 @dataclass
 class _Reader:
-    """Turns one text into values and notes the place of every key."""
+    """Turns one text into values and notes the location of every key."""
 
     file: str
-    places: dict[KeyPath, Location]
+    locations: dict[KeyPath, Location]
     _nodes: int = 0
 
     def read(self, text: str, path: KeyPath) -> Any:
@@ -222,19 +224,19 @@ class _Reader:
         return Location(self.file, mark.line + 1)
 
     def _value(self, loader: _Loader, node: yaml.Node, path: KeyPath, inside: tuple[yaml.Node, ...]) -> Any:
-        place = self._at(node.start_mark)
+        location = self._at(node.start_mark)
         self._nodes += 1
         if node in inside:
-            raise ConfigError(f"{place}: {_dotted(path)}must not contain itself (alias)")
+            raise ConfigError(f"{location}: {_dotted(path)}must not contain itself (alias)")
         if self._nodes > _MAX_NODES:
-            raise ConfigError(f"{place}: {_dotted(path)}too large: aliases grow the file past {_MAX_NODES} values")
+            raise ConfigError(f"{location}: {_dotted(path)}too large: aliases grow the file past {_MAX_NODES} values")
         if isinstance(node, yaml.MappingNode) and node.tag.endswith(":map"):
             return self._mapping(loader, node, path, (*inside, node))
         if isinstance(node, yaml.SequenceNode) and node.tag.endswith(":seq"):
             return [self._value(loader, item, (*path, i), (*inside, node)) for i, item in enumerate(node.value)]
         if not isinstance(node, yaml.ScalarNode):
-            raise ConfigError(f"{place}: {_dotted(path)}must be a plain list or mapping, got one tagged {node.tag}")
-        return self._scalar(loader, node, path, place)
+            raise ConfigError(f"{location}: {_dotted(path)}must be a plain list or mapping, got one tagged {node.tag}")
+        return self._scalar(loader, node, path, location)
 
     def _mapping(
         self, loader: _Loader, node: yaml.MappingNode, path: KeyPath, inside: tuple[yaml.Node, ...]
@@ -243,16 +245,16 @@ class _Reader:
         merged: dict[str, Any] = {}
         lines: dict[str, Location] = {}
         for key_node, value_node in node.value:
-            place = self._at(key_node.start_mark)
+            location = self._at(key_node.start_mark)
             if key_node.tag.endswith(":merge"):
                 merged |= self._merged(loader, value_node, path, inside)
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{place}: {_dotted(path)}a key must be a word, got a list or mapping")
+                raise ConfigError(f"{location}: {_dotted(path)}a key must be a word, got a list or mapping")
             key = key_node.value if path else key_node.value.replace("-", "_")
             if key in lines:
-                raise ConfigError(f"{place}: {_dotted((*path, key))}must be set once, it is at {lines[key]} already")
-            lines[key] = self.places[(*path, key)] = place
+                raise ConfigError(f"{location}: {_dotted((*path, key))}must be set once, it is at {lines[key]} already")
+            lines[key] = self.locations[(*path, key)] = location
             values[key] = self._value(loader, value_node, (*path, key), inside)
         return merged | values
 
@@ -264,19 +266,19 @@ class _Reader:
             raise ConfigError(f"{self._at(node.start_mark)}: {_dotted(path)}<< must be given a mapping")
         return {key: section[key] for section in reversed(sections) for key in section}
 
-    def _scalar(self, loader: _Loader, node: yaml.ScalarNode, path: KeyPath, place: Location) -> Any:
+    def _scalar(self, loader: _Loader, node: yaml.ScalarNode, path: KeyPath, location: Location) -> Any:
         if node.tag.endswith((":int", ":float")) and len(node.value) > _MOST_DIGITS:
-            raise ConfigError(f"{place}: {_dotted(path)}must be a number of at most {_MOST_DIGITS} digits, got more")
+            raise ConfigError(f"{location}: {_dotted(path)}must be a number of at most {_MOST_DIGITS} digits, got more")
         try:
             value = loader.construct_object(node)
         except (ValueError, OverflowError, LookupError) as error:
-            raise ConfigError(f"{place}: {_dotted(path)}must be a value that YAML knows, {error}") from None
+            raise ConfigError(f"{location}: {_dotted(path)}must be a value that YAML knows, {error}") from None
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{place}: {_dotted(path)}must be a finite number, got {node.value}")
+            raise ConfigError(f"{location}: {_dotted(path)}must be a finite number, got {node.value}")
         if isinstance(value, int) and value.bit_length() > 63:
-            raise ConfigError(f"{place}: {_dotted(path)}must fit in 64 bits, got {node.value[:40]}")
+            raise ConfigError(f"{location}: {_dotted(path)}must fit in 64 bits, got {node.value[:40]}")
         if value is not None and not isinstance(value, (str, int, float)):
-            raise ConfigError(f"{place}: {_dotted(path)}must be text, a number, true, false or null, got {node.tag}")
+            raise ConfigError(f"{location}: {_dotted(path)}must be text, a number, true, false or null, got {node.tag}")
         return value
 
 

@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from powertrain.runtime.reading import one_line
 
-# of a line, decompressed: a longer line is damage, or a file made to fill the memory
+# limit of a decompressed line: a longer one is damage, or a file made to exhaust memory
 _MOST_LINE = 256 << 20
 _ZST_BLOCK = 1 << 12
 
@@ -103,7 +103,7 @@ class _Zst(io.RawIOBase):
         return count
 
     def _next(self) -> bool:
-        """Decompress a little more. A few kB become some 100 MB at most."""
+        """Decompress the next block: 4 kB expand to about 100 MB at most."""
         block = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
         block = block or self._file.read(_ZST_BLOCK)
         if self._frame is None or (self._frame.eof and block):

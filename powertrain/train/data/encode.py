@@ -104,7 +104,11 @@ def encode(
         raise ValueError(f"workers must be at least 1, got {workers}")
     counts = Counts()
     blocks = _blocks(documents)
-    results = _here(blocks, encoding, skip_bad) if workers == 1 else _spread(blocks, encoding, skip_bad, workers)
+    results = (
+        _in_this_process(blocks, encoding, skip_bad)
+        if workers == 1
+        else _in_processes(blocks, encoding, skip_bad, workers)
+    )
     for result in results:
         writer.add_encoded(result.values, result.sizes)
         counts.documents += len(result.sizes)
@@ -128,7 +132,7 @@ def _blocks(documents: Iterable[Raw]) -> Iterator[list[Raw]]:
         yield block
 
 
-def _here(blocks: Iterator[list[Raw]], encoding: Encoding, skip_bad: bool) -> Iterator[_Encoded]:
+def _in_this_process(blocks: Iterator[list[Raw]], encoding: Encoding, skip_bad: bool) -> Iterator[_Encoded]:
     return (encoding(block, skip_bad=skip_bad, all_cores=True) for block in blocks)
 
 
@@ -156,16 +160,18 @@ def _work(block: list[Raw], skip_bad: bool) -> _Encoded:
     return _worker(block, skip_bad=skip_bad, all_cores=False)
 
 
-def _spread(blocks: Iterator[list[Raw]], encoding: Encoding, skip_bad: bool, workers: int) -> Iterator[_Encoded]:
+def _in_processes(blocks: Iterator[list[Raw]], encoding: Encoding, skip_bad: bool, workers: int) -> Iterator[_Encoded]:
     # spawned, not forked: the caller may have threads (tokenizers' own among them) that a fork would cut off
     context = multiprocessing.get_context("spawn")
-    multiprocessing.resource_tracker.ensure_running()  # which unblocks signals when it starts
+    # before signals are blocked: the tracker unblocks them when it starts
+    multiprocessing.resource_tracker.ensure_running()
     pool = ProcessPoolExecutor(workers, context, _start, (encoding,))
     waiting: deque[Future[_Encoded]] = deque()
     try:
         for block in blocks:
             with children_without_signals():
                 waiting.append(pool.submit(_work, block, skip_bad))
+            # bounded, so that memory does not grow with the corpus
             if len(waiting) >= 4 * workers:
                 yield waiting.popleft().result()
         while waiting:

@@ -1,4 +1,4 @@
-"""Work that one process does for all."""
+"""A file lock for work that one process does for all."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,15 +9,16 @@ import filelock
 from powertrain.runtime import tracing
 
 _QUIET = 2.0  # seconds to wait before saying so
-_PATIENCE = 600.0  # seconds to wait for another process's work before doing it too
+# seconds to wait for another process's work before doing it too
+_PATIENCE = 600.0
 
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path, doing: str) -> Iterator[None]:
     """Hold the file lock `path` (it ends with its process; the file means nothing) during the work named by `doing`.
 
-    It saves ranks from doing the same work; renaming keeps their results whole. So after ten minutes, or where
-    the file system has no locks, the work is done without it. Waiting is said after two seconds.
+    It only saves repeated work: results are renamed into place, so they are complete even without the lock. So after
+    ten minutes, or where the file system has no locks, the work is done without it. Waiting is logged after 2 s.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path)

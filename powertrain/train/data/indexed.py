@@ -155,10 +155,10 @@ class IndexedData:
         )
         self._compare()
 
-    def _each(self, good: npt.NDArray[np.bool_], what: str, must: str, values: Values) -> None:
+    def _each(self, good: npt.NDArray[np.bool_], name: str, must: str, values: Values) -> None:
         if not good.all():
             at = int(np.argmin(good))
-            raise ValueError(f"{self._index_path}: {what} {at} must {must}, got {int(values[at])}; the file is damaged")
+            raise ValueError(f"{self._index_path}: {name} {at} must {must}, got {int(values[at])}; the file is damaged")
 
     def _fail(self, must: str, got: str) -> NoReturn:
         raise ValueError(f"{self._index_path}: must {must}, got {got}")

@@ -78,7 +78,8 @@ class PackedSamples:
         if self._document_ids:
             lengths = [stop - start for _, start, stop in pieces]
             ids = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)[:-1]
-            ids -= ids[0]  # the first piece may be an empty document
+            # the first piece may be an empty document
+            ids -= ids[0]
         return Sample(tokens, labels, ids)
 
     def _pieces(self, cut: int) -> list[tuple[int, int, int]]:
@@ -88,8 +89,9 @@ class PackedSamples:
         if first == last:
             return [(int(documents[first]), start, stop + 1)]
         inner = documents[first:last].tolist()
-        pieces = [(document, 0, int(sizes[document])) for document in inner]
-        pieces[0] = (inner[0], start, pieces[0][2])
+        # whole documents, but the first from `start` on
+        starts = [start] + [0] * (len(inner) - 1)
+        pieces = [(document, at, int(sizes[document])) for document, at in zip(inner, starts, strict=True)]
         return [*pieces, (int(documents[last]), 0, stop + 1)]
 
     def _read(self, data: IndexedData, pieces: list[tuple[int, int, int]]) -> npt.NDArray[np.int64]:

@@ -20,15 +20,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 
 from powertrain.runtime import tracing
+from powertrain.runtime.jobs import available_memory
 from powertrain.runtime.reading import one_line
 from powertrain.train.checksums import compare, crc_of, read_sums, sync, write_sums
 from powertrain.train.data.file_lock import one_at_a_time
 
 _SUMS = "checksums.json"
-_STALE = 3600.0  # seconds without a write after which a temporary folder has no writer left
+# seconds without a write after which a temporary folder has no writer left
+_STALE = 3600.0
 Order = Literal["neox", "sequential"]
 Integers = npt.NDArray[Any]
 
@@ -66,7 +67,7 @@ def split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
     for share in shares:
         bounds.append(bounds[-1] + round(share / total * float(count)))
     excess = bounds[3] - count
-    # with very few documents the correction can point below 0, where there as here nothing is
+    # with very few documents the correction can fall below 0: an empty part, as in GPT-NeoX
     return 0, *(max(0, bound - excess) for bound in bounds[1:])  # type: ignore[return-value]
 
 
@@ -90,10 +91,11 @@ def build_order(
         raise ValueError(f"the data set must hold a token, got {len(documents)} documents and none in them")
     epochs = num_epochs(tokens, seq_length, num_samples)
     needed = 20 * epochs * len(documents) + 24 * max(num_samples, epochs * tokens // seq_length)
-    if needed > (there := psutil.virtual_memory().available):
+    # not psutil: it reads the host's memory, not the limit of a container
+    if needed > (free := available_memory()[0]):
         raise ValueError(
             f"train.steps: the order of {num_samples} samples over {epochs} epochs of {len(documents)} documents must "
-            f"fit into memory, got {needed / 2**30:,.0f} GiB where {there / 2**30:,.0f} GiB are free"
+            f"fit into memory, got {needed / 2**30:,.0f} GiB where {free / 2**30:,.0f} GiB are free"
         )
     random = np.random.RandomState(seed)
     laid = np.tile(documents.astype(np.int32), epochs)
@@ -112,7 +114,8 @@ def _starts(sizes: Integers, laid: Integers, seq_length: int, cuts: int) -> Inte
     positions = np.arange(cuts + 1, dtype=np.int64) * seq_length
     entries = np.searchsorted(ends, positions, side="right")
     offsets = positions - (ends[entries] - sizes[laid[entries]])
-    entries[0] = 0  # there the first sample starts at the first document, be it an empty one
+    # there the first sample starts at the first document, be it an empty one
+    entries[0] = 0
     dtype = np.int32 if 2 * (cuts + 1) < np.iinfo(np.int32).max else np.int64
     return np.stack([entries, offsets], axis=1).astype(dtype)
 
@@ -138,38 +141,38 @@ def cached_arrays(folder: Path, about: bytes, build: Callable[[], Sequence[Integ
     Ranks and runs may ask at once: one builds while the others wait, and arrays appear whole, by renaming. Their CRC-32
     is compared at every start; damaged ones are built anew, which is said.
     """
-    place = folder / "order" / hashlib.blake2b(b"%d " % _VERSION + about, digest_size=16).hexdigest()
-    if not _is_whole(place):
-        with one_at_a_time(Path(f"{place}.lock"), "building the order of samples"):
-            if not _is_whole(place):
-                _publish(place, build())
-    return [np.load(path, mmap_mode="r") for path in sorted(place.glob("*.npy"))]
+    entry = folder / "order" / hashlib.blake2b(b"%d " % _VERSION + about, digest_size=16).hexdigest()
+    if not _is_whole(entry):
+        with one_at_a_time(Path(f"{entry}.lock"), "building the order of samples"):
+            if not _is_whole(entry):
+                _publish(entry, build())
+    return [np.load(path, mmap_mode="r") for path in sorted(entry.glob("*.npy"))]
 
 
-def _is_whole(place: Path) -> bool:
+def _is_whole(entry: Path) -> bool:
     """Whether the arrays are there; ones that are damaged are put out of the way."""
-    if not place.is_dir():
+    if not entry.is_dir():
         return False
     try:
-        sums = read_sums(place / _SUMS)
+        sums = read_sums(entry / _SUMS)
         for name, (size, crc) in sums.items():
-            compare(place / name, size, crc)
+            compare(entry / name, size, crc)
     except (OSError, ValueError) as error:
         tracing.warn(f"the order of samples is built anew: {one_line(error)}")
-        aside = _aside(place)
+        aside = _aside(entry)
         with contextlib.suppress(OSError):  # another rank did the same
-            place.rename(aside)
+            entry.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
         return False
     return True
 
 
-def _aside(place: Path) -> Path:
-    return place.parent / f".{uuid.uuid4().hex}.tmp"
+def _aside(entry: Path) -> Path:
+    return entry.parent / f".{uuid.uuid4().hex}.tmp"
 
 
-def _publish(place: Path, arrays: Sequence[Integers]) -> None:
-    aside, sums = _aside(place), {}
+def _publish(entry: Path, arrays: Sequence[Integers]) -> None:
+    aside, sums = _aside(entry), {}
     aside.mkdir()
     try:
         for number, values in enumerate(arrays):
@@ -178,14 +181,15 @@ def _publish(place: Path, arrays: Sequence[Integers]) -> None:
             sync(file)
             sums[file.name] = (file.stat().st_size, crc_of(file))
         write_sums(aside / _SUMS, sums)
-        aside.rename(place)
-        sync(place.parent)
+        aside.rename(entry)
+        sync(entry.parent)
     except OSError:
-        if not place.is_dir():  # otherwise another process published the same
+        # otherwise another process published the same
+        if not entry.is_dir():
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-        for left in place.parent.glob(".*.tmp"):
+        for left in entry.parent.glob(".*.tmp"):
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > _STALE:
                     shutil.rmtree(left)

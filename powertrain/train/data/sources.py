@@ -94,8 +94,9 @@ def open_data(
     samples = [
         opener.samples(name, part, wanted) for name, part, wanted in zip(_PARTS, parts, num_samples, strict=True)
     ]
-    assert samples[0] is not None
-    return Data(samples[0], samples[1], samples[2], tokenizer, tokenizer.vocab_size)
+    train, validation, test = samples
+    assert train is not None
+    return Data(train, validation, test, tokenizer, tokenizer.vocab_size)
 
 
 def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
@@ -166,10 +167,11 @@ class _Opener:
         if config.validation or config.test:
             return given
         parts: list[list[_Part]] = [[], [], []]
+        train, validation, _ = parts
         for source, whole in zip(config.train, given[0], strict=True):
             if source.path == QUICKSTART:
-                parts[0].append(whole)
-                parts[1].append(self._part(source, self._tokens(quickstart_files().validation)))
+                train.append(whole)
+                validation.append(self._part(source, self._tokens(quickstart_files().validation)))
                 continue
             bounds = split_bounds(config.split, len(whole.data))
             for number, part in enumerate(parts):
@@ -206,7 +208,7 @@ class _Opener:
             with one_at_a_time(Path(f"{prefix}.lock"), "tokenizing"):
                 if not _is_whole(prefix):
                     with IndexedWriter(prefix, dtype, overwrite=True) as writer:
-                        encode(raw_documents(files), writer, encoding, progress=_said(_megabytes(files)))
+                        encode(raw_documents(files), writer, encoding, progress=_progress_line(_megabytes(files)))
         return IndexedData(prefix)
 
     def samples(self, name: str, parts: Sequence[_Part], wanted: int) -> SampleSource | None:
@@ -275,15 +277,15 @@ def _prefix(path: str) -> str | None:
     return path if path.endswith((".bin", ".idx")) or Path(f"{path}.bin").exists() else None
 
 
-def _said(megabytes: float) -> Callable[[Counts], None]:
-    start = said = time.monotonic()
+def _progress_line(megabytes: float) -> Callable[[Counts], None]:
+    start = reported = time.monotonic()
 
     def progress(counts: Counts) -> None:
-        nonlocal said
-        if time.monotonic() - said > _SECONDS:
-            said = time.monotonic()
+        nonlocal reported
+        if time.monotonic() - reported > _SECONDS:
+            reported = time.monotonic()
             done = counts.bytes / 1e6
-            tracing.progress(f"tokenizing: {done:.0f} of {megabytes:.0f} MB, {done / (said - start):.1f} MB/s")
+            tracing.progress(f"tokenizing: {done:.0f} of {megabytes:.0f} MB, {done / (reported - start):.1f} MB/s")
 
     return progress
 

@@ -18,11 +18,12 @@ from typing import Any
 from powertrain.runtime import tracing
 from powertrain.train.signals import children_without_signals
 
-_AHEAD = 2  # batches under way for each worker
-_QUIET = 30.0  # seconds to wait for a batch before saying so
-_PATIENCE = 600.0  # seconds a batch may take before its worker counts as stuck
+_AHEAD = 2  # batches requested of each worker ahead of use
+_QUIET = 30.0  # seconds of waiting for a batch before a log line
+# seconds a batch may take before its worker counts as stuck
+_PATIENCE = 600.0
 _ATTEMPTS = 3  # workers that may die over one batch
-_LOOK = 1.0  # seconds between two looks at whether the other side lives
+_LOOK = 1.0  # seconds between checks that the other side lives
 
 
 class WorkerLost(RuntimeError):
@@ -66,6 +67,7 @@ class _Worker:
         )
         with children_without_signals():
             process.start()
+        # without this end here, the worker's death is an end of file on our end
         theirs.close()
         self._process = process
         for key in self._owed:
@@ -83,26 +85,26 @@ class _Worker:
 
     def answer(self) -> Any:
         """The batch of the oldest requested key."""
-        key, started, said = self._owed[0], time.monotonic(), False
+        key, started, reported = self._owed[0], time.monotonic(), False
         while True:
             ready = wait([self._pipe, self._process.sentinel], timeout=_LOOK)
             if self._pipe in ready:
                 try:
-                    found = self._pipe.recv()
+                    reply = self._pipe.recv()
                 except (EOFError, OSError):  # it died while it sent
                     self._replace(key)
                     continue
                 self._owed.popleft()
                 self._deaths = 0
-                return found
+                return reply
             if ready:
                 self._replace(key)
                 continue
             waited = time.monotonic() - started
             if waited > _PATIENCE:
                 raise WorkerLost(key, f"data worker {self._process.pid} has not answered for {_PATIENCE:.0f} s")
-            if waited > _QUIET and not said:
-                said = True
+            if waited > _QUIET and not reported:
+                reported = True
                 tracing.progress(
                     f"waiting for data: worker {self._process.pid} has not answered for {_QUIET:.0f} s, "
                     f"at most {_PATIENCE:.0f} s"
@@ -111,11 +113,11 @@ class _Worker:
     def _replace(self, key: Any) -> None:
         """Name the worker that died, and let a new one read its batches; WorkerLost after three over one key."""
         self._process.join(_LOOK)
-        said = f"data worker {self._process.pid} {_end_of(self._process.exitcode)}"
+        death = f"data worker {self._process.pid} {_end_of(self._process.exitcode)}"
         self._deaths += 1
         if self._deaths >= _ATTEMPTS:
-            raise WorkerLost(key, f"{said}, as did {self._deaths - 1} before it over the same batch")
-        tracing.progress(f"{said}; a new one reads its samples again")
+            raise WorkerLost(key, f"{death}, as did {self._deaths - 1} before it over the same batch")
+        tracing.progress(f"{death}; a new one reads its samples again")
         time.sleep(_LOOK * (self._deaths - 1))
         self._kill()
         self._start()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 MOST_POINTS = 400
-WIDE, NARROW = 1090, 530  # the page shows a unit as about a pixel, so that letters are of one size in all charts
+# the page shows a unit as about a pixel, so that letters are of one size in all charts
+WIDE, NARROW = 1090, 530
 _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 240, 52, 10, 10, 26
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -15,7 +15,8 @@ from powertrain.ops.attention.backend_order import order_of
 from powertrain.ops.attention.select import describe
 from powertrain.runtime import dispatch, tracing
 
-PROFILED = 3  # the step of a process whose kernels are timed: the first two still load, allocate and choose
+# the step of a process whose kernels are timed: the first two still load, allocate and choose
+PROFILED = 3
 PRODUCTS, ATTENTION, OTHERS = "matrix products", "attention", "other PyTorch operators"
 
 
@@ -59,18 +60,18 @@ class LateCompile(RuntimeError):
 
 
 class StepWatch:
-    """Looks on while steps run: profiles one of them, and reports kernels that are compiled after the first.
+    """Watches steps: profiles one of them, and reports kernels compiled after the first.
 
-    tell         (what, value) for "kernels" with a KernelTable and "note" with a text
-    recompiles   "warn" tells a note, "error" raises LateCompile; compiles of an evaluation between steps are neither
+    emit         (kind, value) for "kernels" with a KernelTable and "note" with a text
+    recompiles   "warn" emits a note, "error" raises LateCompile; compiles of evaluations between steps are ignored
     profiles     whether this process profiles at all
     The profiled step takes longer: about 1 us an operator on a CPU, and on a GPU a wait for it before and after.
     """
 
     def __init__(
-        self, device: torch.device, recompiles: str, tell: Callable[[str, Any], None], *, profiles: bool = True
+        self, device: torch.device, recompiles: str, emit: Callable[[str, Any], None], *, profiles: bool = True
     ) -> None:
-        self.device, self.recompiles, self.tell = device, recompiles, tell
+        self.device, self.recompiles, self.emit = device, recompiles, emit
         self._count = 0
         self._profiled = PROFILED if profiles else 0
 
@@ -82,24 +83,24 @@ class StepWatch:
         if self._count != self._profiled:
             yield
         elif torch._C._autograd._profiler_enabled():
-            self.tell("note", f"step {number}: no kernel table, another profiler is running")
+            self.emit("note", f"step {number}: no kernel table, another profiler is running")
             yield
         else:
             with _profiled(self.device, number) as tables:
                 yield
             for table in tables:
-                self.tell("kernels", table)
+                self.emit("kernels", table)
             if not tables:
-                self.tell("note", f"step {number}: no kernel table, the profiler saw nothing run on {self.device}")
+                self.emit("note", f"step {number}: no kernel table, the profiler saw nothing run on {self.device}")
         if self._count > 1:
             self._report(late_compiles(tracing.trace()[before:]), number)
 
     def _report(self, late: list[str], step: int) -> None:
         for text in late:
-            said = f"step {step}: compiled after the first step: {text}"
+            note = f"step {step}: compiled after the first step: {text}"
             if self.recompiles == "error":
-                raise LateCompile(f"{said}. train.recompiles is error; warn lets the run go on")
-            self.tell("note", said)
+                raise LateCompile(f"{note}. train.recompiles is error; warn lets the run go on")
+            self.emit("note", note)
 
 
 def late_compiles(events: Iterable[tracing.Event]) -> list[str]:
@@ -117,7 +118,7 @@ def late_compiles(events: Iterable[tracing.Event]) -> list[str]:
 
 @contextmanager
 def _profiled(device: torch.device, step: int) -> Iterator[list[KernelTable]]:
-    """Profiles the block; the list it yields holds the table afterwards, or nothing where CUPTI may not look."""
+    """Profile the block; the yielded list holds the table afterwards, or nothing where CUPTI has no permission."""
     tables: list[KernelTable] = []
     is_gpu = device.type == "cuda"
     if is_gpu:
@@ -135,12 +136,12 @@ def _profiled(device: torch.device, step: int) -> Iterator[list[KernelTable]]:
             torch.cuda.synchronize(device)
         milliseconds = (time.perf_counter() - started) * 1e3
     events = profiler.events()
-    found = _on_gpu(events) if is_gpu else _on_cpu(events)
+    events_of_kernels = _on_gpu(events) if is_gpu else _on_cpu(events)
     name = torch.cuda.get_device_name(device) if is_gpu else "CPU"
-    if is_gpu and found:
+    if is_gpu and events_of_kernels:
         milliseconds = _span(events)
-    if found:
-        tables.append(_table(found, name, step, milliseconds))
+    if events_of_kernels:
+        tables.append(_table(events_of_kernels, name, step, milliseconds))
 
 
 def _stop(profiler: profile) -> None:
@@ -152,7 +153,8 @@ def _stop(profiler: profile) -> None:
 def _silent_kineto() -> Iterator[None]:
     """Kineto (torch 2.13) writes "USDT: ... profiler_start" to stderr, past Python, into the middle of a bar."""
     with ExitStack() as stack:
-        with suppress(OSError):  # a process without stderr has nothing to keep quiet
+        # a process without stderr has nothing to keep quiet
+        with suppress(OSError):
             stderr = os.dup(2)
             stack.callback(os.close, stderr)
             stack.callback(os.dup2, stderr, 2)
@@ -161,24 +163,28 @@ def _silent_kineto() -> Iterator[None]:
         yield
 
 
-Found = tuple[str, str, str, float]  # op, backend, kernel, milliseconds
+class ProfiledKernel(NamedTuple):
+    op: str
+    backend: str
+    kernel: str
+    milliseconds: float
 
 
-def _table(found: list[Found], device: str, step: int, milliseconds: float) -> KernelTable:
-    groups: dict[tuple[str, str], list[Found]] = {}
-    for item in found:
-        groups.setdefault(item[:2], []).append(item)
+def _table(profiled: list[ProfiledKernel], device: str, step: int, milliseconds: float) -> KernelTable:
+    groups: dict[tuple[str, str], list[ProfiledKernel]] = {}
+    for item in profiled:
+        groups.setdefault((item.op, item.backend), []).append(item)
     why = _reasons()
     rows = []
     for (op, backend), items in groups.items():
-        spent = sum(item[3] for item in items)
+        spent = sum(item.milliseconds for item in items)
         share = spent / milliseconds if milliseconds else 0.0
         reason = why.get(op, _WHY.get(op, ""))
         rows.append(KernelRow(op, backend, device, _names(items), reason, len(items), spent, share))
     rows.sort(key=lambda row: -row.milliseconds)
     rest = milliseconds - sum(row.milliseconds for row in rows)
     if rest > 0:
-        waiting = "between kernels: the device waits for the host" if found and device != "CPU" else _HOST
+        waiting = "between kernels: the device waits for the host" if profiled and device != "CPU" else _HOST
         rows.append(KernelRow("outside operators", "-", device, (), waiting, 0, rest, rest / milliseconds))
     return KernelTable(step, device, milliseconds, tuple(rows))
 
@@ -192,7 +198,7 @@ _WHY = {
 }
 
 
-def _names(items: list[Found]) -> tuple[str, ...]:
+def _names(items: list[ProfiledKernel]) -> tuple[str, ...]:
     """Each kernel's name once, the longest-running first."""
     spent: dict[str, float] = {}
     for _, _, kernel, milliseconds in items:
@@ -230,10 +236,13 @@ _LIBRARIES = (
 )
 
 
-def _on_gpu(events: Iterable[Any]) -> list[Found]:
+def _on_gpu(events: Iterable[Any]) -> list[ProfiledKernel]:
     ours = {e.facts["kernel"]: _op_of(e.facts["module"]) for e in tracing.trace() if e.kind == "kernel"}
     attention = _attention_backend()
-    return [(*served(event.name, ours, attention), event.time_range.elapsed_us() / 1e3) for event in _kernels(events)]
+    return [
+        ProfiledKernel(*served(event.name, ours, attention), event.time_range.elapsed_us() / 1e3)
+        for event in _kernels(events)
+    ]
 
 
 def _kernels(events: Iterable[Any]) -> list[Any]:
@@ -276,7 +285,7 @@ def _span(events: Iterable[Any]) -> float:
 _PRODUCTS_ON_CPU = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation"}
 
 
-def _on_cpu(events: Iterable[Any]) -> list[Found]:
+def _on_cpu(events: Iterable[Any]) -> list[ProfiledKernel]:
     """Time of every PyTorch operator itself, given to the op of ours around it, or around its forward."""
     operators = [e for e in events if e.name.startswith(("aten::", "c10d::", "gloo:"))]
     of_forward: dict[int, str] = {}
@@ -284,7 +293,7 @@ def _on_cpu(events: Iterable[Any]) -> list[Found]:
         # an operator that is not differentiated carries the number of the next one that is: the last one counts
         if event.sequence_nr >= 0 and not _backward_number(event):
             of_forward[event.sequence_nr] = _around(event)
-    found = []
+    profiled = []
     for event in operators:
         op = _around(event) or of_forward.get(_backward_number(event) or -1, "")
         if event.name in _PRODUCTS_ON_CPU and not op:
@@ -293,8 +302,8 @@ def _on_cpu(events: Iterable[Any]) -> list[Found]:
             op = ATTENTION
         elif event.name.startswith(("c10d::", "gloo:")):
             op = "communication"
-        found.append((op or OTHERS, "PyTorch", event.name, event.self_cpu_time_total / 1e3))
-    return found
+        profiled.append(ProfiledKernel(op or OTHERS, "PyTorch", event.name, event.self_cpu_time_total / 1e3))
+    return profiled
 
 
 def _around(event: Any) -> str:

@@ -72,9 +72,9 @@ class Sink(Protocol):
 class JsonLines:
     """metrics.jsonl: a line per step, evaluation, kernel table or note.
 
-    A resumed run goes on behind the step it resumed from; records of later steps are dropped. A damaged
-    line is dropped too, which is said; the file as it was is kept beside, called .damaged. A line that does not fit on
-    the disk is an OSError and leaves nothing in the file, so that later ones can follow.
+    A resumed run appends after the step it resumed from; records of later steps are dropped. A damaged line is dropped
+    with a warning, and the original file kept as .damaged. A line that does not fit on the disk is an OSError and
+    leaves nothing in the file, so that later lines stay readable.
     """
 
     def __init__(self, file: Path, *, resumed_at: int = 0) -> None:
@@ -86,6 +86,7 @@ class JsonLines:
             new.publish()
         finally:
             new.discard()
+        # unbuffered: a killed process loses no record
         self._file = open(file, "ab", buffering=0)
         self._size = len(kept)
         self._step = resumed_at
@@ -136,24 +137,24 @@ def read_metrics(file: Path) -> Metrics:
 
     Raises ValueError naming file and line for one that is not ours.
     """
-    found = Metrics()
+    metrics = Metrics()
     for number, line in enumerate(_lines(file), 1):
         try:
             fields = json.loads(line)
             kind = fields.pop("kind")
             if kind == "step":
-                found.steps.append(_STEP.validate_python(fields))
+                metrics.steps.append(_STEP.validate_python(fields))
             elif kind == "evaluation":
-                found.evaluations.append(_EVALUATION.validate_python(fields))
+                metrics.evaluations.append(_EVALUATION.validate_python(fields))
             elif kind == "kernels":
-                found.kernels = KernelTable.of(fields)
+                metrics.kernels = KernelTable.of(fields)
             elif kind == "note":
-                found.notes.append((int(fields["step"]), str(fields["text"])))
+                metrics.notes.append((int(fields["step"]), str(fields["text"])))
             else:
                 raise ValueError(f"unknown kind {kind!r}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _not_ours(file, number, error) from None
-    return found
+    return metrics
 
 
 def _kept(file: Path, resumed_at: int) -> bytes:

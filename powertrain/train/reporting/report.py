@@ -20,7 +20,8 @@ from powertrain.train.reporting.progress import Pace, many, opening_facts, si
 from powertrain.train.reporting.run_summary import About
 
 NAME = "report.html"
-_SHARE = 100  # reports written while a run goes on take at most a hundredth of its time
+# reports written while a run goes on take at most a hundredth of its time
+_SHARE = 100
 
 
 def write_report(folder: Path) -> Path:
@@ -29,7 +30,7 @@ def write_report(folder: Path) -> Path:
     Raises FileNotFoundError or ValueError naming the file, where the folder is not a run's.
     """
     about, metrics = About.read(folder), read_metrics(folder / "metrics.jsonl")
-    with reading(folder, "hold what a run wrote"):
+    with reading(folder, "hold the files of a run"):
         page = render(about, metrics, _checkpoints(folder, about))
     new = AtomicFile(folder / NAME)
     try:
@@ -75,10 +76,11 @@ class Checkpoint:
 
 def _checkpoints(folder: Path, about: About) -> list[Checkpoint]:
     """The run's checkpoints, also where its folder was moved after it."""
-    places = (*([Path(about.checkpoints)] if about.checkpoints else []), folder / "checkpoints", folder)
-    found = next((paths for place in places if (paths := checkpoints_in(place))), [])
+    folders = (*([Path(about.checkpoints)] if about.checkpoints else []), folder / "checkpoints", folder)
+    checkpoints = next((paths for each in folders if (paths := checkpoints_in(each))), [])
     return [
-        Checkpoint(step_of(path), str(path), sum(f.stat().st_size for f in path.iterdir()) / 2**30) for path in found
+        Checkpoint(step_of(path), str(path), sum(f.stat().st_size for f in path.iterdir()) / 2**30)
+        for path in checkpoints
     ]
 
 
@@ -156,7 +158,7 @@ def _charts(about: About, metrics: Metrics) -> list[tuple[str, str, list[tuple[s
     gib = [(step, value / 2**30) for step, value in of("memory_bytes")]
     percent = [(step, 100 * value) for step, value in of("mfu")]
     marks = [about.resumed_at] if about.resumed_at else []
-    found = [("Loss", "nats per token", losses, line_chart(losses, width=WIDE, marks=marks))]
+    charts = [("Loss", "nats per token", losses, line_chart(losses, width=WIDE, marks=marks))]
     for title, unit, values, options in (
         ("Throughput", "tokens/s", of("tokens_per_second"), {"zero": True}),
         ("MFU", "% of peak", percent, {"zero": True}),
@@ -165,16 +167,16 @@ def _charts(about: About, metrics: Metrics) -> list[tuple[str, str, list[tuple[s
         ("Memory", "GiB, of the first rank", gib, {"zero": True}),
     ):
         curve = series(title, values)
-        found.append((title, unit, [curve], line_chart([curve], marks=marks, **options)))
+        charts.append((title, unit, [curve], line_chart([curve], marks=marks, **options)))
     if steps and steps[-1].phases:
         lines = [
             series(name, [(r.step, 1e3 * r.phases[name]) for r in steps if r.phases], style=style)
             for name, style in zip(steps[-1].phases, "dabc", strict=False)
         ]
-        found.append(("Parts of a step", "ms, of the first rank", lines, line_chart(lines, marks=marks, log=True)))
+        charts.append(("Parts of a step", "ms, of the first rank", lines, line_chart(lines, marks=marks, log=True)))
     return [
         (title, unit, [(line.style, line.name) for line in lines if line.points and len(lines) > 1], svg)
-        for title, unit, lines, svg in found
+        for title, unit, lines, svg in charts
     ]
 
 

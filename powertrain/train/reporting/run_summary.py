@@ -86,14 +86,15 @@ class About:
             values = read_json(file)
         except FileNotFoundError:
             raise FileNotFoundError(f"{file}: a run's folder must hold it; no run has written there") from None
-        with reading(file, "be what a run wrote"):
+        with reading(file, "be written by a run"):
             return TypeAdapter(About).validate_python(values)
 
 
 def about(trainer: Trainer, run: Run) -> About:
     """Everything that is known of a run that stands before its next step."""
     config, ranks = trainer.config, trainer.ranks
-    model = build(config.model)  # on the meta device: as one process alone would have it
+    # on the meta device: as one process alone would have it
+    model = build(config.model)
     arch = f"sm_{Target.of(ranks.device).arch}" if ranks.device.type == "cuda" else "cpu"
     attention = explain_run_attention(config, model, arch)
     prebuilt = [event.text for event in tracing.trace() if event.kind == "prebuild"]
@@ -138,7 +139,7 @@ def device_name(device: torch.device) -> str:
 
 def environment(device: torch.device) -> dict[str, str]:
     """Versions and machine, label -> text."""
-    found = {
+    lines = {
         "powertrain": powertrain.__version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -151,14 +152,14 @@ def environment(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         target, properties = Target.of(device), torch.cuda.get_device_properties(device)
         nccl: Any = torch.cuda.nccl
-        found |= {
+        lines |= {
             "GPU": f"{properties.name}, sm_{target.arch}, {properties.total_memory / 2**30:.0f} GiB",
             "driver supports CUDA": f"{driver.version() // 1000}.{driver.version() % 1000 // 10}",
             "CUDA of torch": str(torch.version.cuda),
             "cuDNN": str(torch.backends.cudnn.version()),
             "NCCL": ".".join(map(str, nccl.version())) if torch.distributed.is_nccl_available() else "none",
         }
-    return found
+    return lines
 
 
 def _triton() -> str:

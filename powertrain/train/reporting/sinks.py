@@ -51,7 +51,7 @@ def check(config: RunConfig) -> None:
 
 def scalars(record: StepRecord) -> dict[str, float]:
     """A step's numbers by the names that TensorBoard and W&B show them under."""
-    found = {
+    values = {
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
         "train/lr": record.lr,
@@ -61,11 +61,11 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "memory/gib": record.memory_bytes / 2**30,
     }
     if record.mfu is not None:
-        found["speed/mfu"] = record.mfu
-    found |= {f"phases/{name}_ms": 1e3 * spent for name, spent in (record.phases or {}).items()}
+        values["speed/mfu"] = record.mfu
+    values |= {f"phases/{name}_ms": 1e3 * spent for name, spent in (record.phases or {}).items()}
     if record.loss_scale != 1.0:
-        found["train/loss_scale"] = record.loss_scale
-    return found
+        values["train/loss_scale"] = record.loss_scale
+    return values
 
 
 class TensorBoard:
@@ -115,7 +115,7 @@ class WandB:
         self._run.log(scalars(record), step=record.step)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        # W&B takes steps in order only, and this one's numbers are there already or come in the same line
+        # W&B accepts steps in ascending order only; values of the same step are merged
         self._run.log({f"{record.name}/loss": record.loss}, step=record.step)
 
     def kernels(self, table: KernelTable) -> None:

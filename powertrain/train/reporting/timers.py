@@ -56,7 +56,7 @@ class PhaseTimers:
 
 def seconds(spans: Spans) -> dict[str, float]:
     """Name -> seconds of the parts of that name together."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for name, start, end in spans:
-        found[name] = found.get(name, 0.0) + end.since(start)
-    return found
+        totals[name] = totals.get(name, 0.0) + end.since(start)
+    return totals

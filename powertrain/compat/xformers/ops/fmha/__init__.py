@@ -16,13 +16,13 @@ from powertrain.compat.xformers.ops.fmha import attn_bias
 from powertrain.compat.xformers.ops.fmha.attn_bias import (
     AttentionBias,
     Band,
+    BlockBias,
     BlockDiagonalMask,
     LowerTriangularFromBottomRightMask,
     LowerTriangularMask,
     LowerTriangularMaskWithTensorBias,
-    _BlockBias,
+    PagedBias,
     _PaddedSeqLenInfo,
-    _PagedBias,
 )
 from powertrain.compat.xformers.ops.fmha.operators import (
     ALL_BW_OPS,
@@ -51,7 +51,8 @@ from powertrain.runtime import checks
 from powertrain.runtime.dispatch import use_kernel
 
 _OP = "memory_efficient_attention"
-_DECODE = 16  # queries per sequence up to which keys are split among programs rather than queries
+# queries per sequence up to which keys are split among programs rather than queries
+_DECODE = 16
 Bias = Tensor | AttentionBias | None
 
 
@@ -160,15 +161,15 @@ def memory_efficient_attention_backward(
     _no_dropout("memory_efficient_attention_backward", p)
     backends = backends_of(op)
     _check_results(grad, output, lse, query, value)
-    in_blocks = isinstance(attn_bias, _BlockBias)
-    is_plain = not isinstance(attn_bias, _PagedBias) and not (in_blocks and query.dim() == 5)
+    in_blocks = isinstance(attn_bias, BlockBias)
+    is_plain = not isinstance(attn_bias, PagedBias) and not (in_blocks and query.dim() == 5)
     # Dynamo cannot differentiate our op inside its trace, so this path is taken where possible
     if is_plain and use_kernel("attention", query) and (backends is None or torch.compiler.is_compiling()):
         return _backward(grad, output, lse, query, key, value, attn_bias, scale)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = _attend(q, k, v, attn_bias, p, scale, backends, return_lse=True)
-        return found
+        out_lse: tuple[Tensor, Tensor] = _attend(q, k, v, attn_bias, p, scale, backends, return_lse=True)
+        return out_lse
 
     (own, own_lse), differentiate = _vjp(attend, query, key, value)
     share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0.0)  # [B, H, Mq]
@@ -205,12 +206,12 @@ def _backward(
     if dims == 3:
         given = tuple(x.unsqueeze(2) for x in given)  # type: ignore[assignment]
         lse = lse.view(lse.shape[0], 1, lse.shape[-1])
-    if isinstance(bias, _BlockBias):
+    if isinstance(bias, BlockBias):
         _check_blocks(q, k, bias)
         given, lse = tuple(x[0] for x in given), lse[0]  # type: ignore[assignment]
         options = _block_options(bias, bias.k_seqinfo.seqstart, getattr(bias.k_seqinfo, "seqlen", None))
-        found = attention_backward(*given, lse, scale=scale, layout="thd", **options)
-        dq, dk, dv = (x[None] for x in found)
+        grads = attention_backward(*given, lse, scale=scale, layout="thd", **options)
+        dq, dk, dv = (x[None] for x in grads)
     else:
         dense = _dense_options(bias, dims)
         if dense["attn_bias"] is not None:
@@ -292,7 +293,7 @@ def _attend(
         k, v = k[:, :, :1], v[:, :, :1]  # one head, expanded: it is read once
     options = _Options(p, scale, backends, return_lse)
     try:
-        if isinstance(bias, _BlockBias):
+        if isinstance(bias, BlockBias):
             out, lse = _in_blocks(q, k, v, bias, options)
         else:
             out, lse = _dense(q, k, v, bias, dims, options)
@@ -342,27 +343,27 @@ def _tensor_bias(bias: Tensor, dims: int) -> Tensor:
     return bias.flatten(1, 2) if dims == 5 else bias
 
 
-def _in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: _BlockBias, options: _Options) -> tuple[Tensor, Tensor | None]:
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options) -> tuple[Tensor, Tensor | None]:
     """Sequences in one row, [1, rows, H, K] or [1, rows, G, H, K]."""
     _check_blocks(q, k, bias)
     groups, (q, k, v) = _ungroup(q[0], k[0], v[0])
     if _decodes(q, k, v, bias, options):
         out, lse = _cached(q, k, v, bias, options)
-    elif isinstance(bias, _PagedBias):
+    elif isinstance(bias, PagedBias):
         out, lse = _pair(_paged(q, k, v, bias, options))
     else:
         out, lse = _pair(_packed(q, k, v, bias, options))
     return groups.restore(out, -2)[None], None if lse is None else groups.restore(lse, 0)[None]
 
 
-def _check_blocks(q: Tensor, k: Tensor, bias: _BlockBias) -> None:
+def _check_blocks(q: Tensor, k: Tensor, bias: BlockBias) -> None:
     name = type(bias).__name__
     checks.require(q.shape[0] == k.shape[0] == 1, _OP, "query", f"have a batch of 1 for {name}", list(q.shape))
     rows = bias.q_seqinfo.seqstart_py[-1]
     checks.require(q.shape[1] == rows, _OP, "query", f"have {rows} rows, as {name} says", q.shape[1])
     device = bias.q_seqinfo.seqstart.device
     checks.require(device == q.device, _OP, "attn_bias", f"be on {q.device} (use attn_bias.to(query.device))", device)
-    if isinstance(bias, _PagedBias):
+    if isinstance(bias, PagedBias):
         checks.require(k.shape[1] % bias.page_size == 0, _OP, "key", f"have pages of {bias.page_size} rows", k.shape[1])
     else:
         rows = bias.k_seqinfo.seqstart_py[-1]
@@ -398,20 +399,20 @@ def _ungroup(q: Tensor, k: Tensor, v: Tensor) -> tuple[_Groups, tuple[Tensor, Te
     return _Groups((g, h)), (q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2))
 
 
-def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: _BlockBias, options: _Options) -> bool:
+def _decodes(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options) -> bool:
     """A few new queries for each sequence of a cache, and nothing that decoding does not do."""
     info = bias.q_seqinfo
-    in_cache = isinstance(bias, _PagedBias) or isinstance(bias.k_seqinfo, _PaddedSeqLenInfo)
+    in_cache = isinstance(bias, PagedBias) or isinstance(bias.k_seqinfo, _PaddedSeqLenInfo)
     few = 0 < info.min_seqlen == info.max_seqlen <= _DECODE
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     ours = options.backend in (None, triton_splitk.FwOp.BACKENDS)
     return in_cache and few and ours and not wanted and options.dropout_p == 0
 
 
-def _cached(q: Tensor, k: Tensor, v: Tensor, bias: _BlockBias, options: _Options) -> tuple[Tensor, Tensor | None]:
+def _cached(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options) -> tuple[Tensor, Tensor | None]:
     """Padded or paged keys through `decode_attention`."""
     info, table, first = bias.k_seqinfo, None, None
-    if isinstance(bias, _PagedBias):
+    if isinstance(bias, PagedBias):
         table, first, size = bias.block_tables, bias.first_rows(), bias.page_size
     else:
         size = info.padding
@@ -424,13 +425,13 @@ def _cached(q: Tensor, k: Tensor, v: Tensor, bias: _BlockBias, options: _Options
     return out.flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1, 2)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, bias: _BlockBias, options: _Options) -> Any:
+def _packed(q: Tensor, k: Tensor, v: Tensor, bias: BlockBias, options: _Options) -> Any:
     """Keys in blocks, padded and gappy ones with their lengths."""
     info, used = bias.k_seqinfo, getattr(bias.k_seqinfo, "seqlen", None)
     return _varlen(q, k, v, bias, options, info.seqstart, used, info.max_seqlen)
 
 
-def _paged(q: Tensor, k: Tensor, v: Tensor, bias: _PagedBias, options: _Options) -> Any:
+def _paged(q: Tensor, k: Tensor, v: Tensor, bias: PagedBias, options: _Options) -> Any:
     """Paged keys, copied together first."""
     info, first = bias.k_seqinfo, bias.first_rows()
     room = max(info.seqlen_py) if first is not None else info.max_seqlen
@@ -446,7 +447,7 @@ def _varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: _BlockBias,
+    bias: BlockBias,
     options: _Options,
     key_starts: Tensor,
     used: Tensor | None,
@@ -458,12 +459,12 @@ def _varlen(
     )  # fmt: skip
 
 
-def _block_options(bias: _BlockBias, key_starts: Tensor, used: Tensor | None) -> dict[str, Any]:
+def _block_options(bias: BlockBias, key_starts: Tensor, used: Tensor | None) -> dict[str, Any]:
     """Blocks as `varlen_attention` takes them."""
-    found = {"cu_seqlens_q": bias.q_seqinfo.seqstart, "cu_seqlens_k": key_starts, "seqused_k": used}
-    if used is not None and (isinstance(bias, _PagedBias) or isinstance(bias.k_seqinfo, _PaddedSeqLenInfo)):
-        found["cu_seqlens_k_padded"] = key_starts  # one after the other; gappy ones lie anywhere
-    return found | _band_options(bias.band)
+    options = {"cu_seqlens_q": bias.q_seqinfo.seqstart, "cu_seqlens_k": key_starts, "seqused_k": used}
+    if used is not None and (isinstance(bias, PagedBias) or isinstance(bias.k_seqinfo, _PaddedSeqLenInfo)):
+        options["cu_seqlens_k_padded"] = key_starts  # one after the other; gappy ones lie anywhere
+    return options | _band_options(bias.band)
 
 
 __all__ = [

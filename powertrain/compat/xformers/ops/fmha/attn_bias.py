@@ -21,8 +21,8 @@ from powertrain.runtime import checks
 
 Device = torch.device | str | None
 _Self = TypeVar("_Self", bound="AttentionBias")
-_Blocks = TypeVar("_Blocks", bound="_BlockBias")
-_PagedT = TypeVar("_PagedT", bound="_PagedBias")
+_Blocks = TypeVar("_Blocks", bound="BlockBias")
+_PagedT = TypeVar("_PagedT", bound="PagedBias")
 
 
 class Band(NamedTuple):
@@ -64,7 +64,8 @@ class LowerTriangularMask(AttentionBias):
     """Causal: query i sees keys 0 to i (top left)."""
 
     def __init__(self, *, device: Device = None) -> None:
-        del device  # xFormers keeps an empty tensor there; ours holds none
+        # xFormers keeps an empty tensor there; ours holds none
+        del device
 
     @property
     def band(self) -> Band:
@@ -244,7 +245,7 @@ class _GappySeqInfo(_SeqLenInfo):
 
 
 @dataclass
-class _BlockBias(AttentionBias):
+class BlockBias(AttentionBias):
     """A band in blocks."""
 
     q_seqinfo: _SeqLenInfo
@@ -271,7 +272,7 @@ class _BlockBias(AttentionBias):
 
 
 @dataclass
-class BlockDiagonalMask(_BlockBias):
+class BlockDiagonalMask(BlockBias):
     """Queries of a block see all keys of it: sequences of any lengths in one row."""
 
     _batch_sizes: Sequence[int] | None = None
@@ -379,8 +380,8 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
         _at_least(type(self), "_window_size", self._window_size, 1)
         for n, (queries, keys) in enumerate(zip(self.q_seqinfo.lengths(), self.k_seqinfo.lengths(), strict=True)):
             if queries - self._window_size >= keys:
-                what = f"let every one of block {n}'s {queries} queries see one of its {keys} keys"
-                checks.fail(type(self).__name__, "_window_size", what, self._window_size)
+                must = f"let every one of block {n}'s {queries} queries see one of its {keys} keys"
+                checks.fail(type(self).__name__, "_window_size", must, self._window_size)
 
     @property
     def band(self) -> Band:
@@ -403,7 +404,7 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
 
 
 @dataclass
-class BlockDiagonalPaddedKeysMask(_BlockBias):
+class BlockDiagonalPaddedKeysMask(BlockBias):
     """Keys in blocks padded to one length, as a KV cache holds them; queries see the used ones."""
 
     k_seqinfo: _PaddedSeqLenInfo
@@ -497,7 +498,7 @@ class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMas
 
 
 @dataclass
-class BlockDiagonalGappyKeysMask(_BlockBias):
+class BlockDiagonalGappyKeysMask(BlockBias):
     """Keys in blocks anywhere: block n has kv_seqlen[n] keys from kv_seqstarts[n] on."""
 
     k_seqinfo: _GappySeqInfo
@@ -568,7 +569,7 @@ class BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask(BlockDiagonalGappy
 
 
 @dataclass
-class _PagedBias(_BlockBias):
+class PagedBias(BlockBias):
     """Keys in pages: sequence n has those of block_tables[n], in that order. K is [1, pages * page_size, ...]."""
 
     block_tables: Tensor  # [blocks, pages per sequence] int32
@@ -597,7 +598,7 @@ class _PagedBias(_BlockBias):
 
 
 @dataclass
-class PagedBlockDiagonalPaddedKeysMask(_PagedBias):
+class PagedBlockDiagonalPaddedKeysMask(PagedBias):
     """`BlockDiagonalPaddedKeysMask` with keys in pages."""
 
     k_seqinfo: _PaddedSeqLenInfo
@@ -655,7 +656,7 @@ class PagedBlockDiagonalCausalLocalPaddedKeysMask(PagedBlockDiagonalPaddedKeysMa
 
 
 @dataclass
-class PagedBlockDiagonalGappyKeysMask(_PagedBias):
+class PagedBlockDiagonalGappyKeysMask(PagedBias):
     """`BlockDiagonalGappyKeysMask` with keys in pages: starts count within each sequence's own pages."""
 
     k_seqinfo: _GappySeqInfo
@@ -768,9 +769,7 @@ def _gappy(
     }
 
 
-def _paged(
-    bias: _BlockBias, paged_type: type[_PagedT], k_seqinfo: Any, block_tables: Tensor, page_size: int
-) -> _PagedT:
+def _paged(bias: BlockBias, paged_type: type[_PagedT], k_seqinfo: Any, block_tables: Tensor, page_size: int) -> _PagedT:
     """The blocks of `bias` with keys in pages, seen as `paged_type` says, within the window of `bias` if it has one."""
     options = {"_window_size": bias.band.left + 1} if "_window_size" in {f.name for f in fields(paged_type)} else {}
     return paged_type(bias.q_seqinfo, k_seqinfo, block_tables, page_size, **options)

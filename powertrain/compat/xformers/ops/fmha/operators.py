@@ -49,8 +49,8 @@ def backends_of(op: AttentionOp | type[AttentionOpBase] | None) -> tuple[str, ..
         if not (isinstance(one, type) and issubclass(one, AttentionOpBase)):
             names = ", ".join(f"fmha.{name}" for name in ("cutlass", "flash", "flash3", "triton_splitk"))
             checks.fail("memory_efficient_attention", "op", f"be (FwOp, BwOp) of one of {names}, or None", one)
-    found = {one.BACKENDS for one in named}
-    if len(found) > 1:
+    backends = {one.BACKENDS for one in named}
+    if len(backends) > 1:
         got = " and ".join(one.NAME for one in named)
         checks.fail("memory_efficient_attention", "op", "name one operator forward and backward (or None for one)", got)
-    return found.pop() if found else None
+    return backends.pop() if backends else None

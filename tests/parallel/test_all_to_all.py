@@ -13,7 +13,7 @@ from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.transport.base import AllToAllHandle, SplitSizes
 from powertrain.parallel.transport.protocol import COMBINE, DISPATCH, SLOTS_OF
 from powertrain.parallel.transport.simulated import SimulatedTransport, Stream, ThreadEngine, World
-from powertrain.parallel.transport.symmetric import Shared, SymmetricAllToAll, _roomy, _starts
+from powertrain.parallel.transport.symmetric import Shared, SymmetricAllToAll, _buffer_bytes, _starts
 from tests.distributed.experts_worker import check_case, tokens_of
 
 
@@ -103,5 +103,5 @@ def test_rows_come_and_go_by_their_addresses(size: int, monkeypatch: pytest.Monk
 def test_inboxes_are_aligned_leave_out_ones_own_rows_and_grow_seldom() -> None:
     assert _starts([3, 5, 0, 1], 1, 100) == [0, 512, 512, 512, 768]
     for nbytes in (0, 1, 255, 256, 1000, 940 << 20, (940 << 20) + 1):
-        assert nbytes <= _roomy(nbytes) <= nbytes * 5 // 4 + 1
-    assert len({_roomy(nbytes) for nbytes in range(1 << 20, 1 << 21, 1000)}) <= 5
+        assert nbytes <= _buffer_bytes(nbytes) <= nbytes * 5 // 4 + 1
+    assert len({_buffer_bytes(nbytes) for nbytes in range(1 << 20, 1 << 21, 1000)}) <= 5

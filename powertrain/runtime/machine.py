@@ -1,5 +1,6 @@
-"""The machine as the checks see it. Tests hand them another one."""
+"""Access to this machine: files, variables, installed packages, programs, GPUs. Tests replace it."""
 
+import ctypes
 import os
 import re
 import subprocess
@@ -27,11 +28,14 @@ Run = Callable[[Sequence[str], float], Ran | None]
 
 @dataclass(frozen=True)
 class Gpu:
-    index: int
     name: str
-    arch: int | None  # 90 for compute capability 9.0; None where the driver is too old to say
-    driver: str
-    memory_mib: int
+    arch: int | None  # 90 for compute capability 9.0; None where the driver is too old to report it
+    index: int = 0
+    driver: str = ""
+    memory_mib: int = 0
+
+    def __str__(self) -> str:
+        return self.name if self.name == f"sm_{self.arch}" else f"{self.name} (sm_{self.arch})"
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,12 @@ class Machine:
     @cached_property
     def installed(self) -> dict[str, Distribution]:
         """Distributions by normalized name; the first on the path wins, as in an import."""
-        found: dict[str, Distribution] = {}
+        by_name: dict[str, Distribution] = {}
         for distribution in distributions(path=[str(path) for path in self.packages]):
             name = distribution.metadata["Name"]
             if name:
-                found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution)
-        return found
+                by_name.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution)
+        return by_name
 
     def version(self, name: str) -> str | None:
         distribution = self.installed.get(name)
@@ -121,7 +125,35 @@ def _gpu(line: str) -> Gpu | None:
     if len(parts) != 5 or not parts[0].isdigit():
         return None
     arch = int(parts[2].replace(".", "")) if re.fullmatch(r"\d+\.\d", parts[2]) else None
-    return Gpu(int(parts[0]), parts[1], arch, parts[3], int(parts[4]) if parts[4].isdigit() else 0)
+    return Gpu(parts[1], arch, int(parts[0]), parts[3], int(parts[4]) if parts[4].isdigit() else 0)
+
+
+def present_gpus() -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs that the driver's management library (NVML) lists, and the source, or why there are none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return (), "no libnvidia-ml.so.1: no NVIDIA driver here"
+    status = nvml.nvmlInit_v2()
+    if status:
+        return (), f"NVML does not start: error {status}"
+    try:
+        count = ctypes.c_uint()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        return tuple(filter(None, (_nvml_gpu(nvml, index) for index in range(count.value)))), "NVML"
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _nvml_gpu(nvml: ctypes.CDLL, index: int) -> Gpu | None:
+    device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
+        return None  # lost or not ours
+    nvml.nvmlDeviceGetName(device, name, len(name))
+    if nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)):
+        return None
+    return Gpu(name.value.decode(), major.value * 10 + minor.value)
 
 
 def run_program(command: Sequence[str], seconds: float) -> Ran | None:

@@ -49,7 +49,7 @@ def test_a_compiler_that_we_cannot_run_again_is_not_killed() -> None:
 def test_one_that_does_not_fit_is_said_once() -> None:
     only = unit("a", "running", 1, 9)
     assert acts(only, available=0.1) == [("alone", "a")]
-    only.told_alone = True
+    only.reported_alone = True
     assert acts(only, available=0.1) == []
 
 
@@ -61,7 +61,7 @@ def test_the_paused_come_before_the_waiting() -> None:
 
 def test_gcc_does_with_less_where_it_may_not_fit_alone() -> None:
     large, fits = unit("large", expected=9), unit("fits")
-    large.thrifty = fits.thrifty = fits.seen = True
+    large.has_low_memory_mode = fits.has_low_memory_mode = fits.seen = True
     assert acts(large, fits, available=5) == [("go", "large")]  # others like it were large; this one may not be
     large.seen = True
     assert acts(large, fits, available=5) == [("go low_memory", "large")]
@@ -70,7 +70,7 @@ def test_gcc_does_with_less_where_it_may_not_fit_alone() -> None:
 
 def test_one_that_outgrows_all_memory_runs_again_in_less() -> None:
     only = unit("a", "running", 1, 9)
-    only.thrifty = True
+    only.has_low_memory_mode = True
     assert acts(only, available=0.1) == [("kill", "a")]
     only.low_memory = True
     assert acts(only, available=0.1) == [("alone", "a")]
@@ -78,5 +78,5 @@ def test_one_that_outgrows_all_memory_runs_again_in_less() -> None:
 
 def test_nothing_more_is_ended_while_one_is_ending() -> None:
     ending, running = unit("b", "killed", 2, 4), unit("a", "running", 1, 4)
-    running.thrifty = True
+    running.has_low_memory_mode = True
     assert acts(running, ending, available=0.1) == []

@@ -1,6 +1,5 @@
-"""Machine: facts that a CUDA build depends on, found without importing torch and without creating a CUDA context."""
+"""Facts that a CUDA build depends on, collected without importing torch and without creating a CUDA context."""
 
-import ctypes
 import json
 import re
 import shutil
@@ -12,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powertrain.runtime.jobs import available_memory, usable_cores
+from powertrain.runtime.machine import Gpu, present_gpus
 from powertrain.runtime.target import Target
 
 HEADERS = {"cudnn.h": "cudnn", "nccl.h": "nccl", "cublasLt.h": "cublas"}  # and the library each belongs to
-_SECONDS = 30  # for any one program that is only asked its version
+_SECONDS = 30  # deadline of a program that prints its version
 
 # run by the Python that the build will use, which need not be ours
 _ASK_PYTHON = """
@@ -27,15 +27,6 @@ headers = os.path.exists(os.path.join(paths["include"], "Python.h"))
 print(json.dumps({"version": platform.python_version(), "headers": headers,
                   "site": paths["purelib"], "torch": roots[0] if roots else None}))
 """
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    arch: int  # 90 for sm_90
-
-    def __str__(self) -> str:
-        return self.name if self.name == f"sm_{self.arch}" else f"{self.name} (sm_{self.arch})"
 
 
 @dataclass(frozen=True)
@@ -65,8 +56,8 @@ class Python:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Sizes in bytes."""
+class BuildHost:
+    """The machine as one build command would see it. Sizes in bytes."""
 
     cores: int
     cores_why: str
@@ -84,13 +75,13 @@ class Machine:
     @property
     def archs(self) -> tuple[int, ...]:
         """Archs of the GPUs, ascending, each once."""
-        return tuple(sorted({gpu.arch for gpu in self.gpus}))
+        return tuple(sorted({gpu.arch for gpu in self.gpus if gpu.arch}))
 
 
 def look(
     command: Sequence[str], environment: Mapping[str, str], archs: Sequence[str] = (), memory: int | None = None
-) -> Machine:
-    """This machine, as `command` would meet it.
+) -> BuildHost:
+    """This host, as `command` would meet it.
 
     environment  the variables that the command will be given
     archs        names of GPUs to build for ("8.6", "sm_90", "RTX 3090") instead of those present
@@ -105,7 +96,7 @@ def look(
     gpus, gpus_why = _named(archs) if archs else present_gpus()
     nvcc = _nvcc(environment)
     python = _python(python_of(command, environment))
-    return Machine(
+    return BuildHost(
         cores,
         cores_why,
         available,
@@ -126,39 +117,11 @@ def _named(archs: Sequence[str]) -> tuple[tuple[Gpu, ...], str]:
     return tuple(Gpu(target.name, target.arch) for target in targets), "--arch"
 
 
-def present_gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs that the driver's management library (NVML) lists, and the source, or why there are none."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return (), "no libnvidia-ml.so.1: no NVIDIA driver here"
-    status = nvml.nvmlInit_v2()
-    if status:
-        return (), f"NVML does not start: error {status}"
-    try:
-        count = ctypes.c_uint()
-        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        return tuple(filter(None, (_gpu(nvml, index) for index in range(count.value)))), "NVML"
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu | None:
-    device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
-        return None  # lost or not ours
-    nvml.nvmlDeviceGetName(device, name, len(name))
-    if nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)):
-        return None
-    return Gpu(name.value.decode(), major.value * 10 + minor.value)
-
-
 def _nvcc(environment: Mapping[str, str]) -> Nvcc | None:
     """The nvcc that torch's extensions would take: of CUDA_HOME or CUDA_PATH, on PATH, or in /usr/local/cuda."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
-    found = shutil.which("nvcc", path=environment.get("PATH", ""))
-    for path in [f"{home}/bin/nvcc"] if home else [found, "/usr/local/cuda/bin/nvcc"]:
+    on_path = shutil.which("nvcc", path=environment.get("PATH", ""))
+    for path in [f"{home}/bin/nvcc"] if home else [on_path, "/usr/local/cuda/bin/nvcc"]:
         if path and Path(path).is_file():
             return nvcc_at(path)
     return None
@@ -181,20 +144,20 @@ def nvcc_at(path: str) -> Nvcc | None:
 def _newest_gcc(home: Path) -> int | None:
     for header in [home / "include/crt/host_config.h", *home.glob("targets/*/include/crt/host_config.h")]:
         if header.is_file():
-            found = re.search(r"gcc versions later than (\d+)", header.read_text(errors="replace"))
-            return int(found[1]) if found else None
+            limit = re.search(r"gcc versions later than (\d+)", header.read_text(errors="replace"))
+            return int(limit[1]) if limit else None
     return None
 
 
 def _compiler(cxx: str | None, path: str) -> Compiler | None:
     names = [cxx.split()[0]] if cxx else ["c++", "g++", "clang++"]
-    found = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
-    if not found:
+    compiler = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
+    if not compiler:
         return None
-    text = _ask(found, "--version")
+    text = _ask(compiler, "--version")
     number = re.search(r"(\d+)\.\d+\.\d+", text)
     is_gcc = "Free Software Foundation" in text
-    return Compiler(found, (text.splitlines() or ["?"])[0], int(number[1]) if number and is_gcc else None)
+    return Compiler(compiler, (text.splitlines() or ["?"])[0], int(number[1]) if number and is_gcc else None)
 
 
 def python_of(command: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -227,8 +190,8 @@ def _python(path: str) -> Python | None:
 
 
 def _assigned(name: str, text: str) -> str | None:
-    found = re.search(rf"^{name}\b[^=\n]*= *'([^']+)'", text, re.MULTILINE)
-    return found[1] if found else None
+    assignment = re.search(rf"^{name}\b[^=\n]*= *'([^']+)'", text, re.MULTILINE)
+    return assignment[1] if assignment else None
 
 
 def _header(name: str, nvcc: Nvcc | None, python: Python | None, environment: Mapping[str, str]) -> str | None:
@@ -239,8 +202,8 @@ def _header(name: str, nvcc: Nvcc | None, python: Python | None, environment: Ma
     folders += [f"{nvcc.home}/include"] if nvcc else []
     folders += [f"{python.site}/nvidia/{part}/include" for part in (library, "cu13")] if python else []
     folders += ["/usr/include", "/usr/local/include", "/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu"]
-    places = (Path(part, name) for folder in folders for part in folder.split(":") if part)
-    return next((str(place) for place in places if place.is_file()), None)
+    candidates = (Path(part, name) for folder in folders for part in folder.split(":") if part)
+    return next((str(candidate) for candidate in candidates if candidate.is_file()), None)
 
 
 def _ask(*command: str) -> str:

@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
     ids=["none", "torchrun", "elastic", "pod", "srun", "sbatch", "openmpi", "hydra", "torchrun-srun", "openmpi-srun",
          "pmi2"],
 )  # fmt: skip
-def test_seat(environment: dict[str, str], expected: LaunchEnv) -> None:
+def test_launch_env(environment: dict[str, str], expected: LaunchEnv) -> None:
     assert read_launch_env(environment) == expected
 
 
@@ -70,7 +70,7 @@ def test_seat(environment: dict[str, str], expected: LaunchEnv) -> None:
         ({"PMIX_RANK": "0"}, "RANK, WORLD_SIZE.* must be set: PMIx"),
     ],
 )
-def test_seat_errors(environment: dict[str, str], message: str) -> None:
+def test_launch_env_errors(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_launch_env(environment)
 
@@ -196,7 +196,7 @@ if here.rank == 0:
 def test_an_absent_rank_is_named() -> None:
     first = run_ranks(2, "-c", _CONNECT)[0]
     assert "waiting for rank 1, which may be building kernels" in first.stdout
-    assert "rank 1 of 2 did not come within 6 s (parallel.timeout_minutes)" in first.stdout
+    assert "rank 1 of 2 did not arrive within 6 s (parallel.timeout_minutes)" in first.stdout
 
 
 def test_the_environment_of_tests_has_no_launcher() -> None:

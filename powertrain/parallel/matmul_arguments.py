@@ -1,0 +1,51 @@
+"""Checks of the operands of products with collectives, and their dtype under autocast."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from powertrain.parallel.overlapped_products import MAX_WEIGHTS, Maybe, Tensors
+from powertrain.runtime import checks
+
+
+def checked_operands(op: str, x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> tuple[Tensor, list[Maybe]]:
+    """x in the weights' dtype under autocast, and weights and biases padded to MAX_WEIGHTS each."""
+    checks.require(x.dim() == 2, op, "x", "be [rows, features]", list(x.shape))
+    checks.require(0 < len(weights) <= MAX_WEIGHTS, op, "weight", f"be 1 to {MAX_WEIGHTS} tensors", len(weights))
+    checks.require(len(biases) == len(weights), op, "bias", f"have an entry per weight ({len(weights)})", len(biases))
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weights = x.to(dtype), [_cast(w, dtype) for w in weights]
+        biases = [None if bias is None else bias.to(dtype) for bias in biases]
+    checks.floating(op, x=x)
+    for w, bias in zip(weights, biases, strict=True):
+        if not _fits(x, w, bias):
+            _refuse(op, x, w, bias)
+    pad = [None] * (MAX_WEIGHTS - len(weights))
+    return x.contiguous(), [*weights, *pad, *biases, *pad]
+
+
+def _fits(x: Tensor, w: Tensor, bias: Maybe) -> bool:
+    if w.dim() != 2 or w.shape[1] != x.shape[1] or w.dtype is not x.dtype or w.device != x.device:
+        return False
+    return bias is None or (bias.shape == w.shape[:1] and bias.dtype is x.dtype and bias.device == x.device)
+
+
+def _refuse(op: str, x: Tensor, w: Tensor, bias: Maybe) -> None:
+    checks.require(w.dim() == 2, op, "weight", "be [features out, features in]", list(w.shape))
+    checks.shape(op, "weight", w, (w.shape[0], x.shape[1]), "features out, x's features")
+    checks.shape(op, "bias", bias, (w.shape[0],), "the weight's first dim")
+    checks.same_device(op, "x", x, weight=w, bias=bias)
+    for name, t in (("weight", w), ("bias", bias)):
+        good = t is None or t.dtype is x.dtype
+        got = t if t is None else checks.name(t.dtype)
+        checks.require(good, op, name, f"have x's dtype {checks.name(x.dtype)}", got)
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in autocast's dtype, with the `main_grad` that it may have."""
+    cast, main = weight.to(dtype), getattr(weight, "main_grad", None)
+    if main is not None:
+        cast.main_grad = main  # type: ignore[attr-defined]
+    return cast

@@ -1,0 +1,156 @@
+"""Products of one rank's rows at a time, overlapped with their transfers, and the gradients of their weights."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powertrain.parallel.cost_model import Product
+from powertrain.parallel.overlap import Overlap, find
+from powertrain.parallel.transport.base import AllGatherHandle, RowCounts
+from powertrain.parallel.transport.collective import Collected
+
+Tensors = Sequence[Tensor]
+Maybe = Tensor | None
+MAX_WEIGHTS = 3  # that share one all-gather: query, key and value
+
+
+def multiply(x: Tensor, w_t: Tensor, bias: Maybe, out: Tensor, *, add: bool = False) -> None:
+    """out = x w_t + bias, or out += x w_t."""
+    if add:
+        torch.addmm(out, x, w_t, out=out)
+    elif bias is None:
+        torch.mm(x, w_t, out=out)
+    else:
+        torch.addmm(bias, x, w_t, out=out)
+
+
+def gather_multiply(
+    x: Tensor, weights: Tensors, biases: Sequence[Maybe], rows: RowCounts, overlap: Overlap, ys: Tensors, *, keep: bool
+) -> AllGatherHandle:
+    """ys[i] = gather(x) weights[i]ᵀ + biases[i]; the caller finishes the handle. keep: it holds all rows of x."""
+    product = Product("gather", rows.total, sum(w.shape[0] for w in weights), x.shape[1], x.dtype)
+    choice = overlap.planner.choose(product)
+    if choice.way == "sequential":
+        collected = Collected(overlap.transport, x, rows)
+        for w, bias, y in zip(weights, biases, ys, strict=True):
+            multiply(collected.whole, w.T, bias, y)
+        return collected
+    fused = overlap.transport.fused(choice, x, weights, ys)
+    if fused is not None:
+        handle: AllGatherHandle = fused.all_gather_gemm(x, weights, biases, rows, ys, keep=keep)
+        return handle
+    gathering = overlap.transport.gather(x, rows, keep=keep)
+    multiply_gathered(gathering, weights, biases, rows, ys)
+    return gathering
+
+
+def multiply_gathered(
+    gathering: AllGatherHandle, weights: Tensors, biases: Sequence[Maybe], rows: RowCounts, ys: Tensors
+) -> None:
+    """ys[i] = gathered rows weights[i]ᵀ + biases[i], each rank's rows as they come."""
+    factors = [(w.T, bias, rows.split(y)) for w, bias, y in zip(weights, biases, ys, strict=True)]
+    # rank by rank, not weight by weight: all products of the rows that are here hide the transfer of the next
+    for rank in gathering.order:
+        part = gathering.wait(rank)
+        for w_t, bias, y in factors:
+            multiply(part, w_t, bias, y[rank])
+
+
+def multiply_scatter(
+    xs: Tensors, weights: Tensors, bias: Maybe, rows: RowCounts, overlap: Overlap, meanwhile: Any = None
+) -> Tensor:
+    """scatter(sum over ranks and i of xs[i] weights[i]ᵀ) + bias. `meanwhile` is called before the sum is waited for."""
+    width, depth = weights[0].shape[0], sum(x.shape[1] for x in xs)
+    product = Product("scatter", rows.total, width, depth, xs[0].dtype)
+    choice = overlap.planner.choose(product)
+    if choice.way == "sequential":
+        whole = xs[0].new_empty((rows.total, width))
+        for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
+            multiply(x, w.T, None, whole, add=i > 0)
+        y = overlap.transport.reduce_scatter(whole, rows)
+        if meanwhile is not None:
+            meanwhile()
+        return y if bias is None else y + bias
+    scattering = overlap.transport.scatter(xs[0], rows, width)
+    terms = [(rows.split(x), w.T) for x, w in zip(xs, weights, strict=True)]
+    # parts for other ranks come first, so that their transfers run behind the later products
+    for rank in scattering.order:
+        part = scattering.part(rank)
+        for i, (parts, w_t) in enumerate(terms):
+            multiply(parts[rank], w_t, None, part, add=i > 0)
+        scattering.send(rank)
+    if meanwhile is not None:
+        meanwhile()
+    return scattering.reduce(bias)
+
+
+def marks_broken(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks the transport broken if a call fails half-way: a later call must not receive its rows."""
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            find(next(arg for arg in args if isinstance(arg, str))).transport.mark_broken(error)
+            raise
+
+    return call
+
+
+def weight_grad(dy: Tensor, x: Tensor, weight: Tensor, into_main: bool) -> Maybe:
+    """dyᵀ x; or, where the weight has a main_grad, None: it is added there, in its dtype."""
+    main = getattr(weight, "main_grad", None)
+    if main is None or not into_main:
+        return dy.T @ x
+    # one product of 16-bit operands added in float32; the general form would cast both operands first
+    if dy.is_cuda and main.dtype is torch.float32 and dy.dtype is not torch.float32:
+        torch.addmm(main, dy.T, x, out_dtype=torch.float32, out=main)
+    else:
+        main.addmm_(dy.T.to(main.dtype), x.to(main.dtype))
+    return None
+
+
+def gradient_of(weight: Tensor, dw: Maybe) -> Tensor:
+    """The tensor that holds a weight's gradient: invalid once a peer was lost."""
+    grad: Tensor = weight.main_grad if dw is None else dw  # type: ignore[attr-defined]
+    return grad
+
+
+def save_for_backward(ctx: Any, x: Tensor, *weights: Maybe) -> None:
+    """For backward: keeps main_grads, which hooks on saved tensors would lose."""
+    ctx.save_for_backward(x, *weights)
+    ctx.mains = [getattr(w, "main_grad", None) for w in weights]
+    # a traced weight has none, and the graph must return gradients when it runs on weights that have one
+    ctx.into_main = any(main is not None for main in ctx.mains)
+    ctx.set_materialize_grads(False)
+
+
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    for w, main in zip(weights, ctx.mains, strict=True):
+        # hooks on saved tensors (offloading, FSDP) return other objects, without the attribute
+        if main is not None:
+            w.main_grad = main
+    return x, *weights
+
+
+def multiply_all_reduce(xs: Tensors, weights: Tensors, bias: Maybe, overlap: Overlap, meanwhile: Any = None) -> Tensor:
+    """A reduce-scatter of the products, then an all-gather of the sums."""
+    count, size = xs[0].shape[0], overlap.size
+    rows = RowCounts(tuple(count // size + (rank < count % size) for rank in range(size)))
+    mine = multiply_scatter(xs, weights, bias, rows, overlap, meanwhile)
+    return overlap.transport.all_gather(mine, rows)
+
+
+def pairs_with_grad(tensors: Sequence[Maybe]) -> list[tuple[int, Tensor, Tensor]]:
+    """(i, weight, dy) of (w0, w1, w2, dy0, dy1, dy2); compiled, absent weights may have a dy, which is empty."""
+    pairs = zip(tensors[:MAX_WEIGHTS], tensors[MAX_WEIGHTS:], strict=True)
+    return [(i, w, dy) for i, (w, dy) in enumerate(pairs) if w is not None and dy is not None]
+
+
+def present(*tensors: Maybe) -> list[Tensor]:
+    return [t for t in tensors if t is not None]

@@ -1,0 +1,82 @@
+"""Data and tokenizer of a GPT-NeoX config, translated to ours."""
+
+from typing import Any
+
+from powertrain.train.config.neox_source import NeoXKeys
+
+
+def data(keys: NeoXKeys) -> dict[str, Any]:
+    keys.choice("data_impl", "infer", {"infer": None, "mmap": None},
+                {"cached": "an old format; write the data again with `powertrain preprocess`"})  # fmt: skip
+    keys.choice("dataset_impl", "gpt2", {"gpt2": None}, dict.fromkeys(("pairwise", "online"), "use gpt2"))
+    apart = "use packed; data.document_mask (ours) keeps documents apart"
+    keys.choice("pack_impl", "packed", {"packed": None}, {"pack_until_overflow": apart, "unpacked": apart})
+    split = keys.get("split", "969, 30, 1")
+    return {
+        **_sources(keys),
+        "split": split,
+        "tokenizer": tokenizer(keys),
+        "vocab_multiple": keys.number("make_vocab_size_divisible_by", 128, above=0),
+        "eod_mask_loss": keys.get("eod_mask_loss", False),
+        "weight_by_num_documents": keys.get("weight_by_num_documents", False),
+        "weighted_sampler_alpha": keys.get("weighted_sampler_alpha", 1.0),
+        "num_workers": keys.number("num_workers", 2, least=0),
+    }
+
+
+_PARTS = {"train": "train", "valid": "validation", "test": "test"}
+
+
+def _sources(keys: NeoXKeys) -> dict[str, Any]:
+    single = keys.get("data_path")
+    given = [part for part in _PARTS if keys.get(f"{part}_data_paths") is not None]
+    if single is not None and given:
+        keys.wrong(("data_path",), f"must not stand beside {given[0]}_data_paths")
+    if given and len(given) < 3:
+        missing = ", ".join(f"{part}_data_paths" for part in _PARTS if part not in given)
+        keys.wrong((f"{given[0]}_data_paths",), f"must come with {missing}")
+    if given:
+        return {ours: _blend(keys, part) for part, ours in _PARTS.items()}
+    if single is None:
+        keys.wrong(("data_path",), "must be given, or train_data_paths, valid_data_paths and test_data_paths;"
+                   " GPT-NeoX's examples keep it in a second file, such as local_setup.yml")  # fmt: skip
+    for part in _PARTS:
+        for key in (f"{part}_data_weights", f"{part}_label_data_paths"):
+            if keys.get(key) is not None:
+                keys.wrong((key,), f"must come with {part}_data_paths")
+    return {"train": [{"path": single}]}
+
+
+def _blend(keys: NeoXKeys, part: str) -> list[dict[str, Any]]:
+    paths = keys.get(f"{part}_data_paths", [])
+    weights = keys.get(f"{part}_data_weights", [1.0] * len(paths))
+    labels = keys.get(f"{part}_label_data_paths", [None] * len(paths))
+    for name, values in ((f"{part}_data_weights", weights), (f"{part}_label_data_paths", labels)):
+        if len(values) != len(paths):
+            keys.wrong((name,), f"must have as many entries as {part}_data_paths ({len(paths)}), got {len(values)}")
+            return []
+    if keys.get("weight_by_num_documents"):
+        keys.add_row(f"{part}_data_weights", "ignored", "weight_by_num_documents overrides weights, in GPT-NeoX too")
+    return [
+        {"path": path, "weight": weight, "labels": label}
+        for path, weight, label in zip(paths, weights, labels, strict=True)
+    ]
+
+
+_TOKENIZERS = {name: name for name in ("GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer")}
+_OTHER_TOKENIZERS = dict.fromkeys(
+    ("SPMTokenizer", "TiktokenTokenizer"), "convert it to a tokenizer.json and name it with HFTokenizer and vocab_file"
+)
+
+
+def tokenizer(keys: NeoXKeys) -> str:
+    kind = keys.choice("tokenizer_type", "GPT2BPETokenizer", _TOKENIZERS, _OTHER_TOKENIZERS)
+    if kind == "CharLevelTokenizer":
+        return "CharLevelTokenizer"
+    vocab, merges = keys.get("vocab_file"), keys.get("merge_file")
+    if keys.missing and vocab is None:  # the tokenizer's type is refused already
+        return "CharLevelTokenizer"
+    if vocab is None or (merges is None and kind == "GPT2BPETokenizer"):
+        missing = "vocab_file" if vocab is None else "merge_file"
+        keys.wrong((missing,), f"must be given for {kind}")
+    return f"gpt2:{vocab}:{merges}" if kind == "GPT2BPETokenizer" else str(vocab)

@@ -1,0 +1,203 @@
+"""Model of a GPT-NeoX config, translated to ours. Facts as in neox.py."""
+
+import math
+from typing import Any
+
+from powertrain.train.config.neox_data import tokenizer
+from powertrain.train.config.neox_source import NeoXKeys, is_kind
+from powertrain.train.data.tokenizer import load_tokenizer, padded_vocab_size
+
+_ACTIVATIONS = {
+    "gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu", "geglu": "geglu", "reglu": "reglu",
+    "swiglu": "swiglu",
+}  # fmt: skip
+_OTHER_ACTIVATIONS = dict.fromkeys(("softsign", "mish", "bilinear", "glu"), f"use one of {', '.join(_ACTIVATIONS)}")
+_GATED = ("geglu", "reglu", "swiglu")
+_NORMS = {"layernorm": "layer_norm", "te_layernorm": "layer_norm", "rmsnorm": "rms_norm", "te_rmsnorm": "rms_norm"}
+_INITS = {
+    name: name
+    for name in (
+        "normal", "scaled_normal", "orthogonal", "xavier_uniform", "xavier_normal", "wang_init", "small_init",
+        "single_residual_scaled_normal",
+    )
+}  # fmt: skip
+_NO_SCALED_ORTHOGONAL = {"scaled_orthogonal": "use orthogonal, or scaled_normal"}
+
+
+def model(keys: NeoXKeys) -> dict[str, Any]:
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
+        if keys.get(name) is None:
+            keys.wrong((name,), "must be given")
+    _attention_types(keys)
+    _only_one(keys, "moe_num_experts", "use model.architecture deepseek (ours), or 1")
+    unique = keys.get("num_unique_layers")
+    if unique is not None and unique != keys.get("num_layers"):
+        keys.unsupported("num_unique_layers", unique, "remove it; every layer has its own parameters")
+    llama = "write activation: swiglu, use_bias_in_mlp: false and intermediate_size, as GPT-NeoX does now"
+    keys.choice("mlp_type", "regular", {"regular": None}, {"llama": llama, "identity": "every layer has an MLP"})
+    norm = keys.choice("norm", "layernorm", _NORMS, {"scalenorm": "use layernorm or rmsnorm"})
+    is_layer_norm = norm == "layer_norm"
+    window = keys.number("sliding_window_width", above=-1)
+    return {
+        "architecture": "gpt_neox",
+        "vocab_size": _vocab_size(keys),
+        "hidden_size": keys.get("hidden_size"),
+        "num_layers": keys.get("num_layers"),
+        "num_heads": keys.get("num_attention_heads"),
+        "num_kv_heads": keys.get("num_kv_heads"),
+        "max_position_embeddings": keys.get("max_position_embeddings"),
+        "tie_embeddings": not keys.get("no_weight_tying", False),
+        "norm": norm,
+        "norm_eps": keys.get("layernorm_epsilon", 1e-5) if is_layer_norm else keys.get("rms_norm_epsilon", 1e-8),
+        "norm_bias": is_layer_norm and keys.get("use_bias_in_norms", True),
+        "attention_bias": keys.get("use_bias_in_attn_linear", True),
+        "mlp_bias": keys.get("use_bias_in_mlp", True),
+        **_mlp(keys),
+        **_positions(keys),
+        "parallel_residual": keys.get("gpt_j_residual", False),
+        "shared_norm": keys.get("gpt_j_residual", False) and keys.get("gpt_j_tied", False),
+        "sliding_window": None if window is None else window + 1,
+        "hidden_dropout": keys.get("hidden_dropout", 0.0),
+        "attention_dropout": keys.get("attention_dropout", 0.0),
+        "init_method": keys.choice("init_method", "normal", _INITS, _NO_SCALED_ORTHOGONAL),
+        "output_init_method": keys.choice("output_layer_init_method", "scaled_normal", _INITS, _NO_SCALED_ORTHOGONAL),
+        "init_std": keys.get("init_method_std", 0.02),
+    }
+
+
+def _only_one(keys: NeoXKeys, key: str, todo: str) -> None:
+    if keys.get(key, 1) > 1:
+        keys.unsupported(key, keys.get(key), todo)
+
+
+def _positions(keys: NeoXKeys) -> dict[str, Any]:
+    known = {name: name for name in ("rotary", "learned", "alibi", "none")}
+    refused = dict.fromkeys(("sinusoidal", "rpe"), f"use one of {', '.join(known)}")
+    kind = keys.choice("pos_emb", "learned", known, refused)
+    if kind != "rotary":
+        for key in ("rotary_pct", "rotary_emb_base"):
+            keys.add_row(key, "ignored", f"pos_emb is {kind}")
+    pct = keys.number("rotary_pct", 1.0, above=0)
+    if pct > 1:
+        keys.wrong(("rotary_pct",), f"must be at most 1, got {pct!r}")
+        pct = 1.0
+    return {"position_embedding": kind, "rotary_pct": pct, "rope_theta": keys.get("rotary_emb_base", 10000)}
+
+
+def _mlp(keys: NeoXKeys) -> dict[str, Any]:
+    """activation and width: gated MLPs get two thirds of intermediate_size, so that both kinds have as many weights."""
+    name = str(keys.get("activation", "gelu")).lower()
+    kind = keys.choice("activation", "gelu", _ACTIVATIONS, _OTHER_ACTIVATIONS)
+    if name == "gelu" and keys.get("bias_gelu_fusion"):
+        kind = "gelu_tanh"
+        keys.add_row(
+            "bias_gelu_fusion", "changes numerics", "GELU becomes its tanh approximation, as in GPT-NeoX; false: erf"
+        )
+    elif keys.get("bias_gelu_fusion"):
+        keys.add_row("bias_gelu_fusion", "mapped", f"no effect with activation {name}, as in GPT-NeoX")
+    width = keys.number("intermediate_size", above=0)
+    factor = keys.number("expansion_factor", above=0)
+    if width is not None and factor is not None:
+        keys.wrong(("expansion_factor",), "must not stand beside intermediate_size")
+    hidden = keys.get("hidden_size") or 1
+    width = width or (int(factor * hidden) if factor else 4 * hidden)
+    return {"activation": kind, "intermediate_size": _mlp_width(keys, width, name in _GATED)}
+
+
+def _mlp_width(keys: NeoXKeys, width: int, gated: bool) -> int:
+    """GPT-NeoX rounds the first matrix's rows to 2m, the second's columns to m; they must fit each other."""
+    m = int(keys.number("mlp_multiple_of", 1, above=0))
+    rows = int(width * 2 / 3) if gated else width
+    columns = rows // 2 if gated else rows
+    rows = math.ceil(rows / (2 * m)) * 2 * m
+    columns = math.ceil(columns / m) * m
+    if (rows // 2 if gated else rows) != columns:
+        key = next((k for k in ("intermediate_size", "expansion_factor") if k in keys.values), "hidden_size")
+        words = f"makes an MLP of {rows} rows into {columns} columns in GPT-NeoX, which do not fit"
+        keys.wrong((key,), f"{words}; use a multiple of {6 * m if gated else 2 * m}")
+        return 1
+    if gated:
+        words = f"model.intermediate_size {columns}: gated, so two thirds of {width} in two matrices"
+        keys.add_row("intermediate_size", "mapped", words, width)
+    return int(columns)
+
+
+_OTHER_ATTENTION = (
+    "local",
+    "sparse_fixed",
+    "sparse_variable",
+    "bigbird",
+    "bslongformer",
+    "gmlp",
+    "amlp",
+    "rwkv",
+    "mamba",
+)
+
+
+def _attention_types(keys: NeoXKeys) -> None:
+    config = keys.get("attention_config")
+    layers = keys.get("num_layers")
+    if config is None or not isinstance(layers, int):
+        return
+    try:
+        kinds = _expanded(config, layers)
+    except ValueError as error:
+        keys.wrong(("attention_config",), str(error))
+        return
+    others = sorted({kind for kind in kinds if kind not in ("global", "flash")})
+    if others and set(others) <= set(_OTHER_ATTENTION):
+        keys.unsupported(
+            "attention_config", ", ".join(others), f'use [[["flash"], {layers}]]; sliding_window_width is a local one'
+        )
+    elif others:
+        keys.wrong(("attention_config",), f"must name global or flash layers, got {', '.join(others)}")
+    elif len(kinds) != layers:
+        keys.wrong(("attention_config",), f"must have {layers} layers (num_layers), got {len(kinds)}")
+
+
+def _expanded(config: list[Any], layers: int) -> list[str]:
+    """[[["global", "flash"], 6]] and ["global", ...] as a name for each layer; "all" repeats to the end."""
+    if all(isinstance(item, str) for item in config):
+        return list(config)
+    kinds: list[str] = []
+    for item in config:
+        if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], list) and item[0]):
+            raise ValueError(f'must be a list such as [[["flash"], {layers}]], got {config!r}')
+        names, count = item
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(f"must name layer types, got {names!r}")
+        if count == "all":
+            count = max(layers - len(kinds), 0) // len(names)
+        if not is_kind(count, "int") or not 0 <= count <= layers:
+            raise ValueError(f'must repeat types 0 to {layers} times or "all", got {count!r}')
+        kinds += names * count
+    return kinds
+
+
+_GPT2_VOCABULARY = 50257
+
+
+def _vocab_size(keys: NeoXKeys) -> int:
+    """Rows of the embedding: the tokenizer's vocabulary padded to make_vocab_size_divisible_by * tensor parallel."""
+    if keys.get("padded_vocab_size") is not None:
+        return int(keys.number("padded_vocab_size", 1, above=0))
+    multiple = keys.number("make_vocab_size_divisible_by", 128, above=0)
+    size, where = _vocabulary(keys)
+    padded = padded_vocab_size(size, multiple, max(keys.get("model_parallel_size", 1), 1))
+    keys.add_row("make_vocab_size_divisible_by", "honoured", f"{size} tokens ({where}), padded to {padded}", multiple)
+    return padded
+
+
+def _vocabulary(keys: NeoXKeys) -> tuple[int, str]:
+    """The tokenizer's number of ids, and where that is known from."""
+    name = tokenizer(keys)
+    try:
+        return load_tokenizer(name).vocab_size, name
+    except FileNotFoundError as error:
+        if name.startswith("gpt2:"):
+            return _GPT2_VOCABULARY, f"GPT-2's, assumed: {error}"
+        keys.wrong(("vocab_file",), f"must exist, or padded_vocab_size be given: {error}")
+    except (ValueError, OSError) as error:
+        keys.wrong(("vocab_file",), f"must be a tokenizer: {error}")
+    return 1, name

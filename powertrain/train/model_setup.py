@@ -1,0 +1,62 @@
+"""The model of a run: built, sharded and initialized on its device, and cast to the precision of the run."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from powertrain.models import build
+from powertrain.models.parallelize import parallelize
+from powertrain.parallel.overlap import Overlap
+from powertrain.train.config.schema import RunConfig
+from powertrain.train.optim import DTYPES, Optimizer
+from powertrain.train.ranks import Ranks
+
+
+def build_model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | None]:
+    """(model, overlap): the model on the device, in float32, initialized, sharded if there are several ranks.
+
+    overlap   of the tensor ranks; None if there is one
+    """
+    # on the meta device until it is sharded: no rank allocates the whole model
+    model, overlap = build(config.model), None
+    for block in model.layers:
+        block.recompute = config.train.activation_checkpointing
+    if ranks.mesh is not None:
+        overlap = parallelize(
+            model, ranks.mesh, param_dtype=DTYPES[config.train.precision],
+            reduce_dtype=DTYPES[config.train.reduce_dtype],
+            reshard_after_forward=config.parallel.reshard_after_forward, transport=config.parallel.transport,
+            expert=config.parallel.expert,
+        )  # fmt: skip
+    model.to_empty(device=ranks.device)
+    model.init_weights(config.train.seed)
+    return model.train(), overlap
+
+
+def to_low_precision(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ranks) -> None:
+    """Compute in 16 bits if configured and not done by FSDP; the float32 weights become masters."""
+    dtype = DTYPES[config.train.precision]
+    if dtype is torch.float32 or ranks.mesh is not None:
+        return
+    # the float32 values before rounding: masters made from 16-bit weights would lose them
+    full = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.to(dtype)
+    masters = optimizer.tensors()
+    for name, values in full.items():
+        masters[f"model.{name}"].copy_(values)
+    if config.train.gradient_accumulation_steps > 1:
+        for p in model.parameters():
+            p.grad_dtype = torch.float32
+
+
+def set_gradient_sync(model: Any, last: bool) -> None:
+    """FSDP reduces gradients with the last micro-batch only."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(last)
+
+
+def balance_experts(model: Any, ranks: Ranks) -> None:
+    """A model with experts moves its routers' biases after every step, by the loads that all ranks saw."""
+    if hasattr(model, "balance"):
+        model.balance(torch.distributed.group.WORLD if ranks.world_size > 1 else None)
