@@ -95,9 +95,9 @@ def with_flash_3(model: Any) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
-    AttentionInterface.register("benchmark_flash_3", flash_3)
-    AttentionMaskInterface.register("benchmark_flash_3", flash_attention_mask)
-    model.set_attn_implementation("benchmark_flash_3")
+    AttentionInterface.register("benchmark_fa3", flash_3)
+    AttentionMaskInterface.register("benchmark_fa3", flash_attention_mask)
+    model.set_attn_implementation("benchmark_fa3")
 
 
 @torch.compiler.disable
@@ -179,7 +179,8 @@ def measure(
             torch._dynamo.reset()
             model = torch.compile(model, dynamic=False)
         for size in sizes:
-            tokens = torch.randint(1000, (1, size), device="cuda")
+            # of the whole vocabulary: Inductor adds gradients of one token's embedding one after the other
+            tokens = torch.randint(model.config.vocab_size, (1, size), device="cuda")
             run = step(model, tokens)
             for _ in range(3):
                 run()
