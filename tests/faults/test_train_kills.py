@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,6 +183,72 @@ def test_a_worker_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, capfd: py
     with pytest.raises(UnreadableSample, match=f"data worker {worker.pid} has not answered for"):
         list(read)
     assert f"worker {worker.pid} has not answered" in capfd.readouterr().err
+
+
+class Large(Numbers):
+    """Samples larger than a pipe holds: their worker stops in the middle of sending until somebody reads."""
+
+    def sample(self, index: int) -> Sample:
+        return Sample(np.full(100_000, index), np.full(100_000, index), None)
+
+
+def stopped_in_sending(read: Iterator[Any]) -> psutil.Process:
+    """After the first batch: the worker, which has sent a part of the next one, stopped."""
+    next(read)
+    (worker,) = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
+    time.sleep(0.5)  # the pipe is full by then
+    worker.suspend()
+    return worker
+
+
+def test_a_worker_that_stops_in_the_middle_of_sending_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workers, "_QUIET", 0.5)
+    monkeypatch.setattr(workers, "_PATIENCE", 2.0)
+    read = batches(Large(20), micro_batch_size=2, num_workers=1)
+    worker = stopped_in_sending(read)
+    started = time.monotonic()
+    with pytest.raises(UnreadableSample, match=f"samples 2 to 3 .* data worker {worker.pid} has not answered for"):
+        list(read)
+    assert time.monotonic() - started < 60
+    assert f"worker {worker.pid} has not answered" in capfd.readouterr().err
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "killed"])
+def test_a_worker_that_stopped_for_a_while_in_sending_loses_no_sample(goes_on: bool) -> None:
+    read = batches(Large(12), micro_batch_size=2, num_workers=1)
+    worker = stopped_in_sending(read)
+    later = threading.Timer(1.0, worker.resume if goes_on else worker.kill)
+    later.start()
+    assert rows(read) == list(range(2, 12))
+    later.join()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_message_arrives_in_any_parts(seed: int) -> None:
+    chance = random.Random(seed)
+    wanted = [os.urandom(chance.choice([0, 1, 100, 5000])) for _ in range(5)]
+    ours, theirs = os.pipe()
+    for value in wanted:
+        workers._Message.send(theirs, value)
+    os.close(theirs)
+    data = b"".join(iter(lambda: os.read(ours, 1 << 16), b""))
+    os.close(ours)
+    got, message = [], workers._Message()
+    while data:
+        ours, theirs = os.pipe()
+        part, data = data[: (cut := chance.choice([1, 3, 8, 9, 700]))], data[cut:]
+        os.write(theirs, part)
+        os.close(theirs)
+        try:
+            while True:
+                if message.read(ours):
+                    got.append(message.take())
+        except EOFError:
+            os.close(ours)
+    assert got == wanted
 
 
 # ---- a kill between any two steps of writing a checkpoint
