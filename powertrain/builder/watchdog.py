@@ -2,8 +2,8 @@
 
 Started as `python -IS watchdog.py` with a pipe from the builder, which says as the build goes on
 
+    mark TEXT        in the environment of its processes; said before the first one starts
     session N        the build's first process leads this session
-    mark TEXT        in the environment of its processes
     seen PID START   a process that it has: one that left the session and cleared its environment is known by this
 
 and, at a normal end, "over". An end of file before that means that the builder died. A process is the build's
@@ -19,6 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_STARTING = 1.0  # seconds that a process takes at most from its fork to its own environment
 GIVE_UP = 10.0  # seconds after which a process that SIGKILL does not end (it waits for a disk) is left
 
 
@@ -107,8 +108,11 @@ def main() -> None:
             mark = rest[0]
         elif word == "seen":
             seen[int(rest[0])] = int(rest[1])
-    deadline = time.monotonic() + GIVE_UP
-    while session and signal_all(of_build(session, mark, seen)) and time.monotonic() < deadline:
+    if not mark:
+        return
+    now = time.monotonic()
+    deadline, least = now + GIVE_UP, now + (0.0 if session else _STARTING)
+    while (signal_all(of_build(session, mark, seen)) or time.monotonic() < least) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 

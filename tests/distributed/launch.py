@@ -101,6 +101,7 @@ def start(
 
 def _run(command: tuple[str, ...], environment: dict[str, str], said: str, new_session: bool) -> None:
     """In the new process: a module as `python -m` runs it, exit functions included."""
+    multiprocessing.set_start_method(None, force=True)  # the default, not the server
     if new_session:
         os.setsid()
     os.chdir(ROOT)
@@ -110,11 +111,16 @@ def _run(command: tuple[str, ...], environment: dict[str, str], said: str, new_s
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    module, *sys.argv[1:] = command
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        run_module(command)
     finally:
         atexit._run_exitfuncs()
+
+
+def run_module(command: tuple[str, ...]) -> None:
+    """`python -m COMMAND` in this process."""
+    module, *sys.argv[1:] = command
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def run_ranks(

@@ -16,9 +16,9 @@ from tests.distributed.launch import Started, clean_environment
 DEADLINE = 120.0
 
 
-def start(folder: Path, *command: str) -> Started:
-    """`python -m COMMAND` in a process group of its own; what it says goes to FOLDER/said."""
-    return launch.start(("-m", *command), clean_environment(), folder / "said", new_session=True)
+def start(folder: Path, *command: str, fresh: bool = False) -> Started:
+    """`python -m COMMAND` in a process group of its own; what it says goes to FOLDER/said. See launch.start."""
+    return launch.start(("-m", *command), clean_environment(), folder / "said", new_session=True, fresh=fresh)
 
 
 def said(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -25,19 +26,21 @@ from powertrain.train.reporting.metrics import read_metrics
 from tests.faults.processes import end, left_of, said, start, wait_for, weights
 from tests.train.tiny_run import At, open_trainer, write_config
 
-STEPS = 40
+STEPS = 24
 SETTINGS = (
     f"train.steps={STEPS}", "checkpoint.every=3", "checkpoint.keep_last=2", "checkpoint.asynchronous=true",
     "evaluation.every=0", "data.num_workers=2", "logging.report=false",
 )  # fmt: skip
 
 
-def command(folder: Path, *more: str, ranks: int = 1) -> tuple[str, ...]:
+def command(folder: Path, *more: str, ranks: int = 1, torchrun: bool = False) -> tuple[str, ...]:
     config = str(folder / "tiny.yml")
     train = ("powertrain", "train", config, *SETTINGS, *more)
     if ranks == 1:
         return train
-    return ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", *train)
+    if torchrun:
+        return ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", *train)
+    return ("tests.distributed.fork_ranks", str(ranks), *train)
 
 
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -102,7 +105,9 @@ ENDINGS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"]
 def test_a_signal_to_the_whole_group_saves_once(tmp_path: Path, number: str, times: int, ranks: int) -> None:
     """Data workers are in the group too; torchrun, a terminal and systemd send it more than once."""
     write_config(tmp_path)
-    process = start(tmp_path, *command(tmp_path, "train.steps=100000", "checkpoint.every=0", ranks=ranks))
+    process = start(
+        tmp_path, *command(tmp_path, "train.steps=100000", "checkpoint.every=0", ranks=ranks, torchrun=True)
+    )
     wait_for(lambda: steps_of(tmp_path) >= 5, tmp_path, process)
     for _ in range(times):
         try:
@@ -146,6 +151,12 @@ class Numbers:
         return Sample(np.full(4, index), np.full(4, index), None)
 
 
+def data_workers() -> list[psutil.Process]:
+    """Those that live; a test starts other processes as well."""
+    named = [child for child in multiprocessing.active_children() if child.name == "powertrain-data"]
+    return [psutil.Process(child.pid) for child in named]
+
+
 def rows(read: Iterator[Any]) -> list[int]:
     return [n for batch in read for n in batch.tokens[:, 0].tolist()]
 
@@ -156,12 +167,11 @@ def test_killed_workers_are_replaced_and_no_sample_is_lost(seed: int, capfd: pyt
     for batch in batches(Numbers(400), micro_batch_size=2, num_workers=3):
         seen += batch.tokens[:, 0].tolist()
         if chance.random() < 0.02 and killed < 6:
-            mine = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
-            chance.choice(mine).kill()
+            chance.choice(data_workers()).kill()
             killed += 1
     assert seen == list(range(400)) and killed
     assert capfd.readouterr().err.count("its samples again") >= 1
-    assert not [c for c in psutil.Process().children() if c.name().startswith("python") and c.status() != "zombie"]
+    assert not data_workers()
 
 
 def test_a_worker_that_dies_twice_is_forgiven_and_three_times_named(tmp_path: Path) -> None:
@@ -178,7 +188,7 @@ def test_a_worker_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, capfd: py
     monkeypatch.setattr(workers, "_PATIENCE", 2.0)
     read = batches(Numbers(20), micro_batch_size=2, num_workers=1)
     next(read)
-    (worker,) = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
+    (worker,) = data_workers()
     worker.suspend()
     with pytest.raises(UnreadableSample, match=f"data worker {worker.pid} has not answered for"):
         list(read)
@@ -195,7 +205,7 @@ class Large(Numbers):
 def stopped_in_sending(read: Iterator[Any]) -> psutil.Process:
     """After the first batch: the worker, which has sent a part of the next one, stopped."""
     next(read)
-    (worker,) = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
+    (worker,) = data_workers()
     time.sleep(0.5)  # the pipe is full by then
     worker.suspend()
     return worker
