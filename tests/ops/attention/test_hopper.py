@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from powertrain.ops.attention import attention, varlen_attention
+from powertrain.ops.attention import attention, select, varlen_attention
 from powertrain.ops.attention.backends import versions
 from powertrain.ops.attention.hopper import backend as hopper_backend
 from powertrain.runtime.compile.service import Spec, entry_for
@@ -309,8 +309,9 @@ def test_expanded_heads_are_read_once() -> None:
 @pytest.mark.parametrize("cudnn", [0, versions.USUAL_CUDNN])
 def test_backward_is_hoppers_cudnns_or_tritons(cudnn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine has: cuDNN differentiates 192/128 where it is there, Triton where not."""
-    # not `assume`, which autograd's threads do not see
+    # not `assume`, which autograd's threads do not see; decisions are made once for a process's software
     monkeypatch.setattr(versions, "_here", lambda: versions.Installed((2, 11), True, cudnn))
+    monkeypatch.setattr(select, "_decisions", {})
 
     def launched(dims: tuple[int, int]) -> set[str]:
         with any_order(), record("sm_90") as wanted:
