@@ -1,4 +1,4 @@
-"""CRC-32 of files: written when they are, compared before they are trusted. zlib's reads some 6 GB/s."""
+"""CRC-32 of files: written when they are, compared before they are trusted. zlib: 6 GB/s in memory, 4 from a file."""
 
 import json
 import os
