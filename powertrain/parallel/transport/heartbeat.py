@@ -112,15 +112,15 @@ class Heartbeat:
     def beat(self) -> None:
         """Tell the others that this rank lives. A store that is gone is no reason to fail: pids still tell."""
         self._beat += 1
+        if not self._has_store:
+            return
         with self._stored():
             self._store.set(f"beat {self.rank}", f"{self._beat} {self.calls}")
 
     @contextmanager
     def _stored(self) -> Iterator[None]:
-        """Around calls of the store, which end at its first failure: torch prints a stack at every later one."""
+        """Around calls of the store. None is made after one has failed: torch prints a stack at each."""
         try:
-            if not self._has_store:
-                raise dist.DistError("the store is gone")
             yield
         except dist.DistError:
             self._has_store = False
@@ -128,12 +128,16 @@ class Heartbeat:
     def broadcast_failure(self, why: str) -> None:
         """Tell the others that this rank's calls end in an error from now on."""
         self._failed = True
+        if not self._has_store:
+            return
         with self._stored():
             self._store.set(f"gave up {self.rank}", why)
             self._store.set("failure", "")
 
     def gave_up(self) -> str | None:
         """The rank that reported a failure, and its reason; None if there is none."""
+        if not self._has_store:
+            return None
         with self._stored():
             for peer in self.all if self._store.check(["failure"]) else ():
                 key = f"gave up {peer.rank}"
@@ -145,7 +149,7 @@ class Heartbeat:
 
     def wait_until_heard(self) -> None:
         """After a failure, where this process keeps the store: until the others have read it, failed too, or gone."""
-        if not self._failed or self._keeper != self.here:
+        if not self._failed or not self._has_store or self._keeper != self.here:
             return
         deadline, left = time.monotonic() + _FAREWELL, [peer for peer in self.all if peer.rank != self.rank]
         with self._stored():
@@ -159,6 +163,8 @@ class Heartbeat:
 
     def _heard(self, rank: int) -> tuple[int, int] | None:
         """(beat, calls) as last published."""
+        if not self._has_store:
+            return None
         with self._stored():
             key = f"beat {rank}"
             if self._store.check([key]):
