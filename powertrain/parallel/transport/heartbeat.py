@@ -105,6 +105,7 @@ class Heartbeat:
         self._beats: dict[int, tuple[int, float]] = {}
         self._beat = 0
         self._failed, self._learnt = False, 0.0
+        self._reason: str | None = None
         self._waits: tuple[str, int, float] | None = None  # description, call number, start time
         self._said: tuple[str, int, float] | None = None
         self.close = in_background(self, _beat)
@@ -136,16 +137,17 @@ class Heartbeat:
 
     def gave_up(self) -> str | None:
         """The rank that reported a failure, and its reason; None if there is none."""
-        if not self._has_store:
-            return None
+        if self._reason or not self._has_store:
+            return self._reason
         with self._stored():
             for peer in self.all if self._store.check(["failure"]) else ():
                 key = f"gave up {peer.rank}"
                 if peer.rank != self.rank and self._store.check([key]):
                     why = self._store.get(key).decode()
+                    self._reason = f"{peer} gave up: {why}"  # kept: once it is heard, the store may go
                     self._store.set(f"heard {self.rank}", "")
-                    return f"{peer} gave up: {why}"
-        return None
+                    break
+        return self._reason
 
     def wait_until_heard(self) -> None:
         """After a failure, where this process keeps the store: until the others have read it, failed too, or gone."""
