@@ -16,6 +16,9 @@ torch.set_num_threads(1)
 
 HAS_GPU = torch.cuda.is_available()
 
+# of cases that a GPU and plain PyTorch compute in milliseconds
+SLOW_IN_INTERPRETER = pytest.mark.slow if INTERPRET else ()
+
 
 @pytest.fixture(autouse=True)
 def seed() -> None:

@@ -25,4 +25,4 @@ def test_wheel(tmp_path: Path) -> None:
     assert tops == {"powertrain"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     entry = next(name for name in names if name.endswith("entry_points.txt"))
-    assert "powertrain = powertrain.cli:app" in zipfile.ZipFile(wheel).read(entry).decode()
+    assert "powertrain = powertrain.__main__:main" in zipfile.ZipFile(wheel).read(entry).decode()

@@ -255,6 +255,7 @@ class Builder:
         self.watchdog = subprocess.Popen(
             [sys.executable, "-IS", watchdog.__file__], stdin=subprocess.PIPE, start_new_session=True
         )
+        self._tell_watchdog(f"mark {self.mark}")  # before there is a process that could be left
         self.build = subprocess.Popen(
             verbose(self.plan.command),
             env=self.environment,
@@ -265,7 +266,6 @@ class Builder:
             preexec_fn=self.terminal.take if self.terminal else None,
         )
         self._tell_watchdog(f"session {self.build.pid}")
-        self._tell_watchdog(f"mark {self.mark}")
         assert self.build.stdout
         os.set_blocking(self.build.stdout.fileno(), False)
         self.selector.register(self.build.stdout, selectors.EVENT_READ)

@@ -2,8 +2,8 @@
 
 Started as `python -IS watchdog.py` with a pipe from the builder, which writes
 
+    mark TEXT        in the environment of its processes; written before the first one starts
     session N        the build's first process leads this session
-    mark TEXT        is in the environment of its processes
     seen PID START   a process of the build: identifies one that left the session and cleared its environment
 
 and, at a normal end, "over". End of file before that means that the builder died. A process belongs to the build by
@@ -19,6 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+# seconds that a process takes at most from its fork to its own environment
+_STARTING = 1.0
 # seconds after which a process that survives SIGKILL (it waits for a disk) is left
 GIVE_UP = 10.0
 
@@ -108,9 +110,12 @@ def main() -> None:
             mark = rest[0]
         elif word == "seen":
             seen[int(rest[0])] = int(rest[1])
+    if not mark:
+        return
+    now = time.monotonic()
+    deadline, least = now + GIVE_UP, now + (0.0 if session else _STARTING)
     # repeatedly: a process may fork between the listing and its signal
-    deadline = time.monotonic() + GIVE_UP
-    while session and signal_all(of_build(session, mark, seen)) and time.monotonic() < deadline:
+    while (signal_all(of_build(session, mark, seen)) or time.monotonic() < least) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 

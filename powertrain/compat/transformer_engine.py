@@ -68,7 +68,8 @@ class DotProductAttention(nn.Module):
         either causal; "causal,padding" and the like mean "padding_causal". "thd" takes only those with padding.
     attention_mask  bool, True where masked out. "arbitrary": broadcasts to [b, h, sq, skv]. With padding: [b, 1, 1, s],
         for cross attention a pair of them, any pattern; where positions count from the bottom right, padding is
-        at the end. As there, it is not looked at for other types, nor with cu_seqlens given.
+        at the end. As there, it is not looked at for other types, nor where cu_seqlens_q and _kv are given; where one
+        of them is, in a dense format, the other side's lengths are the mask's.
     cu_seqlens_q, cu_seqlens_kv  [b + 1] int32; "thd": where sequences begin, unless cu_seqlens_*_padded says so;
         others: their lengths, with padding at the end. As there, not looked at in dense formats for types without
         padding, nor cu_seqlens_*_padded for any type
@@ -81,7 +82,7 @@ class DotProductAttention(nn.Module):
     checkpoint_core_attention the same elements are dropped again in the recomputation.
     Raises ValueError, or NotImplementedError naming the argument and the nearest thing (context parallelism, KV cache,
     FP8, score_mod, return_max_logit).
-    Source: the documentation of transformer_engine.pytorch.DotProductAttention.
+    Source: the documentation of transformer_engine.pytorch.DotProductAttention, and its forward's rules for lengths.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class DotProductAttention(nn.Module):
         options["alibi_slopes"] = bias.pop("alibi_slopes", None)
         lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
         if layout == "thd":
-            options |= _packed(mask_type, attention_mask, lengths, max_seqlen_q, max_seqlen_kv, pad_between_seqs, bias)
+            options |= _packed(mask_type, lengths, max_seqlen_q, max_seqlen_kv, pad_between_seqs, bias)
         else:
             sizes = (q.shape[layout.index("s")], k.shape[layout.index("s")])
             _check_dense(layout, sizes, max_seqlen_q, max_seqlen_kv, pad_between_seqs)
@@ -332,7 +333,6 @@ def _default_slopes(q: Tensor) -> Tensor:
 
 def _packed(
     mask_type: str,
-    attention_mask: object,
     lengths: tuple[Tensor | None, ...],
     max_q: int | None,
     max_kv: int | None,
@@ -342,7 +342,6 @@ def _packed(
     """Arguments of varlen_attention for "thd"."""
     cu_q, cu_kv, cu_q_padded, cu_kv_padded = lengths
     checks.require("padding" in mask_type, _OP, "attn_mask_type", "have padding for qkv_format 'thd'", repr(mask_type))
-    checks.require(attention_mask is None, _OP, "attention_mask", "be None for 'thd' (cu_seqlens say it)", "a mask")
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_kv)):
         checks.require(x is not None, _OP, name, "be given for qkv_format 'thd'", None)
     padded = cu_q_padded is not None or cu_kv_padded is not None
@@ -380,21 +379,22 @@ def _masked(
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """The mask of a dense format as arguments of ours."""
-    given = cu_q is not None or cu_kv is not None
     if "padding" not in mask_type:
         return _arbitrary(mask, options.get("attn_bias")) if mask_type == "arbitrary" else {}
-    if given:
-        if cu_q is None or cu_kv is None:
-            checks.fail(_OP, "cu_seqlens_q and cu_seqlens_kv", "be given together", "one of them")
-        return {"query_lengths": cu_q.diff(), "key_lengths": cu_kv.diff()}
-    checks.require(mask is not None, _OP, "attention_mask", f"be given for {mask_type!r}, or cu_seqlens", None)
-    assert mask is not None
-    kept = [~x.flatten(1) for x in (mask if isinstance(mask, tuple) else (mask, mask))]
+    cu_seqlens = (cu_q, cu_kv)
+    if mask is None:
+        for name, cu in zip(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens, strict=True):
+            checks.require(cu is not None, _OP, f"attention_mask or {name}", f"be given for {mask_type!r}", None)
+    masks = mask if isinstance(mask, tuple) else (mask, mask)
+    kept = [None if x is None else ~x.flatten(1) for x in masks]
+    if cu_q is not None or cu_kv is not None:  # a side without one takes its mask's
+        lengths = [x.sum(1) if cu is None else cu.diff() for cu, x in zip(cu_seqlens, kept, strict=True)]  # type: ignore[union-attr]
+        return {"query_lengths": lengths[0], "key_lengths": lengths[1]}
     positional = options["window_size"] != (-1, -1) or options["alibi_slopes"] is not None
     if positional and options["causal_align"] == "bottom_right":
-        return {"query_lengths": kept[0].sum(1), "key_lengths": kept[1].sum(1)}
+        return {"query_lengths": kept[0].sum(1), "key_lengths": kept[1].sum(1)}  # type: ignore[union-attr]
     # as documents: 0 for every token and -1 for padding, which is masked, wherever it is
-    queries, keys = (x.to(torch.int32) - 1 for x in kept)
+    queries, keys = (x.to(torch.int32) - 1 for x in kept if x is not None)
     return {"document_ids": (queries, keys)}
 
 

@@ -26,8 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from powertrain.models.parallelize import check_context, check_expert, check_tensor
 from powertrain.parallel.transport.heartbeat import Heartbeat, PeerTimeout, listed
 from powertrain.runtime import tracing
+from powertrain.runtime.reading import one_line
 from powertrain.train import preflight
+from powertrain.train.agreement import is_on_all
 from powertrain.train.config.schema import ParallelConfig, RunConfig
+from powertrain.train.data.loader import UnreadableSample
 
 _QUIET = 5.0  # seconds a wait may take before a line names its reason
 # seconds that a process may take to disappear after its connections did
@@ -302,11 +305,12 @@ def arrange(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
     shape = mesh_shape(config.parallel, launch_env.world_size)
     mesh = init_device_mesh(launch_env.device.type, shape, mesh_dim_names=("replicate", "shard", "context", "tensor"))
     data = mesh["replicate", "shard"]._flatten("data")
+    agents = launch_env.rendezvous is None or launch_env.rendezvous.by_agent  # the store
     return Ranks(
         launch_env.device, launch_env.rank, launch_env.world_size, launch_env.local_rank, data.get_local_rank(),
         data.size(), mesh, data.get_group(),
         dist.new_group(backend="gloo", timeout=timedelta(minutes=config.parallel.timeout_minutes)),
-        Heartbeat(dist.distributed_c10d._get_default_group()),
+        Heartbeat(dist.distributed_c10d._get_default_group(), None if agents else 0),
     )  # fmt: skip
 
 
@@ -316,35 +320,54 @@ def disconnect(ranks: Ranks) -> None:
         ranks.peers.close()
     if ranks.world_size > 1:
         dist.destroy_process_group()
+    if ranks.peers is not None:
+        ranks.peers.wait_until_heard()
 
 
 @contextmanager
 def naming_lost_ranks(ranks: Ranks) -> Iterator[None]:
-    """PeerTimeout, in place of the collective's error, where a rank is gone: which, on which host, in which process."""
+    """PeerTimeout, in place of the collective's error, where a rank is gone: which, on which host, in which process.
+
+    An error of this rank alone is broadcast to the others, which name it in theirs.
+    """
     try:
         yield
-    except (RuntimeError, dist.DistError) as error:
-        lost = isinstance(error, dist.DistError) or _LOST.search(str(error))
-        why = _lost_ranks(ranks.peers) if ranks.peers is not None and lost else None
+    except Exception as error:
+        if ranks.peers is None:
+            raise
+        why = _lost_ranks(ranks.peers) if _may_be_of_another(error) else None
         if why is None:
+            if not is_on_all(error):
+                ranks.peers.broadcast_failure(one_line(error))
             raise
         raise PeerTimeout(
-            f"rank {ranks.rank}: training cannot go on: {why}: look at its output (killed, or out of memory?); "
+            f"rank {ranks.rank}: training cannot go on: {why}; "
             "started again, the run goes on from its newest checkpoint"
         ) from None
+
+
+def _may_be_of_another(error: Exception) -> bool:
+    """Whether it is what a collective raises when a rank is gone."""
+    if isinstance(error, (dist.DistError, PeerTimeout)):
+        return True
+    return (
+        isinstance(error, RuntimeError) and not isinstance(error, UnreadableSample) and bool(_LOST.search(str(error)))
+    )
 
 
 def _lost_ranks(peers: Heartbeat) -> str | None:
     """Given a moment to disappear; a survivor that ended for the same reason has reported it before."""
     deadline = time.monotonic() + _DYING
     while time.monotonic() < deadline:
+        time.sleep(0.05)  # its connections end before it does
+        gone = peers.gone()
         if reason := peers.reported_failure():
             return reason
-        if gone := peers.gone():
-            why = f"{listed(gone)} {'are' if len(gone) > 1 else 'is'} gone"
+        if gone:
+            are = "are" if len(gone) > 1 else "is"
+            why = f"{listed(gone)} {are} gone: look at its output (killed, or out of memory?)"
             peers.broadcast_failure(why)
             return why
-        time.sleep(0.05)
     return None
 
 

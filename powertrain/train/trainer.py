@@ -41,6 +41,8 @@ MOST_SKIPPED = 300
 class TrainingStopped(RuntimeError):
     """The loss or its gradients went bad; the message says at which step, on which samples, in which module."""
 
+    is_on_all = True  # every rank raises it
+
 
 @dataclass
 class Progress:

@@ -84,6 +84,34 @@ def test_dense_takes_cu_seqlens_with_every_mask(layout: str, mask_type: str) -> 
     same(lambda *x: module(*x, **cu, **padded), lambda *x: module(*x, **needed), _dense(layout))
 
 
+@pytest.mark.parametrize("sides", ["cu mask", "mask cu", "cu cu", "mask mask"])
+@pytest.mark.parametrize("mask_type", [m for m in MASKS if "padding" in m])
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+def test_each_side_has_its_lengths_from_cu_seqlens_or_its_mask(layout: str, mask_type: str, sides: str) -> None:
+    """As there: a side's cu_seqlens come before its mask."""
+    module = DotProductAttention(
+        4, (8, 6), num_gqa_groups=2, qkv_format=layout, attn_mask_type=mask_type, attention_type="cross"
+    )
+    given: dict[str, Any] = {}
+    masks = []
+    for side, (name, lengths, size) in zip(sides.split(), (("q", Q, 5), ("kv", KV, 6)), strict=True):
+        if side == "cu":
+            given[f"cu_seqlens_{name}"] = _cu(lengths)
+        wrong = [0] * 3 if side == "cu" else lengths  # not looked at
+        masks.append(torch.arange(size)[None, None, None] >= torch.tensor(wrong)[:, None, None, None])
+    cu = {"cu_seqlens_q": _cu(Q), "cu_seqlens_kv": _cu(KV)}
+    same(lambda *x: module(*x, attention_mask=tuple(masks), **given), lambda *x: module(*x, **cu), _dense(layout))
+
+
+def test_thd_has_defaults_for_the_longest_and_does_not_look_at_a_mask() -> None:
+    module = DotProductAttention(4, (8, 6), num_gqa_groups=2, qkv_format="thd", attn_mask_type="padding_causal")
+    cu = {"cu_seqlens_q": _cu(Q), "cu_seqlens_kv": _cu(KV)}
+    inputs = tensors((sum(Q), 4, 8), (sum(KV), 2, 8), (sum(KV), 2, 6))
+    for longest in ({"max_seqlen_q": 64}, {"max_seqlen_kv": 64}, {"max_seqlen_q": 5, "max_seqlen_kv": 4}):
+        mask = torch.ones(3, 1, 1, 5, dtype=torch.bool)
+        same(lambda *x, o=longest, m=mask: module(*x, attention_mask=m, **cu, **o), lambda *x: module(*x, **cu), inputs)
+
+
 @pytest.mark.parametrize("mask_type", [m for m in MASKS if "padding" in m])
 @pytest.mark.parametrize("apart", [False, True], ids=["close", "apart"])
 def test_thd(mask_type: str, apart: bool) -> None:
@@ -341,9 +369,9 @@ def test_errors() -> None:
     assert module.attn_mask_type == "padding_causal"
     cu = {"cu_seqlens_q": _cu(Q), "cu_seqlens_kv": _cu(KV)}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "attention_mask must be given for 'padding_causal', or cu_seqlens, got None"),
+        ({}, "attention_mask or cu_seqlens_q must be given for 'padding_causal', got None"),
         ({"attn_mask_type": "band"}, "attn_mask_type must be one of 'no_mask', .*, got 'band'"),
-        ({"cu_seqlens_q": _cu(Q)}, "cu_seqlens_q and cu_seqlens_kv must be given together, got one of them"),
+        ({"cu_seqlens_q": _cu(Q)}, "attention_mask or cu_seqlens_kv must be given for 'padding_causal', got None"),
         ({**cu, "max_seqlen_q": 4}, "max_seqlen_q must be 5, the 's' of qkv_format 'bshd', got 4"),
         ({**cu, "pad_between_seqs": True}, "pad_between_seqs must be False for qkv_format 'bshd', got True"),
         ({**cu, "window_size": (-2, 0)}, "window_size must be two numbers of at least -1"),
@@ -382,7 +410,6 @@ def test_errors_of_thd() -> None:
     for options, message in [
         ({"cu_seqlens_q": _cu(Q)}, "cu_seqlens_kv must be given for qkv_format 'thd', got None"),
         ({**cu, "attn_mask_type": "causal"}, "attn_mask_type must have padding for qkv_format 'thd', got 'causal'"),
-        ({**cu, "attention_mask": torch.ones(1)}, r"attention_mask must be None for 'thd' \(cu_seqlens say it\)"),
         ({**cu, "pad_between_seqs": True}, "cu_seqlens_q_padded must be given with pad_between_seqs"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("dtensor") / "failed.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("POWERTRAIN_INTERPRET", "1")
-        ranks = run_ranks(2, "-m", "tests.distributed.dtensor_worker", str(out), timeout=120)
+        ranks = run_ranks(2, "-m", "tests.distributed.dtensor_worker", str(out), timeout=120, fresh=True)
     assert out.is_file(), "\n".join(rank.stdout[-3000:] for rank in ranks)
     found: dict[str, str] = json.loads(out.read_text())
     return found

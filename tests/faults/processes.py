@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,25 +10,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from powertrain.train.checkpoint.store import checkpoints_in
-from tests.distributed.launch import ROOT, clean_environment
+from tests.distributed import launch
+from tests.distributed.launch import Started, clean_environment
 
 DEADLINE = 120.0
 
 
-def start(folder: Path, *command: str) -> "subprocess.Popen[bytes]":
-    """`python -m COMMAND` in a process group of its own; what it says goes to FOLDER/said."""
-    with open(folder / "said", "ab") as said:
-        return subprocess.Popen(
-            [sys.executable, "-m", *command], env=clean_environment(), cwd=ROOT, stdout=said, stderr=said,
-            start_new_session=True,
-        )  # fmt: skip
+def start(folder: Path, *command: str, fresh: bool = False) -> Started:
+    """`python -m COMMAND` in a process group of its own; what it says goes to FOLDER/said. See launch.start."""
+    return launch.start(("-m", *command), clean_environment(), folder / "said", new_session=True, fresh=fresh)
 
 
 def said(folder: Path) -> str:
     return (folder / "said").read_text(errors="replace")
 
 
-def wait_for(done: "object", folder: Path, process: "subprocess.Popen[bytes] | None" = None) -> None:
+def wait_for(done: "object", folder: Path, process: Started | None = None) -> None:
     """Until `done()`; fails at a generous deadline, or when the process ended before."""
     deadline = time.monotonic() + DEADLINE
     while not done():  # type: ignore[operator]
@@ -39,7 +34,7 @@ def wait_for(done: "object", folder: Path, process: "subprocess.Popen[bytes] | N
         time.sleep(0.01)
 
 
-def end(process: "subprocess.Popen[bytes]", number: int = signal.SIGKILL, *, group: bool = True) -> int:
+def end(process: Started, number: int = signal.SIGKILL, *, group: bool = True) -> int:
     """Send a signal, and wait."""
     try:
         os.killpg(process.pid, number) if group else process.send_signal(number)

@@ -2,12 +2,15 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -78,6 +81,57 @@ def test_processes_of_other_users_are_left_and_not_waited_for(monkeypatch: pytes
     run._signal([child.pid], signal.SIGTERM)
     kill(child.pid, signal.SIGKILL)
     child.wait()
+
+
+@pytest.fixture
+def setuid() -> Iterator[list[str]]:
+    """A command that runs another as root whoever calls it, as sudo does."""
+    setpriv = shutil.which("setpriv")
+    if os.getuid() != 0 or setpriv is None:
+        pytest.skip("needs root and setpriv, to make a program that is setuid root")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        program = shutil.copy(setpriv, folder)
+        os.chmod(program, 0o4755)
+        yield [program, "--reuid=0", "--regid=0", "--clear-groups"]
+
+
+def _signal_setuid_child(setuid: list[str]) -> str:
+    """As nobody: root's child, an own child, those seen below, those that could be signalled."""
+    os.setgroups([])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+    root, own = subprocess.Popen([*setuid, "sleep", "600"]), subprocess.Popen(["sleep", "600"])
+    while "sleep" not in Path(f"/proc/{root.pid}/cmdline").read_text().split("\0")[0]:
+        time.sleep(0.01)
+    below = [each for each in watchdog.with_descendants([os.getpid()], watchdog.running()) if each.pid != os.getpid()]
+    reached = [each.pid for each in watchdog.signal_all(below)]
+    run._signal([root.pid], signal.SIGKILL)
+    own.wait()
+    return f"{root.pid} {own.pid} {[each.pid for each in below]} {reached}"
+
+
+def test_a_setuid_child_is_left_and_not_waited_for(setuid: list[str]) -> None:
+    """The kernel's own refusal, to a process that has given its rights away. A whole build as another user needs a
+    Python which that user may start; this part of it needs none."""
+    ours, theirs = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.write(theirs, _signal_setuid_child(setuid).encode())
+        finally:
+            os._exit(0)  # never back into pytest
+    os.close(theirs)
+    with open(ours) as told:
+        said = told.read()
+    os.waitpid(child, 0)
+    assert said
+    root, own = map(int, said.split()[:2])
+    try:
+        assert psutil.Process(root).uids().real == 0 and psutil.Process(root).status() != psutil.STATUS_ZOMBIE
+        assert sorted(map(int, re.findall(r"\d+", said.split("[")[1]))) == sorted([root, own])
+        assert said.endswith(f"[{own}]")
+    finally:
+        os.kill(root, signal.SIGKILL)
 
 
 def test_a_process_of_the_same_number_is_not_taken_for_the_builds() -> None:

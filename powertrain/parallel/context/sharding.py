@@ -10,12 +10,16 @@ Source: Zhu, "zigzag" in zhuzilin/ring-flash-attention; TransformerEngine's per-
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from powertrain.runtime import checks
+
+_SHOWN = 16  # documents whose lengths a message gives
 
 
 class RowSpans(NamedTuple):
@@ -65,6 +69,14 @@ class Sharding:
     def max_length(self) -> int:
         """Of a document."""
         return max((bounds[-1] for bounds in self.bounds), default=0)
+
+    def described(self) -> str:
+        """The documents' lengths, the same words for the same documents: of many, the first, and a checksum of all."""
+        lengths = [stop - start for start, stop in pairwise(self.starts)]
+        if len(lengths) <= _SHOWN:
+            return f"documents of {lengths} tokens"
+        checksum = crc32(repr(lengths).encode())
+        return f"{len(lengths)} documents of {lengths[:_SHOWN]} ... tokens (checksum {checksum:08x})"
 
     def pieces(self, rank: int) -> list[tuple[TokenSpan, TokenSpan]]:
         """The two pieces of each document, in the order of the rank's tokens."""

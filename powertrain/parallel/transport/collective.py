@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from powertrain.parallel.transport.base import (
     Transport,
     on_gpus,
 )
-from powertrain.parallel.transport.heartbeat import CollectiveMismatch, Heartbeat
+from powertrain.parallel.transport.heartbeat import CollectiveMismatch, Heartbeat, compare_calls
 from powertrain.parallel.transport.kernels import sum_parts
 from powertrain.parallel.transport.protocol import DISPATCH
 
@@ -43,30 +42,30 @@ class CollectiveTransport(Transport):
         if not self.debug:
             return
         shapes = [None if t is None else [*t.shape, str(t.dtype), *_backward_of(t)] for t in operands]
-        mine = f"call {self.peers.calls}: {op}, rows {list(counts)}, operands {shapes}"
-        self._compare(mine)
+        compare_calls(f"call {self.peers.calls}: {op}, rows {list(counts)}, operands {shapes}", self.group)
 
-    def _compare(self, mine: str) -> None:
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self.group)
-        other = next((rank for rank, text in enumerate(everyone) if text != everyone[0]), None)
-        if other is not None:
-            raise CollectiveMismatch(
-                f"ranks must make the same calls: rank 0 makes {everyone[0]}; rank {other} makes {everyone[other]}"
-            )
+    def _agree(self, what: str, x: Tensor, rows: RowCounts) -> None:
+        """`_compare_on_cpu` of a call over rows that every rank has a share of."""
+        self._compare_on_cpu(f"{what} of {[rows.total, *x.shape[1:]]}", x, f"rows {list(rows.counts)}")
 
-    def _agree(self, op: str, x: Tensor, rows: RowCounts) -> None:
+    def _agree_splits(self, what: str, x: Tensor, splits: SplitSizes, width: int) -> None:
+        """`_compare_on_cpu` of a call that takes other rows to each rank."""
+        self._compare_on_cpu(
+            f"{what} of rows of {width}", x, f"rows from each rank to each {list(map(list, splits.rows))}"
+        )
+
+    def _compare_on_cpu(self, what: str, x: Tensor, rows: str) -> None:
         """On the CPU, raise CollectiveMismatch where sizes differ: gloo would end the process, not the call."""
         if x.is_cuda or self.size == 1:
             return
-        op = f"{op} of {[rows.total, *x.shape[1:]]}"
-        with self.peers.waiting(f"{op}{in_layer(self.layer)}"):
+        where = f"{what}{in_layer(self.layer)}"
+        with self.peers.waiting(where):
             try:
-                self._compare(f"{op} {x.dtype}, rows {list(rows.counts)}{in_layer(self.layer)}")
+                compare_calls(f"{what} {x.dtype}, {rows}{in_layer(self.layer)}", self.group)
             except CollectiveMismatch:
                 raise
             except (RuntimeError, dist.DistError) as error:
-                raise self.peers.lost(f"{op}{in_layer(self.layer)}", error) from error
+                raise self.peers.lost(where, error) from error
 
     def gather(self, shard: Tensor, rows: RowCounts, *, keep: bool) -> AllGatherHandle:
         self._agree("all-gather", shard, rows)
@@ -97,9 +96,11 @@ class CollectiveTransport(Transport):
         return mine
 
     def all_to_all_async(self, use: int, like: Tensor, splits: SplitSizes, width: int) -> AllToAllHandle:
+        self._agree_splits("all-to-all, one rank at a time,", like, splits, width)
         return _SentAllToAll(self, like, splits, width)
 
     def all_to_all(self, rows: Tensor, splits: SplitSizes) -> Tensor:
+        self._agree_splits("all-to-all", rows, splits, rows.shape[1])
         received = splits.received(self.rank)
         whole = rows.new_empty((sum(received), *rows.shape[1:]))
         with self.waiting("all-to-all", whole):

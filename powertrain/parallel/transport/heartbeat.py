@@ -5,6 +5,7 @@ process that compiles or saves may be too busy for its heartbeat; a peer on anot
 without one.
 """
 
+import math
 import os
 import socket
 import threading
@@ -37,6 +38,17 @@ class PeerTimeout(RuntimeError):
 
 class CollectiveMismatch(RuntimeError):
     """Ranks made different calls, or the same with other shapes; the message has both."""
+
+
+def compare_calls(mine: str, group: dist.ProcessGroup) -> None:
+    """Raise CollectiveMismatch on every rank unless all ranks describe their call in the same words."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    other = next((rank for rank, text in enumerate(everyone) if text != everyone[0]), None)
+    if other is not None:
+        raise CollectiveMismatch(
+            f"ranks must make the same calls: rank 0 makes {everyone[0]}; rank {other} makes {everyone[other]}"
+        )
 
 
 @dataclass(frozen=True)
@@ -88,9 +100,13 @@ class _Wait(NamedTuple):
 
 
 class Heartbeat:
-    """Liveness of a group's ranks. `calls`: number of calls this rank has begun, counted by the owner."""
+    """Liveness of a group's ranks.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    calls    number of calls this rank has begun, counted by the owner
+    keeper   the rank of the group whose process keeps the store; None: another process does, or it is not known
+    """
+
+    def __init__(self, group: dist.ProcessGroup, keeper: int | None = None) -> None:
         self.rank, self.size, self.calls = group.rank(), group.size(), 0
         store = dist.distributed_c10d._get_default_store()
         # a connection of its own, where the store supports it: a long `get` elsewhere must not delay heartbeats
@@ -103,8 +119,12 @@ class Heartbeat:
         # keys of this object only: earlier entries may belong to a transport that was closed since
         life = f"{group.group_name} {everyone[0][1]}"
         self._store: Any = dist.PrefixStore(f"powertrain/peers/{life}", store)  # type: ignore[attr-defined]
+        self._keeper = None if keeper is None else self.all[keeper]
+        self._has_store = True
         self._beats: dict[int, tuple[int, float]] = {}
         self._beat = 0
+        self._failed, self._learnt = False, 0.0
+        self._reason: str | None = None
         self._waits: _Wait | None = None
         self._reported: _Wait | None = None
         self.close = in_background(self, _beat)
@@ -112,43 +132,72 @@ class Heartbeat:
     def beat(self) -> None:
         """Publish a heartbeat. A lost store is ignored: liveness on the same host uses the pid."""
         self._beat += 1
-        try:
+        if not self._has_store:
+            return
+        with self._stored():
             self._store.set(f"beat {self.rank}", f"{self._beat} {self.calls}")
+
+    @contextmanager
+    def _stored(self) -> Iterator[None]:
+        """Around calls of the store. None is made after one has failed: torch prints a stack at each."""
+        try:
+            yield
         except dist.DistError:
-            pass
+            self._has_store = False
 
     def broadcast_failure(self, why: str) -> None:
         """Publish that this rank's calls end in an error from now on."""
-        try:
+        self._failed = True
+        if not self._has_store:
+            return
+        with self._stored():
             self._store.set(f"gave up {self.rank}", why)
-        except dist.DistError:
-            pass
+            self._store.set("failure", "")
 
     def reported_failure(self) -> str | None:
         """The rank that reported a failure, and its reason; None if there is none."""
-        for peer in self.all:
-            key = f"gave up {peer.rank}"
-            try:
+        if self._reason or not self._has_store:
+            return self._reason
+        with self._stored():
+            for peer in self.all if self._store.check(["failure"]) else ():
+                key = f"gave up {peer.rank}"
                 if peer.rank != self.rank and self._store.check([key]):
-                    return f"{peer} gave up: {self._store.get(key).decode()}"
-            except dist.DistError:
-                return None
-        return None
+                    why = self._store.get(key).decode()
+                    self._reason = f"{peer} gave up: {why}"  # kept: once it is heard, the store may go
+                    self._store.set(f"heard {self.rank}", "")
+                    break
+        return self._reason
+
+    def wait_until_heard(self) -> None:
+        """After a failure, where this process keeps the store: until the others have read it, failed too, or gone."""
+        if not self._failed or not self._has_store or self._keeper != self.here:
+            return
+        deadline, left = time.monotonic() + _FAREWELL, [peer for peer in self.all if peer.rank != self.rank]
+        with self._stored():
+            while left and time.monotonic() < deadline:
+                gone = self.gone()
+                left = [peer for peer in left if peer not in gone and not self._has_heard(peer.rank)]
+                time.sleep(0.05)
+
+    def _has_heard(self, rank: int) -> bool:
+        return any(self._store.check([f"{word} {rank}"]) for word in ("heard", "gave up"))
 
     def _published(self, rank: int) -> _Beat | None:
         """A rank's last published counters."""
-        try:
-            key = f"beat {rank}"
-            if not self._store.check([key]):
-                return None
-            beat, calls = self._store.get(key).split()
-        except dist.DistError:
+        if not self._has_store:
             return None
-        return _Beat(int(beat), int(calls))
+        with self._stored():
+            key = f"beat {rank}"
+            if self._store.check([key]):
+                beat, calls = self._store.get(key).split()
+                return _Beat(int(beat), int(calls))
+        return None
 
     def gone(self) -> list[Peer]:
         """Ranks that are certainly lost."""
         now, lost = time.monotonic(), []
+        if self._keeper is not None and self._keeper.machine == self.here.machine and not self._keeper.runs():
+            self._has_store = False
         for peer in self.all:
             if peer.rank == self.rank:
                 continue
@@ -191,6 +240,15 @@ class Heartbeat:
         whom = listed(late) if late else "ranks that are in this call, too"
         tracing.progress(f"rank {self.here.global_rank}: {waits.call} has waited {_QUIET:.0f} s for {whom}")
 
+    def report_failure_of_another(self) -> None:
+        """After a while: the host may wait for a GPU whose NCCL waits for a rank that failed, and find out late."""
+        if self._failed or not (why := self.reported_failure()):
+            return
+        self._learnt = self._learnt or time.monotonic()
+        if time.monotonic() - self._learnt > _QUIET:
+            tracing.progress(f"rank {self.here.global_rank}: {why}")
+            self._learnt = math.inf
+
     def lost(self, call: str, error: Exception) -> PeerTimeout:
         """The error for a failed library call: it names the lost ranks, or reports a timeout."""
         # a connection closes before its process leaves the process table
@@ -229,6 +287,7 @@ def _beat(peers: Any, closed: threading.Event) -> None:
     while (here := peers()) is not None:
         here.beat()
         here.report_late_ranks()
+        here.report_failure_of_another()
         del here
         if closed.wait(_BEAT):
             return

@@ -20,8 +20,9 @@ import os
 import re
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -272,11 +273,16 @@ def find(path: Path) -> Path | None:
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
     """The description of a checkpoint, after a check that its files have their sizes. Raises CheckpointError."""
+    with _naming_an_older(checkpoint):
+        return _facts(checkpoint)
+
+
+def _facts(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / "checkpoint.json"
     try:
         facts = read_json(file)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} must be a checkpoint's JSON: {error}{_older(checkpoint)}") from None
+        raise CheckpointError(f"{file} must be a checkpoint's JSON: {error}") from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         got = repr(facts.get("format") if isinstance(facts, dict) else facts)[:80]
         raise CheckpointError(f"{file}: format must be {FORMAT}, got {got}")
@@ -284,7 +290,6 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
     if ("checksums" in facts or written is not None) and crc_of_json(facts) != written:
         raise CheckpointError(
             f"{file} must have the checksum {crc_of_json(facts)}, got {str(written)[:80]!r}: the file is damaged"
-            f"{_older(checkpoint)}"
         )
     if not _is_whole(facts):
         raise CheckpointError(f"{file} must name its step, files and sizes, got others: the file is damaged")
@@ -312,7 +317,12 @@ def verify(checkpoint: Path, facts: Mapping[str, Any], *, group: dist.ProcessGro
         tracing.warn(f"{checkpoint} has no checksums (an earlier version wrote it); damage in it would not be seen")
         return
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    done_by_all(lambda: _compare(checkpoint, facts, sorted(facts["files"])[rank::size], contents=True), group)
+
+    def compare_mine() -> None:
+        with _naming_an_older(checkpoint):
+            _compare(checkpoint, facts, sorted(facts["files"])[rank::size], contents=True)
+
+    done_by_all(compare_mine, group)
 
 
 def _compare(checkpoint: Path, facts: Mapping[str, Any], names: Any, *, contents: bool) -> None:
@@ -321,6 +331,15 @@ def _compare(checkpoint: Path, facts: Mapping[str, Any], names: Any, *, contents
         for name in names:
             compare(checkpoint / name, facts["files"][name], sums.get(name))
     except (Damaged, OSError) as error:
+        raise CheckpointError(str(error)) from None
+
+
+@contextmanager
+def _naming_an_older(checkpoint: Path) -> Iterator[None]:
+    """Around what reads a checkpoint: its error, and an alternative. Inside, nothing names one itself."""
+    try:
+        yield
+    except CheckpointError as error:
         raise CheckpointError(f"{error}{_older(checkpoint)}") from None
 
 
@@ -331,7 +350,8 @@ def _older(checkpoint: Path) -> str:
     for other in reversed(checkpoints_in(checkpoint.parent)):
         if step_of(other) < step_of(checkpoint):
             try:
-                verify(other, read_facts(other))
+                facts = _facts(other)
+                _compare(other, facts, facts["files"], contents=True)
             except CheckpointError:
                 continue
             return f". {other} is whole: move {checkpoint.name} out of the folder to go on from there"

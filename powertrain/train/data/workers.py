@@ -2,12 +2,16 @@
 
 A worker gets the keys of batches through a pipe and sends the batches back, in order. It gets none of the signals that
 ask to end, and ends with its parent: by the end of its pipe, or because it has another parent. One that dies is named,
-and a new one reads its pending batches, so samples and their order stay the same.
+and a new one reads its pending batches, so samples and their order stay the same. One that is alive and does not
+answer, whether it reads or sends, is named after 30 seconds; after 600 WorkerLost ends the run: a new worker would wait
+for the same file.
 """
 
 import multiprocessing
 import os
+import pickle
 import signal
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +65,7 @@ class _Worker:
         self._start()
 
     def _start(self) -> None:
+        self._arriving = _Message()
         self._pipe, theirs = multiprocessing.Pipe()
         process = multiprocessing.Process(
             target=_serve, args=(self._read, theirs, self._pipe), daemon=True, name="powertrain-data"
@@ -90,14 +95,15 @@ class _Worker:
             ready = wait([self._pipe, self._process.sentinel], timeout=_LOOK)
             if self._pipe in ready:
                 try:
-                    reply = self._pipe.recv()
+                    complete = self._arriving.read(self._pipe.fileno())
                 except (EOFError, OSError):  # it died while it sent
                     self._replace(key)
                     continue
-                self._owed.popleft()
-                self._deaths = 0
-                return reply
-            if ready:
+                if complete:
+                    self._owed.popleft()
+                    self._deaths = 0
+                    return self._arriving.take()
+            elif ready:
                 self._replace(key)
                 continue
             waited = time.monotonic() - started
@@ -128,6 +134,43 @@ class _Worker:
         self._process.join(_LOOK)
 
 
+class _Message:
+    """A message that arrives in parts, so that no read waits for a sender that has stopped: a length, then a pickle."""
+
+    _HEAD = struct.Struct("!Q")
+
+    def __init__(self) -> None:
+        self._begin(self._HEAD.size, is_head=True)
+
+    def _begin(self, size: int, *, is_head: bool) -> None:
+        self._bytes, self._filled, self._is_head = bytearray(size), 0, is_head
+
+    def read(self, file: int) -> bool:
+        """Take what is there, of which there must be something; whether the message is complete."""
+        read = os.readv(file, [memoryview(self._bytes)[self._filled :]])
+        if not read:
+            raise EOFError
+        self._filled += read
+        if self._filled == len(self._bytes) and self._is_head:
+            self._begin(self._HEAD.unpack(self._bytes)[0], is_head=False)
+            return False
+        return self._filled == len(self._bytes)
+
+    def take(self) -> Any:
+        """The complete message; the next one begins."""
+        found = pickle.loads(self._bytes)
+        self._begin(self._HEAD.size, is_head=True)
+        return found
+
+    @classmethod
+    def send(cls, file: int, value: Any) -> None:
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        for part in (cls._HEAD.pack(len(data)), data):
+            left = memoryview(part)
+            while left:
+                left = left[os.write(file, left) :]
+
+
 def _end_of(code: int | None) -> str:
     if code is None:
         return "closed its pipe"
@@ -146,6 +189,6 @@ def _serve(read: Callable[[Any], Any], pipe: Connection, parents_end: Connection
             while not pipe.poll(_LOOK):
                 if os.getppid() != born_of:
                     return
-            pipe.send(read(pipe.recv()))
+            _Message.send(pipe.fileno(), read(pipe.recv()))
     except (EOFError, OSError):
         return

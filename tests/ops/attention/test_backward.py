@@ -1,6 +1,7 @@
 """attention_backward: parts of the keys differentiated where they are make the gradients of the whole."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,12 +10,11 @@ from torch import Tensor
 
 from powertrain.ops.attention import attention, attention_backward, merge_attentions, varlen_attention
 from powertrain.testing import numerics
-from tests.conftest import HAS_GPU, INTERPRET
+from tests.conftest import HAS_GPU, INTERPRET, SLOW_IN_INTERPRETER
 from tests.ops.attention.problems import BY_NAME, _slack, make
 
 RANKS, S, DQK, DV = 3, 27, 40, 24
 B, H, K = (1, 2, 1) if INTERPRET else (2, 4, 2)  # the interpreter takes its time for every program
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 BACKEND = "triton" if HAS_GPU or INTERPRET else "chunked"
 Part = tuple[Tensor, Tensor, Tensor]
 
@@ -116,20 +116,29 @@ class _ByParts(torch.autograd.Function):
         return (None, *(ring.join(parts).to(q.dtype) for parts in (dq, dk, dv)))
 
 
-@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "thd"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@DTYPES
+def _rings(*quick: tuple[str, bool, torch.dtype], layouts: tuple[str, ...]) -> list[Any]:
+    """Each case; in the interpreter those that are not `quick` are slow."""
+    every = product(layouts, (False, True), (torch.float32, torch.bfloat16))
+    return [pytest.param(*case, marks=() if case in quick else SLOW_IN_INTERPRETER) for case in every]
+
+
+@pytest.mark.parametrize(
+    "layout, causal, dtype",
+    _rings(
+        ("bshd", True, torch.bfloat16), ("thd", True, torch.float32), ("sbhd", False, torch.float32),
+        layouts=("bshd", "bhsd", "sbhd", "thd"),
+    ),
+)  # fmt: skip
 def test_a_ring_is_the_whole(layout: str, causal: bool, dtype: torch.dtype, device: torch.device) -> None:
-    if INTERPRET and layout != "thd" and causal == (dtype is torch.float32):
-        pytest.skip("every other one in the interpreter, all on a GPU and in plain PyTorch")
     ring = Ring(layout, causal, device)
     run = lambda query, key, value: _ByParts.apply(ring, query, key, value)  # noqa: E731
     check(run, ring.whole("plain"), ring.whole("reference"), ring.inputs(dtype, device), dtype)
 
 
-@pytest.mark.parametrize("layout", ["bshd", "thd"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@DTYPES
+@pytest.mark.parametrize(
+    "layout, causal, dtype",
+    _rings(("bshd", False, torch.bfloat16), ("thd", True, torch.bfloat16), layouts=("bshd", "thd")),
+)
 def test_a_ring_by_autograd_alone(layout: str, causal: bool, dtype: torch.dtype, device: torch.device) -> None:
     """Through the LSEs of the parts."""
     ring = Ring(layout, causal, device)

@@ -16,17 +16,23 @@ from powertrain.ops.attention.backends.versions import Installed, assume
 from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import AttentionProblem, Lengths
 from powertrain.ops.attention.select import verdicts
-from powertrain.runtime import target
+from powertrain.runtime import checks, target
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.compile.service import Spec
 from powertrain.runtime.recording import emulate, record
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target
 from powertrain.testing.numerics import check
+from tests.conftest import SLOW_IN_INTERPRETER
 
 compiles = pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
 CUDA = torch.device("cuda")
 META = torch.device("meta")
+
+
+def _dtypes(half: torch.dtype) -> list[Any]:
+    """That one, and float32."""
+    return [pytest.param(half, id=checks.name(half)), pytest.param(torch.float32, id="fp32", marks=SLOW_IN_INTERPRETER)]
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +152,7 @@ class TestAnRTX2080AndAnRTX3090:
         assert [Target.of(torch.device("cuda", n)).arch for n in (0, 1, 0)] == [75, 86, 75]
 
     @pytest.mark.kernels
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+    @pytest.mark.parametrize("dtype", _dtypes(torch.float16))
     def test_five_dims_are_four(self, dtype: torch.dtype, device: torch.device) -> None:
         """Query (B, M, num_key_value_groups, num_key_value_heads, K) and its flattened twin: the same bits."""
         groups, heads = 2, 3
@@ -158,7 +164,7 @@ class TestAnRTX2080AndAnRTX3090:
         assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(five, four, strict=True))
 
     @pytest.mark.kernels
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+    @pytest.mark.parametrize("dtype", _dtypes(torch.bfloat16))
     def test_expanded_keys_are_groups_of_queries(self, dtype: torch.dtype, device: torch.device) -> None:
         """K and V with stride 0 along the groups: the bits of grouped-query attention on four dims. (Each copy gets an
         equal share of a gradient, which halves exactly unless float16 runs out of exponents.)"""

@@ -15,7 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from powertrain.ops.attention import attention, varlen_attention
+from powertrain.ops.attention import attention, select, varlen_attention
+from powertrain.ops.attention.backends import versions
 from powertrain.ops.attention.hopper import backend as hopper_backend
 from powertrain.runtime.compile.service import Spec, entry_for
 from powertrain.runtime.compile.triton_compat import lower
@@ -305,14 +306,22 @@ def test_expanded_heads_are_read_once() -> None:
 
 
 @compiled
-def test_backward_is_hoppers_or_tritons() -> None:
+@pytest.mark.parametrize("cudnn", [0, versions.USUAL_CUDNN])
+def test_backward_is_hoppers_cudnns_or_tritons(cudnn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has: cuDNN differentiates 192/128 where it is there, Triton where not."""
+    # not `assume`, which autograd's threads do not see; decisions are made once for a process's software
+    monkeypatch.setattr(versions, "_here", lambda: versions.Installed((2, 11), True, cudnn))
+    monkeypatch.setattr(select, "_decisions", {})
+
     def launched(dims: tuple[int, int]) -> set[str]:
         with any_order(), record("sm_90") as wanted:
             launch("causal", dims, torch.bfloat16, "hopper")
         return _names(wanted.specs)
 
     assert "_hopper_attention_bwd_kernel" in launched((128, 128))
-    assert "_attention_dq_kernel" in launched((192, 128)) and "_hopper_attention_fwd_kernel" in launched((192, 128))
+    names = launched((192, 128))
+    assert "_hopper_attention_fwd_kernel" in names and "_hopper_attention_bwd_kernel" not in names
+    assert ("_attention_dq_kernel" in names) == (cudnn == 0)
 
 
 def test_heads_of_a_group() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from powertrain.ops.attention import attention, varlen_attention
+from tests.conftest import SLOW_IN_INTERPRETER
 from tests.ops.attention.problems import CONFIGS, Config, errors
 
 pytestmark = pytest.mark.kernels
@@ -42,7 +43,14 @@ def test_weights_that_grow_with_distance(packed: bool, device: torch.device) -> 
         torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+# others run the same code on as many dims or more
+_SLOW = {"causal-d128", "full-d128", "window-d128", "full-192-128", "causal-d256", "causal-d80", "causal-d96"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, id=c.name, marks=SLOW_IN_INTERPRETER if c.name in _SLOW else ()) for c in CONFIGS],
+)
 def test_values_and_gradients(config: Config, device: torch.device) -> None:
     number = CONFIGS.index(config)
     largest = 40 if max(config.head_dims) <= 128 else 18

@@ -22,11 +22,14 @@ from powertrain.runtime.dispatch import disable
 from powertrain.runtime.errors import PowertrainError
 from powertrain.runtime.target import _ARCHS, Target
 from powertrain.runtime.tracing import trace
+from tests.conftest import INTERPRET
 
 PLAIN = Installed((2, 11), True, 91900)
 ALL = replace(PLAIN, packages=(("flash-attn", "2.8.3"), ("flash-attn-3", "3.0.0"), ("flash-attn-4", "4.0.0b36")))
 TARGETS = [Target.parse(f"sm_{arch}") for arch in _ARCHS]
 CAUSAL = MaskSpec(right=0)
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="a choice is the same in the interpreter's run")
 
 
 @pytest.fixture(autouse=True)
