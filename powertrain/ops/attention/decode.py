@@ -29,15 +29,8 @@ from torch import Tensor
 from powertrain.ops.attention.arguments import window_bounds
 from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
-from powertrain.ops.attention.triton.tiles import (
-    LN2,
-    LOG2E,
-    piece_start,
-    pieces,
-    scale_tile,
-    tanh,
-    zeros_tile,
-)
+from powertrain.ops.attention.triton.scores import tanh
+from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
 from powertrain.ops.shapes import acc_dtype, cdiv, next_power_of_2

@@ -100,6 +100,16 @@ class AttentionProblem:
         return self.num_heads != self.num_kv_heads
 
 
+class Sizes(NamedTuple):
+    """Sizes by the shapes of query, key and value; packed, queries and keys are the tokens of all sequences."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+
+
 class Varlen(NamedTuple):
     """Where the sequences of a thd layout lie, or how long those of a batch are. int32 on the device of the queries.
 
@@ -138,6 +148,7 @@ class AttentionCall:
     dropout_seed: Tensor | None  # [2] int64 on the device; backends of ours draw keep from it, None: nothing is dropped
     return_lse: bool
     deterministic: bool
+    sizes: Sizes
 
     @property
     def has_lengths(self) -> bool:

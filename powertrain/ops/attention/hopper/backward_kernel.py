@@ -48,7 +48,7 @@ from powertrain.ops.attention.hopper.primitives import (
     rows_desc_of,
     write_tile_field,
 )
-from powertrain.ops.attention.triton.tiles import find_sequence, sequence_span
+from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,

@@ -20,8 +20,14 @@ Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3) for warpgroups bes
 during the softmax; Milakov and Gimelshein 2018 (online softmax).
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from powertrain.ops.attention.decode import combine
+from powertrain.ops.attention.hopper.plans import Plan, group_for
 from powertrain.ops.attention.hopper.primitives import (
     LN2,
     LOG2E,
@@ -43,8 +49,10 @@ from powertrain.ops.attention.hopper.softmax import (
     softmax,
     to_p16,
 )
-from powertrain.ops.attention.triton.forward import tile_coords
-from powertrain.ops.attention.triton.tiles import find_sequence, sequence_span
+from powertrain.ops.attention.operands import Operands
+from powertrain.ops.attention.triton.launch_arguments import alibi_kind
+from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span, tile_coords
+from powertrain.ops.shapes import cdiv
 from powertrain.runtime.gluon_compat import (
     await_next_tile,
     barrier,
@@ -958,3 +966,76 @@ def _hopper_attention_fwd_kernel(
             left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS, HEADS_PER_TILE,
         )),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+
+
+def launch_forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    args, heads = operands.args, operands.heads
+    q, k, v = operands.q, operands.k, operands.v
+    out, lse = operands.outputs()
+    o = operands.like_query(out)
+    aligned = _is_aligned(operands, plan)
+    if aligned and operands.is_packed:
+        plan = plan._replace(q_held=False)  # H16 D128, 16k tokens, documents of 132 to 8097: 700 for 672 TFLOP/s
+    blocks = operands.query_blocks(plan.queries)
+    tiles = blocks * heads.kv * cdiv(heads.q_per_kv, plan.heads_per_tile) * plan.num_splits * operands.storage
+    keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * k.tensor.element_size()
+    into, into_lse = out, lse
+    strides: tuple[int, ...] = o.b, o.s, o.r
+    if plan.leaves_parts:
+        shape = plan.num_splits, operands.storage, operands.queries, heads.kv * heads.q_per_kv, operands.d_v
+        into, into_lse = out.new_empty(shape, dtype=torch.float32), lse.new_empty((plan.num_splits, *lse.shape))
+        strides = into.stride()[1:4]
+    _hopper_attention_fwd_kernel[(min(operands.target.num_sms, tiles),)](
+        q.tensor, k.tensor, v.tensor, into, into_lse, args.slopes, args.sinks,
+        args.query_starts, args.key_starts, args.query_used, args.key_used, _counter(q.tensor),
+        operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks,
+        group_for(keys_bytes, heads.q_per_kv, args.right >= 0), tiles,
+        q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, *strides, args.slopes_stride,
+        args.scale, args.softcap, args.left, args.right,
+        LEFT=args.left >= 0, RIGHT=args.right >= 0, BOTTOM_RIGHT=args.bottom_right, CAP=args.softcap > 0,
+        ALIBI=alibi_kind(args), D=(operands.d_qk, operands.d_v), P_QK=plan.p_qk, P_V=plan.p_v,
+        BLOCK_N=plan.block_n, STAGES=plan.stages, CONSUMERS=plan.consumers, STORE_PARTS=plan.store_parts,
+        Q_SLOTS=plan.q_slots, Q_HELD=plan.q_held, HEADS_PER_TILE=plan.heads_per_tile, SPLIT_KV=plan.leaves_parts,
+        ALIGNED=aligned, num_warps=4,
+    )  # fmt: skip
+    if plan.leaves_parts:
+        combine(into, into_lse, None, out, lse, (o.b, o.s, o.r))
+    return out, lse
+
+
+def _is_aligned(operands: Operands, plan: Plan) -> bool:
+    """Whether each tile has one block with hidden scores, whose diagonal goes from corner to corner."""
+    args = operands.args
+    if plan.heads_per_tile > 1 or plan.num_splits > 1:
+        return False
+    if args.left >= 0 or args.right != 0 or (plan.block_m, plan.block_n) != (128, 128):
+        return False
+    if args.query_starts is not args.key_starts or args.query_used is not args.key_used:
+        return False
+    if args.query_starts is not None or args.query_used is not None:  # as many keys as queries
+        return operands.keys == operands.queries
+    return (operands.keys - operands.queries) % 128 == 0 if args.bottom_right else operands.keys >= operands.queries
+
+
+_counters: dict[tuple[int, int], Tensor] = {}  # by device and stream
+
+
+def _counter(x: Tensor) -> Tensor:
+    """An int32 that is 0, which the launch leaves 0: one for each stream, whose launches follow one another."""
+    if x.is_meta or torch.cuda.is_current_stream_capturing():  # the graph's own: its replays may run on any stream
+        return torch.zeros(1, dtype=torch.int32, device=x.device)
+    where = x.get_device(), torch._C._cuda_getCurrentRawStream(x.get_device())
+    counter = _counters.get(where)
+    if counter is None:
+        counter = _counters[where] = _zero_to_keep(x.device)
+    return counter
+
+
+def _zero_to_keep(device: torch.device) -> Tensor:
+    """By another thread, on its stream: what this thread allocates while torch.compile warms up for CUDA graphs is in
+    the graphs' memory, where nothing may be kept."""
+    with ThreadPoolExecutor(1) as thread:
+        zero = thread.submit(lambda: torch.zeros(1, dtype=torch.int32, device=device)).result()
+    torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+    return zero

@@ -4,7 +4,7 @@ On sm_90 the values are the best of about 120 variants, causal 2 x 8192 tokens, 
 other archs they follow from shared memory and registers and were compiled, never timed.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,13 @@ class Plan(NamedTuple):
     maxnreg: int | None = None
     tma: bool = True  # descriptors, where the GPU and the strides allow them
     late: bool = True  # dkdv reads the rows' LSE after its first products, not before
+
+    def launch_options(self) -> dict[str, Any]:
+        """The arguments of every kernel that follow from a plan."""
+        return dict(
+            BLOCK_M=self.block_m, BLOCK_N=self.block_n, num_warps=self.num_warps, num_stages=self.num_stages,
+            maxnreg=self.maxnreg,
+        )  # fmt: skip
 
 
 class _Tile(NamedTuple):
