@@ -44,9 +44,9 @@ Gated = Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu", "relu_s
 Order = Literal["gate_first", "up_first"]
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-_KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu_squared")
+KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu_squared")
 # the activation of the gate
-_GATED = {
+GATED = {
     "swiglu": "silu",
     "geglu": "gelu",
     "geglu_tanh": "gelu_tanh",
@@ -95,7 +95,7 @@ def gated_activation_ref(
     if kind == "clamped_swiglu":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(x.dtype)
-    return (_act_ref(gate, _GATED[kind]) * up).to(x.dtype)
+    return (_act_ref(gate, GATED[kind]) * up).to(x.dtype)
 
 
 def _split(x: Tensor, up: Tensor | None, order: str) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def _normal_cdf(z):
 
 
 @triton.jit
-def _act(z, KIND: tl.constexpr):
+def activate(z, KIND: tl.constexpr):
     """act(z) and act'(z)."""
     if KIND == "gelu":
         cdf = _normal_cdf(z)
@@ -163,7 +163,7 @@ def _act(z, KIND: tl.constexpr):
 
 
 @triton.jit
-def _gated(gate, up, limit, alpha, KIND: tl.constexpr):
+def activate_gated(gate, up, limit, alpha, KIND: tl.constexpr):
     """y and its derivatives by gate and by up."""
     if KIND == "clamped_swiglu":
         # written so that nan stays nan
@@ -175,7 +175,7 @@ def _gated(gate, up, limit, alpha, KIND: tl.constexpr):
         by_gate = tl.where(gate > limit, 0.0, (s + alpha * by_up * rest) * (u + 1.0))
         by_up = tl.where((up > limit) | (up < -limit), 0.0, by_up)
     else:
-        by_up, slope = _act(gate, KIND)
+        by_up, slope = activate(gate, KIND)
         y = by_up * up
         by_gate = slope * up
     return y, by_gate, by_up
@@ -213,9 +213,9 @@ def _activation_fwd_kernel(
 
     x = _load(x_ptr, bias_ptr, rows, cols, stride_xm, mask, N)
     if up_ptr is not None:
-        y, _, _ = _gated(x, _load(up_ptr, up_bias_ptr, rows, cols, stride_um, mask, N), limit, alpha, KIND)
+        y, _, _ = activate_gated(x, _load(up_ptr, up_bias_ptr, rows, cols, stride_um, mask, N), limit, alpha, KIND)
     else:
-        y, _ = _act(x, KIND)
+        y, _ = activate(x, KIND)
     tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -228,13 +228,15 @@ def _activation_bwd_tile(
     dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
     x = _load(x_ptr, bias_ptr, rows, cols, stride_xm, mask, N)
     if up_ptr is not None:
-        _, by_gate, by_up = _gated(x, _load(up_ptr, up_bias_ptr, rows, cols, stride_um, mask, N), limit, alpha, KIND)
+        _, by_gate, by_up = activate_gated(
+            x, _load(up_ptr, up_bias_ptr, rows, cols, stride_um, mask, N), limit, alpha, KIND
+        )
         dx = dy * by_gate
         dup = dy * by_up
         if dup_ptr is not None:
             tl.store(dup_ptr + rows * stride_dm + cols, dup.to(dup_ptr.dtype.element_ty), mask=mask)
     else:
-        _, slope = _act(x, KIND)
+        _, slope = activate(x, KIND)
         dx = dy * slope
         dup = dx
     if dx_ptr is not None:
@@ -425,7 +427,7 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 8
     need_dx, need_dup, need_dbias = ctx.needs_input_grad[:3]
-    grads = _activation_bwd_op(dy, *ctx.saved_tensors, *ctx.options, need_dx, need_dup, need_dbias)
+    grads = activation_bwd_op(dy, *ctx.saved_tensors, *ctx.options, need_dx, need_dup, need_dbias)
     needs = (need_dx, need_dup, need_dbias)
     return (*(wanted(grad, need) for grad, need in zip(grads, needs, strict=True)), *(None,) * 5)
 
@@ -456,7 +458,7 @@ _activation_op = Op(
     setup_context=_setup_context,
     sharding=_fwd_sharding,
 )
-_activation_bwd_op = Op(
+activation_bwd_op = Op(
     f"activation_bwd(Tensor dy, Tensor x, Tensor? up, Tensor? bias, {_OPTIONS}, bool need_dx, bool need_dup, "
     "bool need_dbias) -> (Tensor, Tensor, Tensor)",
     _activation_bwd,
@@ -480,7 +482,7 @@ def activation(x: Tensor, kind: Activation, bias: Tensor | None = None) -> Tenso
         implemented and say so.
     Under torch.compile it is plain PyTorch, for Inductor to fuse.
     """
-    checks.one_of("activation", "kind", kind, _KINDS)
+    checks.one_of("activation", "kind", kind, KINDS)
     checks.require(x.dim() > 0, "activation", "x", "have at least one dim", "a scalar")
     checks.floating("activation", x=x, bias=bias)
     checks.same_device("activation", "x", x, bias=bias)
@@ -516,7 +518,7 @@ def gated_activation(
     Numerics, memory, errors and torch.compile as in `activation`.
     """
     op = "gated_activation"
-    checks.one_of(op, "kind", kind, tuple(_GATED))
+    checks.one_of(op, "kind", kind, tuple(GATED))
     checks.one_of(op, "order", order, ("gate_first", "up_first"))
     checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
     checks.floating(op, x=x, up=up, bias=bias)
@@ -529,7 +531,7 @@ def gated_activation(
     if torch.compiler.is_compiling() or not use_kernel(op, x):
         return _gated_torch(x, kind, up, bias, order, limit, alpha)
     bias = bias if bias is None else bias.contiguous()
-    return _activation_op(x, up, bias, _GATED[kind], order, True, float(limit), float(alpha))
+    return _activation_op(x, up, bias, GATED[kind], order, True, float(limit), float(alpha))
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
@@ -597,4 +599,4 @@ def _gated_torch(
         if bias is not None:
             gate_bias, up_bias = _split(bias, None, order)
             gate, other = gate + gate_bias, other + up_bias
-        return (_act_torch(gate, _GATED[kind]) * other).to(x.dtype)
+        return (_act_torch(gate, GATED[kind]) * other).to(x.dtype)

@@ -12,9 +12,9 @@ of e bytes: forward reads T*V*e bytes and backward moves 2*T*V*e; made in forwar
 costs less, because the second look at a row finds part of it in the L2 cache. About 6 operations and one exponential an
 element and pass.
 
-The pieces work on a shard of the vocabulary, [vocab_start, vocab_start + V) of vocab_size: `_row_stats` gives each
-row's lse, target logit and sum over the shard, `_losses` turns those of the whole vocabulary into the loss, and
-`_dlogits` makes the shard's gradient. Between the first two a vocabulary-parallel loss puts its all-reduces.
+The pieces work on a shard of the vocabulary, [vocab_start, vocab_start + V) of vocab_size: `launch_row_stats` gives
+each row's lse, target logit and sum over the shard, `launch_losses` turns those of the whole vocabulary into the loss,
+and `launch_dlogits` makes the shard's gradient. Between the first two a vocabulary-parallel loss puts its all-reduces.
 
 A row of odd length does not start at a 16-byte boundary. The kernels then take the whole 16-byte vectors inside the row
 as they lie in memory, and the few elements at both ends apart.
@@ -426,7 +426,7 @@ def _vector(logits: Tensor, dlogits: Tensor) -> dict[str, Any]:
     return dict(VEC=vec, EDGES=bool((logits.stride(0) % vec and logits.shape[0] > 1) or logits.shape[1] % vec))
 
 
-def _row_stats(
+def launch_row_stats(
     logits: Tensor,  # [T, V], rows
     target: Tensor,  # [T]
     terms: Terms,
@@ -442,8 +442,8 @@ def _row_stats(
     """Each row's lse, target logit (0 if it is in another shard, nan if out of range) and sum of logits."""
     if dlogits is not None and logits.shape[1] * logits.element_size() > FUSED_ROW_BYTES:
         where: dict[str, Any] = dict(vocab_start=vocab_start, vocab_size=vocab_size)
-        _row_stats(logits, target, terms, lse, target_logit, logit_sum, **where)
-        _dlogits(logits, target, lse, None, terms, dlogits, scale=scale, **where)
+        launch_row_stats(logits, target, terms, lse, target_logit, logit_sum, **where)
+        launch_dlogits(logits, target, lse, None, terms, dlogits, scale=scale, **where)
         return
     T, V = logits.shape
     vector = _vector(logits, logits if dlogits is None else dlogits)
@@ -457,7 +457,7 @@ def _row_stats(
     )  # fmt: skip
 
 
-def _losses(
+def launch_losses(
     lse: Tensor,
     target_logit: Tensor,
     logit_sum: Tensor | None,
@@ -469,7 +469,7 @@ def _losses(
     losses: Tensor | None = None,  # [T], written
     loss: Tensor | None = None,  # [], written: their sum times scale
 ) -> None:
-    """The loss from the results of `_row_stats` for the whole vocabulary."""
+    """The loss from the results of `launch_row_stats` for the whole vocabulary."""
     T = target.shape[0]
     _loss_kernel[(1 if losses is None else triton.cdiv(T, 1024),)](
         lse, target_logit, logit_sum, target, scale, losses, loss,
@@ -477,7 +477,7 @@ def _losses(
     )  # fmt: skip
 
 
-def _dlogits(
+def launch_dlogits(
     logits: Tensor,
     target: Tensor,
     lse: Tensor,
@@ -502,7 +502,7 @@ def _dlogits(
     )  # fmt: skip
 
 
-def _aligned(x: Tensor) -> Tensor:
+def to_aligned(x: Tensor) -> Tensor:
     """x where kernels take 16-byte vectors: one misaligned pointer would cost all of a launch's tensors theirs."""
     return x.clone() if x.data_ptr() % 16 else x
 
@@ -511,7 +511,7 @@ def _row_stride(dloss: Tensor | None) -> int:
     return dloss.stride(0) if dloss is not None and dloss.dim() else 0
 
 
-def _mean_scale(target: Tensor, terms: Terms) -> Tensor:
+def scale_of_mean(target: Tensor, terms: Terms) -> Tensor:
     scale = target.new_empty((), dtype=torch.float32)
     _mean_scale_kernel[(1,)](target, scale, target.shape[0], terms.ignore_index, BLOCK=4096, num_warps=8)
     return scale
@@ -556,17 +556,17 @@ def _cross_entropy_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
     T, V = logits.shape
-    target = _aligned(target)
+    target = to_aligned(target)
     loss = logits.new_empty((T,) if reduction == "none" else (), dtype=torch.float32)
     lse, target_logit = (loss.new_empty(T) for _ in range(2))
     logit_sum = torch.empty_like(lse) if label_smoothing else None
-    scale = _mean_scale(target, terms) if reduction == "mean" else None
+    scale = scale_of_mean(target, terms) if reduction == "mean" else None
     dlogits = logits.new_empty((T, V)) if with_grad else None
-    _row_stats(
+    launch_row_stats(
         logits, target, terms, lse, target_logit, logit_sum, scale=early_scale(logits.dtype, scale), dlogits=dlogits
     )
     out = dict(losses=loss) if reduction == "none" else dict(loss=loss)
-    _losses(lse, target_logit, logit_sum, target, terms, V, scale=scale, **out)
+    launch_losses(lse, target_logit, logit_sum, target, terms, V, scale=scale, **out)
     return loss, lse, lse.new_empty(0) if scale is None else scale, empty(logits) if dlogits is None else dlogits
 
 
@@ -608,7 +608,7 @@ def _cross_entropy_bwd(
 ) -> Tensor:
     dlogits = logits.new_empty(logits.shape)
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
-    _dlogits(logits, _aligned(target), lse, _aligned(dloss), terms, dlogits, scale=scale)
+    launch_dlogits(logits, to_aligned(target), lse, to_aligned(dloss), terms, dlogits, scale=scale)
     return dlogits
 
 
@@ -631,7 +631,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         return (_cross_entropy_bwd_op(dloss, logits, target, lse, scale, *ctx.options), *(None,) * 7)
     refuse_second_backward(ctx, "cross_entropy", "grad_in_forward=False")
     dlogits, scale = ctx.saved_tensors
-    _scale_op(dlogits, dloss, late_scale(dlogits.dtype, scale if ctx.reduction == "mean" else None))
+    scale_op(dlogits, dloss, late_scale(dlogits.dtype, scale if ctx.reduction == "mean" else None))
     return (dlogits, *(None,) * 7)
 
 
@@ -676,7 +676,7 @@ _cross_entropy_bwd_op = Op(
     _cross_entropy_bwd_outputs,
     sharding=_bwd_sharding,
 )
-_scale_op = Op("scale_(Tensor(a!) x, Tensor dloss, Tensor? scale) -> ()", _scale_, lambda x, dloss, scale: None)
+scale_op = Op("scale_(Tensor(a!) x, Tensor dloss, Tensor? scale) -> ()", _scale_, lambda x, dloss, scale: None)
 
 
 @falls_back("cross_entropy")
@@ -717,7 +717,7 @@ def cross_entropy(
     checks.same_device("cross_entropy", "logits", logits, target=target)
     checks.shape("cross_entropy", "target", target, logits.shape[:-1], "logits without the last dim")
     if not use_kernel("cross_entropy", logits):
-        return _cross_entropy_torch(logits, target, ignore_index, reduction, label_smoothing, z_loss, softcap)
+        return cross_entropy_torch(logits, target, ignore_index, reduction, label_smoothing, z_loss, softcap)
     with_grad = grad_in_forward and torch.is_grad_enabled() and logits.requires_grad
     loss, _, _, _ = _cross_entropy_op(
         as_rows(logits), target.reshape(-1), ignore_index, reduction, float(label_smoothing), float(z_loss),
@@ -736,7 +736,7 @@ def check_loss_arguments(
     checks.require(is_index, op, "target", "be int64 or int32", checks.name(target.dtype))
 
 
-def _cross_entropy_torch(
+def cross_entropy_torch(
     logits: Tensor,
     target: Tensor,
     ignore_index: int,

@@ -253,8 +253,8 @@ def _torch_serves(archs: tuple[int, ...], target: Target, *tensors: Tensor) -> b
 
 
 @cache
-def _note(what: str, arch: int) -> None:
-    tracing.event("dispatch", f"grouped_gemm: {what} by torch's grouped_mm on sm_{arch}", op="grouped_gemm")
+def _note(product: str, arch: int) -> None:
+    tracing.event("dispatch", f"grouped_gemm: {product} by torch's grouped_mm on sm_{arch}", op="grouped_gemm")
 
 
 def _fwd_outputs(x: Tensor, weight: Tensor, offsets: Tensor, kernel: bool) -> Tensor:
@@ -281,8 +281,8 @@ def _product(x: Tensor, weight: Tensor, offsets: Tensor, kernel: bool, *, transp
     x, weight = as_rows(x), weight if weight.stride(-1) == 1 else weight.contiguous()
     if _torch_serves(_TORCH_PRODUCT, target, x, weight):
         _note("dx" if transposed else "the product", target.arch)
-        found = F.grouped_mm(x, weight if transposed else weight.mT, offs=offsets)
-        return zero_tail(found, offsets)
+        products = F.grouped_mm(x, weight if transposed else weight.mT, offs=offsets)
+        return zero_tail(products, offsets)
     T, (E, *inner) = x.shape[0], weight.shape
     N, K = reversed(inner) if transposed else inner
     y = x.new_empty((T, N))
@@ -411,8 +411,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     )
     kernel = use_kernel(op, x)
     if kernel or is_traced(x):
-        found: Tensor = _grouped_gemm_op(x, weight, offsets.contiguous(), kernel)
-        return found
+        y: Tensor = _grouped_gemm_op(x, weight, offsets.contiguous(), kernel)
+        return y
     with without_autocast(x.device):
         return _grouped_gemm_torch(x, weight, offsets)
 
@@ -420,15 +420,15 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 def grouped_gemm_dgrad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """dx [T, K] of `grouped_gemm` for dy [T, N], weight [E, N, K]: for functions with a backward of their own."""
     with without_autocast(dy.device):
-        found: Tensor = _dgrad_op(dy, weight, offsets, use_kernel("grouped_gemm", dy))
-    return found
+        dx: Tensor = _dgrad_op(dy, weight, offsets, use_kernel("grouped_gemm", dy))
+    return dx
 
 
 def grouped_gemm_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """dweight [E, N, K] of `grouped_gemm` for dy [T, N], x [T, K]: for functions with a backward of their own."""
     with without_autocast(dy.device):
-        found: Tensor = _wgrad_op(dy, x, offsets, use_kernel("grouped_gemm", dy))
-    return found
+        dw: Tensor = _wgrad_op(dy, x, offsets, use_kernel("grouped_gemm", dy))
+    return dw
 
 
 def _groups(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:

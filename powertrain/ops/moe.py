@@ -77,8 +77,8 @@ def moe_permute_ref(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tenso
 
 def moe_unpermute_ref(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
     """The specification of `moe_unpermute`, in plain PyTorch."""
-    found = rows[positions.long()].to(acc_dtype(rows.dtype))
-    return (found if weights is None else found * weights[..., None]).sum(1).to(rows.dtype)
+    chosen = rows[positions.long()].to(acc_dtype(rows.dtype))
+    return (chosen if weights is None else chosen * weights[..., None]).sum(1).to(rows.dtype)
 
 
 @kernel()
@@ -632,8 +632,8 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None
     checks.require(whole, op, "positions", f"be [T, k] with T*k = {rows.shape[0]} (rows)", list(positions.shape))
     checks.shape(op, "weights", weights, positions.shape, "shape of positions")
     if use_kernel(op, rows):
-        found: Tensor = _gather_op(rows, positions.contiguous(), None if weights is None else weights.contiguous())
-        return found
+        gathered: Tensor = _gather_op(rows, positions.contiguous(), None if weights is None else weights.contiguous())
+        return gathered
     with without_autocast(rows.device):
         return moe_unpermute_ref(rows, positions, weights)
 

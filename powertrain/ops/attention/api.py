@@ -70,7 +70,7 @@ def attention(
         "sbhd"           [Sq, B, H, D]     [Sk, B, K, D]     [Sk, B, K, E]
         "bmghk"          [B, Sq, G, H, D]  [B, Sk, G, H, D]  [B, Sk, G, H, E]; H there are the heads of a group
         query, key, value   one dtype: float16, bfloat16, float32 or float64 (float64 without our kernels). The last dim
-                         has stride 1, the others any: what is expanded (stride 0) along heads or groups is read once
+                         has stride 1, the others any: expanded (stride 0) heads or groups are read once
         attn_bias        broadcasts to [B, H, Sq, Sk] from 2 to 4 dims; bool (True: is seen) or floating, added. Its
                          gradient has its own shape
         is_causal        no key after the query's position
@@ -90,7 +90,7 @@ def attention(
                          that draw their own are not taken then. None: from PyTorch's generator of the device, so that
                          torch.manual_seed, checkpointing and CUDA graphs act as on F.dropout
         query_lengths, key_lengths   [B] int: how many of Sq and Sk count, the first ones. Never read by the host but on
-                         the CPU; what lies behind them is not read either (NaN does not leak), its results are 0
+                         the CPU; rows behind them are not read either (NaN does not leak), their results are 0
         return_lse       (out, lse): also the log-sum-exp of the scores, differentiable
         deterministic    backward must give the same bits every time; None: as torch.use_deterministic_algorithms says.
                          The universal kernels always do; who does not, the Hopper backward too, is not taken
@@ -108,7 +108,7 @@ def attention(
         rounded up to 64, 128 or 256; document_ids 8 * B * (Sq + Sk) and their sorting; the gradient of
         sinks up to 8 * B * H * Sq * E. On the CPU "chunked" takes about 0.2 GiB of scores, and float32 gradients. Only
         "reference" keeps 4 * B * H * Sq * Sk bytes, several times, and repeats key heads.
-    Raises ValueError naming the argument, what it must be and what it was; NoBackendError with every backend's reasons
+    Raises ValueError with the argument's name, requirement and value; NoBackendError with every backend's reasons
         and the smallest change where none that is allowed takes the call. Our kernel's double backward and vmap raise
         and name the way out.
     Source: Dao, arXiv:2307.08691 (FlashAttention-2); Rabe and Staats, arXiv:2112.05682; Press et al., arXiv:2108.12409

@@ -681,7 +681,7 @@ def decode_attention(
         value_cache    [C, L, K, E]  E up to 512; None: the first head_dim_v channels of the keys (MLA), read once
         cache_seqlens  [B] int32     rows of each sequence before the append, on the same device, never read by the host
                        but on the CPU; more than there is room for raises there, and counts as that elsewhere
-        key_new, value_new   [B, N, K, D], [B, N, K, E], written behind them; what the cache has no room for is dropped
+        key_new, value_new   [B, N, K, D], [B, N, K, E], written behind them; rows beyond the capacity are dropped
         page_table     [B, max pages] int32: page p of a sequence is its rows [p * page size, (p + 1) * page size)
         cache_batch_idx  [B] int32   the entry of the cache that serves each sequence (not with pages)
         cache_leftpad    [B] int32   a sequence's first row; its length still counts from row 0
@@ -698,10 +698,10 @@ def decode_attention(
     Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 [B, H, S], in nats.
         A query that sees no key gives 0 and -inf (the sink's score with a sink).
     Numerics: products and sums in float32; probabilities are rounded to the cache's dtype. float32 products follow
-        torch.backends.cuda.matmul.allow_tf32. What lies beyond a sequence's length is never read. Deterministic; the
+        torch.backends.cuda.matmul.allow_tf32. Rows beyond a sequence's length are never read. Deterministic; the
         number of splits, and so rounding, follows from shapes alone.
     Memory: out, and splits * B * S * H * (E + 1) * 4 bytes where keys are split.
-    Raises ValueError naming the argument, what it must be and what it was; NotImplementedError where a gradient is
+    Raises ValueError with the argument's name, requirement and value; NotImplementedError where a gradient is
         wanted: this is for inference.
     Source: flash-decoding (Dao et al. 2023); semantics of flash_attn_with_kvcache.
     """
@@ -730,7 +730,7 @@ def decode_attention(
     if cache_seqlens.device.type == "cpu" and cache_seqlens.numel() and not is_traced(cache_seqlens):
         longest = int(cache_seqlens.max())
         checks.require(
-            longest <= capacity, _OP, "cache_seqlens", f"be at most {capacity}, what there is room for", longest
+            longest <= capacity, _OP, "cache_seqlens", f"be at most {capacity}, the cache's capacity", longest
         )
     left, right = window_bounds(_OP, window_size)
     right = 0 if is_causal else right

@@ -63,7 +63,7 @@ def attention_backward(
 
     Shapes: those of `attention`, or of `varlen_attention` with layout="thd"; Dv is the head dim of value.
         grad_out  as out, dtype of query
-        query, key, value, masks, scale, dropout_p, dropout_seed: what the forward over these keys was given
+        query, key, value, masks, scale, dropout_p, dropout_seed: those of the forward over these keys
         out       query's shape with Dv last, any floating dtype: the result over all keys
         lse       its log-sum-exp in nats, float32 [B, H, Sq], thd [H, Tq], bmghk [B, G, H, Sq]
         grad_lse  gradient of that LSE, float32, the same shape
@@ -80,7 +80,7 @@ def attention_backward(
         dq's last bits may differ. On the CPU in float32 (float64 for float64), by chunks, deterministic.
     Memory beyond the results: 8 bytes per query and head, and but for the universal kernels float32 sums of dq; on the
         CPU O(sequence), float32 copies among it.
-    Raises ValueError naming the argument, what it must be and what it was.
+    Raises ValueError with the argument's name, requirement and value.
     Source: Liu et al., arXiv:2310.01889 (ring attention); Dao, arXiv:2307.08691 (backward from out and LSE).
 
     Backward of a ring over `parts` of the keys, forward being merge_attentions over attention(..., return_lse=True):

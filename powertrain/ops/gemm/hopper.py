@@ -3,7 +3,7 @@
     c = op(a) op(b) + bias       [M, N], accumulated in float32
     nt  a [M, K], b [N, K]       y = x Wᵀ
     nn  a [M, K], b [K, N]       dx = dy W
-    tn  a [K, M], b [K, N]       dW = dyᵀ x, also added to what float32 c holds
+    tn  a [K, M], b [K, N]       dW = dyᵀ x, also added to float32 c
 
 One CTA an SM walks over tiles of c. A *loader* warp fetches blocks of a and b by TMA into a ring of stages; two
 *consumer* warpgroups multiply, half a tile each; two *storer* warps write the halves by TMA while the next tile is
@@ -62,8 +62,8 @@ def _chunk(bounds_ptr, order_ptr, position, M, CHUNKED: gl.constexpr):
 
 
 @gluon.jit
-def _tile_coords(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
-    """Tile number to (row, column): GROUP_M rows of tiles by all columns, so that what they read stays in L2."""
+def tile_coords(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    """Tile number to (row, column): GROUP_M rows of tiles by all columns, so that their operands stay in L2."""
     first = tile // (GROUP_M * tiles_n) * GROUP_M
     height = gl.minimum(tiles_m - first, GROUP_M)
     tile -= first * tiles_n
@@ -97,7 +97,7 @@ def _give_back(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _load(
+def load(
     a_ptr,
     local_ptr,
     b_ptr,
@@ -172,7 +172,7 @@ def _load(
                     seen = load_acquire(flags_ptr + chunk * flag_step)
                 fence_proxy_async(seen)
         for t in range(tile, tiles, gl.num_programs(0)):
-            tile_m, tile_n = _tile_coords(t, tiles_m, tiles_n, GROUP_M)
+            tile_m, tile_n = tile_coords(t, tiles_m, tiles_n, GROUP_M)
             row = start + tile_m * BLOCK_M
             col = tile_n * B_COLS
             for k in range(0, K, BLOCK_K):
@@ -201,7 +201,7 @@ def _load(
                 stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         tile = _behind(tile, tiles)
         chunk, start, end = next_chunk, next_start, next_end
-    # a barrier is left as it was found: whoever came is met
+    # every barrier ends as it began: each arrival is met
     for n in range(gl.minimum(filled, STAGES)):
         named_barrier_sync(_EMPTY + (filled - 1 - n) % STAGES, 288)
 
@@ -233,7 +233,7 @@ def _halves(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
+def consume(
     a_smem,
     b_smem,
     c_smem,
@@ -306,7 +306,7 @@ def _consume(
             _give_back(stage, STAGES)
             col = gl.to_tensor(0)
             if bias_ptr is not None:
-                _, tile_n = _tile_coords(t, tiles_m, tiles_n, GROUP_M)
+                _, tile_n = tile_coords(t, tiles_m, tiles_n, GROUP_M)
                 col = tile_n * TILE_N
             c_part = c_smem.index(CONSUMER)
             c_full_bar = c_full.index(CONSUMER)
@@ -379,7 +379,7 @@ def _store(
             stores_landed(chunk)  # the one before may still be read by stores under way
         desc = tma.make_tensor_descriptor(base, [end - start, N], [stride_cm, 1], [ROWS, COLS], layout)
         for t in range(tile, tiles, gl.num_programs(0)):
-            tile_m, tile_n = _tile_coords(t, tiles_m, tiles_n, GROUP_M)
+            tile_m, tile_n = tile_coords(t, tiles_m, tiles_n, GROUP_M)
             row = tile_m * BLOCK_M + CONSUMER * ROWS
             for part in gl.static_range(SPLIT):
                 mbarrier.wait(c_full.index(CONSUMER), phase)
@@ -457,11 +457,11 @@ def _gemm_kernel(
 
     if CONSUMERS == 1:
         gl.warp_specialize([
-        (_consume, (
+        (consume, (
             a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
             chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 0,
         )),
-        (_load, (
+        (load, (
             a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, bounds_ptr, order_ptr, flags_ptr, M, N, K,
             chunks, stride_a, stride_b, 0, stride_local, flag_step, ready, local_first, local_end,
             CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
@@ -473,15 +473,15 @@ def _gemm_kernel(
         ], [1, 1], [40, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-        (_consume, (
+        (consume, (
             a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
             chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 0,
         )),
-        (_consume, (
+        (consume, (
             a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
             chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 1,
         )),
-        (_load, (
+        (load, (
             a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, bounds_ptr, order_ptr, flags_ptr, M, N, K,
             chunks, stride_a, stride_b, 0, stride_local, flag_step, ready, local_first, local_end,
             CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
@@ -519,7 +519,7 @@ class Plan(NamedTuple):
 
 
 def _plan(out: Tensor, bias: Tensor | None) -> Plan:
-    """The tiles of a call: 227 KiB of stages and of what the storers hold."""
+    """The tiles of a call: 227 KiB of stages and of results on their way out."""
     if out.dtype is torch.float32:
         return Plan(split=2)
     # a bias of 256 columns in registers spilled (Triton 3.9)

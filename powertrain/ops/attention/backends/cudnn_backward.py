@@ -47,7 +47,7 @@ def why_not_cudnn_backward(call: BackwardCall, operands: Operands) -> str | None
 
 
 def backward_why_not(problem: AttentionProblem) -> Iterator[Reason]:
-    """What of `why_not_cudnn_backward` is known without tensors."""
+    """The part of `why_not_cudnn_backward` that needs no tensors."""
     if reason := _why_not_kind(problem.deterministic, problem.layout, problem.mask.bias != "none"):
         yield Reason(reason, "use triton")
     else:

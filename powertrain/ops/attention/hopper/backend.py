@@ -1,8 +1,8 @@
 """The Hopper backend: forward in Gluon (hopper/forward.py), for 16 bits on sm_90.
 
-What it does not take, `why_not` says. Numerics, results for rows that see nothing, and what is saved for backward are
-those of the universal kernels (triton/backend.py). Backward is the one that select.py decides: its own
-(hopper/backward.py), cuDNN's (backends/cudnn_backward.py) or that of the universal kernels.
+`why_not` has its limits. Numerics, results for rows that see nothing, and tensors saved for backward are those of the
+universal kernels (triton/backend.py). Backward is the one that select.py decides: its own (hopper/backward.py), cuDNN's
+(backends/cudnn_backward.py) or that of the universal kernels.
 
 Memory beyond results: 640 to 896 bytes an SM of descriptors, and 4 a stream; where keys are cut into parts, which makes
 at most four tiles an SM, or heads do not fill their tiles, B * S * H * (E + 1) * 4 bytes for each part.
@@ -63,7 +63,7 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
             yield Reason(f"it has no {name}", "use triton")
 
 
-# what was found on each device, of each plan, and of each padded head dim in any order and in turn
+# results by device: of each plan, and of each padded head dim in any order and in turn
 _self_tests: dict[Plan, dict[int | None, str | None]] = {}
 _backward_self_tests: dict[tuple[int, bool], dict[int | None, str | None]] = {}
 
@@ -72,16 +72,16 @@ def fails_here(device: torch.device, plan: Plan) -> str | None:
     """Why the kernel must not be used on this sm_90 device with this plan, or None: it is tried once on a small
     problem."""
     plan = plan._replace(num_splits=min(plan.num_splits, 2))  # how many there are is the same to it
-    found, what = _self_tests.setdefault(plan, {}), f"attention at head dims {sum(plan.p_qk)} and {plan.p_v}"
-    return self_test.failure(found, device, lambda on: _forward_self_test(on, plan), f"{what}: triton serves")
+    results, name = _self_tests.setdefault(plan, {}), f"attention at head dims {sum(plan.p_qk)} and {plan.p_v}"
+    return self_test.failure(results, device, lambda on: _forward_self_test(on, plan), f"{name}: triton serves")
 
 
 def backward_fails_here(device: torch.device, width: int, deterministic: bool) -> str | None:
-    """The same of the backward, whose tiles depend on what head dims are padded to."""
-    found = _backward_self_tests.setdefault((width, deterministic), {})
-    what = f"attention's backward{', deterministic,' if deterministic else ''} at head dim {width}"
+    """The same of the backward, whose tiles depend on the padded head dim."""
+    results = _backward_self_tests.setdefault((width, deterministic), {})
+    name = f"attention's backward{', deterministic,' if deterministic else ''} at head dim {width}"
     return self_test.failure(
-        found, device, lambda on: _backward_self_test(on, width, deterministic), f"{what}: triton serves"
+        results, device, lambda on: _backward_self_test(on, width, deterministic), f"{name}: triton serves"
     )
 
 
@@ -118,8 +118,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return (a[:, :, None] * b[None]).sum(1)
 
 
-def _wrong(found: list[Tensor], exact: list[Tensor]) -> str | None:
-    pairs = zip(found, exact, strict=True)
+def _wrong(results: list[Tensor], exact: list[Tensor]) -> str | None:
+    pairs = zip(results, exact, strict=True)
     count = sum(int((~((a.view(b.shape) - b).abs() <= 2**-6 * b.abs().max())).sum()) for a, b in pairs)
     return f"its self-test gave {count} wrong results of {sum(x.numel() for x in exact)}" if count else None
 
@@ -186,9 +186,9 @@ def _is_real(x: Tensor) -> bool:
     return recording.state.recording is None and not x.is_meta
 
 
-def _report_fallback(what: str, reason: str) -> None:
-    if tracing.first((what, reason)):
-        tracing.event("dispatch", f"{what}: triton for hopper: {reason}", op="attention", backend="triton")
+def _report_fallback(op: str, reason: str) -> None:
+    if tracing.first((op, reason)):
+        tracing.event("dispatch", f"{op}: triton for hopper: {reason}", op="attention", backend="triton")
 
 
 backward_op = autograd.backward_op("attention_hopper_bwd", _backward)

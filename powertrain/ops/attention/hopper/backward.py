@@ -27,7 +27,7 @@ from powertrain.ops.shapes import next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
 
-_BLOCK_N = {64: 128, 128: 128, 256: 64}  # keys of a tile, by what head dims are padded to
+_BLOCK_N = {64: 128, 128: 128, 256: 64}  # keys of a tile, by padded head dim
 
 
 @triton.jit
@@ -152,12 +152,12 @@ def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: OpArgume
 
 
 def width_of(head_dim: int) -> int:
-    """What a head dim is padded to. Not further: no panel of 64 columns may lie wholly outside a tensor."""
+    """The padded head dim. No larger one serves: no panel of 64 columns may lie wholly outside a tensor."""
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
-    """What of `why_not_backward` is no need of the forward too, and known without tensors."""
+    """The part of `why_not_backward` that the forward does not share and that needs no tensors."""
     dims = d_qk, d_v
     if any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 192 < min(dims) <= max(dims) <= 256):
         return f"head dims must be multiples of 8, both up to 128 or both of 200 to 256, are {d_qk} and {d_v}"

@@ -21,7 +21,7 @@ during the softmax; Milakov and Gimelshein 2018 (online softmax).
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from powertrain.ops.attention.hopper.primitives import (
     LN2,
     LOG2E,
     MINUS_INF,
+    Lengths,
+    Window,
     alloc_mbarriers,
     alloc_pipeline_stages,
     here,
@@ -88,6 +90,79 @@ _K_LEN = gl.constexpr(6)
 _SPLIT = gl.constexpr(7)
 
 
+class ForwardConfig(NamedTuple):
+    """The constants of a launch, by name: the constexpr argument CONFIG of the device functions."""
+
+    has_left: bool  # the window is bounded to the left
+    has_right: bool
+    bottom_right: bool  # the last query has the position of the last key
+    has_softcap: bool
+    alibi: Literal["none", "two_sided", "one_sided"]
+    aligned: bool  # each tile has one masked block, whose diagonal goes from corner to corner
+    packed: bool  # sequences lie one behind the other
+    ragged: bool  # sequences end before their storage does
+    d: tuple[int, int]  # head dims of queries and values
+    q_held: bool  # queries are read from registers
+    consumers: int  # warpgroups, 64 rows each
+    heads_per_tile: int  # heads that share keys in one tile
+
+
+class Inputs(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+
+
+class Results(NamedTuple):
+    """Pointers of a consumer: results, and the vectors by head."""
+
+    o: Any
+    lse: Any
+    slopes: Any
+    sinks: Any
+
+
+class InputStrides(NamedTuple):
+    """By batch entry, position and head."""
+
+    qb: Any
+    qs: Any
+    qh: Any
+    kb: Any
+    ks: Any
+    kh: Any
+    vb: Any
+    vs: Any
+    vh: Any
+
+
+class ResultStrides(NamedTuple):
+    ob: Any
+    os: Any
+    oh: Any
+    slopes: Any
+
+
+class ProducerSizes(NamedTuple):
+    batch: Any
+    queries: Any
+    keys: Any
+    kv_heads: Any
+    num_q_per_kv: Any
+    blocks: Any
+    swizzle: Any
+    tiles: Any
+    num_splits: Any  # None: keys are not split
+
+
+class ConsumerSizes(NamedTuple):
+    batch: Any
+    queries: Any
+    heads: Any
+    num_splits: Any
+    num_q_per_kv: Any  # None without splits
+
+
 class ForwardBuffers(NamedTuple):
     """Pipeline stages in shared memory."""
 
@@ -96,9 +171,10 @@ class ForwardBuffers(NamedTuple):
     v: Any  # [STAGES, BLOCK_N, D_V]
 
 
-class ForwardBarriers(NamedTuple):
-    """mbarriers, one per stage. Stages of k and v are freed at numbered barriers instead."""
+class ForwardSync(NamedTuple):
+    """The tile descriptor and the mbarriers. Stages of k and v are freed at numbered barriers instead."""
 
+    tile: Any  # int32 [2 * FIELDS, 1]
     q_full: Any
     k_full: Any
     v_full: Any
@@ -106,25 +182,37 @@ class ForwardBarriers(NamedTuple):
     tile_empty: Any
 
 
+class Scores(NamedTuple):
+    """Arguments that turn the products of a consumer's tile into masked scores."""
+
+    positions: Any  # [64], of the rows' queries
+    p_first: Any  # position of the first row
+    k_len: Any
+    window: Any
+    factors: Any  # before and behind the softcap
+    factor: Any  # from the running maximum to base 2
+    slope: Any  # of ALiBi
+
+
 @gluon.jit
 def _blocks_of(
-    first, offset, q_len, k_len, left, right, split, num_splits,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr,
+    first, offset, q_len, k_len, window, split, num_splits,
+    QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """What a tile visits, in blocks of keys: (first, end, end of those that all see, how many are masked at the right,
-    in all). At least one, in which nothing may be seen."""
+    """The blocks of keys of a tile: (first, end, end of the blocks that all rows see, masked blocks at the right,
+    masked blocks in all). At least one block, in which nothing may be visible."""
     p_first = first + offset
     p_last = gl.minimum(first + QUERIES, q_len) - 1 + offset
     begin = gl.to_tensor(0)
     full_begin = begin
     end = k_len
     full_end = k_len
-    if LEFT:
-        begin = gl.maximum(p_first - left, 0)
-        full_begin = gl.maximum(p_last - left, 0)
-    if RIGHT:
-        end = gl.maximum(gl.minimum(k_len, p_last + right + 1), 0)
-        full_end = gl.maximum(gl.minimum(k_len, p_first + right + 1), 0)
+    if CONFIG.has_left:
+        begin = gl.maximum(p_first - window.left, 0)
+        full_begin = gl.maximum(p_last - window.left, 0)
+    if CONFIG.has_right:
+        end = gl.maximum(gl.minimum(k_len, p_last + window.right + 1), 0)
+        full_end = gl.maximum(gl.minimum(k_len, p_first + window.right + 1), 0)
     begin = begin // BLOCK_N
     end = gl.maximum(gl.cdiv(end, BLOCK_N), begin + 1)
     if num_splits is not None:  # a split past the end gets one fully masked block
@@ -235,17 +323,16 @@ def _load_queries(
 
 @gluon.jit
 def _load_tile(
-    tile, visited, taken, emptied, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    q_desc, k_desc, v_desc, buffers, tile_smem, bars,
-    batch, queries, keys, head_groups, num_q_per_kv, blocks, swizzle, tiles, num_splits, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CONSUMERS: gl.constexpr,
-    HEADS_PER_TILE: gl.constexpr,
+    tile, visited, taken, emptied, counter_ptr, lengths, q_desc, k_desc, v_desc, buffers, sync, sizes, head_groups,
+    window, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Publish the tile descriptor and issue its TMA loads. Returns the next tile, and the counts of blocks, tiles and
     free stages of keys so far."""
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
-    q_full, k_full, v_full = bars.q_full, bars.k_full, bars.v_full
-    tile_full, tile_empty = bars.tile_full, bars.tile_empty
+    tile_smem, q_full, k_full, v_full, tile_full, tile_empty = sync
+    batch, num_splits, num_q_per_kv = sizes.batch, sizes.num_splits, sizes.num_q_per_kv
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
@@ -255,11 +342,11 @@ def _load_tile(
     BYTES: gl.constexpr = v_smem.dtype.primitive_bitwidth // 8
     K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
     V_BYTES: gl.constexpr = BLOCK_N * v_smem.shape[2] * BYTES
-    if q_starts_ptr is not None:
-        slot, head = tile_coords(tile, blocks, head_groups, swizzle)
-        b, block = find_sequence(q_starts_ptr, batch, slot, QUERIES)
+    if CONFIG.packed:
+        slot, head = tile_coords(tile, sizes.blocks, head_groups, sizes.swizzle)
+        b, block = find_sequence(lengths.q_starts, batch, slot, QUERIES)
     else:
-        block, at = tile_coords(tile, blocks, batch * head_groups, swizzle)
+        block, at = tile_coords(tile, sizes.blocks, batch * head_groups, sizes.swizzle)
         b = at // head_groups
         head = at % head_groups
     split = None
@@ -269,8 +356,8 @@ def _load_tile(
     if HEADS_PER_TILE > 1:
         parts = gl.cdiv(num_q_per_kv, HEADS_PER_TILE)
         head = head // parts * num_q_per_kv + head % parts * HEADS_PER_TILE
-    q_start, q_len, q_capacity = sequence_span(q_starts_ptr, q_used_ptr, b, batch, queries)
-    k_start, k_len, _ = sequence_span(k_starts_ptr, k_used_ptr, b, batch, keys)
+    q_start, q_len, q_capacity = sequence_span(lengths.q_starts, lengths.q_used, b, batch, sizes.queries)
+    k_start, k_len, _ = sequence_span(lengths.k_starts, lengths.k_used, b, batch, sizes.keys)
     first = block * QUERIES
     if first < q_capacity:
         pair = taken & 1
@@ -286,14 +373,14 @@ def _load_tile(
             write_tile_field(tile_smem, pair, _SPLIT, split)
         mbarrier.arrive(tile_full.index(pair), count=1)
         offset = gl.to_tensor(0)
-        if BOTTOM_RIGHT:
+        if CONFIG.bottom_right:
             offset = k_len - q_len
         begin, end, full_end, at_right, masked = _blocks_of(
-            first, offset, q_len, k_len, left, right, split, num_splits, LEFT, RIGHT, QUERIES, BLOCK_N
+            first, offset, q_len, k_len, window, split, num_splits, QUERIES, BLOCK_N, CONFIG
         )
         kv = head // num_q_per_kv
         b_at = b
-        if q_starts_ptr is not None:
+        if CONFIG.packed:
             b_at = gl.to_tensor(0)
         if Q_SLOTS == 2:  # the tile before the last, which had this slot, is done: its place in tile_smem was free
             _load_queries(
@@ -301,7 +388,7 @@ def _load_tile(
             )
         before = gl.to_tensor(0)
         for n in range(end - begin):
-            row = k_start + _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+            row = k_start + _block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
             at = visited + n
             stage = at & (STAGES - 1)
             if emptied <= at:
@@ -327,7 +414,7 @@ def _load_tile(
                 tma_load(v_desc, [b_at, kv, before, 0], bar, _as_tile(v_smem.index(stage)))  # [BLOCK_N, D_V]
             before = row
         visited += end - begin
-        # late, for what a long tile has drawn waits for its end; not last, for the answer takes time
+        # late: a tile fetched early would wait for the end of a long one; not last: the answer takes a microsecond
         tile_idx = fetch_next_tile_async(counter_ptr)
         stage = (visited - 1) & (STAGES - 1)
         if visited > STAGES:
@@ -339,32 +426,30 @@ def _load_tile(
     else:
         tile_idx = fetch_next_tile_async(counter_ptr)
     tile_idx = await_next_tile(tile_idx)
-    # as many are drawn as there are tiles: who draws the last leaves the counter as it was found
-    if tile_idx == tiles - 1:
+    # there are as many fetches as tiles: the CTA that fetches the last resets the counter
+    if tile_idx == sizes.tiles - 1:
         gl.store(counter_ptr, 0)
     return gl.num_programs(0) + tile_idx, visited, taken, emptied
 
 
 @gluon.jit
 def _load(
-    q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    buffers, tile_smem, bars,
-    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr,
-    HEADS_PER_TILE: gl.constexpr,
+    inputs, counter_ptr, lengths, buffers, sync, sizes, strides, window, CONFIG: gl.constexpr
 ):  # fmt: skip
+    """The loader warp: all tiles of this CTA."""
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
-    tile_full, tile_empty = bars.tile_full, bars.tile_empty
+    tile_smem, tile_full, tile_empty = sync.tile, sync.tile_full, sync.tile_empty
+    D: gl.constexpr = CONFIG.d
+    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
     PIECES: gl.constexpr = len(q_smem)
-    heads = kv_heads * num_q_per_kv
+    heads = sizes.kv_heads * sizes.num_q_per_kv
     head_groups = heads
     if HEADS_PER_TILE > 1:
-        head_groups = kv_heads * gl.cdiv(num_q_per_kv, HEADS_PER_TILE)
-    if num_splits is not None:
-        head_groups = head_groups * num_splits
-    storage = batch
-    if q_starts_ptr is not None:
+        head_groups = sizes.kv_heads * gl.cdiv(sizes.num_q_per_kv, HEADS_PER_TILE)
+    if sizes.num_splits is not None:
+        head_groups = head_groups * sizes.num_splits
+    storage = sizes.batch
+    if CONFIG.packed:
         storage = gl.to_tensor(1)
     # made by the warp that uses them: acquiring a descriptor is a thread's own affair
     q_desc = ()
@@ -372,22 +457,33 @@ def _load(
     for i in gl.static_range(PIECES):
         q_desc += (  # type: ignore[assignment]
             _packed_desc(
-                q_ptr, storage, heads, queries, D[0], stride_qb, stride_qh, stride_qs, q_smem[i], HEADS_PER_TILE
+                inputs.q,
+                storage,
+                heads,
+                sizes.queries,
+                D[0],
+                strides.qb,
+                strides.qh,
+                strides.qs,
+                q_smem[i],
+                HEADS_PER_TILE,
             ),
         )
-        k_desc += (_rows_desc(k_ptr, storage, kv_heads, keys, D[0], stride_kb, stride_kh, stride_ks, k_smem[i]),)  # type: ignore[assignment]
-    v_desc = _rows_desc(v_ptr, storage, kv_heads, keys, D[1], stride_vb, stride_vh, stride_vs, v_smem)
+        k_desc += (  # type: ignore[assignment]
+            _rows_desc(
+                inputs.k, storage, sizes.kv_heads, sizes.keys, D[0], strides.kb, strides.kh, strides.ks, k_smem[i]
+            ),
+        )
+    v_desc = _rows_desc(inputs.v, storage, sizes.kv_heads, sizes.keys, D[1], strides.vb, strides.vh, strides.vs, v_smem)
 
     tile = gl.program_id(0)
     visited = gl.to_tensor(0)  # blocks so far
     taken = gl.to_tensor(0)  # tiles so far
     emptied = gl.to_tensor(v_smem.shape[0])  # blocks of keys whose stage is free, counted from the first
-    while tile < tiles:
+    while tile < sizes.tiles:
         tile, visited, taken, emptied = _load_tile(
-            tile, visited, taken, emptied, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-            q_desc, k_desc, v_desc, buffers, tile_smem, bars,
-            batch, queries, keys, head_groups, num_q_per_kv, blocks, swizzle, tiles, num_splits, left, right,
-            LEFT, RIGHT, BOTTOM_RIGHT, CONSUMERS, HEADS_PER_TILE,
+            tile, visited, taken, emptied, counter_ptr, lengths, q_desc, k_desc, v_desc, buffers, sync, sizes,
+            head_groups, window, CONFIG,
         )  # fmt: skip
     pair = taken & 1
     mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)
@@ -445,7 +541,7 @@ def _clear_piece(pieces, first, group, count):
 
 @gluon.jit
 def _clear_behind(v_smem, count):
-    """Zeros in the rows of a block of v from `count` on: 0 times what lies behind a sequence may be NaN."""
+    """Zeros in the rows of a block of v from `count` on: rows past a sequence may hold NaN, and 0 times NaN is NaN."""
     ROWS: gl.constexpr = v_smem.shape[0]
     COLS: gl.constexpr = v_smem.shape[1]
     WIDTH: gl.constexpr = min(COLS, 64)
@@ -454,19 +550,19 @@ def _clear_behind(v_smem, count):
     for panel in gl.static_range(COLS // WIDTH):
         for group in range(count // 8, ROWS // 8):
             _clear_piece(pieces, gl.to_tensor(panel * (ROWS // 8)), group, count)
-    # wgmma of any warp reads what all have written, by another path to shared memory
+    # wgmma of any warp reads the stores of all, by another path to shared memory
     hopper.fence_async_shared()
     barrier()
 
 
 @gluon.jit
 def _step(
-    o, m, l, weights, at, q, k_smem, v_smem, k_full, v_full, start, positions, p_first, k_len,  # noqa: E741
-    left, right, factors, factor, slope,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr, RAGGED: gl.constexpr,
-    CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
+    o, m, l, weights, at, q, buffers, sync, start, scores,  # noqa: E741
+    CONFIG: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Block number `at`: its scores and its weights, beside the product of the block before."""
+    k_smem, v_smem, k_full, v_full = buffers.k, buffers.v, sync.k_full, sync.v_full
+    CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     o_layout: gl.constexpr = o.type.layout
@@ -486,17 +582,28 @@ def _step(
     barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
     s = hopper.warpgroup_mma_wait(1, deps=[s_later])
     _give_back(_KEYS_FREE, stage, CONSUMERS)
-    s = apply_softcap_alibi(s, start, positions, factors, slope, p_first, CAP, ALIBI)
+    s = apply_softcap_alibi(
+        s, start, scores.positions, scores.factors, scores.slope, scores.p_first, CONFIG.has_softcap, CONFIG.alibi
+    )
     if MASKED:
-        s = apply_mask(s, start, positions, k_len, left, right, LEFT, RIGHT)
-    weights, m, l, alpha = softmax(s, m, l, factor, MASKED)  # noqa: E741
+        s = apply_mask(
+            s,
+            start,
+            scores.positions,
+            scores.k_len,
+            scores.window.left,
+            scores.window.right,
+            CONFIG.has_left,
+            CONFIG.has_right,
+        )
+    weights, m, l, alpha = softmax(s, m, l, scores.factor, MASKED)  # noqa: E741
     weights = to_p16(weights, v_smem.dtype)
     o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
     _give_back(_VALUES_FREE, last, CONSUMERS)
-    if RAGGED and MASKED:
-        if start + BLOCK_N > k_len:
+    if CONFIG.ragged and MASKED:
+        if start + BLOCK_N > scores.k_len:
             mbarrier.wait(v_full.index(stage), phase_parity(at, STAGES))
-            _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
+            _clear_behind(v_smem.index(stage), gl.maximum(scores.k_len - start, 0))
     return rescale_o(o, gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))), m, l, weights
 
 
@@ -517,20 +624,19 @@ def _parts(o, STORE_PARTS: gl.constexpr):
 
 @gluon.jit
 def _consume_tile(
-    visited, taken, head, s, o_desc, factors, factor, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
-    buffers, o_smem, tile_smem, bars, batch, queries, heads, storage, num_splits, num_q_per_kv,
-    stride_ob, stride_os, stride_oh, stride_slopes, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
-    ALIGNED: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr,
-    Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, HEADS_PER_TILE: gl.constexpr, CONSUMER: gl.constexpr,
+    visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides, window,
+    CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A tile of `head`, whose first block has the scores `s`. Returns how many blocks and tiles there were, then the
     head of the next tile, or -1, and the scores of its first block.
 
-    Not in the loop over tiles: Triton walks twice through what a loop has within, and four times where loops nest."""
+    Not in the loop over tiles: Triton compiles a loop's body twice, and four times where loops nest."""
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
-    q_full, k_full, v_full = bars.q_full, bars.k_full, bars.v_full
-    tile_full, tile_empty = bars.tile_full, bars.tile_empty
+    tile_smem, q_full, k_full, v_full, tile_full, tile_empty = sync
+    batch, queries, heads, num_splits, num_q_per_kv = sizes
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
+    D: gl.constexpr = CONFIG.d
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
@@ -552,34 +658,35 @@ def _consume_tile(
     q_len = read_tile_field(tile_smem, pair, _Q_LEN)
     k_len = read_tile_field(tile_smem, pair, _K_LEN)
     offset = gl.to_tensor(0)
-    if BOTTOM_RIGHT:
+    if CONFIG.bottom_right:
         offset = k_len - q_len
     split = None
     if num_splits is not None:
         split = read_tile_field(tile_smem, pair, _SPLIT)
     begin, end, full_end, at_right, masked = _blocks_of(
-        first, offset, q_len, k_len, left, right, split, num_splits, LEFT, RIGHT, QUERIES * CONSUMERS, BLOCK_N
+        first, offset, q_len, k_len, window, split, num_splits, QUERIES * CONSUMERS, BLOCK_N, CONFIG
     )
     row = first + CONSUMER * QUERIES
     positions = row + offset + _query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
     q = _queries_at(_slot_of(pair, q_smem, CONSUMERS, CONSUMER), q_smem)
-    if Q_HELD:
+    if CONFIG.q_held:
         q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)  # [64, PIECE], in registers
     slope = 0.0
-    if ALIBI != "none":
+    if CONFIG.alibi != "none":
         b = read_tile_field(tile_smem, pair, _B)
-        slope = gl.load(slopes_ptr + b * stride_slopes + head, mask=b < batch, other=0.0) * LOG2E
+        slope = gl.load(results.slopes + b * strides.slopes + head, mask=b < batch, other=0.0) * LOG2E
     p_first = row + offset
+    scores = Scores(positions, p_first, k_len, window, factors, factor, slope)
 
     # the first block: masked, if any is
     stage = visited & (STAGES - 1)
     _give_back(_KEYS_FREE, stage, CONSUMERS)
-    start = _block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+    start = _block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
     first_positions = gl.convert_layout(positions, first_row_layout)
-    s = apply_softcap_alibi(s, start, first_positions, factors, slope, p_first, CAP, ALIBI)
+    s = apply_softcap_alibi(s, start, first_positions, factors, slope, p_first, CONFIG.has_softcap, CONFIG.alibi)
     if masked > 0:
-        s = apply_mask(s, start, first_positions, k_len, left, right, LEFT, RIGHT)
-    if RAGGED:
+        s = apply_mask(s, start, first_positions, k_len, window.left, window.right, CONFIG.has_left, CONFIG.has_right)
+    if CONFIG.ragged:
         if start + BLOCK_N > k_len:
             mbarrier.wait(v_full.index(stage), phase_parity(visited, STAGES))
             _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
@@ -595,29 +702,23 @@ def _consume_tile(
         l = gl.convert_layout(l, partial_row_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)).type.layout)  # noqa: E741
         if end - begin > 1:
             o, m, l, whole = _step(  # noqa: E741
-                o, m, l, weights, visited + 1, q, k_smem, v_smem, k_full, v_full, start - BLOCK_N, positions,
-                p_first, k_len, left, right, factors, factor, slope,
-                LEFT, RIGHT, CAP, ALIBI, RAGGED, CONSUMERS, CONSUMER, False,
+                o, m, l, weights, visited + 1, q, buffers, sync, start - BLOCK_N, scores, CONFIG, CONSUMER, False,
             )  # fmt: skip
         else:
             whole = beside_zeros(weights, s_layout)
         weights = whole
         done += 1
-    elif not ALIGNED:
+    elif not CONFIG.aligned:
         for n in range(1, masked):
-            start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+            start = _block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
             o, m, l, weights = _step(  # noqa: E741
-                o, m, l, weights, visited + n, q, k_smem, v_smem, k_full, v_full, start, positions,
-                p_first, k_len, left, right, factors, factor, slope,
-                LEFT, RIGHT, CAP, ALIBI, RAGGED, CONSUMERS, CONSUMER, True,
+                o, m, l, weights, visited + n, q, buffers, sync, start, scores, CONFIG, CONSUMER, True,
             )  # fmt: skip
         done = gl.maximum(masked, 1)
     for n in range(done, end - begin):
-        start = _block_at(n, begin, end, full_end, at_right, masked, LEFT) * BLOCK_N
+        start = _block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
         o, m, l, weights = _step(  # noqa: E741
-            o, m, l, weights, visited + n, q, k_smem, v_smem, k_full, v_full, start, positions,
-            p_first, k_len, left, right, factors, factor, slope,
-            LEFT, RIGHT, CAP, ALIBI, RAGGED, CONSUMERS, CONSUMER, False,
+            o, m, l, weights, visited + n, q, buffers, sync, start, scores, CONFIG, CONSUMER, False,
         )  # fmt: skip
 
     visited += end - begin
@@ -636,7 +737,7 @@ def _consume_tile(
     if num_splits is not None:
         split = read_tile_field(tile_smem, pair, _SPLIT)
     mbarrier.arrive(tile_empty.index(pair), count=1)
-    # the next tile's first scores, while this one's results are finished; of no tile, of what lies there
+    # the next tile's first scores, while this one's results are finished; after the last tile they are unused
     taken += 1
     pair = taken & 1
     mbarrier.wait(tile_full.index(pair), phase_parity(taken, 2))
@@ -650,15 +751,15 @@ def _consume_tile(
 
     total = gl.convert_layout(gl.sum(l, 1), row_layout)
     m = m * factor
-    if ALIBI == "one_sided":
+    if CONFIG.alibi == "one_sided":
         m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
     rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
     lane = _with_head_of(0, gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
-    if sinks_ptr is not None:
+    if results.sinks is not None:
         if HEADS_PER_TILE == 1:
-            sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
+            sink = gl.load(results.sinks + head).to(gl.float32) * LOG2E
         else:
-            sink = gl.load(sinks_ptr + head + lane, mask=head + lane < heads, other=0.0).to(gl.float32) * LOG2E
+            sink = gl.load(results.sinks + head + lane, mask=head + lane < heads, other=0.0).to(gl.float32) * LOG2E
         with_sink = gl.maximum(m, sink)
         rescale = gl.exp2(m - with_sink)
         weight = gl.exp2(sink - with_sink)
@@ -671,10 +772,10 @@ def _consume_tile(
     i = row + _query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
     inverse = gl.where(i < q_len, inverse, 0.0)
     lse = gl.where(i < q_len, lse, MINUS_INF)
-    if PACKED:
-        lse_base = lse_ptr + head.to(gl.int64) * queries + q_start
+    if CONFIG.packed:
+        lse_base = results.lse + head.to(gl.int64) * queries + q_start
     else:
-        lse_base = lse_ptr + (b.to(gl.int64) * heads + head) * queries
+        lse_base = results.lse + (b.to(gl.int64) * heads + head) * queries
     if num_splits is not None:
         lse_base += (split * storage).to(gl.int64) * heads * queries
     if HEADS_PER_TILE > 1:
@@ -688,22 +789,23 @@ def _consume_tile(
     _give_back(_VALUES_FREE, last, CONSUMERS)
     o = o * gl.expand_dims(gl.convert_layout(inverse, o_row_layout), 1)
     b_at = b
-    if PACKED:
+    if CONFIG.packed:
         b_at = gl.to_tensor(0)
     if num_splits is not None:
-        base = o_ptr + (split * storage + b_at).to(gl.int64) * stride_ob + (q_start + row).to(gl.int64) * stride_os
-        base += head.to(gl.int64) * stride_oh
+        base = results.o + (split * storage + b_at).to(gl.int64) * strides.ob
+        base += (q_start + row).to(gl.int64) * strides.os
+        base += head.to(gl.int64) * strides.oh
         _store_part(
-            o, base, q_capacity - row, num_q_per_kv - head % num_q_per_kv, stride_os, stride_oh, D[1], HEADS_PER_TILE
+            o, base, q_capacity - row, num_q_per_kv - head % num_q_per_kv, strides.os, strides.oh, D[1], HEADS_PER_TILE
         )
     else:
-        if RAGGED:  # rows of no sequence may hold NaN
+        if CONFIG.ragged:  # rows of no sequence may hold NaN
             o = gl.where(gl.expand_dims(gl.convert_layout(i, o_row_layout) < q_len, 1), o, 0.0)
         parts = _parts(o, STORE_PARTS)
         for part in gl.static_range(STORE_PARTS):
             _store(
-                parts[part], gl.to_tensor(part * COLS), o_desc, o_tile, o_ptr, b_at, head, row, q_start, q_capacity,
-                stride_os, stride_oh, PACKED, D[1], HEADS_PER_TILE,
+                parts[part], gl.to_tensor(part * COLS), o_desc, o_tile, results.o, b_at, head, row, q_start, q_capacity,
+                strides, CONFIG,
             )  # fmt: skip
 
     s = hopper.warpgroup_mma_wait(0, deps=[s_later])
@@ -712,39 +814,29 @@ def _consume_tile(
 
 @gluon.jit
 def _consume(
-    o_ptr, lse_ptr, slopes_ptr, sinks_ptr, buffers, o_smem, tile_smem, bars,
-    batch, queries, heads, num_splits, num_q_per_kv, stride_ob, stride_os, stride_oh, stride_slopes,
-    left, right, scale, softcap,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr, ALIBI: gl.constexpr,
-    ALIGNED: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, D: gl.constexpr,
-    Q_HELD: gl.constexpr, CONSUMERS: gl.constexpr, HEADS_PER_TILE: gl.constexpr, CONSUMER: gl.constexpr,
+    results, buffers, o_smem, sync, sizes, strides, window, scale, softcap,
+    CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
+    """A consumer warpgroup: 64 rows of every tile of this CTA."""
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
-    q_full, k_full, tile_full = bars.q_full, bars.k_full, bars.tile_full
+    tile_smem, q_full, k_full, tile_full = sync.tile, sync.q_full, sync.k_full, sync.tile_full
+    CONSUMERS: gl.constexpr = CONFIG.consumers
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     # of the one masked block of a tile, the first half of the queries see the first half of the keys
-    HALF: gl.constexpr = ALIGNED and CONSUMER == 0
+    HALF: gl.constexpr = CONFIG.aligned and CONSUMER == 0
     FIRST_N: gl.constexpr = BLOCK_N // 2 if HALF else BLOCK_N
-    RAW: gl.constexpr = not CAP and ALIBI == "none"  # m is a maximum of unscaled scores
-    storage = batch
-    if PACKED:
+    RAW: gl.constexpr = not CONFIG.has_softcap and CONFIG.alibi == "none"  # m is a maximum of unscaled scores
+    storage = sizes.batch
+    if CONFIG.packed:
         storage = gl.to_tensor(1)
     o_desc = None
-    if num_splits is None:
+    if sizes.num_splits is None:
         o_desc = _packed_desc(
-            o_ptr,
-            storage,
-            heads,
-            queries,
-            D[1],
-            here(stride_ob),
-            here(stride_oh),
-            here(stride_os),
-            o_smem,
-            HEADS_PER_TILE,
-        )
+            results.o, storage, sizes.heads, sizes.queries, CONFIG.d[1], here(strides.ob), here(strides.oh),
+            here(strides.os), o_smem, CONFIG.heads_per_tile,
+        )  # fmt: skip
     factors = (scale * LOG2E, softcap)
-    if CAP:
+    if CONFIG.has_softcap:
         factors = (scale / softcap, softcap * LOG2E)
     factor = factors[0]
     if not RAW:
@@ -764,34 +856,31 @@ def _consume(
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     while head >= 0:
         visited, taken, head, s = _consume_tile(
-            visited, taken, head, s, o_desc, factors, factor, o_ptr, lse_ptr, slopes_ptr, sinks_ptr,
-            buffers, o_smem, tile_smem, bars, batch, queries, heads, storage, num_splits, num_q_per_kv,
-            stride_ob, stride_os, stride_oh, stride_slopes,
-            left, right, LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS,
-            HEADS_PER_TILE, CONSUMER,
+            visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides,
+            window, CONFIG, CONSUMER,
         )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
 def _store(
-    o, column, o_desc, o_tile, o_ptr, batch, head, row, q_start, q_capacity, stride_os, stride_oh,
-    PACKED: gl.constexpr, D: gl.constexpr, HEADS_PER_TILE: gl.constexpr,
+    o, column, o_desc, o_tile, o_ptr, batch, head, row, q_start, q_capacity, strides, CONFIG: gl.constexpr
 ):  # fmt: skip
     """A part of results, whose columns begin at `column`, through shared memory to memory."""
+    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
     QUERIES: gl.constexpr = o_tile.shape[0] // HEADS_PER_TILE
     tma.store_wait(0)
     barrier()
     o_tile.store(o.to(o_tile.dtype))  # [64, COLS]
     hopper.fence_async_shared()
     barrier()
-    if not PACKED:
+    if not CONFIG.packed:
         _store_tile(o_desc, o_tile, batch, head, row, column, HEADS_PER_TILE)
     elif row + QUERIES <= q_capacity:
         _store_tile(o_desc, o_tile, batch, head, q_start + row, column, HEADS_PER_TILE)
     else:  # the rows behind are another sequence's
-        base = o_ptr + (q_start + row).to(gl.int64) * stride_os + head.to(gl.int64) * stride_oh
-        _copy_out(o_tile, base, q_capacity - row, column, stride_os, stride_oh, D, HEADS_PER_TILE)
+        base = o_ptr + (q_start + row).to(gl.int64) * strides.os + head.to(gl.int64) * strides.oh
+        _copy_out(o_tile, base, q_capacity - row, column, strides.os, strides.oh, CONFIG.d[1], HEADS_PER_TILE)
 
 
 @gluon.jit
@@ -884,6 +973,9 @@ def _hopper_attention_fwd_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None
+    CONFIG: gl.constexpr = ForwardConfig(
+        LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, HEADS_PER_TILE
+    )
     ROWS: gl.constexpr = 64
     # ptxas 12.8 takes addresses of q that depend on the tile for computed where the loop with masks was skipped
     gl.static_assert(Q_SLOTS == 1 or Q_HELD or ALIGNED, "Q_SLOTS must be 1 where q is read in two loops")
@@ -903,7 +995,7 @@ def _hopper_attention_fwd_kernel(
     tile_empty = alloc_mbarriers(2, CONSUMERS)
     hopper.fence_async_shared()
     buffers = ForwardBuffers(q_smem, k_smem, v_smem)
-    bars = ForwardBarriers(q_full, k_full, v_full, tile_full, tile_empty)
+    sync = ForwardSync(tile_smem, q_full, k_full, v_full, tile_full, tile_empty)
 
     # int64 where a stride needs it
     batch, queries, keys, kv_heads = int32(batch), int32(queries), int32(keys), int32(kv_heads)
@@ -916,55 +1008,29 @@ def _hopper_attention_fwd_kernel(
     else:
         num_splits: gl.constexpr = None  # type: ignore[no-redef]
         members: gl.constexpr = None  # type: ignore[no-redef]
+    results = Results(o_ptr, lse_ptr, slopes_ptr, sinks_ptr)
+    sizes = ConsumerSizes(batch, queries, heads, num_splits, members)
+    strides = ResultStrides(stride_ob, stride_os, stride_oh, slopes_step)
+    window = Window(left, right)
+    inputs = Inputs(q_ptr, k_ptr, v_ptr)
+    lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
+    all_sizes = ProducerSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits)
+    input_strides = InputStrides(
+        stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh
+    )
+    # registers of a thread; of the 65536 of an SM, 240 * 256 + 24 * 128 are used, or 160 * 384 + 32 * 128
     if CONSUMERS == 2:
         gl.warp_specialize([
-        (_consume, (
-            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, buffers, o_smem, tile_smem, bars,
-            batch, queries, heads, num_splits, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
-            scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, HEADS_PER_TILE, 0,
-        )),
-        (_consume, (
-            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, buffers, o_smem, tile_smem, bars,
-            batch, queries, heads, num_splits, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
-            scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, HEADS_PER_TILE, 1,
-        )),
-        (_load, (
-            q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-            buffers, tile_smem, bars,
-            batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits,
-            stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS, HEADS_PER_TILE,
-        )),
+            (_consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
+            (_consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
+            (_load, (inputs, counter_ptr, lengths, buffers, sync, all_sizes, input_strides, window, CONFIG)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-        (_consume, (
-            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, buffers, o_smem, tile_smem, bars,
-            batch, queries, heads, num_splits, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
-            scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, HEADS_PER_TILE, 0,
-        )),
-        (_consume, (
-            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, buffers, o_smem, tile_smem, bars,
-            batch, queries, heads, num_splits, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
-            scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, HEADS_PER_TILE, 1,
-        )),
-        (_consume, (
-            o_ptr, lse_ptr, slopes_ptr, sinks_ptr, buffers, o_smem, tile_smem, bars,
-            batch, queries, heads, num_splits, members, stride_ob, stride_os, stride_oh, slopes_step, left, right,
-            scale, softcap,
-            LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, HEADS_PER_TILE, 2,
-        )),
-        (_load, (
-            q_ptr, k_ptr, v_ptr, counter_ptr, q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-            buffers, tile_smem, bars,
-            batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, tiles, num_splits,
-            stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            left, right, LEFT, RIGHT, BOTTOM_RIGHT, D, CONSUMERS, HEADS_PER_TILE,
-        )),
+            (_consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 0)),
+            (_consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 1)),
+            (_consume, (results, buffers, o_smem, sync, sizes, strides, window, scale, softcap, CONFIG, 2)),
+            (_load, (inputs, counter_ptr, lengths, buffers, sync, all_sizes, input_strides, window, CONFIG)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
@@ -1033,8 +1099,8 @@ def _counter(x: Tensor) -> Tensor:
 
 
 def _zero_to_keep(device: torch.device) -> Tensor:
-    """By another thread, on its stream: what this thread allocates while torch.compile warms up for CUDA graphs is in
-    the graphs' memory, where nothing may be kept."""
+    """By another thread, on its stream: memory that this thread allocates while torch.compile warms up for CUDA graphs
+    belongs to the graphs and must not be kept."""
     with ThreadPoolExecutor(1) as thread:
         zero = thread.submit(lambda: torch.zeros(1, dtype=torch.int32, device=device)).result()
     torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))

@@ -74,10 +74,10 @@ def num_splits_for(tiles: int, blocks: int, result_bytes: int, sms: int) -> int:
     """Into how many parts the keys of so many tiles, `blocks` each, are cut to fill the SMs; `result_bytes`: of all
     results in float32.
 
-    Reckoned in the time of a block, 1.3 us: a tile costs two beside its own, a second kernel four, and what is written
-    and read again its bytes. Cut where that saves a tenth. ms, bf16, one H200, B1 H32/8 D128, 32768 keys, packed,
-    whole, in as many parts as this says, twice and half of that: 16 queries .337, 16 .051, .056 .061; 64 .345, 8 .067,
-    .072 .104; 128 .338, 4 .115, .121 .191; B8, 16 queries .348, 2 .258, .262."""
+    Reckoned in the time of a block, 1.3 us: a tile costs two beside its own, a second kernel four, and results written
+    and read again cost their bytes. Cut where that saves a tenth. ms, bf16, one H200, B1 H32/8 D128, 32768 keys,
+    packed, whole, in as many parts as this says, twice and half of that: 16 queries .337, 16 .051, .056 .061; 64 .345,
+    8 .067, .072 .104; 128 .338, 4 .115, .121 .191; B8, 16 queries .348, 2 .258, .262."""
 
     def cost(cuts: int) -> float:
         beside = 4 + 2 * cuts * result_bytes / 5e6 if cuts > 1 else 0

@@ -107,7 +107,7 @@ def partial_row_sums(p):
 
 @gluon.jit
 def softmax(s, m, l, factor, MASKED: gl.constexpr):  # noqa: E741
-    """(weights, m, l, what the result so far is to be scaled by)."""
+    """(weights, m, l, the factor of the result so far)."""
     # until it grows by more than GROWTH, the results so far need no scaling
     m_new = gl.max(s, 1)
     m_new = gl.where((m_new - m) * factor > GROWTH, m_new, m)
