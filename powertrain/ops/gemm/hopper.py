@@ -19,7 +19,7 @@ Source: CUTLASS's warp-specialised persistent kernels for the division of labour
 and async proxy.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,80 @@ from powertrain.runtime.launch import gluon_kernel
 from powertrain.runtime.target import Target
 
 LAYOUTS = ("nt", "nn", "tn")
+
+
+class GemmOperands(NamedTuple):
+    """Pointers of the loader."""
+
+    a: Any
+    local: Any  # the local chunks' rows of a, or None
+    b: Any
+    up: Any  # second half of a gated product's weight, or None
+
+
+class OperandStages(NamedTuple):
+    """Pipeline stages of a and b in shared memory, and their mbarriers."""
+
+    a: Any  # [STAGES, BLOCK_M, BLOCK_K], transposed for layout "tn"
+    b: Any  # [STAGES, BLOCK_N, BLOCK_K], transposed but for layout "nt"
+    full: Any
+
+
+class ConsumerBuffers(NamedTuple):
+    a: Any
+    b: Any
+    c: Any  # [parts, rows, columns] on their way out
+    full: Any
+    c_full: Any
+    c_empty: Any
+
+
+class Chunks(NamedTuple):
+    """Chunks of a's rows (`Gathered`); None without."""
+
+    bounds: Any
+    order: Any
+    flags: Any
+
+
+class GemmSizes(NamedTuple):
+    m: Any
+    n: Any
+    k: Any
+    chunks: Any
+
+
+class GemmStrides(NamedTuple):
+    """Between rows."""
+
+    a: Any
+    b: Any
+    up: Any
+    local: Any
+
+
+class Arrival(NamedTuple):
+    """Which chunks are local, and when another one has arrived."""
+
+    flag_step: Any
+    ready: Any
+    local_first: Any
+    local_end: Any
+
+
+class GemmConfig(NamedTuple):
+    """The constants of a launch: the constexpr argument CONFIG of the device functions."""
+
+    a_transposed: bool
+    b_transposed: bool
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    consumers: int
+    split: int  # parts in which a consumer hands over its half
+    at_once: bool  # both halves of the columns are handed over together
+    tile_n: int  # columns of the result in a tile
 
 
 @gluon.jit
@@ -97,61 +171,45 @@ def _give_back(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load(
-    a_ptr,
-    local_ptr,
-    b_ptr,
-    up_ptr,
-    a_smem,
-    b_smem,
-    full,
-    bounds_ptr,
-    order_ptr,
-    flags_ptr,
-    M,
-    N,
-    K,
-    chunks,
-    stride_a,
-    stride_b,
-    stride_up,
-    stride_local,
-    flag_step,
-    ready,
-    local_first,
-    local_end,
-    CHUNKED: gl.constexpr,
-    GATHERED: gl.constexpr,
-    LOCAL: gl.constexpr,
-    A_T: gl.constexpr,
-    B_T: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-):
+def load(operands, stages, chunked, sizes, strides, arrival, CONFIG: gl.constexpr):
+    """The loader warp: the blocks of a and b of all tiles of this CTA."""
+    M, N, K, chunks = sizes
+    a_smem, b_smem, full = stages
+    bounds_ptr, order_ptr, flags_ptr = chunked
+    flag_step, ready, local_first, local_end = arrival
+    CHUNKED: gl.constexpr = chunked.order is not None
+    GATHERED: gl.constexpr = chunked.flags is not None
+    LOCAL: gl.constexpr = operands.local is not None
+    A_T: gl.constexpr = CONFIG.a_transposed
+    B_T: gl.constexpr = CONFIG.b_transposed
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    BLOCK_K: gl.constexpr = CONFIG.block_k
+    GROUP_M: gl.constexpr = CONFIG.group_m
     STAGES: gl.constexpr = a_smem.shape[0]
     BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * a_smem.dtype.primitive_bitwidth // 8
     # made by the warp that uses them: acquiring a descriptor is a thread's own affair
     a_layout: gl.constexpr = a_smem.layout
     b_layout: gl.constexpr = b_smem.layout
     if A_T:
-        a_desc = tma.make_tensor_descriptor(a_ptr, [K, M], [stride_a, 1], [BLOCK_K, BLOCK_M], a_layout)
+        a_desc = tma.make_tensor_descriptor(operands.a, [K, M], [strides.a, 1], [BLOCK_K, BLOCK_M], a_layout)
     else:
-        a_desc = tma.make_tensor_descriptor(a_ptr, [M, K], [stride_a, 1], [BLOCK_M, BLOCK_K], a_layout)
+        a_desc = tma.make_tensor_descriptor(operands.a, [M, K], [strides.a, 1], [BLOCK_M, BLOCK_K], a_layout)
     # of a gated product half a block's columns are of b, half of up
-    B_COLS: gl.constexpr = BLOCK_N if up_ptr is None else BLOCK_N // 2
+    B_COLS: gl.constexpr = BLOCK_N if operands.up is None else BLOCK_N // 2
     if B_T:
-        b_desc = tma.make_tensor_descriptor(b_ptr, [K, N], [stride_b, 1], [BLOCK_K, BLOCK_N], b_layout)
+        b_desc = tma.make_tensor_descriptor(operands.b, [K, N], [strides.b, 1], [BLOCK_K, BLOCK_N], b_layout)
     else:
-        b_desc = tma.make_tensor_descriptor(b_ptr, [N, K], [stride_b, 1], [B_COLS, BLOCK_K], b_layout)
-    if up_ptr is not None:
-        up_desc = tma.make_tensor_descriptor(up_ptr, [N, K], [stride_up, 1], [B_COLS, BLOCK_K], b_layout)
+        b_desc = tma.make_tensor_descriptor(operands.b, [N, K], [strides.b, 1], [B_COLS, BLOCK_K], b_layout)
+    if operands.up is not None:
+        up_desc = tma.make_tensor_descriptor(operands.up, [N, K], [strides.up, 1], [B_COLS, BLOCK_K], b_layout)
     local_start = gl.to_tensor(0)
     if LOCAL:
         local_start = gl.load(bounds_ptr + local_first)
         rows = gl.load(bounds_ptr + local_end) - local_start
-        local_desc = tma.make_tensor_descriptor(local_ptr, [rows, K], [stride_local, 1], [BLOCK_M, BLOCK_K], a_layout)
+        local_desc = tma.make_tensor_descriptor(
+            operands.local, [rows, K], [strides.local, 1], [BLOCK_M, BLOCK_K], a_layout
+        )
     tiles_n = gl.cdiv(N, B_COLS)
     tile = gl.program_id(0)
     stage = gl.to_tensor(0)
@@ -193,7 +251,7 @@ def load(
                     tma_load(a_desc, [row, k], bar, a_block)
                 if B_T:
                     tma_load(b_desc, [k, col], bar, b_smem.index(stage))
-                elif up_ptr is not None:
+                elif operands.up is not None:
                     tma_load(b_desc, [col, k], bar, b_smem.index(stage).slice(0, B_COLS, 0))
                     tma_load(up_desc, [col, k], bar, b_smem.index(stage).slice(B_COLS, B_COLS, 0))
                 else:
@@ -233,34 +291,21 @@ def _halves(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def consume(
-    a_smem,
-    b_smem,
-    c_smem,
-    full,
-    c_full,
-    c_empty,
-    bias_ptr,
-    up_bias_ptr,
-    bounds_ptr,
-    order_ptr,
-    M,
-    N,
-    K,
-    chunks,
-    CHUNKED: gl.constexpr,
-    A_T: gl.constexpr,
-    B_T: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    TILE_N: gl.constexpr,
-    CONSUMER: gl.constexpr,
-):
+def consume(buffers, bias_ptr, up_bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG: gl.constexpr, CONSUMER: gl.constexpr):
+    """A consumer: its rows of every tile of this CTA, accumulated in registers."""
+    M, N, K, chunks = sizes
+    a_smem, b_smem, c_smem, full, c_full, c_empty = buffers
+    CHUNKED: gl.constexpr = order_ptr is not None
+    A_T: gl.constexpr = CONFIG.a_transposed
+    B_T: gl.constexpr = CONFIG.b_transposed
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    BLOCK_K: gl.constexpr = CONFIG.block_k
+    GROUP_M: gl.constexpr = CONFIG.group_m
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    SPLIT: gl.constexpr = CONFIG.split
+    AT_ONCE: gl.constexpr = CONFIG.at_once
+    TILE_N: gl.constexpr = CONFIG.tile_n
     STAGES: gl.constexpr = a_smem.shape[0]
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
@@ -339,25 +384,16 @@ def consume(
 
 @gluon.jit
 def _store(
-    c_ptr,
-    c_smem,
-    c_full,
-    c_empty,
-    bounds_ptr,
-    order_ptr,
-    M,
-    N,
-    chunks,
-    stride_cm,
-    CHUNKED: gl.constexpr,
-    ADD: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    CONSUMER: gl.constexpr,
-):
+    c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks, stride_cm,
+    ADD: gl.constexpr, CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """A storer warp: the results of one consumer, from shared memory to memory."""
+    CHUNKED: gl.constexpr = order_ptr is not None
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    GROUP_M: gl.constexpr = CONFIG.group_m
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    SPLIT: gl.constexpr = CONFIG.split
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     COLS: gl.constexpr = BLOCK_N // SPLIT
     dtype: gl.constexpr = c_smem.dtype
@@ -429,9 +465,9 @@ def _gemm_kernel(
 ):
     A_T: gl.constexpr = LAYOUT == "tn"
     B_T: gl.constexpr = LAYOUT != "nt"
-    CHUNKED: gl.constexpr = order_ptr is not None
-    GATHERED: gl.constexpr = flags_ptr is not None
-    LOCAL: gl.constexpr = local_ptr is not None
+    CONFIG: gl.constexpr = GemmConfig(
+        A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N
+    )  # fmt: skip
     dtype: gl.constexpr = a_ptr.dtype.element_ty
     out_dtype: gl.constexpr = c_ptr.dtype.element_ty
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
@@ -455,44 +491,35 @@ def _gemm_kernel(
         mbarrier.init(c_empty.index(i), count=1)
     hopper.fence_async_shared()
 
+    buffers = ConsumerBuffers(a_smem, b_smem, c_smem, full, c_full, c_empty)
+    stages = OperandStages(a_smem, b_smem, full)
+    chunked = Chunks(bounds_ptr, order_ptr, flags_ptr)
+    sizes = GemmSizes(M, N, K, chunks)
+    arrival = Arrival(flag_step, ready, local_first, local_end)
     if CONSUMERS == 1:
         gl.warp_specialize([
-        (consume, (
-            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
-            chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 0,
-        )),
+        (consume, (buffers, bias_ptr, bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG, 0)),
         (load, (
-            a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, bounds_ptr, order_ptr, flags_ptr, M, N, K,
-            chunks, stride_a, stride_b, 0, stride_local, flag_step, ready, local_first, local_end,
-            CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            GemmOperands(a_ptr, local_ptr, b_ptr, None), stages, chunked, sizes,
+            GemmStrides(stride_a, stride_b, 0, stride_local), arrival, CONFIG,
         )),
         (_store, (
-            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
-            stride_c, CHUNKED, ADD, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
+            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks, stride_c, ADD, CONFIG, 0,
         )),
         ], [1, 1], [40, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-        (consume, (
-            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
-            chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 0,
-        )),
-        (consume, (
-            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
-            chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 1,
-        )),
+        (consume, (buffers, bias_ptr, bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG, 0)),
+        (consume, (buffers, bias_ptr, bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG, 1)),
         (load, (
-            a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, bounds_ptr, order_ptr, flags_ptr, M, N, K,
-            chunks, stride_a, stride_b, 0, stride_local, flag_step, ready, local_first, local_end,
-            CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            GemmOperands(a_ptr, local_ptr, b_ptr, None), stages, chunked, sizes,
+            GemmStrides(stride_a, stride_b, 0, stride_local), arrival, CONFIG,
         )),
         (_store, (
-            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
-            stride_c, CHUNKED, ADD, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
+            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks, stride_c, ADD, CONFIG, 0,
         )),
         (_store, (
-            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
-            stride_c, CHUNKED, ADD, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 1,
+            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks, stride_c, ADD, CONFIG, 1,
         )),
         ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
 

@@ -15,7 +15,20 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from powertrain.ops.activations import activate, activate_gated
-from powertrain.ops.gemm.hopper import consume, load, tile_coords, why_not
+from powertrain.ops.gemm.hopper import (
+    Arrival,
+    Chunks,
+    ConsumerBuffers,
+    GemmConfig,
+    GemmOperands,
+    GemmSizes,
+    GemmStrides,
+    OperandStages,
+    consume,
+    load,
+    tile_coords,
+    why_not,
+)
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.gluon_compat import (
     gl,
@@ -30,6 +43,24 @@ from powertrain.runtime.launch import gluon_kernel
 from powertrain.runtime.target import Target
 
 
+class EpiloguePointers(NamedTuple):
+    """None where not wanted."""
+
+    y: Any
+    z: Any  # the activation's input
+    up_z: Any
+    residual: Any
+    amax: Any
+
+
+class EpilogueStrides(NamedTuple):
+    """Between rows."""
+
+    y: Any
+    z: Any
+    residual: Any
+
+
 @gluon.jit
 def _piece(smem, piece, layout: gl.constexpr):
     """Rows of 64 columns by 8 of a half tile, as TMA's layout has them: panels of 64 columns, in which 8 rows are
@@ -41,27 +72,12 @@ def _piece(smem, piece, layout: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    y_ptr,
-    z_ptr,
-    up_z_ptr,
-    residual_ptr,
-    amax_ptr,
-    c_smem,
-    c_full,
-    c_empty,
-    M,
-    N,
-    stride_y,
-    stride_z,
-    stride_residual,
-    limit,
-    alpha,
-    KIND: gl.constexpr,
-    GATED: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    FINISHER: gl.constexpr,
-):
+    pointers, c_smem, c_full, c_empty, M, N, strides, limit, alpha,
+    KIND: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, FINISHER: gl.constexpr,
+):  # fmt: skip
+    """A finisher warp: every third piece of this CTA's tiles."""
+    y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr = pointers
+    stride_y, stride_z, stride_residual = strides
     ROWS: gl.constexpr = c_smem.shape[1]
     COLS: gl.constexpr = c_smem.shape[2]
     PIECES: gl.constexpr = ROWS // 8 * COLS // 64
@@ -167,32 +183,21 @@ def _epilogue_kernel(
         mbarrier.init(c_full.index(i), count=1)
         mbarrier.init(c_empty.index(i), count=3)
     hopper.fence_async_shared()
+    buffers = ConsumerBuffers(a_smem, b_smem, c_smem, full, c_full, c_empty)
+    stages = OperandStages(a_smem, b_smem, full)
+    pointers = EpiloguePointers(y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr)
+    strides = EpilogueStrides(stride_y, stride_z, stride_residual)
+    CONFIG: gl.constexpr = GemmConfig(False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, 2, 2, True, TILE_N)
     gl.warp_specialize([
-        (consume, (
-            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, up_bias_ptr, None, None, M, N, K, 1,
-            False, False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, 2, 2, True, TILE_N, 0,
-        )),
-        (consume, (
-            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, up_bias_ptr, None, None, M, N, K, 1,
-            False, False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, 2, 2, True, TILE_N, 1,
-        )),
+        (consume, (buffers, bias_ptr, up_bias_ptr, None, None, GemmSizes(M, N, K, 1), CONFIG, 0)),
+        (consume, (buffers, bias_ptr, up_bias_ptr, None, None, GemmSizes(M, N, K, 1), CONFIG, 1)),
         (load, (
-            a_ptr, None, b_ptr, up_ptr, a_smem, b_smem, full, None, None, None, M, N, K, 1,
-            stride_a, stride_b, stride_up, 0, 0, 0, 0, 0,
-            False, False, False, False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            GemmOperands(a_ptr, None, b_ptr, up_ptr), stages, Chunks(None, None, None), GemmSizes(M, N, K, 1),
+            GemmStrides(stride_a, stride_b, stride_up, 0), Arrival(0, 0, 0, 0), CONFIG,
         )),
-        (_finish, (
-            y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr, c_smem, c_full, c_empty, M, N, stride_y, stride_z,
-            stride_residual, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 0,
-        )),
-        (_finish, (
-            y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr, c_smem, c_full, c_empty, M, N, stride_y, stride_z,
-            stride_residual, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 1,
-        )),
-        (_finish, (
-            y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr, c_smem, c_full, c_empty, M, N, stride_y, stride_z,
-            stride_residual, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 2,
-        )),
+        (_finish, (pointers, c_smem, c_full, c_empty, M, N, strides, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 0)),
+        (_finish, (pointers, c_smem, c_full, c_empty, M, N, strides, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 1)),
+        (_finish, (pointers, c_smem, c_full, c_empty, M, N, strides, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 2)),
         ], [4, 1, 1, 1, 1], [216, 72, 72, 72, 72])  # fmt: skip
 
 

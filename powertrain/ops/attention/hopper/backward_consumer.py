@@ -45,6 +45,7 @@ def _store(desc, place, rows_left, tile, x, PACKED: gl.constexpr):
     tma.store_wait(0)
     barrier()
     tile.store(x)  # [64, W_QK or W_V]
+    # TMA and wgmma read shared memory by another path than ordinary stores
     hopper.fence_async_shared()
     barrier()
     if not PACKED:
@@ -59,7 +60,9 @@ def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
     STAGES: gl.constexpr = full.shape[0]
     DS_STAGES: gl.constexpr = ds_smem.shape[0]
     mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
+    # an arrival does not wait: the producer meets both consumers there
     named_barrier_arrive(BAR_EMPTY + at % STAGES, EVERYONE)
+    # consumers take turns, so that one's exponentials run beside the other's products
     named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
     named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
     stage = at % DS_STAGES
@@ -109,6 +112,7 @@ def _weights_of(
         place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
         s -= slope * gl.abs(place - j).to(gl.float32)
     p = gl.exp2(s - lse)
+    # most blocks are fully visible: the comparison of all scores is skipped for them
     masked = k_left < 64
     if CONFIG.has_right:
         masked = masked | (low + right < 63)
@@ -131,6 +135,7 @@ def _weights_of(
 def _hand_over(ds, at, ds_smem, ds_empty, CONSUMER: gl.constexpr):
     """This consumer's ds of block number `at` into shared memory, when the producer has read the ds before it."""
     stage = at % ds_smem.shape[0]
+    # the producer has multiplied the ds that lies there
     mbarrier.wait(ds_empty.index(stage), (at // ds_smem.shape[0]) & 1 ^ 1)
     ds_smem.index(stage).slice(CONSUMER * 64, 64, 0).store(ds)  # [64, BLOCK_M]
 
@@ -146,11 +151,13 @@ def _add_products(
     q_smem, do_smem, ds_smem = smem.q, smem.do, smem.ds
     STAGES: gl.constexpr = q_smem.shape[0]
     dtype: gl.constexpr = q_smem.dtype
+    # accumulators lie as wgmma wants its left operand: no copy, only the rounding
     p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))  # [64, BLOCK_M]
     ds = ds.to(dtype)
     ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))  # [64, BLOCK_M]
     if NEXT:
         mbarrier.wait(full.index((at + 1) % STAGES), ((at + 1) // STAGES) & 1)
+    # a store ahead of the turn's barrier: ptxas had moved the computation of ds behind it, into the turn
     if DS_FIRST:
         _hand_over(ds, at, ds_smem, ds_empty, CONSUMER)
     named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
@@ -181,6 +188,7 @@ def _consume_block(
         keep_order()
     else:
         mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
+    # keys along the rows: p and ds are then left operands of dv += p do and dk += ds q as they are
     s = _ask(k, q_smem, at, zeros)  # [64, BLOCK_M]: keys along the rows
     dp = _ask(v, do_smem, at, zeros)  # [64, BLOCK_M]
     if EARLY:
@@ -211,6 +219,7 @@ def _weigh_ahead(
     masks need the registers, `_products_ahead` loads delta later, and dp stands in its place here."""
     do_smem = smem.do
     s_layout: gl.constexpr = zeros.type.layout
+    # loads and products of a warp go through one queue: behind dp's products the load would wait for the tensor cores
     lse = _row_numbers(smem, at, 0, s_layout)  # behind dp's products it would wait for them
     keep_order()
     dp = _ask(v, do_smem, at, zeros)  # [64, BLOCK_M]
@@ -283,6 +292,7 @@ def consume(
     if PACKED:
         storage = gl.to_tensor(1)
     if grads.dk is not None:
+        # made here, by the warps that store with it
         dk_desc = rows_desc_of(
             grads.dk, storage, kv_heads, keys, CONFIG.d_qk, here(strides.dkb), here(strides.dkh), here(strides.dks),
             dk_smem, PACKED,
@@ -312,12 +322,15 @@ def consume(
             is_sequence = b < batch
         dk = gl.zeros([64, W_QK], gl.float32, dk_layout)
         dv = gl.zeros([64, W_V], gl.float32, dv_layout)
+        # one barrier for each of two tiles in turn: of a barrier that only some tiles use the phase could be two
+        # ahead
         mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
         mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         low = distance
         limit = distance + count * BLOCK_M
         heads_left = num_q_per_kv + 0
         first = gl.to_tensor(0)
+        # all heads that share the keys: dk and dv need no additions across tiles
         end = num_q_per_kv * count
         if RIGHT and CONSUMER > 0:
             # the diagonal begins where keys of the other consumer are
@@ -325,6 +338,7 @@ def consume(
                 if (distance + (2 - count) * BLOCK_M - 1 + right < 0) & (count > 1):
                     end -= num_q_per_kv
             elif (low + BLOCK_M - 1 + right < 0) & (count > 1):
+                # of a tile's first 64 queries under a causal mask this consumer's keys see nothing
                 _pass_over(ds_smem, full, ds_empty, done, zeros, CONSUMER)
                 low += BLOCK_M
                 first += 1
@@ -358,6 +372,8 @@ def consume(
                 s, at, low, v, zeros, slopes, first, count, is_sequence, smem, k_left, mods,
                 CONFIG, CONSUMER,
             )  # fmt: skip
+            # no wgmma may be under way where a loop goes back to its beginning, or ptxas waits after each: so the
+            # loop begins at the results of the exponentials
             for i in range(first + 1, end):
                 s, dk, dv = _products_ahead(
                     dk, dv, p, dp, delta, done + i - 1, k, zeros, smem, full, ds_empty, RIGHT, CONSUMER, False

@@ -77,12 +77,16 @@ from powertrain.runtime.launch import gluon_kernel
 def add_in_order(base, x):
     """Add accumulators [64, N] to the float32 at `base`, in the order in which the threads hold them."""
     N: gl.constexpr = x.shape[1]
+    # sums lie in the order of the accumulators, so that each thread adds vectors without a shuffle; the last launch
+    # brings them into rows
     x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([16 * N, 2, 2])
     even, odd = x.split()
     x0, x2 = even.split()
     x1, x3 = odd.split()
     ptrs = base + gl.arange(0, 16 * N, x0.type.layout) * 4
     gl.inline_asm_elementwise(
+        # 16 bytes a thread, no shared memory, no barrier: the L2 takes 3.8 TB/s of such additions, the kernel needs
+        # 1.9
         "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
         "=r,l,f,f,f,f",
         [ptrs.to(gl.int64), x0, x1, x2, x3],
@@ -181,6 +185,7 @@ def _write_tile(
                 at += gl.cdiv(q_start, BLOCK_M) + b
             else:
                 at += b * sizes.kv_heads * num_q_per_kv * slots
+            # consumers read a field where they need it, which keeps registers free over their loop
             write_tile_field(tile_smem, slot, TILE_KV, kv)
             write_tile_field(tile_smem, slot, TILE_B, b)
             write_tile_field(tile_smem, slot, TILE_COUNT, count)
@@ -223,6 +228,7 @@ def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, plac
     b, head, end, row = place
     stage = at % STAGES
     if at >= STAGES:
+        # both consumers have given the stage back
         named_barrier_sync(BAR_EMPTY + stage, EVERYONE)
     bar = full.index(stage)
     mbarrier.expect(bar, BLOCK_M * BYTES)
@@ -272,6 +278,7 @@ def _add_to_dq(
     stage = at % DS_STAGES
     if order_ptr is not None:
         last = last_turn(order_ptr, tile)
+    # both consumers have stored their half of ds
     named_barrier_sync(BAR_DS_FULL + stage, EVERYONE)
     for m in gl.static_range(BLOCK_M // 64):
         ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))  # [64 queries, 128 keys]
@@ -281,11 +288,13 @@ def _add_to_dq(
             k = k_smem.index(i >> 30).slice(n * PART, PART, 1)  # [128, PART]
             part = m * (W_QK // PART) + n
             if sum_ptr is not None:
+                # PART columns at a time: 64 need 72 registers, 32 leave the consumers more
                 dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)  # [64, PART]
                 if order_ptr is not None and part == 0:
                     wait_for_predecessor(order_ptr, tile, last, before, owed, owed_turn)
                 dq = hopper.warpgroup_mma_wait(0, deps=[dq])
             if part == BLOCK_M // 64 * (W_QK // PART) - 1:
+                # the last product of this block has read ds
                 mbarrier.arrive(ds_empty.index(stage), count=1)
             if sum_ptr is not None:
                 add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + part * 64 * PART, dq)
@@ -310,6 +319,7 @@ def _produce(
     DETERMINISTIC: gl.constexpr = CONFIG.deterministic
     D_QK: gl.constexpr = CONFIG.d_qk
     D_V: gl.constexpr = CONFIG.d_v
+    # LSE and delta of a block come by TMA too, so that one mbarrier announces q, do and them
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     storage = sizes.batch
     if PACKED:
@@ -399,6 +409,7 @@ def _produce(
             rest = gl.minimum(count * num_q_per_kv, STAGES)
             todo = count * num_q_per_kv - rest
             # for keys that no query sees too: a branch would cost the consumers registers
+            # the keys follow when the last ds k of the tile before is done; consumers store dv and dk meanwhile
             _load_keys(k_desc, k_smem.index(0), k_full.index(slot), tile_smem, slot, PACKED)
             _load_keys(v_desc, v_smem.index(0), v_full.index(slot), tile_smem, slot, PACKED)
             mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
@@ -460,6 +471,7 @@ def _hopper_attention_bwd_kernel(
     do_smem = alloc_pipeline_stages(dtype, STAGES, BLOCK_M, W_V)
     ds_smem = alloc_pipeline_stages(dtype, DS_STAGES, BLOCK_N, BLOCK_M)
     # a consumer's dv leaves through shared memory, then its dk through the same
+    # 64 rows for each consumer
     dk_smem = alloc_pipeline_stages(dtype, 2, 64, W_QK)
     dv_smem = dk_smem
     if W_V != W_QK:
@@ -471,6 +483,7 @@ def _hopper_attention_bwd_kernel(
     full = alloc_mbarriers(STAGES, 1)
     ds_empty = alloc_mbarriers(DS_STAGES, 1)
     tile_full = alloc_mbarriers(2, 1)
+    # each of the two consumers says when it has read a descriptor
     tile_empty = alloc_mbarriers(2, 2)
     hopper.fence_async_shared()
 

@@ -146,6 +146,7 @@ def _produce(
             # index 0, but not as a constant: addresses computed from a constant would be kept in registers throughout
             k = k_smem.index(i >> 30).slice(n * PART, PART, 1)  # [64, PART]
             if sum_ptr is not None:
+                # PART columns at a time: registers hold no more
                 dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)  # [BLOCK_M, PART]
                 if DETERMINISTIC and n == 0:
                     wait_for_predecessor(order_ptr, tile, last, gl.where(i >= unseen, first, 0), owed, first + BLOCK_N)
@@ -212,6 +213,7 @@ def _consume(
         mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
         dp = hopper.warpgroup_mma(v, do.slice(MINE, ROWS, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
         # of the block before; at the first there is none: use_acc discards the product
+        # dv trails by one block, so that the product runs beside this block's exponentials
         do_before = do_smem.index(before).slice(MY_COLS, COLS, 1)
         dv = hopper.warpgroup_mma(p_smem.index(before), do_before, dv, use_acc=i > 1, is_async=True)  # [64, COLS]
         lse = gl.expand_dims(rows.slice(MINE, ROWS).load(row_layout), 0)
@@ -247,6 +249,7 @@ def _consume(
             p = gl.where(seen, p, 0.0)
         # given back by the producer, and by both consumers
         mbarrier.wait(ds_empty.index(stage), (i // STAGES) & 1 ^ 1)
+        # a consumer computes half of the queries' weights and needs all of them for its columns of dv
         p_smem.index(stage).slice(MINE, ROWS, 1).store(p.to(dtype))  # [64, ROWS]
         dp = hopper.warpgroup_mma_wait(1, deps=[dp])
         delta = gl.expand_dims(rows.slice(BLOCK_M + MINE, ROWS).load(row_layout), 0)
@@ -255,6 +258,7 @@ def _consume(
             ds *= 1.0 - t * t
         ds_smem.index(stage).slice(MINE, ROWS, 1).store(ds.to(dtype))  # [64, ROWS]
         hopper.fence_async_shared()
+        # both halves of p and ds are stored
         named_barrier_sync_divergent(_PAIR, 256)
         mbarrier.arrive(ds_full.index(stage), count=1)
         dk = hopper.warpgroup_mma(ds_smem.index(stage), q.slice(MY_COLS, COLS, 1), dk, is_async=True)  # [64, COLS]

@@ -51,6 +51,7 @@ def alloc_mbarriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def alloc_pipeline_stages(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    # the swizzled layout that TMA and wgmma share
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], dtype)
     return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLS], layout)
 
