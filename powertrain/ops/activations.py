@@ -183,9 +183,9 @@ def activate_gated(gate, up, limit, alpha, KIND: tl.constexpr):
 
 @triton.jit
 def _load(x_ptr, bias_ptr, rows, cols, stride_m, mask, N):
-    x = tl.load(x_ptr + rows * stride_m + cols, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + rows * stride_m + cols, mask=mask, other=0.0).to(tl.float32)  # the shape of rows + cols
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        x += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
     return x
 
 
@@ -216,7 +216,7 @@ def _activation_fwd_kernel(
         y, _, _ = activate_gated(x, _load(up_ptr, up_bias_ptr, rows, cols, stride_um, mask, N), limit, alpha, KIND)
     else:
         y, _ = activate(x, KIND)
-    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
 
 
 @triton.jit
@@ -225,7 +225,7 @@ def _activation_bwd_tile(
     rows, cols, M, N, stride_dym, stride_xm, stride_um, stride_dm, limit, alpha, KIND: tl.constexpr,
 ):  # fmt: skip
     mask = (rows < M) & (cols < N)
-    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
     x = _load(x_ptr, bias_ptr, rows, cols, stride_xm, mask, N)
     if up_ptr is not None:
         _, by_gate, by_up = activate_gated(
@@ -234,13 +234,14 @@ def _activation_bwd_tile(
         dx = dy * by_gate
         dup = dy * by_up
         if dup_ptr is not None:
+            # [BLOCK_M, BLOCK_N]
             tl.store(dup_ptr + rows * stride_dm + cols, dup.to(dup_ptr.dtype.element_ty), mask=mask)
     else:
         _, slope = activate(x, KIND)
         dx = dy * slope
         dup = dx
     if dx_ptr is not None:
-        tl.store(dx_ptr + rows * stride_dm + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + rows * stride_dm + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
     return dx, dup
 
 
@@ -284,8 +285,9 @@ def _activation_bwd_kernel(
             dbias += dx
             dup_bias += dup
         partial = first.to(tl.int64) * N + cols
-        tl.store(dbias_partial_ptr + partial, tl.sum(dbias, axis=0, keep_dims=True), mask=cols < N)
+        tl.store(dbias_partial_ptr + partial, tl.sum(dbias, axis=0, keep_dims=True), mask=cols < N)  # [1, BLOCK_N]
         if dup_bias_partial_ptr is not None:
+            # [1, BLOCK_N]
             tl.store(dup_bias_partial_ptr + partial, tl.sum(dup_bias, axis=0, keep_dims=True), mask=cols < N)
     else:
         _activation_bwd_tile(

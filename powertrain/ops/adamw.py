@@ -95,24 +95,25 @@ def _adamw_step_kernel(
     """Count the step of every tensor, and write its factors [3, count]: of m, of sqrt(v), of the decay."""
     tensors = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tensors < count
-    steps = step_ptr + tl.load(table_ptr + _STEP * count + tensors, mask=mask, other=0)
+    steps = step_ptr + tl.load(table_ptr + _STEP * count + tensors, mask=mask, other=0)  # [BLOCK]
     advance = 1.0
     if found_inf_ptr is not None:
-        advance = tl.where(tl.load(found_inf_ptr) == 0.0, 1.0, 0.0)
-    step = tl.load(steps, mask=mask, other=1.0) + advance
-    tl.store(steps, step, mask=mask)
+        advance = tl.where(tl.load(found_inf_ptr) == 0.0, 1.0, 0.0)  # scalar
+    step = tl.load(steps, mask=mask, other=1.0) + advance  # [BLOCK]
+    tl.store(steps, step, mask=mask)  # [BLOCK]
     rate = lr
     if lr_ptr is not None:
-        rate = tl.load(lr_ptr).to(tl.float32)
-    tl.store(factors_ptr + tensors, rate / _bias_correction(step, log_beta1), mask=mask)
-    tl.store(factors_ptr + count + tensors, 1.0 / tl.sqrt(_bias_correction(step, log_beta2)), mask=mask)
+        rate = tl.load(lr_ptr).to(tl.float32)  # scalar
+    tl.store(factors_ptr + tensors, rate / _bias_correction(step, log_beta1), mask=mask)  # [BLOCK]
+    tl.store(factors_ptr + count + tensors, 1.0 / tl.sqrt(_bias_correction(step, log_beta2)), mask=mask)  # [BLOCK]
+    # [BLOCK]
     tl.store(factors_ptr + 2 * count + tensors, rate * weight_decay + tl.zeros([BLOCK], tl.float32), mask=mask)
 
 
 @triton.jit
 def _tensor(table_ptr, row, count, first_ptr, ALIGNED: tl.constexpr):
     """The tensor of a table's entry, which is how many elements after first_ptr it lies."""
-    distance = tl.load(table_ptr + row * count)
+    distance = tl.load(table_ptr + row * count)  # scalar
     if ALIGNED:
         # a multiple already; so written, the compiler knows, and takes 16-byte vectors
         distance = distance // (128 // first_ptr.dtype.element_ty.primitive_bitwidth)
@@ -125,27 +126,27 @@ def _update_block(
     p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, grad_scale_ptr, offsets, mask,
     step_size, root, decay, one_minus_beta1, beta2, one_minus_beta2, eps, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    g = tl.load(g_ptr + offsets, mask=mask).to(tl.float32)
-    m = tl.load(m_ptr + offsets, mask=mask).to(tl.float32)
-    v = tl.load(v_ptr + offsets, mask=mask).to(tl.float32)
+    g = tl.load(g_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK]
+    m = tl.load(m_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK]
+    v = tl.load(v_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK]
     if w_ptr is not None:
-        p = tl.load(w_ptr + offsets, mask=mask)
+        p = tl.load(w_ptr + offsets, mask=mask)  # [BLOCK]
     else:
-        p = tl.load(p_ptr + offsets, mask=mask).to(tl.float32)
+        p = tl.load(p_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK]
     if grad_scale_ptr is not None:
-        g /= tl.load(grad_scale_ptr)
-        tl.store(g_ptr + offsets, g.to(g_ptr.dtype.element_ty), mask=mask)
+        g /= tl.load(grad_scale_ptr)  # scalar
+        tl.store(g_ptr + offsets, g.to(g_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
     if MAXIMIZE:
         g = -g
     p -= decay * p
     m += one_minus_beta1 * (g - m)
     v = beta2 * v + one_minus_beta2 * g * g
     p -= step_size * m / (tl.sqrt(v) * root + eps)
-    tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=mask)
-    tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask=mask)
-    tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=mask)
+    tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
+    tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
+    tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
     if w_ptr is not None:
-        tl.store(w_ptr + offsets, p, mask=mask)
+        tl.store(w_ptr + offsets, p, mask=mask)  # [BLOCK]
 
 
 @kernel()
@@ -172,8 +173,8 @@ def _adamw_kernel(
 ):
     # param_ptr … master_ptr are the first tensors of their rows
     chunk = tl.program_id(0)
-    tensor = tl.load(chunks_ptr + 2 * chunk)
-    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
+    tensor = tl.load(chunks_ptr + 2 * chunk)  # scalar
+    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK  # scalar
     table_ptr += tensor
     p_ptr = _tensor(table_ptr, _PARAM, count, param_ptr, ALIGNED) + start
     g_ptr = _tensor(table_ptr, _GRAD, count, grad_ptr, ALIGNED) + start
@@ -182,12 +183,12 @@ def _adamw_kernel(
     w_ptr = None
     if master_ptr is not None:
         w_ptr = _tensor(table_ptr, _MASTER, count, master_ptr, ALIGNED) + start
-    size = tl.minimum(tl.load(table_ptr + _NUMEL * count) - start, CHUNK).to(tl.int32)
+    size = tl.minimum(tl.load(table_ptr + _NUMEL * count) - start, CHUNK).to(tl.int32)  # scalar
     if found_inf_ptr is not None:
-        size = tl.where(tl.load(found_inf_ptr) == 0.0, size, 0)
-    step_size = tl.load(factors_ptr + tensor)
-    root = tl.load(factors_ptr + count + tensor)
-    decay = tl.load(factors_ptr + 2 * count + tensor)
+        size = tl.where(tl.load(found_inf_ptr) == 0.0, size, 0)  # scalar
+    step_size = tl.load(factors_ptr + tensor)  # scalar
+    root = tl.load(factors_ptr + count + tensor)  # scalar
+    decay = tl.load(factors_ptr + 2 * count + tensor)  # scalar
 
     # whole blocks without a mask, which would keep the compiler from 16-byte vectors
     whole = size // BLOCK * BLOCK
@@ -231,25 +232,25 @@ def _norm_partials_kernel(
 ):
     """Each chunk's sum of squares, sum of magnitudes, or largest magnitude."""
     chunk = tl.program_id(0)
-    tensor = tl.load(chunks_ptr + 2 * chunk)
-    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
+    tensor = tl.load(chunks_ptr + 2 * chunk)  # scalar
+    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK  # scalar
     g_ptr = _tensor(table_ptr + tensor, 0, count, grad_ptr, ALIGNED) + start
-    size = tl.minimum(tl.load(table_ptr + count + tensor) - start, CHUNK).to(tl.int32)
+    size = tl.minimum(tl.load(table_ptr + count + tensor) - start, CHUNK).to(tl.int32)  # scalar
     total = tl.zeros([BLOCK], tl.float32)
     bad = tl.zeros([BLOCK], tl.int32)
     whole = size // BLOCK * BLOCK
     for block in range(0, whole, BLOCK):
-        g = tl.load(g_ptr + block + tl.arange(0, BLOCK)).to(tl.float32)
+        g = tl.load(g_ptr + block + tl.arange(0, BLOCK)).to(tl.float32)  # [BLOCK]
         total, bad = _add_magnitudes(total, bad, g, NORM)
     if whole < size:
         offsets = whole + tl.arange(0, BLOCK)
-        g = tl.load(g_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)
+        g = tl.load(g_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)  # [BLOCK]
         total, bad = _add_magnitudes(total, bad, g, NORM)
     if NORM == "inf":
         result = tl.where(tl.sum(bad, axis=0) > 0, float("nan"), tl.max(total, axis=0))
     else:
         result = tl.sum(total, axis=0)
-    tl.store(partial_ptr + chunk, result)
+    tl.store(partial_ptr + chunk, result)  # scalar
 
 
 @kernel()
@@ -259,7 +260,7 @@ def _norm_total_kernel(partial_ptr, total_ptr, factor_ptr, count, max_norm, NORM
     bad = tl.zeros([BLOCK], tl.int32)
     for block in range(0, count, BLOCK):
         offsets = block + tl.arange(0, BLOCK)
-        part = tl.load(partial_ptr + offsets, mask=offsets < count, other=0.0)
+        part = tl.load(partial_ptr + offsets, mask=offsets < count, other=0.0)  # [BLOCK]
         if NORM == "inf":
             total = tl.maximum(total, part)
             bad += (part != part).to(tl.int32)
@@ -271,9 +272,9 @@ def _norm_total_kernel(partial_ptr, total_ptr, factor_ptr, count, max_norm, NORM
         norm = tl.sqrt_rn(tl.sum(total, axis=0))
     else:
         norm = tl.sum(total, axis=0)
-    tl.store(total_ptr, norm)
+    tl.store(total_ptr, norm)  # scalar
     factor = max_norm / (norm + 1e-6)
-    tl.store(factor_ptr, tl.where(factor > 1.0, 1.0, factor))
+    tl.store(factor_ptr, tl.where(factor > 1.0, 1.0, factor))  # scalar
 
 
 @kernel()
@@ -288,21 +289,21 @@ def _scale_tensors_kernel(
     BLOCK: tl.constexpr,
 ):
     """Gradients times the factor, which touches no memory if it is 1."""
-    factor = tl.load(factor_ptr)
+    factor = tl.load(factor_ptr)  # scalar
     if factor != 1.0:
         chunk = tl.program_id(0)
-        tensor = tl.load(chunks_ptr + 2 * chunk)
-        start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
+        tensor = tl.load(chunks_ptr + 2 * chunk)  # scalar
+        start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK  # scalar
         g_ptr = _tensor(table_ptr + tensor, 0, count, grad_ptr, ALIGNED) + start
-        size = tl.minimum(tl.load(table_ptr + count + tensor) - start, CHUNK).to(tl.int32)
+        size = tl.minimum(tl.load(table_ptr + count + tensor) - start, CHUNK).to(tl.int32)  # scalar
         whole = size // BLOCK * BLOCK
         for block in range(0, whole, BLOCK):
             here = g_ptr + block + tl.arange(0, BLOCK)
-            tl.store(here, (tl.load(here).to(tl.float32) * factor).to(grad_ptr.dtype.element_ty))
+            tl.store(here, (tl.load(here).to(tl.float32) * factor).to(grad_ptr.dtype.element_ty))  # [BLOCK]
         if whole < size:
             here, mask = g_ptr + whole + tl.arange(0, BLOCK), whole + tl.arange(0, BLOCK) < size
-            g = tl.load(here, mask=mask).to(tl.float32)
-            tl.store(here, (g * factor).to(grad_ptr.dtype.element_ty), mask=mask)
+            g = tl.load(here, mask=mask).to(tl.float32)  # [BLOCK]
+            tl.store(here, (g * factor).to(grad_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
 
 
 @functools.lru_cache(maxsize=64)

@@ -124,7 +124,7 @@ def _edges(start, end, VEC: tl.constexpr):
 
 @triton.jit
 def _load_logits(ptr, mask, softcap, CAPPED: tl.constexpr):
-    x = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
+    x = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)  # the shape of mask
     if CAPPED:
         x = tl.where(mask, _softcap(x, softcap), float("-inf"))
     return x
@@ -169,7 +169,7 @@ def _edge_gradients(
         _target_gradient(z, lse, slope, offset, hit, softcap, CAPPED),
         _other_gradient(z, lse, slope, offset, softcap, CAPPED),
     )
-    tl.store(dlogits_ptr + shift + edge, d.to(dlogits_ptr.dtype.element_ty), mask=exists)
+    tl.store(dlogits_ptr + shift + edge, d.to(dlogits_ptr.dtype.element_ty), mask=exists)  # [2 * VEC]
 
 
 @kernel()
@@ -197,7 +197,7 @@ def _row_stats_kernel(
 ):
     """One row a program. With dlogits_ptr (which may be logits_ptr) it also makes the gradient, if dloss is 1."""
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)  # scalar
     kept = target != ignore_index
     local_target = target - vocab_start
     start = row * stride_lm
@@ -208,11 +208,11 @@ def _row_stats_kernel(
 
     # an ignored row is not read
     here = kept & (local_target >= 0) & (local_target < V)
-    z_target = tl.load(logits_ptr + start + local_target, mask=here, other=0.0).to(tl.float32)
+    z_target = tl.load(logits_ptr + start + local_target, mask=here, other=0.0).to(tl.float32)  # scalar
     if CAPPED:
         z_target = _softcap(z_target, softcap)
     in_vocab = (target >= 0) & (target < vocab_size)
-    tl.store(target_logit_ptr + row, tl.where(in_vocab | (target == ignore_index), z_target, float("nan")))
+    tl.store(target_logit_ptr + row, tl.where(in_vocab | (target == ignore_index), z_target, float("nan")))  # scalar
 
     # each lane keeps its own maximum and sum, so that the loop needs no exchange between threads, and takes one
     # exponential an element and 1 / VEC for the rescaling
@@ -239,14 +239,14 @@ def _row_stats_kernel(
         row_peak = new_peak
         row_sum += tl.sum(tl.where(exists & kept, edge_z, 0.0), axis=0)
     lse = tl.where(kept, row_peak + tl.log(tl.where(kept, row_total, 1.0)), 0.0)
-    tl.store(lse_ptr + row, lse)
+    tl.store(lse_ptr + row, lse)  # scalar
     if sum_ptr is not None:
-        tl.store(sum_ptr + row, row_sum)
+        tl.store(sum_ptr + row, row_sum)  # scalar
 
     if dlogits_ptr is not None:
         grad = 1.0
         if scale_ptr is not None:
-            grad = tl.load(scale_ptr)
+            grad = tl.load(scale_ptr)  # scalar
         slope, offset, hit = _row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss)
         dtype = dlogits_ptr.dtype.element_ty
         shift = row * stride_dm - start
@@ -259,7 +259,7 @@ def _row_stats_kernel(
             mask = tl.broadcast_to(vector < count, (BLOCK, VEC))
             z = _load_logits(base + vector * VEC + lanes, mask & kept, softcap, CAPPED)
             d = _other_gradient(z, lse, slope, offset, softcap, CAPPED)
-            tl.store(out + vector * VEC + lanes, d.to(dtype), mask=mask)
+            tl.store(out + vector * VEC + lanes, d.to(dtype), mask=mask)  # [BLOCK, VEC]
         if EDGES:
             _edge_gradients(
                 logits_ptr, dlogits_ptr, start, shift, V, local_target, kept, lse, slope, offset, hit, softcap,
@@ -269,7 +269,7 @@ def _row_stats_kernel(
         if here:
             tl.debug_barrier()
             d_target = _target_gradient(z_target, lse, slope, offset, hit, softcap, CAPPED)
-            tl.store(dlogits_ptr + shift + start + local_target, d_target.to(dtype))
+            tl.store(dlogits_ptr + shift + start + local_target, d_target.to(dtype))  # scalar
 
 
 @kernel()
@@ -298,15 +298,15 @@ def _dlogits_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) // blocks
     block = tl.program_id(0) % blocks
-    target = tl.load(target_ptr + row).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)  # scalar
     kept = target != ignore_index
     local_target = target - vocab_start
-    lse = tl.load(lse_ptr + row)
+    lse = tl.load(lse_ptr + row)  # scalar
     grad = 1.0
     if grad_ptr is not None:
-        grad = tl.load(grad_ptr + row * stride_grad)
+        grad = tl.load(grad_ptr + row * stride_grad)  # scalar
     if scale_ptr is not None:
-        grad *= tl.load(scale_ptr)
+        grad *= tl.load(scale_ptr)  # scalar
     slope, offset, hit = _row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss)
     dtype = dlogits_ptr.dtype.element_ty
     start = row * stride_lm
@@ -320,7 +320,7 @@ def _dlogits_kernel(
     d = _other_gradient(z, lse, slope, offset, softcap, CAPPED)
     # first + shift is a multiple of VEC; so written, the compiler knows
     out = dlogits_ptr + (first + shift) // VEC * VEC
-    tl.store(out + columns, d.to(dtype), mask=mask)
+    tl.store(out + columns, d.to(dtype), mask=mask)  # [BLOCK, VEC]
     # the target's element apart: comparing every column with it costs as much as the rest
     target_column = local_target - (first - start)
     ahead = target_column - block * (BLOCK * VEC)
@@ -328,7 +328,7 @@ def _dlogits_kernel(
         z_target = tl.sum(tl.sum(tl.where(columns == target_column, z, 0.0), axis=1), axis=0)
         d_target = _target_gradient(z_target, lse, slope, offset, hit, softcap, CAPPED)
         tl.debug_barrier()
-        tl.store(out + target_column, d_target.to(dtype))
+        tl.store(out + target_column, d_target.to(dtype))  # scalar
     if EDGES:
         if block == 0:
             _edge_gradients(
@@ -343,9 +343,9 @@ def _mean_scale_kernel(target_ptr, scale_ptr, T, ignore_index, BLOCK: tl.constex
     kept = tl.zeros([BLOCK], tl.int32)
     for start in range(0, T, BLOCK):
         rows = start + tl.arange(0, BLOCK)
-        target = tl.load(target_ptr + rows, mask=rows < T, other=ignore_index)
+        target = tl.load(target_ptr + rows, mask=rows < T, other=ignore_index)  # [BLOCK]
         kept += (target != ignore_index).to(tl.int32)
-    tl.store(scale_ptr, 1.0 / tl.sum(kept, axis=0).to(tl.float32))
+    tl.store(scale_ptr, 1.0 / tl.sum(kept, axis=0).to(tl.float32))  # scalar
 
 
 @kernel()
@@ -369,21 +369,21 @@ def _loss_kernel(
     for start in range(tl.program_id(0) * BLOCK, T, tl.num_programs(0) * BLOCK):
         rows = start + tl.arange(0, BLOCK)
         mask = rows < T
-        lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)
-        loss = (lse - tl.load(target_logit_ptr + rows, mask=mask, other=0.0)) * (1.0 - label_smoothing)
+        lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)  # [BLOCK]
+        loss = (lse - tl.load(target_logit_ptr + rows, mask=mask, other=0.0)) * (1.0 - label_smoothing)  # [BLOCK]
         if sum_ptr is not None:
-            loss += (lse - tl.load(sum_ptr + rows, mask=mask, other=0.0) / vocab_size) * label_smoothing
+            loss += (lse - tl.load(sum_ptr + rows, mask=mask, other=0.0) / vocab_size) * label_smoothing  # [BLOCK]
         loss += z_loss * lse * lse
-        target = tl.load(target_ptr + rows, mask=mask, other=ignore_index)
+        target = tl.load(target_ptr + rows, mask=mask, other=ignore_index)  # [BLOCK]
         loss = tl.where(target == ignore_index, 0.0, loss)
         if losses_ptr is not None:
-            tl.store(losses_ptr + rows, loss, mask=mask)
+            tl.store(losses_ptr + rows, loss, mask=mask)  # [BLOCK]
         total += loss
     if loss_ptr is not None:
         loss_sum = tl.sum(total, axis=0)
         if scale_ptr is not None:
-            loss_sum *= tl.load(scale_ptr)
-        tl.store(loss_ptr, loss_sum)
+            loss_sum *= tl.load(scale_ptr)  # scalar
+        tl.store(loss_ptr, loss_sum)  # scalar
 
 
 @kernel(aligned=("N",))
@@ -393,13 +393,13 @@ def _scale_kernel(x_ptr, grad_ptr, scale_ptr, M, N, stride_grad, BLOCK: tl.const
     for step in range(tl.program_id(0), M * blocks, tl.num_programs(0)):
         tile = step + tl.zeros([], tl.int64)
         row = tile // blocks
-        factor = tl.load(grad_ptr + row * stride_grad).to(tl.float32)
+        factor = tl.load(grad_ptr + row * stride_grad).to(tl.float32)  # scalar
         if scale_ptr is not None:
-            factor *= tl.load(scale_ptr)
+            factor *= tl.load(scale_ptr)  # scalar
         if factor != 1.0:
             cols = tile % blocks * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
-            tl.store(x_ptr + row * N + cols, (x * factor).to(x_ptr.dtype.element_ty), mask=cols < N)
+            x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)  # [BLOCK]
+            tl.store(x_ptr + row * N + cols, (x * factor).to(x_ptr.dtype.element_ty), mask=cols < N)  # [BLOCK]
 
 
 class Terms(NamedTuple):

@@ -72,8 +72,8 @@ def _grouped_gemm_kernel(
 ):
     # groups [BLOCK_E]: the experts', then the rows that belong to none, then empty ones
     groups = tl.arange(0, BLOCK_E)
-    ends = tl.minimum(tl.load(offsets_ptr + groups, mask=groups < E, other=T), T)
-    starts = tl.load(offsets_ptr + groups - 1, mask=(groups > 0) & (groups <= E), other=0)
+    ends = tl.minimum(tl.load(offsets_ptr + groups, mask=groups < E, other=T), T)  # [BLOCK_E]
+    starts = tl.load(offsets_ptr + groups - 1, mask=(groups > 0) & (groups <= E), other=0)  # [BLOCK_E]
     starts = tl.minimum(tl.where(groups > E, T, starts), T)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tl.cdiv(ends - starts, BLOCK_M)
@@ -108,16 +108,19 @@ def _grouped_gemm_kernel(
                 w = w_desc.load([group * K + k, col]) if TRANSPOSED else w_desc.load([group * N + col, k]).T
             else:
                 ks = k + tl.arange(0, BLOCK_K)
+                # [BLOCK_M, BLOCK_K]
                 x = tl.load(x_ptr + rows * stride_xm + ks[None, :], mask=(rows < end) & (ks < K)[None, :], other=0.0)
                 w_start = weight_ptr + group.to(tl.int64) * stride_we
                 mask = (ks < K)[:, None] & (cols < N)[None, :]
                 if TRANSPOSED:
+                    # [BLOCK_K, BLOCK_N]
                     w = tl.load(w_start + ks.to(tl.int64)[:, None] * stride_wr + cols[None, :], mask=mask, other=0.0)
                 else:
+                    # [BLOCK_K, BLOCK_N]
                     w = tl.load(w_start + cols.to(tl.int64)[None, :] * stride_wr + ks[:, None], mask=mask, other=0.0)
             acc = _add_product(acc, x, w, PRECISION, FMA)
         y = acc.to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + rows * N + cols[None, :], y, mask=(rows < end) & (cols < N)[None, :])
+        tl.store(y_ptr + rows * N + cols[None, :], y, mask=(rows < end) & (cols < N)[None, :])  # [BLOCK_M, BLOCK_N]
 
 
 @triton.jit
@@ -148,8 +151,8 @@ def _grouped_gemm_wgrad_kernel(
     GROUP_N: tl.constexpr,
 ):
     group = tl.program_id(1)
-    start = tl.minimum(tl.load(offsets_ptr + group - 1, mask=group > 0, other=0), T)
-    end = tl.minimum(tl.load(offsets_ptr + group), T)
+    start = tl.minimum(tl.load(offsets_ptr + group - 1, mask=group > 0, other=0), T)  # scalar
+    end = tl.minimum(tl.load(offsets_ptr + group), T)  # scalar
     tiles_n, tiles_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
     tile = tl.program_id(0)
     first_n = tile // (GROUP_N * tiles_k) * GROUP_N
@@ -173,11 +176,13 @@ def _grouped_gemm_wgrad_kernel(
             x = x_desc.load([t, col])
         else:
             ts = (t + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+            # [BLOCK_T, BLOCK_N]
             dy = tl.load(dy_ptr + ts * stride_dym + rows[None, :], mask=(ts < length) & (rows < N)[None, :], other=0.0)
+            # [BLOCK_T, BLOCK_K]
             x = tl.load(x_ptr + ts * stride_xm + cols[None, :], mask=(ts < length) & (cols < K)[None, :], other=0.0)
         acc = _add_product(acc, dy.T, x, PRECISION, FMA)
     out = dw_ptr + (group.to(tl.int64) * N + rows[:, None]) * K + cols[None, :]
-    tl.store(out, acc.to(dw_ptr.dtype.element_ty), mask=(rows < N)[:, None] & (cols < K)[None, :])
+    tl.store(out, acc.to(dw_ptr.dtype.element_ty), mask=(rows < N)[:, None] & (cols < K)[None, :])  # [BLOCK_N, BLOCK_K]
 
 
 class _Plan(NamedTuple):

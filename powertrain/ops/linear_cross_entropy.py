@@ -64,13 +64,13 @@ def linear_cross_entropy_ref(
 @kernel(aligned=("N",))
 def _accumulate_kernel(total_ptr, part_ptr, grad_ptr, scale_ptr, N, BLOCK: tl.constexpr):
     """total += part * grad * scale, flat."""
-    factor = tl.load(grad_ptr).to(tl.float32)
+    factor = tl.load(grad_ptr).to(tl.float32)  # scalar
     if scale_ptr is not None:
-        factor *= tl.load(scale_ptr)
+        factor *= tl.load(scale_ptr)  # scalar
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(total_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
-    part = tl.load(part_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
-    tl.store(total_ptr + offsets, (total + part * factor).to(total_ptr.dtype.element_ty), mask=offsets < N)
+    total = tl.load(total_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)  # [BLOCK]
+    part = tl.load(part_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)  # [BLOCK]
+    tl.store(total_ptr + offsets, (total + part * factor).to(total_ptr.dtype.element_ty), mask=offsets < N)  # [BLOCK]
 
 
 def _accumulate_(total: Tensor, part: Tensor, dloss: Tensor, scale: Tensor | None) -> None:

@@ -47,12 +47,13 @@ MAX_HEAD_DIM_QK, MAX_HEAD_DIM_V = 576, 512
 def _slot(page_table_ptr, batch_idx_ptr, batch, position, mask, page_row, PAGE_SIZE: tl.constexpr):
     """(entry of the cache's first dim, row in it) of a sequence's positions."""
     if PAGE_SIZE > 0:
+        # the shape of position
         page = tl.load(page_table_ptr + batch * page_row + position // PAGE_SIZE, mask=mask, other=0)
         return page.to(tl.int64), (position % PAGE_SIZE).to(tl.int64)
     else:
         entry = batch
         if batch_idx_ptr is not None:
-            entry = tl.load(batch_idx_ptr + batch).to(tl.int64)
+            entry = tl.load(batch_idx_ptr + batch).to(tl.int64)  # scalar
         return entry, position.to(tl.int64)
 
 
@@ -92,16 +93,20 @@ def _append_kernel(
     token = tl.program_id(0).to(tl.int64) % num_new
     heads = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
-    position = tl.load(seqlens_ptr + batch) + token
+    position = tl.load(seqlens_ptr + batch) + token  # scalar
     fits = (position >= 0) & (position < capacity)
     position = tl.where(fits, position, 0)
     entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, position, fits, page_row, PAGE_SIZE)
     mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_QK)
+    # [BLOCK_H, BLOCK_D]
     k = tl.load(key_new_ptr + batch * stride_knb + token * stride_kns + heads * stride_knh + dims, mask=mask)
+    # [BLOCK_H, BLOCK_D]
     tl.store(key_cache_ptr + entry * stride_kb + row * stride_ks + heads * stride_kh + dims, k, mask=mask)
     if value_new_ptr is not None:
         mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_V)
+        # [BLOCK_H, BLOCK_D]
         v = tl.load(value_new_ptr + batch * stride_vnb + token * stride_vns + heads * stride_vnh + dims, mask=mask)
+        # [BLOCK_H, BLOCK_D]
         tl.store(value_cache_ptr + entry * stride_vb + row * stride_vs + heads * stride_vh + dims, v, mask=mask)
 
 
@@ -120,7 +125,7 @@ def _load_piece(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, 
     if HEAD_DIM % 16 == 0:
         x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None], other=0.0)  # [rows, PIECE]
     else:
-        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None] & (dims < HEAD_DIM), other=0.0)
+        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None] & (dims < HEAD_DIM), other=0.0)  # [rows, PIECE]
     if FMA:
         x = x.to(tl.float32)
     return x
@@ -134,9 +139,9 @@ def _products(q, k, FMA: tl.constexpr, PRECISION: tl.constexpr):
     s = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)  # [rows of q, rows of k]
     for i in tl.static_range(1, len(q)):
         if FMA:
-            s = tl.fma(tl.dot(q[i], tl.trans(k[i]), input_precision=PRECISION), 1.0, s)
+            s = tl.fma(tl.dot(q[i], tl.trans(k[i]), input_precision=PRECISION), 1.0, s)  # [rows of q, rows of k]
         else:
-            s = tl.dot(q[i], tl.trans(k[i]), s, input_precision=PRECISION)
+            s = tl.dot(q[i], tl.trans(k[i]), s, input_precision=PRECISION)  # [rows of q, rows of k]
     return s
 
 
@@ -146,10 +151,11 @@ def _update(acc, alpha, p, v, FMA: tl.constexpr, PRECISION: tl.constexpr):
     tile = ()
     for i in tl.static_range(len(acc)):
         if FMA:
-            product = tl.dot(p, v[i], input_precision=PRECISION)
+            product = tl.dot(p, v[i], input_precision=PRECISION)  # [rows of p, piece]
             tile += (tl.fma(acc[i], tl.broadcast_to(alpha[:, None], acc[i].shape), product),)  # type: ignore[assignment]
         else:
             scaled = acc[i] * alpha[:, None]
+            # [rows of p, piece]
             tile += (tl.dot(p.to(v[i].dtype), v[i], scaled, input_precision=PRECISION),)  # type: ignore[assignment]
     return tile
 
@@ -163,6 +169,7 @@ def _store_rows(x_ptr, tile, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.cons
 @triton.jit
 def _store_piece(x_ptr, piece, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, PIECE: tl.constexpr):
     dims = START + tl.arange(0, PIECE)[None, :]
+    # [rows, PIECE]
     tl.store(x_ptr + rows[:, None] + dims, piece.to(x_ptr.dtype.element_ty), mask=mask[:, None] & (dims < HEAD_DIM))
 
 
@@ -227,13 +234,13 @@ def _decode_kernel(
     row_mask = rows < num_queries * ratio
     query = rows // ratio
     head = kv_head * ratio + rows % ratio
-    length = tl.minimum(tl.load(seqlens_ptr + batch).to(tl.int32) + num_new, capacity)
+    length = tl.minimum(tl.load(seqlens_ptr + batch).to(tl.int32) + num_new, capacity)  # scalar
     position = query + (length - num_queries)
 
     # keys that any row of this tile sees: [first, last)
     first, last = tl.zeros([], tl.int32), length
     if leftpad_ptr is not None:
-        first = tl.load(leftpad_ptr + batch).to(tl.int32)
+        first = tl.load(leftpad_ptr + batch).to(tl.int32)  # scalar
     if HAS_LEFT:
         first = tl.maximum(first, tile * BLOCK_M // ratio + (length - num_queries) - left)
     if HAS_RIGHT:
@@ -296,7 +303,7 @@ def _decode_kernel(
         acc = _update(acc, alpha, p, v, FMA, PRECISION)  # tile of [BLOCK_M, HEAD_DIM_V]
 
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
+        sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E  # [BLOCK_M]
         new_top = tl.maximum(top, sink)
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         alpha = tl.exp2(top - safe)
@@ -309,6 +316,7 @@ def _decode_kernel(
     heads = kv_heads * ratio
     if lse_ptr is not None:
         lse = tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
+        # [BLOCK_M]
         tl.store(lse_ptr + ((split * batches + batch) * heads + head) * num_queries + query, lse, mask=row_mask)
     # a split without keys leaves nothing: the combination does not read it
     out_mask = row_mask & ((begin < end) | (num_splits == 1))
@@ -345,10 +353,11 @@ def _combine_kernel(
     top = float("-inf")
     sink = float("-inf")
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        sink = tl.load(sinks_ptr + head).to(tl.float32)  # scalar
         top = sink
     for start in range(0, num_splits, BLOCK_S):
         splits = (start + lanes).to(tl.int64)
+        # [BLOCK_S]
         lse = tl.load(partial_lse_ptr + splits * rows + lse_row, mask=splits < num_splits, other=float("-inf"))
         top = tl.maximum(top, tl.max(lse, axis=0))
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -356,17 +365,19 @@ def _combine_kernel(
     acc = tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, num_splits, BLOCK_S):
         splits = (start + lanes).to(tl.int64)
+        # [BLOCK_S]
         lse = tl.load(partial_lse_ptr + splits * rows + lse_row, mask=splits < num_splits, other=float("-inf"))
         weight = tl.exp(lse - safe)
         total += tl.sum(weight, axis=0)
         offsets = (splits * rows + row)[:, None] * HEAD_DIM_V + dims[None, :]
         mask = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM_V)[None, :]
+        # partial: [BLOCK_S, BLOCK_D]
         acc += tl.sum(weight[:, None] * tl.load(partial_ptr + offsets, mask=mask, other=0.0), axis=0)
     acc = acc / tl.where(total > 0.0, total, 1.0)
     out_row = batch * stride_ob + query * stride_os + head * stride_oh
-    tl.store(out_ptr + out_row + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)
+    tl.store(out_ptr + out_row + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)  # [BLOCK_D]
     if lse_ptr is not None:
-        tl.store(lse_ptr + lse_row, tl.where(total > 0.0, safe + tl.log(total), float("-inf")))
+        tl.store(lse_ptr + lse_row, tl.where(total > 0.0, safe + tl.log(total), float("-inf")))  # scalar
 
 
 class _Plan(NamedTuple):

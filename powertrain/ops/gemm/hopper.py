@@ -129,9 +129,9 @@ def _chunk(bounds_ptr, order_ptr, position, M, CHUNKED: gl.constexpr):
     start = gl.to_tensor(0)
     end = gl.to_tensor(0) + M
     if CHUNKED:
-        chunk = gl.load(order_ptr + position)
-        start = gl.load(bounds_ptr + chunk)
-        end = gl.load(bounds_ptr + chunk + 1)
+        chunk = gl.load(order_ptr + position)  # scalar
+        start = gl.load(bounds_ptr + chunk)  # scalar
+        end = gl.load(bounds_ptr + chunk + 1)  # scalar
     return chunk, start, end
 
 
@@ -205,8 +205,8 @@ def load(operands, stages, chunked, sizes, strides, arrival, CONFIG: gl.constexp
         up_desc = tma.make_tensor_descriptor(operands.up, [N, K], [strides.up, 1], [B_COLS, BLOCK_K], b_layout)
     local_start = gl.to_tensor(0)
     if LOCAL:
-        local_start = gl.load(bounds_ptr + local_first)
-        rows = gl.load(bounds_ptr + local_end) - local_start
+        local_start = gl.load(bounds_ptr + local_first)  # scalar
+        rows = gl.load(bounds_ptr + local_end) - local_start  # scalar
         local_desc = tma.make_tensor_descriptor(
             operands.local, [rows, K], [strides.local, 1], [BLOCK_M, BLOCK_K], a_layout
         )
@@ -242,20 +242,20 @@ def load(operands, stages, chunked, sizes, strides, arrival, CONFIG: gl.constexp
                 a_block = a_smem.index(stage)
                 if LOCAL:
                     if is_local:
-                        tma_load(local_desc, [row - local_start, k], bar, a_block)
+                        tma_load(local_desc, [row - local_start, k], bar, a_block)  # [BLOCK_M, BLOCK_K]
                     else:
-                        tma_load(a_desc, [row, k], bar, a_block)
+                        tma_load(a_desc, [row, k], bar, a_block)  # [BLOCK_M, BLOCK_K]
                 elif A_T:
-                    tma_load(a_desc, [k, row], bar, a_block)
+                    tma_load(a_desc, [k, row], bar, a_block)  # [BLOCK_K, BLOCK_M]
                 else:
-                    tma_load(a_desc, [row, k], bar, a_block)
+                    tma_load(a_desc, [row, k], bar, a_block)  # [BLOCK_M, BLOCK_K]
                 if B_T:
-                    tma_load(b_desc, [k, col], bar, b_smem.index(stage))
+                    tma_load(b_desc, [k, col], bar, b_smem.index(stage))  # [BLOCK_K, BLOCK_N]
                 elif operands.up is not None:
-                    tma_load(b_desc, [col, k], bar, b_smem.index(stage).slice(0, B_COLS, 0))
-                    tma_load(up_desc, [col, k], bar, b_smem.index(stage).slice(B_COLS, B_COLS, 0))
+                    tma_load(b_desc, [col, k], bar, b_smem.index(stage).slice(0, B_COLS, 0))  # [B_COLS, BLOCK_K]
+                    tma_load(up_desc, [col, k], bar, b_smem.index(stage).slice(B_COLS, B_COLS, 0))  # [B_COLS, BLOCK_K]
                 else:
-                    tma_load(b_desc, [col, k], bar, b_smem.index(stage))
+                    tma_load(b_desc, [col, k], bar, b_smem.index(stage))  # [B_COLS, BLOCK_K]
                 stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         tile = _behind(tile, tiles)
         chunk, start, end = next_chunk, next_start, next_end
@@ -268,6 +268,7 @@ def load(operands, stages, chunked, sizes, strides, arrival, CONFIG: gl.constexp
 def _plus_bias(x, bias_ptr, col, N):
     if bias_ptr is not None:
         cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+        # bias: [columns of x]
         x += gl.expand_dims(gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32), 0)
     return x
 
@@ -339,7 +340,7 @@ def consume(buffers, bias_ptr, up_bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG
                 # in turns, so that one's products are computed beside the other's end of a tile
                 if CONSUMERS == 2:
                     named_barrier_sync(_TURN + CONSUMER, 256)
-                acc = hopper.warpgroup_mma(a_block, b_block, acc, is_async=True)
+                acc = hopper.warpgroup_mma(a_block, b_block, acc, is_async=True)  # [ROWS, BLOCK_N]
                 if CONSUMERS == 2:
                     named_barrier_arrive(_TURN + 1 - CONSUMER, 256)
                 # the one before has finished, and its stage is free
@@ -420,9 +421,9 @@ def _store(
             for part in gl.static_range(SPLIT):
                 mbarrier.wait(c_full.index(CONSUMER), phase)
                 if ADD:
-                    tma_store_add(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))
+                    tma_store_add(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))  # [ROWS, COLS]
                 else:
-                    tma_store(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))
+                    tma_store(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))  # [ROWS, COLS]
                 tma.store_wait(0)
                 mbarrier.arrive(c_empty.index(CONSUMER), count=1)
                 phase ^= 1

@@ -99,11 +99,11 @@ def _finish(
             mbarrier.wait(c_full.index(half), phase)
             if z_ptr is not None:
                 if half == FINISHER:
-                    tma_store(z_desc, [row, tile_n * TILE_N], c_smem.index(2 * half))
+                    tma_store(z_desc, [row, tile_n * TILE_N], c_smem.index(2 * half))  # [ROWS, COLS]
                     if GATED:
-                        tma_store(up_z_desc, [row, tile_n * TILE_N], c_smem.index(2 * half + 1))
+                        tma_store(up_z_desc, [row, tile_n * TILE_N], c_smem.index(2 * half + 1))  # [ROWS, COLS]
                     else:
-                        tma_store(z_desc, [row, tile_n * TILE_N + COLS], c_smem.index(2 * half + 1))
+                        tma_store(z_desc, [row, tile_n * TILE_N + COLS], c_smem.index(2 * half + 1))  # [ROWS, COLS]
             for n in range(FINISHER, PIECES if GATED else 2 * PIECES, 3):
                 part = n // PIECES
                 piece = n % PIECES
@@ -120,10 +120,10 @@ def _finish(
                 if residual_ptr is not None:
                     place = gl.expand_dims(r.to(gl.int64) * stride_residual, 1) + gl.expand_dims(c, 0)
                     place = gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 8])
-                    y += gl.load(residual_ptr + place, mask=inside, other=0.0).to(gl.float32)
+                    y += gl.load(residual_ptr + place, mask=inside, other=0.0).to(gl.float32)  # [8, 64]
                 y = y.to(dtype)
                 place = gl.expand_dims(r.to(gl.int64) * stride_y, 1) + gl.expand_dims(c, 0)
-                gl.store(y_ptr + gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 8]), y, mask=inside)
+                gl.store(y_ptr + gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 8]), y, mask=inside)  # [8, 64]
                 if amax_ptr is not None:
                     # magnitudes in the order of their bits, in which NaN is above all
                     size = gl.where(inside, y.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
