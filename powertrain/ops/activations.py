@@ -364,10 +364,9 @@ def _activation_bwd_outputs(
     gated: bool,
     limit: float,
     alpha: float,
-    need_dx: bool,
-    need_dup: bool,
-    need_dbias: bool,
+    *need: bool,  # dx, dup, dbias
 ) -> tuple[Tensor, Tensor, Tensor]:
+    need_dx, need_dup, need_dbias = need
     dx = x.new_empty(x.shape) if need_dx else empty(x)
     dup = up.new_empty(up.shape) if up is not None and need_dup else empty(x)
     dbias = torch.empty_like(bias) if bias is not None and need_dbias else empty(x)
@@ -384,11 +383,10 @@ def _activation_bwd(
     gated: bool,
     limit: float,
     alpha: float,
-    need_dx: bool,
-    need_dup: bool,
-    need_dbias: bool,
+    *need: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    outputs = _activation_bwd_outputs(dy, x, up, bias, kind, order, gated, limit, alpha, need_dx, need_dup, need_dbias)
+    need_dx, need_dup, need_dbias = need
+    outputs = _activation_bwd_outputs(dy, x, up, bias, kind, order, gated, limit, alpha, *need)
     dx, dup, dbias = outputs
     dgate: Tensor | None
     dup_half: Tensor | None
@@ -441,10 +439,9 @@ def _fwd_sharding(x: Any, up: Any, bias: Any, gated: bool, **_: Any) -> Any:
         yield [at], {"x": at, "up": at}
 
 
-def _bwd_sharding(
-    x: Any, up: Any, bias: Any, gated: bool, need_dx: bool, need_dup: bool, need_dbias: bool, **_: Any
-) -> Any:
+def _bwd_sharding(x: Any, up: Any, bias: Any, gated: bool, **rest: Any) -> Any:
     R, P, S = placements()
+    need_dx, need_dup, need_dbias = (rest[f"need_{name}"] for name in ("dx", "dup", "dbias"))
     is_packed = gated and up is None
     for at in [R, *map(S, leading_dims(x, last=not is_packed and bias is None))]:
         dbias = P if at is not R and need_dbias and bias else R

@@ -509,10 +509,9 @@ def _norm_bwd_outputs(
     is_layer: bool,
     zero_centered: bool,
     x_dtype: torch.dtype,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
+    *need: bool,  # dx, dw, db
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    need_dx, need_dw, need_db = need
     dx = h.new_empty(h.shape, dtype=x_dtype) if need_dx else None
     dresidual = h.new_empty(h.shape) if need_dx and h.dtype != x_dtype else None
     dw = torch.empty_like(weight) if need_dw and weight is not None else None
@@ -531,12 +530,10 @@ def _norm_bwd(
     is_layer: bool,
     zero_centered: bool,
     x_dtype: torch.dtype,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
+    *need: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     dx, dresidual, dw, db = _norm_bwd_outputs(
-        dy, dh, h, weight, bias, mean, rstd, is_layer, zero_centered, x_dtype, need_dx, need_dw, need_db
+        dy, dh, h, weight, bias, mean, rstd, is_layer, zero_centered, x_dtype, *need
     )
     dy, h, dh = as_rows(dy), as_rows(h), None if dh is None else as_rows(dh)
     mean = mean if is_layer else None
@@ -603,11 +600,9 @@ def _norm_fwd_sharding(x: Any, residual: Any, is_layer: bool, **_: Any) -> Any:
         yield [at, R if residual is None else at, rows if is_layer else R, rows], {"x": at, "residual": at}
 
 
-def _norm_bwd_sharding(
-    h: Any, weight: Any, bias: Any, is_layer: bool, x_dtype: torch.dtype,
-    need_dx: bool, need_dw: bool, need_db: bool, **_: Any,
-) -> Any:  # fmt: skip
+def _norm_bwd_sharding(h: Any, weight: Any, bias: Any, is_layer: bool, x_dtype: torch.dtype, **rest: Any) -> Any:
     R, P, S = placements()
+    need_dx, need_dw, need_db = (rest[f"need_{name}"] for name in ("dx", "dw", "db"))
     for at in [S(dim) for dim in saved_dims(h)] or [R, S(0)]:
         rows, total = (R, R) if at is R else (S(0), P)
         dx = at if need_dx else R

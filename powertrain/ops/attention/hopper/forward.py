@@ -14,7 +14,7 @@ masks; the order is free, for the softmax is an online one: running maximum m an
 
 Queries beside long keys may be few. Then the rows of a tile are (query, head) pairs, HEADS_PER_TILE heads that share
 keys, and the keys of each tile may be divided into `num_splits` splits, each a tile of its own, whose results and LSE,
-in float32, another kernel combines (`combine` in decode.py).
+in float32, another kernel combines (combine.py).
 
 Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3) for warpgroups beside one another and products under way
 during the softmax; Milakov and Gimelshein 2018 (online softmax).
@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention.decode import combine
+from powertrain.ops.attention.combine import combine
 from powertrain.ops.attention.hopper.forward_consumer import consume
 from powertrain.ops.attention.hopper.forward_producer import produce
 from powertrain.ops.attention.hopper.forward_tiles import (
