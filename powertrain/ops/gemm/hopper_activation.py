@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from powertrain.ops.activations import activate, activate_gated
-from powertrain.ops.gemm.hopper import (
+from powertrain.ops.gemm.hopper import why_not
+from powertrain.ops.gemm.hopper_warps import (
     Arrival,
     Chunks,
     ConsumerBuffers,
@@ -27,7 +28,6 @@ from powertrain.ops.gemm.hopper import (
     consume,
     load,
     tile_coords,
-    why_not,
 )
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.gluon_compat import (
