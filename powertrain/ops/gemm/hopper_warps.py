@@ -1,4 +1,4 @@
-"""The warps of the Hopper GEMM: loader, consumers, storers, and their arguments by name; docs/hopper.md teaches them."""
+"""The warps of the Hopper GEMM: loader, consumers, storers, and their arguments by name (docs/hopper.md)."""
 
 from typing import Any, NamedTuple
 
