@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from powertrain.ops.attention import attention, attention_backend, varlen_attention
 from powertrain.ops.attention.operands import OpArguments, Operand, Operands, expanded_dim, one_head
 from powertrain.ops.attention.problem import Layout
-from powertrain.ops.attention.triton import backend as _loaded  # noqa: F401 # a counter knows formulas loaded before it
 from powertrain.runtime.launch import Kernel
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings

@@ -76,7 +76,7 @@ def _hopper_attention_fwd_kernel(
     PACKED: gl.constexpr = q_starts_ptr is not None
     RAGGED: gl.constexpr = q_starts_ptr is not None or k_used_ptr is not None or q_used_ptr is not None
     CONFIG: gl.constexpr = ForwardConfig(
-        LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D, Q_HELD, CONSUMERS, HEADS_PER_TILE
+        LEFT, RIGHT, BOTTOM_RIGHT, CAP, ALIBI, ALIGNED, PACKED, RAGGED, D[0], D[1], Q_HELD, CONSUMERS, HEADS_PER_TILE
     )
     ROWS: gl.constexpr = 64
     # ptxas 12.8 takes addresses of q that depend on the tile for computed where the loop with masks was skipped

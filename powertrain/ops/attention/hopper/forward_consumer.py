@@ -39,6 +39,7 @@ from powertrain.ops.attention.hopper.softmax import (
     softmax,
     to_p16,
 )
+from powertrain.ops.attention.triton.scores import ScoreScale
 from powertrain.runtime.gluon_compat import (
     barrier,
     gl,
@@ -204,7 +205,6 @@ def _consume_tile(
     batch, queries, heads, num_splits, num_q_per_kv = sizes
     CONSUMERS: gl.constexpr = CONFIG.consumers
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
-    D: gl.constexpr = CONFIG.d
     STAGES: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = v_smem.shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
@@ -369,7 +369,14 @@ def _consume_tile(
         base += (q_start + row).to(gl.int64) * strides.os
         base += head.to(gl.int64) * strides.oh
         store_split(
-            o, base, q_capacity - row, num_q_per_kv - head % num_q_per_kv, strides.os, strides.oh, D[1], HEADS_PER_TILE
+            o,
+            base,
+            q_capacity - row,
+            num_q_per_kv - head % num_q_per_kv,
+            strides.os,
+            strides.oh,
+            CONFIG.d_v,
+            HEADS_PER_TILE,
         )
     else:
         if CONFIG.ragged:  # rows of no sequence may hold NaN
@@ -405,13 +412,13 @@ def consume(
     o_desc = None
     if sizes.num_splits is None:
         o_desc = packed_desc(
-            results.o, storage, sizes.heads, sizes.queries, CONFIG.d[1], here(strides.ob), here(strides.oh),
+            results.o, storage, sizes.heads, sizes.queries, CONFIG.d_v, here(strides.ob), here(strides.oh),
             here(strides.os), o_smem, CONFIG.heads_per_tile,
         )  # fmt: skip
-    factors = (scale * LOG2E, softcap)
+    factors = ScoreScale(scale * LOG2E, softcap)
     if CONFIG.has_softcap:
-        factors = (scale / softcap, softcap * LOG2E)
-    factor = factors[0]
+        factors = ScoreScale(scale / softcap, softcap * LOG2E)
+    factor = factors.inner
     if not RAW:
         factor = 1.0
 

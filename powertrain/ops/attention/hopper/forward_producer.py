@@ -180,7 +180,6 @@ def produce(
     """The loader warp: all tiles of this CTA."""
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
     tile_smem, tile_full, tile_empty = sync.tile, sync.tile_full, sync.tile_empty
-    D: gl.constexpr = CONFIG.d
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
     PIECES: gl.constexpr = len(q_smem)
     heads = sizes.kv_heads * sizes.num_q_per_kv
@@ -203,7 +202,7 @@ def produce(
                 storage,
                 heads,
                 sizes.queries,
-                D[0],
+                CONFIG.d_qk,
                 strides.qb,
                 strides.qh,
                 strides.qs,
@@ -213,10 +212,20 @@ def produce(
         )
         k_desc += (  # type: ignore[assignment]
             rows_desc(
-                inputs.k, storage, sizes.kv_heads, sizes.keys, D[0], strides.kb, strides.kh, strides.ks, k_smem[i]
+                inputs.k,
+                storage,
+                sizes.kv_heads,
+                sizes.keys,
+                CONFIG.d_qk,
+                strides.kb,
+                strides.kh,
+                strides.ks,
+                k_smem[i],
             ),
         )
-    v_desc = rows_desc(inputs.v, storage, sizes.kv_heads, sizes.keys, D[1], strides.vb, strides.vh, strides.vs, v_smem)
+    v_desc = rows_desc(
+        inputs.v, storage, sizes.kv_heads, sizes.keys, CONFIG.d_v, strides.vb, strides.vh, strides.vs, v_smem
+    )
 
     # tiles have 1 to 64 blocks under a causal mask: a counter balances them, a fixed share would not
     tile = gl.program_id(0)

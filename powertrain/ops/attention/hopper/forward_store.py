@@ -24,7 +24,7 @@ def store_result(
         _store_tile(o_desc, o_tile, batch, head, q_start + row, column, HEADS_PER_TILE)
     else:  # the rows behind are another sequence's
         base = o_ptr + (q_start + row).to(gl.int64) * strides.os + head.to(gl.int64) * strides.oh
-        _copy_out(o_tile, base, q_capacity - row, column, strides.os, strides.oh, CONFIG.d[1], HEADS_PER_TILE)
+        _copy_out(o_tile, base, q_capacity - row, column, strides.os, strides.oh, CONFIG.d_v, HEADS_PER_TILE)
 
 
 @gluon.jit

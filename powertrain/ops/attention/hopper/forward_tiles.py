@@ -38,7 +38,8 @@ class ForwardConfig(NamedTuple):
     aligned: bool  # each tile has one masked block, whose diagonal goes from corner to corner
     packed: bool  # sequences lie one behind the other
     ragged: bool  # sequences end before their storage does
-    d: tuple[int, int]  # head dims of queries and values
+    d_qk: int
+    d_v: int
     q_held: bool  # queries are read from registers
     consumers: int  # warpgroups, 64 rows each
     heads_per_tile: int  # heads that share keys in one tile
@@ -126,7 +127,7 @@ class Scores(NamedTuple):
     p_first: Any  # position of the first row
     k_len: Any
     window: Any
-    factors: Any  # before and behind the softcap
+    factors: Any  # ScoreScale
     factor: Any  # from the running maximum to base 2
     slope: Any  # of ALiBi
 
