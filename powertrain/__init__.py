@@ -36,7 +36,7 @@ _PUBLIC = {
     "moe_load_balancing_loss": "powertrain.ops.moe",
     "moe_update_bias_": "powertrain.ops.moe",
     "AdamW": "powertrain.ops.adamw",
-    "clip_grad_norm_": "powertrain.ops.adamw",
+    "clip_grad_norm_": "powertrain.ops.grad_norm",
     "parallelize": "powertrain.models.parallelize",
     "parallelize_linears": "powertrain.nn.tensor_parallel.parallelize_linears",
     "patch": "powertrain.patching.patch",

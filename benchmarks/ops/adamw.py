@@ -5,7 +5,8 @@ from itertools import count
 
 import torch
 
-from powertrain.ops.adamw import AdamW, clip_grad_norm_
+from powertrain.ops.adamw import AdamW
+from powertrain.ops.grad_norm import clip_grad_norm_
 from powertrain.testing.bench import measure, table
 
 COUNT, SIZE = 240, 4_194_304  # tensors of 2048 x 2048: 1.007e9 parameters

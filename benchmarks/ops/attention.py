@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, select, varlen_attention
-from powertrain.ops.attention.arguments import Sizes, lower_mask
+from powertrain.ops.attention.arguments import MaskArguments, lower_mask
 from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.backends.reference import attention_ref
+from powertrain.ops.attention.problem import Sizes
 from powertrain.ops.attention.select import NoBackendError
 from powertrain.runtime.errors import CompileError
 from powertrain.testing.bench import Timing, host_us, measure, table
@@ -92,7 +93,7 @@ def _of_heads(name: str, option: Any, heads: int) -> Any:
 
 def _specified(q: Tensor, k: Tensor, v: Tensor, causal: bool, options: dict[str, Any], upcast: bool) -> Tensor:
     sizes = Sizes(1, q.shape[2], k.shape[2], q.shape[1], k.shape[1])
-    mask, tensors = lower_mask("attention", sizes, is_causal=causal, **options)
+    mask, tensors = lower_mask("attention", sizes, MaskArguments(is_causal=causal, **options))
     return attention_ref(q, k, v, mask=mask, tensors=tensors, upcast=upcast)[0]
 
 

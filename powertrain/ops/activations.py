@@ -44,9 +44,9 @@ Gated = Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu", "relu_s
 Order = Literal["gate_first", "up_first"]
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-_KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu_squared")
+KINDS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu_squared")
 # the activation of the gate
-_GATED = {
+GATED = {
     "swiglu": "silu",
     "geglu": "gelu",
     "geglu_tanh": "gelu_tanh",
@@ -95,7 +95,7 @@ def gated_activation_ref(
     if kind == "clamped_swiglu":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(x.dtype)
-    return (_act_ref(gate, _GATED[kind]) * up).to(x.dtype)
+    return (_act_ref(gate, GATED[kind]) * up).to(x.dtype)
 
 
 def _split(x: Tensor, up: Tensor | None, order: str) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def _normal_cdf(z):
 
 
 @triton.jit
-def _act(z, KIND: tl.constexpr):
+def activate(z, KIND: tl.constexpr):
     """act(z) and act'(z)."""
     if KIND == "gelu":
         cdf = _normal_cdf(z)
@@ -163,7 +163,7 @@ def _act(z, KIND: tl.constexpr):
 
 
 @triton.jit
-def _gated(gate, up, limit, alpha, KIND: tl.constexpr):
+def activate_gated(gate, up, limit, alpha, KIND: tl.constexpr):
     """y and its derivatives by gate and by up."""
     if KIND == "clamped_swiglu":
         # written so that nan stays nan
@@ -175,7 +175,7 @@ def _gated(gate, up, limit, alpha, KIND: tl.constexpr):
         by_gate = tl.where(gate > limit, 0.0, (s + alpha * by_up * rest) * (u + 1.0))
         by_up = tl.where((up > limit) | (up < -limit), 0.0, by_up)
     else:
-        by_up, slope = _act(gate, KIND)
+        by_up, slope = activate(gate, KIND)
         y = by_up * up
         by_gate = slope * up
     return y, by_gate, by_up
@@ -183,9 +183,9 @@ def _gated(gate, up, limit, alpha, KIND: tl.constexpr):
 
 @triton.jit
 def _load(x_ptr, bias_ptr, rows, cols, stride_m, mask, N):
-    x = tl.load(x_ptr + rows * stride_m + cols, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + rows * stride_m + cols, mask=mask, other=0.0).to(tl.float32)  # the shape of rows + cols
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        x += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
     return x
 
 
@@ -213,10 +213,10 @@ def _activation_fwd_kernel(
 
     x = _load(x_ptr, bias_ptr, rows, cols, stride_xm, mask, N)
     if up_ptr is not None:
-        y, _, _ = _gated(x, _load(up_ptr, up_bias_ptr, rows, cols, stride_um, mask, N), limit, alpha, KIND)
+        y, _, _ = activate_gated(x, _load(up_ptr, up_bias_ptr, rows, cols, stride_um, mask, N), limit, alpha, KIND)
     else:
-        y, _ = _act(x, KIND)
-    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+        y, _ = activate(x, KIND)
+    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
 
 
 @triton.jit
@@ -225,20 +225,23 @@ def _activation_bwd_tile(
     rows, cols, M, N, stride_dym, stride_xm, stride_um, stride_dm, limit, alpha, KIND: tl.constexpr,
 ):  # fmt: skip
     mask = (rows < M) & (cols < N)
-    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
     x = _load(x_ptr, bias_ptr, rows, cols, stride_xm, mask, N)
     if up_ptr is not None:
-        _, by_gate, by_up = _gated(x, _load(up_ptr, up_bias_ptr, rows, cols, stride_um, mask, N), limit, alpha, KIND)
+        _, by_gate, by_up = activate_gated(
+            x, _load(up_ptr, up_bias_ptr, rows, cols, stride_um, mask, N), limit, alpha, KIND
+        )
         dx = dy * by_gate
         dup = dy * by_up
         if dup_ptr is not None:
+            # [BLOCK_M, BLOCK_N]
             tl.store(dup_ptr + rows * stride_dm + cols, dup.to(dup_ptr.dtype.element_ty), mask=mask)
     else:
-        _, slope = _act(x, KIND)
+        _, slope = activate(x, KIND)
         dx = dy * slope
         dup = dx
     if dx_ptr is not None:
-        tl.store(dx_ptr + rows * stride_dm + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + rows * stride_dm + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
     return dx, dup
 
 
@@ -282,8 +285,9 @@ def _activation_bwd_kernel(
             dbias += dx
             dup_bias += dup
         partial = first.to(tl.int64) * N + cols
-        tl.store(dbias_partial_ptr + partial, tl.sum(dbias, axis=0, keep_dims=True), mask=cols < N)
+        tl.store(dbias_partial_ptr + partial, tl.sum(dbias, axis=0, keep_dims=True), mask=cols < N)  # [1, BLOCK_N]
         if dup_bias_partial_ptr is not None:
+            # [1, BLOCK_N]
             tl.store(dup_bias_partial_ptr + partial, tl.sum(dup_bias, axis=0, keep_dims=True), mask=cols < N)
     else:
         _activation_bwd_tile(
@@ -360,10 +364,9 @@ def _activation_bwd_outputs(
     gated: bool,
     limit: float,
     alpha: float,
-    need_dx: bool,
-    need_dup: bool,
-    need_dbias: bool,
+    *need: bool,  # dx, dup, dbias
 ) -> tuple[Tensor, Tensor, Tensor]:
+    need_dx, need_dup, need_dbias = need
     dx = x.new_empty(x.shape) if need_dx else empty(x)
     dup = up.new_empty(up.shape) if up is not None and need_dup else empty(x)
     dbias = torch.empty_like(bias) if bias is not None and need_dbias else empty(x)
@@ -380,11 +383,10 @@ def _activation_bwd(
     gated: bool,
     limit: float,
     alpha: float,
-    need_dx: bool,
-    need_dup: bool,
-    need_dbias: bool,
+    *need: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    outputs = _activation_bwd_outputs(dy, x, up, bias, kind, order, gated, limit, alpha, need_dx, need_dup, need_dbias)
+    need_dx, need_dup, need_dbias = need
+    outputs = _activation_bwd_outputs(dy, x, up, bias, kind, order, gated, limit, alpha, *need)
     dx, dup, dbias = outputs
     dgate: Tensor | None
     dup_half: Tensor | None
@@ -425,7 +427,7 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 8
     need_dx, need_dup, need_dbias = ctx.needs_input_grad[:3]
-    grads = _activation_bwd_op(dy, *ctx.saved_tensors, *ctx.options, need_dx, need_dup, need_dbias)
+    grads = activation_bwd_op(dy, *ctx.saved_tensors, *ctx.options, need_dx, need_dup, need_dbias)
     needs = (need_dx, need_dup, need_dbias)
     return (*(wanted(grad, need) for grad, need in zip(grads, needs, strict=True)), *(None,) * 5)
 
@@ -437,10 +439,9 @@ def _fwd_sharding(x: Any, up: Any, bias: Any, gated: bool, **_: Any) -> Any:
         yield [at], {"x": at, "up": at}
 
 
-def _bwd_sharding(
-    x: Any, up: Any, bias: Any, gated: bool, need_dx: bool, need_dup: bool, need_dbias: bool, **_: Any
-) -> Any:
+def _bwd_sharding(x: Any, up: Any, bias: Any, gated: bool, **rest: Any) -> Any:
     R, P, S = placements()
+    need_dx, need_dup, need_dbias = (rest[f"need_{name}"] for name in ("dx", "dup", "dbias"))
     is_packed = gated and up is None
     for at in [R, *map(S, leading_dims(x, last=not is_packed and bias is None))]:
         dbias = P if at is not R and need_dbias and bias else R
@@ -456,7 +457,7 @@ _activation_op = Op(
     setup_context=_setup_context,
     sharding=_fwd_sharding,
 )
-_activation_bwd_op = Op(
+activation_bwd_op = Op(
     f"activation_bwd(Tensor dy, Tensor x, Tensor? up, Tensor? bias, {_OPTIONS}, bool need_dx, bool need_dup, "
     "bool need_dbias) -> (Tensor, Tensor, Tensor)",
     _activation_bwd,
@@ -480,7 +481,7 @@ def activation(x: Tensor, kind: Activation, bias: Tensor | None = None) -> Tenso
         implemented and say so.
     Under torch.compile it is plain PyTorch, for Inductor to fuse.
     """
-    checks.one_of("activation", "kind", kind, _KINDS)
+    checks.one_of("activation", "kind", kind, KINDS)
     checks.require(x.dim() > 0, "activation", "x", "have at least one dim", "a scalar")
     checks.floating("activation", x=x, bias=bias)
     checks.same_device("activation", "x", x, bias=bias)
@@ -516,7 +517,7 @@ def gated_activation(
     Numerics, memory, errors and torch.compile as in `activation`.
     """
     op = "gated_activation"
-    checks.one_of(op, "kind", kind, tuple(_GATED))
+    checks.one_of(op, "kind", kind, tuple(GATED))
     checks.one_of(op, "order", order, ("gate_first", "up_first"))
     checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
     checks.floating(op, x=x, up=up, bias=bias)
@@ -529,7 +530,7 @@ def gated_activation(
     if torch.compiler.is_compiling() or not use_kernel(op, x):
         return _gated_torch(x, kind, up, bias, order, limit, alpha)
     bias = bias if bias is None else bias.contiguous()
-    return _activation_op(x, up, bias, _GATED[kind], order, True, float(limit), float(alpha))
+    return _activation_op(x, up, bias, GATED[kind], order, True, float(limit), float(alpha))
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
@@ -597,4 +598,4 @@ def _gated_torch(
         if bias is not None:
             gate_bias, up_bias = _split(bias, None, order)
             gate, other = gate + gate_bias, other + up_bias
-        return (_act_torch(gate, _GATED[kind]) * other).to(x.dtype)
+        return (_act_torch(gate, GATED[kind]) * other).to(x.dtype)

@@ -1,4 +1,4 @@
-"""AdamW over all parameters in a few launches, and clip_grad_norm_.
+"""AdamW over all parameters in a few launches.
 
     p     = p - lr * weight_decay * p
     m     = m + (1 - β1) (g - m);    v = β2 v + (1 - β2) g²
@@ -9,17 +9,14 @@ parameter moves 28 bytes a step (16 read, 12 written).
 
 One kernel serves many tensors: the host uploads a table of where they are, when it has changed, and a table that cuts
 them into chunks, when their sizes are new; a program looks its chunk up and works on it. Step counts, learning rate
-corrections, found_inf and the gradient's norm stay on the device: nothing here waits for the GPU. Sums are taken per
-chunk and then over chunks in a fixed order: the same bits every time.
+corrections and found_inf stay on the device: nothing here waits for the GPU.
 
-Sources: Loshchilov and Hutter, arXiv:1711.05101; semantics of torch.optim.AdamW(fused=True) and
-torch.nn.utils.clip_grad_norm_.
+Sources: Loshchilov and Hutter, arXiv:1711.05101; semantics of torch.optim.AdamW(fused=True).
 """
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,13 +26,14 @@ from torch import Tensor
 from torch.optim.adamw import adamw as _adamw_functional
 
 from powertrain.ops.shapes import acc_dtype
+from powertrain.ops.tensor_tables import DeviceTable, chunk_table, distances_of, is_dense, tensor_at
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import use_kernel
 from powertrain.runtime.launch import kernel
 
 # elements of one program: AdamW at 1e9 parameters on an H200 took 6.64 ms with chunks of 1024, 6.76 with 2048 and 6.96
-# with 16384. A norm's chunks leave a number each for one program to add up.
-CHUNK, NORM_CHUNK = 1024, 16384
+# with 16384
+CHUNK = 1024
 # rows of the table, `count` long each; but for the sizes, in elements from the row's first tensor
 _PARAM, _GRAD, _EXP_AVG, _EXP_AVG_SQ, _STEP, _NUMEL, _MASTER = (tl.constexpr(row) for row in range(7))
 
@@ -95,29 +93,19 @@ def _adamw_step_kernel(
     """Count the step of every tensor, and write its factors [3, count]: of m, of sqrt(v), of the decay."""
     tensors = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tensors < count
-    steps = step_ptr + tl.load(table_ptr + _STEP * count + tensors, mask=mask, other=0)
+    steps = step_ptr + tl.load(table_ptr + _STEP * count + tensors, mask=mask, other=0)  # [BLOCK]
     advance = 1.0
     if found_inf_ptr is not None:
-        advance = tl.where(tl.load(found_inf_ptr) == 0.0, 1.0, 0.0)
-    step = tl.load(steps, mask=mask, other=1.0) + advance
-    tl.store(steps, step, mask=mask)
+        advance = tl.where(tl.load(found_inf_ptr) == 0.0, 1.0, 0.0)  # scalar
+    step = tl.load(steps, mask=mask, other=1.0) + advance  # [BLOCK]
+    tl.store(steps, step, mask=mask)  # [BLOCK]
     rate = lr
     if lr_ptr is not None:
-        rate = tl.load(lr_ptr).to(tl.float32)
-    tl.store(factors_ptr + tensors, rate / _bias_correction(step, log_beta1), mask=mask)
-    tl.store(factors_ptr + count + tensors, 1.0 / tl.sqrt(_bias_correction(step, log_beta2)), mask=mask)
+        rate = tl.load(lr_ptr).to(tl.float32)  # scalar
+    tl.store(factors_ptr + tensors, rate / _bias_correction(step, log_beta1), mask=mask)  # [BLOCK]
+    tl.store(factors_ptr + count + tensors, 1.0 / tl.sqrt(_bias_correction(step, log_beta2)), mask=mask)  # [BLOCK]
+    # [BLOCK]
     tl.store(factors_ptr + 2 * count + tensors, rate * weight_decay + tl.zeros([BLOCK], tl.float32), mask=mask)
-
-
-@triton.jit
-def _tensor(table_ptr, row, count, first_ptr, ALIGNED: tl.constexpr):
-    """The tensor of a table's entry, which is how many elements after first_ptr it lies."""
-    distance = tl.load(table_ptr + row * count)
-    if ALIGNED:
-        # a multiple already; so written, the compiler knows, and takes 16-byte vectors
-        distance = distance // (128 // first_ptr.dtype.element_ty.primitive_bitwidth)
-        distance *= 128 // first_ptr.dtype.element_ty.primitive_bitwidth
-    return first_ptr + distance
 
 
 @triton.jit
@@ -125,27 +113,27 @@ def _update_block(
     p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, grad_scale_ptr, offsets, mask,
     step_size, root, decay, one_minus_beta1, beta2, one_minus_beta2, eps, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    g = tl.load(g_ptr + offsets, mask=mask).to(tl.float32)
-    m = tl.load(m_ptr + offsets, mask=mask).to(tl.float32)
-    v = tl.load(v_ptr + offsets, mask=mask).to(tl.float32)
+    g = tl.load(g_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK]
+    m = tl.load(m_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK]
+    v = tl.load(v_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK]
     if w_ptr is not None:
-        p = tl.load(w_ptr + offsets, mask=mask)
+        p = tl.load(w_ptr + offsets, mask=mask)  # [BLOCK]
     else:
-        p = tl.load(p_ptr + offsets, mask=mask).to(tl.float32)
+        p = tl.load(p_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK]
     if grad_scale_ptr is not None:
-        g /= tl.load(grad_scale_ptr)
-        tl.store(g_ptr + offsets, g.to(g_ptr.dtype.element_ty), mask=mask)
+        g /= tl.load(grad_scale_ptr)  # scalar
+        tl.store(g_ptr + offsets, g.to(g_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
     if MAXIMIZE:
         g = -g
     p -= decay * p
     m += one_minus_beta1 * (g - m)
     v = beta2 * v + one_minus_beta2 * g * g
     p -= step_size * m / (tl.sqrt(v) * root + eps)
-    tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=mask)
-    tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask=mask)
-    tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=mask)
+    tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
+    tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
+    tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
     if w_ptr is not None:
-        tl.store(w_ptr + offsets, p, mask=mask)
+        tl.store(w_ptr + offsets, p, mask=mask)  # [BLOCK]
 
 
 @kernel()
@@ -172,22 +160,22 @@ def _adamw_kernel(
 ):
     # param_ptr … master_ptr are the first tensors of their rows
     chunk = tl.program_id(0)
-    tensor = tl.load(chunks_ptr + 2 * chunk)
-    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
+    tensor = tl.load(chunks_ptr + 2 * chunk)  # scalar
+    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK  # scalar
     table_ptr += tensor
-    p_ptr = _tensor(table_ptr, _PARAM, count, param_ptr, ALIGNED) + start
-    g_ptr = _tensor(table_ptr, _GRAD, count, grad_ptr, ALIGNED) + start
-    m_ptr = _tensor(table_ptr, _EXP_AVG, count, exp_avg_ptr, ALIGNED) + start
-    v_ptr = _tensor(table_ptr, _EXP_AVG_SQ, count, exp_avg_sq_ptr, ALIGNED) + start
+    p_ptr = tensor_at(table_ptr, _PARAM, count, param_ptr, ALIGNED) + start
+    g_ptr = tensor_at(table_ptr, _GRAD, count, grad_ptr, ALIGNED) + start
+    m_ptr = tensor_at(table_ptr, _EXP_AVG, count, exp_avg_ptr, ALIGNED) + start
+    v_ptr = tensor_at(table_ptr, _EXP_AVG_SQ, count, exp_avg_sq_ptr, ALIGNED) + start
     w_ptr = None
     if master_ptr is not None:
-        w_ptr = _tensor(table_ptr, _MASTER, count, master_ptr, ALIGNED) + start
-    size = tl.minimum(tl.load(table_ptr + _NUMEL * count) - start, CHUNK).to(tl.int32)
+        w_ptr = tensor_at(table_ptr, _MASTER, count, master_ptr, ALIGNED) + start
+    size = tl.minimum(tl.load(table_ptr + _NUMEL * count) - start, CHUNK).to(tl.int32)  # scalar
     if found_inf_ptr is not None:
-        size = tl.where(tl.load(found_inf_ptr) == 0.0, size, 0)
-    step_size = tl.load(factors_ptr + tensor)
-    root = tl.load(factors_ptr + count + tensor)
-    decay = tl.load(factors_ptr + 2 * count + tensor)
+        size = tl.where(tl.load(found_inf_ptr) == 0.0, size, 0)  # scalar
+    step_size = tl.load(factors_ptr + tensor)  # scalar
+    root = tl.load(factors_ptr + count + tensor)  # scalar
+    decay = tl.load(factors_ptr + 2 * count + tensor)  # scalar
 
     # whole blocks without a mask, which would keep the compiler from 16-byte vectors
     whole = size // BLOCK * BLOCK
@@ -202,149 +190,6 @@ def _adamw_kernel(
             p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, grad_scale_ptr, whole + lanes, whole + lanes < size,
             step_size, root, decay, one_minus_beta1, beta2, one_minus_beta2, eps, MAXIMIZE,
         )  # fmt: skip
-
-
-@triton.jit
-def _add_magnitudes(total, bad, g, NORM: tl.constexpr):
-    if NORM == "2":
-        total += g * g
-    elif NORM == "1":
-        total += tl.abs(g)
-    else:
-        # a maximum does not see nan
-        total = tl.maximum(total, tl.abs(g))
-        bad += (g != g).to(tl.int32)
-    return total, bad
-
-
-@kernel()
-def _norm_partials_kernel(
-    chunks_ptr,
-    table_ptr,
-    partial_ptr,
-    grad_ptr,
-    count,
-    NORM: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Each chunk's sum of squares, sum of magnitudes, or largest magnitude."""
-    chunk = tl.program_id(0)
-    tensor = tl.load(chunks_ptr + 2 * chunk)
-    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
-    g_ptr = _tensor(table_ptr + tensor, 0, count, grad_ptr, ALIGNED) + start
-    size = tl.minimum(tl.load(table_ptr + count + tensor) - start, CHUNK).to(tl.int32)
-    total = tl.zeros([BLOCK], tl.float32)
-    bad = tl.zeros([BLOCK], tl.int32)
-    whole = size // BLOCK * BLOCK
-    for block in range(0, whole, BLOCK):
-        g = tl.load(g_ptr + block + tl.arange(0, BLOCK)).to(tl.float32)
-        total, bad = _add_magnitudes(total, bad, g, NORM)
-    if whole < size:
-        offsets = whole + tl.arange(0, BLOCK)
-        g = tl.load(g_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)
-        total, bad = _add_magnitudes(total, bad, g, NORM)
-    if NORM == "inf":
-        result = tl.where(tl.sum(bad, axis=0) > 0, float("nan"), tl.max(total, axis=0))
-    else:
-        result = tl.sum(total, axis=0)
-    tl.store(partial_ptr + chunk, result)
-
-
-@kernel()
-def _norm_total_kernel(partial_ptr, total_ptr, factor_ptr, count, max_norm, NORM: tl.constexpr, BLOCK: tl.constexpr):
-    """The norm, and the factor that brings it down to max_norm. One program."""
-    total = tl.zeros([BLOCK], tl.float32)
-    bad = tl.zeros([BLOCK], tl.int32)
-    for block in range(0, count, BLOCK):
-        offsets = block + tl.arange(0, BLOCK)
-        part = tl.load(partial_ptr + offsets, mask=offsets < count, other=0.0)
-        if NORM == "inf":
-            total = tl.maximum(total, part)
-            bad += (part != part).to(tl.int32)
-        else:
-            total += part
-    if NORM == "inf":
-        norm = tl.where(tl.sum(bad, axis=0) > 0, float("nan"), tl.max(total, axis=0))
-    elif NORM == "2":
-        norm = tl.sqrt_rn(tl.sum(total, axis=0))
-    else:
-        norm = tl.sum(total, axis=0)
-    tl.store(total_ptr, norm)
-    factor = max_norm / (norm + 1e-6)
-    tl.store(factor_ptr, tl.where(factor > 1.0, 1.0, factor))
-
-
-@kernel()
-def _scale_tensors_kernel(
-    chunks_ptr,
-    table_ptr,
-    factor_ptr,
-    grad_ptr,
-    count,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Gradients times the factor, which touches no memory if it is 1."""
-    factor = tl.load(factor_ptr)
-    if factor != 1.0:
-        chunk = tl.program_id(0)
-        tensor = tl.load(chunks_ptr + 2 * chunk)
-        start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
-        g_ptr = _tensor(table_ptr + tensor, 0, count, grad_ptr, ALIGNED) + start
-        size = tl.minimum(tl.load(table_ptr + count + tensor) - start, CHUNK).to(tl.int32)
-        whole = size // BLOCK * BLOCK
-        for block in range(0, whole, BLOCK):
-            here = g_ptr + block + tl.arange(0, BLOCK)
-            tl.store(here, (tl.load(here).to(tl.float32) * factor).to(grad_ptr.dtype.element_ty))
-        if whole < size:
-            here, mask = g_ptr + whole + tl.arange(0, BLOCK), whole + tl.arange(0, BLOCK) < size
-            g = tl.load(here, mask=mask).to(tl.float32)
-            tl.store(here, (g * factor).to(grad_ptr.dtype.element_ty), mask=mask)
-
-
-@functools.lru_cache(maxsize=64)
-def _chunk_table(numels: tuple[int, ...], chunk: int, device: torch.device) -> Tensor:
-    """[chunks, 2] int32: whose chunk, and which of its chunks."""
-    counts = torch.tensor([-(-n // chunk) for n in numels])
-    owner = torch.repeat_interleave(torch.arange(len(numels)), counts)
-    within = torch.arange(owner.numel()) - (counts.cumsum(0) - counts)[owner]
-    return torch.stack((owner, within), dim=1).to(torch.int32).to(device)
-
-
-class _Table:
-    """Numbers on the device, uploaded (not waiting for it) when they differ from the last ones."""
-
-    def __init__(self) -> None:
-        self.values: tuple[Any, ...] = ()
-        self.table: Tensor | None = None
-        self.captured: list[Tensor] = []
-
-    def get(self, numbers: list[int], device: torch.device) -> Tensor:
-        on_gpu = device.type == "cuda"
-        # another stream has not waited for the last upload
-        values = (torch.cuda.current_stream(device) if on_gpu else None, *numbers)
-        if self.table is None or values != self.values:
-            host = torch.tensor(numbers, dtype=torch.int64)
-            if on_gpu:
-                host = host.pin_memory()
-                if torch.cuda.is_current_stream_capturing():
-                    self.captured.append(host)  # every replay copies from it
-            self.table, self.values = host.to(device, non_blocking=True), values
-        return self.table
-
-
-def _distances(tensors: Sequence[Tensor]) -> tuple[list[int], bool]:
-    """Offset of each tensor from the first, in elements, and whether all are aligned to 16 bytes."""
-    addresses = [t.data_ptr() for t in tensors]
-    first, size = addresses[0], tensors[0].element_size()
-    return [(a - first) // size for a in addresses], not any(a % 16 for a in addresses)
-
-
-def _is_dense(t: Tensor) -> bool:
-    return t.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(t))
 
 
 # parameter, gradient, state
@@ -390,7 +235,7 @@ class AdamW(torch.optim.AdamW):
             checks.one_of("AdamW", "state_dtype", state_dtype, (torch.float32, torch.bfloat16, torch.float16))
         self.master_weights = master_weights
         self.state_dtype = state_dtype
-        self._tables: dict[Any, _Table] = {}
+        self._tables: dict[Any, DeviceTable] = {}
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable)
         # GradScaler then leaves unscaling, and skipping a bad step, to us
         self._step_supports_amp_scaling = True
@@ -460,7 +305,7 @@ class AdamW(torch.optim.AdamW):
                 device, dense = key[:2]
                 scale, inf = (None if t is None else t.to(device) for t in (grad_scale, found_inf))
                 if dense and use_kernel("adamw", bucket[0][0]):
-                    table = self._tables.setdefault((index, key), _Table())
+                    table = self._tables.setdefault((index, key), DeviceTable())
                     _update(bucket, group, table, scale, inf)
                 else:
                     _update_torch(bucket, group, scale, inf)
@@ -479,7 +324,7 @@ class AdamW(torch.optim.AdamW):
             if hasattr(p, "_local_tensor"):
                 p, grad = p._local_tensor, grad._local_tensor
                 state = {name: getattr(t, "_local_tensor", t) for name, t in state.items()}
-            dense = _is_dense(p)
+            dense = is_dense(p)
             if not (p.is_contiguous() and grad.is_contiguous()) and grad.stride() != p.stride():
                 grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
             key = (p.device, dense, p.dtype, grad.dtype, state["exp_avg"].dtype, "master" in state)
@@ -490,7 +335,7 @@ class AdamW(torch.optim.AdamW):
 def _update(
     bucket: list[_Entry],
     group: dict[str, Any],
-    table: _Table,
+    table: DeviceTable,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
@@ -499,10 +344,10 @@ def _update(
     device, count = p.device, len(bucket)
     rows = [params, grads, *([s[k] for s in states] for k in ("exp_avg", "exp_avg_sq", "step"))]
     numels = tuple(t.numel() for t in params)
-    distances, aligned = zip(*(_distances(row) for row in rows), strict=True)
-    masters, masters_aligned = _distances([s["master"] for s in states]) if "master" in state else ([], True)
+    distances, aligned = zip(*(distances_of(row) for row in rows), strict=True)
+    masters, masters_aligned = distances_of([s["master"] for s in states]) if "master" in state else ([], True)
     numbers = table.get([*itertools.chain(*distances), *numels, *masters], device)
-    chunks = _chunk_table(numels, CHUNK, device)
+    chunks = chunk_table(numels, CHUNK, device)
     factors = torch.empty(3, count, dtype=torch.float32, device=device)
     lr, (beta1, beta2) = group["lr"], group["betas"]
     lr_on_device = lr if isinstance(lr, Tensor) and lr.device == device else None
@@ -534,7 +379,7 @@ def _update_torch(
     (beta1, beta2), state = group["betas"], states[0]
     options = {name: group[name] for name in ("lr", "eps", "weight_decay", "maximize")}
     if (
-        _is_dense(params[0])
+        is_dense(params[0])
         and "master" not in state
         and len({t.dtype for t in (params[0], grads[0], state["exp_avg"])}) == 1
     ):
@@ -550,97 +395,3 @@ def _update_torch(
         if grad_scale is not None:
             grad.div_(grad_scale)
         adamw_ref(p, grad, s["exp_avg"], s["exp_avg_sq"], s["step"], s.get("master"), betas=(beta1, beta2), **options)
-
-
-# tables of clip_grad_norm_: where the gradients are, then their sizes
-_clip_tables: dict[Any, _Table] = {}
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
-    """Scale the gradients of `parameters` in place so that their norm, taken together, is at most `max_norm`.
-
-    As torch.nn.utils.clip_grad_norm_, in three launches for all gradients of a device and dtype. The norm is taken
-    and returned in float32 whatever the gradients' dtype; gradients whose norm is within max_norm are not touched.
-    Other norms than 1, 2 and inf, gradients on several devices, and DTensors go to torch's own.
-    Raises RuntimeError for a norm that is not finite if `error_if_nonfinite` (which waits for the GPU).
-    """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if norm_type not in (1, 2, math.inf) or not _one_kernel(grads):
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    total, factor, launches = _total_norm(grads, norm_type, max_norm)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"clip_grad_norm_: the norm of order {norm_type} of the gradients must be finite, got {total.item()}; "
-            "set error_if_nonfinite=False to scale by it anyway"
-        )
-    for a in launches:
-        _scale_tensors_kernel[(a["chunks"].shape[0],)](
-            a["chunks"], a["table"], factor, a["grad"], a["count"],
-            ALIGNED=a["aligned"], CHUNK=NORM_CHUNK, BLOCK=4096, num_warps=8,
-        )  # fmt: skip
-    return total
-
-
-@torch.no_grad()
-def grad_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all `grads` taken together, float32 []: clip_grad_norm_ without the clipping.
-
-    AdamW divides by its `grad_scale` anyway, so clipping through that saves a pass over the gradients. Plain tensors;
-    of DTensors give the local ones and add up. No gradients: 0. No host synchronisation.
-    """
-    if not grads:
-        return torch.zeros(())
-    if _one_kernel(grads):
-        return _total_norm(grads, 2, math.inf)[0]
-    return torch.nn.utils.get_total_norm(grads).float()
-
-
-def _one_kernel(grads: Sequence[Tensor]) -> bool:
-    return bool(grads) and all(
-        type(g) is Tensor and g.device == grads[0].device and g.is_floating_point() and g.layout is torch.strided
-        and use_kernel("clip_grad_norm_", g) and _is_dense(g)
-        for g in grads
-    )  # fmt: skip
-
-
-def _total_norm(
-    grads: Sequence[Tensor], norm_type: float, max_norm: float
-) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-    """The norm, the factor that clips it to max_norm, and the arguments of the launches."""
-    norm = "inf" if norm_type == math.inf else str(int(norm_type))
-    device = grads[0].device
-    groups = [[g for g in grads if g.dtype == dtype and g.numel()] for dtype in dict.fromkeys(g.dtype for g in grads)]
-    launches = [_clip_arguments(group, device) for group in groups if group]
-    partial = torch.empty(sum(a["chunks"].shape[0] for a in launches), dtype=torch.float32, device=device)
-    total, factor = torch.empty(2, dtype=torch.float32, device=device)
-    offset = 0
-    for a in launches:
-        size = a["chunks"].shape[0]
-        _norm_partials_kernel[(size,)](
-            a["chunks"], a["table"], partial[offset:], a["grad"], a["count"],
-            NORM=norm, ALIGNED=a["aligned"], CHUNK=NORM_CHUNK, BLOCK=4096, num_warps=8,
-        )  # fmt: skip
-        offset += size
-    _norm_total_kernel[(1,)](partial, total, factor, offset, float(max_norm), NORM=norm, BLOCK=4096, num_warps=8)
-    return total, factor, launches
-
-
-def _clip_arguments(grads: list[Tensor], device: torch.device) -> dict[str, Any]:
-    distances, aligned = _distances(grads)
-    numels = tuple(g.numel() for g in grads)
-    table = _clip_tables.setdefault((device, grads[0].dtype), _Table())
-    return dict(
-        chunks=_chunk_table(numels, NORM_CHUNK, device),
-        table=table.get([*distances, *numels], device),
-        grad=grads[0],
-        count=len(grads),
-        aligned=aligned,
-    )

@@ -82,14 +82,15 @@ def _bias_dropout_add_fwd_kernel(
     for word in tl.static_range(WORDS):
         cols = group * 1024 + word * 256 + tl.arange(0, BLOCK_N)[None, :]
         mask = (rows < M) & (cols < N)
-        y = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
         if bias_ptr is not None:
-            y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+            y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # [1, BLOCK_N]
         if seed_ptr is not None:
             y = tl.where(_keep(drawn, word, threshold), y * scale, 0.0)
         if residual_ptr is not None:
+            # [BLOCK_M, BLOCK_N]
             y += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
 
 
 @triton.jit
@@ -148,10 +149,10 @@ def _bias_dropout_add_bwd_kernel(
             db3 += _dx(dy_ptr, dx_ptr, drawn, 3, rows, cols, M, N, stride_dym, threshold, scale)
     if dbias_partial_ptr is not None:
         partial_ptr = dbias_partial_ptr + program.to(tl.int64) * N + cols
-        tl.store(partial_ptr, tl.sum(db0, axis=0, keep_dims=True), mask=cols < N)
-        tl.store(partial_ptr + 256, tl.sum(db1, axis=0, keep_dims=True), mask=cols + 256 < N)
-        tl.store(partial_ptr + 512, tl.sum(db2, axis=0, keep_dims=True), mask=cols + 512 < N)
-        tl.store(partial_ptr + 768, tl.sum(db3, axis=0, keep_dims=True), mask=cols + 768 < N)
+        tl.store(partial_ptr, tl.sum(db0, axis=0, keep_dims=True), mask=cols < N)  # [1, BLOCK_N]
+        tl.store(partial_ptr + 256, tl.sum(db1, axis=0, keep_dims=True), mask=cols + 256 < N)  # [1, BLOCK_N]
+        tl.store(partial_ptr + 512, tl.sum(db2, axis=0, keep_dims=True), mask=cols + 512 < N)  # [1, BLOCK_N]
+        tl.store(partial_ptr + 768, tl.sum(db3, axis=0, keep_dims=True), mask=cols + 768 < N)  # [1, BLOCK_N]
 
 
 @triton.jit

@@ -12,9 +12,9 @@ of e bytes: forward reads T*V*e bytes and backward moves 2*T*V*e; made in forwar
 costs less, because the second look at a row finds part of it in the L2 cache. About 6 operations and one exponential an
 element and pass.
 
-The pieces work on a shard of the vocabulary, [vocab_start, vocab_start + V) of vocab_size: `_row_stats` gives each
-row's lse, target logit and sum over the shard, `_losses` turns those of the whole vocabulary into the loss, and
-`_dlogits` makes the shard's gradient. Between the first two a vocabulary-parallel loss puts its all-reduces.
+The pieces work on a shard of the vocabulary, [vocab_start, vocab_start + V) of vocab_size: `launch_row_stats` gives
+each row's lse, target logit and sum over the shard, `launch_losses` turns those of the whole vocabulary into the loss,
+and `launch_dlogits` makes the shard's gradient. Between the first two a vocabulary-parallel loss puts its all-reduces.
 
 A row of odd length does not start at a 16-byte boundary. The kernels then take the whole 16-byte vectors inside the row
 as they lie in memory, and the few elements at both ends apart.
@@ -124,7 +124,7 @@ def _edges(start, end, VEC: tl.constexpr):
 
 @triton.jit
 def _load_logits(ptr, mask, softcap, CAPPED: tl.constexpr):
-    x = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
+    x = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)  # the shape of mask
     if CAPPED:
         x = tl.where(mask, _softcap(x, softcap), float("-inf"))
     return x
@@ -169,7 +169,7 @@ def _edge_gradients(
         _target_gradient(z, lse, slope, offset, hit, softcap, CAPPED),
         _other_gradient(z, lse, slope, offset, softcap, CAPPED),
     )
-    tl.store(dlogits_ptr + shift + edge, d.to(dlogits_ptr.dtype.element_ty), mask=exists)
+    tl.store(dlogits_ptr + shift + edge, d.to(dlogits_ptr.dtype.element_ty), mask=exists)  # [2 * VEC]
 
 
 @kernel()
@@ -197,7 +197,7 @@ def _row_stats_kernel(
 ):
     """One row a program. With dlogits_ptr (which may be logits_ptr) it also makes the gradient, if dloss is 1."""
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)  # scalar
     kept = target != ignore_index
     local_target = target - vocab_start
     start = row * stride_lm
@@ -208,11 +208,11 @@ def _row_stats_kernel(
 
     # an ignored row is not read
     here = kept & (local_target >= 0) & (local_target < V)
-    z_target = tl.load(logits_ptr + start + local_target, mask=here, other=0.0).to(tl.float32)
+    z_target = tl.load(logits_ptr + start + local_target, mask=here, other=0.0).to(tl.float32)  # scalar
     if CAPPED:
         z_target = _softcap(z_target, softcap)
     in_vocab = (target >= 0) & (target < vocab_size)
-    tl.store(target_logit_ptr + row, tl.where(in_vocab | (target == ignore_index), z_target, float("nan")))
+    tl.store(target_logit_ptr + row, tl.where(in_vocab | (target == ignore_index), z_target, float("nan")))  # scalar
 
     # each lane keeps its own maximum and sum, so that the loop needs no exchange between threads, and takes one
     # exponential an element and 1 / VEC for the rescaling
@@ -239,14 +239,14 @@ def _row_stats_kernel(
         row_peak = new_peak
         row_sum += tl.sum(tl.where(exists & kept, edge_z, 0.0), axis=0)
     lse = tl.where(kept, row_peak + tl.log(tl.where(kept, row_total, 1.0)), 0.0)
-    tl.store(lse_ptr + row, lse)
+    tl.store(lse_ptr + row, lse)  # scalar
     if sum_ptr is not None:
-        tl.store(sum_ptr + row, row_sum)
+        tl.store(sum_ptr + row, row_sum)  # scalar
 
     if dlogits_ptr is not None:
         grad = 1.0
         if scale_ptr is not None:
-            grad = tl.load(scale_ptr)
+            grad = tl.load(scale_ptr)  # scalar
         slope, offset, hit = _row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss)
         dtype = dlogits_ptr.dtype.element_ty
         shift = row * stride_dm - start
@@ -259,7 +259,7 @@ def _row_stats_kernel(
             mask = tl.broadcast_to(vector < count, (BLOCK, VEC))
             z = _load_logits(base + vector * VEC + lanes, mask & kept, softcap, CAPPED)
             d = _other_gradient(z, lse, slope, offset, softcap, CAPPED)
-            tl.store(out + vector * VEC + lanes, d.to(dtype), mask=mask)
+            tl.store(out + vector * VEC + lanes, d.to(dtype), mask=mask)  # [BLOCK, VEC]
         if EDGES:
             _edge_gradients(
                 logits_ptr, dlogits_ptr, start, shift, V, local_target, kept, lse, slope, offset, hit, softcap,
@@ -269,7 +269,7 @@ def _row_stats_kernel(
         if here:
             tl.debug_barrier()
             d_target = _target_gradient(z_target, lse, slope, offset, hit, softcap, CAPPED)
-            tl.store(dlogits_ptr + shift + start + local_target, d_target.to(dtype))
+            tl.store(dlogits_ptr + shift + start + local_target, d_target.to(dtype))  # scalar
 
 
 @kernel()
@@ -298,15 +298,15 @@ def _dlogits_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) // blocks
     block = tl.program_id(0) % blocks
-    target = tl.load(target_ptr + row).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)  # scalar
     kept = target != ignore_index
     local_target = target - vocab_start
-    lse = tl.load(lse_ptr + row)
+    lse = tl.load(lse_ptr + row)  # scalar
     grad = 1.0
     if grad_ptr is not None:
-        grad = tl.load(grad_ptr + row * stride_grad)
+        grad = tl.load(grad_ptr + row * stride_grad)  # scalar
     if scale_ptr is not None:
-        grad *= tl.load(scale_ptr)
+        grad *= tl.load(scale_ptr)  # scalar
     slope, offset, hit = _row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss)
     dtype = dlogits_ptr.dtype.element_ty
     start = row * stride_lm
@@ -320,7 +320,7 @@ def _dlogits_kernel(
     d = _other_gradient(z, lse, slope, offset, softcap, CAPPED)
     # first + shift is a multiple of VEC; so written, the compiler knows
     out = dlogits_ptr + (first + shift) // VEC * VEC
-    tl.store(out + columns, d.to(dtype), mask=mask)
+    tl.store(out + columns, d.to(dtype), mask=mask)  # [BLOCK, VEC]
     # the target's element apart: comparing every column with it costs as much as the rest
     target_column = local_target - (first - start)
     ahead = target_column - block * (BLOCK * VEC)
@@ -328,7 +328,7 @@ def _dlogits_kernel(
         z_target = tl.sum(tl.sum(tl.where(columns == target_column, z, 0.0), axis=1), axis=0)
         d_target = _target_gradient(z_target, lse, slope, offset, hit, softcap, CAPPED)
         tl.debug_barrier()
-        tl.store(out + target_column, d_target.to(dtype))
+        tl.store(out + target_column, d_target.to(dtype))  # scalar
     if EDGES:
         if block == 0:
             _edge_gradients(
@@ -343,9 +343,9 @@ def _mean_scale_kernel(target_ptr, scale_ptr, T, ignore_index, BLOCK: tl.constex
     kept = tl.zeros([BLOCK], tl.int32)
     for start in range(0, T, BLOCK):
         rows = start + tl.arange(0, BLOCK)
-        target = tl.load(target_ptr + rows, mask=rows < T, other=ignore_index)
+        target = tl.load(target_ptr + rows, mask=rows < T, other=ignore_index)  # [BLOCK]
         kept += (target != ignore_index).to(tl.int32)
-    tl.store(scale_ptr, 1.0 / tl.sum(kept, axis=0).to(tl.float32))
+    tl.store(scale_ptr, 1.0 / tl.sum(kept, axis=0).to(tl.float32))  # scalar
 
 
 @kernel()
@@ -369,21 +369,21 @@ def _loss_kernel(
     for start in range(tl.program_id(0) * BLOCK, T, tl.num_programs(0) * BLOCK):
         rows = start + tl.arange(0, BLOCK)
         mask = rows < T
-        lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)
-        loss = (lse - tl.load(target_logit_ptr + rows, mask=mask, other=0.0)) * (1.0 - label_smoothing)
+        lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)  # [BLOCK]
+        loss = (lse - tl.load(target_logit_ptr + rows, mask=mask, other=0.0)) * (1.0 - label_smoothing)  # [BLOCK]
         if sum_ptr is not None:
-            loss += (lse - tl.load(sum_ptr + rows, mask=mask, other=0.0) / vocab_size) * label_smoothing
+            loss += (lse - tl.load(sum_ptr + rows, mask=mask, other=0.0) / vocab_size) * label_smoothing  # [BLOCK]
         loss += z_loss * lse * lse
-        target = tl.load(target_ptr + rows, mask=mask, other=ignore_index)
+        target = tl.load(target_ptr + rows, mask=mask, other=ignore_index)  # [BLOCK]
         loss = tl.where(target == ignore_index, 0.0, loss)
         if losses_ptr is not None:
-            tl.store(losses_ptr + rows, loss, mask=mask)
+            tl.store(losses_ptr + rows, loss, mask=mask)  # [BLOCK]
         total += loss
     if loss_ptr is not None:
         loss_sum = tl.sum(total, axis=0)
         if scale_ptr is not None:
-            loss_sum *= tl.load(scale_ptr)
-        tl.store(loss_ptr, loss_sum)
+            loss_sum *= tl.load(scale_ptr)  # scalar
+        tl.store(loss_ptr, loss_sum)  # scalar
 
 
 @kernel(aligned=("N",))
@@ -393,13 +393,13 @@ def _scale_kernel(x_ptr, grad_ptr, scale_ptr, M, N, stride_grad, BLOCK: tl.const
     for step in range(tl.program_id(0), M * blocks, tl.num_programs(0)):
         tile = step + tl.zeros([], tl.int64)
         row = tile // blocks
-        factor = tl.load(grad_ptr + row * stride_grad).to(tl.float32)
+        factor = tl.load(grad_ptr + row * stride_grad).to(tl.float32)  # scalar
         if scale_ptr is not None:
-            factor *= tl.load(scale_ptr)
+            factor *= tl.load(scale_ptr)  # scalar
         if factor != 1.0:
             cols = tile % blocks * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
-            tl.store(x_ptr + row * N + cols, (x * factor).to(x_ptr.dtype.element_ty), mask=cols < N)
+            x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)  # [BLOCK]
+            tl.store(x_ptr + row * N + cols, (x * factor).to(x_ptr.dtype.element_ty), mask=cols < N)  # [BLOCK]
 
 
 class Terms(NamedTuple):
@@ -426,7 +426,7 @@ def _vector(logits: Tensor, dlogits: Tensor) -> dict[str, Any]:
     return dict(VEC=vec, EDGES=bool((logits.stride(0) % vec and logits.shape[0] > 1) or logits.shape[1] % vec))
 
 
-def _row_stats(
+def launch_row_stats(
     logits: Tensor,  # [T, V], rows
     target: Tensor,  # [T]
     terms: Terms,
@@ -442,8 +442,8 @@ def _row_stats(
     """Each row's lse, target logit (0 if it is in another shard, nan if out of range) and sum of logits."""
     if dlogits is not None and logits.shape[1] * logits.element_size() > FUSED_ROW_BYTES:
         where: dict[str, Any] = dict(vocab_start=vocab_start, vocab_size=vocab_size)
-        _row_stats(logits, target, terms, lse, target_logit, logit_sum, **where)
-        _dlogits(logits, target, lse, None, terms, dlogits, scale=scale, **where)
+        launch_row_stats(logits, target, terms, lse, target_logit, logit_sum, **where)
+        launch_dlogits(logits, target, lse, None, terms, dlogits, scale=scale, **where)
         return
     T, V = logits.shape
     vector = _vector(logits, logits if dlogits is None else dlogits)
@@ -457,7 +457,7 @@ def _row_stats(
     )  # fmt: skip
 
 
-def _losses(
+def launch_losses(
     lse: Tensor,
     target_logit: Tensor,
     logit_sum: Tensor | None,
@@ -469,7 +469,7 @@ def _losses(
     losses: Tensor | None = None,  # [T], written
     loss: Tensor | None = None,  # [], written: their sum times scale
 ) -> None:
-    """The loss from the results of `_row_stats` for the whole vocabulary."""
+    """The loss from the results of `launch_row_stats` for the whole vocabulary."""
     T = target.shape[0]
     _loss_kernel[(1 if losses is None else triton.cdiv(T, 1024),)](
         lse, target_logit, logit_sum, target, scale, losses, loss,
@@ -477,7 +477,7 @@ def _losses(
     )  # fmt: skip
 
 
-def _dlogits(
+def launch_dlogits(
     logits: Tensor,
     target: Tensor,
     lse: Tensor,
@@ -502,7 +502,7 @@ def _dlogits(
     )  # fmt: skip
 
 
-def _aligned(x: Tensor) -> Tensor:
+def to_aligned(x: Tensor) -> Tensor:
     """x where kernels take 16-byte vectors: one misaligned pointer would cost all of a launch's tensors theirs."""
     return x.clone() if x.data_ptr() % 16 else x
 
@@ -511,7 +511,7 @@ def _row_stride(dloss: Tensor | None) -> int:
     return dloss.stride(0) if dloss is not None and dloss.dim() else 0
 
 
-def _mean_scale(target: Tensor, terms: Terms) -> Tensor:
+def scale_of_mean(target: Tensor, terms: Terms) -> Tensor:
     scale = target.new_empty((), dtype=torch.float32)
     _mean_scale_kernel[(1,)](target, scale, target.shape[0], terms.ignore_index, BLOCK=4096, num_warps=8)
     return scale
@@ -556,17 +556,17 @@ def _cross_entropy_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
     T, V = logits.shape
-    target = _aligned(target)
+    target = to_aligned(target)
     loss = logits.new_empty((T,) if reduction == "none" else (), dtype=torch.float32)
     lse, target_logit = (loss.new_empty(T) for _ in range(2))
     logit_sum = torch.empty_like(lse) if label_smoothing else None
-    scale = _mean_scale(target, terms) if reduction == "mean" else None
+    scale = scale_of_mean(target, terms) if reduction == "mean" else None
     dlogits = logits.new_empty((T, V)) if with_grad else None
-    _row_stats(
+    launch_row_stats(
         logits, target, terms, lse, target_logit, logit_sum, scale=early_scale(logits.dtype, scale), dlogits=dlogits
     )
     out = dict(losses=loss) if reduction == "none" else dict(loss=loss)
-    _losses(lse, target_logit, logit_sum, target, terms, V, scale=scale, **out)
+    launch_losses(lse, target_logit, logit_sum, target, terms, V, scale=scale, **out)
     return loss, lse, lse.new_empty(0) if scale is None else scale, empty(logits) if dlogits is None else dlogits
 
 
@@ -608,7 +608,7 @@ def _cross_entropy_bwd(
 ) -> Tensor:
     dlogits = logits.new_empty(logits.shape)
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
-    _dlogits(logits, _aligned(target), lse, _aligned(dloss), terms, dlogits, scale=scale)
+    launch_dlogits(logits, to_aligned(target), lse, to_aligned(dloss), terms, dlogits, scale=scale)
     return dlogits
 
 
@@ -631,7 +631,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         return (_cross_entropy_bwd_op(dloss, logits, target, lse, scale, *ctx.options), *(None,) * 7)
     refuse_second_backward(ctx, "cross_entropy", "grad_in_forward=False")
     dlogits, scale = ctx.saved_tensors
-    _scale_op(dlogits, dloss, late_scale(dlogits.dtype, scale if ctx.reduction == "mean" else None))
+    scale_op(dlogits, dloss, late_scale(dlogits.dtype, scale if ctx.reduction == "mean" else None))
     return (dlogits, *(None,) * 7)
 
 
@@ -676,7 +676,7 @@ _cross_entropy_bwd_op = Op(
     _cross_entropy_bwd_outputs,
     sharding=_bwd_sharding,
 )
-_scale_op = Op("scale_(Tensor(a!) x, Tensor dloss, Tensor? scale) -> ()", _scale_, lambda x, dloss, scale: None)
+scale_op = Op("scale_(Tensor(a!) x, Tensor dloss, Tensor? scale) -> ()", _scale_, lambda x, dloss, scale: None)
 
 
 @falls_back("cross_entropy")
@@ -717,7 +717,7 @@ def cross_entropy(
     checks.same_device("cross_entropy", "logits", logits, target=target)
     checks.shape("cross_entropy", "target", target, logits.shape[:-1], "logits without the last dim")
     if not use_kernel("cross_entropy", logits):
-        return _cross_entropy_torch(logits, target, ignore_index, reduction, label_smoothing, z_loss, softcap)
+        return cross_entropy_torch(logits, target, ignore_index, reduction, label_smoothing, z_loss, softcap)
     with_grad = grad_in_forward and torch.is_grad_enabled() and logits.requires_grad
     loss, _, _, _ = _cross_entropy_op(
         as_rows(logits), target.reshape(-1), ignore_index, reduction, float(label_smoothing), float(z_loss),
@@ -736,7 +736,7 @@ def check_loss_arguments(
     checks.require(is_index, op, "target", "be int64 or int32", checks.name(target.dtype))
 
 
-def _cross_entropy_torch(
+def cross_entropy_torch(
     logits: Tensor,
     target: Tensor,
     ignore_index: int,

@@ -72,8 +72,8 @@ def _grouped_gemm_kernel(
 ):
     # groups [BLOCK_E]: the experts', then the rows that belong to none, then empty ones
     groups = tl.arange(0, BLOCK_E)
-    ends = tl.minimum(tl.load(offsets_ptr + groups, mask=groups < E, other=T), T)
-    starts = tl.load(offsets_ptr + groups - 1, mask=(groups > 0) & (groups <= E), other=0)
+    ends = tl.minimum(tl.load(offsets_ptr + groups, mask=groups < E, other=T), T)  # [BLOCK_E]
+    starts = tl.load(offsets_ptr + groups - 1, mask=(groups > 0) & (groups <= E), other=0)  # [BLOCK_E]
     starts = tl.minimum(tl.where(groups > E, T, starts), T)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tl.cdiv(ends - starts, BLOCK_M)
@@ -108,16 +108,19 @@ def _grouped_gemm_kernel(
                 w = w_desc.load([group * K + k, col]) if TRANSPOSED else w_desc.load([group * N + col, k]).T
             else:
                 ks = k + tl.arange(0, BLOCK_K)
+                # [BLOCK_M, BLOCK_K]
                 x = tl.load(x_ptr + rows * stride_xm + ks[None, :], mask=(rows < end) & (ks < K)[None, :], other=0.0)
                 w_start = weight_ptr + group.to(tl.int64) * stride_we
                 mask = (ks < K)[:, None] & (cols < N)[None, :]
                 if TRANSPOSED:
+                    # [BLOCK_K, BLOCK_N]
                     w = tl.load(w_start + ks.to(tl.int64)[:, None] * stride_wr + cols[None, :], mask=mask, other=0.0)
                 else:
+                    # [BLOCK_K, BLOCK_N]
                     w = tl.load(w_start + cols.to(tl.int64)[None, :] * stride_wr + ks[:, None], mask=mask, other=0.0)
             acc = _add_product(acc, x, w, PRECISION, FMA)
         y = acc.to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + rows * N + cols[None, :], y, mask=(rows < end) & (cols < N)[None, :])
+        tl.store(y_ptr + rows * N + cols[None, :], y, mask=(rows < end) & (cols < N)[None, :])  # [BLOCK_M, BLOCK_N]
 
 
 @triton.jit
@@ -148,8 +151,8 @@ def _grouped_gemm_wgrad_kernel(
     GROUP_N: tl.constexpr,
 ):
     group = tl.program_id(1)
-    start = tl.minimum(tl.load(offsets_ptr + group - 1, mask=group > 0, other=0), T)
-    end = tl.minimum(tl.load(offsets_ptr + group), T)
+    start = tl.minimum(tl.load(offsets_ptr + group - 1, mask=group > 0, other=0), T)  # scalar
+    end = tl.minimum(tl.load(offsets_ptr + group), T)  # scalar
     tiles_n, tiles_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
     tile = tl.program_id(0)
     first_n = tile // (GROUP_N * tiles_k) * GROUP_N
@@ -173,11 +176,13 @@ def _grouped_gemm_wgrad_kernel(
             x = x_desc.load([t, col])
         else:
             ts = (t + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+            # [BLOCK_T, BLOCK_N]
             dy = tl.load(dy_ptr + ts * stride_dym + rows[None, :], mask=(ts < length) & (rows < N)[None, :], other=0.0)
+            # [BLOCK_T, BLOCK_K]
             x = tl.load(x_ptr + ts * stride_xm + cols[None, :], mask=(ts < length) & (cols < K)[None, :], other=0.0)
         acc = _add_product(acc, dy.T, x, PRECISION, FMA)
     out = dw_ptr + (group.to(tl.int64) * N + rows[:, None]) * K + cols[None, :]
-    tl.store(out, acc.to(dw_ptr.dtype.element_ty), mask=(rows < N)[:, None] & (cols < K)[None, :])
+    tl.store(out, acc.to(dw_ptr.dtype.element_ty), mask=(rows < N)[:, None] & (cols < K)[None, :])  # [BLOCK_N, BLOCK_K]
 
 
 class _Plan(NamedTuple):
@@ -253,8 +258,8 @@ def _torch_serves(archs: tuple[int, ...], target: Target, *tensors: Tensor) -> b
 
 
 @cache
-def _note(what: str, arch: int) -> None:
-    tracing.event("dispatch", f"grouped_gemm: {what} by torch's grouped_mm on sm_{arch}", op="grouped_gemm")
+def _note(product: str, arch: int) -> None:
+    tracing.event("dispatch", f"grouped_gemm: {product} by torch's grouped_mm on sm_{arch}", op="grouped_gemm")
 
 
 def _fwd_outputs(x: Tensor, weight: Tensor, offsets: Tensor, kernel: bool) -> Tensor:
@@ -281,8 +286,8 @@ def _product(x: Tensor, weight: Tensor, offsets: Tensor, kernel: bool, *, transp
     x, weight = as_rows(x), weight if weight.stride(-1) == 1 else weight.contiguous()
     if _torch_serves(_TORCH_PRODUCT, target, x, weight):
         _note("dx" if transposed else "the product", target.arch)
-        found = F.grouped_mm(x, weight if transposed else weight.mT, offs=offsets)
-        return zero_tail(found, offsets)
+        products = F.grouped_mm(x, weight if transposed else weight.mT, offs=offsets)
+        return zero_tail(products, offsets)
     T, (E, *inner) = x.shape[0], weight.shape
     N, K = reversed(inner) if transposed else inner
     y = x.new_empty((T, N))
@@ -411,8 +416,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     )
     kernel = use_kernel(op, x)
     if kernel or is_traced(x):
-        found: Tensor = _grouped_gemm_op(x, weight, offsets.contiguous(), kernel)
-        return found
+        y: Tensor = _grouped_gemm_op(x, weight, offsets.contiguous(), kernel)
+        return y
     with without_autocast(x.device):
         return _grouped_gemm_torch(x, weight, offsets)
 
@@ -420,15 +425,15 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 def grouped_gemm_dgrad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """dx [T, K] of `grouped_gemm` for dy [T, N], weight [E, N, K]: for functions with a backward of their own."""
     with without_autocast(dy.device):
-        found: Tensor = _dgrad_op(dy, weight, offsets, use_kernel("grouped_gemm", dy))
-    return found
+        dx: Tensor = _dgrad_op(dy, weight, offsets, use_kernel("grouped_gemm", dy))
+    return dx
 
 
 def grouped_gemm_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """dweight [E, N, K] of `grouped_gemm` for dy [T, N], x [T, K]: for functions with a backward of their own."""
     with without_autocast(dy.device):
-        found: Tensor = _wgrad_op(dy, x, offsets, use_kernel("grouped_gemm", dy))
-    return found
+        dw: Tensor = _wgrad_op(dy, x, offsets, use_kernel("grouped_gemm", dy))
+    return dw
 
 
 def _groups(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:

@@ -28,18 +28,18 @@ from torch import Tensor
 from powertrain.ops.cross_entropy import (
     Reduction,
     Terms,
-    _aligned,
-    _cross_entropy_torch,
-    _dlogits,
-    _losses,
-    _mean_scale,
-    _row_stats,
-    _scale_op,
     check_loss_arguments,
     cross_entropy_ref,
+    cross_entropy_torch,
     early_scale,
     late_scale,
+    launch_dlogits,
+    launch_losses,
+    launch_row_stats,
     refuse_second_backward,
+    scale_of_mean,
+    scale_op,
+    to_aligned,
 )
 from powertrain.ops.shapes import as_rows, empty, wanted
 from powertrain.runtime import checks
@@ -64,18 +64,18 @@ def linear_cross_entropy_ref(
 @kernel(aligned=("N",))
 def _accumulate_kernel(total_ptr, part_ptr, grad_ptr, scale_ptr, N, BLOCK: tl.constexpr):
     """total += part * grad * scale, flat."""
-    factor = tl.load(grad_ptr).to(tl.float32)
+    factor = tl.load(grad_ptr).to(tl.float32)  # scalar
     if scale_ptr is not None:
-        factor *= tl.load(scale_ptr)
+        factor *= tl.load(scale_ptr)  # scalar
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(total_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
-    part = tl.load(part_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
-    tl.store(total_ptr + offsets, (total + part * factor).to(total_ptr.dtype.element_ty), mask=offsets < N)
+    total = tl.load(total_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)  # [BLOCK]
+    part = tl.load(part_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)  # [BLOCK]
+    tl.store(total_ptr + offsets, (total + part * factor).to(total_ptr.dtype.element_ty), mask=offsets < N)  # [BLOCK]
 
 
 def _accumulate_(total: Tensor, part: Tensor, dloss: Tensor, scale: Tensor | None) -> None:
     N = total.numel()
-    _accumulate_kernel[(triton.cdiv(N, 2048),)](total, part, _aligned(dloss), scale, N, BLOCK=2048, num_warps=4)
+    _accumulate_kernel[(triton.cdiv(N, 2048),)](total, part, to_aligned(dloss), scale, N, BLOCK=2048, num_warps=4)
 
 
 def _blocks(total: int, others: int, element_size: int, least: int = 1) -> list[slice]:
@@ -158,10 +158,10 @@ def _linear_cross_entropy_fwd(
     loss, lse, scale, dx, dw, db = outputs
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
     T, V = x.shape[0], weight.shape[0]
-    target = _aligned(target)
+    target = to_aligned(target)
     target_logit = torch.empty_like(lse)
     logit_sum = torch.empty_like(lse) if label_smoothing else None
-    mean_scale = scale.copy_(_mean_scale(target, terms)) if reduction == "mean" else None
+    mean_scale = scale.copy_(scale_of_mean(target, terms)) if reduction == "mean" else None
     makes_grads = reduction != "none" and (need_dx or need_dw or need_db)
     db_sum = db.new_zeros(V, dtype=torch.float32) if makes_grads and need_db else None
 
@@ -170,7 +170,7 @@ def _linear_cross_entropy_fwd(
     scratch = _scratch(x, max((b.stop - b.start for b in blocks), default=0), V)
     for rows in blocks:
         logits = _logits(x[rows], weight, bias, scratch[: rows.stop - rows.start])
-        _row_stats(
+        launch_row_stats(
             logits, target[rows], terms, lse[rows], target_logit[rows], None if logit_sum is None else logit_sum[rows],
             scale=early_scale(x.dtype, mean_scale), dlogits=logits if makes_grads else None,
         )  # fmt: skip
@@ -185,7 +185,7 @@ def _linear_cross_entropy_fwd(
     if db_sum is not None:
         db.copy_(db_sum)
     out = dict(losses=loss) if reduction == "none" else dict(loss=loss)
-    _losses(lse, target_logit, logit_sum, target, terms, V, scale=mean_scale, **out)
+    launch_losses(lse, target_logit, logit_sum, target, terms, V, scale=mean_scale, **out)
     return outputs
 
 
@@ -234,7 +234,7 @@ def _linear_cross_entropy_bwd(
     dx, dw, db = outputs
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
     T, V = x.shape[0], weight.shape[0]
-    target, dloss = _aligned(target), _aligned(dloss)
+    target, dloss = to_aligned(target), to_aligned(dloss)
     blocks = _blocks(V, T, x.element_size(), least=MIN_VOCAB_BLOCK)
     # blocks of the vocabulary add up in dx: in float32, so that it is rounded once
     dx_sum = dx if len(blocks) == 1 else torch.empty_like(dx, dtype=torch.float32)
@@ -242,7 +242,7 @@ def _linear_cross_entropy_bwd(
     for cols in blocks:
         part = None if bias is None else bias[cols]
         logits = _logits(x, weight[cols], part, scratch[:, : cols.stop - cols.start])
-        _dlogits(logits, target, lse, dloss, terms, logits, scale=None, vocab_start=cols.start, vocab_size=V)
+        launch_dlogits(logits, target, lse, dloss, terms, logits, scale=None, vocab_start=cols.start, vocab_size=V)
         if need_dx:
             _matmul(logits, weight[cols], dx_sum, add=cols.start > 0)
         if need_dw:
@@ -279,7 +279,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         late = late_scale(dx.dtype, scale if ctx.reduction == "mean" else None)
         for grad in (dx, db) if ctx.main_grad is not None else (dx, dw, db):
             if grad.numel():
-                _scale_op(grad, dloss, late)
+                scale_op(grad, dloss, late)
         if ctx.main_grad is not None and need_dw:
             _accumulate_op(ctx.main_grad, dw, dloss, late)
     dw = None if ctx.main_grad is not None else wanted(dw, need_dw)
@@ -417,4 +417,4 @@ def _plain(
 ) -> Tensor:
     with without_autocast(x.device):
         weight = weight if main_grad is None else _IntoMainGrad.apply(weight, main_grad)
-        return _cross_entropy_torch(F.linear(x, weight, bias), target, *options)
+        return cross_entropy_torch(F.linear(x, weight, bias), target, *options)

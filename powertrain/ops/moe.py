@@ -77,8 +77,8 @@ def moe_permute_ref(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tenso
 
 def moe_unpermute_ref(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
     """The specification of `moe_unpermute`, in plain PyTorch."""
-    found = rows[positions.long()].to(acc_dtype(rows.dtype))
-    return (found if weights is None else found * weights[..., None]).sum(1).to(rows.dtype)
+    chosen = rows[positions.long()].to(acc_dtype(rows.dtype))
+    return (chosen if weights is None else chosen * weights[..., None]).sum(1).to(rows.dtype)
 
 
 @kernel()
@@ -109,10 +109,11 @@ def _moe_route_kernel(
     experts = group * S + member
     exists = (group < G) & (member < S)
     mask = (tokens < T)[:, None] & exists[None, :]
+    # [BLOCK_T, BLOCK_P]
     z = tl.load(logits_ptr + tokens[:, None] * stride_lt + experts[None, :], mask=mask, other=0.0).to(tl.float32)
     choice, top, total = _scores(z, exists, SIGMOID)
     if bias_ptr is not None:
-        choice += tl.load(bias_ptr + experts, mask=exists, other=0.0).to(tl.float32)[None, :]
+        choice += tl.load(bias_ptr + experts, mask=exists, other=0.0).to(tl.float32)[None, :]  # bias: [BLOCK_P]
     # a NaN loses against every number, and a padding column against a NaN: the result always names an expert
     lowest = -3.0e38
     choice = tl.where(exists[None, :], tl.where(choice == choice, choice, lowest), float("-inf"))
@@ -138,6 +139,7 @@ def _moe_route_kernel(
         choice = tl.where(places[None, :] == place, float("-inf"), choice)
     # their scores once more, from the logits: to carry them through the loop costs another reduction a round
     picked = (tokens < T)[:, None] & (slots < top_k)
+    # [BLOCK_T, BLOCK_K]
     weights = tl.load(logits_ptr + tokens[:, None] * stride_lt + chosen, mask=picked, other=0.0).to(tl.float32)
     if SIGMOID:
         weights = 1.0 / (1.0 + tl.exp(-weights))
@@ -147,8 +149,8 @@ def _moe_route_kernel(
     if NORMALIZE:
         weights /= tl.sum(weights, 1)[:, None] + 1e-20
     out = tokens[:, None] * top_k + slots
-    tl.store(weights_ptr + out, weights * scaling_factor, mask=picked)
-    tl.store(experts_ptr + out, chosen, mask=picked)
+    tl.store(weights_ptr + out, weights * scaling_factor, mask=picked)  # [BLOCK_T, BLOCK_K]
+    tl.store(experts_ptr + out, chosen, mask=picked)  # [BLOCK_T, BLOCK_K]
 
 
 @triton.jit
@@ -181,13 +183,14 @@ def _moe_route_bwd_kernel(
     tokens = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     mask = (tokens < T)[:, None] & (experts < E)[None, :]
+    # [BLOCK_T, BLOCK_E]
     z = tl.load(logits_ptr + tokens[:, None] * stride_lt + experts[None, :], mask=mask, other=0.0).to(tl.float32)
     s, _, _ = _scores(z, experts < E, SIGMOID)
     ds = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     chosen = tl.zeros([BLOCK_T, BLOCK_E], tl.int32)
     for j in range(top_k):
-        expert = tl.load(experts_ptr + tokens * top_k + j, mask=tokens < T, other=-1)
-        dw = tl.load(dweights_ptr + tokens * top_k + j, mask=tokens < T, other=0.0).to(tl.float32)
+        expert = tl.load(experts_ptr + tokens * top_k + j, mask=tokens < T, other=-1)  # [BLOCK_T]
+        dw = tl.load(dweights_ptr + tokens * top_k + j, mask=tokens < T, other=0.0).to(tl.float32)  # [BLOCK_T]
         here = experts[None, :] == expert[:, None]
         ds = tl.where(here, dw[:, None], ds)
         chosen += here.to(tl.int32)
@@ -200,7 +203,7 @@ def _moe_route_bwd_kernel(
     else:
         dz = s * (ds - tl.sum(ds * s, 1)[:, None])
     out = dlogits_ptr + tokens[:, None] * E + experts[None, :]
-    tl.store(out, dz.to(dlogits_ptr.dtype.element_ty), mask=mask)
+    tl.store(out, dz.to(dlogits_ptr.dtype.element_ty), mask=mask)  # [BLOCK_T, BLOCK_E]
 
 
 @kernel()
@@ -213,14 +216,14 @@ def _moe_count_kernel(
     first = tl.program_id(0) * CHUNK
     for start in range(first, tl.minimum(first + CHUNK, A), BLOCK):
         count += tl.sum(_one_hot(experts_ptr, start, ids, A, E, BLOCK), 0)
-    tl.store(counts_ptr + ids * programs + tl.program_id(0), count, mask=ids < E)
+    tl.store(counts_ptr + ids * programs + tl.program_id(0), count, mask=ids < E)  # [BLOCK_E]
 
 
 @triton.jit
 def _one_hot(experts_ptr, start, ids, A, E, BLOCK: tl.constexpr):
     """[BLOCK, BLOCK_E] int32; an expert out of range is taken as the nearest one, so that nothing is written outside"""
     places = start + tl.arange(0, BLOCK)
-    expert = tl.load(experts_ptr + places, mask=places < A, other=0).to(tl.int32)
+    expert = tl.load(experts_ptr + places, mask=places < A, other=0).to(tl.int32)  # [BLOCK]
     expert = tl.where(places < A, tl.minimum(tl.maximum(expert, 0), E - 1), -1)
     return (expert[:, None] == ids[None, :]).to(tl.int32)
 
@@ -243,15 +246,16 @@ def _moe_sort_kernel(
     ids = tl.arange(0, BLOCK_E)
     cell = ids * programs + program
     # the next free row of each expert
+    # [BLOCK_E]
     free = tl.load(sums_ptr + cell, mask=ids < E, other=0) - tl.load(counts_ptr + cell, mask=ids < E, other=0)
     first = program * CHUNK
     for start in range(first, tl.minimum(first + CHUNK, A), BLOCK):
         one_hot = _one_hot(experts_ptr, start, ids, A, E, BLOCK)
         position = tl.sum(one_hot * (tl.cumsum(one_hot, 0) - 1 + free[None, :]), 1)
         places = start + tl.arange(0, BLOCK)
-        tl.store(positions_ptr + places, position, mask=places < A)
+        tl.store(positions_ptr + places, position, mask=places < A)  # [BLOCK]
         free += tl.sum(one_hot, 0)
-    tl.store(offsets_ptr + ids, free, mask=(ids < E) & (program == programs - 1))
+    tl.store(offsets_ptr + ids, free, mask=(ids < E) & (program == programs - 1))  # [BLOCK_E]
 
 
 @kernel(aligned=("H",))
@@ -275,18 +279,20 @@ def _moe_scatter_kernel(
     dots = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
-        x = tl.load(x_ptr + token * stride_xt + cols, mask=cols < H, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + token * stride_xt + cols, mask=cols < H, other=0.0).to(tl.float32)  # [BLOCK_H]
         for j in range(top_k):
-            position = tl.load(positions_ptr + token * top_k + j).to(tl.int64)
+            position = tl.load(positions_ptr + token * top_k + j).to(tl.int64)  # scalar
             if dweights_ptr is not None:
+                # [BLOCK_H]
                 row = tl.load(rows_ptr + position * stride_rt + cols, mask=cols < H, other=0.0).to(tl.float32)
                 dots += tl.where(slots == j, tl.sum(x * row, 0), 0.0)
             if out_ptr is not None:
                 y = x
                 if weights_ptr is not None:
-                    y *= tl.load(weights_ptr + token * top_k + j).to(tl.float32)
-                tl.store(out_ptr + position * H + cols, y.to(out_ptr.dtype.element_ty), mask=cols < H)
+                    y *= tl.load(weights_ptr + token * top_k + j).to(tl.float32)  # weight: scalar
+                tl.store(out_ptr + position * H + cols, y.to(out_ptr.dtype.element_ty), mask=cols < H)  # [BLOCK_H]
     if dweights_ptr is not None:
+        # [BLOCK_K]
         tl.store(dweights_ptr + token * top_k + slots, dots.to(dweights_ptr.dtype.element_ty), mask=slots < top_k)
 
 
@@ -299,12 +305,12 @@ def _moe_gather_kernel(
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     total = tl.zeros([BLOCK_H], tl.float32)
     for j in range(top_k):
-        position = tl.load(positions_ptr + token * top_k + j).to(tl.int64)
-        row = tl.load(rows_ptr + position * stride_rt + cols, mask=cols < H, other=0.0).to(tl.float32)
+        position = tl.load(positions_ptr + token * top_k + j).to(tl.int64)  # scalar
+        row = tl.load(rows_ptr + position * stride_rt + cols, mask=cols < H, other=0.0).to(tl.float32)  # [BLOCK_H]
         if weights_ptr is not None:
-            row *= tl.load(weights_ptr + token * top_k + j).to(tl.float32)
+            row *= tl.load(weights_ptr + token * top_k + j).to(tl.float32)  # weight: scalar
         total += row
-    tl.store(out_ptr + token * H + cols, total.to(out_ptr.dtype.element_ty), mask=cols < H)
+    tl.store(out_ptr + token * H + cols, total.to(out_ptr.dtype.element_ty), mask=cols < H)  # [BLOCK_H]
 
 
 class _Plan(NamedTuple):
@@ -632,8 +638,8 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None
     checks.require(whole, op, "positions", f"be [T, k] with T*k = {rows.shape[0]} (rows)", list(positions.shape))
     checks.shape(op, "weights", weights, positions.shape, "shape of positions")
     if use_kernel(op, rows):
-        found: Tensor = _gather_op(rows, positions.contiguous(), None if weights is None else weights.contiguous())
-        return found
+        gathered: Tensor = _gather_op(rows, positions.contiguous(), None if weights is None else weights.contiguous())
+        return gathered
     with without_autocast(rows.device):
         return moe_unpermute_ref(rows, positions, weights)
 

@@ -132,20 +132,20 @@ def _norm_fwd_kernel(
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
 
-    h = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
+    h = tl.load(x_ptr + rows * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
     if residual_ptr is not None:
-        h += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
+        h += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
         h = h.to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + rows * N + cols, h, mask=mask)
+        tl.store(h_ptr + rows * N + cols, h, mask=mask)  # [BLOCK_M, BLOCK_N]
         h = h.to(tl.float32)
     if IS_LAYER:
         mean = tl.sum(h, axis=1, keep_dims=True) / N
         h = tl.where(mask, h - mean, 0.0)
-        tl.store(mean_ptr + rows, mean, mask=rows < M)
+        tl.store(mean_ptr + rows, mean, mask=rows < M)  # [BLOCK_M, 1]
     rstd = tl.rsqrt(tl.sum(h * h, axis=1, keep_dims=True) / N + eps)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)  # [BLOCK_M, 1]
     y = _affine(h * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST)
-    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
 
 
 @triton.jit
@@ -155,13 +155,13 @@ def _affine(y, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED: tl.constexpr
     if weight_ptr is not None:
         y *= _weight(weight_ptr, cols, N, ZERO_CENTERED)
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        y += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
     return y
 
 
 @triton.jit
 def _weight(weight_ptr, cols, N, ZERO_CENTERED: tl.constexpr):
-    w = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    w = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)  # the shape of cols
     if ZERO_CENTERED:
         w += 1.0
     return w
@@ -195,11 +195,11 @@ def _norm_fwd_looped_kernel(
     for start in range(0, N, BLOCK_N):
         cols = start + lanes
         mask = cols < N
-        h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
+        h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
         if residual_ptr is not None:
-            h += tl.load(residual_ptr + row * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
+            h += tl.load(residual_ptr + row * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
             h = h.to(h_ptr.dtype.element_ty)
-            tl.store(h_ptr + row * N + cols, h, mask=mask)
+            tl.store(h_ptr + row * N + cols, h, mask=mask)  # [BLOCK_N]
             h = h.to(tl.float32)
         if IS_LAYER:
             count += tl.where(mask, 1.0, 0.0)
@@ -213,18 +213,18 @@ def _norm_fwd_looped_kernel(
     if IS_LAYER:
         row_mean = tl.sum(mean * count, axis=0) / N
         total += tl.sum(count * (mean - row_mean) * (mean - row_mean), axis=0)
-        tl.store(mean_ptr + row, row_mean)
+        tl.store(mean_ptr + row, row_mean)  # scalar
     rstd = tl.rsqrt(total / N + eps)
-    tl.store(rstd_ptr + row, rstd)
+    tl.store(rstd_ptr + row, rstd)  # scalar
     for start in range(0, N, BLOCK_N):
         cols = start + lanes
         mask = cols < N
         if residual_ptr is not None:
-            h = tl.load(h_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)
+            h = tl.load(h_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
         else:
-            h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
+            h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
         y = _affine((h - row_mean) * rstd, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED, ROUND_FIRST)
-        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)  # [BLOCK_N]
 
 
 @kernel(aligned=("N",))
@@ -260,11 +260,11 @@ def _norm_bwd_kernel(
     for block in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=PIPELINE):
         rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         mask = (rows < M) & (cols < N)
-        h = tl.load(h_ptr + rows * stride_hm + cols, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+        h = tl.load(h_ptr + rows * stride_hm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)  # [BLOCK_M, 1]
         if IS_LAYER:
-            h = tl.where(mask, h - tl.load(mean_ptr + rows, mask=rows < M, other=0.0), 0.0)
+            h = tl.where(mask, h - tl.load(mean_ptr + rows, mask=rows < M, other=0.0), 0.0)  # [BLOCK_M, 1]
         xhat = h * rstd
         if dw_partial_ptr is not None:
             dw += tl.sum(dy * xhat, axis=0, keep_dims=True)
@@ -279,15 +279,17 @@ def _norm_bwd_kernel(
                 dx -= tl.sum(wdy, axis=1, keep_dims=True) / N
             dx *= rstd
             if dh_ptr is not None:
+                # [BLOCK_M, BLOCK_N]
                 dx += tl.load(dh_ptr + rows * stride_dhm + cols, mask=mask, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
             if dresidual_ptr is not None:
+                # [BLOCK_M, BLOCK_N]
                 tl.store(dresidual_ptr + rows * N + cols, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)
     partial = program.to(tl.int64) * N + cols
     if dw_partial_ptr is not None:
-        tl.store(dw_partial_ptr + partial, dw, mask=cols < N)
+        tl.store(dw_partial_ptr + partial, dw, mask=cols < N)  # [1, BLOCK_N]
     if db_partial_ptr is not None:
-        tl.store(db_partial_ptr + partial, db, mask=cols < N)
+        tl.store(db_partial_ptr + partial, db, mask=cols < N)  # [1, BLOCK_N]
 
 
 @kernel(aligned=("N",))
@@ -310,10 +312,10 @@ def _norm_bwd_looped_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)
-    rstd = tl.load(rstd_ptr + row)
+    rstd = tl.load(rstd_ptr + row)  # scalar
     mean = 0.0
     if IS_LAYER:
-        mean = tl.load(mean_ptr + row)
+        mean = tl.load(mean_ptr + row)  # scalar
     sum_wdy = tl.zeros([BLOCK_N], tl.float32)
     sum_wdy_xhat = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, N, BLOCK_N):
@@ -334,17 +336,17 @@ def _norm_bwd_looped_kernel(
         )
         dx = (wdy - mean_wdy - xhat * mean_wdy_xhat) * rstd
         if dh_ptr is not None:
-            dx += tl.load(dh_ptr + row * stride_dhm + cols, mask=cols < N, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+            dx += tl.load(dh_ptr + row * stride_dhm + cols, mask=cols < N, other=0.0).to(tl.float32)  # [BLOCK_N]
+        tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)  # [BLOCK_N]
         if dresidual_ptr is not None:
-            tl.store(dresidual_ptr + row * N + cols, dx.to(dresidual_ptr.dtype.element_ty), mask=cols < N)
+            tl.store(dresidual_ptr + row * N + cols, dx.to(dresidual_ptr.dtype.element_ty), mask=cols < N)  # [BLOCK_N]
 
 
 @triton.jit
 def _wdy_xhat(dy_ptr, h_ptr, weight_ptr, mean, rstd, cols, N, ZERO_CENTERED: tl.constexpr):
     mask = cols < N
-    h = tl.load(h_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    wdy = tl.load(dy_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    h = tl.load(h_ptr + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
+    wdy = tl.load(dy_ptr + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
     if weight_ptr is not None:
         wdy *= _weight(weight_ptr, cols, N, ZERO_CENTERED)
     return wdy, tl.where(mask, (h - mean) * rstd, 0.0)
@@ -371,17 +373,17 @@ def _norm_dw_looped_kernel(
     db = tl.zeros([BLOCK_N], tl.float32)
     for step in range(tl.program_id(1), M, tl.num_programs(1)):
         row = step + tl.zeros([], tl.int64)
-        dy = tl.load(dy_ptr + row * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
-        h = tl.load(h_ptr + row * stride_hm + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
+        h = tl.load(h_ptr + row * stride_hm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
         if IS_LAYER:
-            h -= tl.load(mean_ptr + row)
-        dw += dy * h * tl.load(rstd_ptr + row)
+            h -= tl.load(mean_ptr + row)  # scalar
+        dw += dy * h * tl.load(rstd_ptr + row)  # rstd: scalar
         db += dy
     partial = tl.program_id(1).to(tl.int64) * N + cols
     if dw_partial_ptr is not None:
-        tl.store(dw_partial_ptr + partial, dw, mask=mask)
+        tl.store(dw_partial_ptr + partial, dw, mask=mask)  # [BLOCK_N]
     if db_partial_ptr is not None:
-        tl.store(db_partial_ptr + partial, db, mask=mask)
+        tl.store(db_partial_ptr + partial, db, mask=mask)  # [BLOCK_N]
 
 
 @kernel(aligned=("N",))
@@ -401,8 +403,9 @@ def _sum_rows(partial_ptr, out_ptr, cols, P, N, BLOCK_P: tl.constexpr, BLOCK_N: 
     for start in range(0, P, BLOCK_P):
         rows = start + tl.arange(0, BLOCK_P)
         mask = (rows < P)[:, None] & (cols < N)[None, :]
+        # [BLOCK_P, BLOCK_N]
         total += tl.load(partial_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=cols < N)
+    tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=cols < N)  # [BLOCK_N]
 
 
 class _Plan(NamedTuple):
@@ -506,10 +509,9 @@ def _norm_bwd_outputs(
     is_layer: bool,
     zero_centered: bool,
     x_dtype: torch.dtype,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
+    *need: bool,  # dx, dw, db
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    need_dx, need_dw, need_db = need
     dx = h.new_empty(h.shape, dtype=x_dtype) if need_dx else None
     dresidual = h.new_empty(h.shape) if need_dx and h.dtype != x_dtype else None
     dw = torch.empty_like(weight) if need_dw and weight is not None else None
@@ -528,12 +530,10 @@ def _norm_bwd(
     is_layer: bool,
     zero_centered: bool,
     x_dtype: torch.dtype,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
+    *need: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     dx, dresidual, dw, db = _norm_bwd_outputs(
-        dy, dh, h, weight, bias, mean, rstd, is_layer, zero_centered, x_dtype, need_dx, need_dw, need_db
+        dy, dh, h, weight, bias, mean, rstd, is_layer, zero_centered, x_dtype, *need
     )
     dy, h, dh = as_rows(dy), as_rows(h), None if dh is None else as_rows(dh)
     mean = mean if is_layer else None
@@ -600,11 +600,9 @@ def _norm_fwd_sharding(x: Any, residual: Any, is_layer: bool, **_: Any) -> Any:
         yield [at, R if residual is None else at, rows if is_layer else R, rows], {"x": at, "residual": at}
 
 
-def _norm_bwd_sharding(
-    h: Any, weight: Any, bias: Any, is_layer: bool, x_dtype: torch.dtype,
-    need_dx: bool, need_dw: bool, need_db: bool, **_: Any,
-) -> Any:  # fmt: skip
+def _norm_bwd_sharding(h: Any, weight: Any, bias: Any, is_layer: bool, x_dtype: torch.dtype, **rest: Any) -> Any:
     R, P, S = placements()
+    need_dx, need_dw, need_db = (rest[f"need_{name}"] for name in ("dx", "dw", "db"))
     for at in [S(dim) for dim in saved_dims(h)] or [R, S(0)]:
         rows, total = (R, R) if at is R else (S(0), P)
         dx = at if need_dx else R

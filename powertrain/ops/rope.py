@@ -199,19 +199,19 @@ def _position(
         for _ in range(search_steps):
             middle = (sequence + high) // 2
             open = sequence < high
-            ended = open & (tl.load(cu_seqlens_ptr + middle + 1, mask=open, other=0) <= inner)
+            ended = open & (tl.load(cu_seqlens_ptr + middle + 1, mask=open, other=0) <= inner)  # the shape of live
             sequence = tl.where(ended, middle + 1, sequence)
             high = tl.where(open & ~ended, middle, high)
-        in_sequence = live & (sequence < num_seqs) & (inner >= tl.load(cu_seqlens_ptr))
-        position = inner - tl.load(cu_seqlens_ptr + sequence, mask=in_sequence, other=0) + offset
+        in_sequence = live & (sequence < num_seqs) & (inner >= tl.load(cu_seqlens_ptr))  # scalar
+        position = inner - tl.load(cu_seqlens_ptr + sequence, mask=in_sequence, other=0) + offset  # the shape of live
         if offsets_ptr is not None:
-            position += tl.load(offsets_ptr + sequence, mask=in_sequence, other=0)
+            position += tl.load(offsets_ptr + sequence, mask=in_sequence, other=0)  # the shape of live
         position = tl.where(in_sequence, position, 0)
     else:
         batch = outer if SEQ_INNER else inner
         position = (inner if SEQ_INNER else outer) + offset
         if offsets_ptr is not None:
-            position += tl.load(offsets_ptr + batch, mask=live, other=0)
+            position += tl.load(offsets_ptr + batch, mask=live, other=0)  # the shape of live
     return position
 
 

@@ -223,15 +223,15 @@ def _softmax_bwd_kernel(
     keep, read = inside, inside
     if CAUSAL:
         keep, read = _below_diagonal(queries, num_queries, cols, N, inside)
-    y = tl.load(y_ptr + rows * N + cols, mask=read, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=read, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + rows * N + cols, mask=read, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=read, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
     if CAUSAL:
         dy = tl.where(keep, dy, 0.0)
     dx = scale * y * (dy - tl.sum(dy * y, axis=1, keep_dims=True))
     if mask_ptr is not None:
         mask_ptr += _mask_row(matrix, queries, num_heads, stride_mb, stride_mh, stride_mq)
-        dx = tl.where(tl.load(mask_ptr + cols, mask=read, other=1) == 0, dx, 0.0)
-    tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        dx = tl.where(tl.load(mask_ptr + cols, mask=read, other=1) == 0, dx, 0.0)  # [BLOCK_M, BLOCK_N]
+    tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside)  # [BLOCK_M, BLOCK_N]
 
 
 @kernel(aligned=("N",))

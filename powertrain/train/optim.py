@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from powertrain.ops.adamw import AdamW, grad_norm
+from powertrain.ops.adamw import AdamW
+from powertrain.ops.grad_norm import grad_norm
 from powertrain.train.config.schema import MAX_SCALE, LossScale, OptimizerConfig, TrainConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

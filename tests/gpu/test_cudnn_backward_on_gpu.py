@@ -58,7 +58,7 @@ def refusals(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
     monkeypatch.setattr(cudnn_backward, "why_not_cudnn_backward", seen)
     for name in ("hopper", "triton"):
-        monkeypatch.setitem(hopper_backend._BACKWARD_OPS, name, cudnn_backward.backward_op)
+        monkeypatch.setitem(hopper_backend._backward_ops, name, cudnn_backward.backward_op)
         monkeypatch.setitem(loaded_backwards, name, cudnn_backward.backward_op)
     return found
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import attention, varlen_attention
+from powertrain.ops.attention import attention, operands, varlen_attention
 from powertrain.ops.attention.backend_preferences import DryRun, dry_run
 from powertrain.ops.attention.hopper import backend as hopper_backend
-from powertrain.ops.attention.hopper import backward
+from powertrain.ops.attention.hopper import forward, plans
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
@@ -137,8 +137,7 @@ FEW = ("causal", "mqa", "window", "softcap", "thd-causal", "causal-d128", "full-
 def test_ctas_that_take_many_tiles(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """On all SMs problems of this size have a tile for each."""
     two = replace(Target.of(CUDA), num_sms=2)
-    for module in (hopper_backend, backward):
-        monkeypatch.setattr(module, "Target", SimpleNamespace(of=lambda device: two))
+    monkeypatch.setattr(operands, "Target", SimpleNamespace(of=lambda device: two))
     test_sweep(config)
 
 
@@ -148,8 +147,8 @@ def test_ctas_that_take_many_tiles(config: Config, monkeypatch: pytest.MonkeyPat
 )
 def test_three_consumers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan of long sequences at head dim 64."""
-    plan = hopper_backend.plan_for(64, 64, 8192)
-    monkeypatch.setattr(hopper_backend, "plan_for", lambda d_qk, d_v, queries: plan)
+    plan = plans.plan_for(64, 64, 8192)
+    monkeypatch.setattr(plans, "plan_for", lambda d_qk, d_v, queries: plan)
     test_sweep(config)
 
 
@@ -161,7 +160,7 @@ def test_self_tests_pass_and_run_once() -> None:
     hopper_backend._self_tests.clear()
     hopper_backend._backward_self_tests.clear()
     here = torch.device("cuda", 0)
-    plans = [hopper_backend.plan_for(*dims) for dims in PLANS]
+    plans = [plans.plan_for(*dims) for dims in PLANS]
     assert [hopper_backend.fails_here(here, plan) for plan in plans] == [None] * len(PLANS)
     backwards = list(product((64, 128, 256), (False, True)))
     assert [hopper_backend.backward_fails_here(here, *backward) for backward in backwards] == [None] * 6
@@ -292,7 +291,7 @@ def test_many_launches_on_two_streams_leave_their_counters() -> None:
             found.append((n % 20, out))
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected[n]) for n, out in found)
-    assert len(hopper_backend._counters) >= 2 and not any(map(int, hopper_backend._counters.values()))
+    assert len(forward._counters) >= 2 and not any(map(int, forward._counters.values()))
 
 
 def test_inductor() -> None:
@@ -312,7 +311,7 @@ def test_inductor() -> None:
 def test_inductor_with_graphs() -> None:
     """Its warm-up raises if anything stays in the graphs' memory."""
     leaves = [torch.randn(1, 260, 4, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(3)]
-    hopper_backend._counters.clear()
+    forward._counters.clear()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q * 1.5, k + 0.5, v * 2, is_causal=True, backend="hopper").sin()

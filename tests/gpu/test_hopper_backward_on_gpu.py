@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import attention, varlen_attention
-from powertrain.ops.attention.hopper import backward
-from powertrain.ops.attention.hopper.backward import hopper_attention_bwd, why_not_backward
+from powertrain.ops.attention import attention, operands, varlen_attention
+from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward
+from powertrain.ops.attention.operands import BackwardCall
 from powertrain.ops.attention.triton import backend as triton_backend
+from powertrain.ops.attention.triton.backward import attention_backward
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
@@ -46,17 +47,15 @@ def taken(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
     call."""
     in_turn = getattr(request, "param", False)
     reasons: list[str | None] = []
-    universal = triton_backend._attention_bwd_op.forward
 
-    def either(
-        dout: Any, dlse: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, need: Any, *rest: Any
-    ) -> Any:
-        args = triton_backend._Args(*rest)._replace(deterministic=in_turn)
-        reasons.append(why_not_backward(query, key, value, args))
-        call = universal if reasons[-1] else hopper_attention_bwd
-        return call(dout, dlse, query, key, value, out, lse, need, *args)
+    def either(*given: Any) -> Any:
+        call = BackwardCall.of(*given)
+        call = call._replace(args=call.args._replace(deterministic=in_turn))
+        operands = call.operands()
+        reasons.append(why_not_backward(operands))
+        return (attention_backward if reasons[-1] else launch_backward)(call, operands)
 
-    monkeypatch.setattr(triton_backend._attention_bwd_op, "forward", either)
+    monkeypatch.setattr(triton_backend.backward_op, "forward", either)
     return reasons
 
 
@@ -218,7 +217,7 @@ def _gradients(mask: str, head_dim: int, packed: bool) -> Callable[[], tuple[Ten
 
 def _with_sms(num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target = SimpleNamespace(of=lambda device: replace(Target.of(CUDA), num_sms=num_sms))
-    monkeypatch.setattr(backward, "Target", target)
+    monkeypatch.setattr(operands, "Target", target)
 
 
 @IN_TURN

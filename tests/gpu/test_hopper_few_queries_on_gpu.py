@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import attention, varlen_attention
+from powertrain.ops.attention import attention, operands, varlen_attention
 from powertrain.ops.attention.hopper import backend as hopper_backend
+from powertrain.ops.attention.hopper import plans
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
@@ -109,9 +110,9 @@ def _errors(
 @pytest.mark.parametrize("cuts", CUTS)
 def test_sweep(cuts: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each CTA with a tile or so, and with many."""
-    monkeypatch.setattr(hopper_backend, "num_splits_for", lambda *sizes: cuts)
+    monkeypatch.setattr(plans, "num_splits_for", lambda *sizes: cuts)
     here = replace(Target.of(CUDA), num_sms=sms)
-    monkeypatch.setattr(hopper_backend, "Target", SimpleNamespace(of=lambda device: here))
+    monkeypatch.setattr(operands, "Target", SimpleNamespace(of=lambda device: here))
     with record() as wanted:
         for n, case in enumerate(CASES):
             _through(case, "hopper")(**_tensors(case, n))
@@ -148,7 +149,7 @@ PACKED = [
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("cuts", CUTS)
 def test_packed_sequences(cuts: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_backend, "num_splits_for", lambda *sizes: cuts)
+    monkeypatch.setattr(plans, "num_splits_for", lambda *sizes: cuts)
     bad = []
     for n, case in enumerate(PACKED):
         torch.manual_seed(n)
@@ -182,7 +183,7 @@ def test_packed_sequences(cuts: int, head_dim: int, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("cuts", CUTS)
 def test_nothing_leaks_from_behind_lengths(cuts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_backend, "num_splits_for", lambda *sizes: cuts)
+    monkeypatch.setattr(plans, "num_splits_for", lambda *sizes: cuts)
     starts, q_starts = (torch.tensor(x, dtype=torch.int32, device=CUDA) for x in ([0, 700, 700, 1500], [0, 16, 20, 60]))
     used, q_used = (torch.tensor(x, dtype=torch.int32, device=CUDA) for x in ([611, 0, 130], [16, 4, 33]))
     behind, q_behind = torch.ones(1600, dtype=torch.bool, device=CUDA), torch.ones(70, dtype=torch.bool, device=CUDA)
@@ -246,7 +247,7 @@ def test_gradients() -> None:
 
 def test_self_tests_pass() -> None:
     plans = [
-        hopper_backend.plan_for(*dims, 16)._replace(heads_per_tile=pack, num_splits=cuts, partial=partial)
+        plans.plan_for(*dims, 16)._replace(heads_per_tile=pack, num_splits=cuts, partial=partial)
         for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
         for pack, cuts, partial in ((4, 1, False), (1, 7, False), (16, 7, False), (8, 1, True))
     ]

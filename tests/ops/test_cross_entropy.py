@@ -160,12 +160,12 @@ def test_vocabulary_in_shards(dtype: torch.dtype, device: torch.device) -> None:
     for i, shard in enumerate(shards):
         lse, target_logit, logit_sum = (torch.empty(T, device=device) for _ in range(3))
         where = dict(vocab_start=i * V // parts, vocab_size=V)
-        module._row_stats(shard, target, terms, lse, target_logit, logit_sum, **where)
+        module.launch_row_stats(shard, target, terms, lse, target_logit, logit_sum, **where)
         stats.append((lse, target_logit, logit_sum))
     lse = torch.logsumexp(torch.stack([s[0] for s in stats]), 0).where(target != -100, 0)
     target_logit, logit_sum = (sum(s[i] for s in stats) for i in (1, 2))
-    scale, loss = module._mean_scale(target, terms), torch.empty((), device=device)
-    module._losses(lse, target_logit, logit_sum, target, terms, V, scale=scale, loss=loss)
+    scale, loss = module.scale_of_mean(target, terms), torch.empty((), device=device)
+    module.launch_losses(lse, target_logit, logit_sum, target, terms, V, scale=scale, loss=loss)
     leaf = logits.clone().requires_grad_()
     expected = cross_entropy(leaf, target, label_smoothing=0.1, z_loss=1e-2)
     expected.backward()
@@ -174,7 +174,7 @@ def test_vocabulary_in_shards(dtype: torch.dtype, device: torch.device) -> None:
     one = torch.ones((), device=device)
     for i, (shard, part) in enumerate(zip(shards, dlogits.chunk(parts, dim=1), strict=True)):
         where = dict(vocab_start=i * V // parts, vocab_size=V)
-        module._dlogits(shard, target, lse, one, terms, part, scale=scale, **where)
+        module.launch_dlogits(shard, target, lse, one, terms, part, scale=scale, **where)
     torch.testing.assert_close(dlogits, leaf.grad)
 
 

@@ -125,7 +125,7 @@ def test_an_arch_that_ends_the_compiler_ends_only_a_worker() -> None:
 
 def test_the_key_follows_the_device_functions_and_their_constants() -> None:
     assert len(_gemm_kernel.source_hash) == 64
-    names = {"_load", "_consume", "_store", "_behind", "load_acquire", "stores_landed", "kept"}
+    names = {"load", "consume", "store", "_behind", "load_acquire", "stores_landed", "kept"}
     parts: dict[str, str] = {}
     triton_compat._collect(_gemm_kernel.fn, parts)
     assert names <= {name.rpartition(".")[2] for name in parts}

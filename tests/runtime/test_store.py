@@ -142,12 +142,12 @@ def test_the_key_knows_called_functions_and_constants() -> None:
 
 def test_a_namedtuple_is_part_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels fill NamedTuples by position, so another order of fields is another kernel."""
-    from powertrain.ops.attention.triton import tiles
+    from powertrain.ops.attention.triton import scores
     from powertrain.ops.attention.triton.forward import _attention_fwd_kernel
     from powertrain.runtime.compile.triton_compat import source_hash
 
     before = source_hash(_attention_fwd_kernel.fn)
-    monkeypatch.setattr(tiles, "Bias", namedtuple("Bias", tiles.Bias._fields[::-1]))
+    monkeypatch.setattr(scores, "Bias", namedtuple("Bias", scores.Bias._fields[::-1]))
     assert source_hash(_attention_fwd_kernel.fn) != before
 
 

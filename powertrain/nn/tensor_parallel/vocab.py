@@ -30,13 +30,13 @@ from powertrain.nn.tensor_parallel.token_shards import even_rows, scatter_tokens
 from powertrain.ops.cross_entropy import (
     Reduction,
     Terms,
-    _aligned,
-    _dlogits,
-    _row_stats,
     check_loss_arguments,
     early_scale,
     late_scale,
+    launch_dlogits,
+    launch_row_stats,
     refuse_second_backward,
+    to_aligned,
 )
 from powertrain.ops.linear_cross_entropy import MAX_ROUNDINGS, _blocks, _logits, _matmul, _scratch
 from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
@@ -118,7 +118,7 @@ def _stats(logits: Tensor, target: Tensor, terms: Terms, overlap: Overlap) -> Te
     start, total = overlap.rank * logits.shape[1], overlap.size * logits.shape[1]
     own = logits.new_zeros((3, logits.shape[0]), dtype=acc_dtype(logits.dtype))
     if use_kernel("cross_entropy", logits):
-        _row_stats(logits, target, terms, *own, vocab_start=start, vocab_size=total)
+        launch_row_stats(logits, target, terms, *own, vocab_start=start, vocab_size=total)
     else:
         z = _capped(logits, terms)
         index = target - start
@@ -147,7 +147,7 @@ def _gradient(
     """dlogits of this rank's words into `out`, which may be logits; dloss [rows], [] or None for 1."""
     start, total = overlap.rank * logits.shape[1], overlap.size * logits.shape[1]
     if use_kernel("cross_entropy", logits):
-        _dlogits(logits, target, lse, dloss, terms, out, scale=None, vocab_start=start, vocab_size=total)
+        launch_dlogits(logits, target, lse, dloss, terms, out, scale=None, vocab_start=start, vocab_size=total)
         return
     z = _capped(logits, terms)
     d = torch.exp(z - lse[:, None]) * (1.0 + 2.0 * terms.z_loss * lse)[:, None] - terms.label_smoothing / total
@@ -168,7 +168,7 @@ def _loss_fwd(
     logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, z_loss: float, softcap: float, key: str
 ) -> tuple[Tensor, Tensor]:
     overlap, terms = find(key), Terms(ignore_index, smoothing, z_loss, softcap)
-    stats = _stats(logits, _aligned(target), terms, overlap)
+    stats = _stats(logits, to_aligned(target), terms, overlap)
     return _losses(stats, target, terms, logits.shape[1] * overlap.size), stats[0].clone()
 
 
@@ -192,7 +192,7 @@ def _loss_backward(ctx: Any, dlosses: Tensor | None, _: Any) -> tuple[Tensor | N
 def _loss_bwd(dlosses: Tensor, logits: Tensor, target: Tensor, lse: Tensor, *options: Any) -> Tensor:
     *terms, key = options
     dlogits = logits.new_empty(logits.shape)
-    _gradient(logits, _aligned(target), lse, dlosses.contiguous(), Terms(*terms), find(key), dlogits)
+    _gradient(logits, to_aligned(target), lse, dlosses.contiguous(), Terms(*terms), find(key), dlogits)
     return dlogits
 
 
@@ -258,7 +258,7 @@ def _linear_fwd(
     """counts: tokens of each rank; empty: x has all of them."""
     overlap, terms = find(key), Terms(ignore_index, smoothing, z_loss, softcap)
     whole = overlap.transport.all_gather(x, RowCounts(tuple(counts))) if counts else x
-    target, count, words = _aligned(target), target.shape[0], weight.shape[0]
+    target, count, words = to_aligned(target), target.shape[0], weight.shape[0]
     scale = (1.0 / (target != ignore_index).sum()).to(acc_dtype(x.dtype)) if reduction == "mean" else None
     early = early_scale(x.dtype, scale)
     makes_grads = need_dx or need_dw or need_db

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,16 +11,15 @@ from torch import Tensor
 from powertrain.ops.attention import select
 from powertrain.ops.attention.arguments import (
     Alignment,
-    Sizes,
-    as_int32,
-    check_qkv,
-    lower_mask,
-    make_call,
-    sequence_starts,
+    CallOptions,
+    MaskArguments,
+    PackedSequences,
+    dense_call,
+    packed_call,
 )
 from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.mask import MaskSpec
-from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionProblem, Layout, Lengths, Varlen
+from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionProblem, Layout, Lengths
 from powertrain.ops.philox import dropout_seed as draw_seed
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import falls_back, is_traced, refuse_vmap, use_kernel
@@ -71,7 +70,7 @@ def attention(
         "sbhd"           [Sq, B, H, D]     [Sk, B, K, D]     [Sk, B, K, E]
         "bmghk"          [B, Sq, G, H, D]  [B, Sk, G, H, D]  [B, Sk, G, H, E]; H there are the heads of a group
         query, key, value   one dtype: float16, bfloat16, float32 or float64 (float64 without our kernels). The last dim
-                         has stride 1, the others any: what is expanded (stride 0) along heads or groups is read once
+                         has stride 1, the others any: expanded (stride 0) heads or groups are read once
         attn_bias        broadcasts to [B, H, Sq, Sk] from 2 to 4 dims; bool (True: is seen) or floating, added. Its
                          gradient has its own shape
         is_causal        no key after the query's position
@@ -91,7 +90,7 @@ def attention(
                          that draw their own are not taken then. None: from PyTorch's generator of the device, so that
                          torch.manual_seed, checkpointing and CUDA graphs act as on F.dropout
         query_lengths, key_lengths   [B] int: how many of Sq and Sk count, the first ones. Never read by the host but on
-                         the CPU; what lies behind them is not read either (NaN does not leak), its results are 0
+                         the CPU; rows behind them are not read either (NaN does not leak), their results are 0
         return_lse       (out, lse): also the log-sum-exp of the scores, differentiable
         deterministic    backward must give the same bits every time; None: as torch.use_deterministic_algorithms says.
                          The universal kernels always do; who does not, the Hopper backward too, is not taken
@@ -109,7 +108,7 @@ def attention(
         rounded up to 64, 128 or 256; document_ids 8 * B * (Sq + Sk) and their sorting; the gradient of
         sinks up to 8 * B * H * Sq * E. On the CPU "chunked" takes about 0.2 GiB of scores, and float32 gradients. Only
         "reference" keeps 4 * B * H * Sq * Sk bytes, several times, and repeats key heads.
-    Raises ValueError naming the argument, what it must be and what it was; NoBackendError with every backend's reasons
+    Raises ValueError with the argument's name, requirement and value; NoBackendError with every backend's reasons
         and the smallest change where none that is allowed takes the call. Our kernel's double backward and vmap raise
         and name the way out.
     Source: Dao, arXiv:2307.08691 (FlashAttention-2); Rabe and Staats, arXiv:2112.05682; Press et al., arXiv:2108.12409
@@ -120,22 +119,13 @@ def attention(
         checks.fail(op, "layout", f"be one of {', '.join(map(repr, _DENSE))}", "'thd' (use varlen_attention)")
     checks.one_of(op, "layout", layout, _DENSE)
     query, key, value = _autocast(op, query, key, value)
-    sizes = check_qkv(op, query, key, value, layout)
-    for name, lengths in (("query_lengths", query_lengths), ("key_lengths", key_lengths)):
-        checks.shape(op, name, lengths, (sizes.batch,), "batch")
-    checks.same_device(op, "query", query, query_lengths=query_lengths, key_lengths=key_lengths)
-    mask, tensors = lower_mask(
-        op, sizes, attn_bias=attn_bias, is_causal=is_causal, causal_align=causal_align, window_size=window_size,
-        chunk_size=chunk_size, prefix_lengths=prefix_lengths, document_ids=document_ids, alibi_slopes=alibi_slopes,
-        softcap=softcap, sinks=sinks,
+    mask = MaskArguments(
+        attn_bias, is_causal, causal_align, window_size, chunk_size, prefix_lengths, document_ids, alibi_slopes,
+        softcap, sinks,
     )  # fmt: skip
-    query_lengths = as_int32(op, "query_lengths", query_lengths)
-    key_lengths = as_int32(op, "key_lengths", key_lengths)
-    varlen = Varlen(None, None, query_lengths, key_lengths, sizes.queries, sizes.keys)
-    call = make_call(
-        op, query, key, value, layout, mask, tensors, varlen, scale, dropout_p, dropout_seed, return_lse, deterministic
-    )
-    return _run(call, sizes, dropout_seed is not None, backend)
+    options = CallOptions(scale, dropout_p, dropout_seed, return_lse, deterministic)
+    call = dense_call(op, query, key, value, layout, (query_lengths, key_lengths), mask, options)
+    return _run(call, backend)
 
 
 @falls_back("varlen_attention")
@@ -198,46 +188,26 @@ def varlen_attention(
     Source: as for `attention`; arguments of flash_attn_varlen_func and TransformerEngine's thd.
     """
     op = "varlen_attention"
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        checks.tensor(op, name, tensor)
-        if tensor.dim() != 1 or tensor.shape[0] == 0:
-            checks.fail(op, name, "have shape [batch + 1]", list(tensor.shape))
-    checks.shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "as cu_seqlens_q")
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest is not None and not (isinstance(longest, int) and longest >= 0):
-            checks.fail(op, name, "be an integer of at least 0, known to the host, or None", repr(longest))
     query, key, value = _autocast(op, query, key, value)
-    sizes = check_qkv(op, query, key, value, "thd")._replace(batch=cu_seqlens_q.shape[0] - 1)
-    checks.same_device(
-        op, "query", query, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
-        seqused_k=seqused_k, cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_k_padded=cu_seqlens_k_padded,
+    sequences = PackedSequences(
+        cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded, seqused_q, seqused_k, max_seqlen_q,
+        max_seqlen_k,
     )  # fmt: skip
-    query_starts, query_used = sequence_starts(op, "q", cu_seqlens_q, cu_seqlens_q_padded, seqused_q)
-    key_starts, key_used = query_starts, query_used
-    ours, others = (cu_seqlens_q, cu_seqlens_q_padded, seqused_q), (cu_seqlens_k, cu_seqlens_k_padded, seqused_k)
-    if any(x is not y for x, y in zip(ours, others, strict=True)):
-        key_starts, key_used = sequence_starts(op, "k", *others)
-    unordered = key_used is not None and key_used is not query_used and cu_seqlens_k_padded is None
-    varlen = Varlen(query_starts, key_starts, query_used, key_used, max_seqlen_q or 0, max_seqlen_k or 0, unordered)
-    mask, tensors = lower_mask(
-        op, sizes, is_causal=is_causal, causal_align=causal_align, window_size=window_size, chunk_size=chunk_size,
-        prefix_lengths=prefix_lengths, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks,
-    )  # fmt: skip
-    call = make_call(
-        op, query, key, value, "thd", mask, tensors, varlen, scale, dropout_p, dropout_seed, return_lse, deterministic
+    mask = MaskArguments(
+        None, is_causal, causal_align, window_size, chunk_size, prefix_lengths, None, alibi_slopes, softcap, sinks
     )
-    return _run(call, sizes, dropout_seed is not None, backend)
+    options = CallOptions(scale, dropout_p, dropout_seed, return_lse, deterministic)
+    return _run(packed_call(op, query, key, value, sequences, mask, options), backend)
 
 
-def _run(call: AttentionCall, sizes: Sizes, seeded: bool, backend: str | Sequence[str] | None) -> Any:
+def _run(call: AttentionCall, backend: str | Sequence[str] | None) -> Any:
     """Choose a backend by the facts of the call, and run it."""
     op = "varlen_attention" if call.layout == "thd" else "attention"
     if use_kernel(op, call.query):
         refuse_vmap(op, call.query, call.key, call.value)
-    facts = _facts(call, sizes, seeded)
+    facts = facts_of(call)
     if torch.compiler.is_compiling():
-        name, backward = select.names_traced(problem_of, backend, *_plain(facts, call.mask))
+        name, backward = select.names_traced(problem_of, backend, *facts.as_constants())
         chosen = BACKENDS[name]
     else:
         decision = select.choose(facts, lambda: problem_of(*facts), backend)
@@ -248,8 +218,36 @@ def _run(call: AttentionCall, sizes: Sizes, seeded: bool, backend: str | Sequenc
     return (out, lse) if call.return_lse else out
 
 
-def _facts(call: AttentionCall, sizes: Sizes, seeded: bool) -> tuple[Any, ...]:
-    """The arguments of `problem_of`: cheap to make, to hash and to compare, for they are looked up at every call."""
+class Facts(NamedTuple):
+    """The facts of a call that a choice depends on: cheap to make, to hash and to compare, at every call."""
+
+    dtype: torch.dtype
+    head_dim_qk: int
+    head_dim_v: int
+    device: torch.device
+    mask: MaskSpec
+    layout: Layout
+    num_heads: int
+    num_kv_heads: int
+    has_key_lengths: bool
+    has_unordered_keys: bool
+    dropout_p: float
+    dropout_seeded: bool
+    needs_grad: bool
+    needs_lse: bool
+    deterministic: bool
+    aligned: bool
+    compiling: bool
+    tf32: bool
+    lengths: tuple[Any, ...]  # fields of Lengths
+
+    def as_constants(self) -> tuple[Any, ...]:
+        """As `select.names_traced` takes them: the fields of mask and lengths in their place, no symbolic sizes."""
+        mask = (getattr(self.mask, name) for name in _MASK_FIELDS)
+        return tuple(_constant(fact) for fact in (*self[:4], *mask, *self[5:-1], *self.lengths))
+
+
+def facts_of(call: AttentionCall) -> Facts:
     query, key, value, varlen, tensors = call.query, call.key, call.value, call.varlen, call.tensors
     needs_grad = torch.is_grad_enabled() and (
         query.requires_grad
@@ -261,21 +259,14 @@ def _facts(call: AttentionCall, sizes: Sizes, seeded: bool) -> tuple[Any, ...]:
     equal = varlen.query_starts is varlen.key_starts if call.layout == "thd" else None
     compiling = is_traced(query)
     elements = query.numel() + key.numel() + value.numel()
-    batch, heads, kv_heads, queries, keys = sizes
-    return (
+    batch, heads, kv_heads, queries, keys = call.sizes
+    return Facts(
         query.dtype, query.shape[-1], value.shape[-1], query.device, call.mask, call.layout, heads, kv_heads,
-        varlen.query_used is not None or varlen.key_used is not None, varlen.unordered, call.dropout_p, seeded,
-        needs_grad,
-        call.return_lse, call.deterministic, _aligned(query, key, value, compiling), compiling,
-        query.dtype is torch.float32 and select.allows_tf32(),
+        varlen.query_used is not None or varlen.key_used is not None, varlen.unordered, call.dropout_p,
+        call.dropout_seed is not None, needs_grad, call.return_lse, call.deterministic,
+        _aligned(query, key, value, compiling), compiling, query.dtype is torch.float32 and select.allows_tf32(),
         Lengths.facts(queries, keys, equal, batch, elements),
     )  # fmt: skip
-
-
-def _plain(facts: tuple[Any, ...], mask: MaskSpec) -> tuple[Any, ...]:
-    """Facts as `select.names_traced` takes them."""
-    plain = (*facts[:4], *(getattr(mask, name) for name in _MASK_FIELDS), *facts[5:-1], *facts[-1])
-    return tuple(_constant(fact) for fact in plain)
 
 
 def _constant(fact: Any) -> Any:
@@ -287,50 +278,31 @@ def _constant(fact: Any) -> Any:
     return index(fact) if isinstance(fact, int) else fact
 
 
-def problem_of(
-    dtype: torch.dtype,
-    head_dim_qk: int,
-    head_dim_v: int,
-    device: torch.device,
-    mask: MaskSpec,
-    layout: Layout,
-    num_heads: int,
-    num_kv_heads: int,
-    has_key_lengths: bool,
-    has_unordered_keys: bool,
-    dropout_p: float,
-    dropout_seeded: bool,
-    needs_grad: bool,
-    needs_lse: bool,
-    deterministic: bool,
-    aligned: bool,
-    compiling: bool,
-    tf32: bool,
-    lengths: tuple[Any, ...],
-) -> AttentionProblem:
-    """The problem of a call's facts, on the device of its tensors."""
+def problem_of(*facts: Any) -> AttentionProblem:
+    """The problem of a call's Facts, on the device of its tensors."""
+    f = Facts(*facts)
     return AttentionProblem(
-        dtype,
-        head_dim_qk,
-        head_dim_v,
-        None if device.type == "cpu" else Target.of(device),
-        mask,
-        layout,
-        num_heads,
-        num_kv_heads,
-        Lengths(*lengths),
-        has_key_lengths,
-        has_unordered_keys,
-        dropout=dropout_p > 0,
-        dropout_in_sixteenths=(dropout_p * 16).is_integer(),
-        dropout_seeded=dropout_seeded,
-        needs_grad=needs_grad,
-        needs_lse=needs_lse,
-        needs_lse_grad=needs_lse and needs_grad,
-        deterministic=deterministic,
-        aligned=aligned,
-        compiling=compiling,
-        tf32=tf32,
+        f.dtype,
+        f.head_dim_qk,
+        f.head_dim_v,
+        None if f.device.type == "cpu" else Target.of(f.device),
+        f.mask,
+        f.layout,
+        f.num_heads,
+        f.num_kv_heads,
+        Lengths(*f.lengths),
+        f.has_key_lengths,
+        f.has_unordered_keys,
+        dropout=f.dropout_p > 0,
+        dropout_in_sixteenths=(f.dropout_p * 16).is_integer(),
+        dropout_seeded=f.dropout_seeded,
+        needs_grad=f.needs_grad,
+        needs_lse=f.needs_lse,
+        needs_lse_grad=f.needs_lse and f.needs_grad,
+        deterministic=f.deterministic,
+        aligned=f.aligned,
+        compiling=f.compiling,
+        tf32=f.tf32,
     )
 
 

@@ -1,4 +1,4 @@
-"""What callers of attention say, checked and lowered: shapes to Sizes, masks to a MaskSpec, all of it to a call."""
+"""Arguments of the public attention functions, checked and lowered to an `AttentionCall`."""
 
 from collections.abc import Sequence
 from math import inf
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.mask import BiasKind, MaskSpec, MaskTensors
-from powertrain.ops.attention.problem import AttentionCall, Layout, Varlen
+from powertrain.ops.attention.problem import AttentionCall, Layout, Sizes, Varlen
 from powertrain.runtime import checks
 
 MAX_HEAD_DIM = 512
@@ -17,14 +17,42 @@ Alignment = Literal["top_left", "bottom_right"]
 _DTYPES = (*checks.FLOATS, torch.float64)  # float64: reference and chunked, on every device
 
 
-class Sizes(NamedTuple):
-    """What the shapes of query, key and value say; of thd, queries and keys are tokens."""
+class MaskArguments(NamedTuple):
+    """The mask arguments of the public functions."""
 
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
+    attn_bias: Tensor | None = None
+    is_causal: bool = False
+    causal_align: Alignment = "bottom_right"
+    window_size: Sequence[SupportsIndex] = (-1, -1)
+    chunk_size: int = 0
+    prefix_lengths: Tensor | None = None
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None
+    alibi_slopes: Tensor | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+class PackedSequences(NamedTuple):
+    """The sequence arguments of `varlen_attention`."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor | None = None  # None: cu_seqlens_q
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_k_padded: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+
+class CallOptions(NamedTuple):
+    """The other arguments of the public functions."""
+
+    scale: float | None = None  # None: head dim^-0.5
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    return_lse: bool = False
+    deterministic: bool | None = None  # None: as torch.use_deterministic_algorithms says
 
 
 _DIMS: dict[Layout, tuple[int, int, int]] = {  # where batch, sequence and heads are
@@ -67,10 +95,73 @@ def check_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout
     return Sizes(batch, heads, kv_heads, query.shape[sequence], key.shape[sequence])
 
 
-def sequence_starts(
+def dense_call(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    lengths: tuple[Tensor | None, Tensor | None],
+    mask: MaskArguments,
+    options: CallOptions,
+) -> AttentionCall:
+    """A checked call in a dense layout; `lengths` of queries and keys by batch entry."""
+    sizes = check_qkv(op, query, key, value, layout)
+    query_lengths, key_lengths = lengths
+    for name, x in (("query_lengths", query_lengths), ("key_lengths", key_lengths)):
+        checks.shape(op, name, x, (sizes.batch,), "batch")
+    checks.same_device(op, "query", query, query_lengths=query_lengths, key_lengths=key_lengths)
+    query_lengths = as_int32(op, "query_lengths", query_lengths)
+    key_lengths = as_int32(op, "key_lengths", key_lengths)
+    varlen = Varlen(None, None, query_lengths, key_lengths, sizes.queries, sizes.keys)
+    return _checked_call(op, query, key, value, layout, sizes, varlen, mask, options)
+
+
+def packed_call(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: PackedSequences,
+    mask: MaskArguments,
+    options: CallOptions,
+) -> AttentionCall:
+    """A checked call of packed sequences, layout "thd"."""
+    varlen = _varlen(op, sequences)
+    batch = sequences.cu_seqlens_q.shape[0] - 1
+    sizes = check_qkv(op, query, key, value, "thd")._replace(batch=batch)
+    checks.same_device(
+        op, "query", query, cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k,
+        seqused_q=sequences.seqused_q, seqused_k=sequences.seqused_k,
+        cu_seqlens_q_padded=sequences.cu_seqlens_q_padded, cu_seqlens_k_padded=sequences.cu_seqlens_k_padded,
+    )  # fmt: skip
+    return _checked_call(op, query, key, value, "thd", sizes, varlen, mask, options)
+
+
+def _varlen(op: str, s: PackedSequences) -> Varlen:
+    cu_k = s.cu_seqlens_q if s.cu_seqlens_k is None else s.cu_seqlens_k
+    for name, tensor in (("cu_seqlens_q", s.cu_seqlens_q), ("cu_seqlens_k", cu_k)):
+        checks.tensor(op, name, tensor)
+        if tensor.dim() != 1 or tensor.shape[0] == 0:
+            checks.fail(op, name, "have shape [batch + 1]", list(tensor.shape))
+    checks.shape(op, "cu_seqlens_k", cu_k, s.cu_seqlens_q.shape, "as cu_seqlens_q")
+    for name, longest in (("max_seqlen_q", s.max_seqlen_q), ("max_seqlen_k", s.max_seqlen_k)):
+        if longest is not None and not (isinstance(longest, int) and longest >= 0):
+            checks.fail(op, name, "be an integer of at least 0, known to the host, or None", repr(longest))
+    starts, used = _sequence_starts(op, "q", s.cu_seqlens_q, s.cu_seqlens_q_padded, s.seqused_q)
+    key_starts, key_used = starts, used
+    is_same = cu_k is s.cu_seqlens_q and s.cu_seqlens_k_padded is s.cu_seqlens_q_padded and s.seqused_k is s.seqused_q
+    if not is_same:
+        key_starts, key_used = _sequence_starts(op, "k", cu_k, s.cu_seqlens_k_padded, s.seqused_k)
+    # lengths without padded starts: key sequences may overlap
+    unordered = key_used is not None and not is_same and s.cu_seqlens_k_padded is None
+    return Varlen(starts, key_starts, used, key_used, s.max_seqlen_q or 0, s.max_seqlen_k or 0, unordered)
+
+
+def _sequence_starts(
     op: str, side: str, cu_seqlens: Tensor, padded: Tensor | None, used: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(where sequences begin, their lengths if they end before the next begins)."""
+    """(first row of each sequence, the lengths of those that end before the next begins)."""
     checks.shape(op, f"cu_seqlens_{side}_padded", padded, cu_seqlens.shape, f"as cu_seqlens_{side}")
     checks.shape(op, f"seqused_{side}", used, (cu_seqlens.shape[0] - 1,), "batch")
     name, starts = (f"cu_seqlens_{side}", cu_seqlens) if padded is None else (f"cu_seqlens_{side}_padded", padded)
@@ -96,103 +187,100 @@ def window_bounds(op: str, window_size: Sequence[SupportsIndex]) -> tuple[int, i
     return min(left, _FARTHEST), min(right, _FARTHEST)
 
 
-def lower_mask(
-    op: str,
-    sizes: Sizes,
-    *,
-    attn_bias: Tensor | None = None,
-    is_causal: bool = False,
-    causal_align: Alignment = "bottom_right",
-    window_size: Sequence[SupportsIndex] = (-1, -1),
-    chunk_size: int = 0,
-    prefix_lengths: Tensor | None = None,
-    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> tuple[MaskSpec, MaskTensors]:
+def lower_mask(op: str, sizes: Sizes, mask: MaskArguments) -> tuple[MaskSpec, MaskTensors]:
     """Mask arguments to (MaskSpec, MaskTensors), checked."""
-    batch, heads, _, queries, keys = sizes
-    checks.one_of(op, "causal_align", causal_align, ("top_left", "bottom_right"))
-    left, right = window_bounds(op, window_size)
-    if is_causal:
-        right = 0
-    if not (isinstance(chunk_size, int) and chunk_size >= 0):
-        checks.fail(op, "chunk_size", "be an integer of at least 0 (0: no chunks)", repr(chunk_size))
-    if not (isinstance(softcap, (int, float)) and 0 <= softcap < inf):
-        checks.fail(op, "softcap", "be a finite number of at least 0 (0: none)", repr(softcap))
-    bias_kind: BiasKind = "none"
-    if attn_bias is not None:
-        checks.tensor(op, "attn_bias", attn_bias)
-        bias_kind = "bool" if attn_bias.dtype is torch.bool else "float"
-        checks.require(2 <= attn_bias.dim() <= 4, op, "attn_bias", "have 2 to 4 dims", list(attn_bias.shape))
-        attn_bias = attn_bias[(None,) * (4 - attn_bias.dim())]
-        fits = all(n in (1, full) for n, full in zip(attn_bias.shape[:3], (batch, heads, queries), strict=True))
-        if not fits or attn_bias.shape[3] not in (1, keys):
-            checks.fail(op, "attn_bias", f"broadcast to [{batch}, {heads}, {queries}, {keys}]", list(attn_bias.shape))
-        if attn_bias.shape[3] != keys:
-            attn_bias = attn_bias.expand(*attn_bias.shape[:3], keys)
-        if bias_kind == "float":
-            floating = attn_bias.dtype in _DTYPES
-            checks.require(floating, op, "attn_bias", "be bool or floating point", checks.name(attn_bias.dtype))
-    if prefix_lengths is not None:
-        checks.shape(op, "prefix_lengths", prefix_lengths, (batch,), "batch")
-        prefix_lengths = as_int32(op, "prefix_lengths", prefix_lengths)
-    query_documents = key_documents = None
-    if document_ids is not None:
-        pair = document_ids if isinstance(document_ids, tuple) else (document_ids, document_ids)
-        if len(pair) != 2:
-            checks.fail(op, "document_ids", "be a tensor or a pair, of queries and of keys", f"{len(pair)} of them")
-        query_documents, key_documents = pair
-        checks.shape(op, "document_ids", query_documents, (batch, queries), "batch, queries")
-        checks.shape(op, "document_ids", key_documents, (batch, keys), "batch, keys")
-        query_documents = as_int32(op, "document_ids", query_documents)
-        key_documents = as_int32(op, "document_ids", key_documents)
-    if alibi_slopes is not None:
-        checks.tensor(op, "alibi_slopes", alibi_slopes)
-        expected = (heads,) if alibi_slopes.dim() == 1 else (batch, heads)
-        checks.shape(op, "alibi_slopes", alibi_slopes, expected, "heads, or batch and heads")
-        checks.require(
-            alibi_slopes.is_floating_point(), op, "alibi_slopes", "be floating point", checks.name(alibi_slopes.dtype)
-        )
-        if alibi_slopes.requires_grad:
-            checks.fail(op, "alibi_slopes", "not require a gradient (use .detach())", "one that does")
-        alibi_slopes = alibi_slopes.float().contiguous()
+    checks.one_of(op, "causal_align", mask.causal_align, ("top_left", "bottom_right"))
+    left, right = window_bounds(op, mask.window_size)
+    if not (isinstance(mask.chunk_size, int) and mask.chunk_size >= 0):
+        checks.fail(op, "chunk_size", "be an integer of at least 0 (0: no chunks)", repr(mask.chunk_size))
+    if not (isinstance(mask.softcap, (int, float)) and 0 <= mask.softcap < inf):
+        checks.fail(op, "softcap", "be a finite number of at least 0 (0: none)", repr(mask.softcap))
+    bias_kind, bias = _bias(op, sizes, mask.attn_bias)
+    if mask.prefix_lengths is not None:
+        checks.shape(op, "prefix_lengths", mask.prefix_lengths, (sizes.batch,), "batch")
+    query_documents, key_documents = _documents(op, sizes, mask.document_ids)
+    sinks = mask.sinks
     if sinks is not None:
-        checks.shape(op, "sinks", sinks, (heads,), "heads")
+        checks.shape(op, "sinks", sinks, (sizes.heads,), "heads")
         checks.require(sinks.is_floating_point(), op, "sinks", "be floating point", checks.name(sinks.dtype))
         sinks = sinks.contiguous()
     spec = MaskSpec(
         left=left,
-        right=right,
-        bottom_right=causal_align == "bottom_right",
-        chunk=chunk_size,
-        prefix=prefix_lengths is not None,
-        documents=document_ids is not None,
+        right=0 if mask.is_causal else right,
+        bottom_right=mask.causal_align == "bottom_right",
+        chunk=mask.chunk_size,
+        prefix=mask.prefix_lengths is not None,
+        documents=query_documents is not None,
         bias=bias_kind,
-        bias_grad=attn_bias is not None and attn_bias.requires_grad and torch.is_grad_enabled(),
-        alibi=alibi_slopes is not None,
-        softcap=float(softcap),
+        bias_grad=bias is not None and bias.requires_grad and torch.is_grad_enabled(),
+        alibi=mask.alibi_slopes is not None,
+        softcap=float(mask.softcap),
         sinks=sinks is not None,
     )
-    return spec, MaskTensors(prefix_lengths, query_documents, key_documents, attn_bias, alibi_slopes, sinks)
+    prefix = as_int32(op, "prefix_lengths", mask.prefix_lengths)
+    slopes = _slopes(op, sizes, mask.alibi_slopes)
+    return spec, MaskTensors(prefix, query_documents, key_documents, bias, slopes, sinks)
 
 
-def make_call(
+def _bias(op: str, sizes: Sizes, bias: Tensor | None) -> tuple[BiasKind, Tensor | None]:
+    """(kind, bias in 4 dims, expanded along the keys)."""
+    if bias is None:
+        return "none", None
+    batch, heads, _, queries, keys = sizes
+    checks.tensor(op, "attn_bias", bias)
+    checks.require(2 <= bias.dim() <= 4, op, "attn_bias", "have 2 to 4 dims", list(bias.shape))
+    bias = bias[(None,) * (4 - bias.dim())]
+    fits = all(n in (1, full) for n, full in zip(bias.shape[:3], (batch, heads, queries), strict=True))
+    if not fits or bias.shape[3] not in (1, keys):
+        checks.fail(op, "attn_bias", f"broadcast to [{batch}, {heads}, {queries}, {keys}]", list(bias.shape))
+    if bias.shape[3] != keys:
+        bias = bias.expand(*bias.shape[:3], keys)
+    if bias.dtype is torch.bool:
+        return "bool", bias
+    checks.require(bias.dtype in _DTYPES, op, "attn_bias", "be bool or floating point", checks.name(bias.dtype))
+    return "float", bias
+
+
+def _documents(
+    op: str, sizes: Sizes, ids: Tensor | tuple[Tensor, Tensor] | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """(ids of queries, ids of keys)."""
+    if ids is None:
+        return None, None
+    pair = ids if isinstance(ids, tuple) else (ids, ids)
+    if len(pair) != 2:
+        checks.fail(op, "document_ids", "be a tensor or a pair, of queries and of keys", f"{len(pair)} of them")
+    of_queries, of_keys = pair
+    checks.shape(op, "document_ids", of_queries, (sizes.batch, sizes.queries), "batch, queries")
+    checks.shape(op, "document_ids", of_keys, (sizes.batch, sizes.keys), "batch, keys")
+    return as_int32(op, "document_ids", of_queries), as_int32(op, "document_ids", of_keys)
+
+
+def _slopes(op: str, sizes: Sizes, slopes: Tensor | None) -> Tensor | None:
+    if slopes is None:
+        return None
+    checks.tensor(op, "alibi_slopes", slopes)
+    expected = (sizes.heads,) if slopes.dim() == 1 else (sizes.batch, sizes.heads)
+    checks.shape(op, "alibi_slopes", slopes, expected, "heads, or batch and heads")
+    checks.require(slopes.is_floating_point(), op, "alibi_slopes", "be floating point", checks.name(slopes.dtype))
+    if slopes.requires_grad:
+        checks.fail(op, "alibi_slopes", "not require a gradient (use .detach())", "one that does")
+    return slopes.float().contiguous()
+
+
+def _checked_call(
     op: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     layout: Layout,
-    mask: MaskSpec,
-    tensors: MaskTensors,
+    sizes: Sizes,
     varlen: Varlen,
-    scale: float | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    return_lse: bool,
-    deterministic: bool | None,
+    mask: MaskArguments,
+    options: CallOptions,
 ) -> AttentionCall:
+    spec, tensors = lower_mask(op, sizes, mask)
+    scale, dropout_p, seed, return_lse, deterministic = options
     if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         checks.fail(op, "dropout_p", "be a number in [0, 1)", repr(dropout_p))
     if scale is not None and not isinstance(scale, (int, float)):
@@ -206,10 +294,10 @@ def make_call(
     )  # fmt: skip
     checks.same_device(op, "query", query, document_ids=tensors.key_documents)
     return AttentionCall(
-        query, key, value, layout, mask, tensors, varlen,
+        query, key, value, layout, spec, tensors, varlen,
         float(query.shape[-1] ** -0.5 if scale is None else scale), float(dropout_p),
         seed if dropout_p > 0 else None, return_lse,
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic, sizes,
     )  # fmt: skip
 
 

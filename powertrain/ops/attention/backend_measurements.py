@@ -1,7 +1,7 @@
 """Measured times of attention backends as data, and a small cost model of them.
 
-A table is a JSON file: measured/sm_90.json in the package, or what `powertrain tune attention` wrote for a GPU into the
-user's cache, which takes the place of the shipped one for the cases that it has.
+A table is a JSON file: measured/sm_90.json in the package, or the file that `powertrain tune attention` wrote for a GPU
+into the user's cache, which takes the place of the shipped one for the cases that it has.
 
     device   the GPU
     sources  name -> file, date, commit, versions
@@ -13,7 +13,7 @@ user's cache, which takes the place of the shipped one for the cases that it has
 
 Work: the FLOPs of the pairs that the mask lets see. Rate: of one backend, kind of mask and class of head dims, the mean
 of the rows with as many queries, linear in the logarithm of the queries between them, and unknown beyond half and twice
-of what was measured.
+of the measured cases.
 """
 
 import functools
@@ -34,7 +34,7 @@ _BEYOND = 2.0  # how many times as many or as few queries as measured a rate hol
 
 
 class Kind(NamedTuple):
-    """What must be equal for two measurements to be of one curve."""
+    """Facts that two measurements of one curve have in common."""
 
     dtype: str  # half, tf32 or float32
     mask: str  # causal or full
@@ -142,7 +142,7 @@ def _mean(values: list[float]) -> float:
 
 @functools.cache
 def measured(arch: int, device: str) -> Mapping[Kind, Curves]:
-    """What is known of a GPU: the shipped table of its arch, and this user's of the same device before it."""
+    """All measurements of a GPU: the shipped table of its arch, and this user's of the same device before it."""
     return {**_shipped(arch), **_tuned(device)}
 
 
@@ -181,6 +181,6 @@ def save(device: str, rows: list[dict[str, Any]], sources: Mapping[str, Mapping[
 
 
 def table_path(device: str) -> Path:
-    """The file of what `powertrain tune attention` measured on a GPU."""
+    """The file that `powertrain tune attention` writes for a GPU."""
     path = tuning.table_path(device)
     return path.with_name(f"attention-{path.name}")

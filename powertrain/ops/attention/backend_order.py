@@ -50,7 +50,7 @@ class FixedOrder(NamedTuple):
 
 
 def _fills_tiles(p: AttentionProblem) -> bool:
-    """With these head dims little of what tiles of 64, 96 and 128 columns multiply is padding."""
+    """Head dims that fill most of tiles of 64, 96 or 128 columns."""
     dims = p.head_dim_qk, p.head_dim_v
     return dims == (64, 64) or min(dims) >= 96
 
@@ -210,7 +210,7 @@ def _fixed_backwards(p: AttentionProblem, names: tuple[str, ...]) -> tuple[str, 
 
 
 def curves_for(p: AttentionProblem) -> tuple[Kind | None, Curves | None]:
-    """What was measured of a problem's kind; (kind, None) if nothing was. Head dims that fill no tile count as measured
+    """Measurements of a problem's kind; (kind, None) if there are none. Head dims that fill no tile count as measured
     only if they were themselves."""
     m = p.mask
     if p.target is None or p.lengths.empty or m.bias != "none" or m.chunk or m.prefix or m.documents:

@@ -85,12 +85,12 @@ class attention_backend:
 
 
 def context_preference() -> BackendPreference:
-    """What the contexts around say, without environment and call."""
+    """The preference of the enclosing contexts, without environment and call."""
     return _current.get(_NO_PREFERENCE)
 
 
 def current_preference(backend: str | Sequence[str] | None) -> BackendPreference:
-    """What the call, the contexts and the environment say together."""
+    """The preference of call, contexts and environment together."""
     around = context_preference().within(BackendPreference.parse(settings().attention, "POWERTRAIN_ATTENTION"))
     if backend is None:
         return around
@@ -124,7 +124,7 @@ def dry_run() -> Iterator[None]:
 
 
 def nvte_forbids(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What TransformerEngine's switches forbid, as names for `attention_backend`: ("-flash", ...).
+    """Backends that TransformerEngine's switches forbid, as names for `attention_backend`: ("-flash", ...).
 
     NVTE_FLASH_ATTN=0 every flash attention (NVTE_FLASH_ATTN_V2, _V3 and _V4 one each), NVTE_FUSED_ATTN=0 cuDNN,
     NVTE_UNFUSED_ATTN=0 the reference.

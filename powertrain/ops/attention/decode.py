@@ -18,565 +18,27 @@ Sources: flash-decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding); page
 arXiv:2309.06180; semantics of appending, rotary positions and leftpad: flash_attn_with_kvcache of flash-attn 2.8.
 """
 
-import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.arguments import window_bounds
 from powertrain.ops.attention.backends.reference import attention_ref
+from powertrain.ops.attention.decode_kernels import append_op, decode_op
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
-from powertrain.ops.attention.triton.tiles import (
-    LN2,
-    LOG2E,
-    piece_start,
-    pieces,
-    scale_tile,
-    tanh,
-    zeros_tile,
-)
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
-from powertrain.ops.shapes import acc_dtype, cdiv, next_power_of_2
+from powertrain.ops.shapes import acc_dtype
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
-from powertrain.runtime.launch import kernel
-from powertrain.runtime.target import Target
-from powertrain.runtime.tuning import tunable
+from powertrain.runtime.dispatch import falls_back, is_traced, use_kernel, without_autocast
 
 MAX_HEAD_DIM_QK, MAX_HEAD_DIM_V = 576, 512
 
 
-@triton.jit
-def _slot(page_table_ptr, batch_idx_ptr, batch, position, mask, page_row, PAGE_SIZE: tl.constexpr):
-    """(entry of the cache's first dim, row in it) of a sequence's positions."""
-    if PAGE_SIZE > 0:
-        page = tl.load(page_table_ptr + batch * page_row + position // PAGE_SIZE, mask=mask, other=0)
-        return page.to(tl.int64), (position % PAGE_SIZE).to(tl.int64)
-    else:
-        entry = batch
-        if batch_idx_ptr is not None:
-            entry = tl.load(batch_idx_ptr + batch).to(tl.int64)
-        return entry, position.to(tl.int64)
-
-
-@kernel()
-def _append_kernel(
-    key_new_ptr,
-    value_new_ptr,
-    key_cache_ptr,
-    value_cache_ptr,
-    seqlens_ptr,
-    page_table_ptr,
-    batch_idx_ptr,
-    num_new,
-    kv_heads,
-    capacity,
-    page_row,
-    stride_knb,
-    stride_kns,
-    stride_knh,
-    stride_vnb,
-    stride_vns,
-    stride_vnh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    HEAD_DIM_QK: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Some heads of one new token a program. A token beyond the cache's capacity is dropped."""
-    batch = tl.program_id(0).to(tl.int64) // num_new
-    token = tl.program_id(0).to(tl.int64) % num_new
-    heads = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    position = tl.load(seqlens_ptr + batch) + token
-    fits = (position >= 0) & (position < capacity)
-    position = tl.where(fits, position, 0)
-    entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, position, fits, page_row, PAGE_SIZE)
-    mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_QK)
-    k = tl.load(key_new_ptr + batch * stride_knb + token * stride_kns + heads * stride_knh + dims, mask=mask)
-    tl.store(key_cache_ptr + entry * stride_kb + row * stride_ks + heads * stride_kh + dims, k, mask=mask)
-    if value_new_ptr is not None:
-        mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_V)
-        v = tl.load(value_new_ptr + batch * stride_vnb + token * stride_vns + heads * stride_vnh + dims, mask=mask)
-        tl.store(value_cache_ptr + entry * stride_vb + row * stride_vs + heads * stride_vh + dims, v, mask=mask)
-
-
-@triton.jit
-def _load_rows(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, FMA: tl.constexpr):
-    """The tile of rows given by their offsets, a piece [rows, PIECES[i]] each; 0 where masked."""
-    tile = ()
-    for i in tl.static_range(len(PIECES)):
-        tile += (_load_piece(x_ptr, rows, mask, HEAD_DIM, piece_start(PIECES, i), PIECES[i], FMA),)  # type: ignore[assignment]
-    return tile
-
-
-@triton.jit
-def _load_piece(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, PIECE: tl.constexpr, FMA: tl.constexpr):
-    dims = START + tl.arange(0, PIECE)[None, :]
-    if HEAD_DIM % 16 == 0:
-        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None], other=0.0)  # [rows, PIECE]
-    else:
-        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None] & (dims < HEAD_DIM), other=0.0)
-    if FMA:
-        x = x.to(tl.float32)
-    return x
-
-
-# In float32 each piece, and each block of keys, is summed for itself first: one long chain of additions would err more
-# than PyTorch does. It is an fma that adds them, since Triton folds a plain sum back into the dot.
-@triton.jit
-def _products(q, k, FMA: tl.constexpr, PRECISION: tl.constexpr):
-    """q k^T over the pieces of the head dim."""
-    s = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)  # [rows of q, rows of k]
-    for i in tl.static_range(1, len(q)):
-        if FMA:
-            s = tl.fma(tl.dot(q[i], tl.trans(k[i]), input_precision=PRECISION), 1.0, s)
-        else:
-            s = tl.dot(q[i], tl.trans(k[i]), s, input_precision=PRECISION)
-    return s
-
-
-@triton.jit
-def _update(acc, alpha, p, v, FMA: tl.constexpr, PRECISION: tl.constexpr):
-    """acc * alpha + p v, piece by piece; v may have more pieces than are wanted."""
-    tile = ()
-    for i in tl.static_range(len(acc)):
-        if FMA:
-            product = tl.dot(p, v[i], input_precision=PRECISION)
-            tile += (tl.fma(acc[i], tl.broadcast_to(alpha[:, None], acc[i].shape), product),)  # type: ignore[assignment]
-        else:
-            scaled = acc[i] * alpha[:, None]
-            tile += (tl.dot(p.to(v[i].dtype), v[i], scaled, input_precision=PRECISION),)  # type: ignore[assignment]
-    return tile
-
-
-@triton.jit
-def _store_rows(x_ptr, tile, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr):
-    for i in tl.static_range(len(PIECES)):
-        _store_piece(x_ptr, tile[i], rows, mask, HEAD_DIM, piece_start(PIECES, i), PIECES[i])
-
-
-@triton.jit
-def _store_piece(x_ptr, piece, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, PIECE: tl.constexpr):
-    dims = START + tl.arange(0, PIECE)[None, :]
-    tl.store(x_ptr + rows[:, None] + dims, piece.to(x_ptr.dtype.element_ty), mask=mask[:, None] & (dims < HEAD_DIM))
-
-
-@kernel()
-def _decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    seqlens_ptr,
-    page_table_ptr,
-    batch_idx_ptr,
-    leftpad_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    batches,
-    num_queries,
-    kv_heads,
-    ratio,
-    num_new,
-    capacity,
-    num_splits,
-    left,
-    right,
-    page_row,
-    slopes_row,
-    scale,
-    softcap,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    HEAD_DIM_QK: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PIECES_QK: tl.constexpr,
-    PIECES_V: tl.constexpr,
-    SHARES_KEYS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    FMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """One tile of queries, one kv head, one sequence, one split. Scores are in units of log 2, strides of UNIT."""
-    split = tl.program_id(1)
-    tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
-    tile = tl.program_id(0) % tiles
-    kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
-    batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
-
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_mask = rows < num_queries * ratio
-    query = rows // ratio
-    head = kv_head * ratio + rows % ratio
-    length = tl.minimum(tl.load(seqlens_ptr + batch).to(tl.int32) + num_new, capacity)
-    position = query + (length - num_queries)
-
-    # keys that any row of this tile sees: [first, last)
-    first, last = tl.zeros([], tl.int32), length
-    if leftpad_ptr is not None:
-        first = tl.load(leftpad_ptr + batch).to(tl.int32)
-    if HAS_LEFT:
-        first = tl.maximum(first, tile * BLOCK_M // ratio + (length - num_queries) - left)
-    if HAS_RIGHT:
-        last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // ratio, num_queries - 1)
-        last = tl.minimum(last, last_query + (length - num_queries) + right + 1)
-    first = tl.maximum(first, 0)
-    last = tl.maximum(last, first)
-    blocks = tl.cdiv(last, BLOCK_N) - first // BLOCK_N
-    share = tl.cdiv(blocks, num_splits)
-    begin = first // BLOCK_N + split * share
-    end = tl.minimum(begin + share, first // BLOCK_N + blocks)
-
-    q_rows = (batch * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh) * UNIT
-    q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_M, HEAD_DIM_QK]
-    acc = zeros_tile(BLOCK_M, PIECES_V)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    slope = tl.zeros([BLOCK_M], tl.float32)
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + batch * slopes_row + head, mask=row_mask, other=0.0) * LOG2E  # [BLOCK_M]
-
-    for block in range(begin, end):
-        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = (cols >= first) & (cols < last)
-        if PAGE_SIZE % BLOCK_N == 0:
-            # the whole block lies in one page, or nothing is paged
-            start = block * BLOCK_N + tl.zeros([], tl.int32)
-            entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, start, start < last, page_row, PAGE_SIZE)
-            row = row + tl.arange(0, BLOCK_N)
-        else:
-            entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
-        k_rows = (entry * stride_kb + kv_head * stride_kh + row * stride_ks) * UNIT
-        v_rows = (entry * stride_vb + kv_head * stride_vh + row * stride_vs) * UNIT
-
-        k = _load_rows(k_ptr, k_rows, inside, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_N, HEAD_DIM_QK]
-        s = _products(q, k, FMA, PRECISION)  # [BLOCK_M, BLOCK_N]
-        if HAS_SOFTCAP:
-            s = (softcap * LOG2E) * tanh(s * (scale / softcap), False)
-        else:
-            s = s * (scale * LOG2E)
-        if slopes_ptr is not None:
-            s -= slope[:, None] * tl.abs(position[:, None] - cols[None, :]).to(tl.float32)
-        visible = inside[None, :]
-        if HAS_LEFT:
-            visible = visible & (cols[None, :] >= position[:, None] - left)
-        if HAS_RIGHT:
-            visible = visible & (cols[None, :] <= position[:, None] + right)
-        s = tl.where(visible, s, float("-inf"))
-
-        new_top = tl.maximum(top, tl.max(s, axis=1))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - safe[:, None])
-        alpha = tl.exp2(top - safe)
-        total = total * alpha + tl.sum(p, axis=1)
-        top = new_top
-        if SHARES_KEYS:
-            v = k
-        else:
-            v = _load_rows(v_ptr, v_rows, inside, HEAD_DIM_V, PIECES_V, FMA)  # tile of [BLOCK_N, HEAD_DIM_V]
-        acc = _update(acc, alpha, p, v, FMA, PRECISION)  # tile of [BLOCK_M, HEAD_DIM_V]
-
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
-        new_top = tl.maximum(top, sink)
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        alpha = tl.exp2(top - safe)
-        total = total * alpha + tl.exp2(sink - safe)
-        top = new_top
-    else:
-        alpha = tl.full([BLOCK_M], 1.0, tl.float32)
-    seen = total > 0.0
-    factor = tl.where(seen, alpha / tl.where(seen, total, 1.0), 0.0)
-    heads = kv_heads * ratio
-    if lse_ptr is not None:
-        lse = tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
-        tl.store(lse_ptr + ((split * batches + batch) * heads + head) * num_queries + query, lse, mask=row_mask)
-    # a split without keys leaves nothing: the combination does not read it
-    out_mask = row_mask & ((begin < end) | (num_splits == 1))
-    out_rows = (((split * batches + batch) * num_queries + query) * heads + head) * HEAD_DIM_V
-    _store_rows(out_ptr, scale_tile(acc, factor[:, None]), out_rows, out_mask, HEAD_DIM_V, PIECES_V)
-
-
-@kernel()
-def _combine_kernel(
-    partial_ptr,
-    partial_lse_ptr,
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    rows,
-    num_queries,
-    heads,
-    num_splits,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One row (batch, query, head) and some channels: the splits' results, weighted by exp(lse - max)."""
-    row = tl.program_id(0).to(tl.int64)
-    head = row % heads
-    query = row // heads % num_queries
-    batch = row // heads // num_queries
-    lse_row = (batch * heads + head) * num_queries + query
-    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    lanes = tl.arange(0, BLOCK_S)
-    top = float("-inf")
-    sink = float("-inf")
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head).to(tl.float32)
-        top = sink
-    for start in range(0, num_splits, BLOCK_S):
-        splits = (start + lanes).to(tl.int64)
-        lse = tl.load(partial_lse_ptr + splits * rows + lse_row, mask=splits < num_splits, other=float("-inf"))
-        top = tl.maximum(top, tl.max(lse, axis=0))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.exp(sink - safe)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, num_splits, BLOCK_S):
-        splits = (start + lanes).to(tl.int64)
-        lse = tl.load(partial_lse_ptr + splits * rows + lse_row, mask=splits < num_splits, other=float("-inf"))
-        weight = tl.exp(lse - safe)
-        total += tl.sum(weight, axis=0)
-        offsets = (splits * rows + row)[:, None] * HEAD_DIM_V + dims[None, :]
-        mask = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM_V)[None, :]
-        acc += tl.sum(weight[:, None] * tl.load(partial_ptr + offsets, mask=mask, other=0.0), axis=0)
-    acc = acc / tl.where(total > 0.0, total, 1.0)
-    out_row = batch * stride_ob + query * stride_os + head * stride_oh
-    tl.store(out_ptr + out_row + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + lse_row, tl.where(total > 0.0, safe + tl.log(total), float("-inf")))
-
-
-class _Plan(NamedTuple):
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    per_sm: int  # programs that run on one SM at a time
-
-
-@tunable("NVIDIA H200, 2026-11-21")
-def _plan(
-    rows: int,
-    width_qk: int,
-    width_v: int,
-    shares: bool,
-    itemsize: int,
-    page_size: int,
-    aligned: bool,
-    fma: bool,
-    target: Target,
-) -> _Plan:
-    """`rows` of queries a kv head has; widths: of the head dims in pieces; `aligned`: 16-byte loads."""
-    # batch 64, 32/8 heads, 8192 keys, bf16, D128 unless said, ms; copying as many bytes takes 0.505 (D64 half, ...):
-    #   dense            128 keys 4 warps 3 stages 0.471; 64 keys 0.474 to 0.549; 8 warps the same
-    #     D64, D256      256 keys 3 stages 0.244 (128 keys 0.278);  64 keys 3 stages 0.929 of 1.010
-    #   pages of 64 on   64 keys 4 warps 3 stages 0.479; 128 keys 0.486;   D64 64 keys 6 stages 0.242 (3: 0.262)
-    #   pages of 1, 16   32 keys 4 warps 6 stages 0.487, 0.490; 64 keys 3 stages 0.640
-    #   8 or 16 queries  64 keys 4 warps 3 stages 0.473, 0.480; 128 keys 0.500, 0.508; 8 warps 0.53 to 0.66
-    #     pages of 16, 1   64 keys 6 stages 0.527, 0.506; 32 keys 0.640, 0.530
-    #   MLA, 128 heads   64 x 64 8 warps 2 stages 0.565, 64 x 32 3 stages 0.658, 32 x 32 0.80 (2 * 73 GFLOP)
-    #     16 heads         64 keys 4 warps 3 stages, 2 splits 0.160 of 0.142; 32 keys 0.170
-    #   float32, 4096 keys   4 rows 64 keys 3 stages 0.93 of 0.505; 16 rows 32 keys 1.65
-    key_bytes = (width_qk + (0 if shares else width_v)) * itemsize
-    rows = next_power_of_2(rows)
-    if fma:
-        # float32 products on the CUDA cores: every row counts
-        narrow = key_bytes <= 256 * itemsize
-        block_m = min(16 if narrow else 4, rows)
-        block_n = 16 if not narrow else 64 if block_m <= 4 and target.shared_per_block > 128 << 10 else 32
-        stages = max(1, min(3, 1 + (target.shared_per_block - (16 << 10)) // (block_n * key_bytes)))
-        return _Plan(block_m, block_n, 4, stages if target.has_async_copy else 1, 2)
-
-    is_wide = width_v > 256
-    # 64 rows take wgmma on Hopper, which errs there where values come in by single elements (Triton 3.6, dv of 7 or 16)
-    most = 64 if aligned and not (is_wide and not (shares and target.has_wgmma)) else 32
-    block_m = max(16, min(most, rows))
-    in_pages = page_size > 0 and page_size % 64 == 0  # blocks of keys lie in a page each
-    if page_size == 0 or is_wide:
-        block_n = max(16, min(256 if key_bytes >= 256 else 128, 1 << ((72 << 10) // key_bytes).bit_length() - 1))
-        block_n = block_n if block_m == 16 or is_wide else min(block_n, 64)
-        stages = 3 if block_m == 16 or page_size % 64 or not is_wide else 2
-    else:
-        block_n = 64 if in_pages or key_bytes < 512 or block_m > 16 else 32
-        stages = 3 if in_pages and block_n * key_bytes >= 32 << 10 else 6
-
-    def shared() -> int:
-        # a page id's load takes a stage; wgmma reads a tile while the next one arrives
-        tiles = max(1, stages - 1 - (page_size > 0) + (block_m == 64 and target.has_wgmma))
-        return block_m * width_qk * itemsize + tiles * block_n * key_bytes + 4096
-
-    while shared() > target.shared_per_block and stages > 2:
-        stages -= 1
-    while shared() > target.shared_per_block and block_n > 16:
-        block_n //= 2
-    num_warps = 8 if block_m * width_v * itemsize >= 1 << 15 else 4
-    per_sm = max(1, min(3 if page_size else 2, target.shared_per_sm // shared()))
-    return _Plan(block_m, block_n, num_warps, stages, per_sm)
-
-
-@functools.lru_cache(maxsize=1024)
-def _choose_splits(programs: int, keys: int, per_sm: int, target: Target) -> int:
-    """The fewest splits, of 256 keys or more, that fill the last wave of programs nearly as well as any would."""
-    slots = target.num_sms * per_sm
-    if programs == 0 or (per_sm > 1 and programs >= slots):
-        return 1  # programs that share an SM hide the last wave
-    choices = range(1, max(1, min(cdiv(keys, 256), cdiv(2 * slots, programs), 128)) + 1)
-    filled = [programs * splits / (cdiv(programs * splits, slots) * slots) for splits in choices]
-    return next(splits for splits, share in zip(choices, filled, strict=True) if share >= 0.95 * max(filled))
-
-
-def _decode_outputs(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor | None, head_dim_v: int, *_: Any
-) -> tuple[Tensor, Tensor]:
-    b, sq, h = query.shape[:3]
-    return query.new_empty(b, sq, h, head_dim_v), query.new_empty((b, h, sq), dtype=torch.float32)
-
-
-def _decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    head_dim_v: int,
-    cache_seqlens: Tensor,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    num_new: int,
-    left: int,
-    right: int,
-    softcap: float,
-    scale: float,
-    num_splits: int,
-    allow_tf32: bool,
-) -> tuple[Tensor, Tensor]:
-    out, lse = _decode_outputs(query, key_cache, value_cache, head_dim_v)
-    b, sq, h, dqk = query.shape
-    kv_heads, page_size = key_cache.shape[2], key_cache.shape[1]
-    capacity = page_size if page_table is None else page_size * page_table.shape[1]
-    target = Target.of(query.device)
-    fma = not target.has_tensor_core_dot or (query.dtype is torch.float32 and not allow_tf32)
-    wide, narrow = (pieces(d, 64 if fma else 512) for d in (dqk, head_dim_v))
-    shares = value_cache is None and narrow == wide[: len(narrow)]
-    value = key_cache if value_cache is None else value_cache
-    ratio = h // kv_heads if kv_heads else 1
-    paged = 0 if page_table is None else page_size
-    strides = [t.stride(dim) for t in (query, key_cache, value) for dim in range(3)]
-    unit = 8 if all(s % 8 == 0 for s in strides) else 1
-    plan = _plan(sq * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, unit == 8, fma, target)
-    tiles = cdiv(sq * ratio, plan.block_m)
-    if num_splits == 0:
-        # the queries stand at the end: a window of keys before them is all that is ever read
-        seen = min(capacity, left + sq) if left >= 0 else capacity
-        num_splits = _choose_splits(b * kv_heads * tiles, seen, plan.per_sm, target)
-    partial, partial_lse = out, lse
-    if num_splits > 1:
-        partial = query.new_empty((num_splits, *out.shape), dtype=torch.float32)
-        partial_lse = query.new_empty((num_splits, *lse.shape), dtype=torch.float32)
-    _decode_kernel[(b * kv_heads * tiles, num_splits)](
-        query, key_cache, value, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes,
-        sinks if num_splits == 1 else None, partial, partial_lse, b, sq, kv_heads, ratio, num_new, capacity, num_splits,
-        left, right, 0 if page_table is None else page_table.stride(0),
-        h if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0, scale, softcap,
-        *(s // unit for s in strides),
-        HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
-        HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0 and sq > 1, HAS_SOFTCAP=softcap > 0,
-        PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps, num_stages=plan.num_stages,
-    )  # fmt: skip
-    if num_splits > 1:
-        combine(partial, partial_lse, sinks, out, lse, out.stride()[:3])
-    return out, lse
-
-
-def combine(
-    partial: Tensor, partial_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, strides: tuple[int, ...]
-) -> None:
-    """Results of parts of the keys, weighted by their LSE, into `out`, with these strides by batch, query and head, and
-    `lse` [B, H, S]. partial [splits, B, S, H, E] and partial_lse [splits, B, H, S], float32; of a part with LSE -inf
-    nothing is read."""
-    num_splits, b, sq, h, head_dim_v = partial.shape
-    block_d = min(128, next_power_of_2(head_dim_v))
-    _combine_kernel[(b * sq * h, cdiv(head_dim_v, block_d))](
-        partial, partial_lse, sinks, out, lse, b * sq * h, sq, h, num_splits, *strides,
-        HEAD_DIM_V=head_dim_v, BLOCK_S=min(32, next_power_of_2(num_splits)), BLOCK_D=block_d, num_warps=2,
-    )  # fmt: skip
-
-
-def _append(
-    key_new: Tensor,
-    value_new: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    cache_seqlens: Tensor,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-) -> None:
-    b, num_new, kv_heads, dqk = key_new.shape
-    page_size = key_cache.shape[1]
-    value_new, value_cache = (value_new, value_cache) if value_new is not None else (None, None)
-    strides = [
-        s for t in (key_new, value_new, key_cache, value_cache) for s in ((0,) * 3 if t is None else t.stride()[:3])
-    ]
-    dv = 0 if value_new is None else value_new.shape[-1]
-    block_d = next_power_of_2(max(dqk, dv))
-    block_h = max(1, min(next_power_of_2(kv_heads), 2048 // block_d))
-    _append_kernel[(b * num_new, cdiv(kv_heads, block_h))](
-        key_new, value_new, key_cache, value_cache, cache_seqlens, page_table, cache_batch_idx,
-        num_new, kv_heads, page_size if page_table is None else page_size * page_table.shape[1],
-        0 if page_table is None else page_table.stride(0), *strides,
-        HEAD_DIM_QK=dqk, HEAD_DIM_V=dv, PAGE_SIZE=0 if page_table is None else page_size,
-        BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
-    )  # fmt: skip
-
-
-_decode_op = Op(
-    "decode_attention(Tensor query, Tensor key_cache, Tensor? value_cache, int head_dim_v, Tensor cache_seqlens, "
-    "Tensor? page_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? alibi_slopes, Tensor? sinks, "
-    "SymInt num_new, SymInt left, SymInt right, float softcap, float scale, int num_splits, bool allow_tf32) "
-    "-> (Tensor, Tensor)",
-    _decode,
-    _decode_outputs,
-)
-_append_op = Op(
-    "cache_append(Tensor key_new, Tensor? value_new, Tensor(a!) key_cache, Tensor(b!)? value_cache, "
-    "Tensor cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx) -> ()",
-    _append,
-    lambda *_: None,
-)
-
 Layout = Literal["bshd", "bhsd"]
+
+
 _OP = "decode_attention"
 
 
@@ -688,7 +150,7 @@ def decode_attention(
         value_cache    [C, L, K, E]  E up to 512; None: the first head_dim_v channels of the keys (MLA), read once
         cache_seqlens  [B] int32     rows of each sequence before the append, on the same device, never read by the host
                        but on the CPU; more than there is room for raises there, and counts as that elsewhere
-        key_new, value_new   [B, N, K, D], [B, N, K, E], written behind them; what the cache has no room for is dropped
+        key_new, value_new   [B, N, K, D], [B, N, K, E], written behind them; rows beyond the capacity are dropped
         page_table     [B, max pages] int32: page p of a sequence is its rows [p * page size, (p + 1) * page size)
         cache_batch_idx  [B] int32   the entry of the cache that serves each sequence (not with pages)
         cache_leftpad    [B] int32   a sequence's first row; its length still counts from row 0
@@ -705,10 +167,10 @@ def decode_attention(
     Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 [B, H, S], in nats.
         A query that sees no key gives 0 and -inf (the sink's score with a sink).
     Numerics: products and sums in float32; probabilities are rounded to the cache's dtype. float32 products follow
-        torch.backends.cuda.matmul.allow_tf32. What lies beyond a sequence's length is never read. Deterministic; the
+        torch.backends.cuda.matmul.allow_tf32. Rows beyond a sequence's length are never read. Deterministic; the
         number of splits, and so rounding, follows from shapes alone.
     Memory: out, and splits * B * S * H * (E + 1) * 4 bytes where keys are split.
-    Raises ValueError naming the argument, what it must be and what it was; NotImplementedError where a gradient is
+    Raises ValueError with the argument's name, requirement and value; NotImplementedError where a gradient is
         wanted: this is for inference.
     Source: flash-decoding (Dao et al. 2023); semantics of flash_attn_with_kvcache.
     """
@@ -737,20 +199,20 @@ def decode_attention(
     if cache_seqlens.device.type == "cpu" and cache_seqlens.numel() and not is_traced(cache_seqlens):
         longest = int(cache_seqlens.max())
         checks.require(
-            longest <= capacity, _OP, "cache_seqlens", f"be at most {capacity}, what there is room for", longest
+            longest <= capacity, _OP, "cache_seqlens", f"be at most {capacity}, the cache's capacity", longest
         )
     left, right = window_bounds(_OP, window_size)
     right = 0 if is_causal else right
     if rotary is not None:
         query, key_new = _rotate(query, key_new, rotary, rotary_interleaved, cache_seqlens, left >= 0 or right >= 0)
     if key_new is not None:
-        append = _append_op if runs_kernel else _append_ref
+        append = append_op if runs_kernel else _append_ref
         append(key_new, value_new, key_cache, value_cache, cache_seqlens, page_table, cache_batch_idx)
     num_new = 0 if key_new is None else key_new.shape[1]
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     if runs_kernel:
         slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
-        out, lse = _decode_op(
+        out, lse = decode_op(
             query, key_cache, value_cache, dv, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, slopes,
             None if sinks is None else sinks.contiguous(), num_new, left, right, float(softcap), scale,
             num_splits or 0, torch.backends.cuda.matmul.allow_tf32,

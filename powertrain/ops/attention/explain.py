@@ -28,7 +28,7 @@ class Column:
     problem: AttentionProblem
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...] = ()
-    backward: str | None = None  # who differentiates what `chosen` computed; None: nobody
+    backward: str | None = None  # the backend that differentiates the result of `chosen`; None: no gradient
 
     @property
     def chosen(self) -> str | None:
@@ -202,8 +202,8 @@ def _estimates(order: Order, problem: AttentionProblem, case: dict[str, Any]) ->
     for _, name in known:
         rates = order.estimates[name][: 2 if problem.needs_grad else 1]
         words.append(f"{name} {' + '.join(f'{f / r:.3f}' for f, r in zip(flops, rates, strict=False) if r)}")
-    what = "forward + backward" if problem.needs_grad else "forward"
-    return [f"estimated ms, {what}: {', '.join(words)}"] if words else []
+    passes = "forward + backward" if problem.needs_grad else "forward"
+    return [f"estimated ms, {passes}: {', '.join(words)}"] if words else []
 
 
 _SHAPES = {

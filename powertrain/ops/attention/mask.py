@@ -1,4 +1,4 @@
-"""MaskSpec: what every name for an attention mask means, as facts; MaskTensors: the tensors it needs.
+"""MaskSpec: an attention mask as facts, whatever its name elsewhere; MaskTensors: the tensors it needs.
 
 Query i of a sequence has the position p = i, or p = i + keys - queries if the mask is aligned bottom right. It sees
 key j when all of these hold:
@@ -76,7 +76,7 @@ class MaskSpec:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor | None]:
-        """(visible, added) for one sequence length: bool [b|1, h|1, queries, keys], and what is added to the capped
+        """(visible, added) for one sequence length: bool [b|1, h|1, queries, keys], and the term added to the capped
         scores, in `dtype` and broadcastable to the same, or None. `rows`: of these queries only.
 
         O(queries * keys) memory."""

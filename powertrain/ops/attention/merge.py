@@ -307,7 +307,7 @@ def merge_attentions(
     Returns (out, lse), out in the dtype of outs, lse float32; rows that no part saw give 0 and -inf.
     Numerics: float32, rounded once however many parts. Differentiable in outs and lses. Deterministic.
     Memory: n parts take n - 1 launches and, from 3 on, a float32 result between them; outs and lses are saved.
-    Raises ValueError naming the argument, what it must be and what it was. Double backward and vmap are not
+    Raises ValueError with the argument's name, requirement and value. Double backward and vmap are not
         implemented and say so.
     Source: online softmax, Milakov and Gimelshein, arXiv:1805.02867.
 
@@ -358,7 +358,7 @@ def merge_pair(
 ) -> tuple[Tensor, Tensor]:
     """`merge_attentions` of two parts, not rounded: (out, lse) in float32 (float64 for float64), without gradients.
 
-    Shapes: those of `merge_attentions`; `out` and `other` may differ in dtype, as a sum and what is added to it do.
+    Shapes: those of `merge_attentions`; `out` and `other` may differ in dtype, as a sum and its next term do.
     """
     packed = layout == "thd"
     if use_kernel("merge_attentions", out):

@@ -9,21 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import api, select
+from powertrain.ops.attention import api, autograd, select
 from powertrain.ops.attention.arguments import (
     Alignment,
-    Sizes,
-    as_int32,
-    check_qkv,
-    lower_mask,
-    make_call,
-    sequence_starts,
+    CallOptions,
+    MaskArguments,
+    PackedSequences,
+    dense_call,
+    packed_call,
 )
 from powertrain.ops.attention.backend_registry import backward_op, loaded_backwards
 from powertrain.ops.attention.backends import chunked
 from powertrain.ops.attention.layouts import to_lse_order
-from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, Layout, Varlen
-from powertrain.ops.attention.triton import backend as triton_backend
+from powertrain.ops.attention.operands import BackwardCall, OpArguments
+from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, Layout
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 
@@ -64,7 +63,7 @@ def attention_backward(
 
     Shapes: those of `attention`, or of `varlen_attention` with layout="thd"; Dv is the head dim of value.
         grad_out  as out, dtype of query
-        query, key, value, masks, scale, dropout_p, dropout_seed: what the forward over these keys was given
+        query, key, value, masks, scale, dropout_p, dropout_seed: those of the forward over these keys
         out       query's shape with Dv last, any floating dtype: the result over all keys
         lse       its log-sum-exp in nats, float32 [B, H, Sq], thd [H, Tq], bmghk [B, G, H, Sq]
         grad_lse  gradient of that LSE, float32, the same shape
@@ -81,7 +80,7 @@ def attention_backward(
         dq's last bits may differ. On the CPU in float32 (float64 for float64), by chunks, deterministic.
     Memory beyond the results: 8 bytes per query and head, and but for the universal kernels float32 sums of dq; on the
         CPU O(sequence), float32 copies among it.
-    Raises ValueError naming the argument, what it must be and what it was.
+    Raises ValueError with the argument's name, requirement and value.
     Source: Liu et al., arXiv:2310.01889 (ring attention); Dao, arXiv:2307.08691 (backward from out and LSE).
 
     Backward of a ring over `parts` of the keys, forward being merge_attentions over attention(..., return_lse=True):
@@ -93,7 +92,16 @@ def attention_backward(
     """
     op = "attention_backward"
     checks.one_of(op, "layout", layout, LAYOUTS)
-    sizes = check_qkv(op, query, key, value, layout)
+    if attn_bias is not None and attn_bias.requires_grad:
+        checks.fail(
+            op, "attn_bias", "not require a gradient (it gets none here: pass attn_bias.detach())", "one that does"
+        )
+    if dropout_p > 0 and dropout_seed is None:
+        checks.fail(op, "dropout_seed", "be that of the forward, where dropout_p is not 0", None)
+    mask = MaskArguments(
+        attn_bias, is_causal, causal_align, window_size, chunk_size, prefix_lengths, document_ids, alibi_slopes, softcap
+    )
+    options = CallOptions(scale, dropout_p, dropout_seed, grad_lse is not None)
     if layout == "thd":
         dense = dict(
             query_lengths=query_lengths, key_lengths=key_lengths, attn_bias=attn_bias, document_ids=document_ids
@@ -101,51 +109,33 @@ def attention_backward(
         _refuse(op, "thd", **dense)
         if cu_seqlens_q is None:
             checks.fail(op, "cu_seqlens_q", "be given for thd", None)
-        varlen = _packed(
-            op, (cu_seqlens_q, cu_seqlens_q_padded, seqused_q), (cu_seqlens_k, cu_seqlens_k_padded, seqused_k)
+        sequences = PackedSequences(
+            cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded, seqused_q, seqused_k
         )
-        sizes = sizes._replace(batch=cu_seqlens_q.shape[0] - 1)
+        call = packed_call(op, query, key, value, sequences, mask, options)
     else:
         packed = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
         _refuse(op, layout, **packed, cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_k_padded=cu_seqlens_k_padded)
-        queries, keys = as_int32(op, "query_lengths", query_lengths), as_int32(op, "key_lengths", key_lengths)
-        for name, lengths in (("query_lengths", queries), ("key_lengths", keys)):
-            checks.shape(op, name, lengths, (sizes.batch,), "batch")
-        varlen = Varlen(None, None, queries, keys, sizes.queries, sizes.keys)
-    if attn_bias is not None and attn_bias.requires_grad:
-        checks.fail(
-            op, "attn_bias", "not require a gradient (it gets none here: pass attn_bias.detach())", "one that does"
-        )
-    mask, tensors = lower_mask(
-        op, sizes, attn_bias=attn_bias, is_causal=is_causal, causal_align=causal_align, window_size=window_size,
-        chunk_size=chunk_size, prefix_lengths=prefix_lengths, document_ids=document_ids, alibi_slopes=alibi_slopes,
-        softcap=softcap,
-    )  # fmt: skip
-    if dropout_p > 0 and dropout_seed is None:
-        checks.fail(op, "dropout_seed", "be that of the forward, where dropout_p is not 0", None)
-    call = make_call(
-        op, query, key, value, layout, mask, tensors, varlen, scale, dropout_p, dropout_seed, grad_lse is not None, None
-    )
+        call = dense_call(op, query, key, value, layout, (query_lengths, key_lengths), mask, options)
     _check_results(op, call, grad_out, out, lse, grad_lse)
     with torch.no_grad():
         if not use_kernel("attention", query) or query.dtype is torch.float64:
             with without_autocast(query.device):
                 return chunked.backward(call, grad_out, out, lse, grad_lse)
-        grads = triton_backend.backward(
+        part = BackwardCall(
             _unit(grad_out), None if grad_lse is None else grad_lse.contiguous(), query, key, value, _unit(out),
-            lse.contiguous(), triton_backend.arguments(call), (True, True, True, False, False),
-            _differentiation(call, sizes, grad_lse is not None),
+            lse.contiguous(), [True, True, True, False], OpArguments.of(call),
         )  # fmt: skip
-    dq, dk, dv = grads[:3]
+        dq, dk, dv, _ = autograd.gradients(part, _differentiation(call, grad_lse is not None))
     assert dq is not None and dk is not None and dv is not None
     return dq, dk, dv
 
 
-def _differentiation(call: AttentionCall, sizes: Sizes, has_lse_grad: bool) -> Op:
+def _differentiation(call: AttentionCall, has_lse_grad: bool) -> Op:
     """The op that differentiates a call, as the selector decides."""
-    facts = api._facts(call, sizes, call.dropout_seed is not None)
+    facts = api.facts_of(call)
     if torch.compiler.is_compiling():
-        return loaded_backwards[_name_traced(has_lse_grad, *api._plain(facts, call.mask))]
+        return loaded_backwards[_name_traced(has_lse_grad, *facts.as_constants())]
     return backward_op(select.choose_backward(facts, lambda: api.problem_of(*facts), has_lse_grad))
 
 
@@ -162,24 +152,6 @@ def _refuse(op: str, layout: Layout, **given: object) -> None:
     for name, value in given.items():
         if value is not None:
             checks.fail(op, name, f"be None for layout {layout}", "one")
-
-
-_Starts = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens, those of padded storage, lengths
-
-
-def _packed(op: str, queries: _Starts, keys: _Starts) -> Varlen:
-    cu_q, padded_q, used_q = queries
-    cu_k, padded_k, used_k = keys
-    assert cu_q is not None
-    cu_k = cu_q if cu_k is None else cu_k
-    for name, tensor in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        checks.require(tensor.dim() == 1 and tensor.shape[0] > 0, op, name, "be [batch + 1]", list(tensor.shape))
-    checks.shape(op, "cu_seqlens_k", cu_k, cu_q.shape, "as cu_seqlens_q")
-    query_starts, query_used = sequence_starts(op, "q", cu_q, padded_q, used_q)
-    key_starts, key_used = sequence_starts(op, "k", cu_k, padded_k, used_k)
-    is_same = cu_k is cu_q and used_k is used_q
-    unordered = key_used is not None and padded_k is None and not is_same
-    return Varlen(query_starts, key_starts, query_used, key_used, unordered=unordered)
 
 
 def _check_results(

@@ -15,7 +15,7 @@ SizeClass = Literal["decode", "short", "medium", "long"]
 
 
 class Reason(NamedTuple):
-    """One unmet need of a backend: what it is, and what would change it."""
+    """One unmet requirement of a backend, and the change that would meet it."""
 
     text: str  # "cuDNN takes head_dim_qk up to 128 on sm_80, got 192"
     fix: str  # "use triton or flash-attn, a head dim of 128, or sm_90"
@@ -26,7 +26,7 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Lengths:
-    """What backends need to know of the sequence lengths, never the lengths themselves."""
+    """Facts of the sequence lengths that backends depend on, never the lengths themselves."""
 
     size: SizeClass = "long"  # queries: up to 16, 1024, 4096, more
     equal: bool = True  # as many queries as keys (thd: the same cu_seqlens)
@@ -61,7 +61,7 @@ _LengthFacts = tuple[SizeClass, bool, bool, bool, bool, bool, bool, bool]
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Facts of an attention, without tensors: what a policy may depend on. Equal problems get equal answers."""
+    """Facts of an attention, without tensors: all that a policy may depend on. Equal problems get equal answers."""
 
     dtype: torch.dtype
     head_dim_qk: int
@@ -100,6 +100,16 @@ class AttentionProblem:
         return self.num_heads != self.num_kv_heads
 
 
+class Sizes(NamedTuple):
+    """Sizes by the shapes of query, key and value; packed, queries and keys are the tokens of all sequences."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+
+
 class Varlen(NamedTuple):
     """Where the sequences of a thd layout lie, or how long those of a batch are. int32 on the device of the queries.
 
@@ -118,7 +128,7 @@ class Varlen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One checked call. Tensors stand as the caller gave them; `layout` says what their dims are.
+    """One checked call. Tensors stand as the caller gave them; `layout` names their dims.
 
     query  bshd [b, sq, h, dqk], bhsd [b, h, sq, dqk], sbhd [sq, b, h, dqk], thd [tq, h, dqk], bmghk [b, sq, g, h, dqk]
     key    the same with sk and kv heads (h a multiple of them); bmghk: query's g and h, stride 0 where expanded
@@ -138,6 +148,7 @@ class AttentionCall:
     dropout_seed: Tensor | None  # [2] int64 on the device; backends of ours draw keep from it, None: nothing is dropped
     return_lse: bool
     deterministic: bool
+    sizes: Sizes
 
     @property
     def has_lengths(self) -> bool:

@@ -1,8 +1,8 @@
 """Which backends compute a problem, forward and backward, and why the others do not: one decision.
 
-backend_order.py says in which order they are tried, backend_preferences.py what the user wants, the backends themselves
-what they lack: `why_not`, and `backward_why_not` of those that differentiate from out and LSE. Only the tensors of a
-call say the rest (strides, self-tests of a device); where they refuse, the universal kernels serve, which an event
+backend_order.py has the order in which they are tried, backend_preferences.py the user's preference, each backend its
+unmet requirements: `why_not`, and `backward_why_not` of those that differentiate from out and LSE. Only the tensors of
+a call say the rest (strides, self-tests of a device); where they refuse, the universal kernels serve, which an event
 reports.
 """
 
@@ -104,7 +104,7 @@ def why_other_backward(problem: AttentionProblem, decision: Decision, preference
 
 
 class Verdict(NamedTuple):
-    """What a selection says of one backend."""
+    """The outcome of a selection for one backend."""
 
     name: str
     verdict: str  # "chosen", "would do", "forbidden" (it would do otherwise) or "no"
@@ -181,7 +181,7 @@ def describe(p: AttentionProblem) -> str:
 
 
 _decisions: dict[Any, Any] = {}
-_settings: Settings | None = None  # what the decisions were made under
+_settings: Settings | None = None  # those the decisions were made under
 
 
 def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | Sequence[str] | None = None) -> Decision:
@@ -198,7 +198,7 @@ def choose(facts: Any, problem: Callable[[], AttentionProblem], backend: str | S
 
 
 def choose_backward(facts: Any, problem: Callable[[], AttentionProblem], has_lse_grad: bool) -> str:
-    """`decide_backward` by what context and environment say, remembered likewise."""
+    """`decide_backward` by context and environment, remembered likewise."""
     key = _key(facts, ("backward", has_lse_grad))
     name: str | None = _decisions.get(key)
     if name is None:
@@ -208,7 +208,7 @@ def choose_backward(facts: Any, problem: Callable[[], AttentionProblem], has_lse
 
 
 def _key(facts: Any, question: Any) -> tuple[Any, ...]:
-    """What a decision depends on. Decisions made under other settings are dropped."""
+    """All that a decision depends on. Decisions made under other settings are dropped."""
     global _settings
     now = settings()
     if now is not _settings:
@@ -236,7 +236,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant_to_dynamo(function: F) -> F:
-    """What torch.compiler.assume_constant_result does, which would import all of torch._dynamo."""
+    """As torch.compiler.assume_constant_result, which would import all of torch._dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -41,10 +41,10 @@ class Case:
 
 def cases(op: str | None = None) -> list[Case]:
     """All cases, or those of one op."""
-    found: list[Case] = []
+    every: list[Case] = []
     for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
-        found += importlib.import_module(f"{__name__}.{module}").CASES
-    return [case for case in found if op in (None, case.op)]
+        every += importlib.import_module(f"{__name__}.{module}").CASES
+    return [case for case in every if op in (None, case.op)]
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device, grad: bool = True) -> Tensor:

@@ -5,10 +5,10 @@
     tn  c = aᵀ b + bias     a [K, M], b [K, N]     dW = dyᵀ x
     accumulate: out += c    float32 out beside 16-bit a and b: Megatron's main_grad
 
-2 M N K operations; (M K + N K + M N) elements moved. Saves nothing: `gemm` is what functions with gradients are made
-of, and has none itself.
+2 M N K operations; (M K + N K + M N) elements moved. Saves nothing: `gemm` is a part of functions with
+gradients, and has none itself.
 
-Backends, of which `choose` picks one and says why: `hopper` (ops/gemm/hopper.py, sm_90) and `cublas` (what PyTorch
+Backends, of which `choose` picks one and says why: `hopper` (ops/gemm/hopper.py, sm_90) and `cublas` (as PyTorch
 calls; on the CPU, PyTorch's own).
 """
 
@@ -130,7 +130,7 @@ def _exact(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _backend_for(a: Tensor, b: Tensor, out: Tensor, layout: str, accumulate: bool) -> str:
-    """What serves these tensors on a GPU."""
+    """The backend for these tensors on a GPU."""
     M, N, K = hopper.sizes(a, b, layout)
     target = Target.of(a.device)
     choice = choose(M, N, K, dtype=a.dtype, out_dtype=out.dtype, accumulate=accumulate, target=target)
@@ -142,8 +142,8 @@ def _backend_for(a: Tensor, b: Tensor, out: Tensor, layout: str, accumulate: boo
             choice = Choice("cublas", {"hopper": reason})
     if tracing.first(("gemm", M, N, K, layout, a.dtype, choice.backend)):
         why = "".join(f"; not {name}: {reason}" for name, reason in choice.why_not.items())
-        what = f"{layout} M{M} N{N} K{K} {checks.name(a.dtype)}"
-        tracing.event("dispatch", f"gemm {what}: {choice.backend}{why}", op="gemm", backend=choice.backend)
+        sizes = f"{layout} M{M} N{N} K{K} {checks.name(a.dtype)}"
+        tracing.event("dispatch", f"gemm {sizes}: {choice.backend}{why}", op="gemm", backend=choice.backend)
     return choice.backend
 
 
@@ -230,7 +230,7 @@ def gemm(
         is rounded to 16 bits: each element gets one float32 addition. Deterministic.
     Memory: nothing beside out.
     backend: "hopper" or "cublas" instead of the chosen one (`choose` says which and why).
-    Raises ValueError naming the argument, what it must be and what it was; NotImplementedError if a gradient is wanted.
+    Raises ValueError with the argument's name, requirement and value; NotImplementedError if a gradient is wanted.
     """
     op = "gemm"
     _check(a, b, layout, out, accumulate, bias)
@@ -244,8 +244,8 @@ def gemm(
             "torch.nn.functional.linear"
         )
     if out is None:
-        found: Tensor = _gemm_op(a, b, bias, layout, backend)
-        return found
+        c: Tensor = _gemm_op(a, b, bias, layout, backend)
+        return c
     _gemm_into_op(a, b, out, bias, layout, accumulate, backend)
     return out
 

@@ -3,7 +3,7 @@
     c = op(a) op(b) + bias       [M, N], accumulated in float32
     nt  a [M, K], b [N, K]       y = x Wᵀ
     nn  a [M, K], b [K, N]       dx = dy W
-    tn  a [K, M], b [K, N]       dW = dyᵀ x, also added to what float32 c holds
+    tn  a [K, M], b [K, N]       dW = dyᵀ x, also added to float32 c
 
 One CTA an SM walks over tiles of c. A *loader* warp fetches blocks of a and b by TMA into a ring of stages; two
 *consumer* warpgroups multiply, half a tile each; two *storer* warps write the halves by TMA while the next tile is
@@ -24,375 +24,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from powertrain.ops.gemm.hopper_warps import (
+    Arrival,
+    Chunks,
+    ConsumerBuffers,
+    GemmConfig,
+    GemmOperands,
+    GemmSizes,
+    GemmStrides,
+    OperandStages,
+    consume,
+    load,
+    store,
+)
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime import checks
 from powertrain.runtime.gluon_compat import (
-    fence_proxy_async,
     gl,
-    gluon,
     hopper,
-    kept,
-    load_acquire,
     mbarrier,
-    named_barrier_arrive,
-    named_barrier_sync,
-    stores_landed,
-    tma,
-    tma_load,
-    tma_store,
-    tma_store_add,
 )
 from powertrain.runtime.launch import gluon_kernel
 from powertrain.runtime.target import Target
 
 LAYOUTS = ("nt", "nn", "tn")
-
-
-@gluon.jit
-def _chunk(bounds_ptr, order_ptr, position, M, CHUNKED: gl.constexpr):
-    """The chunk at `position` of the order: its index, first row and end."""
-    chunk = gl.to_tensor(0)
-    start = gl.to_tensor(0)
-    end = gl.to_tensor(0) + M
-    if CHUNKED:
-        chunk = gl.load(order_ptr + position)
-        start = gl.load(bounds_ptr + chunk)
-        end = gl.load(bounds_ptr + chunk + 1)
-    return chunk, start, end
-
-
-@gluon.jit
-def _tile_coords(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
-    """Tile number to (row, column): GROUP_M rows of tiles by all columns, so that what they read stays in L2."""
-    first = tile // (GROUP_M * tiles_n) * GROUP_M
-    height = gl.minimum(tiles_m - first, GROUP_M)
-    tile -= first * tiles_n
-    return first + tile % height, tile // height
-
-
-@gluon.jit
-def _behind(tile, tiles):
-    """This CTA's next tile after a chunk of `tiles`, relative to the next chunk's first tile."""
-    step = gl.num_programs(0)
-    return kept(tile + gl.maximum(gl.cdiv(tiles - tile, step), 0) * step - tiles)
-
-
-@gluon.jit
-def _advance(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    wraps = stage == STAGES
-    return gl.where(wraps, 0, stage), gl.where(wraps, phase ^ 1, phase)
-
-
-# Barriers by number, since a consumer comes to them without waiting for its other warps, as it would in Triton 3.6 to
-# come to an mbarrier: one for each stage, at which its 8 warps and the loader meet, and one for each consumer's turn
-_EMPTY = gl.constexpr(8)
-_TURN = gl.constexpr(14)
-
-
-@gluon.jit
-def _give_back(stage, STAGES: gl.constexpr):
-    """The stage before `stage` may be filled again."""
-    named_barrier_arrive(_EMPTY + gl.where(stage == 0, STAGES, stage) - 1, 288)
-
-
-@gluon.jit
-def _load(
-    a_ptr,
-    local_ptr,
-    b_ptr,
-    up_ptr,
-    a_smem,
-    b_smem,
-    full,
-    bounds_ptr,
-    order_ptr,
-    flags_ptr,
-    M,
-    N,
-    K,
-    chunks,
-    stride_a,
-    stride_b,
-    stride_up,
-    stride_local,
-    flag_step,
-    ready,
-    local_first,
-    local_end,
-    CHUNKED: gl.constexpr,
-    GATHERED: gl.constexpr,
-    LOCAL: gl.constexpr,
-    A_T: gl.constexpr,
-    B_T: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-):
-    STAGES: gl.constexpr = a_smem.shape[0]
-    BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * a_smem.dtype.primitive_bitwidth // 8
-    # made by the warp that uses them: acquiring a descriptor is a thread's own affair
-    a_layout: gl.constexpr = a_smem.layout
-    b_layout: gl.constexpr = b_smem.layout
-    if A_T:
-        a_desc = tma.make_tensor_descriptor(a_ptr, [K, M], [stride_a, 1], [BLOCK_K, BLOCK_M], a_layout)
-    else:
-        a_desc = tma.make_tensor_descriptor(a_ptr, [M, K], [stride_a, 1], [BLOCK_M, BLOCK_K], a_layout)
-    # of a gated product half a block's columns are of b, half of up
-    B_COLS: gl.constexpr = BLOCK_N if up_ptr is None else BLOCK_N // 2
-    if B_T:
-        b_desc = tma.make_tensor_descriptor(b_ptr, [K, N], [stride_b, 1], [BLOCK_K, BLOCK_N], b_layout)
-    else:
-        b_desc = tma.make_tensor_descriptor(b_ptr, [N, K], [stride_b, 1], [B_COLS, BLOCK_K], b_layout)
-    if up_ptr is not None:
-        up_desc = tma.make_tensor_descriptor(up_ptr, [N, K], [stride_up, 1], [B_COLS, BLOCK_K], b_layout)
-    local_start = gl.to_tensor(0)
-    if LOCAL:
-        local_start = gl.load(bounds_ptr + local_first)
-        rows = gl.load(bounds_ptr + local_end) - local_start
-        local_desc = tma.make_tensor_descriptor(local_ptr, [rows, K], [stride_local, 1], [BLOCK_M, BLOCK_K], a_layout)
-    tiles_n = gl.cdiv(N, B_COLS)
-    tile = gl.program_id(0)
-    stage = gl.to_tensor(0)
-    filled = gl.to_tensor(0)
-    chunk, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
-    for position in range(chunks):
-        # asked for now, used after this chunk's tiles
-        next_chunk, next_start, next_end = _chunk(
-            bounds_ptr, order_ptr, gl.minimum(position + 1, chunks - 1), M, CHUNKED
-        )
-        tiles_m = gl.cdiv(end - start, BLOCK_M)
-        tiles = tiles_m * tiles_n
-        is_local = (chunk >= local_first) & (chunk < local_end)
-        if GATHERED:
-            if (tile < tiles) & (is_local == 0):
-                seen = load_acquire(flags_ptr + chunk * flag_step)
-                while seen < ready:
-                    seen = load_acquire(flags_ptr + chunk * flag_step)
-                fence_proxy_async(seen)
-        for t in range(tile, tiles, gl.num_programs(0)):
-            tile_m, tile_n = _tile_coords(t, tiles_m, tiles_n, GROUP_M)
-            row = start + tile_m * BLOCK_M
-            col = tile_n * B_COLS
-            for k in range(0, K, BLOCK_K):
-                if filled >= STAGES:
-                    named_barrier_sync(_EMPTY + stage, 288)
-                filled += 1
-                bar = full.index(stage)
-                mbarrier.expect(bar, BYTES)
-                a_block = a_smem.index(stage)
-                if LOCAL:
-                    if is_local:
-                        tma_load(local_desc, [row - local_start, k], bar, a_block)
-                    else:
-                        tma_load(a_desc, [row, k], bar, a_block)
-                elif A_T:
-                    tma_load(a_desc, [k, row], bar, a_block)
-                else:
-                    tma_load(a_desc, [row, k], bar, a_block)
-                if B_T:
-                    tma_load(b_desc, [k, col], bar, b_smem.index(stage))
-                elif up_ptr is not None:
-                    tma_load(b_desc, [col, k], bar, b_smem.index(stage).slice(0, B_COLS, 0))
-                    tma_load(up_desc, [col, k], bar, b_smem.index(stage).slice(B_COLS, B_COLS, 0))
-                else:
-                    tma_load(b_desc, [col, k], bar, b_smem.index(stage))
-                stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        tile = _behind(tile, tiles)
-        chunk, start, end = next_chunk, next_start, next_end
-    # a barrier is left as it was found: whoever came is met
-    for n in range(gl.minimum(filled, STAGES)):
-        named_barrier_sync(_EMPTY + (filled - 1 - n) % STAGES, 288)
-
-
-@gluon.jit
-def _plus_bias(x, bias_ptr, col, N):
-    if bias_ptr is not None:
-        cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-        x += gl.expand_dims(gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32), 0)
-    return x
-
-
-@gluon.jit
-def _hand_over(x, c_smem, c_full, c_empty, phase):
-    """A part of the result to the storer."""
-    mbarrier.wait(c_empty, phase)
-    c_smem.store(x.to(c_smem.dtype))
-    hopper.fence_async_shared()
-    mbarrier.arrive(c_full, count=1)
-    return phase ^ 1
-
-
-@gluon.jit
-def _halves(x, layout: gl.constexpr):
-    ROWS: gl.constexpr = x.shape[0]
-    COLS: gl.constexpr = x.shape[1]
-    left, right = x.reshape([ROWS, 2, COLS // 2]).permute(0, 2, 1).split()
-    return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
-
-
-@gluon.jit
-def _consume(
-    a_smem,
-    b_smem,
-    c_smem,
-    full,
-    c_full,
-    c_empty,
-    bias_ptr,
-    up_bias_ptr,
-    bounds_ptr,
-    order_ptr,
-    M,
-    N,
-    K,
-    chunks,
-    CHUNKED: gl.constexpr,
-    A_T: gl.constexpr,
-    B_T: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    TILE_N: gl.constexpr,
-    CONSUMER: gl.constexpr,
-):
-    STAGES: gl.constexpr = a_smem.shape[0]
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
-    part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N // SPLIT, 16])
-    tiles_n = gl.cdiv(N, TILE_N)
-    blocks = gl.cdiv(K, BLOCK_K)
-    tile = gl.program_id(0)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    c_phase = gl.to_tensor(1)
-    if CONSUMER == 1:
-        named_barrier_arrive(_TURN, 256)  # the first turn is consumer 0's
-    _, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
-    for position in range(chunks):
-        # asked for now, used after this chunk's tiles
-        _, next_start, next_end = _chunk(bounds_ptr, order_ptr, gl.minimum(position + 1, chunks - 1), M, CHUNKED)
-        tiles_m = gl.cdiv(end - start, BLOCK_M)
-        tiles = tiles_m * tiles_n
-        for t in range(tile, tiles, gl.num_programs(0)):
-            acc = gl.zeros([ROWS, BLOCK_N], gl.float32, acc_layout)
-            for k in range(blocks):
-                mbarrier.wait(full.index(stage), phase)
-                a_block = a_smem.index(stage)
-                if A_T:
-                    a_block = a_block.slice(CONSUMER * ROWS, ROWS, 1).permute((1, 0))
-                else:
-                    a_block = a_block.slice(CONSUMER * ROWS, ROWS, 0)
-                b_block = b_smem.index(stage)
-                if not B_T:
-                    b_block = b_block.permute((1, 0))
-                # in turns, so that one's products are computed beside the other's end of a tile
-                if CONSUMERS == 2:
-                    named_barrier_sync(_TURN + CONSUMER, 256)
-                acc = hopper.warpgroup_mma(a_block, b_block, acc, is_async=True)
-                if CONSUMERS == 2:
-                    named_barrier_arrive(_TURN + 1 - CONSUMER, 256)
-                # the one before has finished, and its stage is free
-                acc = hopper.warpgroup_mma_wait(1, deps=[acc])
-                if k > 0:
-                    _give_back(stage, STAGES)
-                stage, phase = _advance(stage, phase, STAGES)
-            acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-            _give_back(stage, STAGES)
-            col = gl.to_tensor(0)
-            if bias_ptr is not None:
-                _, tile_n = _tile_coords(t, tiles_m, tiles_n, GROUP_M)
-                col = tile_n * TILE_N
-            c_part = c_smem.index(CONSUMER)
-            c_full_bar = c_full.index(CONSUMER)
-            c_empty_bar = c_empty.index(CONSUMER)
-            if AT_ONCE:
-                left, right = _halves(acc, part_layout)
-                left = _plus_bias(left, bias_ptr, col, N)
-                right = _plus_bias(right, up_bias_ptr, col + TILE_N - BLOCK_N // 2, N)
-                mbarrier.wait(c_empty_bar, c_phase)
-                c_smem.index(2 * CONSUMER).store(left.to(c_smem.dtype))
-                c_smem.index(2 * CONSUMER + 1).store(right.to(c_smem.dtype))
-                hopper.fence_async_shared()
-                mbarrier.arrive(c_full_bar, count=1)
-                c_phase ^= 1
-            elif SPLIT == 1:
-                acc = _plus_bias(acc, bias_ptr, col, N)
-                c_phase = _hand_over(acc, c_part, c_full_bar, c_empty_bar, c_phase)
-            else:
-                left, right = _halves(acc, part_layout)
-                left = _plus_bias(left, bias_ptr, col, N)
-                c_phase = _hand_over(left, c_part, c_full_bar, c_empty_bar, c_phase)
-                right = _plus_bias(right, bias_ptr, col + BLOCK_N // SPLIT, N)
-                c_phase = _hand_over(right, c_part, c_full_bar, c_empty_bar, c_phase)
-        tile = _behind(tile, tiles)
-        start, end = next_start, next_end
-    if CONSUMERS == 2:
-        if CONSUMER == 0:
-            named_barrier_sync(_TURN, 256)
-
-
-@gluon.jit
-def _store(
-    c_ptr,
-    c_smem,
-    c_full,
-    c_empty,
-    bounds_ptr,
-    order_ptr,
-    M,
-    N,
-    chunks,
-    stride_cm,
-    CHUNKED: gl.constexpr,
-    ADD: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    CONSUMER: gl.constexpr,
-):
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    COLS: gl.constexpr = BLOCK_N // SPLIT
-    dtype: gl.constexpr = c_smem.dtype
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], dtype)
-    tiles_n = gl.cdiv(N, BLOCK_N)
-    tile = gl.program_id(0)
-    phase = gl.to_tensor(0)
-    chunk, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
-    for position in range(chunks):
-        # asked for now, used after this chunk's tiles
-        next_chunk, next_start, next_end = _chunk(
-            bounds_ptr, order_ptr, gl.minimum(position + 1, chunks - 1), M, CHUNKED
-        )
-        tiles_m = gl.cdiv(end - start, BLOCK_M)
-        tiles = tiles_m * tiles_n
-        # a descriptor that ends where the chunk ends: a tile that reaches beyond writes nothing there
-        base = c_ptr + start.to(gl.int64) * stride_cm
-        if CHUNKED:
-            stores_landed(chunk)  # the one before may still be read by stores under way
-        desc = tma.make_tensor_descriptor(base, [end - start, N], [stride_cm, 1], [ROWS, COLS], layout)
-        for t in range(tile, tiles, gl.num_programs(0)):
-            tile_m, tile_n = _tile_coords(t, tiles_m, tiles_n, GROUP_M)
-            row = tile_m * BLOCK_M + CONSUMER * ROWS
-            for part in gl.static_range(SPLIT):
-                mbarrier.wait(c_full.index(CONSUMER), phase)
-                if ADD:
-                    tma_store_add(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))
-                else:
-                    tma_store(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))
-                tma.store_wait(0)
-                mbarrier.arrive(c_empty.index(CONSUMER), count=1)
-                phase ^= 1
-        tile = _behind(tile, tiles)
-        chunk, start, end = next_chunk, next_start, next_end
-    stores_landed(tile)
 
 
 @gluon_kernel(archs=(90,))
@@ -429,9 +84,9 @@ def _gemm_kernel(
 ):
     A_T: gl.constexpr = LAYOUT == "tn"
     B_T: gl.constexpr = LAYOUT != "nt"
-    CHUNKED: gl.constexpr = order_ptr is not None
-    GATHERED: gl.constexpr = flags_ptr is not None
-    LOCAL: gl.constexpr = local_ptr is not None
+    CONFIG: gl.constexpr = GemmConfig(
+        A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N
+    )  # fmt: skip
     dtype: gl.constexpr = a_ptr.dtype.element_ty
     out_dtype: gl.constexpr = c_ptr.dtype.element_ty
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
@@ -455,44 +110,35 @@ def _gemm_kernel(
         mbarrier.init(c_empty.index(i), count=1)
     hopper.fence_async_shared()
 
+    buffers = ConsumerBuffers(a_smem, b_smem, c_smem, full, c_full, c_empty)
+    stages = OperandStages(a_smem, b_smem, full)
+    chunked = Chunks(bounds_ptr, order_ptr, flags_ptr)
+    sizes = GemmSizes(M, N, K, chunks)
+    arrival = Arrival(flag_step, ready, local_first, local_end)
     if CONSUMERS == 1:
         gl.warp_specialize([
-        (_consume, (
-            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
-            chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 0,
+        (consume, (buffers, bias_ptr, bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG, 0)),
+        (load, (
+            GemmOperands(a_ptr, local_ptr, b_ptr, None), stages, chunked, sizes,
+            GemmStrides(stride_a, stride_b, 0, stride_local), arrival, CONFIG,
         )),
-        (_load, (
-            a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, bounds_ptr, order_ptr, flags_ptr, M, N, K,
-            chunks, stride_a, stride_b, 0, stride_local, flag_step, ready, local_first, local_end,
-            CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-        )),
-        (_store, (
-            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
-            stride_c, CHUNKED, ADD, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
+        (store, (
+            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks, stride_c, ADD, CONFIG, 0,
         )),
         ], [1, 1], [40, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-        (_consume, (
-            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
-            chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 0,
+        (consume, (buffers, bias_ptr, bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG, 0)),
+        (consume, (buffers, bias_ptr, bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG, 1)),
+        (load, (
+            GemmOperands(a_ptr, local_ptr, b_ptr, None), stages, chunked, sizes,
+            GemmStrides(stride_a, stride_b, 0, stride_local), arrival, CONFIG,
         )),
-        (_consume, (
-            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, bias_ptr, bounds_ptr, order_ptr, M, N, K,
-            chunks, CHUNKED, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CONSUMERS, SPLIT, False, BLOCK_N, 1,
+        (store, (
+            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks, stride_c, ADD, CONFIG, 0,
         )),
-        (_load, (
-            a_ptr, local_ptr, b_ptr, None, a_smem, b_smem, full, bounds_ptr, order_ptr, flags_ptr, M, N, K,
-            chunks, stride_a, stride_b, 0, stride_local, flag_step, ready, local_first, local_end,
-            CHUNKED, GATHERED, LOCAL, A_T, B_T, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-        )),
-        (_store, (
-            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
-            stride_c, CHUNKED, ADD, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 0,
-        )),
-        (_store, (
-            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks,
-            stride_c, CHUNKED, ADD, BLOCK_M, BLOCK_N, GROUP_M, CONSUMERS, SPLIT, 1,
+        (store, (
+            c_ptr, c_smem, c_full, c_empty, bounds_ptr, order_ptr, M, N, chunks, stride_c, ADD, CONFIG, 1,
         )),
         ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
 
@@ -519,7 +165,7 @@ class Plan(NamedTuple):
 
 
 def _plan(out: Tensor, bias: Tensor | None) -> Plan:
-    """The tiles of a call: 227 KiB of stages and of what the storers hold."""
+    """The tiles of a call: 227 KiB of stages and of results on their way out."""
     if out.dtype is torch.float32:
         return Plan(split=2)
     # a bias of 256 columns in registers spilled (Triton 3.9)

@@ -4,7 +4,7 @@
     y = act(z) + residual                               or z + residual
     y = act(z) * (a upᵀ + up_bias) + residual           gated: b and up [N, K] each
 
-The loader and the consumers are those of gemm/hopper.py. What follows a tile's product is done by three *finishers*, a
+The loader and the consumers are those of gemm/hopper.py. The epilogue of a tile is computed by three *finishers*, a
 warp each, while the next tile is multiplied: they read the tile from shared memory, where it is rounded to a's dtype,
 so that results have the bits of a GEMM followed by the activation, and take its pieces in turn. Gated, a tile of 256
 columns is 128 of b's and 128 of up's, which stand in the same thread.
@@ -14,8 +14,21 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from powertrain.ops.activations import _act, _gated
-from powertrain.ops.gemm.hopper import _consume, _load, _tile_coords, why_not
+from powertrain.ops.activations import activate, activate_gated
+from powertrain.ops.gemm.hopper import why_not
+from powertrain.ops.gemm.hopper_warps import (
+    Arrival,
+    Chunks,
+    ConsumerBuffers,
+    GemmConfig,
+    GemmOperands,
+    GemmSizes,
+    GemmStrides,
+    OperandStages,
+    consume,
+    load,
+    tile_coords,
+)
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.gluon_compat import (
     gl,
@@ -30,6 +43,24 @@ from powertrain.runtime.launch import gluon_kernel
 from powertrain.runtime.target import Target
 
 
+class EpiloguePointers(NamedTuple):
+    """None where not wanted."""
+
+    y: Any
+    z: Any  # the activation's input
+    up_z: Any
+    residual: Any
+    amax: Any
+
+
+class EpilogueStrides(NamedTuple):
+    """Between rows."""
+
+    y: Any
+    z: Any
+    residual: Any
+
+
 @gluon.jit
 def _piece(smem, piece, layout: gl.constexpr):
     """Rows of 64 columns by 8 of a half tile, as TMA's layout has them: panels of 64 columns, in which 8 rows are
@@ -41,27 +72,12 @@ def _piece(smem, piece, layout: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    y_ptr,
-    z_ptr,
-    up_z_ptr,
-    residual_ptr,
-    amax_ptr,
-    c_smem,
-    c_full,
-    c_empty,
-    M,
-    N,
-    stride_y,
-    stride_z,
-    stride_residual,
-    limit,
-    alpha,
-    KIND: gl.constexpr,
-    GATED: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    FINISHER: gl.constexpr,
-):
+    pointers, c_smem, c_full, c_empty, M, N, strides, limit, alpha,
+    KIND: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, FINISHER: gl.constexpr,
+):  # fmt: skip
+    """A finisher warp: every third piece of this CTA's tiles."""
+    y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr = pointers
+    stride_y, stride_z, stride_residual = strides
     ROWS: gl.constexpr = c_smem.shape[1]
     COLS: gl.constexpr = c_smem.shape[2]
     PIECES: gl.constexpr = ROWS // 8 * COLS // 64
@@ -77,17 +93,17 @@ def _finish(
     phase = gl.to_tensor(0)
     largest = gl.to_tensor(0)  # a number: a tile of them takes registers that the finishers do not have
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        tile_m, tile_n = _tile_coords(t, gl.cdiv(M, BLOCK_M), tiles_n, GROUP_M)
+        tile_m, tile_n = tile_coords(t, gl.cdiv(M, BLOCK_M), tiles_n, GROUP_M)
         for half in range(2):
             row = tile_m * BLOCK_M + half * ROWS
             mbarrier.wait(c_full.index(half), phase)
             if z_ptr is not None:
                 if half == FINISHER:
-                    tma_store(z_desc, [row, tile_n * TILE_N], c_smem.index(2 * half))
+                    tma_store(z_desc, [row, tile_n * TILE_N], c_smem.index(2 * half))  # [ROWS, COLS]
                     if GATED:
-                        tma_store(up_z_desc, [row, tile_n * TILE_N], c_smem.index(2 * half + 1))
+                        tma_store(up_z_desc, [row, tile_n * TILE_N], c_smem.index(2 * half + 1))  # [ROWS, COLS]
                     else:
-                        tma_store(z_desc, [row, tile_n * TILE_N + COLS], c_smem.index(2 * half + 1))
+                        tma_store(z_desc, [row, tile_n * TILE_N + COLS], c_smem.index(2 * half + 1))  # [ROWS, COLS]
             for n in range(FINISHER, PIECES if GATED else 2 * PIECES, 3):
                 part = n // PIECES
                 piece = n % PIECES
@@ -98,16 +114,16 @@ def _finish(
                 y = _piece(c_smem.index(2 * half + part), piece, layout).to(gl.float32)
                 if GATED:
                     up = _piece(c_smem.index(2 * half + 1), piece, layout).to(gl.float32)
-                    y = _gated(y, up, limit, alpha, KIND)[0]
+                    y = activate_gated(y, up, limit, alpha, KIND)[0]
                 elif KIND != "":
-                    y = _act(y, KIND)[0]
+                    y = activate(y, KIND)[0]
                 if residual_ptr is not None:
                     place = gl.expand_dims(r.to(gl.int64) * stride_residual, 1) + gl.expand_dims(c, 0)
                     place = gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 8])
-                    y += gl.load(residual_ptr + place, mask=inside, other=0.0).to(gl.float32)
+                    y += gl.load(residual_ptr + place, mask=inside, other=0.0).to(gl.float32)  # [8, 64]
                 y = y.to(dtype)
                 place = gl.expand_dims(r.to(gl.int64) * stride_y, 1) + gl.expand_dims(c, 0)
-                gl.store(y_ptr + gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 8]), y, mask=inside)
+                gl.store(y_ptr + gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 8]), y, mask=inside)  # [8, 64]
                 if amax_ptr is not None:
                     # magnitudes in the order of their bits, in which NaN is above all
                     size = gl.where(inside, y.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
@@ -167,37 +183,26 @@ def _epilogue_kernel(
         mbarrier.init(c_full.index(i), count=1)
         mbarrier.init(c_empty.index(i), count=3)
     hopper.fence_async_shared()
+    buffers = ConsumerBuffers(a_smem, b_smem, c_smem, full, c_full, c_empty)
+    stages = OperandStages(a_smem, b_smem, full)
+    pointers = EpiloguePointers(y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr)
+    strides = EpilogueStrides(stride_y, stride_z, stride_residual)
+    CONFIG: gl.constexpr = GemmConfig(False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, 2, 2, True, TILE_N)
     gl.warp_specialize([
-        (_consume, (
-            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, up_bias_ptr, None, None, M, N, K, 1,
-            False, False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, 2, 2, True, TILE_N, 0,
+        (consume, (buffers, bias_ptr, up_bias_ptr, None, None, GemmSizes(M, N, K, 1), CONFIG, 0)),
+        (consume, (buffers, bias_ptr, up_bias_ptr, None, None, GemmSizes(M, N, K, 1), CONFIG, 1)),
+        (load, (
+            GemmOperands(a_ptr, None, b_ptr, up_ptr), stages, Chunks(None, None, None), GemmSizes(M, N, K, 1),
+            GemmStrides(stride_a, stride_b, stride_up, 0), Arrival(0, 0, 0, 0), CONFIG,
         )),
-        (_consume, (
-            a_smem, b_smem, c_smem, full, c_full, c_empty, bias_ptr, up_bias_ptr, None, None, M, N, K, 1,
-            False, False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, 2, 2, True, TILE_N, 1,
-        )),
-        (_load, (
-            a_ptr, None, b_ptr, up_ptr, a_smem, b_smem, full, None, None, None, M, N, K, 1,
-            stride_a, stride_b, stride_up, 0, 0, 0, 0, 0,
-            False, False, False, False, False, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-        )),
-        (_finish, (
-            y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr, c_smem, c_full, c_empty, M, N, stride_y, stride_z,
-            stride_residual, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 0,
-        )),
-        (_finish, (
-            y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr, c_smem, c_full, c_empty, M, N, stride_y, stride_z,
-            stride_residual, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 1,
-        )),
-        (_finish, (
-            y_ptr, z_ptr, up_z_ptr, residual_ptr, amax_ptr, c_smem, c_full, c_empty, M, N, stride_y, stride_z,
-            stride_residual, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 2,
-        )),
+        (_finish, (pointers, c_smem, c_full, c_empty, M, N, strides, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 0)),
+        (_finish, (pointers, c_smem, c_full, c_empty, M, N, strides, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 1)),
+        (_finish, (pointers, c_smem, c_full, c_empty, M, N, strides, limit, alpha, KIND, GATED, BLOCK_M, GROUP_M, 2)),
         ], [4, 1, 1, 1, 1], [216, 72, 72, 72, 72])  # fmt: skip
 
 
 class Epilogue(NamedTuple):
-    """What follows the product. `kind`: of ops/activations.py, the gate's where `up` is given, or ""."""
+    """The epilogue of the product. `kind`: of ops/activations.py, the gate's where `up` is given, or ""."""
 
     kind: str = ""
     up: Tensor | None = None  # [N, K]
@@ -205,7 +210,7 @@ class Epilogue(NamedTuple):
     up_bias: Tensor | None = None  # beside bias only
     residual: Tensor | None = None  # [M, N]
     amax: Tensor | None = None  # [1] float32, raised to the largest |y|, NaN above all
-    z: Tensor | None = None  # [M, N]: what the activation gets is written here
+    z: Tensor | None = None  # [M, N]: the activation's input is written here
     up_z: Tensor | None = None
     limit: float = 7.0
     alpha: float = 1.702
@@ -222,7 +227,7 @@ def why_not_epilogue(a: Tensor, b: Tensor, epilogue: Epilogue) -> str | None:
 
 
 def hopper_epilogue(a: Tensor, b: Tensor, y: Tensor, epilogue: Epilogue) -> None:
-    """`y` and what `epilogue` asks for, on sm_90. a [M, K], b [N, K], y [M, N], all of one 16-bit dtype."""
+    """`y` and the results of `epilogue`, on sm_90. a [M, K], b [N, K], y [M, N], all of one 16-bit dtype."""
     e, (M, K), N = epilogue, a.shape, b.shape[0]
     block_m, block_n = 128, 256
     tiles = cdiv(M, block_m) * cdiv(N, block_n if e.up is None else block_n // 2)

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from powertrain.ops.activations import (
-    _GATED,
-    _KINDS,
-    _activation_bwd_op,
+    GATED,
+    KINDS,
     activation,
+    activation_bwd_op,
     activation_ref,
     gated_activation,
     gated_activation_ref,
@@ -75,7 +75,7 @@ def choose(
     target: Target | None = None,
 ) -> Choice:
     """Which backend `linear_activation` takes for M rows of K features and N results on `target` (None: the current
-    GPU), aligned memory assumed: "hopper", one kernel, or "apart", a product and what follows."""
+    GPU), aligned memory assumed: "hopper", one kernel, or "apart", a product and an activation kernel."""
     target = target or Target.of(torch.device("cuda"))
     # bf16, one H200, the product apart from its activation / in one, ms; M, N, K:
     #   swiglu 16384 14336 4096  5.08 / 4.81     8192 28672 8192  9.83 / 9.77     16384 4096 1024  0.475 / 0.388
@@ -123,7 +123,7 @@ def _self_test(device: torch.device) -> str | None:
     gate, other = (gemms._exact(a, x).to(a.dtype) for x in (b, up))
     exact = (gate.float().relu() * other.float() + residual.float()).to(a.dtype)
     pairs = ((y, exact), (z, gate), (up_z, other), (amax, exact.float().abs().amax()[None]))
-    wrong = sum(int((found != right).sum()) for found, right in pairs)
+    wrong = sum(int((result != right).sum()) for result, right in pairs)
     return f"its self-test gave {wrong} wrong results of {3 * y.numel() + 1}" if wrong else None
 
 
@@ -141,11 +141,11 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, up_weight: Tensor | None, up_bias: Tensor | None,
     residual: Tensor | None, kind: str, limit: float, alpha: float, keep: bool, measure: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    found = _outputs(x, weight, bias, up_weight, up_bias, residual, kind, limit, alpha, keep, measure)
-    y, amax, z, up_z = (t if t.numel() else None for t in found)
+    results = _outputs(x, weight, bias, up_weight, up_bias, residual, kind, limit, alpha, keep, measure)
+    y, amax, z, up_z = (t if t.numel() else None for t in results)
     assert y is not None
     hopper_epilogue(x, weight, y, Epilogue(kind, up_weight, bias, up_bias, residual, amax, z, up_z, limit, alpha))
-    return found
+    return results
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -164,7 +164,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     dz, dup = dy, dy
     if kind:
         options = (kind, "gate_first", gated, limit, alpha, True, gated, False)
-        dz, dup, _ = _activation_bwd_op(dy, z, up_z if gated else None, None, *options)
+        dz, dup, _ = activation_bwd_op(dy, z, up_z if gated else None, None, *options)
     dx = gemm(dz, weight, layout="nn") if need[0] else None
     if dx is not None and gated:
         torch.addmm(dx, dup, up_weight, out=dx)
@@ -206,7 +206,7 @@ def linear_activation(
     limit: float = 7.0,
     alpha: float = 1.702,
 ) -> Tensor:
-    """act(x Wᵀ + b), gated where `up_weight` is given, plus a residual: a linear layer and what follows it.
+    """act(x Wᵀ + b), gated where `up_weight` is given, plus a residual: a linear layer with its activation.
 
     Shapes: N features of the result, K of x, any leading dims.
         x          [..., K]  float32, float16 or bfloat16 (float64 on the CPU)
@@ -223,14 +223,14 @@ def linear_activation(
         that: the bits of both apart. A residual is added before the last rounding in one kernel, after it elsewhere.
         Deterministic.
     Memory: saves x, the weights, x Wᵀ + b and its up half; nothing of them when no gradient is wanted.
-    Raises ValueError naming the argument, what it must be and what it was. Double backward is not implemented in one
+    Raises ValueError with the argument's name, requirement and value. Double backward is not implemented in one
         kernel and says so.
     `choose` says which way is taken, and why. Modes that see operators (selective checkpointing, counting FLOPs) and
     torch.compile get the product and the activation apart.
     """
     _check(x, weight, kind, bias, up_weight, up_bias, residual, amax)
     options = (x, weight, kind, bias, up_weight, up_bias, residual, amax, limit, alpha)
-    act = "" if kind is None else kind if up_weight is None else _GATED[kind]
+    act = "" if kind is None else kind if up_weight is None else GATED[kind]
     biases = [None if b is None else b.contiguous() for b in (bias, up_bias)]
     rows = None if residual is None else as_rows(residual)
     if not _is_one_kernel(x, weight, Epilogue(act, up_weight, biases[0], biases[1], rows)):
@@ -245,13 +245,13 @@ def _in_one(act: str, biases: list[Tensor | None], rows: Tensor | None, options:
         return _apart(*options)
     differentiable = (x, weight, bias, up_weight, up_bias, residual)
     wants_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
-    found = _linear_activation_op(
+    results = _linear_activation_op(
         as_rows(x), weight, biases[0], up_weight, biases[1], rows, act, float(limit), float(alpha),
         wants_gradients and bool(act), amax is not None,
     )  # fmt: skip
     if amax is not None:
-        torch.maximum(amax, found[1].detach(), out=amax)
-    y: Tensor = found[0]
+        torch.maximum(amax, results[1].detach(), out=amax)
+    y: Tensor = results[0]
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -276,9 +276,9 @@ def _check(
 ) -> None:  # fmt: skip
     op = "linear_activation"
     if up_weight is not None:
-        checks.one_of(op, "kind", kind, tuple(_GATED))
+        checks.one_of(op, "kind", kind, tuple(GATED))
     elif kind is not None:
-        checks.one_of(op, "kind", kind, _KINDS)
+        checks.one_of(op, "kind", kind, KINDS)
     checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
     checks.require(weight.dim() == 2, op, "weight", "be [N, K]", list(weight.shape))
     checks.floating(op, x=x, weight=weight, bias=bias, up_weight=up_weight, up_bias=up_bias, residual=residual)

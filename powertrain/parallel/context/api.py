@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from powertrain.ops.attention import attention, varlen_attention
-from powertrain.ops.attention.arguments import check_qkv, lower_mask
+from powertrain.ops.attention.arguments import MaskArguments, check_qkv, lower_mask
 from powertrain.ops.attention.layouts import from_bshd, to_bshd
 from powertrain.ops.attention.problem import Layout
 from powertrain.parallel.context.block_attention import Mask
@@ -281,7 +281,7 @@ class ContextParallel:
         # batch arguments become document arguments there
         if sharding.is_packed:
             sizes = sizes._replace(batch=len(sharding.bounds))
-        lower_mask(op, sizes, **checked)
+        lower_mask(op, sizes, MaskArguments(**checked))
         impossible = _impossible(options, sharding, sizes.heads, self.world_size)
         batch = 1 if sharding.is_packed else sizes.batch
         choice = choose_mode(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, varlen_attention
-from powertrain.ops.attention.arguments import Sizes, lower_mask
+from powertrain.ops.attention.arguments import MaskArguments, lower_mask
+from powertrain.ops.attention.problem import Sizes
 
 B, S, H, K, D = 2, 8, 4, 2, 16  # batch, sequence, heads, key heads, head dim
 INT = torch.int32
@@ -112,7 +113,7 @@ def test_a_window_wider_than_int32_counts_is_every_key() -> None:
     q = torch.randn(1, 9, 1, 8)
     wide = attention(q, q, q, window_size=(2**40, 2**31 - 1), backend="reference")
     assert torch.equal(wide, attention(q, q, q, backend="reference"))
-    mask, _ = lower_mask("attention", Sizes(1, 9, 9, 1, 1), window_size=(2**40, -1))
+    mask, _ = lower_mask("attention", Sizes(1, 9, 9, 1, 1), MaskArguments(window_size=(2**40, -1)))
     assert (mask.left, mask.right) == (2**30, -1)
 
 

@@ -14,11 +14,11 @@ from powertrain.ops.attention import (
     explain_attention,
 )
 from powertrain.ops.attention.backends import cudnn_backward
-from powertrain.ops.attention.backends.cudnn_backward import cudnn_attention_bwd, why_not_cudnn_backward
+from powertrain.ops.attention.backends.cudnn_backward import cudnn_attention_backward, why_not_cudnn_backward
 from powertrain.ops.attention.backends.versions import Installed, assume
 from powertrain.ops.attention.layouts import from_bhsd
+from powertrain.ops.attention.operands import BackwardCall, OpArguments
 from powertrain.ops.attention.problem import Layout
-from powertrain.ops.attention.triton.backend import _Args, _bwd_outputs
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from tests.ops.attention.attention_launches import META, any_order
@@ -41,8 +41,22 @@ def _cudnn(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     return ds.to(q.dtype) @ b.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _args(layout: Layout = "bshd", **changes: Any) -> _Args:
-    return _Args(*(None,) * 11, layout, 0.1, 0.0, 0.0, -1, 0, 0, True)._replace(**changes)
+def _args(layout: Layout = "bshd", **changes: Any) -> OpArguments:
+    return OpArguments(*(None,) * 11, layout, 0.1, 0.0, 0.0, -1, 0, 0, True)._replace(**changes)
+
+
+def _backward(call: BackwardCall) -> tuple[Tensor, ...]:
+    return cudnn_attention_backward(call, call.operands())
+
+
+def _why_not(out: Tensor, args: OpArguments | None = None, dlse: Tensor | None = None, **qkv: Tensor) -> str | None:
+    lse = torch.empty(2, 4, 24, device=META)
+    call = BackwardCall(
+        dout=out, dlse=dlse, out=out, lse=lse, need=[True] * 4, args=_args() if args is None else args, **qkv
+    )
+    # packed sequences are refused before any size is read
+    operands = call._replace(args=call.args._replace(layout="bshd")).operands()
+    return why_not_cudnn_backward(call, operands)
 
 
 def _tensors(layout: Layout, kv_heads: int, device: str = "cpu") -> list[Tensor]:
@@ -64,10 +78,11 @@ def test_what_is_handed_over(layout: Layout, causal: bool, monkeypatch: pytest.M
     out, lse = attention(q, k, v, return_lse=True, **options)
     expected = torch.autograd.grad(out, (q, k, v), dout)
     args = _args(layout, right=0 if causal else -1)
-    found = cudnn_attention_bwd(dout, None, *inputs, out.detach(), lse.detach(), [True] * 4, *args)
+    call = BackwardCall(dout, None, q, k, v, out.detach(), lse.detach(), [True] * 4, args)
+    found = _backward(call)
     for ours, theirs in zip(found[:3], expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
-    some = cudnn_attention_bwd(dout, None, *inputs, out.detach(), lse.detach(), [False, True, False, False], *args)
+    some = _backward(call._replace(need=[False, True, False, False]))
     assert [x.numel() > 0 for x in some] == [False, True, False, False]
     assert torch.equal(some[1], found[1])
 
@@ -83,11 +98,12 @@ def test_strides_and_what_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", cudnn, raising=False)
     monkeypatch.setattr(cudnn_backward, "why_not_cudnn_backward", lambda *_: None)
     dout, query, key, value, out = _tensors("bshd", 1)
-    tensors = dout.sum().expand_as(dout), None, query, key.expand(-1, -1, 4, -1), value.expand(-1, -1, 4, -1), out
-    call = (*tensors, torch.ones(2, 4, 24), [True] * 4, *_args())
-    found = cudnn_attention_bwd(*call)
+    key, value = (x.expand(-1, -1, 4, -1) for x in (key, value))
+    lse = torch.ones(2, 4, 24)
+    call = BackwardCall(dout.sum().expand_as(dout), None, query, key, value, out, lse, [True] * 4, _args())
+    found = _backward(call)
     assert [x.shape[1] for x in given] == [4, 4, 1, 1] and 0 not in given[0].stride()
-    for ours, told in zip(found, _bwd_outputs(*call), strict=True):
+    for ours, told in zip(found, call.outputs(), strict=True):
         assert ours.shape == told.shape and ours.stride() == told.stride()
 
 
@@ -111,8 +127,8 @@ def test_strides_and_what_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_it_is_not_asked(changes: dict[str, Any], reason: str) -> None:
     _, query, key, value, out = _tensors("bshd", 4, "meta")
     with record("sm_90"), assume(PLAIN):
-        assert why_not_cudnn_backward(query, key, value, out, None, _args()) is None
-        found = why_not_cudnn_backward(query, key, value, out, None, _args(**changes))
+        assert _why_not(query=query, key=key, value=value, out=out) is None
+        found = _why_not(query=query, key=key, value=value, out=out, args=_args(**changes))
         assert found is not None and any(part in found for part in reason.split("|")), found
 
 
@@ -121,8 +137,7 @@ def test_tensors_it_is_not_asked() -> None:
     lse = torch.empty(2, 4, 24, device=META)
 
     def reason(**changes: Any) -> str:
-        given = dict(query=query, key=key, value=value, out=out, dlse=None, args=_args()) | changes
-        return why_not_cudnn_backward(**given) or "none"
+        return _why_not(**{**dict(query=query, key=key, value=value, out=out), **changes}) or "none"
 
     with record("sm_90"), assume(PLAIN):
         assert reason() == "none"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import decode
+from powertrain.ops.attention import combine, decode_kernels
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from powertrain.ops.attention.merge import merge_attentions
 from powertrain.ops.attention.triton.tiles import pieces
@@ -428,7 +428,8 @@ def test_random_problems(first: int, device: torch.device) -> None:
 def test_every_kernel_is_recorded() -> None:
     with record("sm_90") as wanted:
         launch_decode_kernels(torch.bfloat16)
-    every = {value.name for value in vars(decode).values() if isinstance(value, Kernel)}
+    kernels = [*vars(decode_kernels).values(), *vars(combine).values()]
+    every = {value.name for value in kernels if isinstance(value, Kernel)}
     assert {spec.kernel.name for spec in wanted.specs} >= every
 
 
@@ -444,12 +445,12 @@ def test_plans_fit(itemsize: int, card: str) -> None:
         for rows, page_size, aligned in itertools.product([1, 4, 16, 100], [0, 1, 16, 48, 64, 256], [True, False]):
             shares = dqk == 576
             wide, narrow = (sum(pieces(d, 64 if fma else 512)) for d in (dqk, dv))
-            plan = decode._plan(rows, wide, narrow, shares, itemsize, page_size, aligned, fma, target)
+            plan = decode_kernels._plan(rows, wide, narrow, shares, itemsize, page_size, aligned, fma, target)
             one_stage = plan.block_n * (wide + (0 if shares else narrow)) * itemsize
             assert plan.block_n & (plan.block_n - 1) == 0 and plan.block_n >= 16
             assert plan.num_stages == 1 or max(1, plan.num_stages - 2) * one_stage <= target.shared_per_block
             for programs, keys in [(1, 1), (8, 131072), (512, 8192), (10**6, 300)]:
-                splits = decode._choose_splits(programs, keys, plan.per_sm, target)
+                splits = decode_kernels._choose_splits(programs, keys, plan.per_sm, target)
                 assert 1 <= splits <= 128 and (splits - 1) * programs <= 2 * target.num_sms * plan.per_sm
 
 

@@ -18,6 +18,9 @@ from torch import Tensor
 from powertrain.ops.attention import attention, select, varlen_attention
 from powertrain.ops.attention.backends import versions
 from powertrain.ops.attention.hopper import backend as hopper_backend
+from powertrain.ops.attention.hopper import forward as hopper_forward
+from powertrain.ops.attention.hopper import plans
+from powertrain.ops.attention.operands import Operands
 from powertrain.runtime.compile.service import Spec, entry_for
 from powertrain.runtime.compile.triton_compat import lower
 from powertrain.runtime.errors import CompileError
@@ -158,17 +161,17 @@ def test_what_is_packed_and_cut() -> None:
 
 def test_heads_share_a_tile_where_that_makes_fewer() -> None:
     def packs(queries: int) -> list[int]:
-        return [hopper_backend.heads_per_tile_for(repeats, queries, 128) for repeats in (1, 4, 6, 7, 24, 32)]
+        return [plans.heads_per_tile_for(repeats, queries, 128) for repeats in (1, 4, 6, 7, 24, 32)]
 
     assert packs(1) == [1, 4, 8, 8, 16, 16]
     assert packs(96) == [1, 4, 1, 8, 8, 16]
     assert packs(128) == [1] * 6
-    assert hopper_backend.heads_per_tile_for(4, 300, 128) == 4 and hopper_backend.heads_per_tile_for(4, 500, 128) == 1
+    assert plans.heads_per_tile_for(4, 300, 128) == 4 and plans.heads_per_tile_for(4, 500, 128) == 1
 
 
 def test_keys_are_cut_where_tiles_do_not_fill_the_sms() -> None:
     def cuts(tiles: int, blocks: int, rows: int = 2048) -> int:
-        return hopper_backend.num_splits_for(tiles, blocks, rows * 128 * 4, 132)
+        return plans.num_splits_for(tiles, blocks, rows * 128 * 4, 132)
 
     assert [cuts(tiles, 256) for tiles in (8, 16, 64, 128, 132, 192, 264)] == [16, 8, 2, 1, 1, 2, 1]
     assert [cuts(16, blocks) for blocks in (1, 2, 8, 32)] == [1, 1, 1, 8]
@@ -203,8 +206,8 @@ def test_alibi_is_lowered(causal: bool, packed: bool) -> None:
 @compiled
 def test_two_slots_of_queries_are_refused_where_two_loops_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """ptxas 12.8 took an address computed ahead of the first loop for the second, which may be reached without it."""
-    plan = hopper_backend.plan_for(128, 128, 512)._replace(q_held=False)
-    monkeypatch.setattr(hopper_backend, "plan_for", lambda *sizes: plan)
+    plan = plans.plan_for(128, 128, 512)._replace(q_held=False)
+    monkeypatch.setattr(plans, "plan_for", lambda *sizes: plan)
     [spec] = _forward(128, 128, 512, is_causal=False)
     with pytest.raises(CompileError, match="Q_SLOTS must be 1 where q is read in two loops"):
         entry_for(spec)
@@ -326,17 +329,18 @@ def test_backward_is_hoppers_cudnns_or_tritons(cudnn: int, monkeypatch: pytest.M
 
 def test_heads_of_a_group() -> None:
     mib = 2**20
-    found = [hopper_backend.group_for(n * mib, 1, True) for n in (1, 2, 4, 8, 64)]
+    found = [plans.group_for(n * mib, 1, True) for n in (1, 2, 4, 8, 64)]
     assert found == [8, 8, 4, 4, 4]
-    assert hopper_backend.group_for(4 * mib, 4, True) == 8
-    assert hopper_backend.group_for(4 * mib, 1, False) == 1 and hopper_backend.group_for(4 * mib, 4, False) == 4
+    assert plans.group_for(4 * mib, 4, True) == 8
+    assert plans.group_for(4 * mib, 1, False) == 1 and plans.group_for(4 * mib, 4, False) == 4
 
 
-def _right(query: Tensor, key: Tensor, value: Tensor, args: Any, plan: Any = None) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = attention(
+def _right(operands: Operands, plan: Any = None) -> tuple[Tensor, Tensor]:
+    query, key, value = operands.q.tensor, operands.k.tensor, operands.v.tensor
+    result: tuple[Tensor, Tensor] = attention(
         query, key, value, is_causal=True, return_lse=True, backend="reference"
     )  # scale: the usual one
-    return found
+    return result
 
 
 @pytest.mark.parametrize("pack, partial", [(1, False), (4, False), (16, False), (8, True)])
@@ -346,9 +350,9 @@ def test_self_tests_see_what_is_wrong(
 ) -> None:
     device, plan = (
         torch.device("cpu"),
-        hopper_backend.plan_for(*head_dims, 512)._replace(heads_per_tile=pack, partial=partial),
+        plans.plan_for(*head_dims, 512)._replace(heads_per_tile=pack, partial=partial),
     )
-    monkeypatch.setattr(hopper_backend, "_launch", _right)
+    monkeypatch.setattr(hopper_backend, "launch_forward", _right)
     assert hopper_backend._forward_self_test(device, plan) is None
 
     def wrong(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -356,7 +360,7 @@ def test_self_tests_see_what_is_wrong(
         out[0, 3, 0, 5] = float("nan")
         return out, lse
 
-    monkeypatch.setattr(hopper_backend, "_launch", wrong)
+    monkeypatch.setattr(hopper_backend, "launch_forward", wrong)
     expected = f"its self-test gave 1 wrong results of {(189 if partial else 192) * (head_dims[1] + 1)}"
     assert hopper_backend._forward_self_test(device, plan) == expected
 
@@ -367,9 +371,9 @@ def test_the_backwards_self_test_sees_what_is_wrong(monkeypatch: pytest.MonkeyPa
     small = hopper_backend._small(torch.device("cpu"), width, width)
     query, key, value = (x.clone().requires_grad_() for x in small.inputs[1:])
     with torch.enable_grad():
-        out, _ = _right(query, key, value, small.args)
+        out, _ = _right(Operands.of(query, key, value, small.args))
     grads = list(torch.autograd.grad(out, (query, key, value), small.inputs[0]))
-    monkeypatch.setattr(hopper_backend, "hopper_attention_bwd", lambda *_: (*grads, torch.empty(0)))
+    monkeypatch.setattr(hopper_backend, "launch_backward", lambda *_: (*grads, torch.empty(0)))
     assert hopper_backend._backward_self_test(torch.device("cpu"), width, in_turn) is None
     grads[1] = -grads[1]
     expected = f"wrong results of {3 * 192 * width}"
@@ -382,7 +386,7 @@ def test_a_failed_self_test_leaves_it_to_triton(
     """Each plan by itself."""
     if settings().interpret:
         pytest.skip("another reason comes first")
-    wrong, right = hopper_backend.plan_for(64, 64, 512), hopper_backend.plan_for(128, 128, 512)
+    wrong, right = plans.plan_for(64, 64, 512), plans.plan_for(128, 128, 512)
     reason = "its self-test gave 7 wrong results of 9"
     monkeypatch.setattr(hopper_backend, "_self_tests", {})
     monkeypatch.setattr(hopper_backend, "_forward_self_test", lambda device, plan: reason if plan == wrong else None)
@@ -411,9 +415,9 @@ def test_what_is_kept_is_allocated_by_another_thread(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"the default stream of {device}")
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    monkeypatch.setattr(hopper_backend, "_counters", {})
+    monkeypatch.setattr(hopper_forward, "_counters", {})
     x: Any = SimpleNamespace(is_meta=False, device=torch.device("cpu"), get_device=lambda: 0)
-    first, second = hopper_backend._counter(x), hopper_backend._counter(x)
+    first, second = hopper_forward._counter(x), hopper_forward._counter(x)
     assert first is second and first.dtype is torch.int32 and first.tolist() == [0]
     assert len(threads) == 1 and threads[0] != threading.get_ident()
     assert waits == ["the default stream of cpu"]

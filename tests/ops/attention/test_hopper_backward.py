@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from powertrain.ops.attention.hopper.backward import hopper_attention_bwd, plan_for, why_not_backward
-from powertrain.ops.attention.triton.backend import _Args
+from powertrain.ops.attention.hopper.backward import launch_backward, plan_for, why_not_backward
+from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operands
 from powertrain.runtime.compile.service import entry_for
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
@@ -20,8 +20,8 @@ META = torch.device("meta")
 NDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 
 
-def _args(**given: Any) -> _Args:
-    return _Args(*(None,) * 11, "bshd", 0.1, 0.0, 0.0, -1, 0, 0, True)._replace(**given)
+def _args(**given: Any) -> OpArguments:
+    return OpArguments(*(None,) * 11, "bshd", 0.1, 0.0, 0.0, -1, 0, 0, True)._replace(**given)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -42,12 +42,13 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 )
 def test_features(args: dict[str, Any], reason: str | None) -> None:
     q, k = _empty(2, 64, 4, 128), _empty(2, 64, 2, 128)
-    assert why_not_backward(q, k, k, _args(**args)) == reason
+    assert why_not_backward(Operands.of(q, k, k, _args(**args))) == reason
 
 
 def test_tensors() -> None:
     def reason(query: Tensor, key: Tensor | None = None) -> str | None:
-        return why_not_backward(query, query if key is None else key, query if key is None else key, _args())
+        key = query if key is None else key
+        return why_not_backward(Operands.of(query, key, key, _args()))
 
     assert "not float32" in str(reason(_empty(2, 64, 4, 128, dtype=torch.float32)))
     assert reason(_empty(2, 64, 4, 256)) is None and reason(_empty(2, 64, 4, 200)) is None
@@ -73,7 +74,8 @@ def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, **
         q, k, out, v = (x.flatten(0, 1) for x in (q, k, out, v))
     lse = _empty(4, 1024, dtype=torch.float32) if args.layout == "thd" else _empty(2, 4, 512, dtype=torch.float32)
     with record("sm_90") as wanted:
-        hopper_attention_bwd(out, None, q, k, v, out, lse, [*need, False], *args)
+        call = BackwardCall(out, None, q, k, v, out, lse, [*need, False], args)
+        launch_backward(call, call.operands())
     names = [spec.kernel.name for spec in wanted.specs]
     main = "_hopper_attention_bwd_d256_kernel" if head_dim > 192 else "_hopper_attention_bwd_kernel"
     every = ["_hopper_attention_bwd_preprocess_kernel", main, "_hopper_attention_dq_kernel"]

@@ -16,7 +16,7 @@ from powertrain.ops.attention.backends import flash_attn, zero_padding
 from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
-from powertrain.ops.attention.problem import AttentionCall, Layout, Varlen
+from powertrain.ops.attention.problem import AttentionCall, Layout, Sizes, Varlen
 from powertrain.runtime import settings as settings_module
 from powertrain.runtime.compile.prebuild import build
 from powertrain.runtime.errors import CompileError, CompileTimeout
@@ -224,7 +224,8 @@ def _call(layout: Layout = "bshd", mask: MaskSpec | None = None, **options: Any)
     usual: dict[str, Any] = {"scale": 0.25, "dropout_p": 0.0, "return_lse": False, "deterministic": False}
     usual |= options
     return AttentionCall(
-        q, k, v, layout, mask or MaskSpec(right=0), MaskTensors(), Varlen(), dropout_seed=None, **usual
+        q, k, v, layout, mask or MaskSpec(right=0), MaskTensors(), Varlen(), dropout_seed=None,
+        sizes=Sizes(2, 2, 2, 6, 6), **usual,
     )  # fmt: skip
 
 

@@ -112,8 +112,8 @@ class _Chunked(torch.autograd.Function):
                 if grad is not None:
                     outs.append(result)
                     grads.append(grad.narrow(dim, rows[0], rows[1] - rows[0]).to(result.dtype))
-            found = torch.autograd.grad(outs, list(wanted.values()), grads, allow_unused=True)
-            for total, grad in zip(totals.values(), found, strict=True):
+            parts = torch.autograd.grad(outs, list(wanted.values()), grads, allow_unused=True)
+            for total, grad in zip(totals.values(), parts, strict=True):
                 if grad is not None:
                     total += grad
         inputs = (q, k, v, tensors.bias, tensors.sinks)

@@ -11,51 +11,43 @@ Source: PyTorch's aten/src/ATen/native/cudnn/MHA.cpp for the arguments: LSE in n
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from powertrain.ops.attention import autograd
 from powertrain.ops.attention.backends import sdpa
 from powertrain.ops.attention.backends.versions import Installed, installed
 from powertrain.ops.attention.layouts import from_bhsd, to_bhsd
 from powertrain.ops.attention.mask import MaskSpec
+from powertrain.ops.attention.operands import BackwardCall, Operands, is_expanded
 from powertrain.ops.attention.problem import AttentionProblem, Layout, Lengths, Reason
-from powertrain.ops.attention.triton.backend import (
-    _ARGS_SCHEMA,
-    _Args,
-    _attention_bwd,
-    _bwd_outputs,
-    _heads,
-    bwd_flops,
-)
+from powertrain.ops.attention.triton.backward import attention_backward
 from powertrain.ops.shapes import empty
 from powertrain.runtime import checks, recording, tracing
-from powertrain.runtime.dispatch import Op
 from powertrain.runtime.target import Target
 
 _CUDNN = sdpa.Cudnn()
 
 
-def why_not_cudnn_backward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, dlse: Tensor | None, args: _Args
-) -> str | None:
+def why_not_cudnn_backward(call: BackwardCall, operands: Operands) -> str | None:
     """Why cuDNN's backward does not take this call, or None."""
+    query, out, args = call.query, call.out, call.args
     if reason := _why_not_kind(args.deterministic, args.layout, args.bias is not None):
         return reason
     if out.dtype is not query.dtype:
         return f"cuDNN's backward takes out in query's dtype {checks.name(query.dtype)}, not {checks.name(out.dtype)}"
-    q, k, v = _inputs(query, key, value, args.layout)
-    for name, x in {"query": q, "key": k, "value": v, "out": out}.items():
-        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+    q, k, v = _inputs(operands)
+    for name, x in (("query", q), ("key", k), ("value", v), ("out", out)):
+        if is_expanded(x):
             return f"{name} is expanded, strides {tuple(x.stride())}"
     if not _is_aligned(to_bhsd(out, args.layout)):
         return f"out's rows must be contiguous and 16-byte aligned, strides are {tuple(out.stride())}"
-    return _refusal(_problem_of(q, k, v, dlse, args), installed())
+    return _refusal(_problem_of(q, k, v, call), installed())
 
 
 def backward_why_not(problem: AttentionProblem) -> Iterator[Reason]:
-    """What of `why_not_cudnn_backward` is known without tensors."""
+    """The part of `why_not_cudnn_backward` that needs no tensors."""
     if reason := _why_not_kind(problem.deterministic, problem.layout, problem.mask.bias != "none"):
         yield Reason(reason, "use triton")
     else:
@@ -70,10 +62,10 @@ def _why_not_kind(deterministic: bool, layout: Layout, has_bias: bool) -> str | 
     return "cuDNN's backward is handed no bias" if has_bias else None
 
 
-def _inputs(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Their views bhsd, without copies of a head that the caller expanded."""
-    q, k, v = (to_bhsd(x, layout) for x in (query, key, value))
-    kv_heads = _heads(query, key, value, layout).kv
+def _inputs(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Views bhsd of query, key and value, without copies of a head that the caller expanded."""
+    q, k, v = (to_bhsd(operand.tensor, operands.args.layout) for operand in (operands.q, operands.k, operands.v))
+    kv_heads = operands.heads.kv
     return q, k[:, :kv_heads], v[:, :kv_heads]
 
 
@@ -83,8 +75,9 @@ def _refusal(problem: AttentionProblem, software: Installed) -> str | None:
     return None if reason is None else reason.text
 
 
-def _problem_of(q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None, args: _Args) -> AttentionProblem:
-    """What cuDNN is asked: the call without the sinks, which are in its LSE."""
+def _problem_of(q: Tensor, k: Tensor, v: Tensor, call: BackwardCall) -> AttentionProblem:
+    """The call without the sinks, which are in its LSE."""
+    args = call.args
     mask = MaskSpec(
         args.left, args.right, args.bottom_right, args.chunk, args.prefix is not None,
         args.query_documents is not None, alibi=args.slopes is not None, softcap=args.softcap,
@@ -93,7 +86,8 @@ def _problem_of(q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None, args: _Arg
         q.dtype, q.shape[3], v.shape[3], Target.of(q.device), mask, args.layout, q.shape[1], k.shape[1],
         Lengths.of(q.shape[2], k.shape[2], batch=q.shape[0], elements=q.numel() + k.numel() + v.numel()),
         has_key_lengths=args.query_used is not None or args.key_used is not None, dropout=args.seed is not None,
-        dropout_seeded=args.seed is not None, needs_lse_grad=dlse is not None, aligned=all(map(_is_aligned, (q, k, v))),
+        dropout_seeded=args.seed is not None, needs_lse_grad=call.dlse is not None,
+        aligned=all(map(_is_aligned, (q, k, v))),
     )  # fmt: skip
 
 
@@ -103,37 +97,27 @@ def _is_aligned(x: Tensor) -> bool:
     return fits and (x.is_meta or x.data_ptr() % 16 == 0)
 
 
-def cudnn_attention_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    need: list[bool],
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, an empty dbias) with the arguments and results of triton_flash._attention_bwd, which serves where
-    cuDNN does not."""
-    args = _Args(*rest)
-    if reason := why_not_cudnn_backward(query, key, value, out, dlse, args):
+def cudnn_attention_backward(call: BackwardCall, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, an empty dbias). The universal kernels serve where cuDNN does not take the tensors."""
+    query, args = call.query, call.args
+    if reason := why_not_cudnn_backward(call, operands):
         if tracing.first(("attention's backward", reason)):
             text = f"attention's backward: triton for cudnn: {reason}"
             tracing.event("dispatch", text, op="attention", backend="triton")
-        return _attention_bwd(dout, dlse, query, key, value, out, lse, need, *rest)
+        return attention_backward(call, operands)
     if query.is_meta or recording.state.recording is not None:  # nothing of ours is launched
-        return _bwd_outputs(dout, dlse, query, key, value, out, lse, need, *rest)
-    q, k, v = _inputs(query, key, value, args.layout)
-    o, do = to_bhsd(out, args.layout), to_bhsd(_dense(dout), args.layout)
+        return call.outputs()
+    q, k, v = _inputs(operands)
+    o, do = to_bhsd(call.out, args.layout), to_bhsd(_dense(call.dout), args.layout)
     nothing = torch.empty(0, dtype=torch.int64, device=query.device)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse.contiguous()[..., None], nothing, nothing, None, None, None, q.shape[2], k.shape[2], 0.0,
+        do, q, k, v, o, call.lse.contiguous()[..., None], nothing, nothing, None, None, None, q.shape[2], k.shape[2],
+        0.0,
         args.right == 0, scale=args.scale,
     )  # fmt: skip
-    found = (_with_strides(grad, x) for grad, x in zip(grads, (q, k, v), strict=True))
     dq, dk, dv = (
-        from_bhsd(x, args.layout) if needed else empty(query) for x, needed in zip(found, need[:3], strict=True)
+        from_bhsd(_with_strides(grad, x), args.layout) if need else empty(query)
+        for grad, x, need in zip(grads, (q, k, v), call.need[:3], strict=True)
     )
     return dq, dk, dv, empty(query)
 
@@ -151,10 +135,4 @@ def _with_strides(grad: Tensor, x: Tensor) -> Tensor:
     return grad if grad.stride() == like.stride() else like.copy_(grad)
 
 
-backward_op = Op(
-    "attention_cudnn_bwd(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    f"bool[] need, {_ARGS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    cudnn_attention_bwd,
-    _bwd_outputs,
-    flops=bwd_flops,
-)
+backward_op = autograd.backward_op("attention_cudnn_bwd", cudnn_attention_backward)

@@ -131,7 +131,7 @@ FLASH4_BAD = (
 
 
 class FlashAttention4:
-    """Compiles at first use: what a call of a new kind needs is compiled first, under our deadline and with a line."""
+    """Compiles at first use: the kernels of a new kind of call first, under our deadline and with a line."""
 
     name = "flash-attn-4"
     note = "compiles at first use; a call of a new kind waits for that, at most POWERTRAIN_COMPILE_TIMEOUT"
@@ -189,14 +189,14 @@ class FlashAttention4:
         wait_for(work, f"{self.name} compiles for {tuple(q.shape)} {q.dtype}")
         if failed:
             way = 'attention_backend("-flash-attn-4") takes another backend'
-            what = f"{type(failed[0]).__name__}: {failed[0]}"
-            raise CompileError(f"{self.name} could not be compiled or run ({what}); {way}") from failed[0]
+            error = f"{type(failed[0]).__name__}: {failed[0]}"
+            raise CompileError(f"{self.name} could not be compiled or run ({error}); {way}") from failed[0]
 
 
-_PATIENCE = 2.0  # seconds before a line says what is waited for
+_PATIENCE = 2.0  # seconds before a line names the work
 
 
-def wait_for(work: Callable[[], None], what: str) -> None:
+def wait_for(work: Callable[[], None], name: str) -> None:
     """Run `work` on a thread of its own, with a line when it takes long. Raises CompileTimeout at our deadline; the
     thread, which nothing can end, is left behind."""
     deadline = settings().compile_timeout
@@ -205,12 +205,12 @@ def wait_for(work: Callable[[], None], what: str) -> None:
     thread.start()
     thread.join(min(_PATIENCE, deadline))
     if thread.is_alive():
-        tracing.progress(f"{what} ... at most {deadline:g} s")
+        tracing.progress(f"{name} ... at most {deadline:g} s")
         thread.join(max(0.0, deadline - (time.monotonic() - start)))
     if thread.is_alive():
         raise CompileTimeout(
-            f"{what}: not done after {deadline:g} s; set POWERTRAIN_COMPILE_TIMEOUT, or forbid it: "
+            f"{name}: not done after {deadline:g} s; set POWERTRAIN_COMPILE_TIMEOUT, or forbid it: "
             "POWERTRAIN_ATTENTION=-flash-attn-4"
         )
     seconds = time.monotonic() - start
-    tracing.event("attention", f"{what}: {seconds:.1f} s", milliseconds=seconds * 1e3)
+    tracing.event("attention", f"{name}: {seconds:.1f} s", milliseconds=seconds * 1e3)

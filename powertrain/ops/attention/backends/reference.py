@@ -23,8 +23,9 @@ from powertrain.runtime.dispatch import is_traced, without_autocast
 def attention_keep(
     seed: Tensor, batch: Tensor, num_heads: int, rows: Tensor, cols: Tensor, p: float
 ) -> Tensor:  # [batch, heads, rows, cols]
-    """What dropout keeps, bool. Word col % 4 of the counter (col // 4, row, batch * heads + head, low word of seed[1])
-    under the key seed[0]; rows and columns count within their sequence, so tiles, packing and backend do not matter."""
+    """The weights that dropout keeps, bool. Word col % 4 of the counter (col // 4, row, batch * heads + head, low word
+    of seed[1]) under the key seed[0]; rows and columns count within their sequence, so tiles, packing and backend do
+    not matter."""
     return _keep(seed, batch[:, None, None, None], num_heads, rows[None, None, :, None], cols[None, None, None, :], p)
 
 
@@ -167,7 +168,7 @@ def assemble(call: AttentionCall, parts: list[tuple[Tensor, Tensor]]) -> tuple[T
 
 
 def _of_no_sequences(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """The results of a thd call without sequences, differentiable by what its inputs are."""
+    """The results of a thd call without sequences, differentiable by its inputs."""
     nothing = sum(x[:0].sum() for x in (call.query, call.key, call.value))
     shape = call.query.shape[0], call.query.shape[1], call.value.shape[-1]
     out = call.query.new_zeros(shape) + nothing
@@ -241,7 +242,7 @@ def _run_at_once(call: AttentionCall, upcast: bool) -> tuple[Tensor, Tensor]:
         visible = visible | (j < tensors.prefix[number])
     held = rows.inside[:, :, None] & (j >= 0) & (j < lengths[number])
     visible = visible & held
-    # what lies outside may be NaN, and 0 times NaN is NaN
+    # rows outside may be NaN, and 0 times NaN is NaN
     q = q.masked_fill(~rows.inside[:, :, None, None], 0.0)
     k, v = (x.masked_fill(~held.any(1)[:, :, None, None], 0.0) for x in (k, v))
     visible, added = mask.add(visible[:, None], (p - j)[:, None], tensors, rows.sequence, acc_dtype(q.dtype))

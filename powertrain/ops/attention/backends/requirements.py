@@ -1,4 +1,4 @@
-"""What a kernel of others can do, as data; the unmet needs of a problem follow from it."""
+"""Limits of other libraries' kernels, as data; the unmet requirements of a problem follow from them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def ours(problem: AttentionProblem) -> str:
-    """The backend of ours that takes what others refuse."""
+    """Our backend for problems that others refuse."""
     return "chunked" if problem.target is None else "triton"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a backend takes. The defaults are the least that one can have."""
+    """The problems that a backend takes. The defaults are the fewest."""
 
     name: str  # as reasons call it
     dtypes: tuple[torch.dtype, ...] = HALF

@@ -3,8 +3,8 @@
 Called as aten ops, so that no global switch or order of PyTorch's takes part; autograd's formulas are PyTorch's.
 Tensors are handed over as strided views and nothing is copied. Their dropout draws from PyTorch's generator.
 
-Limits: PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (checks before dispatch), and what an H200 with
-torch 2.11 did beyond them.
+Limits: PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (checks before dispatch), and beyond them the
+behaviour of torch 2.11 on an H200.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def _needs_grad(*tensors: Tensor) -> bool:
 
 
 def _added(call: AttentionCall, query: Tensor) -> Tensor | None:
-    """The call's dense mask as what is added to the scores, in the query's dtype."""
+    """The call's dense mask as a term added to the scores, in the query's dtype."""
     bias = call.tensors.bias
     if bias is None:
         return None
@@ -161,7 +161,7 @@ FLASH_BAD = (
 
 
 def packed_why_not(name: str, problem: AttentionProblem) -> Iterator[Reason]:
-    """What kernels of others want of packed sequences, once their tails are seen to (tail.py)."""
+    """Packed sequences as other libraries' kernels take them; backends/zero_padding.py has zeroed their padding."""
     if problem.layout == "thd":
         if not problem.lengths.equal:
             text = f"{name} takes packed sequences with as many queries as keys only"

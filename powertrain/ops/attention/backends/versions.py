@@ -1,4 +1,4 @@
-"""What attention software this process has: a fact that backends depend on beside the problem."""
+"""Attention software of this process: a fact that backends depend on beside the problem."""
 
 import functools
 import importlib.metadata
@@ -21,7 +21,7 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class Installed:
-    """Versions of what computes attention, and the archs of the GPUs that share this process."""
+    """Versions of the software that computes attention, and the archs of the GPUs that share this process."""
 
     torch: tuple[int, int]
     cuda: bool  # PyTorch was built with CUDA
@@ -43,10 +43,10 @@ def cudnn_name(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-def version_numbers(what: str, name: str) -> tuple[int, ...]:
-    """(9, 19, 0) for "9.19.0". Raises ValueError naming `what` where that is no version."""
+def version_numbers(software: str, name: str) -> tuple[int, ...]:
+    """(9, 19, 0) for "9.19.0". Raises ValueError naming `software` if that is no version."""
     if not re.fullmatch(r"\d+(\.\d+)*", name):
-        raise ValueError(f"{what}'s version must be numbers with dots between, got {name!r}")
+        raise ValueError(f"{software}'s version must be numbers with dots between, got {name!r}")
     return tuple(int(part) for part in name.split("."))
 
 
@@ -56,21 +56,21 @@ def cudnn_number(name: str) -> int:
     return major * 10000 + minor * 100 + patch
 
 
-# what a machine with a GPU is taken to have where this one has no CUDA: torch 2.11's wheels bring this cuDNN
+# the assumed cuDNN where this machine has no CUDA: torch 2.11's wheels bring this cuDNN
 USUAL_CUDNN = 91900
 
 _assumed: ContextVar[Installed | None] = ContextVar("assumed", default=None)
 
 
 def installed() -> Installed:
-    """What there is, or what is assumed to be."""
+    """The installed software, or the assumed one."""
     return _assumed.get() or _here()
 
 
 @contextmanager
-def assume(what: Installed) -> Iterator[None]:
+def assume(software: Installed) -> Iterator[None]:
     """Within, backends answer as they would with this software: for explanations and tests."""
-    token = _assumed.set(what)
+    token = _assumed.set(software)
     try:
         yield
     finally:
@@ -85,7 +85,7 @@ def _here() -> Installed:
         (int(version[0]), int(version[1])),
         cuda,
         (torch.backends.cudnn.version() or 0) if cuda else 0,
-        tuple((name, found) for name, module in PACKAGES.items() if (found := _found(name, module))),
+        tuple((name, number) for name, module in PACKAGES.items() if (number := _found(name, module))),
         tuple(sorted({_arch(n) for n in range(torch.cuda.device_count())})),
     )
 
@@ -105,8 +105,8 @@ def _found(distribution: str, module: str) -> str | None:
         return None
 
 
-def with_cuda(what: Installed) -> Installed:
+def with_cuda(software: Installed) -> Installed:
     """The same with a CUDA build of this PyTorch and its usual cuDNN, where there is none."""
-    if what.cuda:
-        return what
-    return Installed(what.torch, True, USUAL_CUDNN, what.packages, what.archs)
+    if software.cuda:
+        return software
+    return Installed(software.torch, True, USUAL_CUDNN, software.packages, software.archs)

@@ -70,8 +70,8 @@ def zero_gradient_tails(
     """The three, differentiated with zeros ahead of the first sequence and past the last, whatever the kernel that
     follows leaves there."""
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        found: tuple[Tensor, Tensor, Tensor] = _ZeroGradientTails.apply(query, key, value, query_starts, key_starts)
-        return found
+        zeroed: tuple[Tensor, Tensor, Tensor] = _ZeroGradientTails.apply(query, key, value, query_starts, key_starts)
+        return zeroed
     return query, key, value
 
 

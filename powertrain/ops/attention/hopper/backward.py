@@ -11,7 +11,7 @@ Memory beyond results: for each query and head, 4 bytes a head dim (padded to 64
 FLOPs: five products for each pair that a mask lets see; none twice.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,24 +20,14 @@ from torch import Tensor
 
 from powertrain.ops.attention.hopper.backward_kernel import _hopper_attention_bwd_kernel
 from powertrain.ops.attention.hopper.backward_kernel_d256 import _hopper_attention_bwd_d256_kernel
-from powertrain.ops.attention.triton.backend import (
-    _Args,
-    _bwd_outputs,
-    _Heads,
-    _heads,
-    _Operand,
-    _operand,
-    _Shape,
-    _shape,
-    _slots,
-)
-from powertrain.ops.attention.triton.tiles import LOG2E, find_sequence, sequence_span, to_int64
+from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operand, Operands
+from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
+from powertrain.ops.attention.triton.tiles import LOG2E, to_int64
 from powertrain.ops.shapes import next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
-from powertrain.runtime.target import Target
 
-_BLOCK_N = {64: 128, 128: 128, 256: 64}  # keys of a tile, by what head dims are padded to
+_BLOCK_N = {64: 128, 128: 128, 256: 64}  # keys of a tile, by padded head dim
 
 
 @triton.jit
@@ -147,7 +137,7 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
     return Plan()
 
 
-def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: _Args, num_sms: int) -> int:
+def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: OpArguments, num_sms: int) -> int:
     """Heads at a time where tiles add in turn: so many that a head's tiles are drawn `group_start` blocks apart, for
     each waits for the one before.
 
@@ -162,12 +152,12 @@ def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: _Args, n
 
 
 def width_of(head_dim: int) -> int:
-    """What a head dim is padded to. Not further: no panel of 64 columns may lie wholly outside a tensor."""
+    """The padded head dim. No larger one serves: no panel of 64 columns may lie wholly outside a tensor."""
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
-    """What of `why_not_backward` is no need of the forward too, and known without tensors."""
+    """The part of `why_not_backward` that the forward does not share and that needs no tensors."""
     dims = d_qk, d_v
     if any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 192 < min(dims) <= max(dims) <= 256):
         return f"head dims must be multiples of 8, both up to 128 or both of 200 to 256, are {d_qk} and {d_v}"
@@ -176,8 +166,9 @@ def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
     return None
 
 
-def why_not_backward(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> str | None:
+def why_not_backward(operands: Operands) -> str | None:
     """Why this backward does not take these tensors, or None. Says nothing of the device."""
+    args, heads = operands.args, operands.heads
     for name, given in (
         ("bias", args.bias is not None),
         ("prefix", args.prefix is not None),
@@ -188,121 +179,125 @@ def why_not_backward(query: Tensor, key: Tensor, value: Tensor, args: _Args) -> 
     ):
         if given:
             return f"it has no {name}"
+    named = {"query": operands.q, "key": operands.k, "value": operands.v}
+    query = operands.q.tensor
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {checks.name(query.dtype)}"
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not x.numel():
+    for name, operand in named.items():
+        if not operand.tensor.numel():
             return f"{name} is empty"
-    if reason := why_not_of(query.shape[-1], value.shape[-1], args.unordered):
+    if reason := why_not_of(operands.d_qk, operands.d_v, args.unordered):
         return reason
-    heads = _heads(query, key, value, args.layout)
-    operands = {
-        "query": _operand(query, args.layout, heads),
-        "key": _operand(key, args.layout, heads, True),
-        "value": _operand(value, args.layout, heads, True),
-    }
-    for name, operand in operands.items():
-        tensor, *strides = operand
-        elements = 16 // tensor.element_size()
-        aligned = tensor.is_meta or tensor.data_ptr() % 16 == 0
-        if not aligned or tensor.stride(-1) != 1 or any(stride % elements for stride in strides):
-            return f"{name}'s rows must be contiguous and 16-byte aligned, strides are {tuple(tensor.stride())}"
-        if operand.s == 0 or (operand.r == 0 and name == "query" and heads.repeats > 1):
-            return f"{name} is expanded, strides {tuple(tensor.stride())}"
+    for name, (x, b, s, h, r) in named.items():
+        is_aligned = x.is_meta or x.data_ptr() % 16 == 0
+        if not is_aligned or x.stride(-1) != 1 or (b | s | h | r) % (16 // x.element_size()):
+            return f"{name}'s rows must be contiguous and 16-byte aligned, strides are {tuple(x.stride())}"
+        if s == 0 or (r == 0 and name == "query" and heads.q_per_kv > 1):
+            return f"{name} is expanded, strides {tuple(x.stride())}"
     if 2 * query.numel() // query.shape[-1] >= 2**31 - 2**24:
         return "TMA counts the rows of all heads in an int32"
     return None
 
 
+def launch_backward(
+    call: BackwardCall, operands: Operands, plan: Plan | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, an empty dbias) on sm_90; the ones not needed are empty. `why_not_backward` has the limits."""
+    dq, dk, dv, dbias = call.outputs()
+    if any(call.need[:3]):
+        _launch(
+            call, operands, operands.like_query(dq) if call.need[0] else None,
+            operands.like_key(dk) if call.need[1] else None, operands.like_key(dv) if call.need[2] else None,
+            plan or plan_for(operands.d_qk, operands.d_v),
+        )  # fmt: skip
+    return dq, dk, dv, dbias
+
+
+class _Scratch(NamedTuple):
+    """Memory between the three launches, by tiles of block_m queries."""
+
+    tiles: int
+    slots: int  # tiles of a head
+    rows: Tensor  # [tiles, 2, block_m]: LSE in base 2 and delta
+    sums: Tensor | None  # [tiles, block_m, w_qk]: dq in float32
+    order: Tensor | None  # [tiles, 4]: whose turn it is to add
+    counter: Tensor  # the next tile of keys
+
+    @staticmethod
+    def of(operands: Operands, plan: Plan, need_dq: bool) -> "_Scratch":
+        device, slots = operands.q.tensor.device, operands.query_blocks(plan.block_m)
+        tiles = operands.num_heads * slots
+        sums = order = None
+        if need_dq:
+            size = tiles * plan.block_m * width_of(operands.d_qk)
+            sums = torch.empty(size, dtype=torch.float32, device=device)
+            if operands.args.deterministic:
+                order = torch.empty(tiles * 4, dtype=torch.int32, device=device)
+        rows = torch.empty(tiles * 2 * plan.block_m, dtype=torch.float32, device=device)
+        return _Scratch(tiles, slots, rows, sums, order, torch.empty(1, dtype=torch.int32, device=device))
+
+
 def _launch(
-    q: _Operand, k: _Operand, v: _Operand, o: _Operand, do: _Operand, dq: _Operand | None, dk: _Operand | None,
-    dv: _Operand | None, lse: Tensor, dlse: Tensor | None, args: _Args, shape: _Shape, heads: _Heads, plan: Plan,
-) -> None:  # fmt: skip
-    d_qk, d_v = k.tensor.shape[-1], v.tensor.shape[-1]
-    w_qk, w_v = width_of(d_qk), width_of(d_v)
-    batch = shape.batch if args.query_starts is None else 1
-    slots = _slots(shape, shape.queries, args.query_starts, plan.block_m)
-    tiles = batch * heads.kv * heads.repeats * slots
-    rows = torch.empty(tiles * 2 * plan.block_m, dtype=torch.float32, device=lse.device)
-    counter = torch.empty(1, dtype=torch.int32, device=lse.device)
-    sums = order = None
-    if dq is not None:
-        sums = torch.empty(tiles * plan.block_m * w_qk, dtype=torch.float32, device=lse.device)
-        if args.deterministic:
-            order = torch.empty(tiles * 4, dtype=torch.int32, device=lse.device)
-    _hopper_attention_bwd_preprocess_kernel[(tiles,)](
-        o.tensor, do.tensor, lse, dlse, rows, sums, order, counter, args.query_starts, args.query_used,
-        shape.batch, shape.queries, slots, heads.kv * heads.repeats, heads.repeats, heads.of_kv, heads.of_repeat,
-        *o[1:], *do[1:],
-        D_V=d_v, W_QK=w_qk, W_V=w_v, BLOCK_M=plan.block_m,
+    call: BackwardCall, operands: Operands, dq: Operand | None, dk: Operand | None, dv: Operand | None, plan: Plan
+) -> None:
+    args, heads = operands.args, operands.heads
+    num_heads, w_qk = heads.kv * heads.q_per_kv, width_of(operands.d_qk)
+    scratch = _Scratch.of(operands, plan, dq is not None)
+    do = operands.like_query(_for_tma(call.dout))
+    dlse = None if call.dlse is None else call.dlse.contiguous()
+    _, *o_strides = operands.like_query(call.out)
+    _hopper_attention_bwd_preprocess_kernel[(scratch.tiles,)](
+        call.out, do.tensor, call.lse, dlse, scratch.rows, scratch.sums, scratch.order, scratch.counter,
+        args.query_starts, args.query_used,
+        operands.batch, operands.queries, scratch.slots, num_heads, heads.q_per_kv, heads.kv_step, heads.q_step,
+        *o_strides, do.b, do.s, do.h, do.r,
+        D_V=operands.d_v, W_QK=w_qk, W_V=width_of(operands.d_v), BLOCK_M=plan.block_m,
     )  # fmt: skip
-    blocks = _slots(shape, shape.keys, args.key_starts, _BLOCK_N[w_qk])
-    group, num_sms = plan.group, Target.of(lse.device).num_sms
-    if order is not None:
-        sequences = 1 if args.query_starts is None else max(1, shape.batch)
-        group = deterministic_swizzle(plan, shape.queries // sequences, heads.repeats, args, num_sms)
-    slopes, absent = args.slopes, _Operand(k.tensor, 0, 0, 0, 0)
-    count = batch * heads.kv * blocks
-    tensors = q.tensor, k.tensor, v.tensor, do.tensor, sums, order, dk and dk.tensor, dv and dv.tensor, rows
-    lengths = args.query_starts, args.key_starts, args.query_used, args.key_used
-    sizes = shape.batch, shape.queries, shape.keys, heads.kv, heads.repeats, blocks, group, slots
+    _launch_main(operands, do, dk, dv, scratch, plan)
+    if dq is not None:
+        _hopper_attention_dq_kernel[(scratch.tiles * plan.block_m // 64,)](
+            scratch.sums, dq.tensor, args.query_starts, args.query_used, operands.batch, operands.queries,
+            scratch.slots, num_heads, heads.q_per_kv, args.scale, dq.b, dq.s, dq.h, dq.r,
+            D_QK=operands.d_qk, W_QK=w_qk, BLOCK_M=plan.block_m,
+        )  # fmt: skip
+
+
+def _launch_main(
+    operands: Operands, do: Operand, dk: Operand | None, dv: Operand | None, scratch: _Scratch, plan: Plan
+) -> None:
+    args, heads, num_sms = operands.args, operands.heads, operands.target.num_sms
+    q, k, v = operands.q, operands.k, operands.v
+    w_qk, w_v = width_of(operands.d_qk), width_of(operands.d_v)
+    blocks = operands.key_blocks(_BLOCK_N[w_qk])
+    group = plan.group
+    if scratch.order is not None:
+        sequences = max(1, operands.batch) if operands.is_packed else 1
+        group = deterministic_swizzle(plan, operands.queries // sequences, heads.q_per_kv, args, num_sms)
+    absent = Operand(k.tensor, 0, 0, 0, 0)
+    count = operands.storage * heads.kv * blocks
+    tensors = (
+        q.tensor, k.tensor, v.tensor, do.tensor, scratch.sums, scratch.order, dk and dk.tensor, dv and dv.tensor,
+        scratch.rows, scratch.counter, args.slopes, args.query_starts, args.key_starts, args.query_used, args.key_used,
+    )  # fmt: skip
+    sizes = (
+        operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks, group, scratch.slots,
+    )  # fmt: skip
+    dk, dv = dk or absent, dv or absent
     rest = (
-        rows.numel(), q.b, q.s, q.r, *k[1:4], *v[1:4], do.b, do.s, do.r, *(dk or absent)[1:4], *(dv or absent)[1:4],
-        slopes.shape[1] if slopes is not None and slopes.dim() == 2 else 0,
-        args.scale, args.softcap, args.left, args.right,
+        scratch.rows.numel(), q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, do.b, do.s, do.r, dk.b, dk.s, dk.h,
+        dv.b, dv.s, dv.h, args.slopes_stride, args.scale, args.softcap, args.left, args.right,
     )  # fmt: skip
     options = {
         "LEFT": args.left >= 0, "RIGHT": args.right >= 0, "BOTTOM_RIGHT": args.bottom_right, "CAP": args.softcap > 0,
-        "D_QK": d_qk, "D_V": d_v, "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PART": plan.part,
+        "D_QK": operands.d_qk, "D_V": operands.d_v, "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PART": plan.part,
         "REGISTERS": plan.registers, "num_warps": 4,
     }  # fmt: skip
     if w_qk > 128:
-        _hopper_attention_bwd_d256_kernel[(count,)](
-            *tensors, counter, slopes, *lengths, *sizes, *rest, W=w_qk, BLOCK_N=_BLOCK_N[w_qk], **options
-        )
+        _hopper_attention_bwd_d256_kernel[(count,)](*tensors, *sizes, *rest, W=w_qk, BLOCK_N=_BLOCK_N[w_qk], **options)
     else:
         _hopper_attention_bwd_kernel[(min(num_sms, count),)](
-            *tensors, counter, slopes, *lengths, *sizes, count, *rest,
-            W_QK=w_qk, W_V=w_v, DS_STAGES=plan.ds_stages, **options,
-        )  # fmt: skip
-    if dq is not None:
-        _hopper_attention_dq_kernel[(tiles * plan.block_m // 64,)](
-            sums, dq.tensor, args.query_starts, args.query_used, shape.batch, shape.queries, slots,
-            heads.kv * heads.repeats, heads.repeats, args.scale, *dq[1:],
-            D_QK=d_qk, W_QK=w_qk, BLOCK_M=plan.block_m,
-        )  # fmt: skip
-
-
-def hopper_attention_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    need: list[bool],
-    *rest: Any,
-    plan: Plan | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, an empty dbias) on sm_90, with the arguments and results of triton_flash._attention_bwd; those that
-    are not needed are empty. `why_not_backward` says what is taken."""
-    args = _Args(*rest)
-    dq, dk, dv, dbias = _bwd_outputs(dout, dlse, query, key, value, out, lse, need, *rest)
-    heads, shape = _heads(query, key, value, args.layout), _shape(query, key, args.layout, args.query_starts)
-    dout = _for_tma(dout)
-
-    def operand(x: Tensor, is_key: bool = False) -> _Operand:
-        return _operand(x, args.layout, heads, is_key)
-
-    if any(need[:3]):
-        _launch(
-            operand(query), operand(key, True), operand(value, True), operand(out), operand(dout),
-            operand(dq) if need[0] else None, operand(dk, True) if need[1] else None,
-            operand(dv, True) if need[2] else None, lse, None if dlse is None else dlse.contiguous(), args, shape,
-            heads, plan or plan_for(query.shape[-1], value.shape[-1]),
-        )  # fmt: skip
-    return dq, dk, dv, dbias
+            *tensors, *sizes, count, *rest, W_QK=w_qk, W_V=w_v, DS_STAGES=plan.ds_stages, **options
+        )
 
 
 def _for_tma(x: Tensor) -> Tensor:

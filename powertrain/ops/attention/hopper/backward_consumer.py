@@ -45,6 +45,7 @@ def _store(desc, place, rows_left, tile, x, PACKED: gl.constexpr):
     tma.store_wait(0)
     barrier()
     tile.store(x)  # [64, W_QK or W_V]
+    # TMA and wgmma read shared memory by another path than ordinary stores
     hopper.fence_async_shared()
     barrier()
     if not PACKED:
@@ -59,7 +60,9 @@ def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
     STAGES: gl.constexpr = full.shape[0]
     DS_STAGES: gl.constexpr = ds_smem.shape[0]
     mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
+    # an arrival does not wait: the producer meets both consumers there
     named_barrier_arrive(BAR_EMPTY + at % STAGES, EVERYONE)
+    # consumers take turns, so that one's exponentials run beside the other's products
     named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
     named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
     stage = at % DS_STAGES
@@ -69,7 +72,7 @@ def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
     named_barrier_arrive(BAR_DS_FULL + stage, EVERYONE)
 
 
-# What consume's loops have within stands in functions: Triton walks twice through a loop, four times where loops nest.
+# The bodies of consume's loops are functions: Triton compiles a loop's body twice, four times where loops nest.
 
 
 @gluon.jit
@@ -90,38 +93,39 @@ def _ask(keys, b_smem, at, zeros):
 
 @gluon.jit
 def _weights_of(
-    s, lse, low, slopes, number, blocks, is_sequence, k_left, scale, softcap, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr,
+    s, lse, low, slopes, number, blocks, is_sequence, k_left, mods, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """p of a block of queries from its scores; and what the softcap's tanh was, with CAP."""
+    """p of a block of queries from its scores; and the softcap's tanh, if there is one."""
     BLOCK_M: gl.constexpr = s.shape[1]
     s_layout: gl.constexpr = s.type.layout
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     t = s
-    if CAP:
-        t = tanh(s * (scale / softcap))
-        s = t * (softcap * LOG2E)
+    left, right = mods.window.left, mods.window.right
+    if CONFIG.has_softcap:
+        t = tanh(s * (mods.scale / mods.softcap))
+        s = t * (mods.softcap * LOG2E)
     else:
-        s = s * (scale * LOG2E)
+        s = s * (mods.scale * LOG2E)
     if slopes is not None:  # of head number // blocks
         slope = gl.load(slopes + number // blocks, mask=is_sequence, other=0.0) * LOG2E
         j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
         place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
         s -= slope * gl.abs(place - j).to(gl.float32)
     p = gl.exp2(s - lse)
+    # most blocks are fully visible: the comparison of all scores is skipped for them
     masked = k_left < 64
-    if RIGHT:
+    if CONFIG.has_right:
         masked = masked | (low + right < 63)
-    if LEFT:
+    if CONFIG.has_left:
         masked = masked | (low + BLOCK_M - 1 - left > 0)
     if masked:
         j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
         place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
         last = k_left - 1
-        if RIGHT:
+        if CONFIG.has_right:
             last = gl.minimum(place + right, last)
         seen = j <= last
-        if LEFT:
+        if CONFIG.has_left:
             seen = seen & (j >= place - left)
         p = gl.where(seen, p, 0.0)
     return p, t
@@ -129,8 +133,9 @@ def _weights_of(
 
 @gluon.jit
 def _hand_over(ds, at, ds_smem, ds_empty, CONSUMER: gl.constexpr):
-    """This consumer's ds of block number `at` into shared memory, when the producer has done with what was there."""
+    """This consumer's ds of block number `at` into shared memory, when the producer has read the ds before it."""
     stage = at % ds_smem.shape[0]
+    # the producer has multiplied the ds that lies there
     mbarrier.wait(ds_empty.index(stage), (at // ds_smem.shape[0]) & 1 ^ 1)
     ds_smem.index(stage).slice(CONSUMER * 64, 64, 0).store(ds)  # [64, BLOCK_M]
 
@@ -146,11 +151,13 @@ def _add_products(
     q_smem, do_smem, ds_smem = smem.q, smem.do, smem.ds
     STAGES: gl.constexpr = q_smem.shape[0]
     dtype: gl.constexpr = q_smem.dtype
+    # accumulators lie as wgmma wants its left operand: no copy, only the rounding
     p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))  # [64, BLOCK_M]
     ds = ds.to(dtype)
     ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))  # [64, BLOCK_M]
     if NEXT:
         mbarrier.wait(full.index((at + 1) % STAGES), ((at + 1) // STAGES) & 1)
+    # a store ahead of the turn's barrier: ptxas had moved the computation of ds behind it, into the turn
     if DS_FIRST:
         _hand_over(ds, at, ds_smem, ds_empty, CONSUMER)
     named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
@@ -169,10 +176,9 @@ def _add_products(
 @gluon.jit
 def _consume_block(
     dk, dv, at, after, low, k, v, zeros, slopes, number, blocks, is_sequence, smem, full, ds_empty,
-    k_left, scale, softcap, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, CONSUMER: gl.constexpr,
+    k_left, mods, CONFIG: gl.constexpr, EARLY: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with what block number `at` of queries adds. EARLY: its queries are there, those of number
+    """dk and dv with the contribution of block number `at` of queries. EARLY: its queries are there, those of number
     `after` are waited for beside the products, LSE is loaded ahead of the scores, the turn passed on behind them."""
     q_smem, do_smem = smem.q, smem.do
     STAGES: gl.constexpr = q_smem.shape[0]
@@ -182,6 +188,7 @@ def _consume_block(
         keep_order()
     else:
         mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
+    # keys along the rows: p and ds are then left operands of dv += p do and dk += ds q as they are
     s = _ask(k, q_smem, at, zeros)  # [64, BLOCK_M]: keys along the rows
     dp = _ask(v, do_smem, at, zeros)  # [64, BLOCK_M]
     if EARLY:
@@ -190,12 +197,10 @@ def _consume_block(
     if not EARLY:
         named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
         lse = _row_numbers(smem, at, 0, s_layout)
-    p, t = _weights_of(
-        s, lse, low, slopes, number, blocks, is_sequence, k_left, scale, softcap, left, right, LEFT, RIGHT, CAP
-    )
+    p, t = _weights_of(s, lse, low, slopes, number, blocks, is_sequence, k_left, mods, CONFIG)
     dp = hopper.warpgroup_mma_wait(0, deps=[dp])
     ds = p * (dp - _row_numbers(smem, at, 1, s_layout))
-    if CAP:
+    if CONFIG.has_softcap:
         ds *= 1.0 - t * t
     _, dk, dv = _add_products(dk, dv, p, ds, at, k, zeros, smem, full, ds_empty, CONSUMER, False, False)
     if EARLY:
@@ -207,22 +212,21 @@ def _consume_block(
 
 @gluon.jit
 def _weigh_ahead(
-    s, at, low, v, zeros, slopes, number, blocks, is_sequence, smem, k_left, scale, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CONSUMER: gl.constexpr,
+    s, at, low, v, zeros, slopes, number, blocks, is_sequence, smem, k_left, mods,
+    CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """p, dp and delta of block number `at` of queries, whose scores `s` have been asked for. With RIGHT, whose masks
-    need the registers, delta is loaded later, by _products_ahead, and something stands in its place here."""
+    """p, dp and delta of block number `at` of queries, whose scores `s` are under way. With a bound to the right, whose
+    masks need the registers, `_products_ahead` loads delta later, and dp stands in its place here."""
     do_smem = smem.do
     s_layout: gl.constexpr = zeros.type.layout
+    # loads and products of a warp go through one queue: behind dp's products the load would wait for the tensor cores
     lse = _row_numbers(smem, at, 0, s_layout)  # behind dp's products it would wait for them
     keep_order()
     dp = _ask(v, do_smem, at, zeros)  # [64, BLOCK_M]
     named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
     s = hopper.warpgroup_mma_wait(1, deps=[s])
-    p, _ = _weights_of(
-        s, lse, low, slopes, number, blocks, is_sequence, k_left, scale, 0.0, left, right, LEFT, RIGHT, False
-    )
-    if RIGHT:
+    p, _ = _weights_of(s, lse, low, slopes, number, blocks, is_sequence, k_left, mods, CONFIG)
+    if CONFIG.has_right:
         dp = hopper.warpgroup_mma_wait(0, deps=[dp])
         return p, dp, dp
     else:
@@ -237,7 +241,7 @@ def _products_ahead(
     dk, dv, p, dp, delta, at, k, zeros, smem, full, ds_empty,
     RIGHT: gl.constexpr, CONSUMER: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with what block number `at` of queries adds; unless LAST, the next one's scores are under way."""
+    """dk and dv with the contribution of block number `at`; unless LAST, the next one's scores are under way."""
     STAGES: gl.constexpr = full.shape[0]
     s_layout: gl.constexpr = zeros.type.layout
     if RIGHT:
@@ -253,15 +257,19 @@ def _products_ahead(
 
 @gluon.jit
 def consume(
-    dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, num_q_per_kv,
-    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
-    scale, softcap, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAP: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr,
-    D_QK: gl.constexpr, D_V: gl.constexpr, DETERMINISTIC: gl.constexpr, CONSUMER: gl.constexpr,
+    grads, smem, out_smem, tile_smem, bars, sizes, strides, mods, CONFIG: gl.constexpr, CONSUMER: gl.constexpr
 ):  # fmt: skip
     """A warpgroup that owns 64 keys of a tile: their dk and dv, from all blocks of queries that see them."""
     k_smem, v_smem, q_smem, ds_smem = smem.k, smem.v, smem.q, smem.ds
     dk_smem, dv_smem = out_smem
+    batch, keys, kv_heads, num_q_per_kv = sizes
+    right = mods.window.right
+    LEFT: gl.constexpr = CONFIG.has_left
+    RIGHT: gl.constexpr = CONFIG.has_right
+    CAP: gl.constexpr = CONFIG.has_softcap
+    PACKED: gl.constexpr = CONFIG.packed
+    RAGGED: gl.constexpr = CONFIG.ragged_k
+    DETERMINISTIC: gl.constexpr = CONFIG.deterministic
     k_full, v_full, full, ds_empty = bars.k_full, bars.v_full, bars.block_full, bars.ds_empty
     tile_full, tile_empty = bars.tile_full, bars.tile_empty
     STAGES: gl.constexpr = q_smem.shape[0]
@@ -273,7 +281,7 @@ def consume(
     # EARLY: as _consume_block says, where it was measured faster: masks, ALiBi and a softcap need the registers. Where
     # tiles add in turn neither was faster
     AHEAD: gl.constexpr = W_QK == 64 and W_V == 64 and not CAP and not DETERMINISTIC
-    PLAIN: gl.constexpr = not (LEFT or RIGHT or CAP or RAGGED or DETERMINISTIC) and slopes_ptr is None
+    PLAIN: gl.constexpr = not (LEFT or RIGHT or CAP or RAGGED or DETERMINISTIC) and grads.slopes is None
     EARLY: gl.constexpr = PLAIN and W_QK == 128 and W_V == 128
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_QK, 16])
@@ -283,14 +291,15 @@ def consume(
     storage = batch
     if PACKED:
         storage = gl.to_tensor(1)
-    if dk_ptr is not None:
+    if grads.dk is not None:
+        # made here, by the warps that store with it
         dk_desc = rows_desc_of(
-            dk_ptr, storage, kv_heads, keys, D_QK, here(stride_dkb), here(stride_dkh), here(stride_dks),
+            grads.dk, storage, kv_heads, keys, CONFIG.d_qk, here(strides.dkb), here(strides.dkh), here(strides.dks),
             dk_smem, PACKED,
         )  # fmt: skip
-    if dv_ptr is not None:
+    if grads.dv is not None:
         dv_desc = rows_desc_of(
-            dv_ptr, storage, kv_heads, keys, D_V, here(stride_dvb), here(stride_dvh), here(stride_dvs),
+            grads.dv, storage, kv_heads, keys, CONFIG.d_v, here(strides.dvb), here(strides.dvh), here(strides.dvs),
             dv_smem, PACKED,
         )  # fmt: skip
     zeros = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
@@ -307,18 +316,21 @@ def consume(
         k_left = read_tile_field(tile_smem, slot, TILE_K_LEFT) - CONSUMER * 64
         slopes = None
         is_sequence = None
-        if slopes_ptr is not None:
+        if grads.slopes is not None:
             b = read_tile_field(tile_smem, slot, TILE_B)
-            slopes = slopes_ptr + b * slopes_stride_b + kv * num_q_per_kv
+            slopes = grads.slopes + b * strides.slopes + kv * num_q_per_kv
             is_sequence = b < batch
         dk = gl.zeros([64, W_QK], gl.float32, dk_layout)
         dv = gl.zeros([64, W_V], gl.float32, dv_layout)
+        # one barrier for each of two tiles in turn: of a barrier that only some tiles use the phase could be two
+        # ahead
         mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
         mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         low = distance
         limit = distance + count * BLOCK_M
         heads_left = num_q_per_kv + 0
         first = gl.to_tensor(0)
+        # all heads that share the keys: dk and dv need no additions across tiles
         end = num_q_per_kv * count
         if RIGHT and CONSUMER > 0:
             # the diagonal begins where keys of the other consumer are
@@ -326,6 +338,7 @@ def consume(
                 if (distance + (2 - count) * BLOCK_M - 1 + right < 0) & (count > 1):
                     end -= num_q_per_kv
             elif (low + BLOCK_M - 1 + right < 0) & (count > 1):
+                # of a tile's first 64 queries under a causal mask this consumer's keys see nothing
                 _pass_over(ds_smem, full, ds_empty, done, zeros, CONSUMER)
                 low += BLOCK_M
                 first += 1
@@ -342,8 +355,7 @@ def consume(
                 after = done + gl.minimum(i + 1, end - 1)
                 dk, dv = _consume_block(
                     dk, dv, done + i, after, low, k, v, zeros, slopes, number, blocks,
-                    is_sequence, smem, full, ds_empty, k_left, scale, softcap, left, right,
-                    LEFT, RIGHT, CAP, EARLY, CONSUMER,
+                    is_sequence, smem, full, ds_empty, k_left, mods, CONFIG, EARLY, CONSUMER,
                 )  # fmt: skip
                 if DETERMINISTIC:
                     heads_left -= 1
@@ -357,9 +369,11 @@ def consume(
             mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
             s = _ask(k, q_smem, at, zeros)  # [64, BLOCK_M]: keys along the rows
             p, dp, delta = _weigh_ahead(
-                s, at, low, v, zeros, slopes, first, count, is_sequence, smem, k_left, scale, left, right,
-                LEFT, RIGHT, CONSUMER,
+                s, at, low, v, zeros, slopes, first, count, is_sequence, smem, k_left, mods,
+                CONFIG, CONSUMER,
             )  # fmt: skip
+            # no wgmma may be under way where a loop goes back to its beginning, or ptxas waits after each: so the
+            # loop begins at the results of the exponentials
             for i in range(first + 1, end):
                 s, dk, dv = _products_ahead(
                     dk, dv, p, dp, delta, done + i - 1, k, zeros, smem, full, ds_empty, RIGHT, CONSUMER, False
@@ -368,8 +382,8 @@ def consume(
                 if low == limit:
                     low = read_tile_field(tile_smem, slot, TILE_DISTANCE) - CONSUMER * 64
                 p, dp, delta = _weigh_ahead(
-                    s, done + i, low, v, zeros, slopes, i, count, is_sequence, smem, k_left, scale, left, right,
-                    LEFT, RIGHT, CONSUMER,
+                    s, done + i, low, v, zeros, slopes, i, count, is_sequence, smem, k_left, mods,
+                    CONFIG, CONSUMER,
                 )  # fmt: skip
             _no_scores, dk, dv = _products_ahead(
                 dk, dv, p, dp, delta, done + end - 1, k, zeros, smem, full, ds_empty, RIGHT, CONSUMER, True
@@ -393,10 +407,10 @@ def consume(
             dk = gl.where(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, dk_layout)) < k_left, 1), dk, 0.0)
         rows_left = read_tile_field(tile_smem, slot, TILE_DK_LEFT) - CONSUMER * 64
         mbarrier.arrive(tile_empty.index(slot), count=1)
-        if dv_ptr is not None:
+        if grads.dv is not None:
             _store(dv_desc, place, rows_left, dv_smem.index(CONSUMER), dv.to(dtype), PACKED)
-        if dk_ptr is not None:
-            _store(dk_desc, place, rows_left, dk_smem.index(CONSUMER), (dk * scale).to(dtype), PACKED)
+        if grads.dk is not None:
+            _store(dk_desc, place, rows_left, dk_smem.index(CONSUMER), (dk * mods.scale).to(dtype), PACKED)
         taken += 1
         mbarrier.wait(tile_full.index(taken & 1), (taken >> 1) & 1)
         kv = read_tile_field(tile_smem, taken & 1, TILE_KV)

@@ -39,6 +39,17 @@ from powertrain.ops.attention.hopper.primitives import (
     TILE_UNSEEN,
     BackwardBarriers,
     BackwardBuffers,
+    BackwardConfig,
+    BackwardInputs,
+    BackwardSizes,
+    BackwardStrides,
+    Gradients,
+    GradientStrides,
+    KeySizes,
+    Lengths,
+    ScoreArguments,
+    Scratch,
+    Window,
     alloc_mbarriers,
     alloc_pipeline_stages,
     as_tile,
@@ -48,7 +59,7 @@ from powertrain.ops.attention.hopper.primitives import (
     rows_desc_of,
     write_tile_field,
 )
-from powertrain.ops.attention.triton.tiles import find_sequence, sequence_span
+from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
@@ -63,15 +74,19 @@ from powertrain.runtime.launch import gluon_kernel
 
 
 @gluon.jit
-def _add_in_order(base, x):
+def add_in_order(base, x):
     """Add accumulators [64, N] to the float32 at `base`, in the order in which the threads hold them."""
     N: gl.constexpr = x.shape[1]
+    # sums lie in the order of the accumulators, so that each thread adds vectors without a shuffle; the last launch
+    # brings them into rows
     x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([16 * N, 2, 2])
     even, odd = x.split()
     x0, x2 = even.split()
     x1, x3 = odd.split()
     ptrs = base + gl.arange(0, 16 * N, x0.type.layout) * 4
     gl.inline_asm_elementwise(
+        # 16 bytes a thread, no shared memory, no barrier: the L2 takes 3.8 TB/s of such additions, the kernel needs
+        # 1.9
         "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
         "=r,l,f,f,f,f",
         [ptrs.to(gl.int64), x0, x1, x2, x3],
@@ -93,53 +108,48 @@ def _place(start, length, row, rows, RAGGED: gl.constexpr):
 
 
 @gluon.jit
-def _keys_of(
-    tile, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, swizzle,
-    BLOCK_N: gl.constexpr,
-):  # fmt: skip
+def keys_of(tile, lengths, sizes, BLOCK_N: gl.constexpr):
     """A tile of keys: (batch entry, head, first key), then start, length and capacity of its sequence's keys, and start
     and length of its queries. `swizzle` heads at a time share the L2; of each the first keys, which most queries see,
     come first."""
+    kv_heads, blocks, swizzle = sizes.kv_heads, sizes.blocks, sizes.swizzle
     heads = kv_heads
-    if k_starts_ptr is None:
-        heads = kv_heads * batch
+    if lengths.k_starts is None:
+        heads = kv_heads * sizes.batch
     first_head = tile // (swizzle * blocks) * swizzle
     size = gl.minimum(heads - first_head, swizzle)
     within = tile - first_head * blocks
     block = within // size
     kv = first_head + within % size
-    if k_starts_ptr is not None:
-        b, block = find_sequence(k_starts_ptr, batch, block, BLOCK_N)
+    if lengths.k_starts is not None:
+        b, block = find_sequence(lengths.k_starts, sizes.batch, block, BLOCK_N)
     else:
         b = kv // kv_heads
         kv = kv % kv_heads
-    k_start, k_len, k_capacity = sequence_span(k_starts_ptr, k_used_ptr, b, batch, keys)
-    q_start, q_len, _ = sequence_span(q_starts_ptr, q_used_ptr, b, batch, queries)
+    k_start, k_len, k_capacity = sequence_span(lengths.k_starts, lengths.k_used, b, sizes.batch, sizes.keys)
+    q_start, q_len, _ = sequence_span(lengths.q_starts, lengths.q_used, b, sizes.batch, sizes.queries)
     return b, kv, block * BLOCK_N, k_start, k_len, k_capacity, q_start, q_len
 
 
 @gluon.jit
-def _queries_of(
-    first, k_len, q_len, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+def queries_of(first, k_len, q_len, window, CONFIG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """(first block, number) of the blocks of queries that see keys of the tile from key `first` on, and the position
     of query 0."""
     offset = gl.to_tensor(0)
-    if BOTTOM_RIGHT:
+    if CONFIG.bottom_right:
         offset = k_len - q_len
     begin = gl.to_tensor(0)
     end = q_len
-    if RIGHT:
-        begin = gl.maximum(first - right - offset, 0)
-    if LEFT:
-        end = gl.minimum(end, gl.minimum(first + BLOCK_N, k_len) + left - offset)
+    if CONFIG.has_right:
+        begin = gl.maximum(first - window.right - offset, 0)
+    if CONFIG.has_left:
+        end = gl.minimum(end, gl.minimum(first + BLOCK_N, k_len) + window.left - offset)
     begin = begin // BLOCK_M
     return begin, gl.where(first < k_len, gl.maximum(gl.cdiv(end, BLOCK_M) - begin, 0), 0), offset
 
 
 @gluon.jit
-def _fetch_next_tile(counter_ptr, DETERMINISTIC: gl.constexpr):
+def fetch_next_tile(counter_ptr, DETERMINISTIC: gl.constexpr):
     """The index of a tile that no other CTA has. The first tile of each CTA has the CTA's own number, except with
     DETERMINISTIC: there a tile may only wait for one whose CTA is certain to run."""
     first = gl.num_programs(0)
@@ -150,37 +160,32 @@ def _fetch_next_tile(counter_ptr, DETERMINISTIC: gl.constexpr):
 
 @gluon.jit
 def _write_tile(
-    tile, taken, tile_smem, tile_full, tile_empty, counter_ptr,
-    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    DETERMINISTIC: gl.constexpr,
+    tile, taken, tile_smem, tile_full, tile_empty, counter_ptr, lengths, sizes, window,
+    CONFIG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Publish the tile descriptor of `tile`, or of the next fetched tile that has keys, or that none is left."""
     slot = taken & 1
     mbarrier.wait(tile_empty.index(slot), (taken >> 1) & 1 ^ 1)
-    RAGGED_Q: gl.constexpr = q_starts_ptr is not None or q_used_ptr is not None
-    RAGGED_K: gl.constexpr = k_starts_ptr is not None or k_used_ptr is not None
+    num_q_per_kv, slots, tiles = sizes.num_q_per_kv, sizes.slots, sizes.tiles
+    RAGGED_Q: gl.constexpr = CONFIG.ragged_q
+    RAGGED_K: gl.constexpr = CONFIG.ragged_k
+    DETERMINISTIC: gl.constexpr = CONFIG.deterministic
     looks = tile < tiles
     if not looks:
         write_tile_field(tile_smem, slot, TILE_KV, -1)
     while looks:
-        b, kv, first, k_start, k_len, k_capacity, q_start, q_len = _keys_of(
-            tile, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, swizzle,
-            BLOCK_N,
-        )  # fmt: skip
+        b, kv, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(tile, lengths, sizes, BLOCK_N)
         if first < k_capacity:
-            begin, count, offset = _queries_of(
-                first, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N
-            )
+            begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
             start = begin
             if DETERMINISTIC:
                 start = begin + count - 1
             at = kv * num_q_per_kv * slots + start
-            if q_starts_ptr is not None:
+            if CONFIG.packed:
                 at += gl.cdiv(q_start, BLOCK_M) + b
             else:
-                at += b * kv_heads * num_q_per_kv * slots
+                at += b * sizes.kv_heads * num_q_per_kv * slots
+            # consumers read a field where they need it, which keeps registers free over their loop
             write_tile_field(tile_smem, slot, TILE_KV, kv)
             write_tile_field(tile_smem, slot, TILE_B, b)
             write_tile_field(tile_smem, slot, TILE_COUNT, count)
@@ -188,27 +193,25 @@ def _write_tile(
             write_tile_field(tile_smem, slot, TILE_SUMS, at)
             write_tile_field(tile_smem, slot, TILE_DISTANCE, start * BLOCK_M + offset - first)
             write_tile_field(tile_smem, slot, TILE_K_LEFT, k_len - first)
-            end, row = _place(q_start, q_len, start * BLOCK_M, queries, RAGGED_Q)
+            end, row = _place(q_start, q_len, start * BLOCK_M, sizes.queries, RAGGED_Q)
             write_tile_field(tile_smem, slot, TILE_Q_END, end)
             write_tile_field(tile_smem, slot, TILE_Q_ROW, row)
-            end, row = _place(k_start, k_len, first, keys, RAGGED_K)
+            end, row = _place(k_start, k_len, first, sizes.keys, RAGGED_K)
             if RAGGED_K:  # where there is nothing to load, the first rows of all
-                end = gl.where(count > 0, end, keys)
+                end = gl.where(count > 0, end, sizes.keys)
                 row = gl.where(count > 0, row, 0)
             write_tile_field(tile_smem, slot, TILE_K_END, end)
             write_tile_field(tile_smem, slot, TILE_K_ROW, row)
-            end, row = _place(k_start, k_capacity, first, keys, k_starts_ptr is not None)
+            end, row = _place(k_start, k_capacity, first, sizes.keys, CONFIG.packed)
             write_tile_field(tile_smem, slot, TILE_DK_END, end)
             write_tile_field(tile_smem, slot, TILE_DK_ROW, row)
             write_tile_field(tile_smem, slot, TILE_DK_LEFT, k_capacity - first)
             if DETERMINISTIC:
-                before, size, _ = _queries_of(
-                    first - BLOCK_N, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N
-                )
+                before, size, _ = queries_of(first - BLOCK_N, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
                 write_tile_field(tile_smem, slot, TILE_UNSEEN, (begin + count - before - size) * num_q_per_kv)
             looks = tile < 0  # no longer
         else:
-            tile = _fetch_next_tile(counter_ptr, DETERMINISTIC)
+            tile = fetch_next_tile(counter_ptr, DETERMINISTIC)
             looks = tile < tiles
             if not looks:
                 write_tile_field(tile_smem, slot, TILE_KV, -1)
@@ -225,6 +228,7 @@ def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, plac
     b, head, end, row = place
     stage = at % STAGES
     if at >= STAGES:
+        # both consumers have given the stage back
         named_barrier_sync(BAR_EMPTY + stage, EVERYONE)
     bar = full.index(stage)
     mbarrier.expect(bar, BLOCK_M * BYTES)
@@ -274,56 +278,62 @@ def _add_to_dq(
     stage = at % DS_STAGES
     if order_ptr is not None:
         last = last_turn(order_ptr, tile)
+    # both consumers have stored their half of ds
     named_barrier_sync(BAR_DS_FULL + stage, EVERYONE)
     for m in gl.static_range(BLOCK_M // 64):
         ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))  # [64 queries, 128 keys]
         for n in gl.static_range(W_QK // PART):
             zeros = gl.zeros([64, PART], gl.float32, layout)
-            # index 0, and no constant: what is computed from it does not fill registers all the while
+            # index 0, but not as a constant: addresses computed from a constant would be kept in registers throughout
             k = k_smem.index(i >> 30).slice(n * PART, PART, 1)  # [128, PART]
             part = m * (W_QK // PART) + n
             if sum_ptr is not None:
+                # PART columns at a time: 64 need 72 registers, 32 leave the consumers more
                 dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)  # [64, PART]
                 if order_ptr is not None and part == 0:
                     wait_for_predecessor(order_ptr, tile, last, before, owed, owed_turn)
                 dq = hopper.warpgroup_mma_wait(0, deps=[dq])
             if part == BLOCK_M // 64 * (W_QK // PART) - 1:
+                # the last product of this block has read ds
                 mbarrier.arrive(ds_empty.index(stage), count=1)
             if sum_ptr is not None:
-                _add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + part * 64 * PART, dq)
+                add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + part * 64 * PART, dq)
 
 
 @gluon.jit
 def _produce(
-    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, rows_ptr, counter_ptr,
-    q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, smem, tile_smem, bars,
-    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, rows_size,
-    stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_dob, stride_dos, stride_dor, left, right,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
-    D_QK: gl.constexpr, D_V: gl.constexpr, PART: gl.constexpr,
+    inputs, scratch, counter_ptr, lengths, smem, tile_smem, bars, sizes, strides, window,
+    CONFIG: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup that draws tiles and loads them, multiplies ds K and adds it to the sums of dq."""
+    """The warpgroup that fetches tiles and loads them, multiplies ds K and adds it to the sums of dq."""
+    sum_ptr, order_ptr, rows_ptr = scratch
+    kv_heads, num_q_per_kv, slots = sizes.kv_heads, sizes.num_q_per_kv, sizes.slots
+    queries, keys = sizes.queries, sizes.keys
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem.k, smem.v, smem.q, smem.do, smem.rows, smem.ds
     k_full, v_full, full, ds_empty = bars.k_full, bars.v_full, bars.block_full, bars.ds_empty
     tile_full, tile_empty = bars.tile_full, bars.tile_empty
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
-    PACKED: gl.constexpr = q_starts_ptr is not None
-    DETERMINISTIC: gl.constexpr = order_ptr is not None
+    PACKED: gl.constexpr = CONFIG.packed
+    DETERMINISTIC: gl.constexpr = CONFIG.deterministic
+    D_QK: gl.constexpr = CONFIG.d_qk
+    D_V: gl.constexpr = CONFIG.d_v
+    # LSE and delta of a block come by TMA too, so that one mbarrier announces q, do and them
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    storage = batch
+    storage = sizes.batch
     if PACKED:
         storage = gl.to_tensor(1)
     heads = kv_heads * num_q_per_kv
-    RAGGED_Q: gl.constexpr = PACKED or q_used_ptr is not None
-    RAGGED_K: gl.constexpr = PACKED or k_used_ptr is not None
-    k_desc = rows_desc_of(k_ptr, storage, kv_heads, keys, D_QK, stride_kb, stride_kh, stride_ks, k_smem, RAGGED_K)
-    v_desc = rows_desc_of(v_ptr, storage, kv_heads, keys, D_V, stride_vb, stride_vh, stride_vs, v_smem, RAGGED_K)
-    q_desc = rows_desc_of(q_ptr, storage, heads, queries, D_QK, stride_qb, stride_qr, stride_qs, q_smem, RAGGED_Q)
-    do_desc = rows_desc_of(do_ptr, storage, heads, queries, D_V, stride_dob, stride_dor, stride_dos, do_smem, RAGGED_Q)
-    rows_desc = tma.make_tensor_descriptor(rows_ptr, [rows_size], [1], [2 * BLOCK_M], rows_layout)
+    RAGGED_Q: gl.constexpr = CONFIG.ragged_q
+    RAGGED_K: gl.constexpr = CONFIG.ragged_k
+    k_desc = rows_desc_of(inputs.k, storage, kv_heads, keys, D_QK, strides.kb, strides.kh, strides.ks, k_smem, RAGGED_K)
+    v_desc = rows_desc_of(inputs.v, storage, kv_heads, keys, D_V, strides.vb, strides.vh, strides.vs, v_smem, RAGGED_K)
+    q_desc = rows_desc_of(inputs.q, storage, heads, queries, D_QK, strides.qb, strides.qr, strides.qs, q_smem, RAGGED_Q)
+    do_desc = rows_desc_of(
+        inputs.do, storage, heads, queries, D_V, strides.dob, strides.dor, strides.dos, do_smem, RAGGED_Q
+    )
+    rows_desc = tma.make_tensor_descriptor(rows_ptr, [sizes.rows_size], [1], [2 * BLOCK_M], rows_layout)
 
     taken = gl.to_tensor(0)  # tiles begun
     at = gl.to_tensor(0)  # blocks multiplied, of all tiles
@@ -351,19 +361,17 @@ def _produce(
     while kv >= 0:
         slot = taken & 1
         if begins:
-            # while a tile's last blocks are multiplied the next one's are loaded. It is drawn late, for what a long
-            # tile has drawn waits for its end
+            # while a tile's last blocks are multiplied the next one's are loaded. It is fetched late: a tile fetched
+            # early would wait for the end of a long one
             if DETERMINISTIC:
-                number = _fetch_next_tile(counter_ptr, DETERMINISTIC)
+                number = fetch_next_tile(counter_ptr, DETERMINISTIC)
             else:
                 number = gl.program_id(0)
                 if taken > 0:
-                    number = _fetch_next_tile(counter_ptr, DETERMINISTIC)
+                    number = fetch_next_tile(counter_ptr, DETERMINISTIC)
             _write_tile(
-                number, taken, tile_smem, tile_full, tile_empty, counter_ptr,
-                q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-                batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, left, right,
-                LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N, DETERMINISTIC,
+                number, taken, tile_smem, tile_full, tile_empty, counter_ptr, lengths, sizes, window,
+                CONFIG, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             todo = rest + 0
             kv = read_tile_field(tile_smem, slot, TILE_KV)
@@ -401,6 +409,7 @@ def _produce(
             rest = gl.minimum(count * num_q_per_kv, STAGES)
             todo = count * num_q_per_kv - rest
             # for keys that no query sees too: a branch would cost the consumers registers
+            # the keys follow when the last ds k of the tile before is done; consumers store dv and dk meanwhile
             _load_keys(k_desc, k_smem.index(0), k_full.index(slot), tile_smem, slot, PACKED)
             _load_keys(v_desc, v_smem.index(0), v_full.index(slot), tile_smem, slot, PACKED)
             mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
@@ -448,7 +457,10 @@ def _hopper_attention_bwd_kernel(
     gl.static_assert(2 <= STAGES and STAGES <= 4 and DS_STAGES <= 2)  # the barriers by number that there are
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     PACKED: gl.constexpr = q_starts_ptr is not None
-    RAGGED: gl.constexpr = PACKED or k_used_ptr is not None
+    CONFIG: gl.constexpr = BackwardConfig(
+        LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
+        D_QK, D_V, order_ptr is not None,
+    )  # fmt: skip
     # int64 where a stride needs it
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
     blocks, swizzle, slots, tiles = int32(blocks), int32(swizzle), int32(slots), int32(tiles)
@@ -459,6 +471,7 @@ def _hopper_attention_bwd_kernel(
     do_smem = alloc_pipeline_stages(dtype, STAGES, BLOCK_M, W_V)
     ds_smem = alloc_pipeline_stages(dtype, DS_STAGES, BLOCK_N, BLOCK_M)
     # a consumer's dv leaves through shared memory, then its dk through the same
+    # 64 rows for each consumer
     dk_smem = alloc_pipeline_stages(dtype, 2, 64, W_QK)
     dv_smem = dk_smem
     if W_V != W_QK:
@@ -470,30 +483,34 @@ def _hopper_attention_bwd_kernel(
     full = alloc_mbarriers(STAGES, 1)
     ds_empty = alloc_mbarriers(DS_STAGES, 1)
     tile_full = alloc_mbarriers(2, 1)
+    # each of the two consumers says when it has read a descriptor
     tile_empty = alloc_mbarriers(2, 2)
     hopper.fence_async_shared()
 
     smem = BackwardBuffers(k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem)
     out_smem = (dk_smem, dv_smem)
     bars = BackwardBarriers(k_full, v_full, full, ds_empty, tile_full, tile_empty)
+    inputs = BackwardInputs(q_ptr, k_ptr, v_ptr, do_ptr)
+    scratch = Scratch(sum_ptr, order_ptr, rows_ptr)
+    lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
+    sizes = BackwardSizes(
+        batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, rows_size
+    )  # fmt: skip
+    strides = BackwardStrides(
+        stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+        stride_dob, stride_dos, stride_dor,
+    )  # fmt: skip
+    window = Window(left, right)
+    grads = Gradients(dk_ptr, dv_ptr, slopes_ptr)
+    key_sizes = KeySizes(batch, keys, kv_heads, num_q_per_kv)
+    grad_strides = GradientStrides(
+        stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b
+    )
+    mods = ScoreArguments(scale, softcap, window)
     gl.warp_specialize([
         (_produce, (
-            q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, rows_ptr, counter_ptr,
-            q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr, smem, tile_smem, bars,
-            batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, rows_size,
-            stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            stride_dob, stride_dos, stride_dor, left, right, LEFT, RIGHT, BOTTOM_RIGHT, D_QK, D_V, PART,
+            inputs, scratch, counter_ptr, lengths, smem, tile_smem, bars, sizes, strides, window, CONFIG, PART,
         )),
-        (consume, (
-            dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, num_q_per_kv,
-            stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
-            scale, softcap, left, right, LEFT, RIGHT, CAP, PACKED, RAGGED, D_QK, D_V,
-            order_ptr is not None, 0,
-        )),
-        (consume, (
-            dk_ptr, dv_ptr, slopes_ptr, smem, out_smem, tile_smem, bars, batch, keys, kv_heads, num_q_per_kv,
-            stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, slopes_stride_b,
-            scale, softcap, left, right, LEFT, RIGHT, CAP, PACKED, RAGGED, D_QK, D_V,
-            order_ptr is not None, 1,
-        )),
+        (consume, (grads, smem, out_smem, tile_smem, bars, key_sizes, grad_strides, mods, CONFIG, 0)),
+        (consume, (grads, smem, out_smem, tile_smem, bars, key_sizes, grad_strides, mods, CONFIG, 1)),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

@@ -10,9 +10,18 @@ Memory beyond results: for each query and head 1032 bytes; 640 for each CTA; in 
 Source: as hopper/backward.py's.
 """
 
-from powertrain.ops.attention.hopper.backward_kernel import _add_in_order, _fetch_next_tile, _keys_of, _queries_of
+from powertrain.ops.attention.hopper.backward_kernel import add_in_order, fetch_next_tile, keys_of, queries_of
 from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor, wait_for_predecessor
-from powertrain.ops.attention.hopper.primitives import LOG2E, alloc_mbarriers, int32, tanh
+from powertrain.ops.attention.hopper.primitives import (
+    LOG2E,
+    BackwardConfig,
+    BackwardSizes,
+    Lengths,
+    Window,
+    alloc_mbarriers,
+    int32,
+    tanh,
+)
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
@@ -134,9 +143,10 @@ def _produce(
         ds = ds_smem.index(stage).permute((1, 0))  # [BLOCK_M, 64]
         for n in gl.static_range(W // PART):
             zeros = gl.zeros([BLOCK_M, PART], gl.float32, layout)
-            # index 0, and no constant: what is computed from it does not fill registers all the while
+            # index 0, but not as a constant: addresses computed from a constant would be kept in registers throughout
             k = k_smem.index(i >> 30).slice(n * PART, PART, 1)  # [64, PART]
             if sum_ptr is not None:
+                # PART columns at a time: registers hold no more
                 dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)  # [BLOCK_M, PART]
                 if DETERMINISTIC and n == 0:
                     wait_for_predecessor(order_ptr, tile, last, gl.where(i >= unseen, first, 0), owed, first + BLOCK_N)
@@ -145,7 +155,7 @@ def _produce(
             if n == W // PART - 1:
                 mbarrier.arrive(ds_empty.index(stage), count=1)
             if sum_ptr is not None:
-                _add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W) + n * BLOCK_M * PART, dq)
+                add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W) + n * BLOCK_M * PART, dq)
         if i + STAGES < total:
             to = tile0 + q_repeat * slots + q_block
             _load_queries(q_desc, rows_desc, q_smem, rows_smem, q_full, q_empty, i + STAGES, q_repeat, q_block, to)
@@ -202,7 +212,8 @@ def _consume(
         s = hopper.warpgroup_mma(k, q.slice(MINE, ROWS, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
         dp = hopper.warpgroup_mma(v, do.slice(MINE, ROWS, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        # of the block before; at the first there is none, and what lies there is not taken over
+        # of the block before; at the first there is none: use_acc discards the product
+        # dv trails by one block, so that the product runs beside this block's exponentials
         do_before = do_smem.index(before).slice(MY_COLS, COLS, 1)
         dv = hopper.warpgroup_mma(p_smem.index(before), do_before, dv, use_acc=i > 1, is_async=True)  # [64, COLS]
         lse = gl.expand_dims(rows.slice(MINE, ROWS).load(row_layout), 0)
@@ -238,6 +249,7 @@ def _consume(
             p = gl.where(seen, p, 0.0)
         # given back by the producer, and by both consumers
         mbarrier.wait(ds_empty.index(stage), (i // STAGES) & 1 ^ 1)
+        # a consumer computes half of the queries' weights and needs all of them for its columns of dv
         p_smem.index(stage).slice(MINE, ROWS, 1).store(p.to(dtype))  # [64, ROWS]
         dp = hopper.warpgroup_mma_wait(1, deps=[dp])
         delta = gl.expand_dims(rows.slice(BLOCK_M + MINE, ROWS).load(row_layout), 0)
@@ -246,6 +258,7 @@ def _consume(
             ds *= 1.0 - t * t
         ds_smem.index(stage).slice(MINE, ROWS, 1).store(ds.to(dtype))  # [64, ROWS]
         hopper.fence_async_shared()
+        # both halves of p and ds are stored
         named_barrier_sync_divergent(_PAIR, 256)
         mbarrier.arrive(ds_full.index(stage), count=1)
         dk = hopper.warpgroup_mma(ds_smem.index(stage), q.slice(MY_COLS, COLS, 1), dk, is_async=True)  # [64, COLS]
@@ -303,19 +316,22 @@ def _hopper_attention_bwd_d256_kernel(
     batch, left, right = int32(batch), int32(left), int32(right)
     number = gl.program_id(0)
     if order_ptr is not None:
-        number = _fetch_next_tile(counter_ptr, True)
-    b, kv, first, k_start, k_len, k_capacity, q_start, q_len = _keys_of(
-        number, k_starts_ptr, q_starts_ptr, k_used_ptr, q_used_ptr, batch, queries, keys, kv_heads, blocks, swizzle,
-        BLOCK_N,
+        number = fetch_next_tile(counter_ptr, True)
+    lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
+    sizes = BackwardSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, None, rows_size)
+    window = Window(left, right)
+    PACKED: gl.constexpr = q_starts_ptr is not None
+    CONFIG: gl.constexpr = BackwardConfig(
+        LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
+        D_QK, D_V, order_ptr is not None,
     )  # fmt: skip
-    begin, count, offset = _queries_of(first, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N)
+    b, kv, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(number, lengths, sizes, BLOCK_N)
+    begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
     start = begin
     unseen = gl.to_tensor(0)
     if order_ptr is not None:
         start = begin + count - 1
-        before, size, _ = _queries_of(
-            first - BLOCK_N, k_len, q_len, left, right, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N
-        )
+        before, size, _ = queries_of(first - BLOCK_N, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
         unseen = (begin + count - before - size) * num_q_per_kv
     tile0 = kv * num_q_per_kv * slots
     storage = b.to(gl.int64)

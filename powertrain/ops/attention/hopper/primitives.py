@@ -51,6 +51,7 @@ def alloc_mbarriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def alloc_pipeline_stages(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    # the swizzled layout that TMA and wgmma share
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], dtype)
     return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLS], layout)
 
@@ -108,6 +109,115 @@ TILE_DK_LEFT = gl.constexpr(13)  # rows of dk from the first one on
 TILE_UNSEEN = gl.constexpr(14)  # blocks that the tile of the keys before does not see, of all heads
 
 
+class Lengths(NamedTuple):
+    """Where packed sequences begin, and the lengths of those that end early; None where absent."""
+
+    q_starts: Any
+    k_starts: Any
+    q_used: Any
+    k_used: Any
+
+
+class Window(NamedTuple):
+    """Visible keys before and after a position; CONFIG.has_left and has_right say which bounds hold."""
+
+    left: Any
+    right: Any
+
+
+class BackwardConfig(NamedTuple):
+    """The constants of a launch of a backward kernel: the constexpr argument CONFIG of the device functions."""
+
+    has_left: bool
+    has_right: bool
+    bottom_right: bool  # the last query has the position of the last key
+    has_softcap: bool
+    packed: bool  # sequences lie one behind the other
+    ragged_q: bool  # sequences of queries end before their storage does
+    ragged_k: bool
+    d_qk: int
+    d_v: int
+    deterministic: bool  # tiles add to dq in a fixed order
+
+
+class BackwardInputs(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+
+
+class Scratch(NamedTuple):
+    """Memory between the launches: sums of dq, whose turn it is to add, LSE and delta."""
+
+    sum: Any
+    order: Any
+    rows: Any
+
+
+class Gradients(NamedTuple):
+    """Pointers of a consumer."""
+
+    dk: Any
+    dv: Any
+    slopes: Any
+
+
+class BackwardSizes(NamedTuple):
+    batch: Any
+    queries: Any
+    keys: Any
+    kv_heads: Any
+    num_q_per_kv: Any
+    blocks: Any
+    swizzle: Any
+    slots: Any
+    tiles: Any
+    rows_size: Any
+
+
+class KeySizes(NamedTuple):
+    batch: Any
+    keys: Any
+    kv_heads: Any
+    num_q_per_kv: Any
+
+
+class BackwardStrides(NamedTuple):
+    """By batch entry, position and head."""
+
+    qb: Any
+    qs: Any
+    qr: Any
+    kb: Any
+    ks: Any
+    kh: Any
+    vb: Any
+    vs: Any
+    vh: Any
+    dob: Any
+    dos: Any
+    dor: Any
+
+
+class GradientStrides(NamedTuple):
+    dkb: Any
+    dks: Any
+    dkh: Any
+    dvb: Any
+    dvs: Any
+    dvh: Any
+    slopes: Any
+
+
+class ScoreArguments(NamedTuple):
+    """Arguments that turn q kᵀ into scores."""
+
+    scale: Any
+    softcap: Any
+    window: Any
+
+
 class BackwardBuffers(NamedTuple):
     """Pipeline stages of the backward in shared memory."""
 
@@ -145,7 +255,7 @@ def rows_desc_of(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem,
     stages of `smem` hold. RAGGED: it ends where any sequence ends, for row i of n that end before row `end` is
     (end, rows - n + i); else row i is (0, i).
 
-    A tile must not lie wholly outside: TMA touches then what it takes for the tensor's start."""
+    A tile must not lie wholly outside: TMA then accesses the tensor's start."""
     ROWS: gl.constexpr = smem.shape[1]
     COLS: gl.constexpr = smem.shape[2]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, ROWS, COLS], smem.dtype)

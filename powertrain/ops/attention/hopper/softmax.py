@@ -24,9 +24,9 @@ def _columns(start, s):
 def apply_softcap_alibi(s, start, positions, factors, slope, p_first, CAP: gl.constexpr, ALIBI: gl.constexpr):
     """Scores in base 2, but for the factor where there is neither softcap nor ALiBi."""
     if CAP:
-        s = tanh(s * factors[0]) * factors[1]
+        s = tanh(s * factors.inner) * factors.outer
     elif ALIBI != "none":
-        s = s * factors[0]
+        s = s * factors.inner
     if ALIBI == "two_sided":
         far = gl.expand_dims(positions, 1) - gl.expand_dims(_columns(start, s), 0)
         s -= slope * gl.abs(far).to(gl.float32)
@@ -107,7 +107,7 @@ def partial_row_sums(p):
 
 @gluon.jit
 def softmax(s, m, l, factor, MASKED: gl.constexpr):  # noqa: E741
-    """(weights, m, l, what the result so far is to be scaled by)."""
+    """(weights, m, l, the factor of the result so far)."""
     # until it grows by more than GROWTH, the results so far need no scaling
     m_new = gl.max(s, 1)
     m_new = gl.where((m_new - m) * factor > GROWTH, m_new, m)

@@ -13,48 +13,50 @@ Sources: Milakov and Gimelshein 2018 (online softmax); Dao 2023, arXiv:2307.0869
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from powertrain.ops.attention.triton.tiles import (
-    LN2,
-    LOG2E,
+from powertrain.ops.attention.operands import Operands
+from powertrain.ops.attention.triton.launch_arguments import (
+    document_ranges,
+    plan_key,
+    shared_arguments,
+    strides,
+    swizzle,
+    uses_tma,
+)
+from powertrain.ops.attention.triton.plans import plan_fwd
+from powertrain.ops.attention.triton.scores import (
     BiasStrides,
     Dropout,
     Limits,
     ScoreMods,
-    TiledRows,
     add_bias,
-    add_product,
     apply_softcap,
     bias_of,
     documents_of,
-    dot_rows,
-    dot_rows_fma,
-    find_sequence,
     is_visible,
     keep_tile,
     key_span,
-    load_tile,
     prefix_of,
     same_document,
-    scale_tile,
     score_scale,
-    sequence_span,
+)
+from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span, tile_coords
+from powertrain.ops.attention.triton.tiles import (
+    LN2,
+    LOG2E,
+    TiledRows,
+    add_product,
+    dot_rows,
+    dot_rows_fma,
+    load_tile,
+    scale_tile,
     store_tile,
     tiled_rows,
     to_int64,
     zeros_tile,
 )
 from powertrain.runtime.launch import kernel
-
-
-@triton.jit
-def tile_coords(pid, blocks, heads, swizzle):
-    """(block, head) of a program. `swizzle` heads at a time run together, because their keys and values fit in the L2;
-    within them the last blocks, which see the most keys under a causal mask, run first."""
-    first = pid // (swizzle * blocks) * swizzle
-    size = tl.minimum(heads - first, swizzle)
-    within = pid - first * blocks
-    return blocks - 1 - within // size, first + within % size
 
 
 @triton.jit
@@ -201,3 +203,21 @@ def _attention_fwd_kernel(
     if q_starts_ptr is not None:
         lse_base = lse_ptr + to_int64(head) * queries + q64
     tl.store(lse_base + i, tl.where(i < q_len, lse * LN2, float("-inf")), mask=i < q_capacity)  # [BLOCK_M]
+
+
+def attention_forward(operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    args, heads, target = operands.args, operands.heads, operands.target
+    q, k, v = operands.q, operands.k, operands.v
+    out, lse = operands.outputs()
+    shared = shared_arguments(operands)
+    use_tma = uses_tma(shared["FMA"], target, q, k, v)
+    plan = plan_fwd(*plan_key(operands), use_tma, shared["FMA"], target)
+    blocks = operands.query_blocks(plan.block_m)
+    keys_bytes = operands.keys * (operands.d_qk + operands.d_v) * k.tensor.element_size()
+    _attention_fwd_kernel[(blocks * operands.num_heads,)](
+        **shared, **strides(o=operands.like_query(out)), **plan.launch_options(), TMA=use_tma and plan.tma,
+        lse_ptr=lse, sinks_ptr=args.sinks, qrange_ptr=document_ranges(args.query_documents, args.key_documents),
+        kv_heads=heads.kv, blocks=blocks, swizzle=swizzle(keys_bytes, heads.q_per_kv, target),
+    )  # fmt: skip
+    return out, lse

@@ -1,10 +1,10 @@
-"""Tiles of the universal kernels, per arch, dtype, head dims and what is done to scores, with what was measured.
+"""Tiles of the universal kernels, per arch, dtype, head dims and features, with measurements.
 
 On sm_90 the values are the best of about 120 variants, causal 2 x 8192 tokens, bf16, on one H200 (docs/LOG.md). For
 other archs they follow from shared memory and registers and were compiled, never timed.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,10 +21,17 @@ class Plan(NamedTuple):
     tma: bool = True  # descriptors, where the GPU and the strides allow them
     late: bool = True  # dkdv reads the rows' LSE after its first products, not before
 
+    def launch_options(self) -> dict[str, Any]:
+        """The arguments of every kernel that follow from a plan."""
+        return dict(
+            BLOCK_M=self.block_m, BLOCK_N=self.block_n, num_warps=self.num_warps, num_stages=self.num_stages,
+            maxnreg=self.maxnreg,
+        )  # fmt: skip
+
 
 class _Tile(NamedTuple):
     """A row of a table of tiles: the largest head dim it is for, the shared memory that a block must have for it there,
-    at 2 bytes an element (what it compiles to, or more), and the plan."""
+    at 2 bytes an element (as compiled, or more), and the plan."""
 
     largest: int
     kib: int
@@ -34,7 +41,7 @@ class _Tile(NamedTuple):
 def _first(tiles: tuple[_Tile, ...], element: int, d_qk: int, d_v: int, target: Target) -> Plan:
     """The first plan for these head dims whose shared memory the GPU has."""
     for largest, kib, plan in tiles:
-        share = 1 if element == 2 else 3  # of TF32, what was compiled was up to 2.8 times as large
+        share = 1 if element == 2 else 3  # TF32 tiles compiled to up to 2.8 times as much
         needed = kib * 1024 * share * (d_qk + d_v) // (2 * largest)
         if max(d_qk, d_v) <= largest and needed <= target.shared_per_block - 1024:
             return plan

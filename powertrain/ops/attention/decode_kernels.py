@@ -1,0 +1,488 @@
+"""Kernels of decoding over a KV cache: attention, and the append before it; decode.py has the algorithm."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.attention.combine import combine
+from powertrain.ops.attention.triton.scores import tanh
+from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
+from powertrain.ops.shapes import cdiv, next_power_of_2
+from powertrain.runtime.dispatch import Op
+from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
+from powertrain.runtime.tuning import tunable
+
+
+@triton.jit
+def _slot(page_table_ptr, batch_idx_ptr, batch, position, mask, page_row, PAGE_SIZE: tl.constexpr):
+    """(entry of the cache's first dim, row in it) of a sequence's positions."""
+    if PAGE_SIZE > 0:
+        # the shape of position
+        page = tl.load(page_table_ptr + batch * page_row + position // PAGE_SIZE, mask=mask, other=0)
+        return page.to(tl.int64), (position % PAGE_SIZE).to(tl.int64)
+    else:
+        entry = batch
+        if batch_idx_ptr is not None:
+            entry = tl.load(batch_idx_ptr + batch).to(tl.int64)  # scalar
+        return entry, position.to(tl.int64)
+
+
+@kernel()
+def _append_kernel(
+    key_new_ptr,
+    value_new_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    seqlens_ptr,
+    page_table_ptr,
+    batch_idx_ptr,
+    num_new,
+    kv_heads,
+    capacity,
+    page_row,
+    stride_knb,
+    stride_kns,
+    stride_knh,
+    stride_vnb,
+    stride_vns,
+    stride_vnh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    HEAD_DIM_QK: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Some heads of one new token a program. A token beyond the cache's capacity is dropped."""
+    batch = tl.program_id(0).to(tl.int64) // num_new
+    token = tl.program_id(0).to(tl.int64) % num_new
+    heads = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    position = tl.load(seqlens_ptr + batch) + token  # scalar
+    fits = (position >= 0) & (position < capacity)
+    position = tl.where(fits, position, 0)
+    entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, position, fits, page_row, PAGE_SIZE)
+    mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_QK)
+    # [BLOCK_H, BLOCK_D]
+    k = tl.load(key_new_ptr + batch * stride_knb + token * stride_kns + heads * stride_knh + dims, mask=mask)
+    # [BLOCK_H, BLOCK_D]
+    tl.store(key_cache_ptr + entry * stride_kb + row * stride_ks + heads * stride_kh + dims, k, mask=mask)
+    if value_new_ptr is not None:
+        mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_V)
+        # [BLOCK_H, BLOCK_D]
+        v = tl.load(value_new_ptr + batch * stride_vnb + token * stride_vns + heads * stride_vnh + dims, mask=mask)
+        # [BLOCK_H, BLOCK_D]
+        tl.store(value_cache_ptr + entry * stride_vb + row * stride_vs + heads * stride_vh + dims, v, mask=mask)
+
+
+@triton.jit
+def _load_rows(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, FMA: tl.constexpr):
+    """The tile of rows given by their offsets, a piece [rows, PIECES[i]] each; 0 where masked."""
+    tile = ()
+    for i in tl.static_range(len(PIECES)):
+        tile += (_load_piece(x_ptr, rows, mask, HEAD_DIM, piece_start(PIECES, i), PIECES[i], FMA),)  # type: ignore[assignment]
+    return tile
+
+
+@triton.jit
+def _load_piece(x_ptr, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, PIECE: tl.constexpr, FMA: tl.constexpr):
+    dims = START + tl.arange(0, PIECE)[None, :]
+    if HEAD_DIM % 16 == 0:
+        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None], other=0.0)  # [rows, PIECE]
+    else:
+        x = tl.load(x_ptr + rows[:, None] + dims, mask=mask[:, None] & (dims < HEAD_DIM), other=0.0)  # [rows, PIECE]
+    if FMA:
+        x = x.to(tl.float32)
+    return x
+
+
+# In float32 each piece, and each block of keys, is summed for itself first: one long chain of additions would err more
+# than PyTorch does. It is an fma that adds them, since Triton folds a plain sum back into the dot.
+@triton.jit
+def _products(q, k, FMA: tl.constexpr, PRECISION: tl.constexpr):
+    """q k^T over the pieces of the head dim."""
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)  # [rows of q, rows of k]
+    for i in tl.static_range(1, len(q)):
+        if FMA:
+            s = tl.fma(tl.dot(q[i], tl.trans(k[i]), input_precision=PRECISION), 1.0, s)  # [rows of q, rows of k]
+        else:
+            s = tl.dot(q[i], tl.trans(k[i]), s, input_precision=PRECISION)  # [rows of q, rows of k]
+    return s
+
+
+@triton.jit
+def _update(acc, alpha, p, v, FMA: tl.constexpr, PRECISION: tl.constexpr):
+    """acc * alpha + p v, piece by piece; v may have more pieces than are wanted."""
+    tile = ()
+    for i in tl.static_range(len(acc)):
+        if FMA:
+            product = tl.dot(p, v[i], input_precision=PRECISION)  # [rows of p, piece]
+            tile += (tl.fma(acc[i], tl.broadcast_to(alpha[:, None], acc[i].shape), product),)  # type: ignore[assignment]
+        else:
+            scaled = acc[i] * alpha[:, None]
+            # [rows of p, piece]
+            tile += (tl.dot(p.to(v[i].dtype), v[i], scaled, input_precision=PRECISION),)  # type: ignore[assignment]
+    return tile
+
+
+@triton.jit
+def _store_rows(x_ptr, tile, rows, mask, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr):
+    for i in tl.static_range(len(PIECES)):
+        _store_piece(x_ptr, tile[i], rows, mask, HEAD_DIM, piece_start(PIECES, i), PIECES[i])
+
+
+@triton.jit
+def _store_piece(x_ptr, piece, rows, mask, HEAD_DIM: tl.constexpr, START: tl.constexpr, PIECE: tl.constexpr):
+    dims = START + tl.arange(0, PIECE)[None, :]
+    # [rows, PIECE]
+    tl.store(x_ptr + rows[:, None] + dims, piece.to(x_ptr.dtype.element_ty), mask=mask[:, None] & (dims < HEAD_DIM))
+
+
+@kernel()
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    seqlens_ptr,
+    page_table_ptr,
+    batch_idx_ptr,
+    leftpad_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    batches,
+    num_queries,
+    kv_heads,
+    ratio,
+    num_new,
+    capacity,
+    num_splits,
+    left,
+    right,
+    page_row,
+    slopes_row,
+    scale,
+    softcap,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    HEAD_DIM_QK: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PIECES_QK: tl.constexpr,
+    PIECES_V: tl.constexpr,
+    SHARES_KEYS: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile of queries, one kv head, one sequence, one split. Scores are in units of log 2, strides of UNIT."""
+    split = tl.program_id(1)
+    tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
+    batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
+
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = rows < num_queries * ratio
+    query = rows // ratio
+    head = kv_head * ratio + rows % ratio
+    length = tl.minimum(tl.load(seqlens_ptr + batch).to(tl.int32) + num_new, capacity)  # scalar
+    position = query + (length - num_queries)
+
+    # keys that any row of this tile sees: [first, last)
+    first, last = tl.zeros([], tl.int32), length
+    if leftpad_ptr is not None:
+        first = tl.load(leftpad_ptr + batch).to(tl.int32)  # scalar
+    if HAS_LEFT:
+        first = tl.maximum(first, tile * BLOCK_M // ratio + (length - num_queries) - left)
+    if HAS_RIGHT:
+        last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // ratio, num_queries - 1)
+        last = tl.minimum(last, last_query + (length - num_queries) + right + 1)
+    first = tl.maximum(first, 0)
+    last = tl.maximum(last, first)
+    blocks = tl.cdiv(last, BLOCK_N) - first // BLOCK_N
+    share = tl.cdiv(blocks, num_splits)
+    begin = first // BLOCK_N + split * share
+    end = tl.minimum(begin + share, first // BLOCK_N + blocks)
+
+    q_rows = (batch * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh) * UNIT
+    q = _load_rows(q_ptr, q_rows, row_mask, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_M, HEAD_DIM_QK]
+    acc = zeros_tile(BLOCK_M, PIECES_V)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + batch * slopes_row + head, mask=row_mask, other=0.0) * LOG2E  # [BLOCK_M]
+
+    for block in range(begin, end):
+        cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (cols >= first) & (cols < last)
+        if PAGE_SIZE % BLOCK_N == 0:
+            # the whole block lies in one page, or nothing is paged
+            start = block * BLOCK_N + tl.zeros([], tl.int32)
+            entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, start, start < last, page_row, PAGE_SIZE)
+            row = row + tl.arange(0, BLOCK_N)
+        else:
+            entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
+        k_rows = (entry * stride_kb + kv_head * stride_kh + row * stride_ks) * UNIT
+        v_rows = (entry * stride_vb + kv_head * stride_vh + row * stride_vs) * UNIT
+
+        k = _load_rows(k_ptr, k_rows, inside, HEAD_DIM_QK, PIECES_QK, FMA)  # tile of [BLOCK_N, HEAD_DIM_QK]
+        s = _products(q, k, FMA, PRECISION)  # [BLOCK_M, BLOCK_N]
+        if HAS_SOFTCAP:
+            s = (softcap * LOG2E) * tanh(s * (scale / softcap), False)
+        else:
+            s = s * (scale * LOG2E)
+        if slopes_ptr is not None:
+            s -= slope[:, None] * tl.abs(position[:, None] - cols[None, :]).to(tl.float32)
+        visible = inside[None, :]
+        if HAS_LEFT:
+            visible = visible & (cols[None, :] >= position[:, None] - left)
+        if HAS_RIGHT:
+            visible = visible & (cols[None, :] <= position[:, None] + right)
+        s = tl.where(visible, s, float("-inf"))
+
+        new_top = tl.maximum(top, tl.max(s, axis=1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(s - safe[:, None])
+        alpha = tl.exp2(top - safe)
+        total = total * alpha + tl.sum(p, axis=1)
+        top = new_top
+        if SHARES_KEYS:
+            v = k
+        else:
+            v = _load_rows(v_ptr, v_rows, inside, HEAD_DIM_V, PIECES_V, FMA)  # tile of [BLOCK_N, HEAD_DIM_V]
+        acc = _update(acc, alpha, p, v, FMA, PRECISION)  # tile of [BLOCK_M, HEAD_DIM_V]
+
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E  # [BLOCK_M]
+        new_top = tl.maximum(top, sink)
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        alpha = tl.exp2(top - safe)
+        total = total * alpha + tl.exp2(sink - safe)
+        top = new_top
+    else:
+        alpha = tl.full([BLOCK_M], 1.0, tl.float32)
+    seen = total > 0.0
+    factor = tl.where(seen, alpha / tl.where(seen, total, 1.0), 0.0)
+    heads = kv_heads * ratio
+    if lse_ptr is not None:
+        lse = tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
+        # [BLOCK_M]
+        tl.store(lse_ptr + ((split * batches + batch) * heads + head) * num_queries + query, lse, mask=row_mask)
+    # a split without keys leaves nothing: the combination does not read it
+    out_mask = row_mask & ((begin < end) | (num_splits == 1))
+    out_rows = (((split * batches + batch) * num_queries + query) * heads + head) * HEAD_DIM_V
+    _store_rows(out_ptr, scale_tile(acc, factor[:, None]), out_rows, out_mask, HEAD_DIM_V, PIECES_V)
+
+
+class _Plan(NamedTuple):
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_sm: int  # programs that run on one SM at a time
+
+
+@tunable("NVIDIA H200, 2026-11-21")
+def _plan(
+    rows: int,
+    width_qk: int,
+    width_v: int,
+    shares: bool,
+    itemsize: int,
+    page_size: int,
+    aligned: bool,
+    fma: bool,
+    target: Target,
+) -> _Plan:
+    """`rows` of queries a kv head has; widths: of the head dims in pieces; `aligned`: 16-byte loads."""
+    # batch 64, 32/8 heads, 8192 keys, bf16, D128 unless said, ms; copying as many bytes takes 0.505 (D64 half, ...):
+    #   dense            128 keys 4 warps 3 stages 0.471; 64 keys 0.474 to 0.549; 8 warps the same
+    #     D64, D256      256 keys 3 stages 0.244 (128 keys 0.278);  64 keys 3 stages 0.929 of 1.010
+    #   pages of 64 on   64 keys 4 warps 3 stages 0.479; 128 keys 0.486;   D64 64 keys 6 stages 0.242 (3: 0.262)
+    #   pages of 1, 16   32 keys 4 warps 6 stages 0.487, 0.490; 64 keys 3 stages 0.640
+    #   8 or 16 queries  64 keys 4 warps 3 stages 0.473, 0.480; 128 keys 0.500, 0.508; 8 warps 0.53 to 0.66
+    #     pages of 16, 1   64 keys 6 stages 0.527, 0.506; 32 keys 0.640, 0.530
+    #   MLA, 128 heads   64 x 64 8 warps 2 stages 0.565, 64 x 32 3 stages 0.658, 32 x 32 0.80 (2 * 73 GFLOP)
+    #     16 heads         64 keys 4 warps 3 stages, 2 splits 0.160 of 0.142; 32 keys 0.170
+    #   float32, 4096 keys   4 rows 64 keys 3 stages 0.93 of 0.505; 16 rows 32 keys 1.65
+    key_bytes = (width_qk + (0 if shares else width_v)) * itemsize
+    rows = next_power_of_2(rows)
+    if fma:
+        # float32 products on the CUDA cores: every row counts
+        narrow = key_bytes <= 256 * itemsize
+        block_m = min(16 if narrow else 4, rows)
+        block_n = 16 if not narrow else 64 if block_m <= 4 and target.shared_per_block > 128 << 10 else 32
+        stages = max(1, min(3, 1 + (target.shared_per_block - (16 << 10)) // (block_n * key_bytes)))
+        return _Plan(block_m, block_n, 4, stages if target.has_async_copy else 1, 2)
+
+    is_wide = width_v > 256
+    # 64 rows take wgmma on Hopper, which errs there where values come in by single elements (Triton 3.6, dv of 7 or 16)
+    most = 64 if aligned and not (is_wide and not (shares and target.has_wgmma)) else 32
+    block_m = max(16, min(most, rows))
+    in_pages = page_size > 0 and page_size % 64 == 0  # blocks of keys lie in a page each
+    if page_size == 0 or is_wide:
+        block_n = max(16, min(256 if key_bytes >= 256 else 128, 1 << ((72 << 10) // key_bytes).bit_length() - 1))
+        block_n = block_n if block_m == 16 or is_wide else min(block_n, 64)
+        stages = 3 if block_m == 16 or page_size % 64 or not is_wide else 2
+    else:
+        block_n = 64 if in_pages or key_bytes < 512 or block_m > 16 else 32
+        stages = 3 if in_pages and block_n * key_bytes >= 32 << 10 else 6
+
+    def shared() -> int:
+        # a page id's load takes a stage; wgmma reads a tile while the next one arrives
+        tiles = max(1, stages - 1 - (page_size > 0) + (block_m == 64 and target.has_wgmma))
+        return block_m * width_qk * itemsize + tiles * block_n * key_bytes + 4096
+
+    while shared() > target.shared_per_block and stages > 2:
+        stages -= 1
+    while shared() > target.shared_per_block and block_n > 16:
+        block_n //= 2
+    num_warps = 8 if block_m * width_v * itemsize >= 1 << 15 else 4
+    per_sm = max(1, min(3 if page_size else 2, target.shared_per_sm // shared()))
+    return _Plan(block_m, block_n, num_warps, stages, per_sm)
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose_splits(programs: int, keys: int, per_sm: int, target: Target) -> int:
+    """The fewest splits, of 256 keys or more, that fill the last wave of programs nearly as well as any would."""
+    slots = target.num_sms * per_sm
+    if programs == 0 or (per_sm > 1 and programs >= slots):
+        return 1  # programs that share an SM hide the last wave
+    choices = range(1, max(1, min(cdiv(keys, 256), cdiv(2 * slots, programs), 128)) + 1)
+    filled = [programs * splits / (cdiv(programs * splits, slots) * slots) for splits in choices]
+    return next(splits for splits, share in zip(choices, filled, strict=True) if share >= 0.95 * max(filled))
+
+
+def _decode_outputs(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor | None, head_dim_v: int, *_: Any
+) -> tuple[Tensor, Tensor]:
+    b, sq, h = query.shape[:3]
+    return query.new_empty(b, sq, h, head_dim_v), query.new_empty((b, h, sq), dtype=torch.float32)
+
+
+def _decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    head_dim_v: int,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    num_new: int,
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+    num_splits: int,
+    allow_tf32: bool,
+) -> tuple[Tensor, Tensor]:
+    out, lse = _decode_outputs(query, key_cache, value_cache, head_dim_v)
+    b, sq, h, dqk = query.shape
+    kv_heads, page_size = key_cache.shape[2], key_cache.shape[1]
+    capacity = page_size if page_table is None else page_size * page_table.shape[1]
+    target = Target.of(query.device)
+    fma = not target.has_tensor_core_dot or (query.dtype is torch.float32 and not allow_tf32)
+    wide, narrow = (pieces(d, 64 if fma else 512) for d in (dqk, head_dim_v))
+    shares = value_cache is None and narrow == wide[: len(narrow)]
+    value = key_cache if value_cache is None else value_cache
+    ratio = h // kv_heads if kv_heads else 1
+    paged = 0 if page_table is None else page_size
+    strides = [t.stride(dim) for t in (query, key_cache, value) for dim in range(3)]
+    unit = 8 if all(s % 8 == 0 for s in strides) else 1
+    plan = _plan(sq * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, unit == 8, fma, target)
+    tiles = cdiv(sq * ratio, plan.block_m)
+    if num_splits == 0:
+        # the queries stand at the end: a window of keys before them is all that is ever read
+        seen = min(capacity, left + sq) if left >= 0 else capacity
+        num_splits = _choose_splits(b * kv_heads * tiles, seen, plan.per_sm, target)
+    partial, partial_lse = out, lse
+    if num_splits > 1:
+        partial = query.new_empty((num_splits, *out.shape), dtype=torch.float32)
+        partial_lse = query.new_empty((num_splits, *lse.shape), dtype=torch.float32)
+    _decode_kernel[(b * kv_heads * tiles, num_splits)](
+        query, key_cache, value, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes,
+        sinks if num_splits == 1 else None, partial, partial_lse, b, sq, kv_heads, ratio, num_new, capacity, num_splits,
+        left, right, 0 if page_table is None else page_table.stride(0),
+        h if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0, scale, softcap,
+        *(s // unit for s in strides),
+        HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
+        HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0 and sq > 1, HAS_SOFTCAP=softcap > 0,
+        PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps, num_stages=plan.num_stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        combine(partial, partial_lse, sinks, out, lse, out.stride()[:3])
+    return out, lse
+
+
+def _append(
+    key_new: Tensor,
+    value_new: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> None:
+    b, num_new, kv_heads, dqk = key_new.shape
+    page_size = key_cache.shape[1]
+    value_new, value_cache = (value_new, value_cache) if value_new is not None else (None, None)
+    strides = [
+        s for t in (key_new, value_new, key_cache, value_cache) for s in ((0,) * 3 if t is None else t.stride()[:3])
+    ]
+    dv = 0 if value_new is None else value_new.shape[-1]
+    block_d = next_power_of_2(max(dqk, dv))
+    block_h = max(1, min(next_power_of_2(kv_heads), 2048 // block_d))
+    _append_kernel[(b * num_new, cdiv(kv_heads, block_h))](
+        key_new, value_new, key_cache, value_cache, cache_seqlens, page_table, cache_batch_idx,
+        num_new, kv_heads, page_size if page_table is None else page_size * page_table.shape[1],
+        0 if page_table is None else page_table.stride(0), *strides,
+        HEAD_DIM_QK=dqk, HEAD_DIM_V=dv, PAGE_SIZE=0 if page_table is None else page_size,
+        BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
+
+
+decode_op = Op(
+    "decode_attention(Tensor query, Tensor key_cache, Tensor? value_cache, int head_dim_v, Tensor cache_seqlens, "
+    "Tensor? page_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? alibi_slopes, Tensor? sinks, "
+    "SymInt num_new, SymInt left, SymInt right, float softcap, float scale, int num_splits, bool allow_tf32) "
+    "-> (Tensor, Tensor)",
+    _decode,
+    _decode_outputs,
+)
+
+
+append_op = Op(
+    "cache_append(Tensor key_new, Tensor? value_new, Tensor(a!) key_cache, Tensor(b!)? value_cache, "
+    "Tensor cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx) -> ()",
+    _append,
+    lambda *_: None,
+)

@@ -1,0 +1,443 @@
+"""A consumer warpgroup of the Hopper forward: 64 rows of every tile, scores and results in registers."""
+
+from powertrain.ops.attention.hopper.forward_store import store_result, store_split
+from powertrain.ops.attention.hopper.forward_tiles import (
+    KEYS_FREE,
+    TILE_B,
+    TILE_FIRST,
+    TILE_HEAD,
+    TILE_K_LEN,
+    TILE_Q_CAPACITY,
+    TILE_Q_LEN,
+    TILE_Q_START,
+    TILE_SPLIT,
+    TURN,
+    VALUES_FREE,
+    Scores,
+    block_at,
+    blocks_of,
+    give_back,
+    packed_desc,
+    phase_parity,
+    query_of,
+    with_head_of,
+)
+from powertrain.ops.attention.hopper.primitives import (
+    LN2,
+    LOG2E,
+    MINUS_INF,
+    here,
+    read_tile_field,
+)
+from powertrain.ops.attention.hopper.softmax import (
+    apply_mask,
+    apply_softcap_alibi,
+    as_operand,
+    beside_zeros,
+    partial_row_sums,
+    rescale_o,
+    softmax,
+    to_p16,
+)
+from powertrain.ops.attention.triton.scores import ScoreScale
+from powertrain.runtime.gluon_compat import (
+    barrier,
+    gl,
+    gluon,
+    hopper,
+    mbarrier,
+    named_barrier_arrive,
+    named_barrier_sync,
+    reinterpret,
+    tma,
+)
+
+
+@gluon.jit
+def _first_rows(smem, ROWS: gl.constexpr):
+    if ROWS != smem.shape[0]:
+        smem = smem.slice(0, ROWS)
+    return smem
+
+
+@gluon.jit
+def _slot_of(pair, q_smem, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+    """Where a consumer's queries of every other tile are."""
+    slot = CONSUMER
+    if q_smem[0].shape[0] == 2 * CONSUMERS:
+        slot = pair * CONSUMERS + CONSUMER
+    return slot
+
+
+@gluon.jit
+def _queries_at(slot, q_smem):
+    q = ()
+    for i in gl.static_range(len(q_smem)):
+        q += (q_smem[i].index(slot),)  # type: ignore[assignment]
+    return q
+
+
+@gluon.jit
+def _times_keys(q, k_smem, stage, KEYS: gl.constexpr):
+    """q kᵀ under way for the first KEYS of a block: [rows, keys]. q: pieces of its channels, as k's are, in shared
+    memory or in registers."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ROWS: gl.constexpr = q[0].shape[0]
+    s = gl.zeros([ROWS, KEYS], gl.float32, layout)
+    k = _first_rows(k_smem[0].index(stage), KEYS)  # [KEYS, PIECE]
+    s = hopper.warpgroup_mma(q[0], k.permute((1, 0)), s, use_acc=False, is_async=True)  # [64, KEYS]
+    for i in gl.static_range(1, len(k_smem)):
+        k = _first_rows(k_smem[i].index(stage), KEYS)  # [KEYS, PIECE]
+        s = hopper.warpgroup_mma(q[i], k.permute((1, 0)), s, is_async=True)  # [64, KEYS]
+    return s
+
+
+@gluon.jit
+def _clear_piece(pieces, first, group, count):
+    WIDTH: gl.constexpr = pieces.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
+    piece = pieces.index(first + group)
+    row = group * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
+    piece.store(gl.where(gl.expand_dims(row < count, 1), piece.load(layout), 0.0).to(pieces.dtype))
+
+
+@gluon.jit
+def _clear_behind(v_smem, count):
+    """Zeros in the rows of a block of v from `count` on: rows past a sequence may hold NaN, and 0 times NaN is NaN."""
+    ROWS: gl.constexpr = v_smem.shape[0]
+    COLS: gl.constexpr = v_smem.shape[1]
+    WIDTH: gl.constexpr = min(COLS, 64)
+    # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
+    swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, WIDTH], v_smem.dtype)
+    pieces = reinterpret(v_smem, v_smem.dtype, [COLS // WIDTH * ROWS // 8, 8, WIDTH], swizzle)
+    for panel in gl.static_range(COLS // WIDTH):
+        for group in range(count // 8, ROWS // 8):
+            _clear_piece(pieces, gl.to_tensor(panel * (ROWS // 8)), group, count)
+    # wgmma of any warp reads the stores of all, by another path to shared memory
+    hopper.fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _step(
+    o, m, l, weights, at, q, buffers, sync, start, scores,  # noqa: E741
+    CONFIG: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Block number `at`: its scores and its weights, beside the product of the block before."""
+    k_smem, v_smem, k_full, v_full = buffers.k, buffers.v, sync.k_full, sync.v_full
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    STAGES: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = v_smem.shape[1]
+    o_layout: gl.constexpr = o.type.layout
+    stage = at & (STAGES - 1)
+    last = (at - 1) & (STAGES - 1)
+    # accumulators of s lie as wgmma wants its left operand, so p goes from registers to the product
+    p = as_operand(weights, v_smem.dtype, o_layout)  # [64, BLOCK_N], or half a block's columns
+    v = _first_rows(v_smem.index(last), p.shape[1])  # [BLOCK_N, D_V], or half of it
+    mbarrier.wait(k_full.index(stage), phase_parity(at, STAGES))
+    # consumers take turns at the tensor cores: one's exponentials beside another's products
+    if not MASKED:
+        named_barrier_sync(TURN + CONSUMER, 256)
+    # two products are under way: the exponentials of this block run beside the product of the one before
+    s_later = _times_keys(q, k_smem, stage, BLOCK_N)  # [64, BLOCK_N]
+    mbarrier.wait(v_full.index(last), phase_parity(at - 1, STAGES))
+    o_later = hopper.warpgroup_mma(p, v, o, is_async=True)  # [64, D_V]
+    if not MASKED:
+        named_barrier_arrive(TURN + (CONSUMER + 1) % CONSUMERS, 256)
+    barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
+    s = hopper.warpgroup_mma_wait(1, deps=[s_later])
+    # s is complete, so k is no longer read: no need to wait for o
+    give_back(KEYS_FREE, stage, CONSUMERS)
+    s = apply_softcap_alibi(
+        s, start, scores.positions, scores.factors, scores.slope, scores.p_first, CONFIG.has_softcap, CONFIG.alibi
+    )
+    if MASKED:
+        s = apply_mask(
+            s,
+            start,
+            scores.positions,
+            scores.k_len,
+            scores.window.left,
+            scores.window.right,
+            CONFIG.has_left,
+            CONFIG.has_right,
+        )
+    weights, m, l, alpha = softmax(s, m, l, scores.factor, MASKED)  # noqa: E741
+    # rounded as it is made: later the tensor cores would wait for it between a turn and its products
+    weights = to_p16(weights, v_smem.dtype)
+    # behind the exponentials, which need no o
+    o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
+    give_back(VALUES_FREE, last, CONSUMERS)
+    if CONFIG.ragged and MASKED:
+        if start + BLOCK_N > scores.k_len:
+            mbarrier.wait(v_full.index(stage), phase_parity(at, STAGES))
+            _clear_behind(v_smem.index(stage), gl.maximum(scores.k_len - start, 0))
+    # m moves only when a row's maximum grew by more than GROWTH, so most warps skip the 64 multiplications
+    return rescale_o(o, gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))), m, l, weights
+
+
+@gluon.jit
+def _parts(o, STORE_PARTS: gl.constexpr):
+    """`o` [rows, columns] in STORE_PARTS parts of its columns."""
+    if STORE_PARTS == 1:
+        parts = (o,)
+    else:
+        ROWS: gl.constexpr = o.shape[0]
+        COLS: gl.constexpr = o.shape[1]
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS // 2, 16])
+        left, right = o.reshape([ROWS, 2, COLS // 2]).permute(0, 2, 1).split()
+        parts = _parts(gl.convert_layout(left, layout), STORE_PARTS // 2)
+        parts += _parts(gl.convert_layout(right, layout), STORE_PARTS // 2)
+    return parts
+
+
+@gluon.jit
+def _consume_tile(
+    visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides, window,
+    CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """A tile of `head`, whose first block has the scores `s`. Returns how many blocks and tiles there were, then the
+    head of the next tile, or -1, and the scores of its first block.
+
+    Not in the loop over tiles: Triton compiles a loop's body twice, and four times where loops nest."""
+    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
+    tile_smem, q_full, k_full, v_full, tile_full, tile_empty = sync
+    batch, queries, heads, num_splits, num_q_per_kv = sizes
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
+    STAGES: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = v_smem.shape[1]
+    ROWS: gl.constexpr = q_smem[0].shape[1]
+    D_V: gl.constexpr = v_smem.shape[2]
+    QUERIES: gl.constexpr = ROWS // HEADS_PER_TILE  # of a consumer
+    FIRST_N: gl.constexpr = s.shape[1]
+    HALF: gl.constexpr = FIRST_N < BLOCK_N
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    first_row_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+    dtype: gl.constexpr = v_smem.dtype
+    COLS: gl.constexpr = o_smem.shape[2]
+    STORE_PARTS: gl.constexpr = D_V // COLS
+    o_tile = o_smem.index(CONSUMER)
+    pair = taken & 1
+    first = read_tile_field(tile_smem, pair, TILE_FIRST)
+    q_len = read_tile_field(tile_smem, pair, TILE_Q_LEN)
+    k_len = read_tile_field(tile_smem, pair, TILE_K_LEN)
+    offset = gl.to_tensor(0)
+    if CONFIG.bottom_right:
+        offset = k_len - q_len
+    split = None
+    if num_splits is not None:
+        split = read_tile_field(tile_smem, pair, TILE_SPLIT)
+    begin, end, full_end, at_right, masked = blocks_of(
+        first, offset, q_len, k_len, window, split, num_splits, QUERIES * CONSUMERS, BLOCK_N, CONFIG
+    )
+    row = first + CONSUMER * QUERIES
+    positions = row + offset + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
+    q = _queries_at(_slot_of(pair, q_smem, CONSUMERS, CONSUMER), q_smem)
+    if CONFIG.q_held:
+        # from registers a product reads 64 bytes a clock of shared memory's 128, with q in shared memory 96
+        q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)  # [64, PIECE], in registers
+    slope = 0.0
+    if CONFIG.alibi != "none":
+        b = read_tile_field(tile_smem, pair, TILE_B)
+        slope = gl.load(results.slopes + b * strides.slopes + head, mask=b < batch, other=0.0) * LOG2E
+    p_first = row + offset
+    scores = Scores(positions, p_first, k_len, window, factors, factor, slope)
+
+    # the first block: masked, if any is
+    stage = visited & (STAGES - 1)
+    give_back(KEYS_FREE, stage, CONSUMERS)
+    start = block_at(gl.to_tensor(0), begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
+    first_positions = gl.convert_layout(positions, first_row_layout)
+    s = apply_softcap_alibi(s, start, first_positions, factors, slope, p_first, CONFIG.has_softcap, CONFIG.alibi)
+    if masked > 0:
+        s = apply_mask(s, start, first_positions, k_len, window.left, window.right, CONFIG.has_left, CONFIG.has_right)
+    if CONFIG.ragged:
+        if start + BLOCK_N > k_len:
+            mbarrier.wait(v_full.index(stage), phase_parity(visited, STAGES))
+            _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
+    m = gl.full([ROWS], MINUS_INF, gl.float32, first_row_layout)
+    # sums are per thread: the four threads of a row meet once a tile, at its end
+    l = gl.zeros_like(partial_row_sums(s))  # noqa: E741
+    weights, m, l, _ = softmax(s, m, l, factor, True)  # noqa: E741
+    weights = to_p16(weights, dtype)
+    o = gl.zeros([ROWS, D_V], gl.float32, o_layout)
+
+    done = gl.to_tensor(1)
+    if HALF:
+        # the first step had half a block's columns; the loop below has whole blocks
+        m = gl.convert_layout(m, row_layout)
+        l = gl.convert_layout(l, partial_row_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)).type.layout)  # noqa: E741
+        if end - begin > 1:
+            o, m, l, whole = _step(  # noqa: E741
+                o, m, l, weights, visited + 1, q, buffers, sync, start - BLOCK_N, scores, CONFIG, CONSUMER, False,
+            )  # fmt: skip
+        else:
+            whole = beside_zeros(weights, s_layout)
+        weights = whole
+        done += 1
+    elif not CONFIG.aligned:
+        # masked blocks come first, so that the loop over all others has no mask code
+        for n in range(1, masked):
+            start = block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
+            o, m, l, weights = _step(  # noqa: E741
+                o, m, l, weights, visited + n, q, buffers, sync, start, scores, CONFIG, CONSUMER, True,
+            )  # fmt: skip
+        done = gl.maximum(masked, 1)
+    for n in range(done, end - begin):
+        start = block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
+        o, m, l, weights = _step(  # noqa: E741
+            o, m, l, weights, visited + n, q, buffers, sync, start, scores, CONFIG, CONSUMER, False,
+        )  # fmt: skip
+
+    visited += end - begin
+    last = (visited - 1) & (STAGES - 1)
+    mbarrier.wait(v_full.index(last), phase_parity(visited - 1, STAGES))
+    p = as_operand(weights, dtype, o_layout)
+    o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)  # [64, D_V]
+
+    # reload from shared memory to keep registers free in the loops
+    b = read_tile_field(tile_smem, pair, TILE_B)
+    head = read_tile_field(tile_smem, pair, TILE_HEAD)
+    row = read_tile_field(tile_smem, pair, TILE_FIRST) + CONSUMER * QUERIES
+    q_start = read_tile_field(tile_smem, pair, TILE_Q_START)
+    q_len = read_tile_field(tile_smem, pair, TILE_Q_LEN)
+    q_capacity = read_tile_field(tile_smem, pair, TILE_Q_CAPACITY)
+    if num_splits is not None:
+        split = read_tile_field(tile_smem, pair, TILE_SPLIT)
+    mbarrier.arrive(tile_empty.index(pair), count=1)
+    # the next tile's first scores, while this one's results are finished; after the last tile they are unused
+    taken += 1
+    pair = taken & 1
+    mbarrier.wait(tile_full.index(pair), phase_parity(taken, 2))
+    next_head = read_tile_field(tile_smem, pair, TILE_HEAD)
+    stage = visited & (STAGES - 1)
+    slot = _slot_of(pair, q_smem, CONSUMERS, CONSUMER)
+    if next_head >= 0:
+        mbarrier.wait(q_full.index(slot), phase_parity(taken, q_smem[0].shape[0] // CONSUMERS))
+        mbarrier.wait(k_full.index(stage), phase_parity(visited, STAGES))
+    s_later = _times_keys(_queries_at(slot, q_smem), k_smem, stage, FIRST_N)  # [64, FIRST_N]
+
+    # the tensor cores compute the next tile's first scores meanwhile
+    total = gl.convert_layout(gl.sum(l, 1), row_layout)
+    m = m * factor
+    if CONFIG.alibi == "one_sided":
+        m -= slope * gl.arange(0, ROWS, row_layout).to(gl.float32)
+    rescale = gl.full([ROWS], 1.0, gl.float32, row_layout)
+    lane = with_head_of(0, gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
+    if results.sinks is not None:
+        if HEADS_PER_TILE == 1:
+            sink = gl.load(results.sinks + head).to(gl.float32) * LOG2E
+        else:
+            sink = gl.load(results.sinks + head + lane, mask=head + lane < heads, other=0.0).to(gl.float32) * LOG2E
+        with_sink = gl.maximum(m, sink)
+        rescale = gl.exp2(m - with_sink)
+        weight = gl.exp2(sink - with_sink)
+        if num_splits is not None:  # once in all
+            weight = gl.where(split == 0, weight, 0.0)
+        total = total * rescale + weight
+        m = with_sink
+    lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
+    inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
+    i = row + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
+    inverse = gl.where(i < q_len, inverse, 0.0)
+    lse = gl.where(i < q_len, lse, MINUS_INF)
+    if CONFIG.packed:
+        lse_base = results.lse + head.to(gl.int64) * queries + q_start
+    else:
+        lse_base = results.lse + (b.to(gl.int64) * heads + head) * queries
+    if num_splits is not None:
+        lse_base += (split * storage).to(gl.int64) * heads * queries
+    if HEADS_PER_TILE > 1:
+        lse_base += lane * queries
+    is_row = i < q_capacity
+    if HEADS_PER_TILE > 1 and num_splits is not None:  # the last tile of a group may have fewer heads
+        is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
+    gl.store(lse_base + i, lse, mask=is_row)  # [64]
+
+    o, _ = hopper.warpgroup_mma_wait(1, deps=[o_later, p])
+    give_back(VALUES_FREE, last, CONSUMERS)
+    o = o * gl.expand_dims(gl.convert_layout(inverse, o_row_layout), 1)
+    b_at = b
+    if CONFIG.packed:
+        b_at = gl.to_tensor(0)
+    if num_splits is not None:
+        base = results.o + (split * storage + b_at).to(gl.int64) * strides.ob
+        base += (q_start + row).to(gl.int64) * strides.os
+        base += head.to(gl.int64) * strides.oh
+        store_split(
+            o,
+            base,
+            q_capacity - row,
+            num_q_per_kv - head % num_q_per_kv,
+            strides.os,
+            strides.oh,
+            CONFIG.d_v,
+            HEADS_PER_TILE,
+        )
+    else:
+        if CONFIG.ragged:  # rows of no sequence may hold NaN
+            o = gl.where(gl.expand_dims(gl.convert_layout(i, o_row_layout) < q_len, 1), o, 0.0)
+        parts = _parts(o, STORE_PARTS)
+        for part in gl.static_range(STORE_PARTS):
+            store_result(
+                parts[part], gl.to_tensor(part * COLS), o_desc, o_tile, results.o, b_at, head, row, q_start, q_capacity,
+                strides, CONFIG,
+            )  # fmt: skip
+
+    s = hopper.warpgroup_mma_wait(0, deps=[s_later])
+    return visited, taken, next_head, s
+
+
+@gluon.jit
+def consume(
+    results, buffers, o_smem, sync, sizes, strides, window, scale, softcap,
+    CONFIG: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """A consumer warpgroup: 64 rows of every tile of this CTA."""
+    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
+    tile_smem, q_full, k_full, tile_full = sync.tile, sync.q_full, sync.k_full, sync.tile_full
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    BLOCK_N: gl.constexpr = v_smem.shape[1]
+    # of the one masked block of a tile, the first half of the queries see the first half of the keys
+    HALF: gl.constexpr = CONFIG.aligned and CONSUMER == 0
+    FIRST_N: gl.constexpr = BLOCK_N // 2 if HALF else BLOCK_N
+    RAW: gl.constexpr = not CONFIG.has_softcap and CONFIG.alibi == "none"  # m is a maximum of unscaled scores
+    storage = sizes.batch
+    if CONFIG.packed:
+        storage = gl.to_tensor(1)
+    o_desc = None
+    if sizes.num_splits is None:
+        o_desc = packed_desc(
+            results.o, storage, sizes.heads, sizes.queries, CONFIG.d_v, here(strides.ob), here(strides.oh),
+            here(strides.os), o_smem, CONFIG.heads_per_tile,
+        )  # fmt: skip
+    factors = ScoreScale(scale * LOG2E, softcap)
+    if CONFIG.has_softcap:
+        factors = ScoreScale(scale / softcap, softcap * LOG2E)
+    factor = factors.inner
+    if not RAW:
+        factor = 1.0
+
+    visited = gl.to_tensor(0)
+    taken = gl.to_tensor(0)
+    if CONSUMER == CONSUMERS - 1:
+        # consumer 0 begins: its turn is passed on once ahead of the loop
+        named_barrier_arrive(TURN, 256)
+    mbarrier.wait(tile_full.index(0), 0)
+    head = read_tile_field(tile_smem, 0, TILE_HEAD)
+    if head >= 0:
+        mbarrier.wait(q_full.index(CONSUMER), 0)
+        mbarrier.wait(k_full.index(0), 0)
+    s = _times_keys(_queries_at(CONSUMER, q_smem), k_smem, 0, FIRST_N)  # [64, FIRST_N]
+    barrier()
+    s = hopper.warpgroup_mma_wait(0, deps=[s])
+    while head >= 0:
+        visited, taken, head, s = _consume_tile(
+            visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides,
+            window, CONFIG, CONSUMER,
+        )  # fmt: skip
+    tma.store_wait(0)

@@ -1,0 +1,243 @@
+"""The loader warp of the Hopper forward: fetches tiles, publishes their descriptors, loads q, k and v by TMA."""
+
+from powertrain.ops.attention.hopper.forward_tiles import (
+    KEYS_FREE,
+    TILE_B,
+    TILE_FIRST,
+    TILE_HEAD,
+    TILE_K_LEN,
+    TILE_Q_CAPACITY,
+    TILE_Q_LEN,
+    TILE_Q_START,
+    TILE_SPLIT,
+    VALUES_FREE,
+    as_tile,
+    block_at,
+    blocks_of,
+    packed_desc,
+    phase_parity,
+    rows_desc,
+)
+from powertrain.ops.attention.hopper.primitives import write_tile_field
+from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span, tile_coords
+from powertrain.runtime.gluon_compat import (
+    await_next_tile,
+    fetch_next_tile_async,
+    gl,
+    gluon,
+    mbarrier,
+    named_barrier_sync,
+    tma_load,
+)
+
+
+@gluon.jit
+def take_stage(first: gl.constexpr, stage, CONSUMERS: gl.constexpr):
+    """By the loader, once for each round of a stage but the first."""
+    named_barrier_sync(first + stage, 32 + 128 * CONSUMERS)
+
+
+@gluon.jit
+def _load_queries(
+    q_desc, q_smem, q_full, batch, head, row, first_slot, CONSUMERS: gl.constexpr, HEADS_PER_TILE: gl.constexpr
+):  # fmt: skip
+    ROWS: gl.constexpr = q_smem[0].shape[1]
+    CHANNELS: gl.constexpr = q_smem[0].shape[2] + (q_smem[1].shape[2] if len(q_smem) > 1 else 0)
+    BYTES: gl.constexpr = ROWS * CHANNELS * q_smem[0].dtype.primitive_bitwidth // 8
+    for c in gl.static_range(CONSUMERS):
+        bar = q_full.index(first_slot + c)
+        mbarrier.expect(bar, BYTES)
+        for i in gl.static_range(len(q_smem)):
+            if HEADS_PER_TILE == 1:
+                where = [batch, head, row + c * ROWS, i * q_smem[0].shape[2]]
+            else:
+                where = [batch, row + c * (ROWS // HEADS_PER_TILE), head, i * q_smem[0].shape[2]]
+            tma_load(q_desc[i], where, bar, as_tile(q_smem[i].index(first_slot + c), HEADS_PER_TILE))  # [64, PIECE]
+
+
+@gluon.jit
+def _load_tile(
+    tile, visited, taken, emptied, counter_ptr, lengths, q_desc, k_desc, v_desc, buffers, sync, sizes, head_groups,
+    window, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Publish the tile descriptor and issue its TMA loads. Returns the next tile, and the counts of blocks, tiles and
+    free stages of keys so far."""
+    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
+    tile_smem, q_full, k_full, v_full, tile_full, tile_empty = sync
+    batch, num_splits, num_q_per_kv = sizes.batch, sizes.num_splits, sizes.num_q_per_kv
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
+    STAGES: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = v_smem.shape[1]
+    ROWS: gl.constexpr = q_smem[0].shape[1]
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS_PER_TILE
+    PIECES: gl.constexpr = len(q_smem)
+    Q_SLOTS: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
+    BYTES: gl.constexpr = v_smem.dtype.primitive_bitwidth // 8
+    K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
+    V_BYTES: gl.constexpr = BLOCK_N * v_smem.shape[2] * BYTES
+    if CONFIG.packed:
+        slot, head = tile_coords(tile, sizes.blocks, head_groups, sizes.swizzle)
+        b, block = find_sequence(lengths.q_starts, batch, slot, QUERIES)
+    else:
+        block, at = tile_coords(tile, sizes.blocks, batch * head_groups, sizes.swizzle)
+        b = at // head_groups
+        head = at % head_groups
+    split = None
+    if num_splits is not None:
+        split = head % num_splits
+        head = head // num_splits
+    if HEADS_PER_TILE > 1:
+        parts = gl.cdiv(num_q_per_kv, HEADS_PER_TILE)
+        head = head // parts * num_q_per_kv + head % parts * HEADS_PER_TILE
+    q_start, q_len, q_capacity = sequence_span(lengths.q_starts, lengths.q_used, b, batch, sizes.queries)
+    k_start, k_len, _ = sequence_span(lengths.k_starts, lengths.k_used, b, batch, sizes.keys)
+    first = block * QUERIES
+    if first < q_capacity:
+        pair = taken & 1
+        # two descriptors are used in turn: the consumers must have read the one before the last
+        mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)
+        # consumers read a field where they need it, which keeps registers free over their loops
+        write_tile_field(tile_smem, pair, TILE_B, b)
+        write_tile_field(tile_smem, pair, TILE_HEAD, head)
+        write_tile_field(tile_smem, pair, TILE_FIRST, first)
+        write_tile_field(tile_smem, pair, TILE_Q_START, q_start)
+        write_tile_field(tile_smem, pair, TILE_Q_LEN, q_len)
+        write_tile_field(tile_smem, pair, TILE_Q_CAPACITY, q_capacity)
+        write_tile_field(tile_smem, pair, TILE_K_LEN, k_len)
+        if num_splits is not None:
+            write_tile_field(tile_smem, pair, TILE_SPLIT, split)
+        mbarrier.arrive(tile_full.index(pair), count=1)
+        offset = gl.to_tensor(0)
+        if CONFIG.bottom_right:
+            offset = k_len - q_len
+        begin, end, full_end, at_right, masked = blocks_of(
+            first, offset, q_len, k_len, window, split, num_splits, QUERIES, BLOCK_N, CONFIG
+        )
+        kv = head // num_q_per_kv
+        # a sequence is a coordinate of descriptors of whole tensors, so packed ones need no descriptor of their own
+        b_at = b
+        if CONFIG.packed:
+            b_at = gl.to_tensor(0)
+        if Q_SLOTS == 2:  # the tile before the last, which had this slot, is done: its place in tile_smem was free
+            _load_queries(
+                q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS, HEADS_PER_TILE
+            )
+        before = gl.to_tensor(0)
+        for n in range(end - begin):
+            row = k_start + block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
+            at = visited + n
+            stage = at & (STAGES - 1)
+            # k's stage: the consumers gave it back at a numbered barrier, for in Triton 3.6 an arrival at an mbarrier
+            # is a barrier of the whole warpgroup
+            if emptied <= at:
+                take_stage(KEYS_FREE, stage, CONSUMERS)
+                emptied += 1
+            bar = k_full.index(stage)
+            mbarrier.expect(bar, K_BYTES)
+            for i in gl.static_range(PIECES):
+                tma_load(k_desc[i], [b_at, kv, row, i * q_smem[0].shape[2]], bar, as_tile(k_smem[i].index(stage)))
+            if n == 0:
+                if Q_SLOTS == 1:
+                    # who has given back the last block of keys has done with the queries
+                    while emptied < at + STAGES:
+                        take_stage(KEYS_FREE, emptied & (STAGES - 1), CONSUMERS)
+                        emptied += 1
+                    _load_queries(q_desc, q_smem, q_full, b_at, head, q_start + first, 0, CONSUMERS, HEADS_PER_TILE)
+            else:
+                # v of a block is needed one block later than its k: o += p v trails s = q kᵀ by one block
+                stage = (at - 1) & (STAGES - 1)
+                if at > STAGES:
+                    take_stage(VALUES_FREE, stage, CONSUMERS)
+                bar = v_full.index(stage)
+                mbarrier.expect(bar, V_BYTES)
+                tma_load(v_desc, [b_at, kv, before, 0], bar, as_tile(v_smem.index(stage)))  # [BLOCK_N, D_V]
+            before = row
+        visited += end - begin
+        # late: a tile fetched early would wait for the end of a long one; not last: the answer takes a microsecond
+        tile_idx = fetch_next_tile_async(counter_ptr)
+        stage = (visited - 1) & (STAGES - 1)
+        if visited > STAGES:
+            take_stage(VALUES_FREE, stage, CONSUMERS)
+        bar = v_full.index(stage)
+        mbarrier.expect(bar, V_BYTES)
+        tma_load(v_desc, [b_at, kv, before, 0], bar, as_tile(v_smem.index(stage)))  # [BLOCK_N, D_V]
+        taken += 1
+    else:
+        tile_idx = fetch_next_tile_async(counter_ptr)
+    tile_idx = await_next_tile(tile_idx)
+    # there are as many fetches as tiles: the CTA that fetches the last resets the counter
+    if tile_idx == sizes.tiles - 1:
+        gl.store(counter_ptr, 0)
+    # the first tile of each CTA is its own number, so the counter's tiles come behind those
+    return gl.num_programs(0) + tile_idx, visited, taken, emptied
+
+
+@gluon.jit
+def produce(
+    inputs, counter_ptr, lengths, buffers, sync, sizes, strides, window, CONFIG: gl.constexpr
+):  # fmt: skip
+    """The loader warp: all tiles of this CTA."""
+    q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
+    tile_smem, tile_full, tile_empty = sync.tile, sync.tile_full, sync.tile_empty
+    HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
+    PIECES: gl.constexpr = len(q_smem)
+    heads = sizes.kv_heads * sizes.num_q_per_kv
+    head_groups = heads
+    if HEADS_PER_TILE > 1:
+        head_groups = sizes.kv_heads * gl.cdiv(sizes.num_q_per_kv, HEADS_PER_TILE)
+    if sizes.num_splits is not None:
+        head_groups = head_groups * sizes.num_splits
+    storage = sizes.batch
+    if CONFIG.packed:
+        storage = gl.to_tensor(1)
+    # made by the warp that uses them: acquiring a descriptor is a thread's own affair
+    q_desc = ()
+    k_desc = ()
+    for i in gl.static_range(PIECES):
+        # TMA fills rows and columns outside a tensor with zeros, so head dims are padded for free
+        q_desc += (  # type: ignore[assignment]
+            packed_desc(
+                inputs.q,
+                storage,
+                heads,
+                sizes.queries,
+                CONFIG.d_qk,
+                strides.qb,
+                strides.qh,
+                strides.qs,
+                q_smem[i],
+                HEADS_PER_TILE,
+            ),
+        )
+        k_desc += (  # type: ignore[assignment]
+            rows_desc(
+                inputs.k,
+                storage,
+                sizes.kv_heads,
+                sizes.keys,
+                CONFIG.d_qk,
+                strides.kb,
+                strides.kh,
+                strides.ks,
+                k_smem[i],
+            ),
+        )
+    v_desc = rows_desc(
+        inputs.v, storage, sizes.kv_heads, sizes.keys, CONFIG.d_v, strides.vb, strides.vh, strides.vs, v_smem
+    )
+
+    # tiles have 1 to 64 blocks under a causal mask: a counter balances them, a fixed share would not
+    tile = gl.program_id(0)
+    visited = gl.to_tensor(0)  # blocks so far
+    taken = gl.to_tensor(0)  # tiles so far
+    emptied = gl.to_tensor(v_smem.shape[0])  # blocks of keys whose stage is free, counted from the first
+    while tile < sizes.tiles:
+        tile, visited, taken, emptied = _load_tile(
+            tile, visited, taken, emptied, counter_ptr, lengths, q_desc, k_desc, v_desc, buffers, sync, sizes,
+            head_groups, window, CONFIG,
+        )  # fmt: skip
+    pair = taken & 1
+    mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)
+    write_tile_field(tile_smem, pair, TILE_HEAD, -1)
+    mbarrier.arrive(tile_full.index(pair), count=1)

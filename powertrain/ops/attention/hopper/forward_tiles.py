@@ -1,0 +1,235 @@
+"""Tiles of the Hopper forward: arguments of its device functions by name, descriptor fields, blocks of a tile."""
+
+from typing import Any, Literal, NamedTuple
+
+from powertrain.runtime.gluon_compat import (
+    gl,
+    gluon,
+    named_barrier_arrive,
+    reinterpret,
+    tma,
+)
+
+# numbered barriers: the first consumer's turn, and the first stage's return of keys and of values, up to 4 each
+TURN = gl.constexpr(5)
+KEYS_FREE = gl.constexpr(8)
+VALUES_FREE = gl.constexpr(12)
+
+# fields of the tile descriptor in shared memory, int32 [2 * TILE_FIELDS, 1]
+TILE_FIELDS = gl.constexpr(8)
+TILE_B = gl.constexpr(0)
+TILE_HEAD = gl.constexpr(1)  # -1: no more tiles
+TILE_FIRST = gl.constexpr(2)  # query
+TILE_Q_START = gl.constexpr(3)
+TILE_Q_LEN = gl.constexpr(4)
+TILE_Q_CAPACITY = gl.constexpr(5)
+TILE_K_LEN = gl.constexpr(6)
+TILE_SPLIT = gl.constexpr(7)
+
+
+class ForwardConfig(NamedTuple):
+    """The constants of a launch, by name: the constexpr argument CONFIG of the device functions."""
+
+    has_left: bool  # the window is bounded to the left
+    has_right: bool
+    bottom_right: bool  # the last query has the position of the last key
+    has_softcap: bool
+    alibi: Literal["none", "two_sided", "one_sided"]
+    aligned: bool  # each tile has one masked block, whose diagonal goes from corner to corner
+    packed: bool  # sequences lie one behind the other
+    ragged: bool  # sequences end before their storage does
+    d_qk: int
+    d_v: int
+    q_held: bool  # queries are read from registers
+    consumers: int  # warpgroups, 64 rows each
+    heads_per_tile: int  # heads that share keys in one tile
+
+
+class Inputs(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+
+
+class Results(NamedTuple):
+    """Pointers of a consumer: results, and the vectors by head."""
+
+    o: Any
+    lse: Any
+    slopes: Any
+    sinks: Any
+
+
+class InputStrides(NamedTuple):
+    """By batch entry, position and head."""
+
+    qb: Any
+    qs: Any
+    qh: Any
+    kb: Any
+    ks: Any
+    kh: Any
+    vb: Any
+    vs: Any
+    vh: Any
+
+
+class ResultStrides(NamedTuple):
+    ob: Any
+    os: Any
+    oh: Any
+    slopes: Any
+
+
+class ProducerSizes(NamedTuple):
+    batch: Any
+    queries: Any
+    keys: Any
+    kv_heads: Any
+    num_q_per_kv: Any
+    blocks: Any
+    swizzle: Any
+    tiles: Any
+    num_splits: Any  # None: keys are not split
+
+
+class ConsumerSizes(NamedTuple):
+    batch: Any
+    queries: Any
+    heads: Any
+    num_splits: Any
+    num_q_per_kv: Any  # None without splits
+
+
+class ForwardBuffers(NamedTuple):
+    """Pipeline stages in shared memory."""
+
+    q: Any  # one [slots, 64, PIECE] per piece of the head dim
+    k: Any  # one [STAGES, BLOCK_N, PIECE] per piece
+    v: Any  # [STAGES, BLOCK_N, D_V]
+
+
+class ForwardSync(NamedTuple):
+    """The tile descriptor and the mbarriers. Stages of k and v are freed at numbered barriers instead."""
+
+    tile: Any  # int32 [2 * FIELDS, 1]
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    tile_full: Any
+    tile_empty: Any
+
+
+class Scores(NamedTuple):
+    """Arguments that turn the products of a consumer's tile into masked scores."""
+
+    positions: Any  # [64], of the rows' queries
+    p_first: Any  # position of the first row
+    k_len: Any
+    window: Any
+    factors: Any  # ScoreScale
+    factor: Any  # from the running maximum to base 2
+    slope: Any  # of ALiBi
+
+
+@gluon.jit
+def blocks_of(
+    first, offset, q_len, k_len, window, split, num_splits,
+    QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """The blocks of keys of a tile: (first, end, end of the blocks that all rows see, masked blocks at the right,
+    masked blocks in all). At least one block, in which nothing may be visible."""
+    p_first = first + offset
+    p_last = gl.minimum(first + QUERIES, q_len) - 1 + offset
+    begin = gl.to_tensor(0)
+    full_begin = begin
+    end = k_len
+    full_end = k_len
+    if CONFIG.has_left:
+        begin = gl.maximum(p_first - window.left, 0)
+        full_begin = gl.maximum(p_last - window.left, 0)
+    if CONFIG.has_right:
+        end = gl.maximum(gl.minimum(k_len, p_last + window.right + 1), 0)
+        full_end = gl.maximum(gl.minimum(k_len, p_first + window.right + 1), 0)
+    begin = begin // BLOCK_N
+    end = gl.maximum(gl.cdiv(end, BLOCK_N), begin + 1)
+    if num_splits is not None:  # a split past the end gets one fully masked block
+        share = gl.cdiv(end - begin, num_splits)
+        begin = gl.minimum(begin + split * share, end)
+        end = gl.maximum(gl.minimum(begin + share, end), begin + 1)
+    full_begin = gl.maximum(gl.minimum(gl.cdiv(full_begin, BLOCK_N), end), begin)
+    full_end = gl.maximum(gl.minimum(full_end // BLOCK_N, end), full_begin)
+    return begin, end, full_end, end - full_end, end - full_end + full_begin - begin
+
+
+@gluon.jit
+def block_at(n, begin, end, full_end, at_right, masked, LEFT: gl.constexpr):
+    """The n-th block of a tile: the masked ones at the right, those at the left, then the others from the right."""
+    block = end - 1 - n
+    if LEFT:
+        block = gl.where(n >= at_right, begin + n - at_right, block)
+        block = gl.where(n >= masked, full_end - 1 - (n - masked), block)
+    return block
+
+
+@gluon.jit
+def rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem):
+    """A descriptor of a whole tensor [batch, heads, rows, D], of the tiles that the stages of `smem` hold."""
+    ROWS: gl.constexpr = smem.shape[1]
+    COLS: gl.constexpr = smem.shape[2]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, COLS], smem.dtype)
+    return tma.make_tensor_descriptor(
+        ptr, [batch, heads, rows, D], [stride_b, stride_h, stride_s, 1], [1, 1, ROWS, COLS], layout
+    )
+
+
+@gluon.jit
+def packed_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem, HEADS_PER_TILE: gl.constexpr):
+    """The same of queries or results, with rows of (query, head) pairs where HEADS_PER_TILE heads share a tile."""
+    ROWS: gl.constexpr = smem.shape[1]
+    COLS: gl.constexpr = smem.shape[2]
+    if HEADS_PER_TILE == 1:
+        desc = rows_desc(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem)
+    else:
+        box: gl.constexpr = [1, ROWS // HEADS_PER_TILE, HEADS_PER_TILE, COLS]
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, smem.dtype)
+        desc = tma.make_tensor_descriptor(ptr, [batch, rows, heads, D], [stride_b, stride_s, stride_h, 1], box, layout)
+    return desc
+
+
+@gluon.jit
+def as_tile(smem, HEADS_PER_TILE: gl.constexpr = 1):
+    """[rows, columns] in shared memory as the tile of a descriptor."""
+    ROWS: gl.constexpr = smem.shape[0]
+    COLS: gl.constexpr = smem.shape[1]
+    box: gl.constexpr = [1, 1, ROWS, COLS] if HEADS_PER_TILE == 1 else [1, ROWS // HEADS_PER_TILE, HEADS_PER_TILE, COLS]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, smem.dtype)
+    return reinterpret(smem, smem.dtype, box, layout)
+
+
+@gluon.jit
+def query_of(row, HEADS_PER_TILE: gl.constexpr):
+    """Which of a tile's queries a row is of."""
+    if HEADS_PER_TILE > 1:
+        row = row >> (HEADS_PER_TILE.bit_length() - 1)
+    return row
+
+
+@gluon.jit
+def phase_parity(count, STAGES: gl.constexpr):
+    """The parity of the round in which a ring of STAGES, a power of 2, has its element number `count`."""
+    return (count >> (STAGES.bit_length() - 1)) & 1
+
+
+@gluon.jit
+def give_back(first: gl.constexpr, stage, CONSUMERS: gl.constexpr):
+    """By each warp of the consumers, once for each round of a stage: who takes it meets them all."""
+    named_barrier_arrive(first + stage, 32 + 128 * CONSUMERS)
+
+
+@gluon.jit
+def with_head_of(head, row, HEADS_PER_TILE: gl.constexpr):
+    """The head of a row whose tile begins with `head`."""
+    if HEADS_PER_TILE > 1:
+        head += row & (HEADS_PER_TILE - 1)
+    return head

@@ -1,0 +1,138 @@
+"""dbias: one program per tile of the bias, over everything that the bias was broadcast to.
+
+triton/backward.py has the formulas.
+"""
+
+from typing import Any
+
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.attention.operands import Operands
+from powertrain.ops.attention.triton.plans import plan_dbias
+from powertrain.ops.attention.triton.scores import (
+    BiasStrides,
+    Dropout,
+    Limits,
+    ScoreMods,
+    bias_of,
+    documents_of,
+    keep_tile,
+    prefix_of,
+    query_span,
+    recomputed_weights,
+    score_scale,
+)
+from powertrain.ops.attention.triton.sequences import sequence_span
+from powertrain.ops.attention.triton.tiles import TiledRows, dot_rows, dot_rows_fma, load_tile, to_int64
+from powertrain.ops.shapes import cdiv
+from powertrain.runtime.launch import kernel
+
+
+@kernel(aligned=("row_stride",))
+def _attention_dbias_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, dbias_ptr, rows_ptr, bias_ptr, slopes_ptr, prefix_ptr, qdoc_ptr, kdoc_ptr,
+    q_used_ptr, k_used_ptr, seed_ptr,
+    batch, queries, keys, heads, num_q_per_kv, bias_batch, bias_heads, bias_rows, q_blocks, k_blocks,
+    stride_qb, stride_qs, stride_qh, stride_qr, stride_kb, stride_ks, stride_kh, stride_kr,
+    stride_vb, stride_vs, stride_vh, stride_vr, stride_dob, stride_dos, stride_doh, stride_dor,
+    head_of_kv, head_of_repeat, bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k, slopes_stride_b,
+    scale, softcap, left, right, chunk, threshold, keep_scale, size, row_stride,
+    FEATURES: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, P_QK: tl.constexpr, P_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of dbias: the sum of ds over the batch entries, heads and rows that the bias was broadcast over."""
+    pid = tl.program_id(0)
+    j_first = pid % k_blocks * BLOCK_N
+    pid = pid // k_blocks
+    own_rows = tl.where(bias_rows == 1, 1, q_blocks)
+    own_block = pid % own_rows
+    pid = pid // own_rows
+    own_head, own_batch = pid % bias_heads, pid // bias_heads
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    j = j_first + tl.arange(0, BLOCK_N)[None, :]
+    score_factors = score_scale(scale, softcap, FEATURES)
+    bias_strides = BiasStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
+    for n in range(0, (batch // bias_batch) * (heads // bias_heads)):
+        b = own_batch + n // (heads // bias_heads)
+        index = own_head + n % (heads // bias_heads)  # in the caller's order of heads
+        kv, repeat = index // num_q_per_kv, index % num_q_per_kv
+        if head_of_kv == 1:
+            kv, repeat = index % (heads // num_q_per_kv), index // (heads // num_q_per_kv)
+        b64, kv64, r64 = to_int64(b), to_int64(kv), to_int64(repeat)
+        q_len = sequence_span(None, q_used_ptr, b, batch, queries)[1]
+        k_len = sequence_span(None, k_used_ptr, b, batch, keys)[1]
+        offset = q_len * 0  # of a query's position from its index
+        if FEATURES.bottom_right:
+            offset = k_len - q_len
+        limits = Limits(left, right, chunk, prefix_of(prefix_ptr, b, batch))
+        q_base = q_ptr + b64 * stride_qb + kv64 * stride_qh + r64 * stride_qr
+        k_base = k_ptr + b64 * stride_kb + kv64 * stride_kh + r64 * stride_kr
+        v_base = v_ptr + b64 * stride_vb + kv64 * stride_vh + r64 * stride_vr
+        do_base = do_ptr + b64 * stride_dob + kv64 * stride_doh + r64 * stride_dor
+        at = (b64 * heads + index) * row_stride
+        bias = bias_of(
+            bias_ptr, slopes_ptr, b64, index, bias_strides, slopes_stride_b, batch, queries, keys, FEATURES, BLOCK_M,
+            BLOCK_N,
+        )  # fmt: skip
+        dropout = Dropout(seed_ptr, b * heads + index, threshold)
+        q_rows = TiledRows((q_base,), q_len, stride_qs)
+        do_rows = TiledRows((do_base,), q_len, stride_dos)
+        k_rows = TiledRows((k_base,), k_len, stride_ks)
+        v_rows = TiledRows((v_base,), k_len, stride_vs)
+        low, high = query_span(
+            j_first, tl.minimum(j_first + BLOCK_N, k_len) - 1, q_len, offset, limits, FEATURES, BLOCK_M
+        )
+        high = tl.where(j_first < k_len, high, low)
+        if bias_rows != 1:
+            low = tl.maximum(low, own_block * BLOCK_M)
+            high = tl.minimum(high, (own_block + 1) * BLOCK_M)
+        for start in range(low, high, BLOCK_M):
+            i = (start + tl.arange(0, BLOCK_M))[:, None]
+            if FMA:
+                product = dot_rows_fma(
+                    q_rows, start, k_rows, j_first, D_QK, P_QK, BLOCK_M, BLOCK_N
+                )  # [BLOCK_M, BLOCK_N]
+                dp = dot_rows_fma(do_rows, start, v_rows, j_first, D_V, P_V, BLOCK_M, BLOCK_N)  # [BLOCK_M, BLOCK_N]
+            else:
+                q = load_tile(q_rows, start, D_QK, P_QK, BLOCK_M, False, True)  # tile of [BLOCK_M, D_QK]
+                k = load_tile(k_rows, j_first, D_QK, P_QK, BLOCK_N, False, True)  # tile of [BLOCK_N, D_QK]
+                product = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
+                do = load_tile(do_rows, start, D_V, P_V, BLOCK_M, False, True)  # tile of [BLOCK_M, D_V]
+                v = load_tile(v_rows, j_first, D_V, P_V, BLOCK_N, False, True)  # tile of [BLOCK_N, D_V]
+                dp = dot_rows(do, v, PRECISION)  # [BLOCK_M, BLOCK_N]
+            inside = i < q_len
+            lse = tl.load(rows_ptr + at + i, mask=inside, other=float("inf"))  # [BLOCK_M, 1]
+            documents = documents_of(qdoc_ptr, kdoc_ptr, None, b64, i, q_len, queries, keys, k_len)[0]
+            mods = ScoreMods(score_factors, limits, bias, documents, dropout, q_len, k_len)
+            weights = recomputed_weights(
+                product, start, j_first, i, j, i + offset, start + offset, j, lse, mods, FEATURES, True, True, False
+            )[0]  # fmt: skip
+            if FEATURES.has_dropout:
+                dp = tl.where(keep_tile(dropout, i, j_first, BLOCK_M, BLOCK_N), dp * keep_scale, 0.0)
+            # without the softcap's factor: the bias is added after it
+            delta = tl.load(rows_ptr + size + at + i, mask=inside, other=0.0)  # [BLOCK_M, 1]
+            total += weights * (dp - delta)
+    out_ptr = dbias_ptr + (to_int64(own_batch) * bias_heads + own_head) * bias_rows * keys
+    if bias_rows == 1:
+        row = tl.sum(total, 0, keep_dims=True).to(dbias_ptr.dtype.element_ty)
+        tl.store(out_ptr + j, row, mask=j < keys)  # [1, BLOCK_N]
+    else:
+        i = (own_block * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        tl.store(
+            out_ptr + to_int64(i) * keys + j, total.to(dbias_ptr.dtype.element_ty), mask=(i < bias_rows) & (j < keys)
+        )  # [BLOCK_M, BLOCK_N]
+
+
+def launch_dbias(operands: Operands, shared: dict[str, Any], use_tma: bool, dbias: Tensor) -> None:
+    """`shared`: the arguments that all backward kernels take."""
+    bias_batch, bias_heads, bias_rows, _ = dbias.shape
+    element = operands.q.tensor.element_size()
+    plan = plan_dbias(element, operands.d_qk, operands.d_v, use_tma, shared["FMA"], operands.target)
+    q_blocks, k_blocks = cdiv(operands.queries, plan.block_m), cdiv(operands.keys, plan.block_n)
+    tiles = k_blocks * bias_batch * bias_heads * (1 if bias_rows == 1 else q_blocks)
+    not_packed = {name: value for name, value in shared.items() if name not in ("q_starts_ptr", "k_starts_ptr")}
+    _attention_dbias_kernel[(tiles,)](
+        **not_packed, **plan.launch_options(), dbias_ptr=dbias, heads=operands.heads.kv * operands.heads.q_per_kv,
+        bias_batch=bias_batch, bias_heads=bias_heads, bias_rows=bias_rows, q_blocks=q_blocks, k_blocks=k_blocks,
+    )  # fmt: skip

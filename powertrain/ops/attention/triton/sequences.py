@@ -1,0 +1,61 @@
+"""Packed sequences in kernels: which sequence a block belongs to, where it lies, which block a program computes."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_sequence(starts_ptr, batch, slot, BLOCK: tl.constexpr):
+    """(sequence, block in it) of a slot. Sequence n owns the slots from cdiv(starts[n], BLOCK) + n on, which are enough
+    for its blocks whatever the lengths are. Sequence `batch` is the rows after the last one, batch + 1 the rows before
+    the first."""
+    low = slot * 0 - 1
+    high = slot * 0 + batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_before = tl.cdiv(tl.load(starts_ptr + middle), BLOCK) + middle <= slot
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle - 1)
+    first = tl.cdiv(tl.load(starts_ptr + low, mask=low >= 0, other=0), BLOCK) + tl.maximum(low, 0)
+    return tl.where(low < 0, batch + 1, low), slot - first
+
+
+@triton.jit
+def sequence_span(starts_ptr, used_ptr, b, batch, size):
+    """(first row, length, capacity) of sequence b: its capacity is the rows between its start and the next one's, its
+    length those in use. The tensor has `size` rows."""
+    start = b * 0
+    capacity = start + size
+    length = capacity
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + b, mask=b <= batch, other=0)
+        capacity = tl.load(starts_ptr + tl.where(b <= batch, b + 1, 0), mask=b != batch, other=size) - start
+        length = tl.where(b < batch, capacity, 0)
+    if used_ptr is not None:
+        length = tl.minimum(size - start, tl.load(used_ptr + b, mask=b < batch, other=0))
+    return start, length, capacity
+
+
+@triton.jit
+def next_sequence_with(starts_ptr, used_ptr, row, b, batch, size):
+    """The first sequence from b on that contains row `row`, or `batch`."""
+    WIDTH: tl.constexpr = 128
+    sequence = b * 0 + batch
+    at = b
+    while at < sequence:
+        n = at + tl.arange(0, WIDTH)
+        start = tl.load(starts_ptr + n, mask=n < batch, other=size)  # [WIDTH]
+        end = start + tl.load(used_ptr + n, mask=n < batch, other=0)  # [WIDTH]
+        sequence = tl.min(tl.where((start <= row) & (row < end), n, sequence), 0)
+        at += WIDTH
+    return sequence
+
+
+@triton.jit
+def tile_coords(pid, blocks, heads, swizzle):
+    """(block, head) of a program. `swizzle` heads at a time run together, because their keys and values fit in the L2;
+    within them the last blocks, which see the most keys under a causal mask, run first."""
+    first = pid // (swizzle * blocks) * swizzle
+    size = tl.minimum(heads - first, swizzle)
+    within = pid - first * blocks
+    return blocks - 1 - within // size, first + within % size

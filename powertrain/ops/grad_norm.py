@@ -1,0 +1,217 @@
+"""The norm of many gradients and clip_grad_norm_, in three launches for all gradients of a device and dtype.
+
+Magnitudes are summed in float32 per chunk and then over chunks in a fixed order: the same bits every time. The norm and
+the factor stay on the device: nothing here waits for the GPU.
+
+Source: semantics of torch.nn.utils.clip_grad_norm_.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.tensor_tables import DeviceTable, chunk_table, distances_of, is_dense, tensor_at
+from powertrain.runtime.dispatch import use_kernel
+from powertrain.runtime.launch import kernel
+
+CHUNK = 16384  # elements of one program; each leaves a number for one program to add up
+
+
+@triton.jit
+def _add_magnitudes(total, bad, g, NORM: tl.constexpr):
+    if NORM == "2":
+        total += g * g
+    elif NORM == "1":
+        total += tl.abs(g)
+    else:
+        # a maximum does not see nan
+        total = tl.maximum(total, tl.abs(g))
+        bad += (g != g).to(tl.int32)
+    return total, bad
+
+
+@kernel()
+def _norm_partials_kernel(
+    chunks_ptr,
+    table_ptr,
+    partial_ptr,
+    grad_ptr,
+    count,
+    NORM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each chunk's sum of squares, sum of magnitudes, or largest magnitude."""
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunks_ptr + 2 * chunk)  # scalar
+    start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK  # scalar
+    g_ptr = tensor_at(table_ptr + tensor, 0, count, grad_ptr, ALIGNED) + start
+    size = tl.minimum(tl.load(table_ptr + count + tensor) - start, CHUNK).to(tl.int32)  # scalar
+    total = tl.zeros([BLOCK], tl.float32)
+    bad = tl.zeros([BLOCK], tl.int32)
+    whole = size // BLOCK * BLOCK
+    for block in range(0, whole, BLOCK):
+        g = tl.load(g_ptr + block + tl.arange(0, BLOCK)).to(tl.float32)  # [BLOCK]
+        total, bad = _add_magnitudes(total, bad, g, NORM)
+    if whole < size:
+        offsets = whole + tl.arange(0, BLOCK)
+        g = tl.load(g_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)  # [BLOCK]
+        total, bad = _add_magnitudes(total, bad, g, NORM)
+    if NORM == "inf":
+        result = tl.where(tl.sum(bad, axis=0) > 0, float("nan"), tl.max(total, axis=0))
+    else:
+        result = tl.sum(total, axis=0)
+    tl.store(partial_ptr + chunk, result)  # scalar
+
+
+@kernel()
+def _norm_total_kernel(partial_ptr, total_ptr, factor_ptr, count, max_norm, NORM: tl.constexpr, BLOCK: tl.constexpr):
+    """The norm, and the factor that brings it down to max_norm. One program."""
+    total = tl.zeros([BLOCK], tl.float32)
+    bad = tl.zeros([BLOCK], tl.int32)
+    for block in range(0, count, BLOCK):
+        offsets = block + tl.arange(0, BLOCK)
+        part = tl.load(partial_ptr + offsets, mask=offsets < count, other=0.0)  # [BLOCK]
+        if NORM == "inf":
+            total = tl.maximum(total, part)
+            bad += (part != part).to(tl.int32)
+        else:
+            total += part
+    if NORM == "inf":
+        norm = tl.where(tl.sum(bad, axis=0) > 0, float("nan"), tl.max(total, axis=0))
+    elif NORM == "2":
+        norm = tl.sqrt_rn(tl.sum(total, axis=0))
+    else:
+        norm = tl.sum(total, axis=0)
+    tl.store(total_ptr, norm)  # scalar
+    factor = max_norm / (norm + 1e-6)
+    tl.store(factor_ptr, tl.where(factor > 1.0, 1.0, factor))  # scalar
+
+
+@kernel()
+def _scale_tensors_kernel(
+    chunks_ptr,
+    table_ptr,
+    factor_ptr,
+    grad_ptr,
+    count,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradients times the factor, which touches no memory if it is 1."""
+    factor = tl.load(factor_ptr)  # scalar
+    if factor != 1.0:
+        chunk = tl.program_id(0)
+        tensor = tl.load(chunks_ptr + 2 * chunk)  # scalar
+        start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK  # scalar
+        g_ptr = tensor_at(table_ptr + tensor, 0, count, grad_ptr, ALIGNED) + start
+        size = tl.minimum(tl.load(table_ptr + count + tensor) - start, CHUNK).to(tl.int32)  # scalar
+        whole = size // BLOCK * BLOCK
+        for block in range(0, whole, BLOCK):
+            here = g_ptr + block + tl.arange(0, BLOCK)
+            tl.store(here, (tl.load(here).to(tl.float32) * factor).to(grad_ptr.dtype.element_ty))  # [BLOCK]
+        if whole < size:
+            here, mask = g_ptr + whole + tl.arange(0, BLOCK), whole + tl.arange(0, BLOCK) < size
+            g = tl.load(here, mask=mask).to(tl.float32)  # [BLOCK]
+            tl.store(here, (g * factor).to(grad_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
+
+
+# tables of clip_grad_norm_: where the gradients are, then their sizes
+_clip_tables: dict[Any, DeviceTable] = {}
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients of `parameters` in place so that their norm, taken together, is at most `max_norm`.
+
+    As torch.nn.utils.clip_grad_norm_, in three launches for all gradients of a device and dtype. The norm is taken
+    and returned in float32 whatever the gradients' dtype; gradients whose norm is within max_norm are not touched.
+    Other norms than 1, 2 and inf, gradients on several devices, and DTensors go to torch's own.
+    Raises RuntimeError for a norm that is not finite if `error_if_nonfinite` (which waits for the GPU).
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if norm_type not in (1, 2, math.inf) or not _one_kernel(grads):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    total, factor, launches = _total_norm(grads, norm_type, max_norm)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients must be finite, got {total.item()}; "
+            "set error_if_nonfinite=False to scale by it anyway"
+        )
+    for a in launches:
+        _scale_tensors_kernel[(a["chunks"].shape[0],)](
+            a["chunks"], a["table"], factor, a["grad"], a["count"],
+            ALIGNED=a["aligned"], CHUNK=CHUNK, BLOCK=4096, num_warps=8,
+        )  # fmt: skip
+    return total
+
+
+@torch.no_grad()
+def grad_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all `grads` taken together, float32 []: clip_grad_norm_ without the clipping.
+
+    AdamW divides by its `grad_scale` anyway, so clipping through that saves a pass over the gradients. Plain tensors;
+    of DTensors give the local ones and add up. No gradients: 0. No host synchronisation.
+    """
+    if not grads:
+        return torch.zeros(())
+    if _one_kernel(grads):
+        return _total_norm(grads, 2, math.inf)[0]
+    return torch.nn.utils.get_total_norm(grads).float()
+
+
+def _one_kernel(grads: Sequence[Tensor]) -> bool:
+    return bool(grads) and all(
+        type(g) is Tensor and g.device == grads[0].device and g.is_floating_point() and g.layout is torch.strided
+        and use_kernel("clip_grad_norm_", g) and is_dense(g)
+        for g in grads
+    )  # fmt: skip
+
+
+def _total_norm(
+    grads: Sequence[Tensor], norm_type: float, max_norm: float
+) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
+    """The norm, the factor that clips it to max_norm, and the arguments of the launches."""
+    norm = "inf" if norm_type == math.inf else str(int(norm_type))
+    device = grads[0].device
+    groups = [[g for g in grads if g.dtype == dtype and g.numel()] for dtype in dict.fromkeys(g.dtype for g in grads)]
+    launches = [_clip_arguments(group, device) for group in groups if group]
+    partial = torch.empty(sum(a["chunks"].shape[0] for a in launches), dtype=torch.float32, device=device)
+    total, factor = torch.empty(2, dtype=torch.float32, device=device)
+    offset = 0
+    for a in launches:
+        size = a["chunks"].shape[0]
+        _norm_partials_kernel[(size,)](
+            a["chunks"], a["table"], partial[offset:], a["grad"], a["count"],
+            NORM=norm, ALIGNED=a["aligned"], CHUNK=CHUNK, BLOCK=4096, num_warps=8,
+        )  # fmt: skip
+        offset += size
+    _norm_total_kernel[(1,)](partial, total, factor, offset, float(max_norm), NORM=norm, BLOCK=4096, num_warps=8)
+    return total, factor, launches
+
+
+def _clip_arguments(grads: list[Tensor], device: torch.device) -> dict[str, Any]:
+    distances, aligned = distances_of(grads)
+    numels = tuple(g.numel() for g in grads)
+    table = _clip_tables.setdefault((device, grads[0].dtype), DeviceTable())
+    return dict(
+        chunks=chunk_table(numels, CHUNK, device),
+        table=table.get([*distances, *numels], device),
+        grad=grads[0],
+        count=len(grads),
+        aligned=aligned,
+    )

@@ -1,0 +1,63 @@
+"""Tables on the device through which one kernel serves many tensors: where they are, and their chunks."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def tensor_at(table_ptr, row, count, first_ptr, ALIGNED: tl.constexpr):
+    """The tensor of a table's entry, which is how many elements after first_ptr it lies."""
+    distance = tl.load(table_ptr + row * count)  # scalar
+    if ALIGNED:
+        # a multiple already; so written, the compiler knows, and takes 16-byte vectors
+        distance = distance // (128 // first_ptr.dtype.element_ty.primitive_bitwidth)
+        distance *= 128 // first_ptr.dtype.element_ty.primitive_bitwidth
+    return first_ptr + distance
+
+
+@functools.lru_cache(maxsize=64)
+def chunk_table(numels: tuple[int, ...], chunk: int, device: torch.device) -> Tensor:
+    """[chunks, 2] int32: whose chunk, and which of its chunks."""
+    counts = torch.tensor([-(-n // chunk) for n in numels])
+    owner = torch.repeat_interleave(torch.arange(len(numels)), counts)
+    within = torch.arange(owner.numel()) - (counts.cumsum(0) - counts)[owner]
+    return torch.stack((owner, within), dim=1).to(torch.int32).to(device)
+
+
+class DeviceTable:
+    """Numbers on the device, uploaded (not waiting for it) when they differ from the last ones."""
+
+    def __init__(self) -> None:
+        self.values: tuple[Any, ...] = ()
+        self.table: Tensor | None = None
+        self.captured: list[Tensor] = []
+
+    def get(self, numbers: list[int], device: torch.device) -> Tensor:
+        on_gpu = device.type == "cuda"
+        # another stream has not waited for the last upload
+        values = (torch.cuda.current_stream(device) if on_gpu else None, *numbers)
+        if self.table is None or values != self.values:
+            host = torch.tensor(numbers, dtype=torch.int64)
+            if on_gpu:
+                host = host.pin_memory()
+                if torch.cuda.is_current_stream_capturing():
+                    self.captured.append(host)  # every replay copies from it
+            self.table, self.values = host.to(device, non_blocking=True), values
+        return self.table
+
+
+def distances_of(tensors: Sequence[Tensor]) -> tuple[list[int], bool]:
+    """Offset of each tensor from the first, in elements, and whether all are aligned to 16 bytes."""
+    addresses = [t.data_ptr() for t in tensors]
+    first, size = addresses[0], tensors[0].element_size()
+    return [(a - first) // size for a in addresses], not any(a % 16 for a in addresses)
+
+
+def is_dense(t: Tensor) -> bool:
+    return t.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(t))
