@@ -160,11 +160,11 @@ def test_self_tests_pass_and_run_once() -> None:
     hopper_backend._self_tests.clear()
     hopper_backend._backward_self_tests.clear()
     here = torch.device("cuda", 0)
-    plans = [plans.plan_for(*dims) for dims in PLANS]
-    assert [hopper_backend.fails_here(here, plan) for plan in plans] == [None] * len(PLANS)
+    tested = [plans.plan_for(*dims) for dims in PLANS]
+    assert [hopper_backend.fails_here(here, plan) for plan in tested] == [None] * len(PLANS)
     backwards = list(product((64, 128, 256), (False, True)))
     assert [hopper_backend.backward_fails_here(here, *backward) for backward in backwards] == [None] * 6
-    assert hopper_backend._self_tests == {plan: {0: None} for plan in plans}
+    assert hopper_backend._self_tests == {plan: {0: None} for plan in tested}
     assert hopper_backend._backward_self_tests == {backward: {0: None} for backward in backwards}
 
 

@@ -246,13 +246,13 @@ def test_gradients() -> None:
 
 
 def test_self_tests_pass() -> None:
-    plans = [
+    tested = [
         plans.plan_for(*dims, 16)._replace(heads_per_tile=pack, num_splits=cuts, partial=partial)
         for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
         for pack, cuts, partial in ((4, 1, False), (1, 7, False), (16, 7, False), (8, 1, True))
     ]
     with record() as wanted:
-        for plan in plans:
+        for plan in tested:
             hopper_backend._forward_self_test(CUDA, plan)
     assert not prebuild.build(wanted.specs).failures
-    assert [hopper_backend._forward_self_test(CUDA, plan) for plan in plans] == [None] * len(plans)
+    assert [hopper_backend._forward_self_test(CUDA, plan) for plan in tested] == [None] * len(tested)
