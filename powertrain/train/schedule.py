@@ -8,27 +8,17 @@ from powertrain.train.config.schema import ScheduleConfig
 def learning_rate(step: int, lr: float, schedule: ScheduleConfig, steps: int) -> float:
     """The rate of optimizer step `step` (0 is the first) of `steps`, in a run whose highest rate is `lr`.
 
-    Warm-up is linear, GPT-NeoX's and Megatron's: step n of w has lr * n / w, so the first step has 0. Decay
-    starts at the end of warm-up and reaches min_lr at `decay_steps`. After that the rate stays at min_lr, but with
-    clamp "neox" GPT-NeoX's own formulas hold and go on: a cosine rises again.
+    clamp "safe": warm-up is linear from 0 (step n of w has lr * n / w), decay starts at its end and reaches min_lr at
+    `decay_steps`, where the rate stays. The other values are GPT-NeoX's formulas of a time, `_gpt_neox`.
     """
+    end = schedule.decay_steps or steps
+    if schedule.clamp != "safe" and schedule.kind != "wsd":
+        return _gpt_neox(step, lr, schedule, end)
     warmup = schedule.warmup_steps
     if warmup > 0 and step <= warmup:
         return lr * step / warmup
-    end = schedule.decay_steps or steps
-    done = (step - warmup) / max(1.0, end - warmup)
-    if schedule.clamp == "safe":
-        done = min(done, 1.0)
-    if schedule.clamp == "neox" and schedule.kind in ("linear", "exponential"):
-        return max(schedule.min_lr, _gpt_neox(step - warmup, lr, schedule.kind, end))
+    done = min((step - warmup) / max(1.0, end - warmup), 1.0)
     return max(schedule.min_lr, _decayed(done, step, lr, schedule, end))
-
-
-def _gpt_neox(after_warmup: float, lr: float, kind: str, end: int) -> float:
-    """GPT-NeoX's linear and exponential decay, towards 0 and one half; min_lr is a floor, not the final value."""
-    if kind == "linear":
-        return lr * (end - after_warmup) / end
-    return lr * math.exp(-0.693 * after_warmup / end)
 
 
 def _decayed(done: float, step: int, lr: float, schedule: ScheduleConfig, end: int) -> float:
@@ -42,3 +32,30 @@ def _decayed(done: float, step: int, lr: float, schedule: ScheduleConfig, end: i
         left = (end - step) / max(1, schedule.wsd_decay_steps)
         return schedule.min_lr + (lr - schedule.min_lr) * min(1.0, max(0.0, left))
     return lr
+
+
+def _gpt_neox(step: int, lr: float, schedule: ScheduleConfig, end: int) -> float:
+    """megatron/learning_rates.py of GPT-NeoX; min_lr is a floor under the decay, not under warm-up.
+
+    neox        since 2026-05 (19f294d5): decay over end - warmup; the first step has the rate of the second
+    neox-2023   2023-09 (e431ff54) to then: the first step has rate 0
+    neox-2022   before 2023-08 (009018e9), Pythia and GPT-NeoX-20B: decay over end, stopped at end - warmup, the cosine
+                towards 0
+    A cosine of the newer two rises again past `end`.
+    """
+    warmup, old = schedule.warmup_steps, schedule.clamp == "neox-2022"
+    count = min(step, end - warmup) if old else step
+    if warmup > 0 and step <= warmup:
+        return lr * (max(1, count) if schedule.clamp == "neox" else count) / warmup
+    after, span = count - warmup, float(end) if old else end - warmup
+    if span <= 0:  # warm-up takes all of it; theirs divides by 0
+        return max(lr, schedule.min_lr)
+    rate = lr
+    if schedule.kind == "linear":
+        rate = lr * (span - after) / span
+    elif schedule.kind == "exponential":
+        rate = lr * math.exp(-0.693 * after / span)
+    elif schedule.kind == "cosine":
+        least = 0.0 if old else schedule.min_lr
+        rate = least + (lr - least) * 0.5 * (math.cos(math.pi * after / span) + 1.0)
+    return max(rate, schedule.min_lr)

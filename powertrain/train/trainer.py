@@ -97,6 +97,8 @@ class Trainer:
         train = self.config.train
         stream = self._stream()
         self._clock = Moment(self.ranks.device)
+        if self.progress.step == 0 and self.config.checkpoint.save and 0 in self.config.checkpoint.extra_steps:
+            self.save()
         while self.progress.step < train.steps and not self._ends():
             step = self.progress.step
             with self._watch.step(step + 1):

@@ -383,7 +383,7 @@ def test_configs_may_be_elsewhere(tmp_path: Path) -> None:
         {"activation": "gelu_tanh", "position_embedding": "alibi", "tie_embeddings": True},
         {"activation": "reglu", "norm": "rms_norm", "norm_bias": False, "num_kv_heads": 2, "sliding_window": 9},
         {"parallel_residual": True, "shared_norm": True, "rotary_pct": 0.5, "rope_theta": 5e3, "mlp_bias": False},
-        {"position_embedding": "learned", "hidden_dropout": 0.1, "attention_dropout": 0.2, "norm_bias": False},
+        {"position_embedding": "learned", "hidden_dropout": 0.1, "attention_dropout": 0.2},
         {"activation": "swiglu", "intermediate_size": 88, "init_method": "normal", "output_init_method": "wang_init"},
     ],
 )  # fmt: skip
@@ -399,6 +399,7 @@ def test_every_model_key_is_written(fields: dict[str, Any]) -> None:
     "fields, message",
     [
         ({"activation": "quick_gelu"}, "model.activation must be one of gelu, .* for GPT-NeoX, got quick_gelu"),
+        ({"norm_bias": False}, "model.norm_bias must be true with layer_norm for GPT-NeoX, .*got false"),
         ({"norm": "rms_norm"}, "model.norm_bias must be false with rms_norm for GPT-NeoX, got true"),
         ({"architecture": "llama", "intermediate_size": 64, "qk_norm": True}, "model.qk_norm must be False .*got True"),
         ({"architecture": "llama", "intermediate_size": 64, "qkv_bias": True}, "model.out_bias must be True"),

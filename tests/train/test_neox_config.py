@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from powertrain.train.config.neox_keys import KEYS
 from powertrain.train.config.reader import Run, read_config
-from powertrain.train.config.schema import RunConfig
+from powertrain.train.config.schema import RunConfig, ScheduleConfig
 from powertrain.train.config.table import Row, render
 from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
 from powertrain.train.schedule import learning_rate
@@ -74,7 +75,7 @@ def test_defaults_are_gpt_neoxs(tmp_path: Path) -> None:
     assert model.position_embedding == "learned"
     assert model.tie_embeddings and model.intermediate_size == 256 and model.activation == "gelu"
     assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay) == (1e-3, (0.9, 0.999), 0.1)
-    assert config.train.precision == "fp32" and config.train.seed == 1234 and config.train.gradient_clipping == 1.0
+    assert config.train.precision == "fp32" and config.train.seed == 1234 and config.train.gradient_clipping == 0.0
     assert (config.schedule.kind, config.schedule.warmup_steps, config.schedule.clamp) == ("linear", 1.0, "neox")
     assert (config.evaluation.every, config.evaluation.steps, config.logging.every) == (1000, 100, 100)
     assert config.data.split == "969, 30, 1" and config.parallel.strategy == "ddp"
@@ -121,7 +122,6 @@ def test_what_is_not_there_is_refused_when_switched_on_only(key: str, tmp_path: 
 @pytest.mark.parametrize(
     "keys, words",
     [
-        ({"pipe_parallel_size": 2}, "ZeRO 3"),
         ({"attention_config": [[["mamba"], 4]]}, "mamba"),
         ({"attention_config": [[["global", "local"], 2]]}, "local"),
         ({"moe_num_experts": 8}, "deepseek"),
@@ -136,7 +136,7 @@ def test_what_is_not_there_is_refused_when_switched_on_only(key: str, tmp_path: 
         ({"tokenizer_type": "SPMTokenizer"}, "tokenizer.json"),
         ({"output_layer_parallelism": "row"}, "column"),
         ({"init_method": "scaled_orthogonal"}, "orthogonal"),
-        ({"mlp_type": "llama"}, "swiglu"),
+        ({"mlp_type": "identity"}, "every layer has an MLP"),
         ({"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, "AdamW"),
         ({"optimizer": {"type": "cpu_torch_adam", "params": {}}}, "L2"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "AdamW"),
@@ -251,7 +251,10 @@ def test_residuals_and_norms(tmp_path: Path) -> None:
     assert both.parallel_residual and not both.shared_norm
     assert _config(tmp_path, gpt_j_residual=True, gpt_j_tied=True).model.shared_norm
     assert not _config(tmp_path, gpt_j_tied=True).model.shared_norm
-    assert not _config(tmp_path, use_bias_in_norms=False).model.norm_bias
+    run = _read(tmp_path, use_bias_in_norms=False)  # never read there
+    model: Any = run.config.model
+    assert model.norm_bias and _row(run, "use_bias_in_norms").disposition == "ignored"
+    assert not _config(tmp_path, norm="rmsnorm").model.norm_bias
 
 
 @pytest.mark.parametrize(
@@ -371,11 +374,126 @@ def test_a_config_survives_its_own_dump(tmp_path: Path) -> None:
     assert math.isclose(config.schedule.warmup_steps, 1.0)
 
 
-def test_linear_and_exponential_decay_are_gpt_neoxs(tmp_path: Path) -> None:
-    """Towards 0 over lr_decay_iters from the end of warm-up, floored at min_lr; exponential: halved in that time."""
-    keys = {"lr_decay_iters": 100, "warmup": 0.1, "min_lr": 0.05}
-    linear = _config(tmp_path, lr_decay_style="linear", **keys).schedule
-    assert learning_rate(60, 1.0, linear, 200) == pytest.approx(0.5)
-    assert learning_rate(150, 1.0, linear, 200) == 0.05
-    exponential = _config(tmp_path, lr_decay_style="exponential", **keys).schedule
-    assert learning_rate(110, 1.0, exponential, 200) == pytest.approx(math.exp(-0.693))
+def _rate_there(n: int, lr: float, style: str, warmup: float, end: int, least: float, version: str) -> float:
+    """AnnealingLR.get_lr of GPT-NeoX at 0535bfbb (2022), e431ff54 (2023) and ea7aefd8 (2026), from its facts."""
+    count = min(n, end - warmup) if version == "neox-2022" else n
+    if warmup > 0 and n <= warmup:
+        return lr * (max(1, count) if version == "neox" else count) / warmup
+    count -= warmup
+    span = end if version == "neox-2022" else end - warmup
+    floor = 0.0 if version == "neox-2022" else least
+    rate = {
+        "linear": lr * (span - count) / span,
+        "cosine": floor + (lr - floor) / 2 * (math.cos(math.pi * count / span) + 1),
+        "exponential": lr * math.exp(-0.693 * count / span),
+        "constant": lr,
+    }[style]
+    return max(rate, least)
+
+
+@pytest.mark.parametrize("version", ["neox", "neox-2023", "neox-2022"])
+def test_schedules_are_gpt_neoxs(version: str, tmp_path: Path) -> None:
+    """Every style, with and without warm-up, before and past the end of decay."""
+    random = Random(7)
+    for _ in range(60):
+        style = random.choice(["linear", "cosine", "exponential", "constant"])
+        end, warmup = random.randint(1, 400), random.choice([0.0, 0.01, 0.1, random.random() * 0.9])
+        lr, least = 10 ** random.uniform(-5, -2), random.choice([0.0, 1e-6, 1e-4])
+        schedule = ScheduleConfig(
+            kind=style, warmup_steps=warmup * end, decay_steps=end, min_lr=least, clamp=version  # type: ignore[arg-type]
+        )  # fmt: skip
+        for step in [0, 1, 2, end // 2, end - 1, end, end + 7, *(random.randint(0, 2 * end) for _ in range(10))]:
+            right = _rate_there(step, lr, style, warmup * end, end, least, version)
+            assert learning_rate(step, lr, schedule, 1000) == pytest.approx(right, rel=1e-12), (
+                style,
+                step,
+                end,
+                warmup,
+            )
+    config = _config(tmp_path, lr_clamp=version)
+    assert config.schedule.clamp == version
+
+
+def test_first_and_last_rate_of_the_default_schedule(tmp_path: Path) -> None:
+    """Linear with a warm-up of a tenth: the first step has the rate of the second, the last one almost none."""
+    schedule = _config(tmp_path, warmup=0.1).schedule
+    rates = [learning_rate(step, 1.0, schedule, 100) for step in range(100)]
+    assert rates[0] == rates[1] == pytest.approx(0.1) and rates[99] == pytest.approx(1 / 90)
+
+
+@pytest.mark.parametrize(
+    "keys, norm, row",
+    [
+        ({}, 0.0, "honoured"),
+        ({"gradient_clipping": 1.0}, 1.0, "changes numerics"),
+        ({"gradient_clipping": 0.0}, 0.0, "honoured"),
+        ({"optimizer": {"params": {"lr": 1e-3, "max_grad_norm": 0.5}}}, 0.5, "changes numerics"),
+        ({"gradient_clipping": 2.0, "optimizer": {"params": {"max_grad_norm": 0.5}}}, 2.0, "changes numerics"),
+    ],
+)
+def test_gradient_clipping(keys: dict[str, Any], norm: float, row: str, tmp_path: Path) -> None:
+    """Left out it is none there: the default does not reach DeepSpeed."""
+    run = _read(tmp_path, **keys)
+    assert run.config.train.gradient_clipping == norm
+    name = "gradient_clipping" if "optimizer" not in keys or len(keys) == 2 else "optimizer.params.max_grad_norm"
+    assert _row(run, name).disposition == row
+
+
+def test_names_of_older_releases(tmp_path: Path) -> None:
+    run = _read(tmp_path, save_interval=7, gas=3, zero_allow_untested_optimizer=True)
+    assert run.config.checkpoint.every == 7 and run.config.train.gradient_accumulation_steps == 3
+    assert _row(run, "save_interval").disposition == _row(run, "gas").disposition == "mapped"
+    both = _read(tmp_path, save_interval=7, checkpoint_factor=5, gas=3, gradient_accumulation_steps=2)
+    assert both.config.checkpoint.every == 5 and both.config.train.gradient_accumulation_steps == 2
+    assert _row(both, "save_interval").disposition == _row(both, "gas").disposition == "ignored"
+
+
+@pytest.mark.parametrize("activation, kind", [("silu", "swiglu"), ("gelu", "geglu"), ("relu", "reglu")])
+def test_mlp_type_llama(activation: str, kind: str, tmp_path: Path) -> None:
+    """Of 2023: 8/3 of the width, rounded up to 256, without biases."""
+    model = _config(tmp_path, mlp_type="llama", activation=activation, hidden_size=4096, num_attention_heads=32).model
+    assert (model.activation, model.intermediate_size, model.mlp_bias) == (kind, 11008, False)
+
+
+@pytest.mark.parametrize(
+    "world, stages, tensor, micro, steps, found",
+    [
+        (8, 4, 2, 2, 8, (2, 2, 4)),  # 1 data-parallel rank there, 4 here
+        (8, 2, 1, 4, 2, (4, 1, 8)),
+        (8, 2, 1, 4, 1, (2, 1, 8)),
+        (1, 4, 1, 4, 3, (4, 3, 1)),  # fewer ranks than stages
+        (12, 3, 2, 6, 4, (2, 4, 6)),
+    ],
+)
+def test_stages_become_shards(
+    world: int, stages: int, tensor: int, micro: int, steps: int, found: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """The global batch stays what it is there: micro * steps * world / (stages * tensor)."""
+    run = _read(
+        tmp_path, world, pipe_parallel_size=stages, model_parallel_size=tensor, train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=steps, train_batch_size=...,
+    )  # fmt: skip
+    train = run.config.train
+    ranks = world // tensor
+    assert (train.micro_batch_size, train.gradient_accumulation_steps, ranks) == found
+    assert train.micro_batch_size * train.gradient_accumulation_steps * ranks == micro * steps * max(ranks // stages, 1)
+    assert run.config.parallel.strategy == "fsdp" and _row(run, "pipe_parallel_size").disposition == "mapped"
+
+
+def test_a_batch_that_stages_cannot_share_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfig, match="6 ranks cannot share a global batch of 32"):
+        _read(tmp_path, 6, pipe_parallel_size=3, gradient_accumulation_steps=4)
+
+
+def test_a_key_twice(tmp_path: Path) -> None:
+    """The last counts, as there, with a note; files may give one value twice."""
+    text = json.dumps(BASE)[1:-1]
+    (tmp_path / "twice.yml").write_text("{" + text + ',\n"seed": 5,\n"seed": 6}')
+    (tmp_path / "again.yml").write_text("seed: 6\n")
+    run = read_config([tmp_path / "twice.yml", tmp_path / "again.yml"])
+    assert run.config.train.seed == 6
+    row = next(row for row in run.table if row.key == "seed" and row.value == "(replaced)")
+    assert row.place.endswith("twice.yml:2") and "twice.yml:3" in row.explanation
+    (tmp_path / "again.yml").write_text("seed: 7\n")
+    with pytest.raises(ConfigError, match="seed must be set once"):
+        read_config([tmp_path / "twice.yml", tmp_path / "again.yml"])

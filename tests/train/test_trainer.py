@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from benchmarks.train.curves import distance, losses_of_ours, losses_of_twin, run_config
 from powertrain.models import build, configure
+from powertrain.train.checkpoint.store import checkpoints_in
 from powertrain.train.config.schema import LossScale, OptimizerConfig, ScheduleConfig, TrainConfig
 from powertrain.train.optim import Optimizer, Scaler, global_norm
 from powertrain.train.run import stop_on_signals
@@ -182,3 +184,15 @@ def test_bad_gradients_change_nothing() -> None:
 
 def test_the_norm_of_no_gradients() -> None:
     assert float(global_norm([])) == 0.0
+
+
+def test_step_0_is_saved_where_it_is_asked_for(tmp_path: Path) -> None:
+    """The first weights, as GPT-NeoX's extra_save_iters: [0, ...] writes them; a run resumes from them."""
+    options = ("checkpoint.extra_steps=[0,3]", "checkpoint.every=0", "evaluation.every=0")
+    open_trainer(tmp_path, *options, "train.steps=4", sinks=lambda _: []).fit()
+    saved = checkpoints_in(tmp_path / "run/checkpoints")
+    assert [path.name for path in saved] == ["step_00000000", "step_00000003", "step_00000004"]
+    for path in saved[1:]:
+        shutil.rmtree(path)
+    open_trainer(tmp_path, *options, "train.steps=4", sinks=lambda _: []).fit()
+    assert checkpoints_in(tmp_path / "run/checkpoints") == saved

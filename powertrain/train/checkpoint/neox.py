@@ -228,7 +228,7 @@ def _read_config(folder: Path, configs: Sequence[Path], vocab_size: int) -> tupl
         raise FileNotFoundError(
             f"{folder / 'configs'} must hold the YAML files of the training (or name them: --config)"
         )
-    source = merge(parse_files(files), sections=False)
+    source = merge(parse_files(files), ours=False)
     source.override(f"padded_vocab_size={vocab_size}")
     config = configure(**model_fields(source))
     assert isinstance(config, Config)
@@ -398,6 +398,10 @@ def to_neox_config(config: Config, pipe_parallel_size: int = 1, model_parallel_s
         raise ValueError(f"model.activation must be one of {known} for GPT-NeoX, got {config.activation}")
     if config.norm == "rms_norm" and config.norm_bias:
         raise ValueError("model.norm_bias must be false with rms_norm for GPT-NeoX, got true")
+    if config.norm == "layer_norm" and not config.norm_bias:
+        raise ValueError(
+            "model.norm_bias must be true with layer_norm for GPT-NeoX, whose layer norms have one, got false"
+        )
     gated = config.activation in get_args(Gated)
     values = {
         "pipe_parallel_size": pipe_parallel_size,
@@ -416,14 +420,14 @@ def to_neox_config(config: Config, pipe_parallel_size: int = 1, model_parallel_s
         "use_bias_in_mlp": config.mlp_bias,
         "pos_emb": config.position_embedding,
         "rotary_pct": config.rotary_pct,
-        "rotary_emb_base": config.rope_theta,
+        # an integer, as its converter to Hugging Face wants it
+        "rotary_emb_base": int(config.rope_theta) if config.rope_theta == int(config.rope_theta) else config.rope_theta,
         "no_weight_tying": not config.tie_embeddings,
         "gpt_j_residual": config.parallel_residual,
         "gpt_j_tied": config.shared_norm,
         "activation": _ACTIVATIONS[config.activation],
         "bias_gelu_fusion": config.activation == "gelu_tanh",
-        # a gated MLP gets two thirds of this, in two matrices
-        "intermediate_size": 3 * config.ffn if gated else config.ffn,
+        "intermediate_size": config.ffn,
         "hidden_dropout": config.hidden_dropout,
         "attention_dropout": config.attention_dropout,
         "init_method": config.init_method,
@@ -431,6 +435,9 @@ def to_neox_config(config: Config, pipe_parallel_size: int = 1, model_parallel_s
         "init_method_std": config.init_std,
         "attention_config": [[["flash"], config.num_layers]],
     }
+    if gated:
+        # both of its roundings then give ffn, which its converter to Hugging Face reads as the width
+        values["mlp_multiple_of"] = config.ffn
     if config.num_kv_heads is not None:
         values["num_kv_heads"] = config.num_kv_heads
     if config.sliding_window is not None:

@@ -5,6 +5,7 @@ defaults), megatron/model/transformer.py (MLP widths, windows), megatron/learnin
 megatron/model/utils.py (weight decay groups), megatron/tokenizer/tokenizer.py (vocabularies).
 """
 
+import math
 from typing import Any
 
 from powertrain.train.config.neox_data import data, tokenizer
@@ -86,8 +87,6 @@ _ZERO_LOSSY = {"zero_quantized_weights", "zero_quantized_gradients", "zero_quant
 
 
 def _parallel(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
-    if keys.get("pipe_parallel_size", 0) > 1:
-        keys.unsupported("pipe_parallel_size", keys.get("pipe_parallel_size"), "set it to 1; ZeRO 3 saves memory too")
     keys.choice("output_layer_parallelism", "column", {"column": None}, {"row": "GPT-NeoX refuses it too: use column"})
     tensor = _tensor_parallel(keys, world_size)
     stage = _zero_stage(keys)
@@ -98,7 +97,11 @@ def _parallel(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
         3: "FSDP2",
     }
     keys.add_row("zero_optimization", "mapped", f"parallel.strategy: {words[stage]}", {"stage": 0})
-    strategy = "fsdp" if stage else "ddp"
+    stages = keys.get("pipe_parallel_size", 0)
+    if stages > 1:
+        shards = "parallel.shard: stages become shards of FSDP2, with the same global batches in the same order"
+        keys.add_row("pipe_parallel_size", "mapped", shards)
+    strategy = "fsdp" if stage or stages > 1 else "ddp"
     parallel: dict[str, Any] = {"strategy": strategy, "tensor": tensor, "reshard_after_forward": stage == 3}
     if strategy == "ddp":
         parallel |= {"replicate": max(world_size // tensor, 1), "shard": 1}
@@ -140,10 +143,16 @@ def _zero_stage(keys: NeoXKeys) -> int:
 
 
 def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int]:
-    """(micro batch, accumulation steps) from any two of three, by GPT-NeoX's integer divisions."""
-    ranks = max(world_size // max(keys.get("model_parallel_size", 1), 1), 1)
+    """(micro batch, accumulation steps) of our ranks, from any two of three by GPT-NeoX's integer divisions."""
+    tensor, stages = (max(keys.get(name, 1), 1) for name in ("model_parallel_size", "pipe_parallel_size"))
+    ours = max(world_size // tensor, 1)
+    ranks = max(ours // stages, 1)  # data-parallel ranks there; here each stage's ranks are some, too
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     batch, micro, steps = (keys.number(name, above=0) for name in names)
+    if steps is None and (steps := keys.number("gas", above=0)) is not None:
+        keys.add_row("gas", "mapped", "gradient_accumulation_steps, its name today")
+    elif "gas" in keys.values:
+        keys.add_row("gas", "ignored", "gradient_accumulation_steps is set")
     if batch is None and micro is None:
         keys.wrong(names[1:2], "must be given, or train_batch_size; got neither")
         return 1, 1
@@ -162,7 +171,23 @@ def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int]:
         return 1, 1
     if batch is None:
         keys.add_row(names[0], "honoured", f"{micro} * {steps} * {ranks} ranks", total)
-    return int(micro), int(steps)
+    return _over_more_ranks(keys, int(micro), int(steps), ours, ranks)
+
+
+def _over_more_ranks(keys: NeoXKeys, micro: int, steps: int, ours: int, theirs: int) -> tuple[int, int]:
+    """The same global batch over more data-parallel ranks: fewer steps for each, then smaller micro batches."""
+    more, rest = divmod(ours, theirs)
+    from_steps = math.gcd(steps, more)
+    from_micro = more // from_steps
+    if rest or micro % from_micro:
+        words = f"{ours} ranks cannot share a global batch of {micro * steps * theirs}"
+        keys.unsupported(
+            "pipe_parallel_size",
+            keys.get("pipe_parallel_size"),
+            f"{words}: use a multiple of {ours} samples, or other ranks",
+        )
+        return micro, steps
+    return micro // from_micro, steps // from_steps
 
 
 # --- training ---
@@ -192,10 +217,33 @@ def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
         "precision": precision,
         "reduce_dtype": _reduce_dtype(keys, precision),
         "loss_scale": _loss_scale(keys),
-        "gradient_clipping": keys.number("gradient_clipping", 1.0, least=0),
+        "gradient_clipping": _gradient_clipping(keys),
         "seed": keys.get("seed", 1234),
         "activation_checkpointing": "full" if keys.get("checkpoint_activations") else "none",
     }
+
+
+def _gradient_clipping(keys: NeoXKeys) -> float:
+    """Left out it is no clipping, as in GPT-NeoX, whose default of 1.0 does not reach DeepSpeed."""
+    params = keys.section("optimizer").get("params")
+    old = params.get("max_grad_norm") if isinstance(params, dict) else None
+    if old is not None and not (is_kind(old, "float") and old >= 0):
+        keys.wrong(("optimizer", "params", "max_grad_norm"), f"must be a number of at least 0, got {old!r}")
+        old = None
+    if keys.get("gradient_clipping") is None and old is None:
+        keys.add_row("gradient_clipping", "honoured", "no clipping: GPT-NeoX's default does not reach DeepSpeed", 1.0)
+        return 0.0
+    norm = float(keys.number("gradient_clipping", old or 0.0, least=0))
+    if norm and "gradient_clipping" in keys.values:
+        words = f"clips at {norm:g}; in GPT-NeoX since 2023-03 the value does not reach DeepSpeed (gpt-neox#1432)"
+        keys.add_row("gradient_clipping", "changes numerics", words)
+    if old is not None:
+        first = keys.get("gradient_clipping") is not None
+        words = "gradient_clipping is set, and comes first" if first else f"train.gradient_clipping: {norm:g}"
+        keys.add_inner_row(
+            ("optimizer", "params", "max_grad_norm"), old, "ignored" if first else "changes numerics", words
+        )
+    return norm
 
 
 _PRECISIONS = {"fp16": "fp16", "bf16": "bf16"}
@@ -315,7 +363,7 @@ def _optimizer_param(keys: NeoXKeys, key: str, value: Any) -> None:
         keys.unsupported("optimizer", f"{key}: {value}", "remove it")
     elif key in ("set_grad_none", "fused", "foreach", "torch_adam", "capturable"):
         keys.add_inner_row(path, value, "ignored", "an implementation choice of Adam; the result is the same")
-    elif key not in ("lr", "betas", "eps", "adam_w_mode", "bias_correction", "amsgrad"):
+    elif key not in ("lr", "betas", "eps", "adam_w_mode", "bias_correction", "amsgrad", "max_grad_norm"):
         keys.wrong(path, "is unknown; known: lr, betas, eps")
 
 
@@ -329,13 +377,13 @@ def _schedule(keys: NeoXKeys) -> dict[str, Any]:
         decay = max(int(fraction * steps), 1)
     kinds = {kind: kind for kind in ("linear", "constant", "cosine", "exponential")}
     kind = keys.choice("lr_decay_style", "linear", kinds)
-    clamp = keys.choice("lr_clamp", "neox", {"neox": "neox", "safe": "safe"})
+    clamp = keys.choice("lr_clamp", "neox", {name: name for name in ("neox", "neox-2023", "neox-2022", "safe")})
     span = decay or steps
     warmup = keys.number("warmup", 0.01, least=0) * span
     keys.add_row(
         "warmup", "mapped", f"schedule.warmup_steps: {warmup:g}, the fraction of {span} steps, not rounded", 0.01
     )
-    if kind == "cosine" and clamp == "neox" and span < steps:
+    if kind == "cosine" and clamp in ("neox", "neox-2023") and span < steps:
         words = f"past step {span} the cosine goes on and the rate rises again, as in GPT-NeoX; lr_clamp: safe stops it"
         keys.add_row("lr_decay_style", "changes numerics", words)
     return {
@@ -349,6 +397,10 @@ def _schedule(keys: NeoXKeys) -> dict[str, Any]:
 
 def _checkpoint(keys: NeoXKeys) -> dict[str, Any]:
     every = keys.number("checkpoint_factor", above=0)
+    if every is None and (every := keys.number("save_interval", above=0)) is not None:
+        keys.add_row("save_interval", "mapped", "checkpoint.every; GPT-NeoX calls it checkpoint_factor now")
+    elif "save_interval" in keys.values:
+        keys.add_row("save_interval", "ignored", "checkpoint_factor is set")
     extra = keys.get("extra_save_iters")
     if keys.get("save") is not None and every is None and extra is None:
         keys.wrong(("save",), "must come with checkpoint_factor or extra_save_iters, got neither")

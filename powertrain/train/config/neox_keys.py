@@ -49,7 +49,7 @@ _HONOURED = """
     padded_vocab_size               int         model.vocab_size
     optimizer                       dict        optimizer
     weight_decay                    float       optimizer.weight_decay: not on norms and biases, as there
-    gradient_clipping               float       train.gradient_clipping: the global L2 norm
+    gradient_clipping               float       train.gradient_clipping: the global L2 norm; left out: no clipping
     min_lr                          float       schedule.min_lr
     lr_decay_style                  str         schedule.kind
     lr_decay_iters                  int         schedule.decay_steps
@@ -80,6 +80,8 @@ _HONOURED = """
     load                            str         checkpoint.load; nothing there: a fresh start
     finetune                        bool        checkpoint.finetune
     checkpoint_factor               int|float   checkpoint.every
+    save_interval                   int|float   checkpoint.every: the name of older releases
+    gas                             int         train.gradient_accumulation_steps: the name of older releases
     checkpoint_scale                str         checkpoint.scale
     extra_save_iters                list        checkpoint.extra_steps
     keep_last_n_checkpoints         int         checkpoint.keep_last
@@ -87,7 +89,7 @@ _HONOURED = """
     eval_iters                      int         evaluation.steps
     log_interval                    int         logging.every
     peak_theoretical_tflops         float       logging.peak_tflops
-    lr_clamp                        str         schedule.clamp (a key of ours: safe, or neox as there)
+    lr_clamp                        str         schedule.clamp (ours: safe; neox, neox-2023, neox-2022)
 """
 
 # key, kind, translation
@@ -100,7 +102,7 @@ _MAPPED = """
     intermediate_size               int         model.intermediate_size
     expansion_factor                float       model.intermediate_size
     mlp_multiple_of                 int         model.intermediate_size, rounded up to it
-    mlp_type                        str         regular: model.activation says the kind of MLP
+    mlp_type                        str         regular: model.activation says the kind of MLP; llama: a gated one
     no_weight_tying                 bool        model.tie_embeddings, inverted
     sliding_window_width            int         model.sliding_window, which counts the query's own position: one more
     attention_config                list        powertrain.attention chooses the backend, whatever the layer's type
@@ -147,6 +149,7 @@ _IGNORED = """
     scheduler                       dict        GPT-NeoX hands DeepSpeed its own scheduler, made of lr_decay_style
     lr                              float       GPT-NeoX overwrites it with optimizer.params.lr
     optimizer_type                  str         GPT-NeoX overwrites it with optimizer.type
+    zero_allow_untested_optimizer   bool        a check of DeepSpeed's; every optimizer here is tested with FSDP2
     clip_grad                       float       GPT-NeoX overwrites it with gradient_clipping
     batch_size                      int         GPT-NeoX overwrites it with train_micro_batch_size_per_gpu
     zero_stage                      int|list|str  GPT-NeoX overwrites it with zero_optimization.stage

@@ -33,10 +33,12 @@ def model(keys: NeoXKeys) -> dict[str, Any]:
     unique = keys.get("num_unique_layers")
     if unique is not None and unique != keys.get("num_layers"):
         keys.unsupported("num_unique_layers", unique, "remove it; every layer has its own parameters")
-    llama = "write activation: swiglu, use_bias_in_mlp: false and intermediate_size, as GPT-NeoX does now"
-    keys.choice("mlp_type", "regular", {"regular": None}, {"llama": llama, "identity": "every layer has an MLP"})
+    kinds = {"regular": "regular", "llama": "llama"}
+    kind = keys.choice("mlp_type", "regular", kinds, {"identity": "every layer has an MLP"})
     norm = keys.choice("norm", "layernorm", _NORMS, {"scalenorm": "use layernorm or rmsnorm"})
     is_layer_norm = norm == "layer_norm"
+    if is_layer_norm and not keys.get("use_bias_in_norms", True):
+        keys.add_row("use_bias_in_norms", "ignored", "layer norms have a bias, as in GPT-NeoX, which never reads it")
     window = keys.number("sliding_window_width", above=-1)
     return {
         "architecture": "gpt_neox",
@@ -49,10 +51,9 @@ def model(keys: NeoXKeys) -> dict[str, Any]:
         "tie_embeddings": not keys.get("no_weight_tying", False),
         "norm": norm,
         "norm_eps": keys.get("layernorm_epsilon", 1e-5) if is_layer_norm else keys.get("rms_norm_epsilon", 1e-8),
-        "norm_bias": is_layer_norm and keys.get("use_bias_in_norms", True),
+        "norm_bias": is_layer_norm,
         "attention_bias": keys.get("use_bias_in_attn_linear", True),
-        "mlp_bias": keys.get("use_bias_in_mlp", True),
-        **_mlp(keys),
+        **(_llama_mlp(keys) if kind == "llama" else _mlp(keys)),
         **_positions(keys),
         "parallel_residual": keys.get("gpt_j_residual", False),
         "shared_norm": keys.get("gpt_j_residual", False) and keys.get("gpt_j_tied", False),
@@ -101,7 +102,26 @@ def _mlp(keys: NeoXKeys) -> dict[str, Any]:
         keys.wrong(("expansion_factor",), "must not stand beside intermediate_size")
     hidden = keys.get("hidden_size") or 1
     width = width or (int(factor * hidden) if factor else 4 * hidden)
-    return {"activation": kind, "intermediate_size": _mlp_width(keys, width, name in _GATED)}
+    return {
+        "activation": kind,
+        "intermediate_size": _mlp_width(keys, width, name in _GATED),
+        "mlp_bias": keys.get("use_bias_in_mlp", True),
+    }
+
+
+_LLAMA_MULTIPLE = 256
+
+
+def _llama_mlp(keys: NeoXKeys) -> dict[str, Any]:
+    """mlp_type llama of GPT-NeoX 2023 to 2024: gated, without biases, 8/3 of hidden_size rounded up to 256."""
+    gated = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu", "swiglu": "swiglu"}
+    kind = keys.choice("activation", "gelu", gated)
+    width = keys.number("intermediate_size", above=0)
+    if width is None:
+        rows = int(2 * (keys.get("hidden_size") or 1) * 4 / 3)
+        width = math.ceil(rows / _LLAMA_MULTIPLE) * _LLAMA_MULTIPLE
+    keys.add_row("mlp_type", "mapped", f"model.activation {kind}, intermediate_size {width}, mlp_bias false")
+    return {"activation": kind, "intermediate_size": int(width), "mlp_bias": False}
 
 
 def _mlp_width(keys: NeoXKeys, width: int, gated: bool) -> int:

@@ -28,6 +28,10 @@ class NeoXKeys:
         self._defaults: list[Row] = []
         self._hoist()
         self._check_names_and_kinds()
+        for path, first, last in source.repeated:
+            name = ".".join(map(str, path))
+            words = f"given again at {last}, and the last counts, as in GPT-NeoX"
+            self._defaults.append(Row(name, "(replaced)", str(first), "ignored", words))
 
     def _hoist(self) -> None:
         """Keys of deepspeed_extra_args count as DeepSpeed's own, which stand beside it."""

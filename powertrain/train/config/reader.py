@@ -62,7 +62,7 @@ def read_config(
     has_model = any("model" in document.values for document in documents)
     reason = "given" if format else "it has the section `model:`" if has_model else "no section `model:`"
     kind: Format = format or ("powertrain" if has_model else "gpt_neox")
-    source = merge(documents, sections=kind == "powertrain")
+    source = merge(documents, ours=kind == "powertrain")
     for override in overrides:
         source.override(override)
     config, table = _ours(source) if kind == "powertrain" else _theirs(source, world_size)

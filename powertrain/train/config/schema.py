@@ -139,7 +139,8 @@ class ScheduleConfig(Section):
     """Warm-up, then a decay to min_lr.
 
     decay_steps   None: train.steps. wsd: the last `wsd_decay_steps` of them decay, the rest is flat
-    clamp         safe: past decay_steps the rate stays at min_lr; neox: the cosine goes on and rises again, as there
+    clamp         safe: past decay_steps the rate stays at min_lr. Or GPT-NeoX's formulas: neox of today, neox-2023 of
+                  2023-09 to 2026-05 (in both a cosine rises again past the end), neox-2022 before 2023-08 (Pythia, 20B)
     """
 
     kind: Literal["constant", "cosine", "linear", "exponential", "wsd"] = "cosine"
@@ -147,7 +148,7 @@ class ScheduleConfig(Section):
     decay_steps: Positive | None = None
     wsd_decay_steps: Natural = 0
     min_lr: NonNegative = 0.0
-    clamp: Literal["safe", "neox"] = "safe"
+    clamp: Literal["safe", "neox", "neox-2023", "neox-2022"] = "safe"
 
 
 class ParallelConfig(Section):

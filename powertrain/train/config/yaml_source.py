@@ -1,7 +1,8 @@
 """YAML files as plain values that remember the file and line of every key: the ground under reader.py.
 
 GPT-NeoX's files are read as they are: JSON-like braces, trailing commas, comments, True and False, `-` for `_` in keys.
-Beyond PyYAML's SafeLoader: a key twice is an error, 1e-3 is a number (YAML 1.1 reads a string), dates stay strings.
+Beyond PyYAML's SafeLoader: of a key given twice the last counts and the first is noted (`repeated`), 1e-3 is a
+number (YAML 1.1 reads a string), dates stay strings.
 """
 
 import difflib
@@ -10,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -54,6 +55,14 @@ class Location:
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
+class Repeated(NamedTuple):
+    """A key that one file has twice."""
+
+    path: KeyPath
+    first: Location
+    last: Location
+
+
 COMMAND_LINE = Location("command line")
 DEFAULT = Location("default")
 
@@ -67,6 +76,7 @@ class Source:
     texts    base name of each file -> its text as it is, for saving beside checkpoints
     typed    command-line values as they were typed, for fields that are strings
     origins  path in the values -> the key of another format that set it
+    repeated keys that a file has twice; the last counts
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +84,7 @@ class Source:
     texts: dict[str, str] = field(default_factory=dict)
     typed: dict[KeyPath, str] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
+    repeated: list[Repeated] = field(default_factory=list)
 
     def location(self, path: KeyPath) -> Location:
         while path and path not in self.locations and path not in self.origins:
@@ -96,7 +107,10 @@ class Source:
             section = section[key]
             if not isinstance(section, dict):
                 raise ConfigError(f"{COMMAND_LINE}: {'.'.join(keys[:depth])} must be a section, got {section!r}")
-        section[keys[-1]] = _Reader(COMMAND_LINE.file, self.locations).read(value, path)
+        reader = _Reader(COMMAND_LINE.file, self.locations)
+        section[keys[-1]] = reader.read(value, path)
+        if reader.repeated:
+            raise ConfigError(f"{COMMAND_LINE}: {_dotted(reader.repeated[0].path)}must be set once, got it twice")
         self.locations[path] = COMMAND_LINE
         self.typed[path] = value
 
@@ -109,6 +123,7 @@ class Document:
     text: str
     values: dict[str, Any]
     locations: dict[KeyPath, Location]
+    repeated: list[Repeated]
 
 
 def parse_files(paths: list[Path]) -> list[Document]:
@@ -122,22 +137,29 @@ def parse_files(paths: list[Path]) -> list[Document]:
             )
         text = _text_of(path)
         locations: dict[KeyPath, Location] = {}
-        values = _Reader(str(path), locations).read(text, ())
+        reader = _Reader(str(path), locations)
+        values = reader.read(text, ())
         if not isinstance(values, dict):
             raise ConfigError(f"{path}:1: a config must be a mapping of keys to values, got {_short(values)}")
-        documents[path.name] = Document(path, text, values, locations)
+        documents[path.name] = Document(path, text, values, locations, reader.repeated)
     return list(documents.values())
 
 
-def merge(documents: list[Document], *, sections: bool) -> Source:
-    """The files' values together. Raises ConfigError for a key in two files.
+def merge(documents: list[Document], *, ours: bool) -> Source:
+    """The files' values together. Raises ConfigError for a key in two files with two values.
 
-    sections   a section may be spread over files, key by key (ours); else it belongs to one file (GPT-NeoX's)
+    ours   a section may be spread over files, key by key, and a key twice in a file is an error. Else as GPT-NeoX reads
+           them: a section belongs to one file, and of a key given twice in a file the last counts
     """
     source = Source()
     for document in documents:
+        if ours and document.repeated:
+            twice = document.repeated[0]
+            words = f"must be set once, it is at {twice.first} already"
+            raise ConfigError(f"{twice.last}: {_dotted(twice.path)}{words}")
+        source.repeated += document.repeated
         source.texts[document.path.name] = document.text
-        _merge(source, source.values, document.values, (), document.locations, sections)
+        _merge(source, source.values, document.values, (), document.locations, ours)
         source.locations |= document.locations
     return source
 
@@ -171,6 +193,8 @@ def _merge(
             into[key] = value
         elif deep and isinstance(value, dict) and isinstance(into[key], dict):
             _merge(source, into[key], value, here, locations, deep)
+        elif not deep and into[key] == value:
+            continue
         else:
             first = source.locations[here]
             name = ".".join(map(str, here))
@@ -198,6 +222,7 @@ class _Reader:
 
     file: str
     locations: dict[KeyPath, Location]
+    repeated: list[Repeated] = field(default_factory=list)
     _nodes: int = 0
 
     def read(self, text: str, path: KeyPath) -> Any:
@@ -253,7 +278,9 @@ class _Reader:
                 raise ConfigError(f"{location}: {_dotted(path)}a key must be a word, got a list or mapping")
             key = key_node.value if path else key_node.value.replace("-", "_")
             if key in lines:
-                raise ConfigError(f"{location}: {_dotted((*path, key))}must be set once, it is at {lines[key]} already")
+                self.repeated.append(Repeated((*path, key), lines[key], location))
+                for inner in [p for p in self.locations if p[: len(path) + 1] == (*path, key)]:
+                    del self.locations[inner]
             lines[key] = self.locations[(*path, key)] = location
             values[key] = self._value(loader, value_node, (*path, key), inside)
         return merged | values
