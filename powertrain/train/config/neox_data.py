@@ -63,10 +63,10 @@ def _blend(keys: NeoXKeys, part: str) -> list[dict[str, Any]]:
     ]
 
 
-_TOKENIZERS = {name: name for name in ("GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer")}
-_OTHER_TOKENIZERS = dict.fromkeys(
-    ("SPMTokenizer", "TiktokenTokenizer"), "convert it to a tokenizer.json and name it with HFTokenizer and vocab_file"
-)
+_TOKENIZERS = {
+    name: name for name in ("GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer", "SPMTokenizer")
+}
+_OTHER_TOKENIZERS = {"TiktokenTokenizer": "convert it to a tokenizer.json and name it with HFTokenizer and vocab_file"}
 
 
 def tokenizer(keys: NeoXKeys) -> str:
@@ -79,4 +79,4 @@ def tokenizer(keys: NeoXKeys) -> str:
     if vocab is None or (merges is None and kind == "GPT2BPETokenizer"):
         missing = "vocab_file" if vocab is None else "merge_file"
         keys.wrong((missing,), f"must be given for {kind}")
-    return f"gpt2:{vocab}:{merges}" if kind == "GPT2BPETokenizer" else str(vocab)
+    return {"GPT2BPETokenizer": f"gpt2:{vocab}:{merges}", "SPMTokenizer": f"spm:{vocab}"}.get(kind, str(vocab))

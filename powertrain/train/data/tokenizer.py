@@ -4,6 +4,7 @@ load_tokenizer(...) takes
     "bytes"                          one id for each byte of UTF-8: 256 ids, 0 ends a document
     "CharLevelTokenizer"             the same with GPT-NeoX's 512 ids
     tokenizer.json, or a folder      Hugging Face; a folder may hold vocab.json and merges.txt instead
+    tokenizer.model, or "spm:FILE"   SentencePiece; its text needs the package `sentencepiece`
     "gpt2:VOCAB.json:MERGES.txt"     GPT-2's byte-level BPE, as GPT-NeoX's GPT2BPETokenizer
 
 Ids equal GPT-NeoX's from the same files: a tokenizer.json's own post-processor applies (some add a first token);
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 from powertrain.runtime.atomic_file import AtomicFile
 from powertrain.runtime.reading import MOST_JSON_BYTES, reading
+from powertrain.train.data.sentencepiece_model import SentencePieceTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>")
@@ -116,7 +118,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         if len(parts) != 3:
             raise ValueError(f"tokenizer must be gpt2:VOCAB.json:MERGES.txt, got {name!r}")
         return _gpt2(Path(parts[1]), Path(parts[2]))
-    path = Path(name)
+    path = Path(name.removeprefix("spm:"))
     if path.is_dir():
         if not (path / "tokenizer.json").is_file() and (path / "vocab.json").is_file():
             return _gpt2(path / "vocab.json", path / "merges.txt")
@@ -126,6 +128,8 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"tokenizer: no such file {path}; it must be tokenizer.json, a folder with one (or with vocab.json and "
             f"merges.txt), gpt2:VOCAB.json:MERGES.txt or bytes, got {name!r}"
         )
+    if path.suffix == ".model" or name.startswith("spm:"):
+        return SentencePieceTokenizer(path)
     return FileTokenizer(_text(path), str(path))
 
 
