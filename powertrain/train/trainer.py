@@ -173,7 +173,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, name: str) -> float | None:
-        """The mean loss over the first batches of a held-out set; None if there is none."""
+        """The mean loss over some batches of a held-out set (evaluation.steps, advance); None if there is none."""
         source = getattr(self.data, name)
         if source is None:
             return None
@@ -181,8 +181,8 @@ class Trainer:
         self.model.eval()
         sums = torch.zeros(2, device=ranks.device)  # losses, tokens
         limit = min(len(source), self.config.evaluation.steps * train.micro_batch_size * ranks.dp_size)
-        count = 0
-        for batch in self._batches(source, 0, limit):
+        count, first = 0, self._first_evaluated(len(source), limit)
+        for batch in self._batches(source, first, first + limit):
             batch = batch.to(ranks.device)
             labels, weight = normalize_labels(batch.labels, torch.ones((), device=ranks.device))
             sums += torch.stack([self._loss(batch._replace(labels=labels)) * weight, weight])
@@ -195,6 +195,14 @@ class Trainer:
         self._emit("evaluation", EvaluationRecord(self.progress.step, name, loss, count))
         self._clock = Moment(self.ranks.device)
         return loss
+
+    def _first_evaluated(self, samples: int, each: int) -> int:
+        """Where this evaluation begins in its set. By the step alone, so that a resumed run goes on there."""
+        config = self.config.evaluation
+        if not config.advance or not each:
+            return 0
+        before = (self.progress.step - 1) // config.every if config.every else 0
+        return each * (before % (samples // each))
 
     def close(self) -> None:
         """Finish pending writes and leave the process group."""

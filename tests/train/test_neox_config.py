@@ -78,6 +78,9 @@ def test_defaults_are_gpt_neoxs(tmp_path: Path) -> None:
     assert config.train.precision == "fp32" and config.train.seed == 1234 and config.train.gradient_clipping == 0.0
     assert (config.schedule.kind, config.schedule.warmup_steps, config.schedule.clamp) == ("linear", 1.0, "neox")
     assert (config.evaluation.every, config.evaluation.steps, config.logging.every) == (1000, 100, 100)
+    assert config.evaluation.advance  # a next evaluation takes the next batches there
+    accumulated = _config(tmp_path, eval_iters=7, gradient_accumulation_steps=3).evaluation
+    assert accumulated.steps == 21  # eval_iters counts optimizer batches
     assert config.data.split == "969, 30, 1" and config.parallel.strategy == "ddp"
 
 

@@ -196,3 +196,29 @@ def test_step_0_is_saved_where_it_is_asked_for(tmp_path: Path) -> None:
         shutil.rmtree(path)
     open_trainer(tmp_path, *options, "train.steps=4", sinks=lambda _: []).fit()
     assert checkpoints_in(tmp_path / "run/checkpoints") == saved
+
+
+def test_evaluations_move_along_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """advance: each takes the next batches, around the set; a resumed run goes on where it was."""
+    seen: list[tuple[int, int]] = []
+    taken = Trainer._batches
+
+    def note(self: Trainer, source: Any, start: int, limit: int) -> Any:
+        if source is self.data.validation:
+            seen.append((start, limit))
+        return taken(self, source, start, limit)
+
+    monkeypatch.setattr(Trainer, "_batches", note)
+    options = ("evaluation.every=2", "evaluation.steps=2", "evaluation.advance=true", "train.steps=9")
+    trainer = open_trainer(tmp_path, *options, "checkpoint.every=4", sinks=lambda _: [])
+    trainer.fit()
+    each, samples = 2 * 4, len(trainer.data.validation)
+    number = samples // each
+    assert number > 1
+    expected = [(each * (n % number), each * (n % number) + each) for n in range(5)]  # steps 2, 4, 6, 8 and 9, the last
+    assert seen == expected
+    seen.clear()
+    for path in checkpoints_in(tmp_path / "run/checkpoints")[1:]:
+        shutil.rmtree(path)
+    open_trainer(tmp_path, *options, "checkpoint.every=4", sinks=lambda _: []).fit()
+    assert seen == expected[2:]

@@ -28,7 +28,7 @@ def translate(source: Source, world_size: int) -> tuple[dict[str, Any], tuple[Ro
         "optimizer": _optimizer(keys),
         "schedule": _schedule(keys),
         "checkpoint": _checkpoint(keys),
-        "evaluation": _evaluation(keys),
+        "evaluation": _evaluation(keys, world_size),
         "logging": _logging(keys),
         "data": data(keys),
         "model": model(keys),
@@ -420,12 +420,17 @@ def _checkpoint(keys: NeoXKeys) -> dict[str, Any]:
     }
 
 
-def _evaluation(keys: NeoXKeys) -> dict[str, Any]:
-    steps = keys.number("eval_iters", 100, least=0)
+def _evaluation(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
+    """eval_iters counts optimizer batches there: accumulation steps times as many micro-batches, along the set."""
+    batches = keys.number("eval_iters", 100, least=0)
     every = keys.number("eval_interval", 1000, least=0)
-    if not steps:
+    if not batches:
         return {"every": 0, "at_end": False}
-    return {"every": every, "steps": steps}
+    _, accumulation = _batch(keys, world_size)
+    steps = batches * accumulation
+    words = f"evaluation.steps: {steps} micro-batches, {accumulation} for each optimizer batch"
+    keys.add_row("eval_iters", "honoured", words, 100)
+    return {"every": every, "steps": steps, "advance": True}
 
 
 def _logging(keys: NeoXKeys) -> dict[str, Any]:

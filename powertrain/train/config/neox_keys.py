@@ -86,7 +86,7 @@ _HONOURED = """
     extra_save_iters                list        checkpoint.extra_steps
     keep_last_n_checkpoints         int         checkpoint.keep_last
     eval_interval                   int         evaluation.every
-    eval_iters                      int         evaluation.steps
+    eval_iters                      int         evaluation.steps: times gradient_accumulation_steps
     log_interval                    int         logging.every
     peak_theoretical_tflops         float       logging.peak_tflops
     lr_clamp                        str         schedule.clamp (ours: safe; neox, neox-2023, neox-2022)

@@ -197,12 +197,14 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """every 0: never; steps: batches of each evaluation, the set's first ones
+    """every 0: never; steps: batches of each evaluation
+    advance  each evaluation takes the next batches of the set, around and around; else always its first ones
     at_end   validation after the last step, and data.test where that is given (the third share of a split is only kept)
     """
 
     every: Natural = 0
     steps: Positive = 10
+    advance: bool = False
     at_end: bool = True
 
 

@@ -1,7 +1,7 @@
 """SentencePiece models (tokenizer.model): vocabulary from the file alone, text through the `sentencepiece` package.
 
-The file is a protobuf message, ModelProto of sentencepiece_model.proto: field 1, repeated, is a piece, its text in field 1
-and its type in field 3 (2: unknown). Tokenized data need nothing else of it.
+The file is a protobuf message, ModelProto of sentencepiece_model.proto: field 1, repeated, is a piece, with its text in
+field 1 and its type in field 3 (2: unknown). Tokenized data need nothing else of it.
 """
 
 import hashlib
