@@ -500,3 +500,18 @@ def test_a_key_twice(tmp_path: Path) -> None:
     (tmp_path / "again.yml").write_text("seed: 7\n")
     with pytest.raises(ConfigError, match="seed must be set once"):
         read_config([tmp_path / "twice.yml", tmp_path / "again.yml"])
+
+
+@pytest.mark.parametrize(
+    "keys, activation, width",
+    [({}, "gelu_tanh", 256), ({"activation": "swiglu"}, "swiglu", 256), ({"intermediate_size": 101}, "gelu_tanh", 101),
+     ({"activation": "relu", "use_bias_in_mlp": False, "norm": "rmsnorm"}, "relu", 256)],
+)  # fmt: skip
+def test_te_layernorm_mlp(keys: dict[str, Any], activation: str, width: int, tmp_path: Path) -> None:
+    """TransformerEngine's GELU is the tanh one, gated widths are whole, there are biases whatever the key says."""
+    run = _read(tmp_path, te_layernorm_mlp=True, **keys)
+    model: Any = run.config.model
+    assert (model.activation, model.intermediate_size, model.mlp_bias) == (activation, width, True)
+    assert _row(run, "te_layernorm_mlp").disposition == "mapped"
+    with pytest.raises(UnsupportedConfig, match="whatever the key says"):
+        _read(tmp_path, te_layernorm_mlp=True, layernorm_epsilon=1e-6)

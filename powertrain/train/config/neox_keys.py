@@ -136,7 +136,7 @@ _MAPPED = """
     apply_query_key_layer_scaling   bool        divides, then multiplies by the layer's number: no effect in fp32
     te_columnparallel               bool        linear layers are PyTorch's or ours: same result, no TransformerEngine
     te_rowparallel                  bool        linear layers are PyTorch's or ours: same result, no TransformerEngine
-    te_layernorm_mlp                bool        norm and MLP are our kernels: same result, no TransformerEngine
+    te_layernorm_mlp                bool        TransformerEngine's MLP (tanh GELU, whole width, biases) by our kernels
     te_mha                          bool        powertrain.attention: same result, no TransformerEngine
     deepspeed_mpi                   bool        ranks are read from torchrun, srun or mpiexec, whichever started them
     deepspeed_slurm                 bool        ranks are read from torchrun, srun or mpiexec, whichever started them

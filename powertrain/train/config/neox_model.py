@@ -102,11 +102,26 @@ def _mlp(keys: NeoXKeys) -> dict[str, Any]:
         keys.wrong(("expansion_factor",), "must not stand beside intermediate_size")
     hidden = keys.get("hidden_size") or 1
     width = width or (int(factor * hidden) if factor else 4 * hidden)
+    if keys.get("te_layernorm_mlp"):
+        return _te_mlp(keys, kind, int(width))
     return {
         "activation": kind,
         "intermediate_size": _mlp_width(keys, width, name in _GATED),
         "mlp_bias": keys.get("use_bias_in_mlp", True),
     }
+
+
+def _te_mlp(keys: NeoXKeys, kind: str, width: int) -> dict[str, Any]:
+    """TransformerEngine's LayerNormMLP as GPT-NeoX calls it: tanh GELU, the whole width, biases, an eps of its own."""
+    for key, eps in (("layernorm_epsilon", 1e-5), ("rms_norm_epsilon", 1e-8)):
+        used = key.startswith("rms") == ("rms" in str(keys.get("norm", "layernorm")))
+        if used and keys.get(key, eps) != eps:
+            todo = f"with te_layernorm_mlp the MLP's norm has {eps:g} in GPT-NeoX whatever the key says: write that"
+            keys.unsupported(key, keys.get(key), todo)
+    kind = "gelu_tanh" if kind == "gelu" else kind
+    words = f"TransformerEngine's MLP: model.activation {kind}, intermediate_size {width}, biases; by our kernels"
+    keys.add_row("te_layernorm_mlp", "mapped", words)
+    return {"activation": kind, "intermediate_size": width, "mlp_bias": True}
 
 
 _LLAMA_MULTIPLE = 256
