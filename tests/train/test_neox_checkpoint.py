@@ -3,6 +3,7 @@
 To 1e-5, since rotary tables are in float32.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import yaml
 from torch import Tensor
 
 from powertrain.models import configure
+from powertrain.models.huggingface import shapes
+from powertrain.models.pickles import load_pickle
 from powertrain.train.checkpoint.load import build_from, open_weights
 from powertrain.train.checkpoint.neox import NeoXCheckpoint, find, to_neox_config, write
 from powertrain.train.config.neox import model_fields
@@ -423,3 +426,38 @@ def test_sizes_that_cannot_be_written(sizes: dict[str, int], message: str, tmp_p
     config = configure(architecture="gpt_neox", vocab_size=96, hidden_size=32, num_layers=1, num_heads=4)
     with pytest.raises(ValueError, match=message):
         write(tmp_path, config, [], **sizes)
+
+
+def _slopes_there(heads: int) -> list[float]:
+    """AliBi._get_slopes of GPT-NeoX, from its facts."""
+    power = 2 ** math.floor(math.log2(heads))
+    first = 2.0 ** (-8.0 / power)
+    slopes = [first ** (i + 1) for i in range(power)]
+    return slopes if power == heads else slopes + _slopes_there(2 * power)[::2][: heads - power]
+
+
+@pytest.mark.parametrize("heads, ranks, pipe", [(4, 1, 1), (4, 2, 0), (6, 2, 1)])
+def test_alibi_slopes_are_written_and_read(heads: int, ranks: int, pipe: int, tmp_path: Path) -> None:
+    """A buffer that GPT-NeoX loads strictly, each rank its heads."""
+    config: Any = configure(
+        architecture="gpt_neox", vocab_size=96, hidden_size=8 * heads, num_layers=2, num_heads=heads,
+        max_position_embeddings=64, position_embedding="alibi",
+    )  # fmt: skip
+    tensors = {name: torch.randn(t.shape) for name, t in shapes(config).items()}
+    step = write(tmp_path, config, tensors.items(), pipe_parallel_size=pipe, model_parallel_size=ranks)
+    name = "attention.alibi_embed.slopes"
+    found = []
+    for rank in range(ranks):
+        if pipe:
+            found.append(load_pickle(step / f"layer_03-model_{rank:02d}-model_states.pt")[name])
+        else:
+            module = load_pickle(step / f"mp_rank_{rank:02d}_model_states.pt")["module"]
+            found.append(module[f"sequential.3.{name}"])
+    torch.testing.assert_close(torch.cat(found), torch.tensor(_slopes_there(heads)))
+    again = dict(NeoXCheckpoint(step).tensors())
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+    if pipe:
+        file = step / "layer_03-model_00-model_states.pt"
+        torch.save({**load_pickle(file), name: found[0] * 2}, file)
+        with pytest.raises(ValueError, match="slopes of layer 3 must be ALiBi's own"):
+            NeoXCheckpoint(step)

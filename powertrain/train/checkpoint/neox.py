@@ -25,6 +25,7 @@ from powertrain.models.gpt_neox import Config
 from powertrain.models.huggingface import Named, shapes
 from powertrain.models.llama import join_qkv, split_qkv
 from powertrain.models.pickles import load_pickle
+from powertrain.nn.attention import alibi_slopes
 from powertrain.ops.activations import Gated
 from powertrain.runtime.reading import reading
 
@@ -50,7 +51,8 @@ _APART = {"mlp.gate": "mlp.w1", "mlp.up": "mlp.w3"}
 _KINDS = {"weight": ("weight", "scale"), "bias": ("bias", "offset")}
 _COLUMNS = ("embed", "head", "attention.qkv", "mlp.up", "mlp.gate")
 _ROWS = ("attention.out", "mlp.down")
-_BUFFERS = ("attention.rotary_emb.inv_freq",)
+_SLOPES = "attention.alibi_embed.slopes"  # of ALiBi, a rank's own heads
+_BUFFERS = ("attention.rotary_emb.inv_freq", _SLOPES)
 
 
 def find(path: Path) -> Path | None:
@@ -138,6 +140,9 @@ class NeoXCheckpoint:
                 unknown = sorted(shard.keys() - allowed)
                 if unknown:
                     raise ValueError(f"{self.folder}: layer {index} must have known tensors only, got {unknown[:5]}")
+            slopes = [shard[_SLOPES] for shard in self._layer(index) if _SLOPES in shard]
+            if slopes and not torch.allclose(torch.cat(slopes).float(), _slopes(self.config), rtol=1e-2):
+                raise ValueError(f"{self.folder}: {_SLOPES} of layer {index} must be ALiBi's own for its heads")
 
     def _layer(self, index: int) -> list[dict[str, Tensor]]:
         """A layer's tensors on every rank; the last one is kept."""
@@ -257,6 +262,10 @@ def _allowed(config: Config, index: int) -> set[str]:
     return {f"{name}.{kind}" for name in names for kinds in _KINDS.values() for kind in kinds} | set(_BUFFERS)
 
 
+def _slopes(config: Config) -> Tensor:
+    return alibi_slopes(config.num_heads, torch.device("cpu"))
+
+
 def _has_groups(config: Config) -> bool:
     return config.num_kv_heads not in (None, config.num_heads)
 
@@ -305,6 +314,8 @@ def write(
     for index, ours in _layers(config, tensors):
         for rank in range(model_parallel_size):
             theirs = _shard(config, ours, rank, model_parallel_size)
+            if config.position_embedding == "alibi" and ("attention.qkv", "weight") in ours:
+                theirs[_SLOPES] = _slopes(config).chunk(model_parallel_size)[rank].clone()
             if pipe_parallel_size:
                 torch.save(theirs, step / f"layer_{index:02d}-model_{rank:02d}-model_states.pt")
             else:
