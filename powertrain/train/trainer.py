@@ -46,11 +46,12 @@ class TrainingStopped(RuntimeError):
 
 @dataclass
 class Progress:
-    """Progress of a run, as a checkpoint records it beside the tensors."""
+    """Progress of a run, as a checkpoint records it beside the tensors. skipped: steps whose gradients overflowed."""
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    skipped: int = 0
 
 
 class Trainer:
@@ -112,7 +113,7 @@ class Trainer:
                 # only now, so that the host waits for the last step while the device computes this one; before the
                 # update, so that a bad step is the last to change anything
                 self._finish_previous_step()
-                lr = learning_rate(step, self.config.optimizer.lr, self.config.schedule, train.steps)
+                lr = self._learning_rate(step)
                 with self._timed("optimizer"):
                     stepped = self.optimizer.step(lr)
                 balance_experts(self.model, self.ranks)
@@ -220,6 +221,7 @@ class Trainer:
             "step": self.progress.step,
             "samples": self.progress.samples,
             "tokens": self.progress.tokens,
+            "skipped": self.progress.skipped,
             "world_size": self.ranks.world_size,
             "config": self.config.model_dump(mode="json"),
         }
@@ -260,7 +262,7 @@ class Trainer:
         facts = done_by_all(lambda: self._facts_of_run(checkpoint), group)
         checkpoint_store.load(checkpoint, self.optimizer.tensors(), group=group)
         self.optimizer.weights_from_masters()
-        self.progress = Progress(facts["step"], facts["samples"], facts["tokens"])
+        self.progress = Progress(facts["step"], facts["samples"], facts["tokens"], facts.get("skipped", 0))
         self._note(f"resumed step {self.progress.step} from {checkpoint}")
         changed = _changed(facts["config"], self.config.model_dump(mode="json"))
         self.resumed_from = str(checkpoint) + (f", with other settings: {', '.join(changed)}" if changed else "")
@@ -313,6 +315,12 @@ class Trainer:
             dp_size=self.ranks.dp_size, start_sample=start, limit=limit, num_workers=self.config.data.num_workers,
         )  # fmt: skip
 
+    def _learning_rate(self, step: int) -> float:
+        """GPT-NeoX's schedules stand still while steps are skipped (DeepSpeed); what was skipped is known by now."""
+        schedule = self.config.schedule
+        taken = step if schedule.clamp == "safe" else step - self.progress.skipped
+        return learning_rate(taken, self.config.optimizer.lr, schedule, self.config.train.steps)
+
     def _advance(self, loss: Tensor, stepped: Stepped, lr: float, micro_batches: list[Batch]) -> None:
         progress, train = self.progress, self.config.train
         samples = train.micro_batch_size * len(micro_batches) * self.ranks.dp_size
@@ -332,6 +340,7 @@ class Trainer:
             return
         loss, stop, grad_norm, skipped, scale = pending.numbers()
         self._stopping = stop > 0
+        self.progress.skipped += bool(skipped)
         # time between the ends of two steps on the device
         spent, self._clock = pending.ended.since(self._clock), pending.ended
         tokens = self.config.train.seq_length * len(pending.batches) * pending.batches[0].tokens.shape[0]

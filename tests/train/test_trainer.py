@@ -18,7 +18,7 @@ from powertrain.train.optim import Optimizer, Scaler, global_norm
 from powertrain.train.run import stop_on_signals
 from powertrain.train.schedule import learning_rate
 from powertrain.train.trainer import Trainer, save_step
-from tests.train.tiny_run import At, open_trainer
+from tests.train.tiny_run import At, open_trainer, read
 
 
 class _Losses(At):
@@ -222,3 +222,36 @@ def test_evaluations_move_along_the_set(tmp_path: Path, monkeypatch: pytest.Monk
         shutil.rmtree(path)
     open_trainer(tmp_path, *options, "checkpoint.every=4", sinks=lambda _: []).fit()
     assert seen == expected[2:]
+
+
+@pytest.mark.parametrize("clamp", ["neox", "safe"])
+def test_the_rate_of_skipped_steps(clamp: str, tmp_path: Path) -> None:
+    """GPT-NeoX's schedules stand still while an fp16 run's first steps overflow, also after it is resumed."""
+    rates: dict[int, tuple[float, bool]] = {}
+
+    class Rates(At):
+        def step(self, record: Any) -> None:
+            rates[record.step - 1] = record.lr, record.skipped
+
+    options = (
+        "train.precision=fp16", "train.loss_scale.initial_power=22", "train.loss_scale.hysteresis=1", "train.steps=9",
+        f"schedule.clamp={clamp}", "schedule.kind=linear", "schedule.warmup_steps=4", "checkpoint.every=3",
+    )  # fmt: skip
+
+    def train() -> None:
+        open_trainer(tmp_path, *options, sinks=lambda _: [Rates(0, lambda: None)]).fit()
+
+    train()
+    whole, skipped = dict(rates), 0
+    highest = read(tmp_path, *options).config.optimizer.lr
+    schedule = ScheduleConfig(kind="linear", warmup_steps=4, clamp=clamp)  # type: ignore[arg-type]
+    for step, (rate, overflowed) in sorted(whole.items()):
+        taken = step - skipped if clamp == "neox" else step
+        assert rate == pytest.approx(learning_rate(taken, highest, schedule, 9))
+        skipped += overflowed
+    assert 0 < skipped < 9
+    for path in checkpoints_in(tmp_path / "run/checkpoints")[1:]:
+        shutil.rmtree(path)
+    rates.clear()
+    train()
+    assert rates == {step: value for step, value in whole.items() if step >= 3}
