@@ -3,12 +3,14 @@
 import hashlib
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from powertrain.models.config import ModelConfig
+from powertrain.ops.activations import Gated
 
 # layers that write into the residual stream
 _OUTPUTS = ("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
@@ -30,15 +32,35 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 def _draw(p: Tensor, name: str, config: ModelConfig, seed: int) -> None:
     method = config.output_init_method if name.endswith(_OUTPUTS) else config.init_method
+    if half := _half_of_gpt_neox(name, config, method):
+        name = name.replace(*half)
     generator = torch.Generator(p.device).manual_seed(_seed_of(seed, name))
     # the whole tensor on every rank, then its shard: values must not depend on the sharding
-    full = torch.empty(p.shape, dtype=torch.float32, device=p.device)
+    shape = (2 * p.shape[0], p.shape[1]) if half else p.shape
+    full = torch.empty(shape, dtype=torch.float32, device=p.device)
     # a stack of experts' weights is as many matrices
     for matrix in full.flatten(0, -3) if full.dim() > 2 else (full,):
         _METHODS[method](matrix, config, generator)
+    if half:
+        full = full.chunk(2)[half == _GATE]
     if isinstance(p, DTensor):
         full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
     p.copy_(full)
+
+
+_UP, _GATE = ("mlp.up.", "mlp.up_and_gate."), ("mlp.gate.", "mlp.up_and_gate.")
+
+
+def _half_of_gpt_neox(name: str, config: ModelConfig, method: str) -> tuple[str, str] | None:
+    """(our module, theirs) of a gated MLP's first layer, one matrix in GPT-NeoX: up's rows, then gate's.
+
+    Where the spread of values depends on the matrix's shape; elsewhere it makes no difference.
+    """
+    if config.architecture != "gpt_neox" or method not in ("xavier_normal", "xavier_uniform", "orthogonal"):
+        return None
+    if getattr(config, "activation", None) not in get_args(Gated):
+        return None
+    return next((half for half in (_UP, _GATE) if half[0] in name), None)
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -261,3 +261,22 @@ def test_configs_that_cannot_be(fields: dict[str, Any], message: str) -> None:
 def test_a_vocabulary_must_be_known_to_build() -> None:
     with pytest.raises(ValueError, match=r"model.vocab_size must be known to build the model, got 0"):
         build(configure(**{**SIZES, "vocab_size": 0}))
+
+
+@pytest.mark.parametrize("method", ["xavier_normal", "xavier_uniform", "orthogonal", "normal"])
+def test_a_gated_first_layer_is_drawn_as_one_matrix(method: str) -> None:
+    """GPT-NeoX has up and gate in one [2 ffn, hidden] matrix, on which the spread of these values depends."""
+    config = configure(
+        architecture="gpt_neox", vocab_size=64, hidden_size=256, num_layers=1, num_heads=4, max_position_embeddings=32,
+        activation="swiglu", intermediate_size=384, init_method=method, output_init_method="normal",
+    )  # fmt: skip
+    model = build(config, device="cpu")
+    model.init_weights(1)
+    weights = dict(model.named_parameters())
+    up, gate = (next(w for n, w in weights.items() if n.endswith(f"mlp.{k}.weight")).detach() for k in ("up", "gate"))
+    assert not torch.equal(up, gate)
+    both = torch.cat([up, gate])
+    spread = {"normal": 0.02, "orthogonal": 768**-0.5}.get(method, (2 / (256 + 768)) ** 0.5)
+    assert both.std().item() == pytest.approx(spread, rel=0.02)
+    if method == "orthogonal":
+        torch.testing.assert_close(both.T @ both, torch.eye(256), rtol=1e-4, atol=1e-4)

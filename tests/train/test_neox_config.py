@@ -137,6 +137,7 @@ def test_what_is_not_there_is_refused_when_switched_on_only(key: str, tmp_path: 
         ({"pack_impl": "unpacked"}, "document_mask"),
         ({"data_impl": "cached"}, "preprocess"),
         ({"tokenizer_type": "TiktokenTokenizer"}, "tokenizer.json"),
+        ({"norm": "non_parametric_layernorm"}, "use layernorm or rmsnorm"),
         ({"output_layer_parallelism": "row"}, "column"),
         ({"init_method": "scaled_orthogonal"}, "orthogonal"),
         ({"mlp_type": "identity"}, "every layer has an MLP"),

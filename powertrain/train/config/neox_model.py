@@ -35,7 +35,8 @@ def model(keys: NeoXKeys) -> dict[str, Any]:
         keys.unsupported("num_unique_layers", unique, "remove it; every layer has its own parameters")
     kinds = {"regular": "regular", "llama": "llama"}
     kind = keys.choice("mlp_type", "regular", kinds, {"identity": "every layer has an MLP"})
-    norm = keys.choice("norm", "layernorm", _NORMS, {"scalenorm": "use layernorm or rmsnorm"})
+    others = dict.fromkeys(("scalenorm", "non_parametric_layernorm"), "use layernorm or rmsnorm")
+    norm = keys.choice("norm", "layernorm", _NORMS, others)
     is_layer_norm = norm == "layer_norm"
     if is_layer_norm and not keys.get("use_bias_in_norms", True):
         keys.add_row("use_bias_in_norms", "ignored", "layer norms have a bias, as in GPT-NeoX, which never reads it")
