@@ -23,7 +23,8 @@ _LINE_BYTES = 4 * _LINE
 # lines that contain "error" without information: they surround the real error
 _HOLLOW = re.compile(
     r"subprocess-exited-with-error|This error originates from a subprocess|metadata-generation-failed|"
-    r"did not run successfully|Failed (?:to build|building wheel)|Could not build wheels|-W(?:no-)?error|subcommand failed|"
+    r"did not run successfully|Failed (?:to build|building wheel)|Could not build wheels|-W(?:no-)?error|"
+    r"subcommand failed|"
     r"The above exception was|During handling of the above|failed-wheel-build|legacy-install-failure|ChildFailedError|"
     r"CalledProcessError|failed \(exitcode|warning:|copying |not a git repository|HTTP Error 404: Not Found|"
     r"BackendCompilerFailed|^\s*File \"|errors?\.(?:py|h|cpp)\b|\b0 errors?\b|^\s*(?:raise|assert|except|return) ",
@@ -33,9 +34,11 @@ _PREFIX = r"(?:\[?rank\s?\d+\]?:?\s*|\[default\d+\]:\s*|\[stderr\]\s*|ERROR:\s+|
 _REAL = re.compile(
     rf"^\s*{_PREFIX}(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b\s*(?::|$)|\berror\s*:|"
     r"\bCMake Error\b|"
-    r"\bfatal\b\s*:?|\bwhat\(\):|\bundefined reference\b|NCCL WARN|Assertion .{0,200} failed|\bCUDA error\b",
+    r"\bfatal\b\s*:?|\bwhat\(\):|\bundefined reference\b|NCCL WARN|Memory access fault|"
+    r"Assertion .{0,200} failed|\bCUDA error\b",
     re.I,
 )
+_SOURCE = re.compile(r"\s*(?:raise|assert|except|return)\b|.*\bwarning:", re.I)  # a line of a program
 # an error, but a later line or none says which
 _WEAK = re.compile(
     r"\bFAILED\b|\bSegmentation fault\b|\bAborted\b|\bKilled\b|\bcore dumped\b|ninja: build stopped|^make.{0,20}\*\*\*|"
@@ -45,7 +48,8 @@ _WEAK = re.compile(
 )
 # in lower case; one of them is in all that _REAL and _WEAK match
 _MAYBE_ERROR = re.compile(
-    rb"(?:error|exception|interrupt)\s{0,99}(?::|\n|$)|cmake error|cuda error|nccl warn|assertion|what\(\):|"
+    rb"(?:error|exception|interrupt)\s{0,99}(?::|\n|$)|cmake error|memory access fault|cuda error|nccl warn|"
+    rb"assertion|what\(\):|"
     rb"f(?:atal|ailed)|segmentation fault|aborted|killed|core dumped|undefined r|ninja: b|\*\*\*|exit|could not load|"
     rb"processerror"
 )
@@ -134,7 +138,8 @@ _COVERS = {
     "nccl-timeout": {"nccl-timeout-while-compiling"},
     "disk-full": {"nccl-shared-memory"},
     "header-missing": {
-        "cudnn-headers", "submodules", "gdrcopy-missing", "python-headers", "cuda-headers", "nccl-headers", "torch-headers",
+        "cudnn-headers", "submodules", "gdrcopy-missing", "python-headers", "cuda-headers", "nccl-headers",
+        "torch-headers",
         "thc-removed", "submodule-headers", "libaio", "cuda-older-than-source",
     },
     "shared-library": {
@@ -238,7 +243,7 @@ def first_error(text: "str | bytes | Log") -> tuple[int, str] | None:
         line = log.line_at(start)
         if _is_error(line):
             return log.number(start), _with_message(log, start, line)
-        if weak is None and _WEAK.search(line) and "warning:" not in line:
+        if weak is None and _WEAK.search(line) and not _SOURCE.match(line):
             weak = start
     if ends:
         return log.number(ends[0]), _with_message(log, ends[0], log.line_at(ends[0]))

@@ -68,7 +68,7 @@ CAUSES = (
     ),
     Cause(
         "flash-attention-old-gpu",
-        r"FlashAttention only supports Ampere GPUs or newer",
+        r"FlashAttention only supports Ampere GPUs or newer|Expected is_sm80 to be true",
         "flash-attn has no kernels for GPUs before Ampere (sm_80)",
         "powertrain.attention or powertrain.compat.flash_attn, which run on sm_75; in Transformers: "
         'attn_implementation="sdpa"',
@@ -186,6 +186,19 @@ CAUSES = (
         "容器自带的 libcuda 比主机驱动新，只有数据中心 GPU 允许这样使用",
         "升级主机驱动，或使用其 CUDA 版本的镜像；或从 LD_LIBRARY_PATH 中移除 /usr/local/cuda/compat",
         "https://github.com/gpustack/gpustack/issues/1254",
+    ),
+    Cause(
+        "nvml-container",
+        r"Failed to initialize NVML: Unknown Error",
+        "in a container: systemd reloaded the cgroups of the host, and the container lost its GPUs",
+        "restart the container; for good: cgroup driver cgroupfs in Docker, or --device=/dev/nvidia0 "
+        "--device=/dev/nvidiactl "
+        "--device=/dev/nvidia-uvm",
+        "容器中：主机的 systemd 重新加载了 cgroup，容器失去了 GPU",
+        "重启容器；长期解决：Docker 使用 cgroupfs，或加上 --device=/dev/nvidia0 --device=/dev/nvidiactl "
+        "--device=/dev/nvidia-uvm",
+        "https://github.com/NVIDIA/nvidia-container-toolkit/issues/251",
+        confidence="likely",
     ),
     Cause(
         "fabric-manager",

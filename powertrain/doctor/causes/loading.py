@@ -86,12 +86,13 @@ CAUSES = (
     ),
     Cause(
         "apex-extensions",
-        r"No module named '?(?P<module>amp_C|fused_layer_norm_cuda|fused_weight_gradient_mlp_cuda)",
-        "Apex was installed as Python only; {module} is one of its CUDA extensions",
+        r"No module named '?(?P<module>amp_C|fused_layer_norm_cuda|fused_weight_gradient_mlp_cuda|scaled_\w+_cuda)|"
+        r"(?:apex\.[\w.]{1,60}|Fused\w{1,40}) requires cuda extensions",
+        "Apex was installed as Python only, without its CUDA extensions",
         "in its source: APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation .   "
         "# older: --config-settings '--build-option=--cuda_ext'; or powertrain.ops: rms_norm, "
         "layer_norm and AdamW need no build",
-        "Apex 只装了 Python 部分；{module} 是其 CUDA 扩展",
+        "Apex 只装了 Python 部分，没有 CUDA 扩展",
         "在其源码中：APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation .   # 或无需编译的 "
         "powertrain.ops：rms_norm、layer_norm、AdamW",
         "https://github.com/NVIDIA/apex/issues/1755",
@@ -279,10 +280,26 @@ CAUSES = (
         "https://github.com/yangjianxin1/Firefly/issues/258",
     ),
     Cause(
+        "causal-conv1d",
+        r"'NoneType' object has no attribute '(?:causal_conv1d|selective_scan|flash_attn)\w*'|"
+        r"(?:causal_conv1d|selective_scan)_\w+\(\): incompatible function arguments",
+        "a compiled package (causal-conv1d, selective scan) is missing, does not load, or is of another version than "
+        "its caller",
+        "python -c 'import causal_conv1d_cuda' says why; pip install --no-build-isolation causal-conv1d and mamba-ssm "
+        "of the same "
+        "time",
+        "某个编译的包（causal-conv1d、selective scan）缺失、无法加载，或与调用方版本不同",
+        "python -c 'import causal_conv1d_cuda' 会说明原因；用 --no-build-isolation 安装同期的 causal-conv1d 和 "
+        "mamba-ssm",
+        "https://github.com/state-spaces/mamba/issues/467",
+        confidence="likely",
+    ),
+    Cause(
         "triton-version",
         r"cannot import name '(?P<name>\w+)' from '(?P<module>triton[\w.]*)'|"
         r"module '(?P<of>triton[\w.]*)' has no attribute '(?P<attribute>\w+)'|"
-        r"No module named '(?P<gone>triton\.[\w.]+)'",
+        r"No module named '(?P<gone>triton\.[\w.]+)'|"
+        r"target must be of GPUTarget type",
         "Triton is of another version than the package that imports it was made for",
         "the Triton that torch requires: pip install torch==<yours> triton (powertrain doctor --only versions); or a "
         "newer "
@@ -330,6 +347,7 @@ CAUSES = (
         "no-driver",
         r"Found no NVIDIA driver on your system|libcuda\.so(?:\.1)?: cannot open shared object|"
         r"libcuda\.so cannot found|"
+        r"nvidia-container-cli: initialization error|"
         r"could not select device driver \"\"? with capabilities: \[\[gpu\]\]|"
         r"NVIDIA-SMI has failed because it couldn't",
         "there is no NVIDIA driver here: none is installed, its module is not loaded, or the container was started "

@@ -175,6 +175,29 @@ CAUSES = (
         "https://github.com/stanford-crfm/mistral/issues/38",
     ),
     Cause(
+        "ssh-login",
+        r"Command '\W{0,2}ssh\b.{0,200} returned non-zero exit status 255|ssh: connect to host \S+ port \d+|"
+        r"pdsh@\S+: \S+ ssh exited",
+        "a host of the hostfile cannot be entered by ssh without a password",
+        "ssh -o BatchMode=yes HOST hostname; ssh-copy-id HOST (this host, too); the port in ~/.ssh/config; powertrain "
+        "doctor --hostfile "
+        "FILE tries each",
+        "无法不用密码 ssh 登录 hostfile 中的某台主机",
+        "ssh -o BatchMode=yes HOST hostname；ssh-copy-id HOST（包括本机）；端口写入 ~/.ssh/config；powertrain doctor "
+        "--hostfile FILE 会逐台测试",
+        "https://github.com/deepspeedai/DeepSpeed/issues/4907",
+        confidence="likely",
+    ),
+    Cause(
+        "nccl-algorithm",
+        r"no algorithm/protocol available",
+        "NCCL has no algorithm for this operation with the NCCL_ALGO or NCCL_PROTO that is set",
+        "unset NCCL_ALGO NCCL_PROTO, or name several: NCCL_ALGO=Ring,Tree",
+        "在所设的 NCCL_ALGO 或 NCCL_PROTO 下，NCCL 没有适合该操作的算法",
+        "unset NCCL_ALGO NCCL_PROTO，或列出多个：NCCL_ALGO=Ring,Tree",
+        "https://github.com/NVIDIA/nccl/issues/653",
+    ),
+    Cause(
         "nccl-interface",
         r"no socket interface found",
         "NCCL finds no network interface of the names it was given",
