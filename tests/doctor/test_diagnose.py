@@ -80,8 +80,8 @@ def test_a_symptom_is_left_out_where_a_cause_explains_it() -> None:
     "total, free, name", [("44.99", "37.32", "oom-but-free"), ("44.99", "0.11", "cuda-out-of-memory")]
 )
 def test_memory_that_is_free_is_not_full(total: str, free: str, name: str) -> None:
-    text = f"CUDA out of memory. Tried to allocate 128.00 MiB (GPU 0; {total} GiB total capacity; 6.15 GiB already allocated; "
-    (one,) = diagnose(text + f"{free} GiB free; 6.15 GiB reserved in total by PyTorch)")
+    text = f"CUDA out of memory. Tried to allocate 128.00 MiB (GPU 0; {total} GiB total capacity; 6.15 GiB already "
+    (one,) = diagnose(text + f"allocated; {free} GiB free; 6.15 GiB reserved in total by PyTorch)")
     assert one.cause.name == name
 
 
@@ -146,18 +146,21 @@ def test_a_long_line_takes_no_time() -> None:
          (4, "zap.ZapError: it broke")),
         ("Segmentation fault (core dumped)\n", (1, "Segmentation fault (core dumped)")),
         ("g++ -Wno-error x.cpp\ncopying errors.py -> build\n", None),
-        ("[1/2] nvcc a.cu\nFAILED: a.o\n/usr/bin/nvcc -c a.cu -o a.o\na.cu(3): error: no x\nninja: build stopped\n",
+        ("[1/2] nvcc a.cu\nFAILED: a.o\n/usr/bin/nvcc -c a.cu -o a.o\na.cu(3): error: no x\nninja: build "
+         "stopped\n",
          (4, "a.cu(3): error: no x")),
         ("FAILED: a.o\nninja: build stopped: subcommand failed.\n", (1, "FAILED: a.o")),
-        ("[rank0]: Traceback (most recent call last):\n[rank0]:   File \"a.py\", line 3\n[rank0]:     assert x, 'error: y'\n"
-         "noise of another rank\n[rank0]: AssertionError\n\nDuring handling of the above exception, another exception "
-         "occurred:\n\nTraceback (most recent call last):\n  File \"b.py\", line 1\nValueError: later\n",
+        ("[rank0]: Traceback (most recent call last):\n[rank0]:   File \"a.py\", line 3\n[rank0]:     assert x, "
+         "'error: y'\nnoise of another rank\n[rank0]: AssertionError\n\nDuring handling of the above exception, "
+         "another exception occurred:\n\nTraceback (most recent call last):\n  File \"b.py\", line 1\nValueError: "
+         "later\n",
          (5, "[rank0]: AssertionError")),
         ("Traceback (most recent call last):\n  File \"a.py\", line 3\n    f()\nmypackage.Trouble: bent\n",
          (4, "mypackage.Trouble: bent")),
         ("    raise RuntimeError('no')\nRuntimeError:\n  The thing is bent\n", (2, "RuntimeError: The thing is bent")),
-        ("CMake Error at a.cmake:3 (message):\n  no such thing\n", (1, "CMake Error at a.cmake:3 (message): no such thing")),
-        ("terminate called after throwing an instance of 'std::runtime_error'\n  what():  bent\nAborted (core dumped)\n",
+        ("CMake Error at a.cmake:3 (message):\n  no such\n", (1, "CMake Error at a.cmake:3 (message): no such")),
+        ("terminate called after throwing an instance of 'std::runtime_error'\n  what():  bent\nAborted (core "
+         "dumped)\n",
          (2, "what():  bent")),
     ],
 )  # fmt: skip

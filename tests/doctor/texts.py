@@ -1,4 +1,4 @@
-"""Literal texts, as people pasted them, and the causes they show: (cause, text). The threads are in causes.py."""
+"""Literal texts, as people pasted them, and the causes they show: (cause, text). The causes name the threads."""
 
 _TE_CONFIG = (
     "DEBUG:DotProductAttention:Running with config={'transformer_engine_version': '2.8.0', 'compute_capability': "
