@@ -105,7 +105,7 @@ def _index_options(command: Sequence[str]) -> list[str]:
 def _newest(versions: Sequence[str]) -> str | None:
     """The last of pip's list, which ascends, that is not a release candidate or the like."""
     finals = [version for version in versions if not re.search(r"\d(?:a|b|rc|\.dev)\d", version)]
-    return (finals or list(versions) or [None])[-1]
+    return (finals or versions)[-1] if versions else None
 
 
 def _versions(package: str, python: Python, options: Sequence[str], end: float, *, binary: bool) -> list[str]:

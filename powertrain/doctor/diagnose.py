@@ -139,14 +139,22 @@ _COVERS = {
     "disk-full": {"nccl-shared-memory"},
     "header-missing": {
         "cudnn-headers", "submodules", "gdrcopy-missing", "python-headers", "cuda-headers", "nccl-headers",
-        "torch-headers",
-        "thc-removed", "submodule-headers", "libaio", "cuda-older-than-source",
+        "torch-headers", "thc-removed", "submodule-headers", "libaio", "cuda-older-than-source",
     },
     "shared-library": {
         "library-of-another-cuda", "cudnn-not-found", "cudnn-library", "no-driver", "bitsandbytes-library",
         "bitsandbytes-cpu", "flash-attention-extension", "gdrcopy-missing",
     },
-    "import-name": {"triton-version", "torch-attribute", "partially-initialized"},
+    "import-name": {
+        "pkg-resources", "apex-wrong-package", "megatron-helpers", "triton-version", "torch-attribute",
+        "partially-initialized",
+    },
+    "module-missing": {
+        "build-package-missing", "pkg-resources", "torch-missing-at-build", "flash-attention-extension",
+        "triton-version", "flash-attention-extras", "apex-extensions", "triton-missing", "deepspeed-no-launcher",
+        "megatron-helpers",
+    },
+    "module-attribute": {"triton-version", "torch-attribute", "partially-initialized", "numpy-names"},
     "torch-attribute": {"triton-version", "partially-initialized"},
     "xformers-no-operator": {"xformers-extension"},
     "no-distribution": {"network", "certificate", "python-version"},
@@ -154,6 +162,7 @@ _COVERS = {
     "triton-missing": {"triton-version"},
     "cuda-out-of-memory": {"oom-but-free"},
     "process-killed": {"host-memory", "compiler-killed"},
+    "store-timeout": {"master-unreachable"},
     "bus-error": {"dataloader-shared-memory"},
     "checkpoint-keys": {"checkpoint-shape"},
     "undefined-symbol": {"cudnn-library"},

@@ -72,7 +72,8 @@ CAUSES = (
     ),
     Cause(
         "cuda-home",
-        r"CUDA_HOME (?:environment variable is not set|does not exist)",
+        r"CUDA_HOME (?:environment variable is not set|does not exist)|\bnvcc: (?:command )?not found|"
+        r"No such file or directory: '[^']{0,200}nvcc'",
         "torch finds no CUDA toolkit to compile with",
         "export CUDA_HOME=/usr/local/cuda (the folder with bin/nvcc in it); without one, install the toolkit",
         "torch 找不到用于编译的 CUDA 工具包",
@@ -81,7 +82,8 @@ CAUSES = (
     ),
     Cause(
         "ninja-missing",
-        r"Ninja is required to load C\+\+ extensions",
+        r"Ninja is required to load C\+\+ extensions|No such file or directory: 'ninja'|"
+        r"build program corresponding to \"Ninja\"",
         "torch compiles extensions with ninja, and it is not on PATH",
         "pip install ninja   # and run inside the environment, so that its bin folder is on PATH",
         "torch 用 ninja 编译扩展，但 PATH 中没有 ninja",
@@ -185,7 +187,7 @@ CAUSES = (
     ),
     Cause(
         "pkg-resources",
-        r"No module named 'pkg_resources'",
+        r"No module named 'pkg_resources'|cannot import name 'packaging' from 'pkg_resources'",
         "pkg_resources was a part of setuptools, and the newest setuptools come without it",
         "pip install 'setuptools<81', then the same command with --no-build-isolation",
         "pkg_resources 属于 setuptools，而最新版 setuptools 已不再包含它",
@@ -541,6 +543,7 @@ CAUSES = (
         "network",
         r"Temporary failure in name resolution|Could not resolve host|Failed to establish a new connection|"
         r"Max retries exceeded with url|Failed to connect to \S+ port \d+|ReadTimeoutError|ConnectTimeoutError|"
+        r"GnuTLS recv error|RPC failed; (?:curl|HTTP)|unable to access 'https?://|"
         r"We couldn't connect to 'https?://|outgoing traffic has been disabled",
         "the server could not be reached from here: no network, a proxy, or a firewall",
         "set https_proxy, or an index or mirror that can be reached (pip --index-url, HF_ENDPOINT); offline: bring the "

@@ -58,7 +58,7 @@ CAUSES = (
     ),
     Cause(
         "no-kernel-image",
-        r"no kernel image is available for execution on the device",
+        r"no kernel image is available for execution on the device|CUDA error: invalid device function",
         "the library has no code for this GPU's arch, nor PTX that the driver could compile",
         "powertrain doctor --only code names the library; install a build with your arch, or build it with "
         "TORCH_CUDA_ARCH_LIST set to it",
@@ -405,6 +405,27 @@ CAUSES = (
         "https://github.com/asahi417/lmppl/pull/12",
     ),
     Cause(
+        "launch-resources",
+        r"too many resources requested for launch",
+        "a kernel wants more registers or threads a block than this GPU has: it was compiled or tuned for another",
+        "smaller blocks or fewer warps in that kernel; a build for this GPU's arch (no debug flags)",
+        "核函数需要的寄存器或每块线程数超过该 GPU：它是为另一种 GPU 编译或调优的",
+        "减小该核函数的 block 或 warp 数；为本 GPU 架构编译（不带调试选项）",
+        "https://github.com/microsoft/onnxruntime/issues/20885",
+    ),
+    Cause(
+        "kernel-image-invalid",
+        r"device kernel image is invalid",
+        "the driver cannot load the compiled kernel: it is for another arch, made by a newer CUDA or Triton than the "
+        "driver knows, or "
+        "damaged in a cache",
+        "rm -r ~/.triton/cache /tmp/torchinductor_$USER; the Triton that torch requires; a newer driver",
+        "驱动无法加载编译好的核函数：架构不同、由比驱动新的 CUDA 或 Triton 生成，或缓存损坏",
+        "rm -r ~/.triton/cache /tmp/torchinductor_$USER；使用 torch 要求的 Triton；升级驱动",
+        "https://github.com/OpenGVLab/EfficientQAT/issues/20",
+        confidence="likely",
+    ),
+    Cause(
         "launch-configuration",
         r"CUDA error: invalid configuration argument",
         "a kernel was launched with a grid or block that the GPU does not have: most often batch times heads is past "
@@ -429,12 +450,13 @@ CAUSES = (
     ),
     Cause(
         "cublas-failed",
-        r"CUBLAS_STATUS_(?P<status>EXECUTION_FAILED|INVALID_VALUE|NOT_SUPPORTED|INTERNAL_ERROR|ARCH_MISMATCH)",
-        "cuBLAS refused or failed ({status}): another cuBLAS than torch's is loaded, the GPU lacks the dtype, or an "
+        r"Unable to find suitable cuBLAS GEMM algorithm|CUBLAS_STATUS_(?P<status>EXECUTION_FAILED|INVALID_VALUE|"
+        r"NOT_SUPPORTED|INTERNAL_ERROR|ARCH_MISMATCH)",
+        "cuBLAS refused or failed: another cuBLAS than torch's is loaded, the GPU lacks the dtype, or an "
         "earlier kernel "
         "failed",
         "unset LD_LIBRARY_PATH; powertrain doctor --only twice; CUDA_LAUNCH_BLOCKING=1",
-        "cuBLAS 拒绝或失败（{status}）：加载的不是 torch 的 cuBLAS，GPU 不支持该类型，或更早的核函数出错",
+        "cuBLAS 拒绝或失败：加载的不是 torch 的 cuBLAS，GPU 不支持该类型，或更早的核函数出错",
         "unset LD_LIBRARY_PATH；powertrain doctor --only twice；CUDA_LAUNCH_BLOCKING=1",
         "https://docs.nvidia.com/cuda/cublas/index.html",
         confidence="possible",
@@ -453,8 +475,7 @@ CAUSES = (
     Cause(
         "launch-failure",
         r"unspecified launch failure|CUDA error: misaligned address|CUDA error: unknown error|"
-        r"Cuda failure (?:999 )?'unknown error'|CUDA error: an illegal instruction was encountered|"
-        r"device kernel image is invalid",
+        r"Cuda failure (?:999 )?'unknown error'|CUDA error: an illegal instruction was encountered",
         "a kernel failed, or the driver is in a broken state; the message does not say which",
         "CUDA_LAUNCH_BLOCKING=1 <the same command>; dmesg | grep -i xid; reset the GPU or reboot; compute-sanitizer",
         "某个核函数失败，或驱动状态异常；消息没有说明是哪一种",

@@ -77,7 +77,8 @@ CAUSES = (
     ),
     Cause(
         "numpy-major",
-        r"compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found",
+        r"compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found|numpy\.dtype size changed|"
+        r"numpy\.core\.multiarray failed to import",
         "a module was compiled against NumPy 1, and NumPy 2 is installed",
         "pip install 'numpy<2', or a newer version of that module",
         "某模块是针对 NumPy 1 编译的，而安装的是 NumPy 2",
@@ -206,7 +207,8 @@ CAUSES = (
     Cause(
         "bitsandbytes-cpu",
         r"undefined symbol: c(?:get_col_row_stats|get_managed_ptr|quantize\w+|dequantize\w+)|"
-        r"has no attribute 'cget_managed_ptr'|bitsandbytes was compiled without GPU support",
+        r"has no attribute 'cget_managed_ptr'|bitsandbytes was compiled without GPU support|"
+        r"name 'str2optimizer\w+' is not defined",
         "bitsandbytes loaded its library for the CPU, because it found none for this CUDA",
         "pip install --upgrade bitsandbytes; python -m bitsandbytes; a torch with CUDA in the same environment",
         "bitsandbytes 没有找到适合当前 CUDA 的库，加载了 CPU 版本",
@@ -269,7 +271,8 @@ CAUSES = (
     ),
     Cause(
         "xformers-extension",
-        r"xFormers can't load C\+\+/CUDA extensions|xFormers was built for:|xFormers wasn't build with CUDA support",
+        r"xFormers can't load C\+\+/CUDA extensions|xFormers was built for:|xFormers wasn't build with CUDA support|"
+        r"No such operator xformers::",
         "xFormers' compiled part does not load: it was built for another torch or Python than the installed ones",
         "the xFormers of this torch: pip install -U xformers --index-url https://download.pytorch.org/whl/cuXXX (it "
         "names "
@@ -293,6 +296,58 @@ CAUSES = (
         "mamba-ssm",
         "https://github.com/state-spaces/mamba/issues/467",
         confidence="likely",
+    ),
+    Cause(
+        "bitsandbytes-missing",
+        r"requires the latest version of bitsandbytes|requires bitsandbytes|"
+        r"No package metadata was found for bitsandbytes",
+        "Transformers finds no bitsandbytes in this Python, one that is too old, or one that does not see the GPU",
+        "python -m pip install -U bitsandbytes accelerate with the Python that runs, and start it anew; python -m "
+        "bitsandbytes",
+        "Transformers 在当前 Python 中找不到 bitsandbytes，版本太旧，或看不到 GPU",
+        "用运行程序的 Python 执行 python -m pip install -U bitsandbytes accelerate 并重新启动；python -m bitsandbytes",
+        "https://github.com/AIAnytime/Fine-Tune-DeepSeek/issues/1",
+    ),
+    Cause(
+        "apex-wrong-package",
+        r"UnencryptedCookieSessionFactoryConfig|[Pp]lease install apex from https?://\S+nvidia/apex|"
+        r"cannot import name 'amp' from 'apex'",
+        "NVIDIA's Apex is not installed: pip install apex installs another project of that name",
+        "pip uninstall apex, then from github.com/NVIDIA/apex: APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install "
+        "--no-build-isolation .; "
+        "torch.amp replaces apex.amp; powertrain.ops has rms_norm, layer_norm and AdamW",
+        "没有安装 NVIDIA 的 Apex：pip install apex 安装的是同名的另一个项目",
+        "pip uninstall apex，然后从 github.com/NVIDIA/apex 安装：APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install "
+        "--no-build-isolation .；torch.amp 可代替 apex.amp；powertrain.ops 有 rms_norm、layer_norm 和 AdamW",
+        "https://github.com/NVIDIA/apex",
+    ),
+    Cause(
+        "megatron-helpers",
+        r"No module named '?(?:megatron\.(?:core\.datasets|data)\.)?helpers(?:_cpp)?\b|"
+        r"cannot import name 'helpers(?:_cpp)?' from",
+        "Megatron's data set helpers, a small C++ module, were not compiled",
+        "make -C megatron/core/datasets (GPT-NeoX: make -C megatron/data) with pybind11 and g++ there",
+        "Megatron 的数据集辅助模块（C++）没有编译",
+        "make -C megatron/core/datasets（GPT-NeoX：make -C megatron/data），需要 pybind11 和 g++",
+        "https://github.com/NVIDIA/Megatron-LM",
+    ),
+    Cause(
+        "numpy-names",
+        r"module 'numpy' has no attribute '(?P<name>bool|float|int|object|str|complex|typeDict|product|in1d)'",
+        "a package uses numpy.{name}, which newer NumPys do not have",
+        "a newer version of that package, or pip install 'numpy<1.24'",
+        "某个包使用了 numpy.{name}，新版 NumPy 已将其移除",
+        "升级该包，或 pip install 'numpy<1.24'",
+        "https://numpy.org/doc/stable/release/1.24.0-notes.html",
+    ),
+    Cause(
+        "protobuf",
+        r"Descriptors cannot be created directly",
+        "a package's generated code is older than the installed protobuf",
+        "a newer version of that package, or pip install 'protobuf<=3.20.3'",
+        "某个包的生成代码比已安装的 protobuf 旧",
+        "升级该包，或 pip install 'protobuf<=3.20.3'",
+        "https://protobuf.dev/news/2022-05-06/",
     ),
     Cause(
         "triton-version",
@@ -341,6 +396,33 @@ CAUSES = (
         "{module} 中没有 {name}：其版本与导入它的包不匹配",
         "pip show 查看两者；升级导入方，或安装与其同期的 {module}",
         "https://github.com/kylesargent/ZeroNVS/issues/35",
+        confidence="likely",
+    ),
+    Cause(
+        "module-attribute",
+        r"module '(?P<module>\w[\w.]{0,80})' has no attribute '(?P<name>\w+)'",
+        "{module} has no {name}: it is of another version than its caller was made for, or a file of your own has its "
+        "name",
+        "pip show {module}; upgrade the caller, or install the {module} of its time; python -c 'import {module}; "
+        "print({module}.__file__)'",
+        "{module} 中没有 {name}：其版本与调用方不匹配，或您有同名文件",
+        "pip show {module}；升级调用方，或安装与其同期的 {module}；python -c 'import {module}; "
+        "print({module}.__file__)'",
+        "https://github.com/kylesargent/ZeroNVS/issues/35",
+        confidence="likely",
+    ),
+    Cause(
+        "module-missing",
+        r"ModuleNotFoundError: No module named '(?P<module>[\w.]{1,80})'",
+        "{module} is not installed in the Python that runs here, though it may be in another; pip builds in one of "
+        "its own",
+        "python -m pip install it with this very Python (which python; sys.executable); if it is missing while pip "
+        "builds: "
+        "--no-build-isolation",
+        "当前运行的 Python 没有安装 {module}（可能装在另一个 Python 中）；pip 编译时使用独立的环境",
+        "用同一个 Python 执行 python -m pip install（which python；sys.executable）；若在 pip 编译时缺失："
+        "--no-build-isolation",
+        "https://packaging.python.org/en/latest/tutorials/installing-packages/",
         confidence="likely",
     ),
     Cause(

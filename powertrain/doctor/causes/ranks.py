@@ -54,7 +54,8 @@ CAUSES = (
     ),
     Cause(
         "port-taken",
-        r"^(?=.*ddress already in use).*failed to (?:bind to|listen on)|EADDRINUSE",
+        r"^(?=.*ddress already in use).*failed to (?:bind to|listen on)|EADDRINUSE|(?:RuntimeError|\[Errno 98\]|"
+        r"error):? Address already in use",
         "another job, or a dead one's process, holds the port of rank 0",
         "--master-port=29501, or torchrun --standalone (a free port); `ss -ltnp | grep 29500` names the holder",
         "另一个任务或残留进程占用了 rank 0 的端口",
@@ -196,6 +197,26 @@ CAUSES = (
         "在所设的 NCCL_ALGO 或 NCCL_PROTO 下，NCCL 没有适合该操作的算法",
         "unset NCCL_ALGO NCCL_PROTO，或列出多个：NCCL_ALGO=Ring,Tree",
         "https://github.com/NVIDIA/nccl/issues/653",
+    ),
+    Cause(
+        "nccl-not-built",
+        r"Distributed package doesn't have NCCL built in",
+        "this torch has no NCCL: a build for the CPU, for Windows or for a Mac",
+        "a torch with CUDA (Linux), or backend='gloo'",
+        "当前 torch 没有 NCCL：为 CPU、Windows 或 Mac 编译的版本",
+        "安装带 CUDA 的 torch（Linux），或 backend='gloo'",
+        "https://docs.pytorch.org/docs/stable/distributed.html",
+    ),
+    Cause(
+        "store-timeout",
+        r"wait timeout after \d+ ?ms|Socket Timeout|failed to recv, got 0 bytes",
+        "a rank waited at the store for another that died, hangs, or never came",
+        "look for the first error in the logs of the other ranks (torchrun --log-dir); a longer timeout= only if one "
+        "of them is slow",
+        "某个 rank 在 store 处等待另一个已退出、卡住或从未到达的 rank",
+        "在其他 rank 的日志中查找第一个错误（torchrun --log-dir）；仅当某个 rank 较慢时才加大 timeout=",
+        "https://docs.pytorch.org/docs/stable/distributed.html",
+        confidence="likely",
     ),
     Cause(
         "nccl-interface",
@@ -366,7 +387,9 @@ CAUSES = (
     ),
     Cause(
         "nccl-peer-gone",
-        r"Connection closed by (?:remote )?peer|remote process exited or there was a network error|ncclRemoteError|"
+        r"Connection closed by (?:remote )?peer|Some NCCL operations have failed or timed out|"
+        r"NCCL communicator was aborted|Heartbeat monitor timed out|"
+        r"remote process exited or there was a network error|ncclRemoteError|"
         r"Broken pipe\. This may indicate a possible application crash on rank|Connection reset by peer",
         "another rank or host ended first, or the network between them failed: this line is the consequence",
         "look for the first error in the logs of the other ranks (torchrun --log-dir); NCCL_DEBUG=INFO if none has one",

@@ -87,13 +87,54 @@ CAUSES = (
         "model-unknown",
         r"model type `(?P<type>[\w-]+)` but Transformers does not recognize|KeyError: '(?P<key>qwen\w*|llama\w*|"
         r"mistral\w*|gemma\w*|"
-        r"phi\w*|deepseek\w*|glm\w*|gptj|mixtral)'",
-        "the installed Transformers is older than the model",
-        "pip install --upgrade transformers",
+        r"phi\w*|deepseek\w*|glm\w*|gptj|mixtral)'|"
+        r"Model architectures \[[^\]]{1,80}\] are not supported|Tokenizer class \w+ does not exist",
+        "the installed Transformers (or vLLM) is older than the model",
+        "pip install --upgrade transformers (vllm)",
         "安装的 Transformers 比模型旧",
         "pip install --upgrade transformers",
         "https://github.com/dredwardhyde/gpt-neo-fine-tuning-example/issues/13",
         confidence="likely",
+    ),
+    Cause(
+        "remote-code",
+        r"trust_remote_code=True` to (?:remove|allow)|pass the argument `trust_remote_code=True`",
+        "the model or data set brings code of its own, which is run only if you allow it",
+        "read that code; then trust_remote_code=True (--trust-remote-code)",
+        "模型或数据集自带代码，需要您允许才会运行",
+        "阅读该代码后设置 trust_remote_code=True（--trust-remote-code）",
+        "https://huggingface.co/docs/transformers/models#custom-models",
+    ),
+    Cause(
+        "no-map-location",
+        r"Attempting to deserialize object on a? ?(?:CUDA|cuda) device",
+        "the file holds tensors of a GPU (or of a GPU number) that is not here",
+        "torch.load(..., map_location='cpu'), then model.to(device)",
+        "文件中的张量位于此处不存在的 GPU",
+        "torch.load(..., map_location='cpu')，再 model.to(device)",
+        "https://docs.pytorch.org/docs/stable/generated/torch.load.html",
+    ),
+    Cause(
+        "meta-tensor",
+        r"Cannot copy out of meta tensor",
+        "a part of the model was never given weights: it was made on the meta device and moved, or its weights are "
+        "not in the file",
+        "to_empty and load_state_dict(assign=True) instead of .to(device); from_pretrained without .to() where "
+        "device_map is given",
+        "模型的一部分没有权重：在 meta 设备上创建后被移动，或文件中没有其权重",
+        "用 to_empty 和 load_state_dict(assign=True) 代替 .to(device)；使用 device_map 时不要再 .to()",
+        "https://docs.pytorch.org/docs/stable/meta.html",
+        confidence="likely",
+    ),
+    Cause(
+        "tokenizer-backend",
+        r"requires the SentencePiece library|Couldn't instantiate the backend tokenizer|"
+        r"`tiktoken` (?:is )?required|requires the protobuf library",
+        "the tokenizer needs a package that is not installed",
+        "python -m pip install sentencepiece tiktoken protobuf tokenizers, and start anew",
+        "分词器需要的包没有安装",
+        "python -m pip install sentencepiece tiktoken protobuf tokenizers，然后重新启动",
+        "https://huggingface.co/docs/transformers/installation",
     ),
     Cause(
         "hub-name",
