@@ -152,7 +152,7 @@ _COVERS = {
     "module-missing": {
         "build-package-missing", "pkg-resources", "torch-missing-at-build", "flash-attention-extension",
         "triton-version", "flash-attention-extras", "apex-extensions", "triton-missing", "deepspeed-no-launcher",
-        "megatron-helpers",
+        "megatron-helpers", "deepspeed-extension",
     },
     "module-attribute": {"triton-version", "torch-attribute", "partially-initialized", "numpy-names"},
     "torch-attribute": {"triton-version", "partially-initialized"},

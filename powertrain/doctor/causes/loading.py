@@ -350,6 +350,18 @@ CAUSES = (
         "https://protobuf.dev/news/2022-05-06/",
     ),
     Cause(
+        "deepspeed-extension",
+        r"No module named '?(?:fused_adam|cpu_adam|fused_lamb|async_io)\b|has no attribute 'ds_opt_\w+'|"
+        r"undefined symbol: curandCreateGenerator",
+        "DeepSpeed's op was not built, or its build failed earlier: this line is the consequence",
+        "look for the first error above; rm -r ~/.cache/torch_extensions, then ds_report; CUDA_HOME with nvcc and "
+        "libcurand",
+        "DeepSpeed 的算子没有编译，或之前编译失败：这一行是其后果",
+        "查看上方第一个错误；rm -r ~/.cache/torch_extensions，然后 ds_report；CUDA_HOME 中需有 nvcc 和 libcurand",
+        "https://github.com/deepspeedai/DeepSpeed/issues/1846",
+        confidence="likely",
+    ),
+    Cause(
         "triton-version",
         r"cannot import name '(?P<name>\w+)' from '(?P<module>triton[\w.]*)'|"
         r"module '(?P<of>triton[\w.]*)' has no attribute '(?P<attribute>\w+)'|"
@@ -413,7 +425,7 @@ CAUSES = (
     ),
     Cause(
         "module-missing",
-        r"ModuleNotFoundError: No module named '(?P<module>[\w.]{1,80})'",
+        r"(?:ModuleNotFound|Import)Error: No module named '?(?P<module>[\w.]{1,80})",
         "{module} is not installed in the Python that runs here, though it may be in another; pip builds in one of "
         "its own",
         "python -m pip install it with this very Python (which python; sys.executable); if it is missing while pip "
