@@ -14,10 +14,14 @@ from powertrain.builder.recipes import Recipe
 SECONDS = 5.0  # for all questions together
 _INDEX_OPTIONS = ("-i", "--index-url", "--extra-index-url", "-f", "--find-links")
 _UNREACHABLE = re.compile(r"Could not fetch URL \S+: (?!404)|connection error|timed? ?out|SSL|name resolution", re.I)
-_HEAD = (
-    "import sys, urllib.request as u\n"
-    "print(u.urlopen(u.Request(sys.argv[1], method='HEAD'), timeout=float(sys.argv[2])).status)"
-)
+_HEAD = """
+import sys, urllib.error, urllib.request
+request = urllib.request.Request(sys.argv[1], method="HEAD")
+try:
+    print(urllib.request.urlopen(request, timeout=float(sys.argv[2])).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,22 @@ def find(
     end = time.monotonic() + seconds
     wanted = _wanted(recipe, command)
     options = _index_options(command)
+    unanswered: NotAnswered | None = None
     if recipe.release and python.torch and python.torch_cuda:
         version = wanted or _newest(_versions(recipe.package, python, options, end, binary=False))
         url = version and release_url(recipe, version, python)
-        if url and _exists(url, end):
-            forced = any(name.endswith("_FORCE_BUILD") and value == "TRUE" for name, value in environment.items())
-            name = url.rpartition("/")[2]
-            return Wheel(name, f"pip install {url}", _by_name(recipe, command) and not forced, by_setup=True)
+        try:
+            if url and _exists(url, end):
+                forced = any(name.endswith("_FORCE_BUILD") and value == "TRUE" for name, value in environment.items())
+                by_itself = _by_name(recipe, command) and not forced
+                return Wheel(url.rpartition("/")[2], f"pip install {url}", by_itself, by_setup=True)
+        except NotAnswered as why:  # the index may have one all the same
+            unanswered = why
     versions = _versions(recipe.package, python, options, end, binary=True)
     version = wanted if wanted in versions else None if wanted else _newest(versions)
     if not version:
+        if unanswered:
+            raise unanswered
         return None
     return Wheel(
         f"{recipe.package}-{version}",
@@ -134,12 +144,12 @@ def _last_line(said: str) -> str:
 
 
 def _exists(url: str, end: float) -> bool:
-    """Whether there is a file at this address; False too where the address cannot be asked."""
+    """Whether there is a file at this address. Raises NotAnswered if its server does not say."""
     asks = [sys.executable, "-c", _HEAD, url, str(max(0.1, end - time.monotonic()))]
-    try:
-        return _run(asks, end, url).stdout.strip() == "200"
-    except NotAnswered:
-        return False
+    status = _run(asks, end, url).stdout.strip()
+    if status not in ("200", "404"):
+        raise NotAnswered(f"{url} cannot be asked for" + (f" (HTTP {status})" if status else ""))
+    return status == "200"
 
 
 def _run(asks: Sequence[str], end: float, what: str) -> "subprocess.CompletedProcess[str]":

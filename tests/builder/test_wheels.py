@@ -1,9 +1,11 @@
 """Prebuilt wheels: pip is asked, of indexes made here; names of releases; no answer is said and takes no time."""
 
+import http.server
 import importlib.util
 import os
 import socket
 import sys
+import threading
 import time
 import zipfile
 from dataclasses import replace
@@ -30,6 +32,7 @@ def _only_the_indexes_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("PIP_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 @pytest.fixture
@@ -123,6 +126,41 @@ def test_a_release_is_looked_for_before_the_index(monkeypatch: pytest.MonkeyPatc
     assert wheel and wheel.by_setup and wheel.automatic and wheel.get == f"pip install {asked[0]}"
     forced = find(FLASH, ["pip", "install", "flash-attn==2.8.3"], {"FLASH_ATTENTION_FORCE_BUILD": "TRUE"}, HERE)
     assert forced and not forced.automatic
+
+
+@pytest.mark.parametrize("status, there", [(200, True), (404, False), (403, None)])
+def test_a_release_that_is_there_is_not_or_is_not_said(status: int, there: bool | None) -> None:
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/x.whl"
+        if there is None:
+            with pytest.raises(NotAnswered, match="HTTP 403"):
+                wheels._exists(url, time.monotonic() + 60)
+        else:
+            assert wheels._exists(url, time.monotonic() + 60) == there
+
+
+def test_a_release_that_nobody_could_ask_for_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(url: str, end: float) -> bool:
+        raise NotAnswered("no network")
+
+    monkeypatch.setattr(wheels, "_exists", silent)
+    for versions, name in (([], None), (["2.8.3"], "flash-attn-2.8.3")):
+        monkeypatch.setattr(wheels, "_versions", lambda *_, found=tuple(versions), **__: list(found))
+        if name is None:
+            with pytest.raises(NotAnswered, match="no network"):
+                find(FLASH, ["pip", "install", "flash-attn==2.8.3"], {}, HERE)
+        else:
+            wheel = find(FLASH, ["pip", "install", "flash-attn==2.8.3"], {}, HERE)
+            assert wheel and wheel.name == name
 
 
 # the command
