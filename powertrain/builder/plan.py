@@ -5,12 +5,15 @@ Formats, each as its reader parses it: NVTE_CUDA_ARCHS "75;86" (TransformerEngin
 (flash-attention's setup.py). vLLM divides MAX_JOBS by NVCC_THREADS (its issue 20079).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from powertrain.builder.host import HEADERS, BuildHost
 from powertrain.builder.recipes import Recipe, recipe_of
+from powertrain.builder.wheels import Wheel
 from powertrain.runtime.jobs import SHARE
 
 _GIB = 2**30
@@ -57,6 +60,7 @@ class Plan:
     variables: tuple[Variable, ...]
     refusals: tuple[Refusal, ...]
     notes: tuple[str, ...]
+    taken: Wheel | None = None  # a prebuilt wheel that the command takes, so that nothing is compiled
 
     @property
     def environment(self) -> dict[str, str]:
@@ -65,11 +69,17 @@ class Plan:
 
 
 def make_plan(
-    command: Sequence[str], environment: Mapping[str, str], host: BuildHost, measured: Estimate | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    host: BuildHost,
+    measured: Estimate | None = None,
+    wheel: Wheel | None = None,
 ) -> Plan:
     """The plan for `command` on `host`.
 
     measured  figures of earlier builds of the same (builder/history.py), instead of the recipe's numbers
+    wheel     a prebuilt one (builder/wheels.py). Where the command takes it, nothing is compiled, and what only a
+              compiler needs may be missing
     """
     recipe = recipe_of(command)
     estimate = measured or Estimate(recipe.bytes, None, recipe.source)
@@ -85,10 +95,18 @@ def make_plan(
     ]
     kept = [_kept(variable, environment) for variable in variables]
     refusals = [*_refusals(recipe, host), *_arch_refusals(recipe, host)]
-    notes = _notes(recipe, host, estimate, fit)
+    before = _torch_refusals(recipe, host, _isolated(command, environment, recipe))
+    notes = _notes(recipe, host, estimate, fit, _isolated(command, environment, recipe))
+    taken = wheel if wheel and wheel.automatic else None
+    if taken:
+        refusals, notes = [], [f"nothing is compiled: this command takes {taken.name}"]
+        before = before if taken.by_setup else []
+    refusals = [*before, *refusals]
     asked = environment.get("MAX_JOBS", "")
     jobs = int(asked) if asked.isdigit() and int(asked) else slots
-    return Plan(tuple(command), recipe, host, estimate, host.archs, jobs, tuple(kept), tuple(refusals), tuple(notes))
+    return Plan(
+        tuple(command), recipe, host, estimate, host.archs, jobs, tuple(kept), tuple(refusals), tuple(notes), taken
+    )
 
 
 def _kept(variable: Variable, environment: Mapping[str, str]) -> Variable:
@@ -159,6 +177,44 @@ def _headers(recipe: Recipe, host: BuildHost) -> list[Variable]:
     return variables
 
 
+def _isolated(command: Sequence[str], environment: Mapping[str, str], recipe: Recipe) -> bool:
+    """Whether pip or uv builds in an environment of its own, without the packages that are installed."""
+    words = [Path(command[0]).name, *command[1:]]
+    pip = re.fullmatch(r"pip[\d.]*", words[0]) or words[:2] == ["uv", "pip"] or words[1:3] == ["-m", "pip"]
+    if not pip or not {"install", "wheel"} & set(words):
+        return False
+    if environment.get("PIP_NO_BUILD_ISOLATION") or environment.get("UV_NO_BUILD_ISOLATION"):
+        return False
+    names = {word.partition("=")[2] or following for word, following in pairwise([*words, ""])
+             if word.startswith("--no-build-isolation-package")}  # fmt: skip
+    mine = any(name.lower().replace("_", "-") == recipe.package for name in names)
+    return "--no-build-isolation" not in words and not mine
+
+
+def _torch_refusals(recipe: Recipe, host: BuildHost, isolated: bool) -> list[Refusal]:
+    """What fails before a compiler runs: a torch that is not there, or that has no CUDA."""
+    python = host.python
+    if not python or not recipe.torch:
+        return []
+    if isolated:
+        if recipe.torch != "yours":
+            return []
+        problem = f"{recipe.name} imports torch to build, and pip builds in an environment of its own, which has none"
+        return [Refusal(problem, "add --no-build-isolation (after pip install torch wheel packaging ninja psutil)")]
+    if python.torch is None:
+        problem = f"{python.path} has no torch, and {recipe.name} imports it to build"
+        return (
+            [Refusal(problem, f"{python.path} -m pip install torch, of your driver's CUDA")]
+            if recipe.needs_nvcc
+            else []
+        )
+    if not python.torch_cuda and recipe.needs_nvcc:
+        problem = f"torch {python.torch} is a build without CUDA, and {recipe.name} compiles for CUDA with it"
+        index = "https://download.pytorch.org/whl/cuXXX"
+        return [Refusal(problem, f"pip install --force-reinstall torch --index-url {index}, of your driver's CUDA")]
+    return []
+
+
 def _refusals(recipe: Recipe, host: BuildHost) -> list[Refusal]:
     refusals = []
     nvcc, compiler, python = host.nvcc, host.compiler, host.python
@@ -219,7 +275,7 @@ def _arch_refusals(recipe: Recipe, host: BuildHost) -> list[Refusal]:
     return refusals
 
 
-def _notes(recipe: Recipe, host: BuildHost, estimate: Estimate, fit: int) -> list[str]:
+def _notes(recipe: Recipe, host: BuildHost, estimate: Estimate, fit: int, isolated: bool) -> list[str]:
     notes = []
     if not host.archs:
         notes.append(
@@ -231,10 +287,11 @@ def _notes(recipe: Recipe, host: BuildHost, estimate: Estimate, fit: int) -> lis
             f"one job of {_gib(estimate.bytes)} may not fit in {SHARE} of {_gib(host.memory)} "
             f"({host.memory_why}): they run one at a time"
         )
-    if host.python and host.python.torch is None and recipe.needs_nvcc:
-        notes.append(f"{host.python.path} has no torch: with --no-build-isolation the build needs it installed first")
-    if host.python and host.python.torch and not host.python.torch_cuda and recipe.needs_nvcc:
-        notes.append(f"torch {host.python.torch} is a build without CUDA: its extensions will have none either")
+    if isolated and recipe.torch == "any" and recipe.needs_nvcc and host.python and host.python.torch:
+        notes.append(
+            "without --no-build-isolation it is compiled for a torch that pip chooses, not for your "
+            f"{host.python.torch}"
+        )
     if "memory" in Path(host.tmp).parts or str(host.tmp).startswith("/dev/shm"):
         notes.append(f"TMPDIR {host.tmp} is memory: files there count against the compilers")
     return notes

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 _GIB = 2**30
 
@@ -20,6 +21,10 @@ class Recipe:
     disk: float = 5.0  # GiB in the temporary folder
     wheels: str = ""  # URL of prebuilt wheels
     package: str = ""  # its name on PyPI
+    release: str = ""  # address of wheels named by torch, CUDA and C++ ABI, in its GitHub releases
+    # its build imports torch: "yours" the installed one, which an isolated build does not have; "any" another, which an
+    # isolated build brings; "": none
+    torch: Literal["yours", "any", ""] = "any"
     core_minutes: float | None = None  # compiling on one core; None: not measured
     time_source: str = "not measured"
 
@@ -34,6 +39,8 @@ class Recipe:
 
 _FLASH = "github.com/Dao-AILab/flash-attention, pull request 2079: 3 to 5 GB a thread"
 _GUESS = "not measured"
+_GITHUB = "https://github.com"
+_RELEASE = "{version}+cu{cuda}torch{torch}cxx11abi{abi}-{tag}-{tag}-linux_x86_64.whl"
 _TE_HEADERS = ("cudnn.h", "nccl.h", "cublasLt.h")
 
 RECIPES = (
@@ -45,6 +52,7 @@ RECIPES = (
         archs=(80, 90),
         disk=15,
         wheels="github.com/Dao-AILab/flash-attention/releases",
+        torch="yours",
     ),
     Recipe(
         "flash-attn",
@@ -55,6 +63,8 @@ RECIPES = (
         disk=10,
         wheels="github.com/Dao-AILab/flash-attention/releases, for the torch, CUDA and C++ ABI in the wheel's name",
         package="flash-attn",
+        release=f"{_GITHUB}/Dao-AILab/flash-attention/releases/download/v{{version}}/flash_attn-{_RELEASE}",
+        torch="yours",
         core_minutes=650,
         time_source="github.com/Dao-AILab/flash-attention issue 968: 8 min on 64 cores, 45 min on 18",
     ),
@@ -91,12 +101,23 @@ RECIPES = (
         core_minutes=180,
         time_source="github.com/facebookresearch/xformers issue 822: 5 to 10 min on 16 cores, over an hour with 4 jobs",
     ),
-    Recipe("apex", r"\bapex\b", 2, _GUESS, disk=5),
+    Recipe("apex", r"\bapex\b", 2, _GUESS, disk=5, torch="yours"),
+    Recipe(
+        "bitsandbytes",
+        r"bitsandbytes",
+        2,
+        _GUESS,
+        disk=5,
+        wheels="pip install bitsandbytes (PyPI has wheels with a library for each CUDA)",
+        package="bitsandbytes",
+        torch="",
+    ),
     Recipe(
         "deepspeed",
         r"deepspeed",
         2,
         _GUESS,
+        torch="",
         wheels="pip install deepspeed: its ops are built at first use",
         package="deepspeed",
     ),
@@ -107,6 +128,7 @@ RECIPES = (
         "not measured; it asks nvcc for 4 threads, as causal-conv1d does",
         wheels="github.com/state-spaces/mamba/releases",
         package="mamba-ssm",
+        release=f"{_GITHUB}/state-spaces/mamba/releases/download/v{{version}}/mamba_ssm-{_RELEASE}",
     ),
     Recipe(
         "causal-conv1d",
@@ -115,6 +137,7 @@ RECIPES = (
         "measured: version 1.7.0, nvcc 13.0, causal_conv1d_bwd.cu, for which it asks nvcc for 4 threads",
         wheels="github.com/Dao-AILab/causal-conv1d/releases",
         package="causal-conv1d",
+        release=f"{_GITHUB}/Dao-AILab/causal-conv1d/releases/download/v{{version}}/causal_conv1d-{_RELEASE}",
     ),
     Recipe(
         "vllm",
@@ -129,7 +152,7 @@ RECIPES = (
     ),
     Recipe("gpt-neox fused kernels", r"gpt[-_]?neox|fused[-_]kernels", 1.5, _GUESS),
 )
-GENERIC = Recipe("any other build", r"", 2, _GUESS, needs_nvcc=False, disk=2)
+GENERIC = Recipe("any other build", r"", 2, _GUESS, needs_nvcc=False, disk=2, torch="")
 
 
 def recipe_of(command: Sequence[str], folder: Path | None = None) -> Recipe:

@@ -17,8 +17,10 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from powertrain.builder.history import History, Record
+    from powertrain.builder.host import BuildHost
     from powertrain.builder.plan import Plan
     from powertrain.builder.run import Outcome
+    from powertrain.builder.wheels import Wheel
 
 REFUSED = 2  # exit code of a build that was not begun
 SLOWEST = 5  # units named at the end
@@ -32,8 +34,8 @@ def build(
     arch: Annotated[list[str] | None, typer.Option(help="build for this GPU (8.6, sm_90, 'RTX 3090'); repeat")] = None,
     memory: Annotated[str | None, typer.Option(help="let the build use no more than this: 24G, 900M")] = None,
     force: Annotated[bool, typer.Option("--force", help="run although the plan says that it cannot work")] = False,
-    online: Annotated[
-        bool, typer.Option("--online", help="ask pip whether a wheel is there that need not be built")
+    offline: Annotated[
+        bool, typer.Option("--offline", help="ask no package index whether a wheel is there that need not be built")
     ] = False,
     fix: Annotated[
         bool, typer.Option("--fix", help="rename a lock that no process owns and the build waits for")
@@ -63,10 +65,10 @@ def build(
     except ValueError as error:
         raise typer.BadParameter(f"--arch: {error}") from None
     measured = history.estimate(recipe_of(command), _text(command), _archs(host.archs))
-    made = make_plan(command, environment, host, measured)
+    wheel, unanswered = (None, None) if offline else _wheel(command, environment, host)
+    made = make_plan(command, environment, host, measured, wheel)
     _print_plan(console, made, explain)
-    if online:
-        _print_wheel(console, made)
+    _print_wheel(console, made, wheel, unanswered, offline)
     if made.refusals and not force:
         console.print("[bold red]this cannot work as it stands[/] (--force runs it anyway)")
         raise typer.Exit(REFUSED)
@@ -146,21 +148,32 @@ def _print_outcome(console: Console, outcome: "Outcome") -> None:
         console.print(f"powertrain diagnose {outcome.log} says more; all of the output is there", soft_wrap=True)
 
 
-def _print_wheel(console: Console, plan: "Plan") -> None:
-    from powertrain.builder.wheels import prebuilt
+def _wheel(command: Sequence[str], environment: dict[str, str], host: "BuildHost") -> "tuple[Wheel | None, str | None]":
+    """A prebuilt wheel; and why nobody could be asked."""
+    from powertrain.builder.recipes import recipe_of
+    from powertrain.builder.wheels import NotAnswered, find
 
-    package, python = plan.recipe.package, plan.host.python
-    if not package or not python:
-        console.print(f"[yellow]note[/] --online knows no wheels of {escape(plan.recipe.name)}")
-        return
+    recipe = recipe_of(command)
+    if not recipe.package or not host.python:
+        return None, None
     try:
-        wheel = prebuilt(package, python.path)
-    except (TimeoutError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from None
-    if wheel:
-        console.print(f"[green]instead[/] pip has a wheel: pip install --only-binary=:all: {package}  ({wheel})")
-    else:
-        console.print(f"[yellow]note[/] pip has no wheel of {package} for Python {python.version}")
+        return find(recipe, command, environment, host.python), None
+    except NotAnswered as why:
+        return None, str(why)
+
+
+def _print_wheel(console: Console, plan: "Plan", wheel: "Wheel | None", unanswered: str | None, offline: bool) -> None:
+    """What pip's index or the project's releases said; nothing if the command takes the wheel, which the plan says."""
+    recipe = plan.recipe
+    if wheel and not wheel.automatic:
+        console.print(
+            f"[green]instead[/] a wheel is there: {escape(wheel.get)}  ({escape(wheel.name)})", soft_wrap=True
+        )
+    elif unanswered:
+        console.print(f"[yellow]note[/] whether a wheel is there is unknown: {escape(unanswered)}", soft_wrap=True)
+    elif recipe.package and not wheel and not offline and plan.host.python:
+        version = plan.host.python.version
+        console.print(f"[yellow]note[/] no wheel of {recipe.package} for Python {version} was found", soft_wrap=True)
 
 
 def _print_history(console: Console, records: "Sequence[Record]") -> None:
@@ -201,6 +214,8 @@ def _print_plan(console: Console, plan: "Plan", explain: bool) -> None:
         facts["python"] = f"{host.python.version} {host.python.path}, {torch if host.python.torch else 'no torch'}"
     seconds = plan.estimate.seconds
     facts["time"] = f"{f'about {duration(seconds)}' if seconds else 'unknown'} ({plan.estimate.time_why})"
+    if plan.taken:
+        facts["time"] = f"that of a download ({plan.taken.name})"
     rows = [(f"[bold]{name}[/]", len(name), escape(value)) for name, value in facts.items()]
     for variable in plan.variables:
         why = f"  [dim]{escape(variable.why)}[/]" if explain or variable.yours else ""

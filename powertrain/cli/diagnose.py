@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from powertrain.doctor.diagnose import Diagnosis
+    from powertrain.doctor.diagnose import Diagnosis, Log
 
 
 class Language(str, Enum):
@@ -21,12 +21,14 @@ class Language(str, Enum):
 
 
 _WORDS = {
-    "en": {"cause": "cause", "line": "line {}", "fix": "fix", "source": "seen in", "run": "the call in this log",
+    "en": {"cause": "cause", "line": "line {}", "fix": "fix", "source": "source", "run": "the call in this log",
            "unknown": "none of the known causes", "first": "the first real error",
-           "none": "and no line that reads as an error: give the whole log, from its start"},
+           "none": "and no line that reads as an error: give the whole log, from its start", "last": "the last line",
+           "certain": "certain", "likely": "likely", "possible": "possible: the message names a symptom only"},
     "zh": {"cause": "原因", "line": "第 {} 行", "fix": "解决", "source": "出处", "run": "日志中的这次调用",
            "unknown": "不在已知原因之列", "first": "第一个真正的错误",
-           "none": "也没有看起来是错误的行：请提供从头开始的完整日志"},
+           "none": "也没有看起来是错误的行：请提供从头开始的完整日志", "last": "最后一行",
+           "certain": "确定", "likely": "很可能", "possible": "可能：消息只说明了症状"},
 }  # fmt: skip
 
 
@@ -43,14 +45,17 @@ def diagnose(
     pip install -v flash-attn 2>&1 | powertrain diagnose
     powertrain diagnose train.log --lang zh
 
-    Exit code 0: a cause was found; 1: none is known, and the first real error line is shown.
+    Each cause is certain (the message states it), likely (its usual reason) or possible (a symptom only, and the first
+    error line is shown too). Exit code 0: a cause was found; 1: none is known, and the first error line is shown.
     """
-    from powertrain.doctor.diagnose import Log, attention_call, first_error
+    from powertrain.doctor.diagnose import Log, attention_call
     from powertrain.doctor.diagnose import diagnose as search
 
     text = Log(_read(log))
     diagnosis = search(text)
     if as_json:
+        from powertrain.doctor.diagnose import first_error
+
         print(json.dumps({"causes": [_as_json(one, lang) for one in diagnosis], "first_error": first_error(text)},
                          ensure_ascii=False, indent=2))  # fmt: skip
         raise typer.Exit(0 if diagnosis else 1)
@@ -58,11 +63,9 @@ def diagnose(
     words = _WORDS[lang.value]
     for one in diagnosis:
         _show(console, one, lang)
+    if all(one.cause.confidence == "possible" for one in diagnosis):
+        _show_error(console, text, lang, known=bool(diagnosis))
     if not diagnosis:
-        first = first_error(text)
-        console.print(f"[bold yellow]{words['unknown']}[/]" + ("" if first else f"; {words['none']}"))
-        if first:
-            console.print(f"{words['first']} ({words['line'].format(first[0])}): {escape(first[1])}")
         raise typer.Exit(1)
     call = attention_call(text)
     if call and any(one.cause.name == "no-attention-backend" for one in diagnosis):
@@ -82,9 +85,22 @@ def _read(log: str) -> bytes:
         raise typer.BadParameter(f"{log} cannot be read: {error.strerror}") from None
 
 
+def _show_error(console: Console, text: "Log", lang: Language, known: bool) -> None:
+    """The first real error line; where no line reads as one, the last."""
+    from powertrain.doctor.diagnose import first_error, last_line
+
+    words = _WORDS[lang.value]
+    first, last = first_error(text), last_line(text)
+    if not known:
+        console.print(f"[bold yellow]{words['unknown']}[/]" + ("" if first else f"; {words['none']}"))
+    for name, found in (("first", first), ("last", None if first else last)):
+        if found:
+            console.print(f"{words[name]} ({words['line'].format(found[0])}): {escape(found[1][:400])}")
+
+
 def _show(console: Console, one: "Diagnosis", lang: Language) -> None:
     words = _WORDS[lang.value]
-    console.print(f"[bold red]{one.cause.name}[/]")
+    console.print(f"[bold red]{one.cause.name}[/] ({words[one.cause.confidence]})")
     console.print(f"  {words['cause']}: {escape(one.says(lang.value))}")
     console.print(f"  {words['line'].format(one.line)}: [dim]{escape(one.evidence[:400])}[/]")
     console.print(f"  {words['fix']}: [bold]{escape(one.fix(lang.value))}[/]")
@@ -94,6 +110,7 @@ def _show(console: Console, one: "Diagnosis", lang: Language) -> None:
 def _as_json(one: "Diagnosis", lang: Language) -> dict[str, object]:
     return {
         "name": one.cause.name,
+        "confidence": one.cause.confidence,
         "cause": one.says(lang.value),
         "line": one.line,
         "evidence": one.evidence,

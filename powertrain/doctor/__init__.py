@@ -5,7 +5,7 @@
     fatbin.py       which GPUs a shared library has code for
     elf.py          sections and symbols of a shared library
     one file each   gpus, code, versions, symbols, builds, limits, links, kernel_store, echo, hosts, overlap
-    diagnose.py     a log, searched for the errors in causes.py
+    diagnose.py     a log, searched for the errors in causes/
 
 A check is a function over a `Machine`; it imports no torch and starts no CUDA, so that a broken installation can still
 be looked at. Checks that need torch run in their own process, with a deadline.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from itertools import islice
 from typing import Any, Literal
 
 from powertrain.doctor.causes import CAUSES, Cause
@@ -22,19 +23,35 @@ _LINE_BYTES = 4 * _LINE
 # lines that contain "error" without information: they surround the real error
 _HOLLOW = re.compile(
     r"subprocess-exited-with-error|This error originates from a subprocess|metadata-generation-failed|"
-    r"did not run successfully|Failed building wheel|-W(?:no-)?error|subcommand failed|returned non-zero exit status|"
-    r"The above exception was|During handling of the above|failed-wheel-build|ChildFailedError|warning:|copying |"
-    r"^\s*File \"|errors?\.(?:py|h|cpp)\b|\b0 errors?\b",
+    r"did not run successfully|Failed (?:to build|building wheel)|Could not build wheels|-W(?:no-)?error|"
+    r"subcommand failed|"
+    r"The above exception was|During handling of the above|failed-wheel-build|legacy-install-failure|ChildFailedError|"
+    r"CalledProcessError|failed \(exitcode|warning:|copying |not a git repository|HTTP Error 404: Not Found|"
+    r"BackendCompilerFailed|^\s*File \"|errors?\.(?:py|h|cpp)\b|\b0 errors?\b|^\s*(?:raise|assert|except|return) ",
     re.I,
 )
+_PREFIX = r"(?:\[?rank\s?\d+\]?:?\s*|\[default\d+\]:\s*|\[stderr\]\s*|ERROR:\s+|\(\w+ pid=\d+\)\s*)?"
 _REAL = re.compile(
-    r"^(?:\[?rank\s?\d+\]?:?\s*|\[default\d+\]:\s*)?(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b\s*:|\berror\s*:|"
-    r"\bfatal\b\s*:?|\bFAILED\b|\bSegmentation fault\b|\bAborted\b|\bKilled\b|\bcore dumped\b|\bundefined reference\b",
+    rf"^\s*{_PREFIX}(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b\s*(?::|$)|\berror\s*:|"
+    r"\bCMake Error\b|"
+    r"\bfatal\b\s*:?|\bwhat\(\):|\bundefined reference\b|NCCL WARN|Memory access fault|"
+    r"Assertion .{0,200} failed|\bCUDA error\b",
     re.I,
 )
-# in lower case; one of them is in all that _REAL matches
+_SOURCE = re.compile(r"\s*(?:raise|assert|except|return)\b|.*\bwarning:", re.I)  # a line of a program
+# an error, but a later line or none says which
+_WEAK = re.compile(
+    r"\bFAILED\b|\bSegmentation fault\b|\bAborted\b|\bKilled\b|\bcore dumped\b|ninja: build stopped|^make.{0,20}\*\*\*|"
+    r"exit(?:code|s| code)\b.{0,30}-?[1-9]|returned non-zero exit status|\bcould not load\b|failed building wheel|"
+    r"ChildFailedError|CalledProcessError|failed \(exitcode",
+    re.I,
+)
+# in lower case; one of them is in all that _REAL and _WEAK match
 _MAYBE_ERROR = re.compile(
-    rb"(?:error|exception|interrupt)\s{0,99}:|f(?:atal|ailed)|segmentation fault|aborted|killed|core dumped|undefined r"
+    rb"(?:error|exception|interrupt)\s{0,99}(?::|\n|$)|cmake error|memory access fault|cuda error|nccl warn|"
+    rb"assertion|what\(\):|"
+    rb"f(?:atal|ailed)|segmentation fault|aborted|killed|core dumped|undefined r|ninja: b|\*\*\*|exit|could not load|"
+    rb"processerror"
 )
 _COLORS = re.compile(rb"\x1b\[[\d;]*[A-Za-z]")
 
@@ -105,9 +122,13 @@ class Log:
 
 
 def diagnose(text: "str | bytes | Log") -> list[Diagnosis]:
-    """Every known cause in a text, root causes first; empty: none is known. 100 MB take seconds."""
+    """Every known cause in a text, root causes first; empty: none is known. 100 MB take seconds.
+
+    Where one explains it, those that only name a symptom (Cause.confidence "possible") are left out.
+    """
     log = text if isinstance(text, Log) else Log(text)
     diagnoses = [one for cause in CAUSES if (one := _search(cause, log))]
+    diagnoses = [one for one in diagnoses if one.cause.confidence != "possible"] or diagnoses[:1]
     names = {diagnosis.cause.name for diagnosis in diagnoses}
     return [diagnosis for diagnosis in diagnoses if not _covered(diagnosis.cause.name, names)]
 
@@ -116,11 +137,37 @@ def diagnose(text: "str | bytes | Log") -> list[Diagnosis]:
 _COVERS = {
     "nccl-timeout": {"nccl-timeout-while-compiling"},
     "disk-full": {"nccl-shared-memory"},
-    "cudnn-execution": {"cudnn-sublibrary"},
-    "extension-build": {
-        "compiler-killed", "gpu-architecture-unknown", "host-compiler-too-new", "cuda-mismatch", "cuda-home",
-        "ninja-missing", "python-headers", "cudnn-headers",
+    "header-missing": {
+        "cudnn-headers", "submodules", "gdrcopy-missing", "python-headers", "cuda-headers", "nccl-headers",
+        "torch-headers", "thc-removed", "submodule-headers", "libaio", "cuda-older-than-source",
     },
+    "shared-library": {
+        "library-of-another-cuda", "cudnn-not-found", "cudnn-library", "no-driver", "bitsandbytes-library",
+        "bitsandbytes-cpu", "flash-attention-extension", "gdrcopy-missing",
+    },
+    "import-name": {
+        "pkg-resources", "apex-wrong-package", "megatron-helpers", "triton-version", "torch-attribute",
+        "partially-initialized",
+    },
+    "module-missing": {
+        "build-package-missing", "pkg-resources", "torch-missing-at-build", "flash-attention-extension",
+        "triton-version", "flash-attention-extras", "apex-extensions", "triton-missing", "deepspeed-no-launcher",
+        "megatron-helpers", "deepspeed-extension",
+    },
+    "module-attribute": {"triton-version", "torch-attribute", "partially-initialized", "numpy-names"},
+    "torch-attribute": {"triton-version", "partially-initialized"},
+    "xformers-no-operator": {"xformers-extension"},
+    "no-distribution": {"network", "certificate", "python-version"},
+    "network": {"certificate"},
+    "triton-missing": {"triton-version"},
+    "cuda-out-of-memory": {"oom-but-free"},
+    "process-killed": {"host-memory", "compiler-killed"},
+    "store-timeout": {"master-unreachable"},
+    "bus-error": {"dataloader-shared-memory"},
+    "checkpoint-keys": {"checkpoint-shape"},
+    "undefined-symbol": {"cudnn-library"},
+    "cuda-toolkit-incomplete": {"cmake-nvcc"},
+    "deepspeed-op": {"cuda-home", "deepspeed-cuda-mismatch", "libaio"},
 }  # fmt: skip
 
 
@@ -134,7 +181,8 @@ def _search(cause: Cause, log: Log) -> Diagnosis | None:
     first = min(_matching(cause.pattern, log), key=lambda pair: pair[0], default=None)
     if first is None or (cause.also and not any(_matching(cause.also, log))):
         return None
-    return _diagnosis(cause, log, *first)
+    found = _diagnosis(cause, log, *first)
+    return found if cause.holds is None or cause.holds(found.groups) else None
 
 
 def _search_tail(cause: Cause, log: Log) -> Diagnosis | None:
@@ -188,16 +236,65 @@ def _literals(parts: Any) -> list[str]:
 
 
 def first_error(text: "str | bytes | Log") -> tuple[int, str] | None:
-    """(line from 1, the line) of the first real error: none of those that only report another's."""
+    """(line from 1, the line) of the first real error: a compiler's first `error:`, or how the first traceback ends.
+
+    Lines that only report another's failure ("FAILED: a.o", "exit code 1") stand in where there is no other. An error
+    whose message is on the next line is given with it.
+    """
     log = text if isinstance(text, Log) else Log(text)
+    weak, tracebacks = None, list(_tracebacks(log))
+    ends = [end for _, end in tracebacks if not _HOLLOW.search(log.line_at(end))]
     for start in log.lines_matching(_MAYBE_ERROR):
-        if _is_error(line := log.line_at(start)):
-            return log.number(start), line.strip()
-    return None
+        if ends and ends[0] < start:
+            break
+        if any(begin < start < end for begin, end in tracebacks):
+            continue
+        line = log.line_at(start)
+        if _is_error(line):
+            return log.number(start), _with_message(log, start, line)
+        if weak is None and _WEAK.search(line) and not _SOURCE.match(line):
+            weak = start
+    if ends:
+        return log.number(ends[0]), _with_message(log, ends[0], log.line_at(ends[0]))
+    return None if weak is None else (log.number(weak), log.line_at(weak).strip())
+
+
+_MOST_TRACEBACKS, _MOST_FRAME_LINES = 20, 400
+
+
+def _tracebacks(log: Log) -> Iterator[tuple[int, int]]:
+    """(start of the heading, start of the line with the exception) of Python's first tracebacks."""
+    for begin in islice(log.lines_with(b"Traceback (most recent call last)"), _MOST_TRACEBACKS):
+        before = log.line_at(begin).partition("Traceback (")[0]  # "[rank0]: ", an indentation
+        start = begin
+        for _ in range(_MOST_FRAME_LINES):
+            start = log.data.find(b"\n", start) + 1
+            if start == 0:
+                break
+            line = log.line_at(start)
+            frame = line.removeprefix(before)
+            if line.startswith(before) and frame[:1].strip() and not frame.startswith(("|", "│")):
+                yield begin, start
+                break
+
+
+def last_line(text: "str | bytes | Log") -> tuple[int, str] | None:
+    """(line from 1, the line) of the last line with a word in it."""
+    log = text if isinstance(text, Log) else Log(text)
+    starts = (start for start in reversed(log.tail(TAIL)) if re.search(r"\w", log.line_at(start)))
+    return next(((log.number(start), log.line_at(start).strip()) for start in starts), None)
 
 
 def _is_error(line: str) -> bool:
     return bool(_REAL.search(line)) and not _HOLLOW.search(line)
+
+
+def _with_message(log: Log, start: int, line: str) -> str:
+    """The line, and the next one where the message begins there: "RuntimeError:", "CMake Error at x (message):"."""
+    following = log.data.find(b"\n", start)
+    if not line.rstrip().endswith(":") or following < 0:
+        return line.strip()
+    return f"{line.strip()} {log.line_at(following + 1).strip()}".strip()
 
 
 _LAYOUT = re.compile(r"(bshd|sbhd|thd|bhsd)")

@@ -1,14 +1,12 @@
 """Shims, the history and the causes of standing still, each alone."""
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import sqlite3
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from powertrain.builder.launcher import is_gcc, source
 from powertrain.builder.processes import Pace, Process, tree, unmanaged_compilers
 from powertrain.builder.recipes import GENERIC, recipe_of
 from powertrain.builder.shims import Shims, make_shims, shimmed
-from powertrain.builder.wheels import prebuilt
 
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = Nvcc("/cuda/bin/nvcc", "/cuda", (13, 0), (75, 80), 15)
@@ -239,21 +236,6 @@ def test_movement_of_any_kind_ends_stillness() -> None:
 def test_slow_but_working() -> None:
     assert stall.slow_but_working(10, "a.cu", "ptxas", 10) is None
     assert "ptxas on a.cu, 6 min" in (stall.slow_but_working(360, "a.cu", "ptxas", 360) or "")
-
-
-def test_a_wheel_that_need_not_be_built(tmp_path: Path) -> None:
-    wheel = tmp_path / "tinyext-1.5-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("tinyext-1.5.dist-info/METADATA", "Metadata-Version: 2.1\nName: tinyext\nVersion: 1.5\n")
-        archive.writestr("tinyext-1.5.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("tinyext-1.5.dist-info/RECORD", "")
-    if importlib.util.find_spec("pip") is None:
-        with pytest.raises(RuntimeError, match="--online asks pip"):
-            prebuilt("tinyext", sys.executable)
-        return
-    offline = ["--no-index", "--find-links", str(tmp_path)]
-    assert prebuilt("tinyext", sys.executable, offline) == "tinyext-1.5"
-    assert prebuilt("other", sys.executable, offline) is None
 
 
 NVML = """

@@ -8,6 +8,7 @@ import pytest
 from powertrain.builder.host import HEADERS, BuildHost, Compiler, Gpu, Nvcc, Python
 from powertrain.builder.plan import Estimate, Plan, make_plan
 from powertrain.builder.recipes import GENERIC, RECIPES, recipe_of
+from powertrain.builder.wheels import Wheel
 
 GIB = 2**30
 NVCC = Nvcc("/cuda/bin/nvcc", "/cuda", (12, 4), (75, 80, 86, 89, 90), 13)
@@ -27,6 +28,8 @@ MACHINE = BuildHost(
     headers={name: f"/usr/include/{name}" for name in HEADERS},
 )
 TE = ["pip", "install", "--no-build-isolation", "git+https://github.com/NVIDIA/TransformerEngine.git@stable"]
+
+FLASH = ["pip", "install", "--no-build-isolation", "flash-attn"]
 
 
 def plan(host: BuildHost = MACHINE, command: list[str] = TE, **environment: str) -> Plan:
@@ -101,8 +104,63 @@ def test_headers_in_torchs_wheels_are_found_by_the_compiler() -> None:
 
 
 def test_no_flash_attention_for_turing() -> None:
-    assert "sm_75" in problems(MACHINE, ["pip", "install", "flash-attn"])
-    assert not problems(replace(MACHINE, gpus=MACHINE.gpus[:1]), ["pip", "install", "flash-attn"])
+    assert "sm_75" in problems(MACHINE, FLASH)
+    assert not problems(replace(MACHINE, gpus=MACHINE.gpus[:1]), FLASH)
+
+
+AMPERE = replace(MACHINE, gpus=MACHINE.gpus[:1])
+
+
+@pytest.mark.parametrize(
+    "command, refused",
+    [
+        ("pip install flash-attn", True),
+        ("pip3.11 install -v flash_attn==2.8.3", True),
+        ("python -m pip install git+https://github.com/NVIDIA/apex", True),
+        ("uv pip install flash-attn", True),
+        ("pip wheel flash-attn", True),
+        ("pip install --no-build-isolation flash-attn", False),
+        ("uv pip install --no-build-isolation-package flash-attn flash-attn", False),
+        ("uv pip install --no-build-isolation-package=flash_attn flash-attn", False),
+        ("pip download flash-attn", False),
+        ("python setup.py install --prefix flash-attn", False),
+        ("pip install xformers", False),
+        ("pip install numpy", False),
+    ],
+)
+def test_a_build_that_imports_torch_is_not_isolated(command: str, refused: bool) -> None:
+    said = problems(AMPERE, command.split())
+    assert ("--no-build-isolation" in said) == refused == bool(said)
+    assert not plan(AMPERE, command.split(), PIP_NO_BUILD_ISOLATION="0").refusals
+
+
+def test_isolation_without_your_torch_is_noted() -> None:
+    notes = " ".join(plan(AMPERE, ["pip", "install", "xformers"]).notes)
+    assert "a torch that pip chooses, not for your 2.11.0" in notes
+    assert "that pip chooses" not in " ".join(plan(AMPERE, [*FLASH[:2], "--no-build-isolation", "xformers"]).notes)
+
+
+@pytest.mark.parametrize("name", ["flash-attn", "xformers", "vllm", "mamba-ssm", "causal-conv1d"])
+def test_no_cuda_build_with_a_torch_that_has_none(name: str) -> None:
+    command = ["pip", "install", "--no-build-isolation", name]
+    without = replace(AMPERE, python=replace(PYTHON, torch="2.11.0+cpu", torch_cuda=None))
+    assert "a build without CUDA" in problems(without, command) and "Fix: " in problems(without, command)
+    none = replace(AMPERE, python=replace(PYTHON, torch=None, torch_cuda=None))
+    assert "has no torch" in problems(none, command)
+    assert not problems(AMPERE, command) and not problems(without, ["pip", "install", "numpy"])
+
+
+def test_a_wheel_that_the_command_takes_needs_no_compiler() -> None:
+    bare = replace(AMPERE, nvcc=None, compiler=None, disk=GIB)
+    wheel = Wheel("vllm-0.9", "pip install vllm", automatic=True)
+    assert problems(bare, ["pip", "install", "vllm"])
+    made = make_plan(["pip", "install", "vllm"], {}, bare, wheel=wheel)
+    assert not made.refusals and "nothing is compiled: this command takes vllm-0.9" in made.notes[0]
+    other = make_plan(["pip", "install", "vllm"], {}, bare, wheel=replace(wheel, automatic=False))
+    assert other.refusals
+    by_setup = replace(wheel, by_setup=True)  # its setup.py runs first, and imports torch
+    said = make_plan(["pip", "install", "flash-attn"], {}, bare, wheel=by_setup).refusals
+    assert len(said) == 1 and "--no-build-isolation" in str(said[0])
 
 
 def test_a_build_of_anything_needs_no_nvcc() -> None:

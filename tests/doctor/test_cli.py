@@ -51,7 +51,11 @@ def test_fix_applies_what_is_safe(faked: list[str]) -> None:
 
 def test_exit_codes(faked: list[str]) -> None:
     assert _run("doctor", "--only", "good")[0] == 0
-    assert _run("doctor", "--skip", "bad")[0] == 3
+    code, said = _run("doctor", "--skip", "bad")
+    assert code == 0 and "1 warning" in said
+    code, said = _run("doctor", "--skip", "bad", "--json")
+    assert code == 0 and json.loads(said)["worst"] == "warning"
+    assert _run("doctor")[0] == 1
 
 
 def test_json(faked: list[str]) -> None:

@@ -1,5 +1,6 @@
 """`powertrain diagnose`: every literal text gets its cause; what is unknown is said to be."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -10,12 +11,16 @@ from typer.testing import CliRunner
 from powertrain.cli import app
 from powertrain.doctor.causes import CAUSES
 from powertrain.doctor.diagnose import attention_call, diagnose, first_error
-from tests.doctor.texts import TE_LOG, TEXTS
+from tests.doctor.texts import MESSAGES, TE_LOG, TEXTS
 
+CASES = [json.loads(line) for line in (Path(__file__).parent / "cases.jsonl").read_text().splitlines()]
 NOISE = "INFO step 17 loss 2.31\nDownloading torch-2.9.0.whl (899 MB)\n"
 
 
-@pytest.mark.parametrize("name, text", TEXTS, ids=[f"{index}-{name}" for index, (name, _) in enumerate(TEXTS)])
+ALL_TEXTS = TEXTS + MESSAGES
+
+
+@pytest.mark.parametrize("name, text", ALL_TEXTS, ids=[f"{index}-{name}" for index, (name, _) in enumerate(ALL_TEXTS)])
 def test_literal_texts(name: str, text: str) -> None:
     first = diagnose(NOISE + text)[0]
     assert first.cause.name == name
@@ -34,7 +39,50 @@ def _groups(pattern: str) -> list[str]:
 
 def test_there_are_forty_and_every_cause_has_one() -> None:
     assert len(TEXTS) >= 40
-    assert {cause.name for cause in CAUSES} == {name for name, _ in TEXTS}
+    shown = {name for name, _ in ALL_TEXTS} | {case["cause"] for case in CASES} - {"unknown"}
+    assert {cause.name for cause in CAUSES} == shown
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
+def test_cases_from_the_wild(case: dict[str, str]) -> None:
+    """Texts of public threads: `set` says whether a pattern was written with the text in sight (docs/doctor.md)."""
+    found = diagnose(case["text"])
+    if case["cause"] == "unknown":
+        assert not found, [one.cause.name for one in found]
+        first = first_error(case["text"])
+        assert first and case["first_error"] in first[1]
+        return
+    assert found and found[0].cause.name == case["cause"], [one.cause.name for one in found]
+    for one in found:
+        assert not re.search(r"\{\w+\}", one.says() + one.says("zh")), one.says()
+
+
+def test_cases_are_of_threads_and_differ() -> None:
+    assert len({case["id"] for case in CASES}) == len(CASES) >= 120
+    assert all(case["url"].startswith("https://github.com/") and len(case["text"]) < 2000 for case in CASES)
+
+
+def test_a_case_among_other_output_is_found_as_well() -> None:
+    for case in CASES:
+        alone = [one.cause.name for one in diagnose(case["text"])]
+        assert [one.cause.name for one in diagnose(NOISE * 3 + case["text"] + "\n" + NOISE)] == alone, case["id"]
+
+
+def test_a_symptom_is_left_out_where_a_cause_explains_it() -> None:
+    symptom = "RuntimeError: CUDA error: unspecified launch failure\n"
+    (only,) = diagnose(symptom)
+    assert only.cause.confidence == "possible"
+    both = diagnose(symptom + "RuntimeError: CUDA error: uncorrectable ECC error encountered\n")
+    assert [one.cause.name for one in both] == ["gpu-memory-defect"]
+
+
+@pytest.mark.parametrize(
+    "total, free, name", [("44.99", "37.32", "oom-but-free"), ("44.99", "0.11", "cuda-out-of-memory")]
+)
+def test_memory_that_is_free_is_not_full(total: str, free: str, name: str) -> None:
+    text = f"CUDA out of memory. Tried to allocate 128.00 MiB (GPU 0; {total} GiB total capacity; 6.15 GiB already "
+    (one,) = diagnose(text + f"allocated; {free} GiB free; 6.15 GiB reserved in total by PyTorch)")
+    assert one.cause.name == name
 
 
 def test_causes_are_well_formed() -> None:
@@ -42,6 +90,7 @@ def test_causes_are_well_formed() -> None:
     assert len(set(names)) == len(names)
     for cause in CAUSES:
         assert cause.source.startswith("https://")
+        assert cause.confidence in ("certain", "likely", "possible")
         assert re.search(r"[\u4e00-\u9fff]", cause.cause_zh) and not re.search(r"[\u4e00-\u9fff]", cause.cause)
         used = set(re.findall(r"\{(\w+)\}", cause.cause + cause.fix + cause.cause_zh + cause.fix_zh))
         assert used <= set(_groups(cause.pattern)), cause.name
@@ -54,7 +103,7 @@ def test_causes_are_well_formed() -> None:
         NOISE,
         "Building wheel for flash-attn (setup.py) ... done\nSuccessfully installed flash-attn-2.8.3\n",
         "Building extension module fused...\n" + NOISE * 4,
-        "ModuleNotFoundError: No module named 'torchvision'\n",
+        "INFO importing torchvision: No module named 'torchvision'\n",
         "Building extension module fused...\nValueError: bad\n",
     ],
 )
@@ -97,6 +146,22 @@ def test_a_long_line_takes_no_time() -> None:
          (4, "zap.ZapError: it broke")),
         ("Segmentation fault (core dumped)\n", (1, "Segmentation fault (core dumped)")),
         ("g++ -Wno-error x.cpp\ncopying errors.py -> build\n", None),
+        ("[1/2] nvcc a.cu\nFAILED: a.o\n/usr/bin/nvcc -c a.cu -o a.o\na.cu(3): error: no x\nninja: build "
+         "stopped\n",
+         (4, "a.cu(3): error: no x")),
+        ("FAILED: a.o\nninja: build stopped: subcommand failed.\n", (1, "FAILED: a.o")),
+        ("[rank0]: Traceback (most recent call last):\n[rank0]:   File \"a.py\", line 3\n[rank0]:     assert x, "
+         "'error: y'\nnoise of another rank\n[rank0]: AssertionError\n\nDuring handling of the above exception, "
+         "another exception occurred:\n\nTraceback (most recent call last):\n  File \"b.py\", line 1\nValueError: "
+         "later\n",
+         (5, "[rank0]: AssertionError")),
+        ("Traceback (most recent call last):\n  File \"a.py\", line 3\n    f()\nmypackage.Trouble: bent\n",
+         (4, "mypackage.Trouble: bent")),
+        ("    raise RuntimeError('no')\nRuntimeError:\n  The thing is bent\n", (2, "RuntimeError: The thing is bent")),
+        ("CMake Error at a.cmake:3 (message):\n  no such\n", (1, "CMake Error at a.cmake:3 (message): no such")),
+        ("terminate called after throwing an instance of 'std::runtime_error'\n  what():  bent\nAborted (core "
+         "dumped)\n",
+         (2, "what():  bent")),
     ],
 )  # fmt: skip
 def test_first_real_error(text: str, found: tuple[int, str] | None) -> None:
@@ -145,8 +210,32 @@ def test_a_file_in_chinese(tmp_path: Path) -> None:
 def test_an_unknown_text() -> None:
     said = _run(input="hello\nWidgetError: the widget is bent\n", code=1)
     assert "none of the known causes" in said and "(line 2): WidgetError: the widget is bent" in said
-    assert "give the whole log" in _run(input="hello\n", code=1)
+    said = _run(input="hello\n", code=1)
+    assert "give the whole log" in said and "the last line (line 1): hello" in said
     assert "不在已知原因之列" in _run("--lang", "zh", input="hello\n", code=1)
+
+
+def test_the_confidence_is_said() -> None:
+    assert "disk-full (certain)" in _run(input="OSError: [Errno 28] No space left on device\n")
+    said = _run(input="RuntimeError: CUDA error: unspecified launch failure\n")
+    assert "launch-failure (possible" in said and "the first real error (line 1)" in said
+    assert "很可能" in _run("--lang", "zh", input="RuntimeError: No CUDA GPUs are available\n")
+
+
+def test_two_archs_name_the_rebuild() -> None:
+    said = _run(
+        input="FATAL: kernel `fmha_cutlassF_f16_aligned_64x128_rf_sm80` is for sm80-sm100, but was built for sm75"
+    )
+    assert 'TORCH_CUDA_ARCH_LIST="7.5 8.6"' in said
+
+
+def test_what_a_fix_names_of_ours_exists() -> None:
+    """powertrain.compat.xformers and the like are importable."""
+    for cause in CAUSES:
+        for name in re.findall(r"powertrain(?:\.[a-z_]+)+", cause.fix + cause.fix_zh):
+            module, _, attribute = name.rpartition(".")
+            found = importlib.util.find_spec(name) if module in ("powertrain", "powertrain.compat") else None
+            assert found or hasattr(importlib.import_module(module), attribute), (cause.name, name)
 
 
 def test_the_attention_log_is_explained() -> None:

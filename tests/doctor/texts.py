@@ -1,4 +1,4 @@
-"""Literal texts, as people pasted them, and the causes they show: (cause, text). The threads are in causes.py."""
+"""Literal texts, as people pasted them, and the causes they show: (cause, text). The causes name the threads."""
 
 _TE_CONFIG = (
     "DEBUG:DotProductAttention:Running with config={'transformer_engine_version': '2.8.0', 'compute_capability': "
@@ -337,4 +337,147 @@ Building extension module scaled_masked_softmax_cuda...
 NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600411 milliseconds before timing out.
 """,
     ),
+]
+
+# messages as the programs print them, for the causes that neither TEXTS nor cases.jsonl shows
+MESSAGES = [
+    ("pkg-resources", "ModuleNotFoundError: No module named 'pkg_resources'"),
+    ("compiler-missing", "error: command 'x86_64-linux-gnu-gcc' failed: No such file or directory"),
+    ("compiler-missing", "CMake Error at CMakeLists.txt:3 (project):\n  No CMAKE_CXX_COMPILER could be found."),
+    ("rust-missing", "error: can't find Rust compiler"),
+    ("nccl-headers", "common/comm.h:9:10: fatal error: nccl.h: No such file or directory"),
+    ("thc-removed", "src/roi.cu:3:10: fatal error: THC/THC.h: No such file or directory"),
+    ("submodule-headers", "csrc/flash_api.cpp:12:10: fatal error: cutlass/numeric_types.h: No such file or directory"),
+    ("header-missing", "a.cpp:1:10: fatal error: crypt.h: No such file or directory"),
+    ("arch-list-empty", "    arch_list[-1] += '+PTX'\nIndexError: list index out of range"),
+    ("cmake-old", "  CMake 3.26 or higher is required.  You are running version 3.22.1"),
+    ("cmake-new", "  Compatibility with CMake < 3.5 has been removed from CMake."),
+    ("apex-options", "error: option --cpp_ext not recognized"),
+    ("deepspeed-op", "RuntimeError: Unable to JIT load the cpu_adam op due to it not being compatible"),
+    ("libaio", " [WARNING]  async_io requires the dev libaio .so object and headers but these were not found."),
+    ("link-too-large", "ld: a.o: relocation truncated to fit: R_X86_64_PC32 against symbol `x'"),
+    (
+        "cross-device-link",
+        "error: [Errno 18] Invalid cross-device link: 'flash_attn-2.6.whl' -> '/home/me/.cache/pip/x.whl'",
+    ),
+    ("dubious-ownership", "fatal: detected dubious ownership in repository at '/workspace/flash-attention'"),
+    ("ssh-key", "git@github.com: Permission denied (publickey)."),
+    ("wheel-platform", "ERROR: flash_attn-2.8-cp310-cp310-linux_x86_64.whl is not a supported wheel on this platform."),
+    ("python-version", "ERROR: Package 'vllm' requires a different Python: 3.8.10 not in '<3.14,>=3.10'"),
+    ("pip-conflict", "xformers 0.0.27 requires torch==2.3.1, but you have torch 2.4.0 which is incompatible."),
+    ("externally-managed", "error: externally-managed-environment"),
+    ("disk-quota", "OSError: [Errno 122] Disk quota exceeded"),
+    ("read-only", "OSError: [Errno 30] Read-only file system: '/.triton'"),
+    ("undefined-reference", "a.o: undefined reference to `cudnnCreate'"),
+    ("python-symbol", "ImportError: /x/foo.so: undefined symbol: _PyGen_Send"),
+    ("bitsandbytes-cpu", "AttributeError: /x/libbitsandbytes_cpu.so: undefined symbol: cget_col_row_stats"),
+    (
+        "partially-initialized",
+        "ImportError: cannot import name 'f' from partially initialized module 'random' (most likely)",
+    ),
+    ("shared-library", "ImportError: libGL.so.1: cannot open shared object file: No such file or directory"),
+    ("undefined-symbol-other", "ImportError: /x/foo.so: undefined symbol: omp_get_max_threads_ext"),
+    ("ptx-newer-than-driver", "RuntimeError: CUDA error: the provided PTX was compiled with an unsupported toolchain."),
+    ("device-ordinal", "RuntimeError: CUDA error: invalid device ordinal"),
+    ("gpu-busy", "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable"),
+    (
+        "gpu-lost",
+        "Unable to determine the device handle for GPU 0000:3B:00.0: GPU is lost. Reboot the system to recover",
+    ),
+    ("xid", "[ 1203.1] NVRM: Xid (PCI:0000:3b:00): 31, pid=4711, name=python, Ch 00000008"),
+    ("gpu-memory-full", "RuntimeError: CUDA error: out of memory"),
+    (
+        "mixed-devices",
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+    ),
+    ("cublas-failed", "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle )`"),
+    ("dynamo-python", "RuntimeError: Dynamo is not supported on Python 3.12+"),
+    ("recompile-limit", "W0101 torch._dynamo hit config.recompile_limit (8)"),
+    ("dynamo-unsupported", "torch._dynamo.exc.Unsupported: call_function BuiltinVariable(print)"),
+    (
+        "cuda-graph-overwritten",
+        "RuntimeError: Error: accessing tensor output of CUDAGraphs that has been overwritten by a run.",
+    ),
+    ("capture", "RuntimeError: CUDA error: operation not permitted when stream is capturing"),
+    ("process-group-missing", "ValueError: Default process group has not been initialized, please make sure to call"),
+    (
+        "rank-variables",
+        "ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable RANK "
+        "expected, but not set",
+    ),
+    ("local-rank-argument", "train.py: error: unrecognized arguments: --local-rank=0"),
+    ("pdsh-missing", "RuntimeError: launcher 'pdsh' not installed."),
+    ("nccl-interface", "host:1:1 [0] bootstrap.cc:45 NCCL WARN Bootstrap : no socket interface found"),
+    ("nccl-memlock", "misc/ibvwrap.cc:111 NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory"),
+    (
+        "master-unreachable",
+        "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms while trying to "
+        "connect to (10.0.0.1, 29500).",
+    ),
+    ("nccl-mismatch", "host:1:1 [0] NCCL WARN Message truncated : received 1024 bytes instead of 256"),
+    (
+        "fork-cuda",
+        "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, use spawn",
+    ),
+    ("hang-up", "torch.distributed.elastic.multiprocessing.api.SignalException: Process 4711 got signal: 1"),
+    ("time-limit", "slurmstepd: error: *** JOB 17 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***"),
+    ("weights-only", "_pickle.UnpicklingError: Weights only load failed. This file can still be loaded"),
+    (
+        "checkpoint-keys",
+        'RuntimeError: Error(s) in loading state_dict for GPT:\n\tMissing key(s) in state_dict: "a.weight".',
+    ),
+    (
+        "model-unknown",
+        "ValueError: The checkpoint you are trying to load has model type `qwen3` but Transformers does not "
+        "recognize this architecture.",
+    ),
+    (
+        "hub-name",
+        "OSError: lama-3 is not a local folder and is not a valid model identifier listed on 'https://huggingface.co/models'",
+    ),
+    ("unscale-fp16", "ValueError: Attempting to unscale FP16 gradients."),
+    ("dtype-mismatch", "RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16"),
+    ("no-grad-input", "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn"),
+    ("vllm-cache", "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"),
+    (
+        "vllm-parallel",
+        "ValueError: Total number of attention heads (28) must be divisible by tensor parallel size (8).",
+    ),
+    (
+        "apex-wrong-package",
+        "ImportError: cannot import name 'UnencryptedCookieSessionFactoryConfig' from 'pyramid.session'",
+    ),
+    (
+        "apex-wrong-package",
+        "ImportError: Please install apex from https://www.github.com/nvidia/apex to use fp16 training.",
+    ),
+    (
+        "megatron-helpers",
+        "ImportError: cannot import name 'helpers' from 'megatron.data' (/x/megatron/data/__init__.py)",
+    ),
+    ("megatron-helpers", "ModuleNotFoundError: No module named 'megatron.core.datasets.helpers_cpp'"),
+    ("numpy-names", "AttributeError: module 'numpy' has no attribute 'bool'."),
+    ("numpy-major", "ValueError: numpy.dtype size changed, may indicate binary incompatibility."),
+    ("protobuf", "TypeError: Descriptors cannot be created directly."),
+    ("module-attribute", "AttributeError: module 'transformers' has no attribute 'Qwen3Config'"),
+    ("module-missing", "ModuleNotFoundError: No module named 'torchvision'"),
+    ("nccl-not-built", "RuntimeError: Distributed package doesn't have NCCL built in"),
+    ("store-timeout", "torch.distributed.DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//1"),
+    ("port-taken", "RuntimeError: Address already in use"),
+    ("cuda-home", "FileNotFoundError: [Errno 2] No such file or directory: '/usr/local/cuda/bin/nvcc'"),
+    ("cuda-home", "/bin/sh: 1: :/usr/local/cuda/bin/nvcc: not found"),
+    ("ninja-missing", "FileNotFoundError: [Errno 2] No such file or directory: 'ninja'"),
+    (
+        "network",
+        "fatal: unable to access 'https://github.com/NVIDIA/cutlass.git/': Failed to connect to github.com port 443",
+    ),
+    ("no-kernel-image", "RuntimeError: CUDA error: invalid device function"),
+    ("remote-code", "ValueError: Please pass the argument `trust_remote_code=True` to allow custom code to be run."),
+    (
+        "no-map-location",
+        "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False",
+    ),
+    ("meta-tensor", "NotImplementedError: Cannot copy out of meta tensor; no data!"),
+    ("tokenizer-backend", "ImportError: LlamaTokenizer requires the SentencePiece library but it was not found"),
+    ("model-unknown", "ValueError: Model architectures ['Qwen3ForCausalLM'] are not supported for now."),
 ]

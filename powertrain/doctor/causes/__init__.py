@@ -1,0 +1,22 @@
+"""The errors of this field: patterns in logs, causes, fixes, in English and Chinese, and where each was seen.
+
+A pattern is searched in every line that holds one of the literals that its matches must (diagnose.py); it takes time in
+proportion to the line: what can begin in the middle of a word, or has two open gaps, does not. Where two causes are
+found, the one that stands first here is said first: causes before their consequences. tests/doctor/texts.py and
+tests/doctor/cases.jsonl have a text for each.
+"""
+
+from powertrain.doctor.causes import builds, gpu, loading, ranks, stops, training, triton
+from powertrain.doctor.causes.cause import Cause, Confidence
+
+CAUSES = (
+    *builds.CAUSES,
+    *loading.CAUSES,
+    *gpu.CAUSES,
+    *triton.CAUSES,
+    *ranks.CAUSES,
+    *training.CAUSES,
+    *stops.CAUSES,
+)
+
+__all__ = ["CAUSES", "Cause", "Confidence"]

@@ -1,0 +1,25 @@
+"""A cause: its pattern in a log, the words for it in English and Chinese, where it was seen, and how sure it is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Confidence = Literal["certain", "likely", "possible"]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`{names}` in the words are the pattern's groups."""
+
+    name: str
+    pattern: str  # a regular expression, for one line
+    cause: str
+    fix: str
+    cause_zh: str
+    fix_zh: str
+    source: str
+    also: str = ""  # a regular expression that some line must match, too
+    last: bool = False  # only among the last lines: the log stops there
+    # certain: the message states it; likely: it is the usual reason; possible: the message names a symptom only
+    confidence: Confidence = "certain"
+    holds: Callable[[dict[str, str]], bool] | None = None  # of the pattern's groups

@@ -1,0 +1,131 @@
+"""Triton and torch.compile."""
+
+from powertrain.doctor.causes.cause import Cause
+
+_TORCH = "https://github.com/pytorch/pytorch/issues/"
+
+CAUSES = (
+    Cause(
+        "triton-cache-race",
+        r"FileNotFoundError: .*(?:\.triton/cache|triton_cache)",
+        "several processes share one Triton cache, and one removed a file that another was writing",
+        "TRITON_CACHE_DIR=/tmp/triton-$RANK for each rank, or a newer Triton (3.2 or later)",
+        "多个进程共用一个 Triton 缓存，一个进程删除了另一个正在写的文件",
+        "为每个 rank 设置 TRITON_CACHE_DIR=/tmp/triton-$RANK，或升级 Triton（3.2 以上）",
+        "https://github.com/triton-lang/triton/issues/2688",
+        confidence="likely",
+    ),
+    Cause(
+        "triton-cache-network",
+        r"\[Errno 16\] Device or resource busy",
+        "Triton's cache lies on a network file system, where a folder that another host has open cannot be removed",
+        "TRITON_CACHE_DIR=/tmp/triton-cache: a local disk",
+        "Triton 缓存位于网络文件系统，其他主机打开的目录无法删除",
+        "TRITON_CACHE_DIR=/tmp/triton-cache：使用本地磁盘",
+        "https://github.com/triton-lang/triton/issues/11512",
+        also=r"[Tt]riton|FileCacheManager|removedirs",
+        confidence="likely",
+    ),
+    Cause(
+        "triton-no-compiler",
+        r"Failed to find C compiler",
+        "Triton compiles its launcher in C, and there is no compiler",
+        "apt install gcc (build-essential), or CC=<a C compiler>",
+        "Triton 要用 C 编译启动器，但没有编译器",
+        "apt install gcc（build-essential），或设置 CC",
+        "https://github.com/apple/ml-cross-entropy/issues/5",
+    ),
+    Cause(
+        "triton-missing",
+        r"Cannot find a working triton installation|Triton (?:package )?is not (?:installed|available)|"
+        r"ModuleNotFoundError: No module named 'triton'",
+        "torch.compile or a library wants Triton, which is not installed in this Python or does not work here",
+        "pip install triton at the version that torch requires (Linux); on Windows: triton-windows, or WSL",
+        "torch.compile 或某个库需要 Triton，但当前 Python 没有安装或无法使用",
+        "安装 torch 要求版本的 triton（Linux）；Windows 上用 triton-windows 或 WSL",
+        "https://github.com/triton-lang/triton/issues/4034",
+    ),
+    Cause(
+        "ptxas-old",
+        r"Value '(?P<arch>sm_\w+)' is not defined for option 'gpu-name'|"
+        r"'(?P<cpu>sm_\w+)' is not a recognized processor",
+        "the ptxas bundled with Triton, or its LLVM, is older than the GPU",
+        "a newer Triton (with its torch), or TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas of a CUDA that knows the GPU",
+        "Triton 自带的 ptxas 或 LLVM 比 GPU 旧",
+        "升级 Triton（连同 torch），或设置 TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas（支持该 GPU 的 CUDA）",
+        "https://github.com/triton-lang/triton/issues/8539",
+    ),
+    Cause(
+        "dynamo-python",
+        r"(?:Dynamo|torch\.compile) is not supported on Python|Python 3\.\d+\+? not yet supported for torch\.compile",
+        "this torch cannot compile on this Python version",
+        "a newer torch, or an older Python; TORCHDYNAMO_DISABLE=1 goes without",
+        "当前 torch 不支持在该 Python 版本上编译",
+        "升级 torch，或使用较旧的 Python；TORCHDYNAMO_DISABLE=1 可跳过编译",
+        "https://github.com/pytorch/pytorch/issues/136361",
+    ),
+    Cause(
+        "recompile-limit",
+        r"torch\._dynamo hit config\.(?P<limit>\w+)",
+        "a compiled function was compiled again for every new shape or value, until torch gave up ({limit})",
+        "TORCH_LOGS=recompiles names what changes; mark_dynamic, or pad to a few sizes; no Python numbers that change",
+        "编译的函数因形状或数值变化而反复重新编译，直到达到上限（{limit}）",
+        "TORCH_LOGS=recompiles 显示变化之处；mark_dynamic，或补齐到少数几种大小；避免变化的 Python 数值",
+        "https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html",
+    ),
+    Cause(
+        "dynamo-unsupported",
+        r"torch\._dynamo\.exc\.(?:Unsupported|UserError|TorchRuntimeError|InternalTorchDynamoError)",
+        "torch.compile cannot trace this piece of code; its reason follows on the line",
+        "read the reason; fullgraph=False, or torch.compiler.disable on that function; a newer torch",
+        "torch.compile 无法跟踪这段代码；原因在该行之后",
+        "阅读原因；fullgraph=False，或对该函数使用 torch.compiler.disable；升级 torch",
+        "https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html",
+        confidence="possible",
+    ),
+    Cause(
+        "cuda-graph-overwritten",
+        r"accessing tensor output of CUDAGraphs that has been overwritten",
+        "an output of a compiled function with CUDA graphs was kept over its next run, which reuses its memory",
+        "clone() it, or torch.compiler.cudagraph_mark_step_begin() before each run",
+        "CUDA graph 的输出被保留到下一次运行，而其内存会被重用",
+        "clone() 该输出，或每次运行前调用 torch.compiler.cudagraph_mark_step_begin()",
+        "https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",
+    ),
+    Cause(
+        "capture",
+        r"operation not permitted when stream is capturing|cudaErrorStreamCapture\w+|"
+        r"operation failed due to a previous error during capture",
+        "something in a CUDA graph's capture waits for the GPU or allocates: .item(), printing, a new NCCL group, the "
+        "first call of "
+        "a library",
+        "warm up three iterations before the capture, on a side stream; no .item() and no host copies inside",
+        "CUDA graph 捕获期间有等待 GPU 或分配内存的操作：.item()、打印、新建 NCCL 组、库的首次调用",
+        "捕获前在另一个 stream 上预热三次；捕获中不要 .item() 和主机拷贝",
+        "https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs",
+        confidence="likely",
+    ),
+    Cause(
+        "inductor-cpp",
+        r"CppCompileError",
+        "the C++ code that torch.compile wrote does not compile here; the compiler's own error stands below its "
+        "command",
+        "read the first `error:` below; g++ 10 or newer, Python's headers and OpenMP; a newer torch",
+        "torch.compile 生成的 C++ 代码在此无法编译；编译器自己的错误在命令下方",
+        "查看下方第一个 error:；需要 g++ 10 以上、Python 头文件和 OpenMP；或升级 torch",
+        _TORCH + "106513",
+        confidence="possible",
+    ),
+    Cause(
+        "triton-compiler",
+        r"PassManager::run failed|Internal Triton PTX codegen error|LLVM ERROR: Cannot select|"
+        r"triton\.compiler\.errors\.\w+Error|"
+        r"Failures have been detected while processing an MLIR pass pipeline",
+        "Triton could not compile a kernel: its version, or the kernel on this GPU",
+        "the error above it; the Triton that torch requires, or a newer one with its torch; rm -r ~/.triton/cache",
+        "Triton 无法编译某个核函数：与其版本或该 GPU 有关",
+        "查看上方的错误；使用 torch 要求的 Triton，或连同 torch 一起升级；rm -r ~/.triton/cache",
+        "https://github.com/intel/intel-xpu-backend-for-triton/issues/5654",
+        confidence="possible",
+    ),
+)  # fmt: skip
