@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from powertrain.cli.paths import must_exist
+
 if TYPE_CHECKING:
     from powertrain.runtime.compile.kernel_store import Entry
 
@@ -30,6 +32,7 @@ def kernels(
     powertrain kernels
     powertrain kernels verify --pack h100.ptp
     """
+    must_exist([] if pack is None else [pack])
     from powertrain.runtime.compile.kernel_store import Pack, user_store
     from powertrain.runtime.errors import StoreError
 

@@ -25,6 +25,7 @@ from powertrain.train.data.corpus import digest, find_files, raw_documents, text
 from powertrain.train.data.encode import Counts, Encoding, encode
 from powertrain.train.data.file_lock import one_at_a_time
 from powertrain.train.data.indexed import (
+    DocumentSlice,
     IndexedData,
     IndexedWriter,
     exists,
@@ -59,7 +60,7 @@ class Data:
 class _Part:
     """Documents [start, stop) of a data set, and its weight in the blend."""
 
-    data: IndexedData
+    data: IndexedData | DocumentSlice
     documents: range
     weight: float
     labels: IndexedData | None
@@ -173,12 +174,24 @@ class _Opener:
                 train.append(whole)
                 validation.append(self._part(source, self._tokens(quickstart_files().validation)))
                 continue
+            data = whole.data
+            if len(data) == 1 and isinstance(data, IndexedData) and _prefix(source.path) is None:
+                self._split_document(data, whole.weight, parts)
+                continue
             bounds = split_bounds(config.split, len(whole.data))
             for number, part in enumerate(parts):
                 documents = range(bounds[number], bounds[number + 1])
                 if documents:
                     part.append(_Part(whole.data, documents, whole.weight, whole.labels))
         return parts
+
+    def _split_document(self, data: IndexedData, weight: float, parts: list[list[_Part]]) -> None:
+        """The only document of a text, split by its tokens: its beginning to train on, its end held out."""
+        bounds = split_bounds(self.config.split, int(data.sizes[0]))
+        for number, part in enumerate(parts):
+            start, stop = bounds[number], bounds[number + 1]
+            if start < stop:
+                part.append(_Part(DocumentSlice(data, 0, start, stop), range(1), weight, None))
 
     def _whole(self, sources: Sequence[DataSource]) -> list[_Part]:
         return [self._part(source, self._open(source)) for source in sources]
