@@ -29,17 +29,29 @@ class Section(BaseModel):
 
 
 class DataSource(Section):
-    """One corpus: a file or folder of text, jsonl(.zst), a .bin/.idx prefix, or `quickstart`: Python's own sources."""
+    """One corpus: a file or folder of text, jsonl(.zst), parquet, hf:ORG/NAME, a .bin/.idx prefix, or `quickstart`.
+
+    subset, split, revision   as `datasets.load_dataset` takes them, for the Hub and folders of that library
+    streaming                 the Hub's rows are tokenized as they arrive, and not kept
+    documents                 so many of the first; None: all
+    """
 
     path: str
     weight: NonNegative = 1.0
     labels: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    streaming: bool = False
+    documents: Positive | None = None
 
 
 class DataConfig(Section):
     """train, validation, test   sources; a plain string is one of weight 1
     split            shares of train, validation and test where only `train` is given
-    tokenizer        tokenizer.json, a folder with one, "gpt2:VOCAB.json:MERGES.txt", "bytes"; "train:SIZE" trains one
+    tokenizer        tokenizer.json, a folder with one, "hf:ORG/NAME", "gpt2:VOCAB.json:MERGES.txt", "bytes";
+                     "train:SIZE" trains one
+    text_key         of jsonl and rows: text, or messages for the tokenizer's chat template
     document_mask    documents do not see each other, and positions restart in each
     eod_mask_loss    no loss at end-of-document tokens
     """
