@@ -140,13 +140,13 @@ def test_a_missing_extra_in_python(bare: Path, tmp_path: Path) -> None:
 
 
 def test_first_steps(full: Path, tmp_path: Path) -> None:
-    quick = _run([str(full / "powertrain"), "train", "quickstart", "train.steps=2", "evaluation.steps=1"], tmp_path)
+    words = ["model.num_layers=1", "train.seq_length=32", "train.micro_batch_size=1"]
+    quick = _run([str(full / "powertrain"), "train", "quickstart", *words, "train.steps=2"], tmp_path)
     assert quick.returncode == 0, quick.stdout + quick.stderr
     assert (tmp_path / "runs/quickstart/checkpoints/step_00000002/checkpoint.json").is_file()
     (tmp_path / "book.txt").write_text("to be or not to be, that is the question. " * 200)
     written = _run([str(full / "powertrain"), "init", "--data", "book.txt", "--steps", "2"], tmp_path)
     assert written.returncode == 0, written.stderr
-    words = ["model.num_layers=1", "train.seq_length=32", "train.micro_batch_size=1"]
     own = _run([str(full / "powertrain"), "train", "run.yml", *words], tmp_path)
     assert own.returncode == 0 and "validation loss" in own.stdout, own.stdout + own.stderr
     assert "runs/run/checkpoints" in own.stdout and list((tmp_path / "runs/run/checkpoints").glob("step_*"))

@@ -153,7 +153,7 @@ def test_errors_name_the_source(
 
 def test_messages_without_a_template(tmp_path: Path) -> None:
     sources = _write(tmp_path, [{"messages": chat} for chat in CHATS])
-    with pytest.raises(ValueError, match="data.tokenizer must have a chat template for messages, got bytes"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer must have a chat template for messages, got bytes"):
         _tokens(sources["jsonl"], tmp_path / "cache", "messages")
     with pytest.raises(ValueError, match="chat template"):
         ByteTokenizer().encode_chat(CHATS[0])
