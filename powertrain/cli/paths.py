@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 
 
-def must_exist(paths: Sequence[str | Path]) -> None:
-    """End the command with 2 where a path is not there; one line a path, with the nearest name beside it."""
+def must_exist(paths: Sequence[str | Path], code: int = 2) -> None:
+    """End the command with `code` where a path is not there; one line a path, with the nearest name beside it."""
     missing = [Path(path) for path in paths if not Path(path).exists()]
     for path in missing:
         near = difflib.get_close_matches(path.name, _names_beside(path), 1)
@@ -18,7 +18,7 @@ def must_exist(paths: Sequence[str | Path]) -> None:
             f"{path}: no such file or folder{hint}", markup=False, highlight=False
         )
     if missing:
-        raise typer.Exit(2)
+        raise typer.Exit(code)
 
 
 def _names_beside(path: Path) -> list[str]:

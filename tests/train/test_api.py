@@ -43,6 +43,16 @@ def test_train_from_each_kind_of_config(kind: str, tmp_path: Path) -> None:
         train(file, fresh=True, quiet=True)
 
 
+def test_quickstart_is_a_config_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anywhere; a file of that name comes first, a folder does not hide it."""
+    monkeypatch.chdir(tmp_path)
+    assert read_config(["quickstart"]).config.train.steps == 180
+    (tmp_path / "quickstart").mkdir()
+    assert read_config(["quickstart"]).config.train.steps == 180
+    (tmp_path / "quickstart.yml").write_text(write_config(tmp_path).read_text())
+    assert read_config(["quickstart"]).config.train.steps == 12
+
+
 def test_what_train_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="config must be a path, a dictionary"):
         train(7)  # type: ignore[arg-type]

@@ -106,7 +106,7 @@ QUICKSTART = "quickstart"
 def _found(path: Path) -> Path:
     """The file of a name: `small` is small.yml, as in GPT-NeoX; `quickstart` is our own where no such file is here."""
     with_suffix = path.with_name(path.name + ".yml") if path.name else path
-    if path.exists():
+    if path.exists() and not path.is_dir():
         return path
     if with_suffix.exists():
         return with_suffix
