@@ -6,14 +6,14 @@ python scripts/config_tables.py    writes them between their marks
 import inspect
 import re
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from powertrain.train.config.neox_keys import KEYS
-from powertrain.train.config.schema import RunConfig
+from powertrain.train.config.schema import MAX_SCALE, RunConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 _DISPOSITIONS = {
@@ -25,28 +25,26 @@ _DISPOSITIONS = {
 
 
 def sections() -> str:
-    """A table of fields for each section of a RunConfig."""
+    """A table of fields for each section of a RunConfig, sections within sections included."""
     parts = []
     for name, field in RunConfig.model_fields.items():
-        parts += [f"### {name}", ""]
-        if name == "model":
-            parts += [MODEL, ""]
-            continue
-        schema = field.annotation
-        assert schema is not None
-        parts += [
-            "```",
-            inspect.cleandoc(schema.__doc__ or ""),
-            "```",
-            "",
-            "| key | default | values |",
-            "|---|---|---|",
-        ]
-        for key, inner in schema.model_fields.items():
-            default = "" if inner.is_required() else _default(inner.default)
-            parts.append(f"| `{key}` | {default} | {_kind(inner)} |")
-        parts.append("")
+        parts += [f"### {name}", "", MODEL, ""] if name == "model" else _section(name, field.annotation)
     return "\n".join(parts)
+
+
+def _section(name: str, schema: type[BaseModel] | None) -> list[str]:
+    assert schema is not None
+    parts = [f"### {name}", "", "```", inspect.cleandoc(schema.__doc__ or ""), "```", ""]
+    parts += ["| key | default | values |", "|---|---|---|"]
+    within: dict[type[BaseModel], str] = {}  # each once: train, validation and test take the same sources
+    for key, inner in schema.model_fields.items():
+        default = "" if inner.is_required() else _default(inner.default)
+        parts.append(f"| `{key}` | {default} | {_kind(inner)} |")
+        for kind in (inner.annotation, *get_args(inner.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                within.setdefault(kind, f"{name}.{key}")
+    parts.append("")
+    return parts + [line for kind, inner_name in within.items() for line in _section(inner_name, kind)]
 
 
 MODEL = """`architecture` names the fields (`gpt_neox`, `llama` ...); `preset` fills them in, other keys change them:
@@ -69,15 +67,20 @@ def _default(value: object) -> str:
 
 
 def _kind(field: FieldInfo) -> str:
-    kind = field.annotation
+    kind, limits = field.annotation, list(field.metadata)
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    within = [choice for choice in get_args(kind) if get_origin(choice) is Annotated]
+    if within and type(None) in get_args(kind):  # an int with limits, or None
+        base, about = get_args(within[0])
+        kind, limits = base | None, [*limits, *about.metadata]
     text = str(getattr(kind, "__name__", kind) if get_origin(kind) is None else kind)
     text = re.sub(r"typing\.(Annotated\[(\w+), .*?\)\])?|powertrain\.[\w.]+\.", r"\2", text)
     text = re.sub(r"tuple\[(.*?)(, \.\.\.)?\]", r"list of \1", text).replace("|", "or")
     bounds = {"Gt(gt=0)": "above 0", "Ge(ge=0)": "at least 0", "MinLen(min_length=1)": "at least one",
-              "Lt(lt=4294967296)": "below 2^32"}  # fmt: skip
-    return ", ".join([text, *(bounds[str(bound)] for bound in field.metadata)])
+              "Lt(lt=4294967296)": "below 2^32", "Le(le=127)": "at most 127",
+              f"Le(le={MAX_SCALE})": "at most 2^127"}  # fmt: skip
+    return ", ".join([text, *(bounds[str(bound)] for bound in limits)])
 
 
 def keys() -> str:

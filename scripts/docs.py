@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "site-pages"
-SOURCES = ("*.md", "docs/**/*.md", "docs/**/*.css", "benchmarks/**/*.md", "benchmarks/**/*.svg")
+SOURCES = ("*.md", "examples/*.*", "docs/**/*.md", "docs/**/*.css", "benchmarks/**/*.md", "benchmarks/**/*.svg")
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ NEEDED = (
     "tokenizers", "zstandard", "filelock", "jinja2", "tensorboard", "pytest", "ruff", "mypy",
 )  # fmt: skip
 DOCS_SECTION = "# For `make docs` only"
+EXAMPLES_SECTION = "# For the extra examples only"
 
 
 def pins(triton: str | None, section: str) -> dict[str, tuple[str, float]]:
@@ -126,6 +127,7 @@ def main() -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         return
     tests, _, docs = (ROOT / "constraints.txt").read_text().partition(DOCS_SECTION)
+    tests = tests.partition(EXAMPLES_SECTION)[0]
     versions = pins(options.triton, docs if options.docs else tests)
     announce(venv, versions)
     create(venv)

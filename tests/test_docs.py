@@ -20,6 +20,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks" / "README.md",
+    ROOT / "examples" / "README.md",
     *(ROOT / "docs").rglob("*.md"),
 ]
 FOLDERS = [folder.name for parent in (ROOT, ROOT / "powertrain") for folder in parent.iterdir() if folder.is_dir()]
@@ -133,3 +134,8 @@ def test_the_tables_of_attention_are_what_the_code_says() -> None:
     page = (ROOT / "docs" / "attention.md").read_text()
     updated = runpy.run_path(str(ROOT / "scripts" / "attention_tables.py"))["updated"]
     assert updated(page) == page, "python scripts/attention_tables.py"
+
+
+def test_the_support_matrix_is_current() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "support_matrix.py"))["page"]
+    assert (ROOT / "docs" / "support.md").read_text() == page(), "python scripts/support_matrix.py"

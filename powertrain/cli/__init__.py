@@ -4,9 +4,12 @@ Importing this package must stay cheap (no torch, no triton): commands import th
 """
 
 from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+import powertrain
 from powertrain.cli import (
     build,
     check,
@@ -17,6 +20,7 @@ from powertrain.cli import (
     explain,
     facts,
     generate,
+    init,
     kernels,
     lint,
     prebuild,
@@ -27,9 +31,10 @@ from powertrain.cli import (
     tune,
     verify,
 )
+from powertrain.runtime.extras import MissingExtra
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Start here": (demo.demo, tour.tour, check.check),
+    "Start here": (init.init, demo.demo, tour.tour, check.check),
     "Train": (
         train.train,
         generate.generate,
@@ -44,7 +49,20 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "This machine": (facts.target, facts.env, doctor.doctor, diagnose.diagnose, explain.explain),
 }
 
+
+class _Commands(TyperGroup):
+    """The commands; one whose packages are not installed ends with a line that names the extra."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MissingExtra as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(2) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="powertrain",
     no_args_is_help=True,
     add_completion=False,
@@ -53,11 +71,21 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"powertrain {powertrain.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="show and exit")] = False,
+) -> None:
     """Transformer training and inference in PyTorch, accelerated in pure Python.
 
     \b
+    powertrain init                   write a commented run.yml
+    powertrain train quickstart       a first run, nothing to download
     powertrain demo                   train a small GPT, kill it, resume it, generate from it
     powertrain check                  this machine, and every op against float64
     powertrain check rms_norm rope    some ops only

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from powertrain.cli.paths import must_exist
+
 
 class Kind(str, Enum):
     """Formats of a checkpoint."""
@@ -45,6 +47,7 @@ def convert(
     powertrain convert checkpoints/global_step143000 pythia-hf --to hf --config 160M.yml
     powertrain convert pythia-160m pythia-neox --to neox --model-parallel-size 2
     """
+    must_exist([source, *(config or ())])
     from powertrain.train.checkpoint.convert import LogitsDiffer
     from powertrain.train.checkpoint.convert import convert as write
     from powertrain.train.checkpoint.load import NAMES, open_weights

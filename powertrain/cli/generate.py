@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from powertrain.cli.paths import must_exist
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -32,7 +34,7 @@ def generate(
     \b
     powertrain generate runs/quickstart --prompt "def main(" --temperature 0
     """
-
+    must_exist([checkpoint])
     from powertrain.models.generate import Sampler, stream
     from powertrain.models.generate import generate as new_tokens
     from powertrain.train.checkpoint.load import load_model

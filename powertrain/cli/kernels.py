@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from powertrain.cli.paths import must_exist
+
 if TYPE_CHECKING:
     from powertrain.runtime.compile.kernel_store import Entry
 
@@ -30,12 +32,13 @@ def kernels(
     powertrain kernels
     powertrain kernels verify --pack h100.ptp
     """
+    if pack is not None and action is Action.clear:
+        raise typer.BadParameter("a pack is read-only; delete the file", param_hint="--pack")
+    must_exist([] if pack is None else [pack], code=1)
     from powertrain.runtime.compile.kernel_store import Pack, user_store
     from powertrain.runtime.errors import StoreError
 
     console = Console()
-    if pack is not None and action is Action.clear:
-        raise typer.BadParameter("a pack is read-only; delete the file", param_hint="--pack")
     try:
         store = Pack(pack) if pack is not None else user_store()
     except StoreError as error:

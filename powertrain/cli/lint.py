@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from powertrain.cli.paths import must_exist
 from powertrain.runtime.target import Target
 
 if TYPE_CHECKING:
@@ -32,11 +33,11 @@ def lint(
     powertrain lint configs/neox/125M.yml configs/neox/local_setup.yml --arch A100 --arch "RTX 2080"
     powertrain lint run.yml train.seq_length=8192 --world-size 8
     """
+    console = Console()
+    run = read_run(files, world_size=world_size, strict=strict, format=format)
     from powertrain.train.config.table import render
     from powertrain.train.lint import lint as inspect
 
-    console = Console()
-    run = read_run(files, world_size=world_size, strict=strict, format=format)
     try:
         targets = [Target.parse(name) for name in arch or ["A100", "H100"]]
     except ValueError as error:
@@ -55,16 +56,27 @@ def lint(
 
 def read_run(words: list[str], *, world_size: int = 1, strict: bool = False, format: str | None = None) -> "Run":
     """The run of a command line's files and key=value words; its errors are printed, and the command exits with 2."""
+    must_exist(missing_files(words))
+    overrides = _overrides(words)
+    files = [word for word in words if word not in overrides]
     from powertrain.train.config.reader import read_config
     from powertrain.train.config.yaml_source import ConfigError
 
-    overrides = [word for word in words if "=" in word and not Path(word).exists()]
-    files = [word for word in words if word not in overrides]
     try:
         return read_config(files, overrides, world_size=world_size, strict=strict, format=format)  # type: ignore[arg-type]
     except ConfigError as error:
         Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
         raise typer.Exit(2) from None
+
+
+def missing_files(words: list[str]) -> list[str]:
+    """Words of a command line that are neither an override nor a config that is there."""
+    known = {"quickstart", *_overrides(words)}
+    return [word for word in words if word not in known and not Path(f"{word}.yml").exists()]
+
+
+def _overrides(words: list[str]) -> list[str]:
+    return [word for word in words if "=" in word and not Path(word).exists()]
 
 
 def sized(run: "Run") -> "RunConfig":

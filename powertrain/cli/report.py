@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from powertrain.cli.paths import must_exist
+
 
 def report(
     folder: Annotated[Path, typer.Argument(help="the run's folder: logging.folder of its config")],
@@ -15,6 +17,7 @@ def report(
     \b
     powertrain report runs/quickstart
     """
+    must_exist([folder])
     from powertrain.train.reporting.report import write_report
 
     try:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from powertrain.cli.lint import read_run
+from powertrain.cli.lint import missing_files, read_run
+from powertrain.cli.paths import must_exist
 
 if TYPE_CHECKING:
     from powertrain.train.config.reader import Run
@@ -36,10 +37,12 @@ def train(
     checkpoint. Ends with 0 when all steps are done, 1 when training went bad, 2 when it cannot begin.
 
     \b
-    powertrain train configs/quickstart.yml
+    powertrain train quickstart
+    powertrain train run.yml train.steps=1000
     powertrain train configs/neox/125M.yml configs/neox/local_setup.yml train_iters=100
     torchrun --nproc-per-node 8 -m powertrain train run.yml parallel.shard=8
     """
+    must_exist(missing_files(files))
     from powertrain.train import ranks
 
     console = Console()

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+_NOTHING = "must be a run, a checkpoint or a data set, got nothing of the kind"
+
 
 def verify(
     paths: Annotated[list[Path], typer.Argument(help="runs, checkpoints, and prefixes of .bin/.idx data sets")],
@@ -17,10 +19,14 @@ def verify(
     \b
     powertrain verify runs/quickstart data/corpus
     """
+    console, bad = Console(soft_wrap=True, highlight=False), 0
+    if not any(Path(f"{path}{ending}").exists() for path in paths for ending in ("", ".bin", ".idx")):
+        for path in paths:
+            console.print(f"{path} {_NOTHING}", markup=False)
+        raise typer.Exit(1)
     from powertrain.train.checkpoint import store as checkpoint_store
     from powertrain.train.data import indexed
 
-    console, bad = Console(soft_wrap=True, highlight=False), 0
     for path in paths:
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx", ".sum") else path
         folders = [path] if (path / "checkpoint.json").is_file() else []
@@ -30,7 +36,7 @@ def verify(
         ]
         is_data = indexed.index_path(prefix).exists() or indexed.values_path(prefix).exists()
         if not folders and not is_data:
-            console.print(f"{path} must be a run, a checkpoint or a data set, got nothing of the kind", markup=False)
+            console.print(f"{path} {_NOTHING}", markup=False)
             bad += 1
         for one in [*folders, *([prefix] if is_data else [])]:
             try:

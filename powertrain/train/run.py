@@ -25,6 +25,7 @@ from powertrain.train.lint import rehearse
 from powertrain.train.ranks import LaunchEnv, be_deterministic, check_parallel, connect
 from powertrain.train.reporting.metrics import Sink
 from powertrain.train.signals import ENDING
+from powertrain.train.slow_precision import warn_if_slow
 from powertrain.train.trainer import Trainer
 
 MakeSinks = Callable[[Trainer], Sequence[Sink]]
@@ -91,6 +92,8 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
         be_deterministic(launch_env.device)
     if launch_env.device.type == "cpu":
         keep_freed_memory()
+    if launch_env.rank == 0:
+        warn_if_slow(config.train.precision, launch_env.device)
     # before the rendezvous: afterwards a rank that compiles would hold up the others' collectives
     build_kernels(config, launch_env.device, launch_env.world_size)
     ranks = connect(launch_env, config)

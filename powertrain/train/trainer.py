@@ -27,6 +27,7 @@ from powertrain.train.ranks import Ranks, disconnect
 from powertrain.train.reporting.kernel_profile import StepWatch
 from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord
 from powertrain.train.reporting.peak_flops import peak_tflops
+from powertrain.train.reporting.step_trace import StepTrace
 from powertrain.train.reporting.timers import Moment, PhaseTimers, Spans, seconds
 from powertrain.train.schedule import learning_rate
 
@@ -83,6 +84,7 @@ class Trainer:
         self._failed_sinks: set[Sink] = set()
         self._spikes = SpikeWatch(config.train.spike_factor)
         self._watch = StepWatch(ranks.device, config.train.recompiles, self._emit, profiles=ranks.is_first)
+        self._trace = StepTrace(config.train.profile, config.profile_folder(), ranks.device, ranks.rank, self._note)
         self._timed = PhaseTimers(ranks.device, wanted=config.logging.phase_timers)
         self._pending: _PendingStep | None = None
         self._overlap_is_logged = False
@@ -102,7 +104,7 @@ class Trainer:
             self.save()
         while self.progress.step < train.steps and not self._ends():
             step = self.progress.step
-            with self._watch.step(step + 1):
+            with self._trace.step(step + 1), self._watch.step(step + 1):
                 seed_step(train.seed, step, self.ranks.rank)
                 with self._timed("data"):
                     micro_batches = [
@@ -208,6 +210,7 @@ class Trainer:
     def close(self) -> None:
         """Finish pending writes and leave the process group."""
         try:
+            self._trace.close()
             self._poll_save(wait=True)
             for sink in self.sinks:
                 self._call_sink(sink, sink.close)

@@ -196,13 +196,13 @@ def _neox(path: Path, configs: Sequence[Path]) -> Weights:
     )  # fmt: skip
 
 
-def load_model(path: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> tuple[CausalLM, Weights]:
+def load_model(path: Path, *, device: torch.device | str, dtype: torch.dtype | None = None) -> tuple[CausalLM, Weights]:
     """The model at `path` (`open_weights`), in evaluation mode, and its source.
 
     dtype   None: the dtype of training or storage, float32 on a CPU
     Raises FileNotFoundError where there is no checkpoint, ValueError for one that cannot be read.
     """
-    weights = open_weights(path)
+    weights, device = open_weights(path), torch.device(device)
     return build_from(weights, device, dtype or (weights.dtype if device.type == "cuda" else torch.float32)), weights
 
 

@@ -1,6 +1,7 @@
 """Config files to a typed run: ours, or GPT-NeoX's as they are, with a table of every key's disposition."""
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -44,7 +45,7 @@ def read_config(
 ) -> Run:
     """Read and merge config files, lay `key=value` overrides over them, and check everything.
 
-    paths        YAML or JSON files; "small" finds small.yml, as GPT-NeoX does
+    paths        YAML or JSON files; "small" finds small.yml, as GPT-NeoX does; "quickstart" is a config of ours
     overrides    "train.steps=100" for ours, "train_iters=100" or "optimizer.params.lr=1e-3" for GPT-NeoX's
     world_size   ranks of the run: GPT-NeoX's batch arithmetic and sharding need it
     strict       a key that would be ignored is an error
@@ -77,12 +78,39 @@ def read_config(
     return Run(config, table, kind, note, source.texts, tuple(overrides))
 
 
+def run_of(config: RunConfig | Mapping[str, Any], overrides: Sequence[str] = ()) -> Run:
+    """The run of a config made in Python: a RunConfig, or a dictionary with its sections.
+
+    Raises ConfigError naming the key, the expected and the given value.
+    """
+    if isinstance(config, RunConfig):
+        if overrides:
+            raise ConfigError(f"overrides must be empty for a RunConfig (model_copy makes another), got {overrides!r}")
+        return Run(config, (), "powertrain", "a RunConfig", {})
+    if not isinstance(config, Mapping):
+        got = type(config).__name__
+        raise ConfigError(f"config must be a path, a dictionary with the section `model`, or a RunConfig, got {got}")
+    source = Source(values=copy.deepcopy(dict(config)))
+    for override in overrides:
+        source.override(override)
+    validated, table = _ours(source)
+    return Run(validated, table, "powertrain", "a dictionary", {}, tuple(overrides))
+
+
 _NAMES = {"powertrain": "Powertrain", "gpt_neox": "GPT-NeoX"}
 
 
+QUICKSTART = "quickstart"
+
+
 def _found(path: Path) -> Path:
+    """The file of a name: `small` is small.yml, as in GPT-NeoX; `quickstart` is our own where no such file is here."""
     with_suffix = path.with_name(path.name + ".yml") if path.name else path
-    return with_suffix if not path.exists() and with_suffix.exists() else path
+    if path.exists() and not path.is_dir():
+        return path
+    if with_suffix.exists():
+        return with_suffix
+    return Path(__file__).parents[1] / "quickstart.yml" if str(path) == QUICKSTART else path
 
 
 def _theirs(source: Source, world_size: int) -> tuple[RunConfig, tuple[Row, ...]]:

@@ -29,17 +29,29 @@ class Section(BaseModel):
 
 
 class DataSource(Section):
-    """One corpus: a file or folder of text, jsonl(.zst), a .bin/.idx prefix, or `quickstart`: Python's own sources."""
+    """One corpus: a file or folder of text, jsonl(.zst), parquet, hf:ORG/NAME, a .bin/.idx prefix, or `quickstart`.
+
+    subset, split, revision   as `datasets.load_dataset` takes them, for the Hub and folders of that library
+    streaming                 the Hub's rows are tokenized as they arrive, and not kept
+    documents                 so many of the first; None: all
+    """
 
     path: str
     weight: NonNegative = 1.0
     labels: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    streaming: bool = False
+    documents: Positive | None = None
 
 
 class DataConfig(Section):
     """train, validation, test   sources; a plain string is one of weight 1
     split            shares of train, validation and test where only `train` is given
-    tokenizer        tokenizer.json, a folder with one, "gpt2:VOCAB.json:MERGES.txt", "bytes"; "train:SIZE" trains one
+    tokenizer        tokenizer.json, a folder with one, "hf:ORG/NAME", "gpt2:VOCAB.json:MERGES.txt", "bytes";
+                     "train:SIZE" trains one
+    text_key         of jsonl and rows: text, or messages for the tokenizer's chat template
     document_mask    documents do not see each other, and positions restart in each
     eod_mask_loss    no loss at end-of-document tokens
     """
@@ -92,12 +104,27 @@ class LossScale(Section):
         return self
 
 
+class ProfileConfig(Section):
+    """A trace of torch.profiler for Perfetto or chrome://tracing, and on a GPU a snapshot of the allocator.
+
+    start, steps   the trace begins before step `start` and holds so many; steps 0: none
+    folder         where every rank writes its files; None: `profile` in the run's folder
+    memory         the snapshot, for pytorch.org/memory_viz
+    """
+
+    start: Positive = 10
+    steps: Natural = 0
+    folder: str | None = None
+    memory: bool = True
+
+
 class TrainConfig(Section):
     """steps             optimizer steps
     micro_batch_size     sequences in one forward, per data-parallel rank
     activation_checkpointing   none; selective: all but matmuls and attention is computed again; full: whole layers
     deterministic        the same bits every run, on a GPU too
     spike_factor         a loss so many times the median of the last 100 steps stops the run; 0: never
+    profile              steps to trace, and the folder of the traces
     recompiles           on a kernel's compile after the first step: a warning, or an error
     """
 
@@ -115,6 +142,7 @@ class TrainConfig(Section):
     z_loss: NonNegative = 0.0
     spike_factor: NonNegative = 3.0
     recompiles: Literal["warn", "error"] = "warn"
+    profile: ProfileConfig = ProfileConfig()
 
 
 class OptimizerConfig(Section):
@@ -259,6 +287,10 @@ class RunConfig(Section):
     def checkpoint_folder(self) -> Path:
         """Where checkpoints stand: checkpoint.folder, or `checkpoints` in the run's folder."""
         return Path(self.checkpoint.folder) if self.checkpoint.folder else self.folder() / "checkpoints"
+
+    def profile_folder(self) -> Path:
+        """Where traces stand: train.profile.folder, or `profile` in the run's folder."""
+        return Path(self.train.profile.folder) if self.train.profile.folder else self.folder() / "profile"
 
     def folder(self) -> Path:
         """Where the run writes: logging's folder, or the checkpoints', or ./runs/default.

@@ -1,7 +1,8 @@
 """Text as files hold it: one document a text file, or one a line of jsonl (plain, .gz or .zst).
 
 A line of jsonl is an object with a string (or a list of strings, joined by blank lines) under a key, or just a string,
-as GPT-NeoX's reader takes them. A folder is read whole, in the order of its sorted paths, hidden files left out.
+as GPT-NeoX's reader takes them; or it has the messages of a chat under the key. A folder is read whole, in the order
+of its sorted paths, hidden files left out.
 """
 
 import gzip
@@ -20,6 +21,10 @@ _MOST_LINE = 256 << 20
 _ZST_BLOCK = 1 << 12
 
 LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".ndjson")
+
+
+# a chat, as `datasets` and transformers have it: {"role": ..., "content": ...}
+Messages = list[dict[str, Any]]
 
 
 class BadDocument(ValueError):
@@ -151,7 +156,13 @@ def texts(files: Iterable[Path], key: str = "text", *, skip_bad: bool = False) -
 
 
 def text_of(raw: Raw, key: str = "text") -> str:
-    """The text of a document. Raises BadDocument naming file and line."""
+    """The text of a document; of a chat its messages' contents. Raises BadDocument naming file and line."""
+    document = document_of(raw, key)
+    return document if isinstance(document, str) else "\n\n".join(str(m.get("content") or "") for m in document)
+
+
+def document_of(raw: Raw, key: str = "text") -> str | Messages:
+    """The text of a document, or the messages of a chat. Raises BadDocument naming file and line."""
     if raw.damage:
         raise BadDocument(raw.damage)
     try:
@@ -161,16 +172,17 @@ def text_of(raw: Raw, key: str = "text") -> str:
         raise BadDocument(f"{raw.where}: must be UTF-8 text, got {at}") from None
     if not raw.is_json:
         return text
-    text = _from_json(raw.where, text, key)
+    document = _from_json(raw.where, text, key)
+    text = document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError as error:
         at = f"the lone surrogate U+{ord(text[error.start]):04X} at {error.start}"
         raise BadDocument(f"{raw.where}: must be text that UTF-8 has, got {at}") from None
-    return text
+    return document
 
 
-def _from_json(where: str, line: str, key: str) -> str:
+def _from_json(where: str, line: str, key: str) -> str | Messages:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -182,6 +194,8 @@ def _from_json(where: str, line: str, key: str) -> str:
         value = value[key]
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return "\n\n".join(value)
+    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("role"), str) for part in value):
+        return value
     if not isinstance(value, str):
         raise BadDocument(f"{where}: must hold a string under {key!r}, got {_shortened(repr(value))}")
     return value

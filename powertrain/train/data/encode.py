@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from powertrain.train.data.corpus import BadDocument, Raw, text_of
+from powertrain.train.data.corpus import BadDocument, Messages, Raw, document_of
 from powertrain.train.data.indexed import IndexedWriter
 from powertrain.train.data.tokenizer import Tokenizer
 from powertrain.train.signals import children_without_signals
@@ -63,20 +63,26 @@ class Encoding:
             raise ValueError("append_eod must be False for a tokenizer that names no end-of-document token, got True")
 
     def __call__(self, block: list[Raw], *, skip_bad: bool, all_cores: bool) -> _Encoded:
-        texts, bad = [], []
+        texts: list[str | Messages] = []
+        bad: list[str] = []
         for raw in block:
             try:
-                texts.append(text_of(raw, self.key))
+                texts.append(document_of(raw, self.key))
             except BadDocument as error:
                 if not skip_bad:
                     raise
                 bad.append(str(error))
         full = [text for text in texts if text]
-        encoded = self.tokenizer.encode_batch(full) if all_cores else map(self.tokenizer.encode, full)
-        parts = [self._values(ids) for ids in encoded if ids]
+        parts = [self._values(ids) for ids in self._encoded(full, all_cores) if ids]
         values = np.concatenate(parts).tobytes() if parts else b""
         sizes = [len(part) for part in parts]
         return _Encoded(values, sizes, sum(len(raw.data) for raw in block), len(texts) - len(parts), bad)
+
+    def _encoded(self, documents: list[str | Messages], all_cores: bool) -> Iterator[list[int]]:
+        strings = [document for document in documents if isinstance(document, str)]
+        ids = iter(self.tokenizer.encode_batch(strings) if all_cores else map(self.tokenizer.encode, strings))
+        for document in documents:
+            yield next(ids) if isinstance(document, str) else self.tokenizer.encode_chat(document)
 
     def _values(self, ids: list[int]) -> npt.NDArray[Any]:
         try:

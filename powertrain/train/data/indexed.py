@@ -182,6 +182,22 @@ class IndexedData:
         return IndexedData, (self.prefix, self.flavour)
 
 
+class DocumentSlice:
+    """Tokens [start, stop) of one document, read as a data set of that one document."""
+
+    def __init__(self, data: IndexedData, document: int, start: int, stop: int) -> None:
+        self.data, self.document, self.start = data, document, start
+        self.prefix, self.dtype = data.prefix, data.dtype
+        self.sizes = np.array([stop - start], np.int32)
+
+    def __len__(self) -> int:
+        return 1
+
+    def get(self, index: int, start: int, stop: int) -> npt.NDArray[Any]:
+        """Values [start, stop) of the part."""
+        return self.data.get(self.document, self.start + start, self.start + stop)
+
+
 class IndexedWriter:
     """Writes PREFIX.bin and PREFIX.idx, byte for byte as GPT-NeoX's builder does for the same documents.
 

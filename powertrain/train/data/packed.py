@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from powertrain.train.data.indexed import IndexedData
+from powertrain.train.data.indexed import DocumentSlice, IndexedData
 from powertrain.train.data.samples import SampleOrder
 
 IGNORED = -100  # the label that counts in no loss, as in PyTorch
@@ -39,7 +39,7 @@ class PackedSamples:
 
     def __init__(
         self,
-        data: IndexedData,
+        data: IndexedData | DocumentSlice,
         order: SampleOrder,
         seq_length: int,
         vocab_size: int,
@@ -94,7 +94,7 @@ class PackedSamples:
         pieces = [(document, at, int(sizes[document])) for document, at in zip(inner, starts, strict=True)]
         return [*pieces, (int(documents[last]), 0, stop + 1)]
 
-    def _read(self, data: IndexedData, pieces: list[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
+    def _read(self, data: IndexedData | DocumentSlice, pieces: list[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
         return np.concatenate([data.get(*piece) for piece in pieces]).astype(np.int64, copy=False)
 
     def _check(self, text: npt.NDArray[np.int64], pieces: list[tuple[int, int, int]], index: int) -> None:

@@ -6,7 +6,7 @@ Data   train, validation, test  the samples of each part, or None where the conf
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from powertrain.runtime import tracing
 from powertrain.runtime.reading import one_line
 from powertrain.train.checksums import compare, crc_of, read_sums, write_sums
 from powertrain.train.config.schema import DataConfig, DataSource
+from powertrain.train.data import datasets_library
 from powertrain.train.data.blend import (
     BlendedSamples,
     blend_indices,
@@ -21,10 +22,11 @@ from powertrain.train.data.blend import (
     samples_wanted,
     weights_by_documents,
 )
-from powertrain.train.data.corpus import digest, find_files, raw_documents, texts
+from powertrain.train.data.corpus import Raw, digest, find_files, raw_documents, text_of
 from powertrain.train.data.encode import Counts, Encoding, encode
 from powertrain.train.data.file_lock import one_at_a_time
 from powertrain.train.data.indexed import (
+    DocumentSlice,
     IndexedData,
     IndexedWriter,
     exists,
@@ -59,7 +61,7 @@ class Data:
 class _Part:
     """Documents [start, stop) of a data set, and its weight in the blend."""
 
-    data: IndexedData
+    data: IndexedData | DocumentSlice
     documents: range
     weight: float
     labels: IndexedData | None
@@ -105,13 +107,15 @@ def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
     if size is None:
         return load_tokenizer(config.tokenizer)
     folder = cache or (Path(config.cache_folder) if config.cache_folder else _user_cache())
-    files = [file for source in config.train for file in _text_files(source)]
-    path = folder / "tokenizers" / f"{digest(files)}-{_slug(config.text_key)}-{size}.json"
+    corpora = [_text(source, config.text_key) for source in config.train]
+    about = hashlib.blake2b(" ".join(each.identity for each in corpora).encode(), digest_size=16).hexdigest()
+    path = folder / "tokenizers" / f"{about}-{_slug(config.text_key)}-{size}.json"
     sums = path.with_suffix(".sum")
     with one_at_a_time(Path(f"{path}.lock"), "training a tokenizer"):
         if not _is_whole_tokenizer(path, sums):
-            tracing.progress(f"training a tokenizer of {size} ids on {_megabytes(files):.0f} MB of text")
-            train_tokenizer(texts(files, config.text_key), size).save(path)
+            tracing.progress(f"training a tokenizer of {size} ids{_amount(corpora)}")
+            every = (text_of(raw, config.text_key) for each in corpora for raw in each.documents())
+            train_tokenizer(every, size).save(path)
             write_sums(sums, {path.name: (path.stat().st_size, crc_of(path))})
     loaded = load_tokenizer(str(path))
     assert isinstance(loaded, FileTokenizer)
@@ -144,12 +148,32 @@ def _size_to_train(config: DataConfig) -> int | None:
     return int(size)
 
 
-def _text_files(source: DataSource) -> list[Path]:
-    if source.path == QUICKSTART:
-        return quickstart_files().train
+@dataclass(frozen=True)
+class _Text:
+    """Text of one source: what decides it, for names of cached files; its documents; megabytes, 0: not known."""
+
+    identity: str
+    documents: Callable[[], Iterator[Raw]]
+    megabytes: float
+
+
+def _text(source: DataSource, key: str) -> _Text:
+    """Raises ValueError where the source holds tokens, FileNotFoundError where it is not there."""
     if _prefix(source.path) is not None:
         raise ValueError(f"data.tokenizer: train:SIZE needs text to train on, got tokens in {source.path}")
-    return find_files([source.path])
+    if datasets_library.reads(source.path):
+        return _Text(datasets_library.identity(source), lambda: datasets_library.rows(source, key), 0.0)
+    files = quickstart_files().train if source.path == QUICKSTART else find_files([source.path])
+    return _text_of_files(files)
+
+
+def _text_of_files(files: list[Path]) -> _Text:
+    return _Text(digest(files), lambda: raw_documents(files), _megabytes(files))
+
+
+def _amount(corpora: Sequence[_Text]) -> str:
+    known = sum(each.megabytes for each in corpora)
+    return f" on {known:.0f} MB of text" if known else ""
 
 
 @dataclass(frozen=True)
@@ -171,7 +195,11 @@ class _Opener:
         for source, whole in zip(config.train, given[0], strict=True):
             if source.path == QUICKSTART:
                 train.append(whole)
-                validation.append(self._part(source, self._tokens(quickstart_files().validation)))
+                validation.append(self._part(source, self._tokens(_text_of_files(quickstart_files().validation))))
+                continue
+            data = whole.data
+            if len(data) == 1 and isinstance(data, IndexedData) and _prefix(source.path) is None:
+                self._split_document(data, whole.weight, parts)
                 continue
             bounds = split_bounds(config.split, len(whole.data))
             for number, part in enumerate(parts):
@@ -179,6 +207,14 @@ class _Opener:
                 if documents:
                     part.append(_Part(whole.data, documents, whole.weight, whole.labels))
         return parts
+
+    def _split_document(self, data: IndexedData, weight: float, parts: list[list[_Part]]) -> None:
+        """The only document of a text, split by its tokens: its beginning to train on, its end held out."""
+        bounds = split_bounds(self.config.split, int(data.sizes[0]))
+        for number, part in enumerate(parts):
+            start, stop = bounds[number], bounds[number + 1]
+            if start < stop:
+                part.append(_Part(DocumentSlice(data, 0, start, stop), range(1), weight, None))
 
     def _whole(self, sources: Sequence[DataSource]) -> list[_Part]:
         return [self._part(source, self._open(source)) for source in sources]
@@ -188,27 +224,25 @@ class _Opener:
         return _Part(data, range(len(data)), source.weight, labels)
 
     def _open(self, source: DataSource) -> IndexedData:
-        if source.path == QUICKSTART:
-            return self._tokens(quickstart_files().train)
         prefix = _prefix(source.path)
         if prefix is not None:
             return IndexedData(prefix)
         if source.labels is not None:
             raise ValueError(f"data labels {source.labels}: need tokens in .bin/.idx beside them, got {source.path}")
-        return self._tokens(find_files([source.path]))
+        return self._tokens(_text(source, self.config.text_key))
 
-    def _tokens(self, files: list[Path]) -> IndexedData:
-        """The text of files, tokenized: from the cache, or into it."""
+    def _tokens(self, text: _Text) -> IndexedData:
+        """A source's text, tokenized: from the cache, or into it."""
         config, dtype = self.config, token_dtype(self.tokenizer.vocab_size)
         encoding = Encoding(self.tokenizer, dtype, config.text_key, config.append_eod)
-        about = f"{digest(files)} {self.tokenizer.identity} {config.text_key} {config.append_eod} {dtype.__name__}"
+        about = f"{text.identity} {self.tokenizer.identity} {config.text_key} {config.append_eod} {dtype.__name__}"
         prefix = self.folder / "tokens" / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
         folder_of(prefix)
         if not _is_whole(prefix):
             with one_at_a_time(Path(f"{prefix}.lock"), "tokenizing"):
                 if not _is_whole(prefix):
                     with IndexedWriter(prefix, dtype, overwrite=True) as writer:
-                        encode(raw_documents(files), writer, encoding, progress=_progress_line(_megabytes(files)))
+                        encode(text.documents(), writer, encoding, progress=_progress_line(text.megabytes))
         return IndexedData(prefix)
 
     def samples(self, name: str, parts: Sequence[_Part], wanted: int) -> SampleSource | None:
@@ -285,7 +319,8 @@ def _progress_line(megabytes: float) -> Callable[[Counts], None]:
         if time.monotonic() - reported > _SECONDS:
             reported = time.monotonic()
             done = counts.bytes / 1e6
-            tracing.progress(f"tokenizing: {done:.0f} of {megabytes:.0f} MB, {done / (reported - start):.1f} MB/s")
+            of = f" of {megabytes:.0f}" if megabytes else ""
+            tracing.progress(f"tokenizing: {done:.0f}{of} MB, {done / (reported - start):.1f} MB/s")
 
     return progress
 

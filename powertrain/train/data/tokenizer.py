@@ -3,6 +3,7 @@
 load_tokenizer(...) takes
     "bytes"                          one id for each byte of UTF-8: 256 ids, 0 ends a document
     "CharLevelTokenizer"             the same with GPT-NeoX's 512 ids
+    "hf:ORG/NAME"                    the Hub's, through transformers
     tokenizer.json, or a folder      Hugging Face; a folder may hold vocab.json and merges.txt instead
     tokenizer.model, or "spm:FILE"   SentencePiece; its text needs the package `sentencepiece`
     "gpt2:VOCAB.json:MERGES.txt"     GPT-2's byte-level BPE, as GPT-NeoX's GPT2BPETokenizer
@@ -13,11 +14,13 @@ with GPT-2's files no text stands for a special token.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from powertrain.runtime.atomic_file import AtomicFile
-from powertrain.runtime.reading import MOST_JSON_BYTES, reading
+from powertrain.runtime.extras import require
+from powertrain.runtime.reading import MOST_JSON_BYTES, one_line, reading
 from powertrain.train.data.sentencepiece_model import SentencePieceTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -38,6 +41,8 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
 
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]: ...
+
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
@@ -56,15 +61,21 @@ class ByteTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        raise ValueError("data.tokenizer must have a chat template for messages, got bytes")
+
     def decode(self, ids: Sequence[int]) -> str:
         """Bytes that are no UTF-8, and ids past 255, become U+FFFD."""
         return b"".join(bytes([i]) if 0 <= i < 256 else "\ufffd".encode() for i in ids).decode(errors="replace")
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library, from the JSON text that describes it."""
+    """A tokenizer of the `tokenizers` library, from the JSON text that describes it.
 
-    def __init__(self, definition: str, where: str, eod: str | None = None) -> None:
+    chat   a folder or Hub id from which transformers reads the chat template; None: there is none
+    """
+
+    def __init__(self, definition: str, where: str, eod: str | None = None, chat: str | None = None) -> None:
         import tokenizers
 
         with reading(f"{where}:", "be a tokenizer.json of Hugging Face tokenizers"):
@@ -73,10 +84,12 @@ class FileTokenizer:
         known = (self.backend.token_to_id(end) for end in ([eod] if eod else _ENDS))
         self.eod: int | None = next((i for i in known if i is not None), None)
         self.identity = hashlib.blake2b(definition.encode(), digest_size=16).hexdigest()
-        self._definition, self._where, self._eod = definition, where, eod
+        if chat is not None:
+            self.identity += _chat_identity(chat)
+        self._definition, self._where, self._eod, self._chat = definition, where, eod, chat
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileTokenizer, (self._definition, self._where, self._eod)
+        return FileTokenizer, (self._definition, self._where, self._eod, self._chat)
 
     def encode(self, text: str) -> list[int]:
         with reading(f"{self._where}:", "be a tokenizer that encodes text"):
@@ -87,6 +100,16 @@ class FileTokenizer:
         """As `encode` of each, on all cores."""
         with reading(f"{self._where}:", "be a tokenizer that encodes text"):
             return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The ids of a chat's messages through the chat template. Raises ValueError where there is none."""
+        if self._chat is None:
+            raise ValueError(f"{self._where}: must have a chat template (tokenizer_config.json) for messages")
+        try:
+            ids: list[int] = _transformers(self._chat).apply_chat_template(messages, tokenize=True, return_dict=False)
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(f"{self._where}: the chat template takes no such messages: {one_line(error)}") from None
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are kept, so the text shows the model's exact output."""
@@ -118,8 +141,15 @@ def load_tokenizer(name: str) -> Tokenizer:
         if len(parts) != 3:
             raise ValueError(f"tokenizer must be gpt2:VOCAB.json:MERGES.txt, got {name!r}")
         return _gpt2(Path(parts[1]), Path(parts[2]))
+    if name.startswith("hf:"):
+        return _from_transformers(name.removeprefix("hf:"), name)
     path = Path(name.removeprefix("spm:"))
     if path.is_dir():
+        if (
+            not any((path / file).is_file() for file in ("tokenizer.json", "vocab.json"))
+            and (path / "tokenizer_config.json").is_file()
+        ):
+            return _from_transformers(str(path), name)
         if not (path / "tokenizer.json").is_file() and (path / "vocab.json").is_file():
             return _gpt2(path / "vocab.json", path / "merges.txt")
         path /= "tokenizer.json"
@@ -130,7 +160,43 @@ def load_tokenizer(name: str) -> Tokenizer:
         )
     if path.suffix == ".model" or name.startswith("spm:"):
         return SentencePieceTokenizer(path)
-    return FileTokenizer(_text(path), str(path))
+    chat = str(path.parent) if _has_chat_template(path.parent) else None
+    return FileTokenizer(_text(path), str(path), chat=chat)
+
+
+def _from_transformers(source: str, name: str) -> FileTokenizer:
+    """The tokenizer that transformers finds at a Hub id or in a folder, converted if need be."""
+    loaded = _transformers(source)
+    if not getattr(loaded, "is_fast", False):
+        raise ValueError(f"{name}: must be a tokenizer with a fast form, got {type(loaded).__name__}")
+    chat = source if loaded.chat_template else None
+    return FileTokenizer(loaded.backend_tokenizer.to_str(), name, loaded.eos_token, chat)
+
+
+@cache
+def _transformers(source: str) -> Any:
+    require("data", f"tokenizer {source}")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer {source}: cannot be read: {one_line(error)}") from None
+
+
+_TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+
+
+def _has_chat_template(folder: Path) -> bool:
+    config = folder / _TOKENIZER_CONFIG
+    return (folder / _TEMPLATE).is_file() or (config.is_file() and '"chat_template"' in _text(config))
+
+
+def _chat_identity(source: str) -> str:
+    """A hash of the chat template's files; of a Hub id its template."""
+    files = [Path(source) / name for name in (_TEMPLATE, _TOKENIZER_CONFIG)]
+    texts = [_text(file) for file in files if file.is_file()] or [str(_transformers(source).chat_template)]
+    return hashlib.blake2b("".join(texts).encode(), digest_size=8).hexdigest()
 
 
 def _text(path: Path) -> str:

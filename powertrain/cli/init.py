@@ -1,0 +1,146 @@
+"""`powertrain init`: a commented run.yml to begin with."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from powertrain.cli.paths import must_exist
+
+TINY = """\
+  architecture: llama
+  hidden_size: 192
+  num_layers: 6
+  num_heads: 6
+  intermediate_size: 512
+  max_position_embeddings: {seq_length}"""
+
+TEMPLATE = """\
+# Every key: docs/configuration.md. Any key on the command line: powertrain train {file} train.steps=50
+model:
+{model}
+data:
+  # a text file, a folder, .jsonl(.zst), .parquet, tokens (.bin/.idx), hf:ORG/NAME of the Hub; or a list of
+  # {{path: ..., weight: ...}}. quickstart: Python's own standard library
+  train: {data}
+  # shares of training, validation and test where no `validation:` is given
+  split: "95, 5, 0"
+  # bytes, a tokenizer.json or a folder with one, hf:ORG/NAME, or train:SIZE to train one on the text
+  tokenizer: {tokenizer}
+train:
+  steps: {steps}
+  seq_length: {seq_length}
+  micro_batch_size: {batch}  # sequences in one forward, on each data-parallel rank
+  gradient_accumulation_steps: 1
+  precision: {precision}  # bf16 on GPUs from Ampere on, fp16 on Turing, fp32 on most CPUs
+  activation_checkpointing: none  # selective and full take less memory and more time
+optimizer:
+  lr: {lr}
+  weight_decay: 0.1
+schedule:
+  kind: cosine
+  warmup_steps: {warmup}
+checkpoint:
+  every: {every}  # and at the end, and on Ctrl-C; in runs/{name}/checkpoints
+  keep_last: 2
+evaluation:
+  every: {every}
+  steps: 10
+logging:
+  folder: runs/{name}  # metrics.jsonl, report.html, TensorBoard
+  every: 10
+"""
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="the file to write")] = Path("run.yml"),
+    data: Annotated[str | None, typer.Option(help="text, jsonl, parquet, folder, hf:ORG/NAME or quickstart")] = None,
+    model: Annotated[str | None, typer.Option(help="tiny, or a preset such as llama-1b or pythia-160m")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="bytes, tokenizer.json, hf:ORG/NAME, train:SIZE")] = None,
+    steps: Annotated[int | None, typer.Option(help="optimizer steps", min=1)] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16")] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace the file")] = False,
+) -> None:
+    """Write a commented config for `powertrain train`. Asks for what no option gives, on a terminal only.
+
+    \b
+    powertrain init
+    powertrain init books.yml --data books/ --model tiny --tokenizer train:8192 --steps 2000
+    """
+    if file.exists() and not force:
+        raise typer.BadParameter(f"{file} exists already; --force replaces it", param_hint="FILE")
+    if file.suffix not in (".yml", ".yaml"):
+        raise typer.BadParameter(f"must end in .yml or .yaml, got {str(file)!r}", param_hint="FILE")
+    data = _asked(data, "Data (a file, a folder, hf:ORG/NAME, or quickstart)", "quickstart")
+    _check_data(data)
+    model = _asked(model, "Model (tiny, or a preset such as llama-1b)", "tiny")
+    _check_model(model)
+    tokenizer = _asked(tokenizer, "Tokenizer (bytes, tokenizer.json, hf:ORG/NAME, train:SIZE)", "bytes")
+    count = steps or int(_asked(None, "Steps", "200"))
+    precision = precision or _precision()
+    if precision not in ("fp32", "bf16", "fp16"):
+        raise typer.BadParameter(f"must be fp32, bf16 or fp16, got {precision!r}", param_hint="--precision")
+    text = _text(file, data, model, tokenizer, count, precision)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    except OSError as error:
+        raise typer.BadParameter(f"{file} cannot be written: {error.strerror}", param_hint="FILE") from None
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{file} written. Next: powertrain train {shlex.quote(str(file))}", markup=False)
+
+
+def _asked(given: str | None, question: str, default: str) -> str:
+    """The option's value; else the answer on a terminal, else the default."""
+    if given is not None:
+        return given
+    return str(typer.prompt(question, default)) if sys.stdin.isatty() else default
+
+
+def _check_data(data: str) -> None:
+    if data != "quickstart" and not data.startswith("hf:") and not Path(f"{data}.bin").exists():
+        must_exist([data])
+
+
+def _check_model(name: str) -> None:
+    if name == "tiny":
+        return
+    from powertrain.models.registry import presets
+
+    if name not in presets():
+        raise typer.BadParameter(f"must be tiny, {', '.join(presets())}, got {name!r}", param_hint="--model")
+
+
+def _precision() -> str:
+    """bf16 where a GPU has it. Without a GPU fp32, and torch need not be imported to know that there is none."""
+    if not Path("/dev/nvidiactl").exists():
+        return "fp32"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "fp32"
+    return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16"
+
+
+def _text(file: Path, data: str, model: str, tokenizer: str, steps: int, precision: str) -> str:
+    is_tiny = model == "tiny"
+    seq_length = 256 if is_tiny else 1024
+    return TEMPLATE.format(
+        file=file.name,
+        name=file.stem,
+        model=TINY.format(seq_length=seq_length) if is_tiny else f"  preset: {model}",
+        # JSON strings are YAML strings: nothing that was typed is read as YAML
+        data=json.dumps(data),
+        tokenizer=json.dumps(tokenizer),
+        steps=steps,
+        seq_length=seq_length,
+        batch=8 if is_tiny else 1,
+        precision=precision,
+        lr="2e-3" if is_tiny else "3e-4",
+        warmup=max(1, steps // 10),
+        every=max(1, steps // 4),
+    )

@@ -1,0 +1,108 @@
+"""`train(config)`: a run from Python, as `powertrain train` makes it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from powertrain.train import ranks
+from powertrain.train.checkpoint.store import find
+from powertrain.train.config.reader import Run, read_config, run_of
+from powertrain.train.config.schema import RunConfig
+from powertrain.train.reporting.kernel_profile import KernelTable
+from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord
+from powertrain.train.reporting.run_summary import about
+from powertrain.train.reporting.sinks import open_sinks
+from powertrain.train.run import start, stop_on_signals
+from powertrain.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    steps         optimizer steps of the run so far, those before a resume included
+    finished      False: SIGTERM or Ctrl-C ended it early
+    loss          of the last step that this call took; None: it took none, or on another rank than the first
+    evaluations   name of a held-out set -> its last mean loss; on the first rank
+    folder        metrics.jsonl, report.html, config
+    checkpoint    the newest; None: none was written
+    """
+
+    steps: int
+    finished: bool
+    loss: float | None
+    evaluations: dict[str, float]
+    folder: Path
+    checkpoint: Path | None
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | RunConfig,
+    overrides: Sequence[str] = (),
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+) -> TrainResult:
+    """Train on this CPU, this GPU, or as one rank of torchrun, srun or mpiexec; go on where the run's folder ends.
+
+    config      a YAML file (ours or GPT-NeoX's), a dictionary with its sections, or a RunConfig
+    overrides   "train.steps=100" and the like, laid over a file or dictionary
+    fresh       an error where the folder holds a checkpoint
+    quiet       nothing on the screen; files are written all the same
+    In the main thread SIGTERM and Ctrl-C end the run after the current step, with a checkpoint; `finished` is False.
+    Raises ConfigError (a ValueError) for the config, ValueError or OSError for data, TrainingStopped for a loss that
+    went bad, NotWritten for a last checkpoint that could not be written.
+    """
+    launch_env = ranks.read_launch_env()
+    run = _read(config, overrides, launch_env.world_size)
+    ranks.check_parallel(run.config, launch_env.world_size)
+    last = _Last()
+    console = Console(quiet=quiet)
+
+    def sinks(trainer: Trainer) -> Sequence[Sink]:
+        return [*open_sinks(trainer.config, about(trainer, run), console), last]
+
+    trainer = start(run, launch_env, sinks, fresh=fresh)
+    try:
+        with stop_on_signals(trainer), ranks.naming_lost_ranks(trainer.ranks):
+            progress = trainer.fit()
+    finally:
+        trainer.close()
+    done = trainer.config
+    return TrainResult(
+        steps=progress.step,
+        finished=progress.step >= done.train.steps,
+        loss=last.loss,
+        evaluations=last.evaluations,
+        folder=done.folder(),
+        checkpoint=find(done.checkpoint_folder()) if done.checkpoint.save else None,
+    )
+
+
+def _read(config: str | Path | Mapping[str, Any] | RunConfig, overrides: Sequence[str], world_size: int) -> Run:
+    if isinstance(config, (str, Path)):
+        return read_config([config], overrides, world_size=world_size)
+    return run_of(config, overrides)
+
+
+class _Last:
+    """The last numbers of a run."""
+
+    def __init__(self) -> None:
+        self.loss: float | None = None
+        self.evaluations: dict[str, float] = {}
+
+    def step(self, record: StepRecord) -> None:
+        self.loss = record.loss
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.evaluations[record.name] = record.loss
+
+    def kernels(self, table: KernelTable) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,74 @@
+"""Documents of the `datasets` library: the Hub, folders that it saved, parquet; extra `powertrain[data]`.
+
+hf:ORG/NAME           of the Hub; subset, split, revision and streaming as `datasets.load_dataset` takes them
+a folder              written by `save_to_disk`, or with parquet files in it, laid out as on the Hub
+FILE.parquet
+"""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from powertrain.runtime.extras import require
+from powertrain.runtime.reading import one_line
+from powertrain.train.config.schema import DataSource
+from powertrain.train.data.corpus import Raw, digest, find_files
+
+HUB = "hf:"
+_SAVED = ("state.json", "dataset_dict.json", "dataset_info.json")
+
+
+def reads(path: str) -> bool:
+    """Whether `path` is read through the `datasets` library."""
+    folder = Path(path)
+    if path.startswith(HUB) or path.endswith(".parquet"):
+        return True
+    return folder.is_dir() and (_is_saved(folder) or next(folder.rglob("*.parquet"), None) is not None)
+
+
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _SAVED)
+
+
+def identity(source: DataSource) -> str:
+    """What decides the documents, for names of cached files: the files' contents, or names and revision on the Hub."""
+    where = source.path if source.path.startswith(HUB) else digest(find_files([source.path]))
+    return f"{where} {source.subset} {source.split} {source.revision} {source.documents}"
+
+
+def rows(source: DataSource, key: str) -> Iterator[Raw]:
+    """Documents of a source, each as a line of jsonl with its `key` alone.
+
+    Raises MissingExtra where `datasets` is not installed, ValueError naming the source.
+    """
+    require("data", f"data {source.path}")
+    try:
+        for number, row in enumerate(itertools.islice(_open(source), source.documents), 1):
+            # a row without the key keeps the names of its own, for the error
+            kept = {key: row[key]} if key in row else dict.fromkeys(row)
+            yield Raw(f"{source.path}:{number}", json.dumps(kept, default=str).encode(), True)
+    except Exception as error:  # the library's readers raise what theirs do: pyarrow, requests, huggingface_hub
+        raise ValueError(f"data {source.path}: cannot be read: {one_line(error)}") from error
+
+
+def _open(source: DataSource) -> Any:
+    import datasets
+
+    path = source.path
+    if path.startswith(HUB):
+        return datasets.load_dataset(
+            path.removeprefix(HUB), source.subset, split=source.split, revision=source.revision,
+            streaming=source.streaming,
+        )  # fmt: skip
+    if Path(path).is_file():
+        return datasets.load_dataset("parquet", data_files=path, split="train", streaming=True)
+    if not _is_saved(Path(path)):
+        return datasets.load_dataset(path, source.subset, split=source.split, streaming=True)
+    saved = datasets.load_from_disk(path)
+    if not isinstance(saved, datasets.DatasetDict):
+        return saved
+    if source.split not in saved:
+        raise ValueError(f"split must be one of {', '.join(saved)}, got {source.split!r}")
+    return saved[source.split]

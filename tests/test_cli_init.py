@@ -1,0 +1,105 @@
+"""`powertrain init`: its file is read as it is, for any answers; and commands that start without torch."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from powertrain.cli import app
+from powertrain.cli import init as init_module
+from powertrain.train.config.reader import read_config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _init(*words: str, answers: str | None = None) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["init", *words], input=answers)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_every_file_it_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    random.seed(0)
+    for name in ("a.txt", "with space.jsonl", "quote'\"#: {x}.txt", "2024", "null", "-.txt", "ü.txt"):
+        Path(name).write_text("text")
+        steps, precision = random.randrange(1, 10_000), random.choice(["fp32", "bf16", "fp16"])
+        words = ["--data", name, "--steps", str(steps), "--precision", precision, "--force"]
+        model = random.choice(["tiny", "llama-1b", "pythia-160m"])
+        tokenizer = random.choice(["bytes", "train:300", "tok: #.json"])
+        code, output = _init("my run.yml", *words, "--model", model, "--tokenizer", tokenizer)
+        assert code == 0, output
+        config = read_config(["my run.yml"]).config
+        assert config.data.train[0].path == name and config.train.steps == steps
+        assert config.train.precision == precision and config.data.tokenizer == tokenizer
+        assert str(config.folder()) == "runs/my run"
+
+
+def test_asks_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(init_module, "_asked", lambda given, question, default: given or answers.pop(0))
+    answers = ["quickstart", "tiny", "train:512", "77"]
+    assert _init("--precision", "fp32")[0] == 0 and not answers
+    config = read_config(["run.yml"]).config
+    assert config.train.steps == 77 and config.data.tokenizer == "train:512"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--data", "nothing.txt"], "nothing.txt: no such file or folder"),
+        (["--model", "gpt-9"], "must be tiny"),
+        (["--precision", "int4"], "must be fp32, bf16 or fp16, got 'int4'"),
+        (["--steps", "0"], "--steps"),
+        (["run.txt"], "must end in .yml"),
+        (["there.yml"], "exists already; --force replaces it"),
+        (["there.yml/run.yml"], "cannot be written"),
+    ],
+)
+def test_what_it_refuses(words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there.yml").write_text("precious")
+    code, output = _init(*words)
+    assert code == 2 and said in " ".join(output.replace("│", " ").split()), output
+    assert Path("there.yml").read_text() == "precious"
+
+
+WITHOUT_TORCH = [
+    "--version", "--help", "train --help", "init new.yml", "target", "target H100", "env", "build --help",
+    "diagnose --help", "train run.ylm", "train run.ylm train.steps=1", "lint run.ylm", "report nothing",
+    "generate nothing --prompt x", "convert nothing out --to hf", "kernels --pack nothing", "verify nothing",
+    "preprocess nothing --output o --tokenizer bytes",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", WITHOUT_TORCH)
+def test_starts_without_torch(line: str, tmp_path: Path) -> None:
+    """torch alone takes seconds. Without it the slowest of these takes a quarter of a second of a quiet core."""
+    (tmp_path / "run.yml").write_text("")
+    code = (
+        "import sys, time\nfrom powertrain.cli import app\n"
+        f"try: app({line.split()!r})\n"
+        "except SystemExit as end: code = end.code\n"
+        "heavy = {'torch', 'triton', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\nassert time.process_time() < 2\nsys.exit(code)"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    )
+    assert "Traceback" not in result.stderr and "AssertionError" not in result.stderr, result.stderr
+    if "nothing" in line or "ylm" in line:
+        assert result.returncode in (1, 2)
+        assert len((result.stdout + result.stderr).splitlines()) == 1
+    else:
+        assert result.returncode == 0, result.stderr
+    if "ylm" in line:
+        assert "did you mean run.yml?" in result.stderr
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.output.startswith("powertrain 0.")

@@ -1,0 +1,149 @@
+"""`train(config)` from Python, one text split by tokens, traces of steps, and precision that is slow on a CPU."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from powertrain.runtime import tracing
+from powertrain.train import slow_precision, train
+from powertrain.train.config.reader import read_config
+from powertrain.train.config.schema import DataConfig, DataSource, ProfileConfig
+from powertrain.train.config.yaml_source import ConfigError
+from powertrain.train.data.indexed import DocumentSlice, IndexedData, IndexedWriter
+from powertrain.train.data.sources import open_data
+from powertrain.train.data.tokenizer import ByteTokenizer
+from powertrain.train.reporting.metrics import StepRecord
+from powertrain.train.reporting.step_trace import StepTrace
+from powertrain.train.trainer import Trainer
+from tests.train.tiny_run import At, open_trainer, write_config
+
+
+@pytest.mark.parametrize("kind", ["path", "dictionary", "RunConfig"])
+def test_train_from_each_kind_of_config(kind: str, tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    run = read_config([file], ["train.steps=3", "logging.report=false"])
+    if kind == "path":
+        result = train(file, ["train.steps=3", "logging.report=false"], quiet=True)
+    elif kind == "dictionary":
+        result = train({**run.config.model_dump(mode="json")}, ["train.seed=1234"], quiet=True)
+    else:
+        result = train(run.config, quiet=True)
+    assert (result.steps, result.finished, result.folder) == (3, True, tmp_path / "run")
+    assert result.loss is not None and 0 < result.loss < 8
+    assert 0 < result.evaluations["validation"] < 8
+    assert result.checkpoint == tmp_path / "run" / "checkpoints" / "step_00000003"
+    again = train(file, ["train.steps=4", "logging.report=false"], quiet=True)  # goes on
+    assert again.steps == 4 and json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+    with pytest.raises(ValueError, match="--fresh"):
+        train(file, fresh=True, quiet=True)
+
+
+def test_quickstart_is_a_config_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anywhere; a file of that name comes first, a folder does not hide it."""
+    monkeypatch.chdir(tmp_path)
+    assert read_config(["quickstart"]).config.train.steps == 180
+    (tmp_path / "quickstart").mkdir()
+    assert read_config(["quickstart"]).config.train.steps == 180
+    (tmp_path / "quickstart.yml").write_text(write_config(tmp_path).read_text())
+    assert read_config(["quickstart"]).config.train.steps == 12
+
+
+def test_what_train_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="config must be a path, a dictionary"):
+        train(7)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"train.stepz: unknown key, did you mean steps|train.stepz"):
+        train({"model": "pythia-70m", "data": {"train": "quickstart"}, "train": {"stepz": 1, "seq_length": 8}})
+    with pytest.raises(ConfigError, match="overrides must be empty"):
+        train(read_config([write_config(tmp_path)]).config, ["train.steps=1"])
+
+
+def test_one_text_is_split_by_tokens(tmp_path: Path) -> None:
+    """Sizes from one token on, any split: the parts follow each other and hold every token once."""
+    random.seed(0)
+    for length in (1, 2, 3, 7, 64, 1000, random.randrange(10_000)):
+        text = tmp_path / f"{length}.txt"
+        text.write_bytes(bytes(random.randrange(97, 123) for _ in range(length)))
+        for split in ("969, 30, 1", "1,1", "80,20,0", "1"):
+            config = DataConfig(train=(DataSource(path=str(text)),), split=split, num_workers=0)
+            data = open_data(
+                config, seq_length=4, num_samples=(3, 2, 2), seed=0, tokenizer=ByteTokenizer(), cache=tmp_path / "cache"
+            )
+            parts = [part for part in (data.train, data.validation, data.test) if part is not None]
+            held = [part.data for part in parts]  # type: ignore[union-attr]
+            assert all(isinstance(each, DocumentSlice) for each in held)
+            values = np.concatenate([each.get(0, 0, int(each.sizes[0])) for each in held])
+            assert values.tolist() == [*text.read_bytes(), 0]
+            assert len(parts) == (1 if split == "1" else len(parts)) and parts[0].sample(0).tokens.shape == (4,)
+            if length >= 1000 and split != "1":
+                assert data.validation is not None
+
+
+def test_a_data_set_of_one_document_is_not_split(tmp_path: Path) -> None:
+    """GPT-NeoX has no validation there, and its order of samples is kept."""
+    with IndexedWriter(tmp_path / "one", "uint16") as writer:
+        writer.add(list(range(100)))
+    config = DataConfig(train=(DataSource(path=str(tmp_path / "one")),), num_workers=0)
+    data = open_data(config, seq_length=4, num_samples=(3, 2, 2), seed=0, tokenizer=ByteTokenizer(), cache=tmp_path)
+    assert data.validation is None and isinstance(data.train.data, IndexedData)  # type: ignore[attr-defined]
+
+
+def test_ctrl_c_saves(tmp_path: Path) -> None:
+    """What the first page says of checkpoints: they are there after an early end too."""
+
+    def stop_at_2(trainer: Trainer) -> list[At]:
+        return [At(2, lambda: setattr(trainer, "should_stop", True))]
+
+    trainer = open_trainer(tmp_path, "train.steps=9", sinks=stop_at_2)
+    step = trainer.fit().step
+    trainer.close()
+    assert 2 <= step < 9 and (tmp_path / f"run/checkpoints/step_{step:08}/checkpoint.json").is_file()
+
+
+@pytest.mark.parametrize("start, steps, last", [(1, 1, 1), (2, 3, 4), (4, 9, 5), (9, 2, None), (2, 0, None)])
+def test_trace_of_steps(start: int, steps: int, last: int | None, tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    class Notes(At):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+        def step(self, record: StepRecord) -> None: ...
+
+    words = [f"train.profile.start={start}", f"train.profile.steps={steps}", "train.steps=5", "checkpoint.save=false"]
+    trainer = open_trainer(tmp_path, *words, sinks=lambda trainer: [Notes(0, lambda: None)])
+    trainer.fit()
+    trainer.close()
+    files = sorted((tmp_path / "run" / "profile").glob("*")) if (tmp_path / "run" / "profile").exists() else []
+    if last is None:
+        assert not files
+        return
+    (file,) = files
+    assert file.name == f"steps_{start}-{last}_rank_0.json.gz" and any(str(file) in note for note in notes)
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events)
+
+
+def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    notes: list[str] = []
+    trace = StepTrace(ProfileConfig(start=1, steps=1), tmp_path / "file" / "in", torch.device("cpu"), 0, notes.append)
+    with trace.step(1):
+        torch.ones(2) + 1
+    assert len(notes) == 1 and notes[0].startswith("train.profile: no trace")
+
+
+@pytest.mark.parametrize("ratio, warns", [(3.0, True), (1.0, False)])
+def test_slow_precision_is_said(ratio: float, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_precision, "_seconds", lambda dtype: 1.0 if dtype == torch.float32 else ratio)
+    said: list[str] = []
+    monkeypatch.setattr(tracing, "warn", said.append)
+    slow_precision.warn_if_slow("fp32", torch.device("cpu"))
+    slow_precision.warn_if_slow("bf16", torch.device("cuda"))
+    assert not said
+    slow_precision.warn_if_slow("bf16", torch.device("cpu"))
+    assert bool(said) == warns and all("train.precision=fp32" in text for text in said)
