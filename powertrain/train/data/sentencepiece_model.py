@@ -54,6 +54,9 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [list(ids) for ids in self._processor.encode(texts)]
 
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        raise ValueError(f"{self.path}: a SentencePiece model has no chat template; chats need a Hugging Face tokenizer")
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(i) for i in ids]))
 
