@@ -55,7 +55,7 @@ class SentencePieceTokenizer:
         return [list(ids) for ids in self._processor.encode(texts)]
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        raise ValueError(f"{self.path}: a SentencePiece model has no chat template; chats need a Hugging Face tokenizer")
+        raise ValueError(f"{self.path}: must have a chat template for messages, which a SentencePiece model has not")
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(i) for i in ids]))
