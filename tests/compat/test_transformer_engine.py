@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.compat import transformer_engine as te
+from powertrain.compat.transformer_engine.pytorch import attention as te
 from powertrain.compat.transformer_engine import DotProductAttention
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings

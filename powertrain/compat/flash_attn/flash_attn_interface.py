@@ -1,4 +1,4 @@
-"""flash-attn 2's functions on our attention, and the padding helpers of its bert_padding module.
+"""flash-attn 2's functions on our attention.
 
     from powertrain.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -12,12 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from powertrain.compat.layout import gather_pages, known, unit_stride, unsupported
+from powertrain.compat.missing import unknown
 from powertrain.ops.attention import attention, decode_attention, varlen_attention
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 Window = tuple[int, int]
 
@@ -244,36 +254,4 @@ def _parts(op: str, argument: str, x: Tensor, parts: int, dims: int) -> tuple[Te
     return x.unbind(-3)
 
 
-def unpad_input(
-    hidden_states: Tensor,  # [b, s, ...]
-    attention_mask: Tensor,  # [b, s], nonzero: a token
-    unused_mask: Tensor | None = None,  # [b, s], nonzero: kept in place, but not counted as used
-) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch in one row.
-
-    Returns (tokens [total, ...], their indices in [b * s], cu_seqlens [b + 1] int32, max_seqlen, used lengths [b]
-    int32), as flash-attn 2.6.2 and later; before, there were only the first four. Reads max_seqlen on the host.
-    """
-    used = attention_mask.sum(-1, dtype=torch.int32)
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
-    lengths = kept.sum(-1, dtype=torch.int32)
-    indices = kept.flatten().nonzero().flatten()
-    cu_seqlens = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    longest = int(lengths.max()) if lengths.numel() else 0
-    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
-
-
-def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The other way: tokens [total, ...] at their indices in [batch, seqlen, ...], zeros elsewhere."""
-    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
-    return rows.unflatten(0, (batch, seqlen))
-
-
-def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """The rows of `input` at the given indices."""
-    return input.index_select(0, indices)
-
-
-def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros [first_axis_dim, ...] with `values` in the rows at the given, distinct indices."""
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+__getattr__ = unknown(__name__)

@@ -1,0 +1,1 @@
+"""megatron.core: fusions and tensor_parallel."""
