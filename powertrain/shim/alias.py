@@ -4,10 +4,10 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pkgutil import iter_modules
-from types import ModuleType
+from types import CodeType, ModuleType
 
 
 def alias(name: str, ours: str) -> None:
@@ -44,6 +44,12 @@ class _Loader(Loader):
         module = importlib.import_module(self.ours)
         self.spec = module.__spec__
         return module
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For `python -m`."""
+        spec = importlib.util.find_spec(self.ours)
+        assert spec is not None and isinstance(spec.loader, InspectLoader)
+        return spec.loader.get_code(self.ours)
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self.spec  # importlib has replaced it by the alias's

@@ -1,4 +1,10 @@
-"""Liger Kernel."""
+"""Liger Kernel under its own names: `liger_kernel.transformers`."""
+
+from powertrain.compat.missing import unknown
+
+__all__ = []
 
 __version__ = "0.8.5"
-__all__: list[str] = []
+
+
+__getattr__ = unknown(__name__)
