@@ -1,1 +1,1 @@
-"""megatron.core: fusions and tensor_parallel."""
+"""megatron.core: fusions."""

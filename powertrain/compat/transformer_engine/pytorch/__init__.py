@@ -1,9 +1,26 @@
 """transformer_engine.pytorch."""
 
 from powertrain.compat.missing import unknown
+from powertrain.compat.transformer_engine.pytorch import optimizers
 from powertrain.compat.transformer_engine.pytorch.attention import DotProductAttention
+from powertrain.compat.transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+from powertrain.compat.transformer_engine.pytorch.distributed import CudaRNGStatesTracker, checkpoint
+from powertrain.compat.transformer_engine.pytorch.norms import LayerNorm, RMSNorm
+from powertrain.compat.transformer_engine.pytorch.rope import RotaryPositionEmbedding
 from powertrain.compat.userbuffers import destroy_ub, initialize_ub
 
-__all__ = ["DotProductAttention", "destroy_ub", "initialize_ub"]
+__all__ = [
+    "CudaRNGStatesTracker",
+    "DotProductAttention",
+    "LayerNorm",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
+    "checkpoint",
+    "destroy_ub",
+    "initialize_ub",
+    "optimizers",
+    "parallel_cross_entropy",
+]
+
 
 __getattr__ = unknown(__name__)
