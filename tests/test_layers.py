@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "runtime/compile/service.py": "hands its workers an environment",
     "runtime/compile/worker.py": "gives its compiler a private folder",
     "train/ranks.py": "reads what launchers set: rank and rendezvous address; cuBLAS takes its workspace from there",
-    "compat/transformer_engine/pytorch/attention.py": "reads TransformerEngine's own switches, at every call",
+    "compat/transformer_engine/pytorch/attention/dot_product_attention.py": "reads TransformerEngine's own switches",
     "runtime/machine.py": "reads other tools' variables, in the one place that tests replace",
     "cli/shim.py": "hands the command it runs an environment",
     "shim/install.py": "puts the folders of the stand-ins on PYTHONPATH, for processes started later",

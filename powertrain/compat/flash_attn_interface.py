@@ -1,8 +1,8 @@
 """flash-attn 3's functions (the top-level module flash_attn_interface) on our attention.
 
 Differs from flash-attn 2: no dropout, no ALiBi; attention_chunk, seqused_q and seqused_k; with return_attn_probs
-(out, lse). num_splits, pack_gqa, sm_margin and scheduler_metadata are hints that change no result: num_splits is honoured
-over a KV cache, the others are not needed.
+(out, lse). num_splits, pack_gqa, sm_margin and scheduler_metadata are hints that change no result: num_splits is
+honoured over a KV cache, the others are not needed.
 """
 
 from typing import Any
@@ -47,7 +47,10 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """q [b, sq, h, d], k [b, sk, hk, d], v [b, sk, hk, dv]: out [b, sq, h, dv], with return_attn_probs (out, lse [b, h, sq])."""
+    """q [b, sq, h, d], k [b, sk, hk, d], v [b, sk, hk, dv]: out [b, sq, h, dv].
+
+    With return_attn_probs (out, lse [b, h, sq]).
+    """
     _refuse("flash_attn_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return attention(
         *unit_stride(q, k, v), scale=softmax_scale, is_causal=causal, window_size=window_size,
@@ -111,7 +114,7 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Packed sequences; q [total_q, h, d], k, v [total_k, hk, d]; seqused_q, seqused_k [b]: the first rows that count."""
+    """Packed sequences: q [total_q, h, d], k and v [total_k, hk, d]; seqused_q and seqused_k [b] rows of each count."""
     _refuse("flash_attn_varlen_func", qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return varlen_attention(
         *unit_stride(q, k, v), cu_seqlens_q, cu_seqlens_k, known(max_seqlen_q), known(max_seqlen_k),
@@ -152,7 +155,7 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """As flash-attn 2's (`powertrain.compat.flash_attn.flash_attn_with_kvcache`); its block_table is page_table here."""
+    """`powertrain.compat.flash_attn.flash_attn_with_kvcache`; its block_table is page_table here."""
     op = "flash_attn_with_kvcache"
     _refuse(
         op, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, cu_seqlens_q=cu_seqlens_q,

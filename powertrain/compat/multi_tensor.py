@@ -1,6 +1,7 @@
 """Arithmetic on lists of tensors, as Apex's amp_C and TransformerEngine's multi_tensor_* have it, by torch's foreach.
 
-Every function takes (chunk_size, noop_flag, tensor_lists, ...); chunk_size is a hint of theirs. noop_flag is an int tensor
+Every function takes (chunk_size, noop_flag, tensor_lists, ...); chunk_size is a hint of theirs. noop_flag is an int
+tensor
 on the device: functions that look for values that are not finite add to it, the optimizers do nothing where it is set.
 Nothing waits for the GPU.
 """
@@ -37,7 +38,9 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """[tensors]: (their 2-norm together [1], each one's [n], empty unless per_tensor), float32 (float64 for float64)."""
+    """[tensors]: (their 2-norm together [1], each one's [n], empty unless per_tensor), float32 (float64 for
+    float64).
+    """
     (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1)
     if not tensors:
         return torch.zeros(1, device=noop_flag.device), torch.zeros(0, device=noop_flag.device)
@@ -76,7 +79,8 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """[gradients, parameters, exp_avg, exp_avg_sq], with a fifth list the float32 master parameters, which are then updated.
+    """[gradients, parameters, exp_avg, exp_avg_sq], with a fifth list the float32 master parameters, which are then
+    updated.
 
     mode 0: weight_decay is added to the gradient (Adam); 1: decoupled (AdamW).
     """

@@ -13,8 +13,8 @@ class FusedAdam(AdamW):
     """`powertrain.AdamW` with Apex's arguments.
 
     adam_w_mode=False (weight decay added to the gradient) is the same without weight decay, else refused; so are
-    bias_correction=False and amsgrad. set_grad_none: zero_grad frees the gradients. Parameter groups may have their own lr,
-    betas, eps and weight_decay.
+    bias_correction=False and amsgrad. set_grad_none: zero_grad frees the gradients. Parameter groups may have their
+    own lr, betas, eps and weight_decay.
     """
 
     def __init__(

@@ -6,7 +6,8 @@
     powertrain.shim.install("flash_attn")     # before the first import of flash_attn
 
 `import flash_attn` then gives `powertrain.compat.flash_attn`, the same modules under both names. The libraries stand in
-folders on PYTHONPATH, with a distribution's metadata, so that `importlib.metadata` and processes started later (torchrun,
+folders on PYTHONPATH, with a distribution's metadata, so that `importlib.metadata` and processes started later
+(torchrun,
 workers of a DataLoader, multiprocessing) see them too; a Python started with -I or -E does not read PYTHONPATH.
 """
 

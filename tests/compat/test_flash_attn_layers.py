@@ -1,4 +1,7 @@
-"""flash_attn's layers, losses and ops against plain PyTorch in float64, forward and backward; flash-attn 3's arguments."""
+"""flash_attn's layers, losses and ops against plain PyTorch in float64, forward and backward.
+
+Flash-attn 3's arguments.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Megatron's fused functions and TransformerEngine's small ones against plain PyTorch in float64, forward and backward."""
+"""Megatron's fused functions and TransformerEngine's small ones against plain PyTorch in float64, forward and
+backward.
+"""
 
 import types
 
@@ -14,7 +16,7 @@ from powertrain.compat.megatron.core.fusions import fused_bias_swiglu as swiglu
 from powertrain.compat.megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from powertrain.compat.megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from powertrain.compat.transformer_engine import pytorch as te
-from powertrain.compat.transformer_engine.pytorch.rope import apply_rotary_pos_emb
+from powertrain.compat.transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from tests.compat.plain import same, tensors
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

@@ -187,14 +187,12 @@ def test_mistakes(environment: dict[str, str]) -> None:
 
 
 TRANSFORMERS = """
-    import sys, types
+    import sys
     import torch
     # transformers takes flash_attention_2 where torch sees a GPU; this one has none
     torch.cuda.is_available = lambda: "transformers" in sys._getframe(1).f_globals.get("__name__", "")
     import transformers
     from transformers.utils import is_flash_attn_2_available
-    from transformers.utils import import_utils
-    import_utils.is_torch_cuda_available.cache_clear() if hasattr(import_utils.is_torch_cuda_available, "cache_clear") else None
     assert is_flash_attn_2_available()
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -202,14 +200,12 @@ TRANSFORMERS = """
         num_key_value_heads=2, max_position_embeddings=64, attn_implementation="flash_attention_2",
     )
     config.dtype = torch.bfloat16
-    ours = transformers.LlamaForCausalLM._from_config(config, attn_implementation="flash_attention_2", dtype=torch.bfloat16)
-    eager = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
+    make = transformers.LlamaForCausalLM._from_config
+    ours, eager = (make(config, attn_implementation=name) for name in ("flash_attention_2", "eager"))
     eager.load_state_dict(ours.state_dict())
     ours.float(), eager.float()
-    calls = []
     import flash_attn
     import transformers.modeling_flash_attention_utils as utils
-    before = utils.lazy_import_flash_attention
     tokens = torch.randint(64, (2, 9))
     padded = torch.ones_like(tokens)
     padded[1, 6:] = 0

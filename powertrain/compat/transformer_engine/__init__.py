@@ -5,7 +5,7 @@ from powertrain.compat.transformer_engine import pytorch as te
 
 from powertrain.compat.missing import unknown
 from powertrain.compat.transformer_engine import pytorch
-from powertrain.compat.transformer_engine.pytorch.attention import DotProductAttention, destroy_ub, initialize_ub
+from powertrain.compat.transformer_engine.pytorch import DotProductAttention, destroy_ub, initialize_ub
 
 __version__ = "2.20.2"
 

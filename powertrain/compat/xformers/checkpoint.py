@@ -1,4 +1,6 @@
-"""xformers.checkpoint: activation checkpointing that keeps the results a policy names, by torch's selective checkpoint."""
+"""xformers.checkpoint: activation checkpointing that keeps the results a policy names, by torch's selective
+checkpoint.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,7 +43,7 @@ def checkpoint(
 
 def selective_checkpoint_context_fn(policy_fn: Policy | None = None) -> Any:
     """The context_fn of torch.utils.checkpoint for a policy."""
-    return create_selective_checkpoint_contexts(_keep_products if policy_fn is None else policy_fn)  # type: ignore[arg-type]
+    return create_selective_checkpoint_contexts(_keep_products if policy_fn is None else policy_fn)
 
 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
@@ -69,7 +71,10 @@ class _Names(TorchDispatchMode):
 def selective_checkpoint_wrapper(
     module: nn.Module, memory_budget: float | None = None, policy_fn: Policy | None = None
 ) -> nn.Module:
-    """The module with `checkpoint` around its forward. memory_budget is refused but for 0 (nothing is kept) and 1 (all)."""
+    """The module with `checkpoint` around its forward.
+
+    Memory_budget is refused but for 0 (nothing is kept) and 1 (all).
+    """
     if memory_budget is not None and memory_budget not in (0, 1):
         unsupported(
             "selective_checkpoint_wrapper", "memory_budget", memory_budget,

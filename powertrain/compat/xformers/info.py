@@ -9,7 +9,10 @@ __all__ = ["print_info"]
 
 
 def print_info() -> None:
-    """Versions, and where the attention is computed; `powertrain doctor` and `powertrain explain attention` say more."""
+    """Versions, and where the attention is computed.
+
+    `powertrain doctor` and `powertrain explain attention` say more.
+    """
     facts = {
         "xFormers": "0.0.35's interface, by Powertrain (no compiled library)",
         "powertrain.version": powertrain.__version__,

@@ -1,4 +1,4 @@
-"""apex.fused_dense.fused_dense on `powertrain.linear_activation` and torch's linear, which has the bias in its epilogue.
+"""apex.fused_dense.fused_dense on `powertrain.linear_activation` and torch's linear.
 
 The activation is the tanh form of GELU, as cuBLAS's epilogue has it. Parameters begin as nn.Linear's (Apex leaves them
 without values).

@@ -1,7 +1,7 @@
 """apex.normalization.fused_layer_norm on `powertrain.layer_norm` and `rms_norm`.
 
-The Mixed classes and functions give the weight's dtype, the others the input's; under autocast both take its dtype first.
-memory_efficient is a hint: backward saves the input either way.
+The Mixed classes and functions give the weight's dtype, the others the input's; under autocast both take its dtype
+first. memory_efficient is a hint: backward saves the input either way.
 """
 
 import warnings
@@ -186,8 +186,8 @@ def _norm(
     )
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = (t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in (x, weight, bias))
-        assert x is not None
+        weight, bias = (t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in (weight, bias))
+        x = x if x.dtype is torch.float64 else x.to(dtype)
     result = weight.dtype if mixed and weight is not None else x.dtype
     rows = x.to(torch.promote_types(x.dtype, result)).flatten(x.dim() - len(shape))
     flat = [None if t is None else t.flatten() for t in (weight, bias)]

@@ -55,7 +55,10 @@ def dropout_add_layer_norm_parallel_residual(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Two norms of h = dropout(x0) + dropout(x1) + residual: (y0, y1), with prenorm (y0, y1, h); y1 without weight1 None."""
+    """Two norms of h = dropout(x0) + dropout(x1) + residual: (y0, y1), with prenorm (y0, y1, h).
+
+    y1 is None without weight1.
+    """
     results = layer_norm_fn(
         x0, weight0, bias0, residual, x1, weight1, bias1, epsilon, dropout_p, None, prenorm, residual_in_fp32,
         is_rms_norm=False, return_dropout_mask=return_dropout_mask,

@@ -6,15 +6,6 @@ from powertrain.compat.liger_kernel.transformers.fused_add_rms_norm import Liger
 from powertrain.compat.liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from powertrain.compat.liger_kernel.transformers.geglu import LigerGEGLUMLP
 from powertrain.compat.liger_kernel.transformers.layer_norm import LigerLayerNorm
-from powertrain.compat.liger_kernel.transformers.relu_squared import LigerReLUSquared
-from powertrain.compat.liger_kernel.transformers.rms_norm import LigerRMSNorm
-from powertrain.compat.liger_kernel.transformers.rope import liger_rotary_pos_emb
-from powertrain.compat.liger_kernel.transformers.softmax import LigerSoftmax
-from powertrain.compat.liger_kernel.transformers.swiglu import (
-    LigerPhi3SwiGLUMLP,
-    LigerQwen3MoeSwiGLUMLP,
-    LigerSwiGLUMLP,
-)
 from powertrain.compat.liger_kernel.transformers.monkey_patch import (
     _apply_liger_kernel,
     _apply_liger_kernel_to_instance,
@@ -65,11 +56,18 @@ from powertrain.compat.liger_kernel.transformers.monkey_patch import (
     apply_liger_kernel_to_smollm3,
     apply_liger_kernel_to_smolvlm,
 )
+from powertrain.compat.liger_kernel.transformers.relu_squared import LigerReLUSquared
+from powertrain.compat.liger_kernel.transformers.rms_norm import LigerRMSNorm
+from powertrain.compat.liger_kernel.transformers.rope import liger_rotary_pos_emb
+from powertrain.compat.liger_kernel.transformers.softmax import LigerSoftmax
+from powertrain.compat.liger_kernel.transformers.swiglu import (
+    LigerPhi3SwiGLUMLP,
+    LigerQwen3MoeSwiGLUMLP,
+    LigerSwiGLUMLP,
+)
 from powertrain.compat.missing import unknown
 
 __all__ = [
-    "_apply_liger_kernel",
-    "_apply_liger_kernel_to_instance",
     "AutoLigerKernelForCausalLM",
     "LigerCrossEntropyLoss",
     "LigerFusedAddRMSNorm",
@@ -82,6 +80,8 @@ __all__ = [
     "LigerReLUSquared",
     "LigerSoftmax",
     "LigerSwiGLUMLP",
+    "_apply_liger_kernel",
+    "_apply_liger_kernel_to_instance",
     "apply_liger_kernel_to_deepseek_v2",
     "apply_liger_kernel_to_deepseek_v3",
     "apply_liger_kernel_to_deepseek_v4",

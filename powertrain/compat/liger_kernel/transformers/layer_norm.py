@@ -11,7 +11,10 @@ __all__ = ["LigerLayerNorm"]
 
 
 class LigerLayerNorm(nn.Module):
-    """`liger_layer_norm` with weight and bias; the bias is a parameter either way and begins at random with bias=True, as there."""
+    """`liger_layer_norm` with weight and bias, as there.
+
+    The bias is a parameter either way, at random with bias=True.
+    """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones") -> None:
         super().__init__()

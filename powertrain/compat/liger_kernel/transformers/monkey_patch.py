@@ -1,8 +1,8 @@
 """apply_liger_kernel_to_* on `powertrain.patch`.
 
-Given `model`, it is patched. Without, models of that type are patched as `from_pretrained` and `from_config` make them
-from then on; one that is made by its class's constructor is not. What `powertrain.patch` cannot replace without changing
-the results it leaves, and attention stays as it is, as there.
+Given `model`, it is patched. Without, models of that type are patched from then on as `from_pretrained` and
+`from_config` make them; one that is made by its class's constructor is not. What `powertrain.patch` cannot replace
+without changing the results it leaves, and attention stays as it is, as there.
 """
 
 from collections.abc import Callable
@@ -13,56 +13,6 @@ from torch import nn
 
 from powertrain.compat.missing import unknown
 from powertrain.patching.patch import patch
-
-__all__ = [
-    "MODEL_TYPE_TO_APPLY_LIGER_FN",
-    "apply_liger_kernel_to_deepseek_v2",
-    "apply_liger_kernel_to_deepseek_v3",
-    "apply_liger_kernel_to_deepseek_v4",
-    "apply_liger_kernel_to_exaone4",
-    "apply_liger_kernel_to_falcon_h1",
-    "apply_liger_kernel_to_gemma",
-    "apply_liger_kernel_to_gemma2",
-    "apply_liger_kernel_to_gemma3",
-    "apply_liger_kernel_to_gemma3_text",
-    "apply_liger_kernel_to_gemma4",
-    "apply_liger_kernel_to_gemma4_text",
-    "apply_liger_kernel_to_glm4",
-    "apply_liger_kernel_to_glm4v",
-    "apply_liger_kernel_to_glm4v_moe",
-    "apply_liger_kernel_to_gpt_oss",
-    "apply_liger_kernel_to_granite",
-    "apply_liger_kernel_to_hunyuan_v1_dense",
-    "apply_liger_kernel_to_hunyuan_v1_moe",
-    "apply_liger_kernel_to_instance",
-    "apply_liger_kernel_to_internvl",
-    "apply_liger_kernel_to_llama",
-    "apply_liger_kernel_to_llama4",
-    "apply_liger_kernel_to_llava",
-    "apply_liger_kernel_to_ministral",
-    "apply_liger_kernel_to_mistral",
-    "apply_liger_kernel_to_mixtral",
-    "apply_liger_kernel_to_mllama",
-    "apply_liger_kernel_to_muse_glimmer",
-    "apply_liger_kernel_to_nemotron",
-    "apply_liger_kernel_to_olmo2",
-    "apply_liger_kernel_to_olmo3",
-    "apply_liger_kernel_to_paligemma",
-    "apply_liger_kernel_to_phi3",
-    "apply_liger_kernel_to_pixtral",
-    "apply_liger_kernel_to_qwen2",
-    "apply_liger_kernel_to_qwen2_5_vl",
-    "apply_liger_kernel_to_qwen2_vl",
-    "apply_liger_kernel_to_qwen3",
-    "apply_liger_kernel_to_qwen3_5",
-    "apply_liger_kernel_to_qwen3_5_moe",
-    "apply_liger_kernel_to_qwen3_moe",
-    "apply_liger_kernel_to_qwen3_next",
-    "apply_liger_kernel_to_qwen3_vl",
-    "apply_liger_kernel_to_qwen3_vl_moe",
-    "apply_liger_kernel_to_smollm3",
-    "apply_liger_kernel_to_smolvlm",
-]
 
 _TYPES = (
     "deepseek_v2",
@@ -112,7 +62,9 @@ _TYPES = (
     "smollm3",
     "smolvlm",
 )
-# their flag -> kind of part, and whether they turn it on by default
+__all__ = ["MODEL_TYPE_TO_APPLY_LIGER_FN", *(f"apply_liger_kernel_to_{name}" for name in _TYPES)]
+
+# their flag -> kind of part; a flag that is not given is on, as most are there
 _KINDS = {
     "rope": "rotary",
     "rms_norm": "norm",
@@ -164,11 +116,13 @@ def _patching(made: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **flags: bool) -> None:
+    """Patch `model`: what transformers' `use_liger_kernel` calls."""
     _apply("", model, **flags)
 
 
 def _apply_liger_kernel(model_type: str, **flags: bool) -> None:
-    _apply(model_type, **flags)
+    """Patch models of this type that are made later."""
+    _apply(model_type, None, **flags)
 
 
 MODEL_TYPE_TO_APPLY_LIGER_FN = {model_type: partial(_apply, model_type) for model_type in _TYPES}

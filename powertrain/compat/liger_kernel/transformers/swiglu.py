@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from powertrain.compat.missing import unknown
-from powertrain.ops.gemm.linear_activation import linear_activation
 from powertrain.ops.activations import swiglu
+from powertrain.ops.gemm.linear_activation import linear_activation
 from powertrain.runtime import checks
 
 __all__ = ["LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerSwiGLUMLP"]

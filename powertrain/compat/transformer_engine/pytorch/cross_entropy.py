@@ -29,14 +29,10 @@ def parallel_cross_entropy(
     """
     inp = inp if _input is None else _input
     if dist_process_group is None or dist_process_group.size() == 1:
-        reduction = "mean" if reduce_loss else "none"
         return cross_entropy(
-            inp,
-            target,
-            ignore_index=ignore_idx,
-            reduction=reduction,
-            label_smoothing=label_smoothing,  # type: ignore[arg-type]
-        )
+            inp, target, ignore_index=ignore_idx, reduction="mean" if reduce_loss else "none",
+            label_smoothing=label_smoothing,
+        )  # fmt: skip
     losses, _ = cross_entropy_loss(
         inp.flatten(0, -2), target.flatten(), label_smoothing=label_smoothing, ignore_index=ignore_idx,
         process_group=dist_process_group,

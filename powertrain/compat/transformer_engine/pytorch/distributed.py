@@ -14,7 +14,10 @@ __all__ = ["CudaRNGStatesTracker", "checkpoint"]
 
 
 class CudaRNGStatesTracker:
-    """States of the GPU's random generator by name (of the CPU's where there is no GPU): fork(name) draws from one of them."""
+    """States of the GPU's random generator by name (of the CPU's where there is no GPU).
+
+    Fork(name) draws from one of them.
+    """
 
     def __init__(self) -> None:
         self.states_: dict[str, Tensor] = {}
@@ -77,7 +80,8 @@ def checkpoint(
 ) -> Any:
     """function(*args, **kwargs), made again in backward, with the states of the tracker as they were.
 
-    distribute_saved_activations is refused. use_reentrant False is what is done either way; tp_group is not needed then.
+    distribute_saved_activations is refused. use_reentrant False is what is done either way; tp_group is not needed
+    then.
     """
     if distribute_saved_activations:
         raise NotImplementedError(

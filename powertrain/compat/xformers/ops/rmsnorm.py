@@ -17,7 +17,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
 
 
 def rms_norm_add(x: Tensor, y: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
-    """x += y, in place; returns the norm of the sum. A leaf that wants a gradient cannot be written to, as in PyTorch."""
+    """x += y, in place; returns the norm of the sum.
+
+    A leaf that wants a gradient cannot be written to, as in PyTorch.
+    """
     z, total = norm.rms_norm(y.to(x.dtype), weight, residual=x, eps=eps)
     x.copy_(total)
     return z

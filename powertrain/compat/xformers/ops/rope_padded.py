@@ -37,8 +37,10 @@ def rope_padded(
 ) -> Tensor:
     """xq and xk turned by their positions; xk and xv written to their places in the caches; returns the turned xq.
 
-    Shapes: xq [1, t, h, d], xk and xv [1, t, hk, d], caches [1, room of all sequences, hk, d] (or five dims, [1, t, g, h, d]).
-    A sequence's tokens are its last ones: position = length of its keys - tokens that follow - 1, plus first_seqpos [b]; seqpos
+    Shapes: xq [1, t, h, d], xk and xv [1, t, hk, d], caches [1, room of all sequences, hk, d] (or five dims, [1, t, g,
+    h, d]).
+    A sequence's tokens are its last ones: position = length of its keys - tokens that follow - 1, plus first_seqpos
+    [b]; seqpos
     [t] gives the positions themselves. adjacents: pairs are (2c, 2c + 1), else (c, c + d / 2). float32 throughout.
     No gradient.
     """

@@ -24,7 +24,8 @@ def get_stack_strides(tensors: Sequence[Tensor], dim: int) -> tuple[int, ...] | 
             return None
     if step <= 0:
         return None
-    return (*first.stride()[:dim], step, *first.stride()[dim:])
+    strides: tuple[Any, ...] = first.stride()
+    return (*strides[:dim], int(step), *strides[dim:])
 
 
 def unbind(x: Tensor, dim: int) -> tuple[Tensor, ...]:

@@ -1,5 +1,7 @@
 """flash_attn.ops.triton.layer_norm on `powertrain.rms_norm`, `layer_norm` and `bias_dropout_add`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -49,7 +51,7 @@ def layer_norm_fn(
     if dropout_p > 0:
         x = bias_dropout_add(x, None, None, dropout_p)
         x1 = None if x1 is None else bias_dropout_add(x1, None, None, dropout_p)
-    norm = rms_norm if is_rms_norm else layer_norm
+    norm: Any = rms_norm if is_rms_norm else layer_norm
     if residual is not None and x1 is None and x.dtype is dtype:
         y, h = norm(x, weight, bias, residual=residual, eps=eps, zero_centered=zero_centered_weight)
     else:

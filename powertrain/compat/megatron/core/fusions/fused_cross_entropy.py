@@ -12,7 +12,10 @@ __all__ = ["fused_vocab_parallel_cross_entropy"]
 def fused_vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, tp_group: ProcessGroup | None = None
 ) -> Tensor:
-    """Each token's loss, float32, without a reduction: logits [s, b, vocabulary / ranks], target [s, b]. None is one rank."""
+    """Each token's loss, float32, without a reduction: logits [s, b, vocabulary / ranks], target [s, b].
+
+    tp_group: the ranks that share the vocabulary, in order; None: one rank.
+    """
     rows = vocab_parallel_logits.flatten(0, -2)
     losses, _ = cross_entropy_loss(rows, target.flatten(), label_smoothing=0.0, process_group=tp_group)
     return losses.view(target.shape)

@@ -13,7 +13,10 @@ __all__ = ["FusedLayerNorm"]
 
 
 class FusedLayerNorm(nn.Module):
-    """Layer norm with Megatron's config: layernorm_zero_centered_gamma, sequence_parallel. persist_layer_norm is a hint."""
+    """Layer norm with Megatron's config: layernorm_zero_centered_gamma, sequence_parallel.
+
+    persist_layer_norm is a hint.
+    """
 
     def __init__(
         self,

@@ -60,8 +60,8 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """t turned by the angles freqs [positions, 1, 1, d] of its positions; channels from d on pass.
 
-    t is [s, b, h, dim] "sbhd", [b, s, h, dim] "bshd" or, with cu_seqlens, [tokens, h, dim] "thd"; start_positions [b] is added to
-    the positions. fused is a hint: one kernel either way.
+    t is [s, b, h, dim] "sbhd", [b, s, h, dim] "bshd" or, with cu_seqlens, [tokens, h, dim] "thd"; start_positions [b]
+    is added to the positions. fused is a hint: one kernel either way.
     """
     op = "apply_rotary_pos_emb"
     checks.one_of(op, "tensor_format", tensor_format, ("sbhd", "bshd", "thd"))

@@ -59,7 +59,10 @@ class _Norm(nn.Module):
 
 
 class LayerNorm(_Norm):
-    """Layer norm over the last dims; zero_centered_gamma multiplies by 1 + weight. Parameters are made on the GPU, as there."""
+    """Layer norm over the last dims; zero_centered_gamma multiplies by 1 + weight.
+
+    Parameters are made on the GPU, as there.
+    """
 
     rms = False
 
