@@ -49,8 +49,8 @@ WHY_NOT: dict[str, str] = {
     "xformers.ops.swiglu_op.*": "one implementation; op=None",
     "xformers.ops.masked_matmul": "torch's product and masked_fill",
     "xformers.ops.common.*": "internal",
-    "xformers.ops.differentiable_collectives.*": "powertrain.nn.tensor_parallel, or torch.distributed's functional
-    collectives", "xformers.ops.fmha.*": "internal; op=None takes the fastest backend",
+    "xformers.ops.differentiable_collectives.*": "powertrain.nn.tensor_parallel, or torch's functional collectives",
+    "xformers.ops.fmha.*": "internal; op=None takes the fastest backend",
     "xformers.ops.fused_*": "powertrain.parallel.all_gather_gemm and gemm_reduce_scatter",
     "xformers.ops.sequence_parallel_fused_ops.*": "powertrain.parallel.all_gather_gemm and gemm_reduce_scatter",
     "xformers.ops.sequence_parallel_*": "powertrain.parallel.all_gather_gemm and gemm_reduce_scatter",
