@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "compat/transformer_engine/pytorch/attention/dot_product_attention.py": "reads TransformerEngine's own switches",
     "runtime/machine.py": "reads other tools' variables, in the one place that tests replace",
     "cli/shim.py": "hands the command it runs an environment",
-    "shim/install.py": "puts the folders of the stand-ins on PYTHONPATH, for processes started later",
+    "shim/folders.py": "puts the folders of the stand-ins on PYTHONPATH, for processes started later",
     "cli/build.py": "hands the command it runs an environment",
     "cli/explain.py": "honours other libraries' switches where it speaks for them",
     "cli/tour.py": "hands the processes it starts an environment",

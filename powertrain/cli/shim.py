@@ -21,7 +21,7 @@ def shim(
 
     A library that is installed is used itself, unless --force. What there is of each: docs/names.md.
     """
-    from powertrain.shim.install import plan, python_path
+    from powertrain.shim.folders import plan, python_path
 
     try:
         shims, installed = plan(names.split(","), force=force)

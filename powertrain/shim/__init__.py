@@ -12,7 +12,7 @@ workers of a DataLoader, multiprocessing) see them too; a Python started with -I
 """
 
 from powertrain.shim.alias import alias
-from powertrain.shim.install import Installed, Shim, install, plan
+from powertrain.shim.folders import Installed, Shim, install, plan
 from powertrain.shim.libraries import LIBRARIES
 
 __all__ = ["LIBRARIES", "Installed", "Shim", "alias", "install", "plan"]
