@@ -5,8 +5,6 @@ Differs from flash-attn 2: no dropout, no ALiBi; attention_chunk, seqused_q and 
 honoured over a KV cache, the others are not needed.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -154,7 +152,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`powertrain.compat.flash_attn.flash_attn_with_kvcache`; its block_table is page_table here."""
     op = "flash_attn_with_kvcache"
     _refuse(

@@ -60,3 +60,12 @@ def test_no_softcap() -> None:
     for function in (powertrain.cross_entropy, powertrain.attention):
         with pytest.raises(ValueError, match="softcap must be"):
             function(*((X, T) if function is powertrain.cross_entropy else (q, q, q)), softcap=-1.0)
+
+
+def test_is_causal_of_the_softmax() -> None:
+    for queries in (4, 7):
+        x = torch.randn(2, queries, 7)
+        expected = powertrain.scaled_softmax(x, causal="aligned")
+        torch.testing.assert_close(powertrain.scaled_softmax(x, is_causal=True), expected)
+    with pytest.raises(ValueError, match="is_causal must be False where causal is given"):
+        powertrain.scaled_softmax(x, is_causal=True, causal="aligned")

@@ -227,3 +227,65 @@ TRANSFORMERS = """
 def test_transformers_flash_attention_2(environment: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     assert "same" in _run("flash_attn", TRANSFORMERS, environment, tmp_path)
+
+
+# after the first examples of each library's README, on the CPU
+EXAMPLES = """
+    import torch
+    from torch import nn
+
+    from flash_attn import flash_attn_func, flash_attn_qkvpacked_func
+    qkv = torch.randn(2, 16, 3, 4, 32, requires_grad=True)
+    out = flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=True, window_size=(-1, -1))
+    assert torch.equal(out, flash_attn_func(*qkv.unbind(2), causal=True))
+    out.sum().backward()
+
+    import flash_attn_interface
+    assert torch.equal(flash_attn_interface.flash_attn_func(*qkv.unbind(2), causal=True), out)
+
+    import xformers.ops as xops
+    from xformers.ops import SwiGLU
+    q, k, v = qkv.detach().unbind(2)
+    y = xops.memory_efficient_attention(q, k, v, attn_bias=xops.LowerTriangularMask(), p=0.0)
+    torch.testing.assert_close(y, out)
+    assert SwiGLU(8, 16)(torch.randn(2, 8)).shape == (2, 8)
+
+    import amp_C
+    from apex.multi_tensor_apply import multi_tensor_applier
+    from apex.normalization import FusedLayerNorm
+    from apex.optimizers import FusedAdam
+    model = nn.Sequential(nn.Linear(8, 8), FusedLayerNorm(8))
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+    model(torch.randn(4, 8)).square().sum().backward()
+    norm, _ = multi_tensor_applier(
+        amp_C.multi_tensor_l2norm, torch.zeros(1, dtype=torch.int32), [[p.grad for p in model.parameters()]], False
+    )
+    assert norm.item() > 0
+    optimizer.step()
+
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    model, loss = nn.Linear(8, 32), LigerFusedLinearCrossEntropyLoss()
+    loss(model.weight, torch.randn(4, 8), torch.randint(32, (4,))).backward()
+    assert model.weight.grad is not None
+
+    import transformer_engine.pytorch as te
+    norm = te.LayerNorm(8, device="cpu")
+    attention = te.DotProductAttention(4, 32, attn_mask_type="causal", qkv_format="bshd")
+    torch.testing.assert_close(attention(q, k, v), out.flatten(2))
+    assert norm(torch.randn(2, 8)).shape == (2, 8)
+    try:
+        te.Linear(8, 8)
+    except AttributeError as error:
+        assert "transformer_engine.pytorch.Linear is not in Powertrain (not yet; torch.nn.Linear" in str(error), error
+    print("examples done")
+"""
+
+
+def test_examples_of_the_readmes(environment: dict[str, str], tmp_path: Path) -> None:
+    assert "examples done" in _run(",".join(LIBRARIES), EXAMPLES, environment, tmp_path)
+
+
+def test_a_module_runs_as_a_program(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "powertrain", "shim", "xformers", "--", sys.executable, "-m", "xformers.info"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME)
+    assert result.returncode == 0 and "memory_efficient_attention" in result.stdout, result.stdout + result.stderr

@@ -44,7 +44,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """Attention with flash-attn's arguments.
 
     Shapes: q [b, sq, h, d], k [b, sk, hk, d], v [b, sk, hk, dv], h a multiple of hk; alibi_slopes [h] or [b, h].
@@ -70,7 +70,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attn_func` of k and v in one tensor, kv [b, sk, 2, hk, d]."""
     k, v = _parts("flash_attn_kvpacked_func", "kv", kv, 2, 5)
     return flash_attn_func(
@@ -89,7 +89,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attn_func` of q, k and v in one tensor, qkv [b, s, 3, h, d]."""
     q, k, v = _parts("flash_attn_qkvpacked_func", "qkv", qkv, 3, 5)
     return flash_attn_func(
@@ -115,7 +115,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """Attention over packed sequences, sequence n in rows cu_seqlens[n] to cu_seqlens[n + 1].
 
     max_seqlen_q and max_seqlen_k are upper bounds; a tensor is not read, so nothing waits for the GPU (but for pages).
@@ -157,7 +157,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attn_varlen_func` of k and v in one tensor, kv [total_k, 2, hk, d]."""
     k, v = _parts("flash_attn_varlen_kvpacked_func", "kv", kv, 2, 4)
     return flash_attn_varlen_func(
@@ -178,7 +178,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attn_varlen_func` of q, k and v in one tensor, qkv [total, 3, h, d]."""
     q, k, v = _parts("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, 4)
     return flash_attn_varlen_func(
@@ -207,7 +207,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a KV cache, which takes k and v in place first. No backward.
 
     Shapes: q [b, sq, h, d]; k_cache [b_cache, s_cache, hk, d], or pages [num_pages, page_size, hk, d] of any size with
