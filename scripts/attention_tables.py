@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from powertrain.compat import transformer_engine
+from powertrain.compat.transformer_engine.pytorch.attention import dot_product_attention as transformer_engine
 from powertrain.compat.xformers.ops.fmha import attn_bias
 from powertrain.ops.attention.backend_order import Order, order_of
 from powertrain.ops.attention.backend_registry import _ALL

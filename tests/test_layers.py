@@ -12,7 +12,9 @@ BELOW = {layer: set(ORDER[: index + 1]) for index, layer in enumerate(ORDER)}
 # beside the order: what each of these may import; cli, on top, may import them too
 BELOW |= {side: {"runtime", side} for side in ("testing", "builder", "doctor")}
 BELOW["patching"] = {"runtime", "ops", "testing", "patching"}  # judges by the rule that tests judge ops by
-BELOW["cli"] |= {"testing", "builder", "doctor", "patching"}
+BELOW["shim"] = {"runtime", "ops", "compat", "shim"}
+BELOW["compat"] |= {"patching"}  # names of theirs that patch a model
+BELOW["cli"] |= {"testing", "builder", "doctor", "patching", "shim"}
 BELOW["__main__"] = {"cli"}
 BELOW["__init__"] = set(BELOW)  # the public names; they are resolved on first use
 
@@ -23,8 +25,10 @@ ENVIRONMENT = {
     "runtime/compile/service.py": "hands its workers an environment",
     "runtime/compile/worker.py": "gives its compiler a private folder",
     "train/ranks.py": "reads what launchers set: rank and rendezvous address; cuBLAS takes its workspace from there",
-    "compat/transformer_engine.py": "reads TransformerEngine's own switches, at every call",
+    "compat/transformer_engine/pytorch/attention/dot_product_attention.py": "reads TransformerEngine's own switches",
     "runtime/machine.py": "reads other tools' variables, in the one place that tests replace",
+    "cli/shim.py": "hands the command it runs an environment",
+    "shim/folders.py": "puts the folders of the stand-ins on PYTHONPATH, for processes started later",
     "cli/build.py": "hands the command it runs an environment",
     "cli/explain.py": "honours other libraries' switches where it speaks for them",
     "cli/tour.py": "hands the processes it starts an environment",

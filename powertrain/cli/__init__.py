@@ -26,6 +26,7 @@ from powertrain.cli import (
     prebuild,
     preprocess,
     report,
+    shim,
     tour,
     train,
     tune,
@@ -45,7 +46,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         verify.verify,
     ),
     "Kernels": (prebuild.prebuild, kernels.kernels, tune.tune),
-    "Other projects": (build.build,),
+    "Other projects": (build.build, shim.shim),
     "This machine": (facts.target, facts.env, doctor.doctor, diagnose.diagnose, explain.explain),
 }
 
@@ -100,6 +101,7 @@ def main(
     powertrain kernels                compiled kernels, checked
     powertrain tune rms_norm          measure this GPU's tiles (only when asked)
     powertrain build -- pip install ...   a CUDA build of another project, planned and governed
+    powertrain shim flash_attn -- python train.py   other libraries' names, computed by Powertrain
     powertrain target "RTX 3090 Ti"   facts of a GPU, present or not
     powertrain env                    environment variables and their values
     powertrain doctor                 problems of this machine, and their fixes

@@ -3,8 +3,11 @@
 from powertrain.runtime.lazy_exports import resolve
 
 _MODULES = (
+    "apex",
     "flash_attn",
+    "flash_attn_interface",
     "huggingface",
+    "liger_kernel",
     "megatron",
     "sdpa",
     "transformer_engine",

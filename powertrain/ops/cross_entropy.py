@@ -698,7 +698,7 @@ def cross_entropy(
         target  [...]     int64 or int32 in [0, V), or `ignore_index` to leave a token out
         label_smoothing   in [0, 1]: that much of the weight goes to all classes alike
         z_loss            adds z_loss * lse² to a token's loss
-        softcap           logits become softcap * tanh(logits / softcap)
+        softcap           logits become softcap * tanh(logits / softcap); None or 0: they do not
         grad_in_forward   make dlogits in forward and let go of the logits; some 10% less time for rows up to 128 KiB.
                           Backward then scales it (unless by 1) and hands it out, so a second backward raises
     Returns the loss in nats, float32: [] for "mean" and "sum", [...] for "none".
@@ -731,7 +731,7 @@ def check_loss_arguments(
 ) -> None:
     checks.one_of(op, "reduction", reduction, ("mean", "sum", "none"))
     checks.require(0.0 <= label_smoothing <= 1.0, op, "label_smoothing", "be in [0, 1]", label_smoothing)
-    checks.require(softcap is None or softcap > 0, op, "softcap", "be above 0, or None", softcap)
+    checks.require(softcap is None or softcap >= 0, op, "softcap", "be at least 0 (0: none), or None", softcap)
     is_index = target.dtype in (torch.int64, torch.int32)
     checks.require(is_index, op, "target", "be int64 or int32", checks.name(target.dtype))
 
@@ -748,7 +748,7 @@ def cross_entropy_torch(
     with without_autocast(logits.device):
         z = logits.to(acc_dtype(logits.dtype)).flatten(0, -2) if logits.dim() > 1 else logits[None]
         flat = target.reshape(-1).long()
-        if softcap is not None:
+        if softcap:
             z = softcap * torch.tanh(z / softcap)
         loss = F.cross_entropy(z, flat, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         if z_loss:

@@ -418,6 +418,7 @@ def scaled_softmax(
     *,
     scale: float = 1.0,
     mask: Tensor | None = None,
+    is_causal: bool = False,
     causal: Causal | None = None,
     fully_masked: FullyMasked = "zero",
 ) -> Tensor:
@@ -427,6 +428,7 @@ def scaled_softmax(
         x             [..., Sq, Sk]  float32, float16 or bfloat16 (float64 on the CPU); any strides; without mask and
                       causal also [Sk]
         mask          bool, broadcastable to x ([1 or B, 1, Sq, Sk] in GPT-NeoX and Apex); True is masked out
+        is_causal     keys after the query are masked out, the last query at the last key: causal="aligned"
         causal        "upper_triangular": keys after the query are masked out, Sq == Sk;
                       "aligned": the same with the last query at the last key, for any Sq and Sk
         fully_masked  values of a row without a key: "zero" (Apex), or "uniform": 1/Sk (GPT-NeoX)
@@ -441,6 +443,8 @@ def scaled_softmax(
     """
     checks.floating("scaled_softmax", x=x)
     checks.one_of("scaled_softmax", "causal", causal, (None, "upper_triangular", "aligned"))
+    checks.require(not (is_causal and causal), "scaled_softmax", "is_causal", "be False where causal is given", causal)
+    causal = "aligned" if is_causal else causal
     checks.one_of("scaled_softmax", "fully_masked", fully_masked, ("zero", "uniform"))
     checks.same_device("scaled_softmax", "x", x, mask=mask)
     dims = 1 if causal is None and mask is None else 2

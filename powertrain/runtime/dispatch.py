@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from powertrain.runtime import flops as flop_counting
-from powertrain.runtime import recording, tracing
+from powertrain.runtime import positional, recording, tracing
 from powertrain.runtime import sharding as dtensors
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.settings import settings
@@ -298,6 +298,11 @@ def falls_back(name: str) -> Callable[[F], F]:
                     return function(*args, **kwargs)
             try:
                 return function(*args, **kwargs)
+            except (TypeError, AttributeError):
+                meant = positional.hint(name, function, args)
+                if meant is None:
+                    raise
+                raise TypeError(meant) from None
             except CompileError as error:
                 if settings().on_compile_failure != "reference":
                     raise

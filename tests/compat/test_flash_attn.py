@@ -212,7 +212,7 @@ def test_more_than_there_are_pages_for() -> None:
     table, cu = torch.tensor([[0, 1], [2, 3]]).int(), torch.tensor([0, 1, 2]).int()
     with pytest.raises(ValueError, match="cache_seqlens must be at most 8, the size of the cache, got 9"):
         fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=9, block_table=table)
-    with pytest.raises(ValueError, match="cache_seqlens must be at most 8, what there is room for, got 9"):
+    with pytest.raises(ValueError, match="cache_seqlens must be at most 8, the cache's capacity, got 9"):
         fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([3, 9]).int(), block_table=table)
     with pytest.raises(ValueError, match="max_seqlen_k must be at most 8, the pages of block_table, got 9"):
         fa.flash_attn_varlen_func(q[:, 0], k, v, cu, cu * 9, 1, 9, block_table=table)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.compat import transformer_engine as te
 from powertrain.compat.transformer_engine import DotProductAttention
+from powertrain.compat.transformer_engine.pytorch.attention import dot_product_attention as te
 from powertrain.runtime.recording import record
 from powertrain.runtime.settings import settings
 from tests.compat.plain import attend, band, same, tensors

@@ -194,8 +194,8 @@ def test_errors(device: torch.device) -> None:
         cross_entropy(logits, target, reduction="avg")
     with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\], got 2"):
         cross_entropy(logits, target, label_smoothing=2)
-    with pytest.raises(ValueError, match="softcap must be above 0, or None, got 0"):
-        cross_entropy(logits, target, softcap=0)
+    with pytest.raises(ValueError, match=r"softcap must be at least 0 \(0: none\), or None, got -1"):
+        cross_entropy(logits, target, softcap=-1.0)
 
 
 @pytest.mark.gpu

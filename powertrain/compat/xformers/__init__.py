@@ -1,1 +1,13 @@
-"""xFormers' attention under its own names: `from powertrain.compat.xformers import ops as xops`."""
+"""xFormers under its own names.
+
+from powertrain.compat.xformers import ops as xops
+"""
+
+from powertrain.compat.missing import unknown
+from powertrain.compat.xformers.checkpoint import checkpoint, list_operators, selective_checkpoint_wrapper
+
+__version__ = "0.0.35"
+
+__all__ = ["checkpoint", "list_operators", "selective_checkpoint_wrapper"]
+
+__getattr__ = unknown(__name__)

@@ -43,7 +43,7 @@ def attention(
     prefix_lengths: Tensor | None = None,
     document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -81,7 +81,7 @@ def attention(
         prefix_lengths   [B] int: keys below it are seen, whatever causal, window and chunk say
         document_ids     [B, Sq] int, or a pair ([B, Sq], [B, Sk]): equal ids see each other, a negative one nobody
         alibi_slopes     [H] or [B, H], floating, without a gradient
-        softcap          0: none
+        softcap          None or 0: none
         sinks            [H] floating: one more score per head in the softmax's denominator, with no value, not scaled
                          or capped; with gradient
         scale            a number; None: D^-0.5
@@ -148,7 +148,7 @@ def varlen_attention(
     chunk_size: int = 0,
     prefix_lengths: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,

@@ -28,7 +28,7 @@ class MaskArguments(NamedTuple):
     prefix_lengths: Tensor | None = None
     document_ids: Tensor | tuple[Tensor, Tensor] | None = None
     alibi_slopes: Tensor | None = None
-    softcap: float = 0.0
+    softcap: float | None = None
     sinks: Tensor | None = None
 
 
@@ -193,8 +193,9 @@ def lower_mask(op: str, sizes: Sizes, mask: MaskArguments) -> tuple[MaskSpec, Ma
     left, right = window_bounds(op, mask.window_size)
     if not (isinstance(mask.chunk_size, int) and mask.chunk_size >= 0):
         checks.fail(op, "chunk_size", "be an integer of at least 0 (0: no chunks)", repr(mask.chunk_size))
-    if not (isinstance(mask.softcap, (int, float)) and 0 <= mask.softcap < inf):
-        checks.fail(op, "softcap", "be a finite number of at least 0 (0: none)", repr(mask.softcap))
+    softcap = 0.0 if mask.softcap is None else mask.softcap
+    if not (isinstance(softcap, (int, float)) and 0 <= softcap < inf):
+        checks.fail(op, "softcap", "be a finite number of at least 0 (None or 0: none)", repr(mask.softcap))
     bias_kind, bias = _bias(op, sizes, mask.attn_bias)
     if mask.prefix_lengths is not None:
         checks.shape(op, "prefix_lengths", mask.prefix_lengths, (sizes.batch,), "batch")
@@ -214,7 +215,7 @@ def lower_mask(op: str, sizes: Sizes, mask: MaskArguments) -> tuple[MaskSpec, Ma
         bias=bias_kind,
         bias_grad=bias is not None and bias.requires_grad and torch.is_grad_enabled(),
         alibi=mask.alibi_slopes is not None,
-        softcap=float(mask.softcap),
+        softcap=float(softcap),
         sinks=sinks is not None,
     )
     prefix = as_int32(op, "prefix_lengths", mask.prefix_lengths)

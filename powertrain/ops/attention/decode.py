@@ -132,7 +132,7 @@ def decode_attention(
     rotary_interleaved: bool = False,
     is_causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -185,7 +185,8 @@ def decode_attention(
     dv = _check_cache(query, key_cache, value_cache, head_dim_v)
     _check_new(key_cache, value_cache, key_new, value_new)
     _check_vectors(query, key_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks)
-    checks.require(softcap >= 0, _OP, "softcap", "be at least 0", softcap)
+    softcap = 0.0 if softcap is None else softcap
+    checks.require(softcap >= 0, _OP, "softcap", "be at least 0, or None", softcap)
     checks.require(num_splits is None or num_splits >= 1, _OP, "num_splits", "be at least 1 or None", num_splits)
     wants = (query, key_cache, value_cache, key_new, value_new, sinks, alibi_slopes)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wants):

@@ -53,7 +53,7 @@ def attention_backward(
     prefix_lengths: Tensor | None = None,
     document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,

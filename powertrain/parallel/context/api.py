@@ -179,7 +179,7 @@ class ContextParallel:
         chunk_size: int = 0,
         prefix_lengths: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
-        softcap: float = 0.0,
+        softcap: float | None = None,
         sinks: Tensor | None = None,
         scale: float | None = None,
         dropout_p: float = 0.0,
@@ -224,7 +224,7 @@ class ContextParallel:
         left, right = window_size[0], 0 if is_causal else window_size[1]
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         slopes = None if alibi_slopes is None else alibi_slopes.float()
-        mask = Mask(left, right, float(softcap), float(scale), slopes)
+        mask = Mask(left, right, float(softcap or 0.0), float(scale), slopes)
         out: Tensor = RingAttention.apply(query, key, value, sinks, self.peers, sharding, mask, choice.mode == "ring")
         return out if layout == "thd" else from_bshd(out, layout, query)
 

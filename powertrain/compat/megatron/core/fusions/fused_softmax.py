@@ -1,6 +1,6 @@
 """Megatron-LM's and GPT-NeoX's FusedScaleMaskSoftmax on `powertrain.scaled_softmax`.
 
-    from powertrain.compat.megatron import FusedScaleMaskSoftmax        # Megatron-LM, megatron.core
+    from powertrain.compat.megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax   # Megatron-LM
     from powertrain.compat.megatron import NeoXFusedScaleMaskSoftmax    # GPT-NeoX
 
 No limit on shapes, so no silent change of path: fusion on is the kernel, fusion off is plain PyTorch with mask_func. In
@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from powertrain.compat.layout import unsupported
+from powertrain.compat.missing import unknown
 from powertrain.ops.softmax import FullyMasked, scaled_softmax
 from powertrain.runtime import checks
+
+__all__ = ["FusedScaleMaskSoftmax", "NeoXFusedScaleMaskSoftmax"]
 
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
 _MASKS = ("padding", "causal", "no_mask", "padding_causal", "arbitrary", "causal_bottom_right")
@@ -141,3 +144,6 @@ def _ahead(x: Tensor) -> Tensor:
     sq, sk = x.shape[-2:]
     query = torch.arange(sq, device=x.device)[:, None] + sk - sq
     return torch.arange(sk, device=x.device) - query
+
+
+__getattr__ = unknown(__name__)

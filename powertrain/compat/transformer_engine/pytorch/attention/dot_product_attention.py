@@ -1,6 +1,6 @@
-"""TransformerEngine's DotProductAttention on our attention, and its set-up of overlapped communication.
+"""TransformerEngine's DotProductAttention on our attention.
 
-    from powertrain.compat.transformer_engine import DotProductAttention, destroy_ub, initialize_ub
+    from powertrain.compat.transformer_engine.pytorch import DotProductAttention
 
 Takes the constructor's and forward's keywords of TransformerEngine 2. On every GPU there is a way for every format,
 mask, head dim (values apart from queries: 192/128 and any other), bias and softmax type that it takes at all. Its
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from powertrain.compat.layout import unit_stride, unsupported
-from powertrain.compat.userbuffers import destroy_ub, initialize_ub
+from powertrain.compat.missing import unknown
 from powertrain.ops.attention import attention, attention_backend, varlen_attention
 from powertrain.ops.attention.backend_preferences import current_preference, nvte_forbids
 from powertrain.ops.attention.select import verdicts
 from powertrain.ops.philox import dropout_seed
 from powertrain.runtime import checks, tracing
 
-__all__ = ["DotProductAttention", "destroy_ub", "initialize_ub"]
+__all__ = ["DotProductAttention"]
 
 _OP = "DotProductAttention"
 _FORMATS = ("sbhd", "bshd", "thd")
@@ -437,3 +437,6 @@ class _switches:
             if self._level > 1:
                 for name, verdict, reasons in verdicts(event.facts["problem"], current_preference(None)):
                     _logger.warning(f"{name}: {verdict}{''.join(f'; {reason}' for reason in reasons)}")
+
+
+__getattr__ = unknown(__name__)

@@ -1,4 +1,4 @@
-"""flash-attn 2's functions on our attention, and the padding helpers of its bert_padding module.
+"""flash-attn 2's functions on our attention.
 
     from powertrain.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -12,12 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from powertrain.compat.layout import gather_pages, known, unit_stride, unsupported
+from powertrain.compat.missing import unknown
 from powertrain.ops.attention import attention, decode_attention, varlen_attention
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 Window = tuple[int, int]
 
@@ -34,7 +44,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """Attention with flash-attn's arguments.
 
     Shapes: q [b, sq, h, d], k [b, sk, hk, d], v [b, sk, hk, dv], h a multiple of hk; alibi_slopes [h] or [b, h].
@@ -60,7 +70,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attn_func` of k and v in one tensor, kv [b, sk, 2, hk, d]."""
     k, v = _parts("flash_attn_kvpacked_func", "kv", kv, 2, 5)
     return flash_attn_func(
@@ -79,7 +89,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attn_func` of q, k and v in one tensor, qkv [b, s, 3, h, d]."""
     q, k, v = _parts("flash_attn_qkvpacked_func", "qkv", qkv, 3, 5)
     return flash_attn_func(
@@ -105,7 +115,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """Attention over packed sequences, sequence n in rows cu_seqlens[n] to cu_seqlens[n + 1].
 
     max_seqlen_q and max_seqlen_k are upper bounds; a tensor is not read, so nothing waits for the GPU (but for pages).
@@ -147,7 +157,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attn_varlen_func` of k and v in one tensor, kv [total_k, 2, hk, d]."""
     k, v = _parts("flash_attn_varlen_kvpacked_func", "kv", kv, 2, 4)
     return flash_attn_varlen_func(
@@ -168,7 +178,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attn_varlen_func` of q, k and v in one tensor, qkv [total, 3, h, d]."""
     q, k, v = _parts("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, 4)
     return flash_attn_varlen_func(
@@ -197,7 +207,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a KV cache, which takes k and v in place first. No backward.
 
     Shapes: q [b, sq, h, d]; k_cache [b_cache, s_cache, hk, d], or pages [num_pages, page_size, hk, d] of any size with
@@ -244,36 +254,4 @@ def _parts(op: str, argument: str, x: Tensor, parts: int, dims: int) -> tuple[Te
     return x.unbind(-3)
 
 
-def unpad_input(
-    hidden_states: Tensor,  # [b, s, ...]
-    attention_mask: Tensor,  # [b, s], nonzero: a token
-    unused_mask: Tensor | None = None,  # [b, s], nonzero: kept in place, but not counted as used
-) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch in one row.
-
-    Returns (tokens [total, ...], their indices in [b * s], cu_seqlens [b + 1] int32, max_seqlen, used lengths [b]
-    int32), as flash-attn 2.6.2 and later; before, there were only the first four. Reads max_seqlen on the host.
-    """
-    used = attention_mask.sum(-1, dtype=torch.int32)
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
-    lengths = kept.sum(-1, dtype=torch.int32)
-    indices = kept.flatten().nonzero().flatten()
-    cu_seqlens = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    longest = int(lengths.max()) if lengths.numel() else 0
-    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
-
-
-def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The other way: tokens [total, ...] at their indices in [batch, seqlen, ...], zeros elsewhere."""
-    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
-    return rows.unflatten(0, (batch, seqlen))
-
-
-def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """The rows of `input` at the given indices."""
-    return input.index_select(0, indices)
-
-
-def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros [first_axis_dim, ...] with `values` in the rows at the given, distinct indices."""
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+__getattr__ = unknown(__name__)

@@ -1,0 +1,10 @@
+"""NVIDIA Apex under its own names: normalization, optimizers, fused_dense, multi_tensor_apply, amp_C."""
+
+from powertrain.compat.apex import fused_dense, multi_tensor_apply, normalization, optimizers
+from powertrain.compat.missing import unknown
+
+__version__ = "0.1"
+
+__all__ = ["fused_dense", "multi_tensor_apply", "normalization", "optimizers"]
+
+__getattr__ = unknown(__name__)

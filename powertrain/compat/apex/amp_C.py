@@ -1,0 +1,27 @@
+"""Apex's extension module amp_C, on torch's foreach functions (powertrain.compat.multi_tensor)."""
+
+from powertrain.compat.missing import unknown
+from powertrain.compat.multi_tensor import (
+    multi_tensor_adam,
+    multi_tensor_axpby,
+    multi_tensor_l2norm,
+    multi_tensor_l2norm_scale,
+    multi_tensor_scale,
+    multi_tensor_sgd,
+    multi_tensor_unscale_l2norm,
+)
+
+multi_tensor_l2norm_mp = multi_tensor_l2norm
+
+__all__ = [
+    "multi_tensor_adam",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp",
+    "multi_tensor_l2norm_scale",
+    "multi_tensor_scale",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
+]
+
+__getattr__ = unknown(__name__)

@@ -1,0 +1,10 @@
+"""Liger Kernel under its own names: `liger_kernel.transformers`."""
+
+from powertrain.compat.missing import unknown
+
+__all__ = []
+
+__version__ = "0.8.5"
+
+
+__getattr__ = unknown(__name__)

@@ -1,0 +1,202 @@
+"""liger_kernel.transformers.functional on our ops.
+
+in_place and accum_dtype are hints on memory there; they are taken and change nothing here.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from powertrain.compat.layout import unsupported
+from powertrain.compat.missing import unknown
+from powertrain.ops import activations, norm
+from powertrain.ops.cross_entropy import cross_entropy
+from powertrain.ops.linear_cross_entropy import linear_cross_entropy
+from powertrain.ops.rope import rope
+from powertrain.ops.rope_table import RopeTable
+from powertrain.ops.softmax import scaled_softmax
+from powertrain.runtime import checks
+
+__all__ = [
+    "CrossEntropyOutput",
+    "liger_cross_entropy",
+    "liger_fused_add_rms_norm",
+    "liger_fused_linear_cross_entropy",
+    "liger_geglu",
+    "liger_layer_norm",
+    "liger_relu_squared",
+    "liger_rms_norm",
+    "liger_rope",
+    "liger_softmax",
+    "liger_swiglu",
+]
+
+
+class CrossEntropyOutput(NamedTuple):
+    """Loss and what was asked for beside it."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
+def liger_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:
+    """Cross entropy of input [n, vocabulary] against target [n]; with a return_ flag a CrossEntropyOutput."""
+    op = "liger_cross_entropy"
+    if weight is not None:
+        unsupported(op, "weight", list(weight.shape), "torch.nn.functional.cross_entropy")
+    for name, old in (("size_average", size_average), ("reduce", reduce)):
+        if old is not None:
+            unsupported(op, name, old, "reduction")
+    checks.one_of(op, "reduction", reduction, ("mean", "sum", "none"))
+    loss = cross_entropy(
+        input, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,  # type: ignore[arg-type]
+        z_loss=lse_square_scale, softcap=softcap,
+    )  # fmt: skip
+    if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
+        return loss
+    with torch.no_grad():
+        kept = target != ignore_index
+        capped = input if softcap is None else softcap * torch.tanh(input / softcap)
+        found = input.argmax(-1)
+        z_loss = lse_square_scale * torch.logsumexp(capped.to(loss.dtype), -1).square().masked_fill(~kept, 0.0)
+        right = (found == target) & kept
+        return CrossEntropyOutput(
+            loss,
+            _reduced(z_loss, kept, reduction) if return_z_loss else None,
+            _reduced(right.float(), kept, reduction) if return_token_accuracy else None,
+            found.masked_fill(~kept, -1) if return_predicted_tokens else None,
+        )
+
+
+def _reduced(values: Tensor, kept: Tensor, reduction: str) -> Tensor:
+    return values if reduction == "none" else values.sum() / (kept.sum() if reduction == "mean" else 1)
+
+
+def liger_fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
+) -> Tensor:
+    """Cross entropy of input [n, h] @ weight [vocabulary, h].T + bias against target [n], without the logits."""
+    op = "liger_fused_linear_cross_entropy"
+    if ce_weight is not None:
+        unsupported(op, "ce_weight", list(ce_weight.shape), "torch.nn.functional.cross_entropy of the logits")
+    flags = {
+        "return_z_loss": return_z_loss, "use_token_scaling": use_token_scaling,
+        "return_token_accuracy": return_token_accuracy, "return_predicted_tokens": return_predicted_tokens,
+    }  # fmt: skip
+    for name, given in flags.items():
+        if given:
+            unsupported(op, name, given, 'reduction="none", or liger_cross_entropy of the logits')
+    checks.one_of(op, "reduction", reduction, ("mean", "sum", "none"))
+    return linear_cross_entropy(
+        input, weight, target, bias=bias, ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
+        label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap,
+    )  # fmt: skip
+
+
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    """gelu(a) * b, of the tanh form."""
+    return activations.geglu(a, b, approximate="tanh")
+
+
+def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) * b."""
+    return activations.swiglu(a, b)
+
+
+def liger_relu_squared(x: Tensor) -> Tensor:
+    """relu(x)^2."""
+    return activations.relu_squared(x)
+
+
+def liger_rms_norm(
+    X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> Tensor:
+    """X / rms(X) * (W + offset) over the last dim; casting_mode "llama", "gemma" or "none" (as "gemma")."""
+    y = norm.rms_norm(X, *_weight("liger_rms_norm", W, offset, casting_mode), eps=eps, **_options(offset, casting_mode))
+    assert isinstance(y, Tensor)
+    return y
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(norm of X + R, X + R)."""
+    weight = _weight("liger_fused_add_rms_norm", W, offset, casting_mode)
+    y, total = norm.rms_norm(X, *weight, residual=R, eps=eps, **_options(offset, casting_mode))
+    return y, total
+
+
+def _weight(op: str, weight: Tensor | None, offset: float, casting: str) -> tuple[Tensor | None]:
+    checks.one_of(op, "casting_mode", casting, ("llama", "gemma", "none"))
+    return (weight + offset if weight is not None and offset not in (0.0, 1.0) else weight,)
+
+
+def _options(offset: float, casting: str) -> dict[str, Any]:
+    return {"zero_centered": offset == 1.0, "casting": "llama" if casting == "llama" else "gemma"}
+
+
+def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dim."""
+    y = norm.layer_norm(X, W, B, eps=eps)
+    assert isinstance(y, Tensor)
+    return y
+
+
+def liger_rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q [b, h, s, d] and k [b, hk, s, d] turned by cos and sin [1 or b, s, d] of their positions (Llama's halves).
+
+    position_ids and unsqueeze_dim are not looked at, as there. rotary_dim: the first channels only.
+    """
+    size = cos.shape[-1] if rotary_dim is None else rotary_dim
+    table = RopeTable(*(x[..., : size // 2].float().flatten(0, 1) for x in (cos, sin)))
+    rows = torch.arange(table.cos.shape[0], device=q.device).view(cos.shape[:2])
+    turned = rope(q.transpose(1, 2), k.transpose(1, 2), table=table, position_ids=rows.expand(q.shape[0], -1))
+    return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+
+
+def liger_softmax(x: Tensor) -> Tensor:
+    """Softmax over the last dim."""
+    return scaled_softmax(x)
+
+
+__getattr__ = unknown(__name__)

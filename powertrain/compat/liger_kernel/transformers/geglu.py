@@ -1,0 +1,29 @@
+"""liger_kernel.transformers.geglu on `powertrain.linear_activation`."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from powertrain.compat.missing import unknown
+from powertrain.ops.gemm.linear_activation import linear_activation
+
+__all__ = ["LigerGEGLUMLP"]
+
+
+class LigerGEGLUMLP(nn.Module):
+    """down(gelu, tanh form,(gate(x)) * up(x)) of a Hugging Face config, gate and up in one kernel on Hopper."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        super().__init__()
+        self.config, self.hidden_size = config, config.hidden_size
+        self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = linear_activation(x, self.gate_proj.weight, "geglu_tanh", up_weight=self.up_proj.weight)
+        return self.down_proj(hidden)
+
+
+__getattr__ = unknown(__name__)

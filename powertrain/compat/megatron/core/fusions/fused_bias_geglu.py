@@ -1,0 +1,58 @@
+"""megatron.core.fusions.fused_bias_geglu: GELU of the tanh form, and its quick form x * sigmoid(1.702 x)."""
+
+import torch
+from torch import Tensor
+
+from powertrain.compat.missing import unknown
+from powertrain.ops import activations
+
+__all__ = [
+    "bias_geglu",
+    "bias_geglu_impl",
+    "geglu",
+    "quick_geglu",
+    "quick_gelu",
+    "weighted_bias_quick_geglu",
+    "weighted_quick_geglu",
+]
+
+
+def geglu(y: Tensor) -> Tensor:
+    """gelu of the first half of the last dim, times the second."""
+    return activations.geglu(y, approximate="tanh")
+
+
+def bias_geglu(bias: Tensor | None, y: Tensor) -> Tensor:
+    """`geglu` of y + bias."""
+    return activations.geglu(y, bias=bias, approximate="tanh")
+
+
+def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
+    """`geglu` of input + bias."""
+    return bias_geglu(bias, input)
+
+
+def quick_gelu(y: Tensor) -> Tensor:
+    """y * sigmoid(1.702 y)."""
+    return activations.quick_gelu(y)
+
+
+def quick_geglu(y: Tensor, linear_offset: float = 0.0) -> Tensor:
+    """`quick_gelu` of the first half of the last dim, times the second plus linear_offset."""
+    if linear_offset == 0.0:
+        return activations.gated_activation(y, "quick_geglu")
+    gate, up = y.chunk(2, -1)
+    return activations.gated_activation(gate, "quick_geglu", up=up + linear_offset)
+
+
+def weighted_quick_geglu(y: Tensor, weights: Tensor, linear_offset: float = 0.0) -> Tensor:
+    """`quick_geglu` times weights [tokens, 1], in y's dtype."""
+    return (quick_geglu(y, linear_offset) * weights).to(y.dtype)
+
+
+def weighted_bias_quick_geglu(y: Tensor, bias: Tensor, weights: Tensor, linear_offset: float = 0.0) -> Tensor:
+    """`weighted_quick_geglu` of y + bias."""
+    return weighted_quick_geglu(torch.add(y, bias), weights, linear_offset)
+
+
+__getattr__ = unknown(__name__)

@@ -1,0 +1,53 @@
+"""megatron.core.fusions.fused_bias_swiglu.
+
+cpu_offload_input is a hint; fp8_input_store rounds what is saved there, so it is refused.
+"""
+
+from torch import Tensor
+
+from powertrain.compat.layout import unsupported
+from powertrain.compat.missing import unknown
+from powertrain.ops import activations
+
+__all__ = ["bias_swiglu", "bias_swiglu_impl", "swiglu", "weighted_bias_swiglu_impl", "weighted_swiglu"]
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """silu of the first half of the last dim, times the second."""
+    return activations.swiglu(y)
+
+
+def bias_swiglu(y: Tensor, bias: Tensor | None) -> Tensor:
+    """`swiglu` of y + bias."""
+    return activations.swiglu(y, bias=bias)
+
+
+def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
+    """`swiglu` times weights [tokens, 1], in y's dtype."""
+    return (activations.swiglu(y) * weights).to(y.dtype)
+
+
+def bias_swiglu_impl(
+    input: Tensor, bias: Tensor | None, fp8_input_store: bool = False, cpu_offload_input: bool = False
+) -> Tensor:
+    """`bias_swiglu` of two or three dims."""
+    _no_fp8("bias_swiglu_impl", fp8_input_store)
+    return bias_swiglu(input, bias)
+
+
+def weighted_bias_swiglu_impl(
+    input: Tensor, bias: Tensor | None, weights: Tensor, fp8_input_store: bool = False
+) -> Tensor:
+    """`weighted_swiglu`; a bias is refused, as there."""
+    _no_fp8("weighted_bias_swiglu_impl", fp8_input_store)
+    if bias is not None:
+        raise NotImplementedError("weighted_bias_swiglu_impl: a bias is not supported for weighted swiglu")
+    return weighted_swiglu(input, weights)
+
+
+def _no_fp8(op: str, fp8_input_store: bool) -> None:
+    if fp8_input_store:
+        unsupported(op, "fp8_input_store", True, "fp8_input_store=False")
+
+
+__getattr__ = unknown(__name__)

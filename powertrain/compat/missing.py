@@ -1,0 +1,137 @@
+"""Names of other libraries that are not here: why, and what there is instead.
+
+docs/names.md is made from this table and from the modules themselves (scripts/peer_names.py);
+tests/compat/test_names.py walks the libraries' public names and fails on one that is neither in a module nor here.
+"""
+
+import difflib
+import dis
+import importlib
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import NoReturn
+
+_PACKAGE = "powertrain.compat."
+_FROM_IMPORT = dis.opmap["IMPORT_FROM"]
+
+# pattern of their name -> why not, or what to take; the longest pattern that matches counts
+WHY_NOT: dict[str, str] = {
+    "flash_attn.flash_attn_interface.*": "internal",
+    "flash_attn.flash_attn_triton*": "experimental there; flash_attn_func",
+    "flash_attn.flash_blocksparse*": "block masks: not yet; powertrain.attention has windows and documents",
+    "flash_attn.layers.patch_embed.*": "torch.nn.Conv2d or Linear",
+    "flash_attn.models.*": "models of transformers, with powertrain.patch",
+    "flash_attn.modules.*": "powertrain.nn has Block, SelfAttention, MLP and GatedMLP",
+    "flash_attn.ops.activations.*": "powertrain.activation and gated_activation",
+    "flash_attn.ops.fused_dense.*": "powertrain.linear_activation",
+    "flash_attn.ops.layer_norm.*": "rows taken by index: not yet; dropout_add_layer_norm",
+    "flash_attn.ops.rms_norm.*": "rows taken by index: not yet; dropout_add_rms_norm",
+    "flash_attn.ops.triton.k_activations.*": "internal; powertrain.activation",
+    "flash_attn.ops.triton.layer_norm.*": "internal or a reference; layer_norm_linear_fn: not yet",
+    "flash_attn.ops.triton.linear.*": "powertrain.linear_activation",
+    "flash_attn.ops.triton.mlp.*": "powertrain.linear_activation",
+    "flash_attn.utils.*": "helpers of its own models",
+    "flash_attn_interface.*": "internal",
+    "xformers.checkpoint.*": "not yet: a memory budget; policy_fn, or torch.compile's",
+    "xformers.get_optimal_checkpoint_policy": "not yet; policy_fn of xformers.checkpoint",
+    "xformers.compute_once": "internal",
+    "xformers.get_python_lib": "internal",
+    "xformers.info.*": "internal",
+    "xformers.checkpoint.ProfileMetadata": "internal",
+    "xformers.ops.ColumnParallelLinear": "powertrain.parallelize_linears",
+    "xformers.ops.RowParallelLinear": "powertrain.parallelize_linears",
+    "xformers.ops.modpar_layers.*": "powertrain.parallelize_linears",
+    "xformers.ops.MemoryEfficientAttention*": "an operator for other hardware; op=None takes the fastest backend",
+    "xformers.ops.AttentionOpBase": "internal; AttentionOp",
+    "xformers.ops.SwiGLUEagerOp": "one implementation; op=None",
+    "xformers.ops.SwiGLUOpDispatch": "one implementation; op=None",
+    "xformers.ops.swiglu_op.*": "one implementation; op=None",
+    "xformers.ops.masked_matmul": "torch's product and masked_fill",
+    "xformers.ops.common.*": "internal",
+    "xformers.ops.differentiable_collectives.*": "powertrain.nn.tensor_parallel, or torch's functional collectives",
+    "xformers.ops.fmha.*": "internal; op=None takes the fastest backend",
+    "xformers.ops.fused_*": "powertrain.parallel.all_gather_gemm and gemm_reduce_scatter",
+    "xformers.ops.sequence_parallel_fused_ops.*": "powertrain.parallel.all_gather_gemm and gemm_reduce_scatter",
+    "xformers.ops.sequence_parallel_*": "powertrain.parallel.all_gather_gemm and gemm_reduce_scatter",
+    "xformers.ops.seqpar.*": "powertrain.parallel.all_gather_gemm and gemm_reduce_scatter",
+    "xformers.ops.indexing.*": "internal",
+    "xformers.ops.sp24.*": "2:4 sparsity: torch.sparse.to_sparse_semi_structured",
+    "xformers.ops.sparsify24*": "2:4 sparsity: torch.sparse.to_sparse_semi_structured",
+    "xformers.ops.Sparse24Tensor": "2:4 sparsity: torch.sparse.to_sparse_semi_structured",
+    "xformers.ops.tiled_matmul.*": "internal; tiled_matmul",
+    "xformers.ops.tree_attention.*": "speculative decoding: not planned",
+    "xformers.profiler.*": "torch.profiler; report.html of powertrain train",
+    "xformers.sparse.*": "block-sparse tensors: not planned",
+    "apex.DeprecatedFeatureWarning": "internal",
+    "apex.deprecated_warning": "internal",
+    "apex.check_cudnn_version_and_warn": "internal; powertrain doctor",
+    "apex.amp_C.*": "not yet; powertrain.AdamW for Adam",
+    "apex.mlp.*": "powertrain.nn.MLP",
+    "apex.normalization.*": "internal",
+    "apex.optimizers.*": "not yet; FusedAdam, FusedSGD, or torch.optim",
+    "liger_kernel.chunked_loss.*": "not yet: losses after pre-training (preference, distillation)",
+    "liger_kernel.transformers.*": "not yet; the op in powertrain, or torch",
+    "liger_kernel.transformers.*xperts*": "powertrain.nn.Experts",
+    "liger_kernel.transformers.*VocabParallel*": "powertrain.nn.tensor_parallel.vocab.vocab_parallel_cross_entropy",
+    "liger_kernel.transformers.*mrope": "powertrain.rope with MRoPE",
+    "liger_kernel.transformers.*iled*": "powertrain.linear_activation",
+    "liger_kernel.transformers.trainer.*": "TRL's trainer with powertrain.patch",
+    "transformer_engine.common.recipe.*": "not yet: FP8",
+    "transformer_engine.pytorch.*": "not yet",
+    "transformer_engine.pytorch.*Quantize*": "not yet: FP8",
+    "transformer_engine.pytorch.*fp8*": "not yet: FP8",
+    "transformer_engine.pytorch.*Float8*": "not yet: FP8",
+    "transformer_engine.pytorch.*MXFP8*": "not yet: FP8",
+    "transformer_engine.pytorch.*NVFP4*": "not yet: FP8",
+    "transformer_engine.pytorch.*moe_*": "not yet; powertrain.moe_permute, moe_unpermute and moe_route",
+    "transformer_engine.pytorch.router.*": "not yet; powertrain.moe_route and moe_load_balancing_loss",
+    "transformer_engine.pytorch.*Gated*": "linear attention: not yet",
+    "transformer_engine.pytorch.*InferenceParams": "not yet; powertrain.nn.KVCache",
+    "transformer_engine.pytorch.*KVCacheManager": "not yet; powertrain.nn.KVCache",
+    "transformer_engine.pytorch.ops.*": "not yet; explicit ops: powertrain.linear_activation, bias_dropout_add, ...",
+    "transformer_engine.pytorch.graph.*": "not yet; torch.cuda.make_graphed_callables captures our ops",
+    "transformer_engine.pytorch.make_graphed_callables": "not yet; torch.cuda.make_graphed_callables captures our ops",
+    "transformer_engine.pytorch.*Linear": "not yet; torch.nn.Linear, powertrain.linear_activation, parallelize_linears",
+    "transformer_engine.pytorch.onnx_export": "not planned",
+    "megatron.core.fusions.*": "internal",
+    "megatron.core.fusions.fused_mla_yarn_rope_apply.*": "not yet; powertrain.rope with YaRN",
+    "megatron.core.fusions.fused_indices_converter.*": "powertrain.moe_route gives indices",
+    "megatron.core.fusions.fused_pad_routing_map.*": "grouped_gemm takes any number of rows an expert",
+    "megatron.core.fusions.fused_weighted_squared_relu.*": 'not yet; powertrain.activation(kind="relu_squared")',
+    "megatron.core.fusions.fused_softmax.*": "not yet: softmax_offset; FusedScaleMaskSoftmax",
+}
+
+
+def why_not(name: str) -> str:
+    """The reason that a name is not here; `name` may begin with ours or theirs."""
+    name = name.removeprefix(_PACKAGE)
+    matching = [pattern for pattern in WHY_NOT if fnmatchcase(name, pattern)]
+    return WHY_NOT[max(matching, key=len)] if matching else "not yet"
+
+
+def unknown(module: str) -> Callable[[str], NoReturn]:
+    """The `__getattr__` of a compat module: says why a name is not here, and which are.
+
+    `from module import name` raises ImportError with that text (Python would replace an AttributeError's), everything
+    else AttributeError, so that hasattr works.
+    """
+
+    def __getattr__(name: str) -> NoReturn:
+        theirs = module.removeprefix(_PACKAGE)
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        there = public(module)
+        shown = difflib.get_close_matches(name, there, 3, 0.6) or there
+        what = f"{theirs}.{name} is not in Powertrain ({why_not(f'{theirs}.{name}')}); there is {', '.join(shown[:40])}"
+        caller = sys._getframe(1)
+        if caller.f_lasti >= 0 and caller.f_code.co_code[caller.f_lasti] == _FROM_IMPORT:
+            raise ImportError(what, name=module)
+        raise AttributeError(what)
+
+    return __getattr__
+
+
+def public(module: str) -> list[str]:
+    """The names of a compat module: its `__all__`."""
+    return sorted(importlib.import_module(module).__all__)

@@ -1,0 +1,152 @@
+"""Arithmetic on lists of tensors, as Apex's amp_C and TransformerEngine's multi_tensor_* have it, by torch's foreach.
+
+Every function takes (chunk_size, noop_flag, tensor_lists, ...); chunk_size is a hint of theirs. noop_flag is an int
+tensor
+on the device: functions that look for values that are not finite add to it, the optimizers do nothing where it is set.
+Nothing waits for the GPU.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from powertrain.runtime import checks
+
+Lists = Sequence[Sequence[Tensor]]
+
+
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
+    """[inputs, outputs]: outputs = scale * inputs; noop_flag becomes 1 where an input is not finite."""
+    sources, results = _lists("multi_tensor_scale", tensor_lists, 2)
+    wide = [x.float() if x.dtype.itemsize < 4 else x for x in sources]
+    torch._foreach_copy_(list(results), torch._foreach_mul(wide, scale))
+    _flag(noop_flag, sources)
+
+
+def multi_tensor_axpby(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int = -1
+) -> None:
+    """[x, y, outputs]: outputs = a * x + b * y; arg_to_check 0 or 1 looks at x or y only, -1 at both."""
+    x, y, results = _lists("multi_tensor_axpby", tensor_lists, 3)
+    total = torch._foreach_mul([t.float() if t.dtype.itemsize < 4 else t for t in x], a)
+    torch._foreach_add_(total, [t.to(s.dtype) for t, s in zip(y, total, strict=True)], alpha=b)
+    _flag(noop_flag, {0: x, 1: y}.get(arg_to_check, [*x, *y]))
+    torch._foreach_copy_(list(results), total)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """[tensors]: (their 2-norm together [1], each one's [n], empty unless per_tensor), float32 (float64 for
+    float64).
+    """
+    (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1)
+    if not tensors:
+        return torch.zeros(1, device=noop_flag.device), torch.zeros(0, device=noop_flag.device)
+    wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
+    each = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide))
+    return torch.linalg.vector_norm(each).reshape(1), each if per_tensor else each.new_empty(0)
+
+
+def multi_tensor_l2norm_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """[inputs, outputs]: outputs = scale * inputs, and the norms of them."""
+    multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale)
+    total, each = multi_tensor_l2norm(chunk_size, noop_flag, [tensor_lists[0]], per_tensor)
+    return total * abs(scale), each * abs(scale)
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """[tensors]: the norms of inv_scale * tensors, which stay as they are."""
+    total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
+    return total * inv_scale.abs(), each * inv_scale.abs()
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """[gradients, parameters, exp_avg, exp_avg_sq], with a fifth list the float32 master parameters, which are then
+    updated.
+
+    mode 0: weight_decay is added to the gradient (Adam); 1: decoupled (AdamW).
+    """
+    lists = len(tensor_lists)
+    checks.require(lists in (4, 5), "multi_tensor_adam", "tensor_lists", "be 4 or 5 lists", lists)
+    grads, parameters, means, squares = (list(tensors) for tensors in tensor_lists[:4])
+    source = list(tensor_lists[4]) if lists == 5 else parameters
+    keep = noop_flag.reshape(()) == 0
+    correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+    for g, p, m, v, w in zip(grads, parameters, means, squares, source, strict=True):
+        wide = torch.float64 if w.dtype is torch.float64 else torch.float32
+        g, x = g.to(wide), w.to(wide)
+        g = g + weight_decay * x if mode == 0 else g
+        mean = beta1 * m.to(wide) + (1 - beta1) * g
+        square = beta2 * v.to(wide) + (1 - beta2) * g * g
+        update = (mean / correction1) / ((square / correction2).sqrt() + epsilon)
+        update = update + weight_decay * x if mode == 1 else update
+        new = torch.where(keep, x - lr * update, x)
+        m.copy_(torch.where(keep, mean, m.to(wide)))
+        v.copy_(torch.where(keep, square, v.to(wide)))
+        w.copy_(new)
+        if w is not p:
+            p.copy_(new)
+
+
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float = 1.0,
+) -> None:
+    """[gradients, parameters, momentum buffers], with a fourth list copies of the parameters in another dtype."""
+    lists = len(tensor_lists)
+    checks.require(lists in (3, 4), "multi_tensor_sgd", "tensor_lists", "be 3 or 4 lists", lists)
+    keep = noop_flag.reshape(()) == 0
+    copies = tensor_lists[3] if lists == 4 else [None] * len(tensor_lists[0])
+    for g, p, buffer, copy in zip(*tensor_lists[:3], copies, strict=True):
+        x, g = p.to(buffer.dtype), g.to(buffer.dtype) * scale
+        g = g if wd_after_momentum else g + wd * x
+        moving = g if first_run else momentum * buffer + (1 - dampening) * g
+        step = (g + momentum * moving if nesterov else moving) if momentum else g
+        step = step + wd * x if wd_after_momentum else step
+        new = torch.where(keep, x - lr * step, x)
+        if momentum:
+            buffer.copy_(torch.where(keep, moving, buffer))
+        p.copy_(new)
+        if copy is not None:
+            copy.copy_(new)
+
+
+def _lists(op: str, tensor_lists: Lists, count: int) -> Lists:
+    checks.require(len(tensor_lists) == count, op, "tensor_lists", f"be {count} lists", len(tensor_lists))
+    lengths = [len(tensors) for tensors in tensor_lists]
+    checks.require(len(set(lengths)) == 1, op, "tensor_lists", "be of one length", lengths)
+    return tensor_lists
+
+
+def _flag(noop_flag: Tensor, tensors: Sequence[Tensor]) -> None:
+    if tensors:
+        # an inf or nan anywhere is one in the largest magnitude
+        worst = torch.stack([x.float() for x in torch._foreach_norm(list(tensors), torch.inf)])
+        noop_flag.logical_or_(~worst.isfinite().all())

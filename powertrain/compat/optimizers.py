@@ -1,0 +1,83 @@
+"""Apex's and TransformerEngine's fused optimizers on `powertrain.AdamW` and torch.optim.SGD."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powertrain.compat.layout import unsupported
+from powertrain.ops.adamw import AdamW
+
+
+class FusedAdam(AdamW):
+    """`powertrain.AdamW` with Apex's arguments.
+
+    adam_w_mode=False (weight decay added to the gradient) is the same without weight decay, else refused; so are
+    bias_correction=False and amsgrad. set_grad_none: zero_grad frees the gradients. Parameter groups may have their
+    own lr, betas, eps and weight_decay.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        if amsgrad:
+            unsupported("FusedAdam", "amsgrad", True, "torch.optim.AdamW(amsgrad=True)")
+        self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
+        super().__init__(
+            params, lr, betas, eps, weight_decay, capturable=capturable, master_weights=master_weights,
+            state_dtype=state_dtype,
+        )  # fmt: skip
+        self.defaults["bias_correction"] = bias_correction
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
+            self._refuse(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._refuse(self.param_groups[-1])
+
+    def _refuse(self, group: dict[str, Any]) -> None:
+        if not group.get("bias_correction", True):
+            unsupported("FusedAdam", "bias_correction", False, "bias_correction=True with a warm-up")
+        if not self.adam_w_mode and group["weight_decay"]:
+            unsupported("FusedAdam", "adam_w_mode", False, "adam_w_mode=True, weight_decay=0, or torch.optim.Adam")
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class FusedSGD(torch.optim.SGD):
+    """torch.optim.SGD by its foreach kernels, with Apex's arguments; wd_after_momentum is refused."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        if wd_after_momentum:
+            unsupported("FusedSGD", "wd_after_momentum", True, "weight decay before the momentum, torch.optim.SGD's")
+        self.set_grad_none = set_grad_none
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, foreach=True)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

@@ -1,0 +1,14 @@
+"""TransformerEngine's PyTorch modules and functions under their own names: `transformer_engine.pytorch`.
+
+from powertrain.compat.transformer_engine import pytorch as te
+"""
+
+from powertrain.compat.missing import unknown
+from powertrain.compat.transformer_engine import pytorch
+from powertrain.compat.transformer_engine.pytorch import DotProductAttention, destroy_ub, initialize_ub
+
+__version__ = "2.20.2"
+
+__all__ = ["DotProductAttention", "destroy_ub", "initialize_ub", "pytorch"]
+
+__getattr__ = unknown(__name__)

@@ -1,0 +1,25 @@
+"""transformer_engine.pytorch."""
+
+from powertrain.compat.missing import unknown
+from powertrain.compat.transformer_engine.pytorch import optimizers
+from powertrain.compat.transformer_engine.pytorch.attention import DotProductAttention, RotaryPositionEmbedding
+from powertrain.compat.transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+from powertrain.compat.transformer_engine.pytorch.distributed import CudaRNGStatesTracker, checkpoint
+from powertrain.compat.transformer_engine.pytorch.module import LayerNorm, RMSNorm
+from powertrain.compat.userbuffers import destroy_ub, initialize_ub
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "DotProductAttention",
+    "LayerNorm",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
+    "checkpoint",
+    "destroy_ub",
+    "initialize_ub",
+    "optimizers",
+    "parallel_cross_entropy",
+]
+
+
+__getattr__ = unknown(__name__)

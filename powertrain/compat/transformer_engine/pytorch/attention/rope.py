@@ -1,0 +1,85 @@
+"""transformer_engine.pytorch's rotary functions on `powertrain.rope`."""
+
+import torch
+from torch import Tensor, nn
+
+from powertrain.compat.layout import unsupported
+from powertrain.compat.missing import unknown
+from powertrain.ops.rope import rope
+from powertrain.ops.rope_table import RopeTable
+from powertrain.runtime import checks
+
+__all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """Angles of every position, [s, 1, 1, d] float32, each twice: d = dim * rotary_percent."""
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        self.interleaved, self.rotary_base = interleaved, rotary_base
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        device = "cuda" if torch.cuda.is_available() else None
+        channel = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        self.register_buffer("inv_freq", 1.0 / rotary_base ** (channel / dim))
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        with torch.autocast(self.inv_freq.device.type, enabled=False):
+            at = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
+            trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
+            if factor is not None:
+                longer = trained is not None and max_seq_len > trained * factor
+                at = at * (trained / max_seq_len if longer and trained is not None else 1 / factor)
+            angles = torch.outer(at, self.inv_freq)
+            doubled = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+            return doubled[:, None, None]
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """t turned by the angles freqs [positions, 1, 1, d] of its positions; channels from d on pass.
+
+    t is [s, b, h, dim] "sbhd", [b, s, h, dim] "bshd" or, with cu_seqlens, [tokens, h, dim] "thd"; start_positions [b]
+    is added to the positions. fused is a hint: one kernel either way.
+    """
+    op = "apply_rotary_pos_emb"
+    checks.one_of(op, "tensor_format", tensor_format, ("sbhd", "bshd", "thd"))
+    if cp_size > 1:
+        unsupported(op, "cp_size", cp_size, "position_ids of powertrain.rope, the positions of this rank's tokens")
+    checks.require(
+        (cu_seqlens is not None) == (tensor_format == "thd"), op, "cu_seqlens", 'be given for "thd", and only then',
+        tensor_format,
+    )  # fmt: skip
+    angles = freqs[:, 0, 0].float()
+    angles = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
+    table = RopeTable(angles.cos(), angles.sin())
+    start: Tensor | int = 0 if start_positions is None else start_positions
+    if cu_seqlens is not None and start_positions is not None:
+        unsupported(op, "start_positions", "with thd", "position_ids of powertrain.rope")
+    turned = rope(t, table=table, layout=tensor_format, interleaved=interleaved, offset=start, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+    assert isinstance(turned, Tensor)
+    return turned
+
+
+__getattr__ = unknown(__name__)

@@ -1,0 +1,76 @@
+"""TransformerEngine's LayerNorm and RMSNorm on our norms."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from powertrain.compat.missing import unknown
+from powertrain.ops.norm import layer_norm, rms_norm
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+
+class _Norm(nn.Module):
+    rms: bool
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        size = hidden_size if normalized_shape is None else normalized_shape
+        if size is None:
+            raise ValueError(f"{type(self).__name__}: normalized_shape must be given, got None")
+        shape = torch.Size((size,) if isinstance(size, int) else size)
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        dtype = params_dtype if dtype is None else dtype
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if not self.rms:
+            self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+        for parameter in self.parameters():
+            setattr(parameter, "sequence_parallel", bool(sequence_parallel))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if not self.rms:
+            nn.init.zeros_(self.bias)
+
+    def reset_layer_norm_parameters(self) -> None:
+        self.reset_parameters()
+
+    def forward(self, inp: Tensor) -> Tensor:
+        dims = self.weight.dim()
+        x, weight = inp.flatten(inp.dim() - dims), self.weight.flatten()
+        if self.rms:
+            y = rms_norm(x, weight, eps=self.eps, zero_centered=self.zero_centered_gamma)
+        else:
+            y = layer_norm(x, weight, self.bias.flatten(), eps=self.eps, zero_centered=self.zero_centered_gamma)
+        assert isinstance(y, Tensor)
+        return y.view(inp.shape)
+
+
+class LayerNorm(_Norm):
+    """Layer norm over the last dims; zero_centered_gamma multiplies by 1 + weight.
+
+    Parameters are made on the GPU, as there.
+    """
+
+    rms = False
+
+
+class RMSNorm(_Norm):
+    """Root-mean-square norm over the last dims; zero_centered_gamma multiplies by 1 + weight."""
+
+    rms = True
+
+
+__getattr__ = unknown(__name__)

@@ -1,0 +1,27 @@
+"""transformer_engine.pytorch.optimizers: Apex's, of which they came; FusedAdam takes exp_avg_dtype as state_dtype."""
+
+from powertrain.compat.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+from powertrain.compat.missing import unknown
+from powertrain.compat.multi_tensor import (
+    multi_tensor_adam,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_sgd,
+    multi_tensor_unscale_l2norm,
+)
+from powertrain.compat.optimizers import FusedAdam, FusedSGD
+
+__all__ = [
+    "FusedAdam",
+    "FusedSGD",
+    "MultiTensorApply",
+    "multi_tensor_adam",
+    "multi_tensor_applier",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
+]
+
+
+__getattr__ = unknown(__name__)

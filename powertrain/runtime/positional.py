@@ -1,0 +1,40 @@
+"""Values given by position that a public function takes by keyword only: the error names the keyword."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def hint(op: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
+    """What was meant by the first value that no positional parameter takes; None if every value has one.
+
+    A number or text in the place of a tensor counts as such a value: `rms_norm(x, weight, 1e-5)` means eps.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    places = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    for index, value in enumerate(args):
+        taken = index < len(places) and not (isinstance(value, float | int | str) and _only_tensors(places[index]))
+        if taken or not keywords:
+            continue
+        meant = next((p.name for p in keywords if _suits(p, value)), keywords[0].name)
+        given = ", ".join([*(p.name for p in places[:index]), f"{meant}={_shown(value)}"])
+        return f"{op}: {meant} is keyword-only; write {op}({given})"
+    return None
+
+
+def _only_tensors(parameter: inspect.Parameter) -> bool:
+    return parameter.annotation in (Tensor, Tensor | None, "Tensor", "Tensor | None")
+
+
+def _suits(parameter: inspect.Parameter, value: object) -> bool:
+    if parameter.default is None or parameter.default is inspect.Parameter.empty:
+        name = "Tensor" if isinstance(value, Tensor) else type(value).__name__
+        return name in str(parameter.annotation)
+    return type(parameter.default) is type(value)
+
+
+def _shown(value: object) -> str:
+    return "..." if isinstance(value, Tensor) else repr(value)

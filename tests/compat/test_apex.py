@@ -1,0 +1,158 @@
+"""Apex's modules and functions against plain PyTorch in float64, forward and backward."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from powertrain.compat.apex import amp_C
+from powertrain.compat.apex.fused_dense import FusedDense, FusedDenseGeluDense
+from powertrain.compat.apex.multi_tensor_apply import multi_tensor_applier
+from powertrain.compat.apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
+from powertrain.compat.apex.normalization.fused_layer_norm import fused_layer_norm, fused_rms_norm_affine
+from powertrain.compat.apex.optimizers import FusedAdam, FusedSGD
+from tests.compat.plain import same, tensors
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.mark.parametrize("shape", [12, (3, 4)], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms(shape: Any, affine: bool) -> None:
+    size = (shape,) if isinstance(shape, int) else shape
+    (x,) = tensors((5, *size))
+    for cls, plain in ((FusedLayerNorm, F.layer_norm), (FusedRMSNorm, F.rms_norm)):
+        module = cls(shape, elementwise_affine=affine).double()
+        for parameter in module.parameters():
+            parameter.data.normal_()
+        assert set(module.state_dict()) <= {"weight", "bias"}
+        arguments = tuple(p for p in (module.weight, getattr(module, "bias", None)) if p is not None)
+        same(lambda x, *_, m=module: m(x), lambda x, *a, p=plain: p(x, size, *a, eps=1e-5), [x, *arguments])
+    same(lambda x: fused_layer_norm(x, size), lambda x: F.layer_norm(x, size, eps=1e-6), [x])
+    with pytest.raises(ValueError, match="input must end in the dims"):
+        fused_rms_norm_affine(x, x[0], (7,))
+
+
+def test_mixed_norms_give_the_weights_dtype() -> None:
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    for cls, mixed in ((FusedLayerNorm, MixedFusedLayerNorm), (FusedRMSNorm, MixedFusedRMSNorm)):
+        assert cls(8)(x).dtype is torch.bfloat16
+        assert mixed(8)(x).dtype is torch.float32 and mixed(8).to(torch.bfloat16)(x.float()).dtype is torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert mixed(8)(x.float()).dtype is torch.bfloat16
+        with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="elementwise_affine"):
+            mixed(8, elementwise_affine=False)
+
+
+def test_dense() -> None:
+    (x,) = tensors((2, 3, 8))
+    one, two = FusedDense(8, 5).double(), FusedDenseGeluDense(8, 16, 4).double()
+    same(lambda x, *_: one(x), lambda x, w, b: F.linear(x, w, b), [x, one.weight, one.bias])
+    expected = lambda x, a, b, c, d: F.linear(F.gelu(F.linear(x, a, b), approximate="tanh"), c, d)  # noqa: E731
+    same(lambda x, *_: two(x), expected, [x, two.weight1, two.bias1, two.weight2, two.bias2])
+
+
+def _lists(count: int, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    return [[torch.randn(n, dtype=dtype) for n in (3, 1, 7)] for _ in range(count)]
+
+
+def test_scale_and_axpby() -> None:
+    (x, y, out), flag = _lists(3), torch.zeros(1, dtype=torch.int32)
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [x, out], 0.5)
+    for a, b in zip(x, out, strict=True):
+        torch.testing.assert_close(a * 0.5, b)
+    multi_tensor_applier(amp_C.multi_tensor_axpby, flag, [x, y, out], 2.0, -3.0, -1)
+    for a, b, c in zip(x, y, out, strict=True):
+        torch.testing.assert_close(2 * a - 3 * b, c)
+    assert flag.item() == 0
+    for bad in (torch.inf, torch.nan):
+        for checked, expected in ((0, 0), (1, 1), (-1, 1)):
+            broken, flag = [y[0], y[1].clone(), y[2]], torch.zeros(1, dtype=torch.int32)
+            broken[1][0] = bad
+            multi_tensor_applier(amp_C.multi_tensor_axpby, flag, [x, broken, out], 1.0, 1.0, checked)
+            assert flag.item() == expected
+        flag = torch.zeros(1, dtype=torch.int32)
+        multi_tensor_applier(amp_C.multi_tensor_scale, flag, [broken, [t.half() for t in out]], 1.0)
+        assert flag.item() == 1
+    with pytest.raises(ValueError, match="tensor_lists must be 2 lists"):
+        multi_tensor_applier(amp_C.multi_tensor_scale, flag, [x], 1.0)
+
+
+def test_norms_of_lists() -> None:
+    (x, out), flag = _lists(2), torch.zeros(1, dtype=torch.int32)
+    total, each = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [x], True)
+    torch.testing.assert_close(total, torch.cat(x).norm()[None])
+    torch.testing.assert_close(each, torch.stack([t.norm() for t in x]))
+    assert multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [x])[1].numel() == 0
+    scaled, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm_scale, flag, [x, out], 0.25)
+    torch.testing.assert_close((scaled, torch.cat(out)), (total * 0.25, torch.cat(x) * 0.25))
+    unscaled, _ = multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag, [x], torch.tensor([0.5]).double())
+    torch.testing.assert_close(unscaled, total * 0.5)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adam_of_lists(mode: int) -> None:
+    cls = torch.optim.AdamW if mode else torch.optim.Adam
+    parameters = [torch.nn.Parameter(t) for t in _lists(1)[0]]
+    plain = cls(parameters, lr=0.1, weight_decay=0.3)
+    ours = [p.detach().clone() for p in parameters]
+    means, squares = ([torch.zeros_like(p) for p in ours] for _ in range(2))
+    for step in range(1, 4):
+        grads = _lists(1)[0]
+        for p, g in zip(parameters, grads, strict=True):
+            p.grad = g.clone()
+        plain.step()
+        lists, arguments = [grads, ours, means, squares], (0.1, 0.9, 0.999, 1e-8, step, mode, 1, 0.3)
+        multi_tensor_applier(amp_C.multi_tensor_adam, torch.ones(1, dtype=torch.int32), lists, *arguments)
+        multi_tensor_applier(amp_C.multi_tensor_adam, torch.zeros(1, dtype=torch.int32), lists, *arguments)
+    for p, q in zip(parameters, ours, strict=True):
+        torch.testing.assert_close(p.detach(), q)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}])
+def test_sgd(options: dict[str, Any]) -> None:
+    parameters, others = ([torch.nn.Parameter(t.clone()) for t in _lists(1)[0]] for _ in range(2))
+    ours = [p.detach().clone() for p in parameters]
+    for p, q in zip(parameters, others, strict=True):
+        q.data.copy_(p)
+    buffers = [torch.zeros_like(p) for p in ours]
+    plain, module = torch.optim.SGD(parameters, 0.1, **options), FusedSGD(others, 0.1, **options)
+    for step in range(3):
+        grads = _lists(1)[0]
+        for p, q, g in zip(parameters, others, grads, strict=True):
+            p.grad, q.grad = g.clone(), g.clone()
+        plain.step()
+        module.step()
+        given = options.get("weight_decay", 0.0), options.get("momentum", 0.0), 0.0, 0.1, options.get("nesterov", False)
+        flag = torch.zeros(1, dtype=torch.int32)
+        multi_tensor_applier(amp_C.multi_tensor_sgd, flag, [grads, ours, buffers], *given, step == 0, False, 1.0)
+    for p, q, r in zip(parameters, others, ours, strict=True):
+        torch.testing.assert_close((q.detach(), r), (p.detach(), p.detach()))
+
+
+def test_fused_adam() -> None:
+    parameters, others = ([torch.nn.Parameter(torch.randn(5).double()) for _ in range(2)] for _ in range(2))
+    for p, q in zip(parameters, others, strict=True):
+        q.data.copy_(p)
+    groups = [{"params": others[:1], "weight_decay": 0.5}, {"params": others[1:], "lr": 0.01}]
+    plain = torch.optim.AdamW(
+        [{"params": parameters[:1], "weight_decay": 0.5}, {"params": parameters[1:], "lr": 0.01}], 0.1, weight_decay=0.0
+    )
+    ours = FusedAdam(groups, lr=0.1)
+    for _ in range(3):
+        for p, q in zip(parameters, others, strict=True):
+            p.grad = torch.randn(5).double()
+            q.grad = p.grad.clone()
+        plain.step()
+        ours.step()
+    for p, q in zip(parameters, others, strict=True):
+        torch.testing.assert_close(p, q)
+    ours.load_state_dict(ours.state_dict())
+    ours.zero_grad()
+    assert others[0].grad is None
+    FusedAdam(others, adam_w_mode=False)
+    for refused in ({"adam_w_mode": False, "weight_decay": 0.1}, {"bias_correction": False}, {"amsgrad": True}):
+        with pytest.raises(NotImplementedError, match=next(iter(refused))):
+            FusedAdam(others, **refused)

@@ -1,0 +1,141 @@
+"""Liger's functions and modules against plain PyTorch in float64, forward and backward; models through `patch`."""
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from powertrain.compat.liger_kernel import transformers as liger
+from powertrain.compat.liger_kernel.transformers import functional as lf
+from powertrain.compat.liger_kernel.transformers.rms_norm import LigerRMSNormForGemma
+from tests.compat.plain import same, tensors
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0, 0.5])
+@pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
+def test_norms(offset: float, casting: str) -> None:
+    x, r, w, b = tensors((2, 3, 8), (2, 3, 8), (8,), (8,))
+    plain = lambda x, w: F.rms_norm(x, (8,), w + offset, 1e-5)  # noqa: E731
+    same(lambda x, w: lf.liger_rms_norm(x, w, 1e-5, offset, casting), plain, [x, w])
+    added = lambda x, r, w: torch.cat(lf.liger_fused_add_rms_norm(x, r, w, 1e-5, offset, casting))  # noqa: E731
+    same(added, lambda x, r, w: torch.cat((plain(x + r, w), x + r)), [x, r, w])
+    same(lambda x, w, b: lf.liger_layer_norm(x, w, b, 1e-5), lambda x, w, b: F.layer_norm(x, (8,), w, b), [x, w, b])
+    with pytest.raises(ValueError, match="casting_mode"):
+        lf.liger_rms_norm(x, w, 1e-5, casting_mode="other")
+
+
+def test_norm_modules() -> None:
+    x, r = tensors((2, 3, 8), (2, 3, 8))
+    same(liger.LigerRMSNorm(8).double(), lambda x: F.rms_norm(x, (8,), None, 1e-6), [x])
+    same(LigerRMSNormForGemma(8).double(), lambda x: F.rms_norm(x, (8,), None, 1e-6), [x])
+    assert liger.LigerRMSNorm(8, elementwise_affine=False).double()(x).shape == x.shape
+    same(liger.LigerLayerNorm(8).double(), lambda x: F.layer_norm(x, (8,), eps=1e-6), [x])
+    y, total = liger.LigerFusedAddRMSNorm(8).double()(x, r)
+    torch.testing.assert_close((y, total), (F.rms_norm(x + r, (8,), None, 1e-6), x + r))
+
+
+def test_activations_and_softmax() -> None:
+    a, b = tensors((2, 3, 8), (2, 3, 8))
+    same(lf.liger_swiglu, lambda a, b: F.silu(a) * b, [a, b])
+    same(lf.liger_geglu, lambda a, b: F.gelu(a, approximate="tanh") * b, [a, b])
+    same(liger.LigerReLUSquared(), lambda a: F.relu(a).square(), [a])
+    same(liger.LigerSoftmax(), lambda a: F.softmax(a, -1), [a])
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("rotary_dim", [None, 4])
+def test_rope(batched: bool, rotary_dim: int | None) -> None:
+    q, k = tensors((2, 4, 5, 8), (2, 2, 5, 8))
+    size = rotary_dim or 8
+    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 9]]) if batched else torch.arange(5)[None]
+    angles = positions[..., None] * 50.0 ** -(torch.arange(size // 2) * 2 / size)
+    cos, sin = (x.repeat(1, 1, 2) for x in (angles.cos(), angles.sin()))
+
+    def turned(x: Tensor) -> Tensor:
+        c, s, part = cos[:, None].double(), sin[:, None].double(), x[..., :size]
+        a, b = part.chunk(2, -1)
+        return torch.cat((part * c + torch.cat((-b, a), -1) * s, x[..., size:]), -1)
+
+    def both(q: Tensor, k: Tensor) -> Tensor:
+        return torch.cat(liger.liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=rotary_dim), 1)
+
+    same(both, lambda q, k: torch.cat((turned(q), turned(k)), 1), [q, k])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "lse_square_scale": 0.01, "softcap": 5.0}], ids=str)
+def test_losses(reduction: str, options: dict[str, Any]) -> None:
+    x, w, b = tensors((6, 4), (11, 4), (11,))
+    target = torch.tensor([0, 3, -100, 10, 5, 5])
+
+    def plain(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        z = F.linear(x, w, b)
+        z = z if "softcap" not in options else 5.0 * torch.tanh(z / 5.0)
+        extra = options.get("lse_square_scale", 0.0) * torch.logsumexp(z, -1).square() * (target != -100)
+        extra = extra if reduction == "none" else extra.sum() / (5 if reduction == "mean" else 1)
+        smoothing = options.get("label_smoothing", 0.0)
+        return F.cross_entropy(z, target, reduction=reduction, label_smoothing=smoothing) + extra
+
+    fused = liger.LigerFusedLinearCrossEntropyLoss(reduction=reduction, **options)
+    same(lambda x, w, b: fused(w, x, target, b), plain, [x, w, b])
+    loss = liger.LigerCrossEntropyLoss(reduction=reduction, **options)
+    same(lambda x, w, b: loss(F.linear(x, w, b), target), plain, [x, w, b])
+    asked = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+    out = liger.LigerCrossEntropyLoss(reduction=reduction, **options, **asked)(F.linear(x, w, b), target)
+    torch.testing.assert_close(out.loss, plain(x, w, b))
+    found = F.linear(x, w, b).argmax(-1)
+    assert out.predicted_tokens.tolist() == found.masked_fill(target == -100, -1).tolist()
+    right = (found == target).float()
+    expected = right if reduction == "none" else right.sum() / (5 if reduction == "mean" else 1)
+    torch.testing.assert_close(out.token_accuracy, expected)
+    with pytest.raises(NotImplementedError, match="use_token_scaling"):
+        liger.LigerFusedLinearCrossEntropyLoss(use_token_scaling=True)(w, x, target)
+    with pytest.raises(NotImplementedError, match="weight"):
+        liger.LigerCrossEntropyLoss(weight=b)(F.linear(x, w, b), target)
+
+
+def test_mlps() -> None:
+    (x,) = tensors((2, 3, 8))
+    config = types.SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu")
+    for cls, act in ((liger.LigerSwiGLUMLP, F.silu), (liger.LigerGEGLUMLP, lambda x: F.gelu(x, approximate="tanh"))):
+        m = cls(config).double()
+        same(
+            lambda x, *_, m=m: m(x), lambda x, a, b, c, f=act: F.linear(f(x @ a.T) * (x @ b.T), c), [x, *m.parameters()]
+        )
+    phi = liger.LigerPhi3SwiGLUMLP(config).double()
+    gate, up = phi.gate_up_proj.weight.chunk(2)
+    torch.testing.assert_close(phi(x), F.linear(F.silu(x @ gate.T) * (x @ up.T), phi.down_proj.weight))
+    with pytest.raises(ValueError, match="hidden_act"):
+        liger.LigerSwiGLUMLP(types.SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="gelu"))
+
+
+def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    from powertrain.compat.liger_kernel.transformers import monkey_patch
+    from powertrain.patching import replace
+
+    for name in ("from_pretrained", "_from_config"):
+        monkeypatch.setattr(transformers.PreTrainedModel, name, transformers.PreTrainedModel.__dict__[name])
+    monkeypatch.setattr(monkey_patch, "_wanted", {})
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+
+    def kinds(model: nn.Module) -> set[str]:
+        return {type(m).__name__ for m in model.modules() if replace.installed(m)}
+
+    plain = transformers.AutoModelForCausalLM.from_config(config)
+    assert not kinds(plain)
+    liger._apply_liger_kernel_to_instance(model=plain, rope=False)
+    assert {"LlamaRMSNorm", "LlamaMLP"} <= kinds(plain) and "LlamaAttention" not in kinds(plain)
+    liger.apply_liger_kernel_to_llama(swiglu=False)
+    later = transformers.AutoModelForCausalLM.from_config(config)
+    assert {"LlamaRMSNorm", "LlamaAttention"} <= kinds(later) and "LlamaMLP" not in kinds(later)
+    with pytest.raises(ImportError, match="apply_liger_kernel_to_llama"):
+        from powertrain.compat.liger_kernel.transformers import apply_liger_kernel_to_lama  # noqa: F401

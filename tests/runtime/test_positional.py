@@ -1,0 +1,71 @@
+"""A value by position for an argument that is keyword-only: the error names the keyword."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import powertrain
+
+X, W = torch.randn(2, 4, 8), torch.ones(8)
+T = torch.zeros(2, 4, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    "name, args, words",
+    [
+        ("rms_norm", (X, W, 1e-5), "rms_norm: eps is keyword-only; write rms_norm(x, weight, eps=1e-05)"),
+        ("rms_norm", (X, W, None, 1e-5), "eps is keyword-only; write rms_norm(x, weight, bias, eps=1e-05)"),
+        ("rms_norm", (X, W, None, X), "residual is keyword-only"),
+        ("layer_norm", (X, W, W, 1e-5), "layer_norm: eps is keyword-only"),
+        ("layer_norm", (X, 1e-5), "layer_norm: eps is keyword-only"),
+        (
+            "cross_entropy",
+            (X, T, -100),
+            "ignore_index is keyword-only; write cross_entropy(logits, target, ignore_index",
+        ),
+        ("cross_entropy", (X, T, "sum"), "reduction is keyword-only"),
+        ("scaled_softmax", (X, 0.5), "scale is keyword-only"),
+        ("attention", (X, X, X, True), "is_causal is keyword-only"),
+        ("attention", (X[None], X[None], X[None], X), "attn_bias is keyword-only"),
+    ],
+)
+def test_the_keyword_is_named(name: str, args: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        getattr(powertrain, name)(*args)
+    assert words in str(caught.value) and caught.value.__suppress_context__
+
+
+def test_other_mistakes_are_as_they_were() -> None:
+    with pytest.raises(TypeError, match="no_such"):
+        powertrain.rms_norm(X, W, no_such=1)
+    with pytest.raises(TypeError, match="missing"):
+        powertrain.cross_entropy(X)
+    with pytest.raises(ValueError, match="weight must have shape"):
+        powertrain.rms_norm(X, W[:3])
+
+
+def test_no_softcap() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    lengths = torch.tensor([4], dtype=torch.int32)
+    weight = torch.randn(5, 8)
+    for softcap in (None, 0.0, 0):
+        torch.testing.assert_close(powertrain.attention(q, q, q, softcap=softcap), powertrain.attention(q, q, q))
+        decoded = powertrain.decode_attention(q[:, :1], q, q, lengths, softcap=softcap)
+        torch.testing.assert_close(decoded, powertrain.decode_attention(q[:, :1], q, q, lengths))
+        loss = powertrain.cross_entropy(X, T, softcap=softcap)
+        torch.testing.assert_close(loss, powertrain.cross_entropy(X, T))
+        loss = powertrain.linear_cross_entropy(X, weight, T % 5, softcap=softcap)
+        torch.testing.assert_close(loss, powertrain.linear_cross_entropy(X, weight, T % 5))
+    for function in (powertrain.cross_entropy, powertrain.attention):
+        with pytest.raises(ValueError, match="softcap must be"):
+            function(*((X, T) if function is powertrain.cross_entropy else (q, q, q)), softcap=-1.0)
+
+
+def test_is_causal_of_the_softmax() -> None:
+    for queries in (4, 7):
+        x = torch.randn(2, queries, 7)
+        expected = powertrain.scaled_softmax(x, causal="aligned")
+        torch.testing.assert_close(powertrain.scaled_softmax(x, is_causal=True), expected)
+    with pytest.raises(ValueError, match="is_causal must be False where causal is given"):
+        powertrain.scaled_softmax(x, is_causal=True, causal="aligned")

@@ -1,0 +1,291 @@
+"""Scripts that know nothing of us find ours under the libraries' names, in every process, with metadata."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from powertrain.shim import LIBRARIES
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TIME = 300
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def _run(names: str, code: str, environment: dict[str, str], tmp_path: Path, *flags: str) -> str:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code))
+    command = [sys.executable, "-m", "powertrain", "shim", *flags, names, "--", sys.executable, str(script)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def test_every_library_has_metadata(environment: dict[str, str], tmp_path: Path) -> None:
+    code = """
+    import importlib, importlib.metadata as metadata, importlib.util, sys
+    given = %r
+    by_module = metadata.packages_distributions()
+    for distribution, version, modules in given:
+        assert metadata.version(distribution) == version, distribution
+        for module, ours in modules.items():
+            assert importlib.util.find_spec(module), module
+            assert by_module[module] == [distribution], (module, by_module[module])
+            assert importlib.import_module(module) is importlib.import_module(ours), module
+            assert importlib.util.find_spec(module), module
+            assert importlib.util.find_spec(ours).name == ours
+            assert getattr(importlib.import_module(module), "__version__", version) == version
+    print("all there")
+    """ % [tuple(library) for library in LIBRARIES.values()]
+    assert "all there" in _run(",".join(LIBRARIES), code, environment, tmp_path)
+
+
+def test_modules_are_ours_and_not_copies(environment: dict[str, str], tmp_path: Path) -> None:
+    code = """
+    import importlib.util, pickle
+    import flash_attn
+    from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+    from flash_attn.flash_attn_interface import flash_attn_func
+    from flash_attn.ops.triton.layer_norm import rms_norm_fn
+    import powertrain.compat.flash_attn.layers.rotary as ours
+    assert RotaryEmbedding is ours.RotaryEmbedding and flash_attn.layers.rotary is ours
+    assert pickle.loads(pickle.dumps(RotaryEmbedding)) is RotaryEmbedding
+    assert ours.__spec__.name == ours.__name__
+    assert not hasattr(flash_attn, "nothing") and importlib.util.find_spec("flash_attn.models") is None
+    for statement, words in {
+        "import flash_attn.models": ["flash_attn.models", "layers, losses, ops"],
+        "from flash_attn.models.gpt import GPTLMHeadModel": ["flash_attn.models"],
+        "from flash_attn import flash_attn_fun": ["flash_attn.flash_attn_fun is not in Powertrain", "flash_attn_func"],
+        "from flash_attn.layers.rotary import nothing": ["flash_attn.layers.rotary.nothing", "apply_rotary_emb"],
+    }.items():
+        try:
+            exec(statement)
+        except ImportError as error:
+            assert all(word in str(error) for word in words), error
+        else:
+            raise AssertionError(statement)
+    try:
+        flash_attn.nothing
+    except AttributeError as error:
+        assert "there is flash_attn_func" in str(error)
+    print("done")
+    """
+    assert "done" in _run("flash_attn", code, environment, tmp_path)
+
+
+def test_child_processes(environment: dict[str, str], tmp_path: Path) -> None:
+    code = """
+    import multiprocessing, subprocess, sys
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Lengths(Dataset):
+        def __len__(self):
+            return 2
+        def __getitem__(self, index):
+            import flash_attn
+            return len(flash_attn.__version__)
+
+    def child(queue):
+        import flash_attn
+        queue.put(flash_attn.flash_attn_func.__module__)
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        process = context.Process(target=child, args=(queue,))
+        process.start()
+        assert queue.get(timeout=120).startswith("powertrain.")
+        process.join()
+        batches = list(DataLoader(Lengths(), num_workers=1, multiprocessing_context="spawn"))
+        assert [int(batch) for batch in batches] == [5, 5]
+        ask = "import flash_attn; print(flash_attn.__version__)"
+        assert subprocess.check_output([sys.executable, "-c", ask]).strip() == b"2.8.3"
+        print("done")
+    """
+    assert "done" in _run("flash_attn", code, environment, tmp_path)
+
+
+def test_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import flash_attn\nprint('version', flash_attn.__version__)\n")
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "powertrain", "shim", "flash_attn", "--", *run]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("version 2.8.3") == 2
+
+
+def test_install(environment: dict[str, str], tmp_path: Path) -> None:
+    code = """
+    import subprocess, sys
+    import powertrain.shim
+    assert powertrain.shim.install("flash_attn", "apex") == []
+    powertrain.shim.install("flash_attn")
+    import flash_attn, amp_C
+    from apex.multi_tensor_apply import multi_tensor_applier
+    from apex.normalization import FusedRMSNorm
+    import importlib.metadata
+    assert importlib.metadata.version("flash_attn") == "2.8.3"
+    powertrain.shim.install("flash_attn")
+    subprocess.check_call([sys.executable, "-c", "import flash_attn, amp_C"])
+    assert sys.path.count(next(p for p in sys.path if "flash_attn-" in p)) == 1
+    try:
+        powertrain.shim.install("flash-attn")
+    except ValueError as error:
+        assert "names must be of 'flash_attn'" in str(error)
+    """
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code))
+    result = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=TIME
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def _real_library(folder: Path) -> None:
+    (folder / "flash_attn").mkdir(parents=True)
+    (folder / "flash_attn" / "__init__.py").write_text("REAL = True\n")
+    (folder / "flash_attn-9.9.dist-info").mkdir()
+    (folder / "flash_attn-9.9.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: flash-attn\nVersion: 9.9\n"
+    )
+
+
+def test_an_installed_library_is_not_shadowed(environment: dict[str, str], tmp_path: Path) -> None:
+    _real_library(tmp_path / "real")
+    environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path / 'real'}"
+    code = "import flash_attn\nprint('real', getattr(flash_attn, 'REAL', False) is True)"
+    said = _run("flash_attn", code, environment, tmp_path)
+    assert "real True" in said and "flash_attn 9.9 is installed and is used; --force takes ours" in said
+    assert "real False" in _run("flash_attn", code, environment, tmp_path, "--force")
+    late = "import flash_attn, powertrain.shim\npowertrain.shim.install('flash_attn', force=True)"
+    result = subprocess.run([sys.executable, "-c", late], env=environment, capture_output=True, text=True, timeout=TIME)
+    assert "flash_attn has been imported already" in result.stderr
+
+
+def test_mistakes(environment: dict[str, str]) -> None:
+    for arguments, words in (
+        (["flash", "--", "true"], "'flash_attn'"),
+        (["flash_attn", "--", "no-program"], "on PATH"),
+    ):
+        command = [sys.executable, "-m", "powertrain", "shim", *arguments]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME)
+        assert result.returncode == 2 and words in result.stderr and "Traceback" not in result.stderr
+
+
+TRANSFORMERS = """
+    import sys
+    import torch
+    # transformers takes flash_attention_2 where torch sees a GPU; this one has none
+    torch.cuda.is_available = lambda: "transformers" in sys._getframe(1).f_globals.get("__name__", "")
+    import transformers
+    from transformers.utils import is_flash_attn_2_available
+    assert is_flash_attn_2_available()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, attn_implementation="flash_attention_2",
+    )
+    config.dtype = torch.bfloat16
+    make = transformers.LlamaForCausalLM._from_config
+    ours, eager = (make(config, attn_implementation=name) for name in ("flash_attention_2", "eager"))
+    eager.load_state_dict(ours.state_dict())
+    ours.float(), eager.float()
+    import flash_attn
+    import transformers.modeling_flash_attention_utils as utils
+    tokens = torch.randint(64, (2, 9))
+    padded = torch.ones_like(tokens)
+    padded[1, 6:] = 0
+    for mask in (None, padded):
+        results = []
+        for model in (ours, eager):
+            model.zero_grad()
+            kept = tokens if mask is None else tokens.masked_fill(mask == 0, -100)
+            out = model(tokens, attention_mask=mask, labels=kept)
+            out.loss.backward()
+            results.append((out.loss, *(p.grad for p in model.parameters())))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert utils._flash_fn is flash_attn.flash_attn_func and utils._flash_varlen_fn is flash_attn.flash_attn_varlen_func
+    print("same")
+"""
+
+
+def test_transformers_flash_attention_2(environment: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert "same" in _run("flash_attn", TRANSFORMERS, environment, tmp_path)
+
+
+# after the first examples of each library's README, on the CPU
+EXAMPLES = """
+    import torch
+    from torch import nn
+
+    from flash_attn import flash_attn_func, flash_attn_qkvpacked_func
+    qkv = torch.randn(2, 16, 3, 4, 32, requires_grad=True)
+    out = flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=True, window_size=(-1, -1))
+    assert torch.equal(out, flash_attn_func(*qkv.unbind(2), causal=True))
+    out.sum().backward()
+
+    import flash_attn_interface
+    assert torch.equal(flash_attn_interface.flash_attn_func(*qkv.unbind(2), causal=True), out)
+
+    import xformers.ops as xops
+    from xformers.ops import SwiGLU
+    q, k, v = qkv.detach().unbind(2)
+    y = xops.memory_efficient_attention(q, k, v, attn_bias=xops.LowerTriangularMask(), p=0.0)
+    torch.testing.assert_close(y, out)
+    assert SwiGLU(8, 16)(torch.randn(2, 8)).shape == (2, 8)
+
+    import amp_C
+    from apex.multi_tensor_apply import multi_tensor_applier
+    from apex.normalization import FusedLayerNorm
+    from apex.optimizers import FusedAdam
+    model = nn.Sequential(nn.Linear(8, 8), FusedLayerNorm(8))
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+    model(torch.randn(4, 8)).square().sum().backward()
+    norm, _ = multi_tensor_applier(
+        amp_C.multi_tensor_l2norm, torch.zeros(1, dtype=torch.int32), [[p.grad for p in model.parameters()]], False
+    )
+    assert norm.item() > 0
+    optimizer.step()
+
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    model, loss = nn.Linear(8, 32), LigerFusedLinearCrossEntropyLoss()
+    loss(model.weight, torch.randn(4, 8), torch.randint(32, (4,))).backward()
+    assert model.weight.grad is not None
+
+    import transformer_engine.pytorch as te
+    norm = te.LayerNorm(8, device="cpu")
+    attention = te.DotProductAttention(4, 32, attn_mask_type="causal", qkv_format="bshd")
+    torch.testing.assert_close(attention(q, k, v), out.flatten(2))
+    assert norm(torch.randn(2, 8)).shape == (2, 8)
+    try:
+        te.Linear(8, 8)
+    except AttributeError as error:
+        assert "transformer_engine.pytorch.Linear is not in Powertrain (not yet; torch.nn.Linear" in str(error), error
+    print("examples done")
+"""
+
+
+def test_examples_of_the_readmes(environment: dict[str, str], tmp_path: Path) -> None:
+    assert "examples done" in _run(",".join(LIBRARIES), EXAMPLES, environment, tmp_path)
+
+
+def test_a_module_runs_as_a_program(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "powertrain", "shim", "xformers", "--", sys.executable, "-m", "xformers.info"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME)
+    assert result.returncode == 0 and "memory_efficient_attention" in result.stdout, result.stdout + result.stderr
