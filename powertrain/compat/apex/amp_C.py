@@ -1,4 +1,4 @@
-"""Apex's extension module amp_C, on torch's foreach functions (powertrain.compat.multi_tensor)."""
+"""Apex's extension module amp_C: scale, axpby and norms by torch's foreach functions, adam and sgd tensor by tensor."""
 
 from powertrain.compat.missing import unknown
 from powertrain.compat.multi_tensor import (
