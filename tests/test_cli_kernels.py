@@ -71,6 +71,7 @@ def test_a_missing_pack_is_said(own_store: Path) -> None:
     assert "no such file or folder" in _run("kernels", "--pack", str(own_store / "none.ptp"), code=1)
 
 
+@pytest.mark.slow  # `make demo` runs the tour
 def test_the_tour_compiles_for_eight_archs(own_store: Path) -> None:
     said = _run("tour", "archs")
     assert all(f"sm_{arch}" in said for arch in (75, 80, 86, 89, 90, 100, 103, 120)) and "40 compiled" in said
@@ -83,6 +84,7 @@ def test_the_tour_shows_the_hang_and_its_end(own_store: Path) -> None:
     assert "_norm_bwd_kernel for sm_90: compiled" in said
 
 
+@pytest.mark.slow  # `make demo` runs the tour
 def test_the_tour_overlaps_two_ranks_and_names_the_killed_one(own_store: Path) -> None:
     said = " ".join(_run("tour", "overlap").replace("│", " ").split())
     assert "symmetric: Overlap: no symmetric memory among these 2 ranks: rank 0: its tensors are on the CPU" in said

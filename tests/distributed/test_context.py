@@ -49,7 +49,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_equals_one_rank(world_size: int, tmp_path: Path) -> None:
     out = str(tmp_path / "errors")
     ranks = run_ranks(world_size, "-m", "tests.distributed.context_worker", json.dumps(CASES), out)

@@ -75,7 +75,7 @@ class Losses:
 
 def run_config(case: dict[str, Any], dp_size: int) -> RunConfig:
     train = {
-        "steps": 20, "seq_length": SEQ_LENGTH, "micro_batch_size": GLOBAL_BATCH // 2 // dp_size,
+        "steps": 10, "seq_length": SEQ_LENGTH, "micro_batch_size": GLOBAL_BATCH // 2 // dp_size,
         "gradient_accumulation_steps": 2, "precision": "fp32", "spike_factor": 0, **case.get("train", {}),
     }  # fmt: skip
     sections: dict[str, Any] = {

@@ -118,6 +118,7 @@ def test_child_processes(environment: dict[str, str], tmp_path: Path) -> None:
     assert "done" in _run("flash_attn", code, environment, tmp_path)
 
 
+@pytest.mark.slow  # its processes are those of test_child_processes
 def test_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import flash_attn\nprint('version', flash_attn.__version__)\n")
