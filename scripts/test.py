@@ -66,8 +66,7 @@ def main(options: list[str]) -> int:
     count = min(processes.count, GPU_PROCESSES) if gpu else processes.count
     if count > 1 and find_spec("xdist"):
         print(f"test processes: {count} ({processes.why})")
-        # tests of one group, whose fixture starts ranks or builds, run in one process
-        rest = ["-n", str(count), "--dist", "loadgroup", *rest]
+        rest = ["-n", str(count), *rest]
     if gpu:
         return _close(run("on the GPU", rest, {}))
     interpreted = run(

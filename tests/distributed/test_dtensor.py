@@ -7,8 +7,6 @@ import pytest
 from tests.distributed.dtensor_worker import CHECKS
 from tests.distributed.launch import run_ranks
 
-pytestmark = pytest.mark.xdist_group("dtensor")  # the module's fixture once, not once a process
-
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:

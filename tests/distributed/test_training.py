@@ -11,8 +11,6 @@ from powertrain.train.ranks import Ranks
 from tests.distributed.launch import run_ranks
 from tests.distributed.worker import fit
 
-pytestmark = pytest.mark.xdist_group("two-rank training")  # the module's fixture once, not once a process
-
 TWO: dict[str, dict[str, Any]] = {
     "fsdp-gpt_neox": {"model": "gpt_neox"},
     "ddp-llama": {"model": "llama", "parallel": {"strategy": "ddp"}},

@@ -31,14 +31,14 @@ def test_warnings_are_said_once_and_the_log_goes_to_a_file(
     try:
         tracing.warn("the disk is full")
         tracing.warn("the disk is full")
-        tracing.event("kernel", "_k for sm_80: compiled", arch=80)
+        tracing.event("example", "_k for sm_80: compiled", arch=80)
     finally:
         monkeypatch.undo()
         settings.reload()
     text = (tmp_path / "log").read_text()
     assert text.count("the disk is full") == 1 and "_k for sm_80: compiled {'arch': 80}" in text
     assert capsys.readouterr().err == ""
-    assert [event.kind for event in tracing.trace()] == ["warning", "kernel"]
+    assert [event.kind for event in tracing.trace()] == ["warning", "example"]
 
 
 def test_a_decision_is_noted_again_after_clear() -> None:
