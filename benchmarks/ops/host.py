@@ -1,5 +1,4 @@
-"""What the host spends: repeated eager calls of small rms_norm, attention and decode, one launch, and the first use in a
-new process."""
+"""What the host spends: repeated small calls of rms_norm, attention and decode, one launch, the first use of a process."""
 
 import os
 import subprocess

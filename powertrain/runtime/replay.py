@@ -92,10 +92,10 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
         if torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing():
             return None
         stream = torch._C._cuda_getCurrentRawStream(device)
-    kind = "cuda" if device >= 0 else "cpu"
+    on = "cuda" if device >= 0 else "cpu"
     key += (
         device, stream, steering.epoch, torch.is_grad_enabled(), torch._C._get_deterministic_algorithms(),
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind), torch._C._get_float32_matmul_precision(),
+        torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on), torch._C._get_float32_matmul_precision(),
     )  # fmt: skip
     return Signature(tuple(key), tensors, device, stream)
 
