@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from powertrain.compat.layout import unsupported
 from powertrain.compat.missing import unknown
 from powertrain.ops import activations, norm
+from powertrain.ops.conversion import unsupported
 from powertrain.ops.cross_entropy import cross_entropy
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 from powertrain.ops.rope import rope
