@@ -319,7 +319,7 @@ class Trainer:
         )  # fmt: skip
 
     def _learning_rate(self, step: int) -> float:
-        """GPT-NeoX's schedules stand still while steps are skipped (DeepSpeed); what was skipped is known by now."""
+        """Of this step. GPT-NeoX's schedules stand still while steps are skipped (DeepSpeed)."""
         schedule = self.config.schedule
         taken = step if schedule.clamp == "safe" else step - self.progress.skipped
         return learning_rate(taken, self.config.optimizer.lr, schedule, self.config.train.steps)

@@ -34,7 +34,7 @@ __all__ = [
 
 
 class CrossEntropyOutput(NamedTuple):
-    """Loss and what was asked for beside it."""
+    """The loss, and the other results that were requested."""
 
     loss: Tensor
     z_loss: Tensor | None = None
