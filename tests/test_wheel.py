@@ -1,4 +1,4 @@
-"""One py3-none-any wheel: its metadata, and the first commands of a user, in an environment with its requirements alone and from another folder."""
+"""One py3-none-any wheel: its metadata, and a user's first commands, with its requirements alone."""
 
 import email
 import os
