@@ -64,6 +64,8 @@ class Optimizer:
     Norms and biases have no weight decay unless `decay_norms_and_biases`.
     """
 
+    kinds = ("exp_avg", "exp_avg_sq")  # of state that each parameter has, in its shape
+
     def __init__(self, model: nn.Module, config: OptimizerConfig, train: TrainConfig) -> None:
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in model.parameters() if p.requires_grad]

@@ -409,10 +409,15 @@ def _checkpoint(keys: NeoXKeys) -> dict[str, Any]:
     if not all(is_kind(step, "int") for step in extra or ()):
         keys.wrong(("extra_save_iters",), f"must be a list of integers, got {extra!r}")
         extra = None
+    if keys.get("no_load_optim"):
+        words = "checkpoint.load_optimizer: all parameters are trained; in GPT-NeoX since 2024-09 the first one alone"
+        keys.add_row("no_load_optim", "changes numerics", words)
     return {
         "folder": keys.get("save"),
         "load": keys.get("load"),
         "finetune": bool(keys.get("finetune")),
+        "load_optimizer": not keys.get("no_load_optim"),
+        "load_rng": not keys.get("no_load_rng"),
         "every": int(every or 0),
         "scale": keys.choice("checkpoint_scale", "linear", {"linear": "linear", "log": "log"}),
         "extra_steps": extra or (),

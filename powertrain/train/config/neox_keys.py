@@ -77,8 +77,10 @@ _HONOURED = """
     num_workers                     int         data.num_workers
     eod_mask_loss                   bool        data.eod_mask_loss
     save                            str         checkpoint.folder
-    load                            str         checkpoint.load; nothing there: a fresh start
+    load                            str         checkpoint.load: goes on from its step; nothing there: a fresh start
     finetune                        bool        checkpoint.finetune
+    no_load_optim                   bool        checkpoint.load_optimizer, inverted
+    no_load_rng                     bool        checkpoint.load_rng, inverted: dropout draws anew
     checkpoint_factor               int|float   checkpoint.every
     save_interval                   int|float   checkpoint.every: the name of older releases
     gas                             int         train.gradient_accumulation_steps: the name of older releases
@@ -349,8 +351,6 @@ _REFUSED = """
     elasticity                      dict        remove it; torchrun restarts ranks, train_batch_size stays as written
     train_epochs                    int         give train_iters
     exit_interval                   int         give train_iters, and lr_decay_iters to keep the schedule
-    no_load_optim                   bool        powertrain convert the checkpoint to weights, and train from those
-    no_load_rng                     bool        set it to false; a run resumes with its random states
     use_checkpoint_lr_scheduler     bool        write the checkpoint's schedule into the config
     te_fp8_mha                      bool        set it to false; training in FP8 is not there yet
     serve_model_weights             bool        set it to false; there is no online reinforcement learning

@@ -204,6 +204,8 @@ class ParallelConfig(Section):
 class CheckpointConfig(Section):
     """save      False: none are written.   folder: where; None: `checkpoints` in the run's folder
     load        where to start from, if `folder` holds none;   finetune: at step 0, with nothing but the weights there
+    load_optimizer   False: of `load` the weights, the step and the place in the data; the optimizer is new
+    load_rng    False: dropout's draws need not go on (those of a GPT-NeoX checkpoint cannot)
     every       steps between checkpoints, 0: at the end only; scale log: after 1, every, every^2 ... steps (GPT-NeoX's)
     keep_last   how many stay; None: all in a `folder` that is named here, else 2
     """
@@ -212,6 +214,8 @@ class CheckpointConfig(Section):
     folder: str | None = None
     load: str | None = None
     finetune: bool = False
+    load_optimizer: bool = True
+    load_rng: bool = True
     every: Natural = 0
     scale: Literal["linear", "log"] = "linear"
     extra_steps: tuple[int, ...] = ()
