@@ -67,10 +67,7 @@ def open_run_data(config: RunConfig, tokenizer: Tokenizer, dp_size: int) -> Data
     train, evaluation = config.train, config.evaluation
     per_step = train.micro_batch_size * train.gradient_accumulation_steps * dp_size
     evaluated = evaluation.steps * train.micro_batch_size * dp_size
-    held_out = (
-        evaluated if evaluation.every or evaluation.at_end else 0,
-        evaluated if config.data.test and evaluation.at_end else 0,
-    )
+    held_out = (evaluated if evaluation.every or evaluation.at_end else 0, evaluated if evaluation.at_end else 0)
     return open_data(
         config.data, seq_length=train.seq_length, num_samples=(train.steps * per_step, *held_out), seed=train.seed,
         tokenizer=tokenizer,

@@ -173,7 +173,7 @@ class Trainer:
         self.model.eval()
         sums = torch.zeros(2, device=ranks.device)  # losses, tokens
         limit = min(len(source), self.config.evaluation.steps * train.micro_batch_size * ranks.dp_size)
-        count, first = 0, self._first_evaluated(len(source), limit)
+        count, first = 0, 0 if name == "test" else self._first_evaluated(len(source), limit)
         for batch in self._batches(source, first, first + limit):
             batch = batch.to(ranks.device)
             labels, weight = normalize_labels(batch.labels, torch.ones((), device=ranks.device))

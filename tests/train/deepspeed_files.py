@@ -24,8 +24,9 @@ ROWS = ("attention.dense", "mlp.linear2")
 NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 # their module of a layer, in the order in which it is made -> ours
 LAYER = {
-    "input_layernorm": "attention_norm", "attention.query_key_value": "attention.qkv", "attention.dense": "attention.out",
-    "post_attention_layernorm": "mlp_norm", "mlp.linear1": "mlp.up", "mlp.linear2": "mlp.down",
+    "input_layernorm": "attention_norm", "attention.query_key_value": "attention.qkv",
+    "attention.dense": "attention.out", "post_attention_layernorm": "mlp_norm",
+    "mlp.linear1": "mlp.up", "mlp.linear2": "mlp.down",
 }  # fmt: skip
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

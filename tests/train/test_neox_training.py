@@ -1,5 +1,6 @@
 """Going on from DeepSpeed's checkpoints: the same bits as a run that was not interrupted."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch import Tensor
 from powertrain.models.pickles import load_pickle
 from powertrain.train.checkpoint.load import open_weights
 from powertrain.train.trainer import Trainer
+from tests.distributed.launch import run_ranks
 from tests.train.deepspeed_files import Engine, write
-from tests.train.tiny_run import At, open_trainer
+from tests.train.tiny_run import At, open_trainer, write_config
 
 STEPS, AT = 9, 5
 MODEL = ("model.architecture=gpt_neox", "train.steps=9", "evaluation.every=0", "evaluation.at_end=false",
@@ -71,12 +73,14 @@ def _write(folder: Path, trainer: Trainer, tensors: dict[str, Tensor], engine: E
                 "num_iters": AT - trainer.progress.skipped}  # fmt: skip
     state = {"lr_scheduler": schedule, "global_samples": AT * 4, **client_state}
     scaler = _scaler(tensors, engine.kind in ("fused", "unfused"))
-    return write(
-        folder, trainer.config.model, tensors, engine, step=AT, adam_step=adam_step, scaler=scaler, **state
-    )
+    return write(folder, trainer.config.model, tensors, engine, step=AT, adam_step=adam_step, scaler=scaler, **state)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+# the others have less than these
+OFTEN = ("fp32-stages", "fp16-fused-stages", "fp16-zero-stages", "fp16-elastic", "fp16-stage1", "bf16-stages")
+
+
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in ENGINES])
 def test_the_same_bits_as_without_an_interruption(name: str, tmp_path: Path) -> None:
     engine, model = ENGINES[name]
     precision = (f"train.precision={engine.precision}", *model)
@@ -96,3 +100,147 @@ def test_the_same_bits_as_without_an_interruption(name: str, tmp_path: Path) -> 
     again.close()
     for tensor_name, tensor in again.optimizer.tensors().items():
         assert torch.equal(tensor, end[tensor_name]), tensor_name
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], Trainer]:
+    """A bf16 run after step AT."""
+    middle, _, first = _whole(tmp_path_factory.mktemp("stopped"), "train.precision=bf16")
+    return middle, first
+
+
+def _checkpoint(folder: Path, stopped: tuple[dict[str, Tensor], Trainer], **client_state: Any) -> Path:
+    return _write(folder / "neox", stopped[1], stopped[0], Engine("zero", "bf16", dp=2), **client_state)
+
+
+def _again(folder: Path, *overrides: str) -> Trainer:
+    trainer = _trainer(folder / "again", "train.precision=bf16", f"checkpoint.load={folder}/neox", *overrides)
+    trainer.close()
+    return trainer
+
+
+def _edit(file: Path, **changes: Any) -> None:
+    """The same file with other entries; None: without it."""
+    content = {**load_pickle(file), **changes}
+    new = file.with_suffix(".new")  # the old one is mapped into memory
+    torch.save({key: value for key, value in content.items() if value is not None}, new)
+    new.replace(file)
+
+
+def _edit_first(**changes: Any) -> Callable[[Path], None]:
+    return lambda step: _edit(step / "mp_rank_00_model_states.pt", **changes)
+
+
+def test_no_load_optim_takes_the_weights_and_the_step(
+    stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path
+) -> None:
+    """Masters are the 16-bit weights, as there; Adam and the schedule begin anew."""
+    _checkpoint(tmp_path, stopped)
+    trainer = _again(tmp_path, "checkpoint.load_optimizer=false")
+    assert (trainer.progress.step, trainer.progress.samples, trainer.progress.skipped) == (AT, AT * 4, AT)
+    for name, tensor in trainer.optimizer.tensors().items():
+        if name.startswith("model."):
+            assert torch.equal(tensor, stopped[0][name].bfloat16().float()), name
+        else:
+            assert not tensor.any(), name
+
+
+def test_finetune_begins_at_step_0(stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path) -> None:
+    _checkpoint(tmp_path, stopped)
+    assert _again(tmp_path, "checkpoint.finetune=true").progress.step == 0
+
+
+def test_an_own_run_with_a_new_optimizer(tmp_path: Path) -> None:
+    first = _trainer(tmp_path / "first", "train.precision=fp32")
+    first.fit()
+    first.close()
+    load = (f"checkpoint.load={tmp_path}/first/run", "checkpoint.load_optimizer=false")
+    trainer = _trainer(tmp_path / "again", "train.precision=fp32", *load)
+    trainer.close()
+    assert trainer.progress.step == STEPS and "load_optimizer" in trainer.resumed_from
+    for name, tensor in trainer.optimizer.tensors().items():
+        assert torch.equal(tensor, first.optimizer.tensors()[name] if name.startswith("model.") else 0 * tensor), name
+
+
+def test_more_rows_of_vocabulary(stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path) -> None:
+    """Other ranks of tensor parallelism pad it to another size."""
+    _checkpoint(tmp_path, stopped)
+    rows = stopped[1].config.model.vocab_size
+    tensors = _again(tmp_path, f"model.vocab_size={rows + 64}").optimizer.tensors()
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        found = tensors[f"{kind}.embed.weight"]
+        assert torch.equal(found[:rows], stopped[0][f"{kind}.embed.weight"]) and not found[rows:].any()
+
+
+def test_other_settings_are_named(stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path) -> None:
+    _checkpoint(tmp_path, stopped)
+    trainer = _again(tmp_path, "optimizer.lr=1e-3", "train.micro_batch_size=2")
+    for words in ("start_lr 0.0003 -> 0.001", "samples 20 -> 10"):
+        assert words in trainer.resumed_from
+
+
+def _without_optimizer(step: Path) -> None:
+    for file in step.glob("*zero_pp*"):
+        file.unlink()
+
+
+def _lion(step: Path) -> None:
+    for file in step.glob("*zero_pp*"):
+        state = load_pickle(file)["optimizer_state_dict"]
+        for each in state["base_optimizer_state"]["state"].values():
+            del each["exp_avg_sq"]
+        _edit(file, optimizer_state_dict={**state, "zero_stage": 2})
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (_without_optimizer, r"there is no optimizer beside its weights; set no_load_optim: true .* finetune: true"),
+        (lambda s: (s / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(),
+         r"must hold zero_pp_rank_1_mp_rank_00_optim_states.pt, got 1 others"),
+        (_lion, r"must have exp_avg_sq for each parameter, got exp_avg"),
+        (lambda s: (s / "mp_rank_00_model_states.pt").rename(s / "mp_rank_01_model_states.pt"), "must hold"),
+        (_edit_first(iteration="7"), r"iteration must be a number of steps, got '7'"),
+        (_edit_first(lr_scheduler=None), "lr_scheduler.num_iters must be a number"),
+        (_edit_first(param_shapes=[{"a": torch.Size([1])}] * 2),
+         "param_shapes must name parameters as LAYER.NAME, got a"),
+        (_edit_first(param_shapes=[{"0.word_embeddings.weight": torch.Size([10**6])}] * 2),
+         "a group of parameters must have 1000000 values, got"),
+    ],
+)  # fmt: skip
+def test_what_cannot_go_on_is_refused(
+    damage: Any, message: str, stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path
+) -> None:
+    damage(_checkpoint(tmp_path, stopped))
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as raised:
+        _again(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_random_states_need_no_load_rng_where_they_count(tmp_path: Path) -> None:
+    """Dropout's draws here are others; without dropout there is nothing to go on with."""
+    dropout = ("train.precision=bf16", "model.hidden_dropout=0.1")
+    middle, _, first = _whole(tmp_path, *dropout)
+    _write(tmp_path / "neox", first, middle, Engine("zero", "bf16"))
+    with pytest.raises(ValueError, match=r"hidden_dropout is 0.1: set no_load_rng: true"):
+        _again(tmp_path, *dropout)
+    assert _again(tmp_path, *dropout, "checkpoint.load_rng=false").progress.step == AT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2], ids=["fsdp", "tensor-parallel"])
+def test_two_ranks_go_on(tensor: int, tmp_path: Path) -> None:
+    """From a checkpoint of two others: the losses of one rank."""
+    middle, _, first = _whole(tmp_path, "train.precision=fp32")
+    _write(tmp_path / "neox", first, middle, Engine("fp32", "fp32", tp=2))
+    alone = _trainer(tmp_path / "alone", "train.precision=fp32", f"checkpoint.load={tmp_path}/neox")
+    alone.fit()
+    alone.close()
+    (tmp_path / "two").mkdir()
+    options = ("train.precision=fp32", f"checkpoint.load={tmp_path}/neox", f"parallel.tensor={tensor}",
+               f"train.micro_batch_size={2 * tensor}", f"model.vocab_size={first.config.model.vocab_size}")  # fmt: skip
+    ranks = run_ranks(2, "-m", "powertrain", "train", str(write_config(tmp_path / "two")), *MODEL, *options)
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout[-3000:] for rank in ranks)
+    for name, expected in open_weights(tmp_path / "alone" / "run").tensors():
+        found = dict(open_weights(tmp_path / "two" / "run").tensors())[name]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=name)

@@ -231,7 +231,7 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """every 0: never; steps: batches of each evaluation
     advance  each evaluation takes the next batches of the set, around and around; else always its first ones
-    at_end   validation after the last step, and data.test where that is given (the third share of a split is only kept)
+    at_end   validation after the last step, and test: data.test, or the third share of data.split
     """
 
     every: Natural = 0
