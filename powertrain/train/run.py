@@ -27,6 +27,7 @@ from powertrain.train.reporting.metrics import Sink
 from powertrain.train.signals import ENDING
 from powertrain.train.slow_precision import warn_if_slow
 from powertrain.train.trainer import Trainer
+from powertrain.train.update_rules import require_package
 
 MakeSinks = Callable[[Trainer], Sequence[Sink]]
 
@@ -85,6 +86,7 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     tokenizer = open_tokenizer(run.config.data)
     config = with_vocabulary(run.config, tokenizer.vocab_size)
     check_parallel(config, launch_env.world_size)
+    require_package(config.optimizer)
     if config.train.deterministic:
         be_deterministic(launch_env.device)
     if launch_env.device.type == "cpu":

@@ -86,9 +86,10 @@ def test_defaults_are_gpt_neoxs(tmp_path: Path) -> None:
 
 def test_every_key_is_read(tmp_path: Path) -> None:
     """A key that is mapped or honoured, and read by nobody, would be silently ignored."""
-    from powertrain.train.config import neox, neox_data, neox_model, neox_source
+    from powertrain.train.config import neox, neox_data, neox_model, neox_optimizer, neox_source
 
-    source = "".join(Path(str(module.__file__)).read_text() for module in (neox, neox_data, neox_model, neox_source))
+    modules = (neox, neox_data, neox_model, neox_optimizer, neox_source)
+    source = "".join(Path(str(module.__file__)).read_text() for module in modules)
     by_part = {f"{part}_data_paths" for part in ("train", "valid", "test")}
     by_part |= {
         f"{part}_{kind}" for part in ("train", "valid", "test") for kind in ("data_weights", "label_data_paths")
@@ -141,7 +142,9 @@ def test_what_is_not_there_is_refused_when_switched_on_only(key: str, tmp_path: 
         ({"output_layer_parallelism": "row"}, "column"),
         ({"init_method": "scaled_orthogonal"}, "orthogonal"),
         ({"mlp_type": "identity"}, "every layer has an MLP"),
-        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, "AdamW"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "AdamW"),
+        ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "only momentum is there"),
+        ({"use_bnb_optimizer": True, "pos_emb": "learned"}, "StableEmbedding"),
         ({"optimizer": {"type": "cpu_torch_adam", "params": {}}}, "L2"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "AdamW"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "quantized"),
@@ -324,6 +327,12 @@ def test_tokenizers(tmp_path: Path) -> None:
         ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}}, "must be the top-level key weight_decay"),
         ({"optimizer": {"type": "Adam", "params": {"beta": 1}}}, "optimizer.params.beta is unknown"),
         ({"optimizer": {"type": "Foo"}}, "optimizer.type must be Adam"),
+        ({"optimizer": {"type": "Lion", "params": {"eps": 1e-8}}}, "eps must be left out with optimizer.type lion"),
+        (
+            {"optimizer": {"type": "SGD", "params": {"momentum": 1.0}}},
+            "momentum must be a number in [0, 1), got 1.0",
+        ),
+        ({"optimizer": {"type": "Lion", "params": {"betas": [0.9]}}}, "betas must be two numbers"),
         ({"attention_config": [["global", 4]]}, "attention_config must be a list such as"),
         ({"attention_config": [[["global"], 3]]}, "must have 4 layers"),
         ({"attention_config": [[["gobal"], 4]]}, "must name global or flash layers, got gobal"),
@@ -516,3 +525,35 @@ def test_te_layernorm_mlp(keys: dict[str, Any], activation: str, width: int, tmp
     assert _row(run, "te_layernorm_mlp").disposition == "mapped"
     with pytest.raises(UnsupportedConfig, match="whatever the key says"):
         _read(tmp_path, te_layernorm_mlp=True, layernorm_epsilon=1e-6)
+
+
+@pytest.mark.parametrize(
+    "keys, expected, row",
+    [
+        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, ("lion", (0.9, 0.99), 0.0), "optimizer"),
+        (
+            {"optimizer": {"type": "lion", "params": {"lr": 1e-4, "betas": [0.8, 0.9]}}},
+            ("lion", (0.8, 0.9), 0.0),
+            "optimizer",
+        ),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 1e-4, "momentum": 0.9}}}, ("sgd", None, 0.9), "optimizer"),
+        ({"use_bnb_optimizer": True, "pos_emb": "rotary"}, ("adamw8bit", (0.9, 0.999), 0.0), "use_bnb_optimizer"),
+        ({"use_bnb_optimizer": True, "optimizer": {"type": "Lion"}}, ("lion", (0.9, 0.99), 0.0), "use_bnb_optimizer"),
+        ({"use_bnb_optimizer": False}, ("adamw", (0.9, 0.999), 0.0), "use_bnb_optimizer"),
+    ],
+)
+def test_optimizers(keys: dict[str, Any], expected: tuple[Any, ...], row: str, tmp_path: Path) -> None:
+    run = _read(tmp_path, **keys)
+    optimizer = run.config.optimizer
+    kind, betas, momentum = expected
+    assert (optimizer.kind, optimizer.momentum) == (kind, momentum)
+    assert betas is None or optimizer.betas == betas
+    assert (_row(run, row).disposition == "changes numerics") == (kind == "adamw8bit")
+
+
+def test_loading_keys(tmp_path: Path) -> None:
+    run = _read(tmp_path, load="somewhere", no_load_optim=True, no_load_rng=True)
+    checkpoint = run.config.checkpoint
+    assert (checkpoint.load, checkpoint.load_optimizer, checkpoint.load_rng) == ("somewhere", False, False)
+    assert _row(run, "no_load_optim").disposition == "changes numerics"
+    assert _config(tmp_path).checkpoint.load_optimizer and _config(tmp_path).checkpoint.load_rng

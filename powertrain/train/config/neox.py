@@ -11,6 +11,7 @@ from typing import Any
 from powertrain.train.config.neox_data import data, tokenizer
 from powertrain.train.config.neox_keys import KEYS
 from powertrain.train.config.neox_model import model
+from powertrain.train.config.neox_optimizer import optimizer
 from powertrain.train.config.neox_source import MISSING, NeoXKeys, is_kind
 from powertrain.train.config.table import Row
 from powertrain.train.config.yaml_source import KeyPath, Source
@@ -25,7 +26,7 @@ def translate(source: Source, world_size: int) -> tuple[dict[str, Any], tuple[Ro
     parts = {
         "parallel": _parallel(keys, world_size),
         "train": _train(keys, world_size),
-        "optimizer": _optimizer(keys),
+        "optimizer": optimizer(keys),
         "schedule": _schedule(keys),
         "checkpoint": _checkpoint(keys),
         "evaluation": _evaluation(keys, world_size),
@@ -307,64 +308,7 @@ def _reduce_dtype(keys: NeoXKeys, precision: str) -> str:
     return "fp32"
 
 
-# --- optimizer and schedule ---
-
-_OTHER_OPTIMIZERS = {
-    **dict.fromkeys(
-        ("onebitadam", "sm3", "madgrad_wd", "lion", "sgd", "lamb", "adafactor", "muon"), "use Adam, which is AdamW"
-    ),
-    "cpu_torch_adam": "its weight decay is L2, not decoupled; use Adam, which is AdamW",
-}
-
-
-def _optimizer(keys: NeoXKeys) -> dict[str, Any]:
-    section = keys.section("optimizer")
-    params = section.get("params") or {}
-    if not isinstance(params, dict):
-        keys.wrong(("optimizer", "params"), f"must be a section, got {params!r}")
-        params = {}
-    _optimizer_type(keys, section)
-    for key in section.keys() - {"type", "params"}:
-        keys.wrong(("optimizer", key), "is unknown; known: type, params")
-    values = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8} | {
-        k: v for k, v in params.items() if k in ("lr", "betas", "eps")
-    }
-    for key, value in params.items():
-        _optimizer_param(keys, key, value)
-    for key in ("lr", "eps"):
-        if not is_kind(values[key], "float") or values[key] <= 0:
-            keys.wrong(("optimizer", "params", key), f"must be a number above 0, got {values[key]!r}")
-    betas = values["betas"]
-    if not (isinstance(betas, list) and len(betas) == 2 and all(is_kind(b, "float") and 0 <= b < 1 for b in betas)):
-        keys.wrong(("optimizer", "params", "betas"), f"must be two numbers in [0, 1), got {betas!r}")
-    return {**values, "weight_decay": keys.number("weight_decay", 0.1, least=0), "decay_norms_and_biases": False}
-
-
-def _optimizer_type(keys: NeoXKeys, section: dict[str, Any]) -> None:
-    kind = section.get("type", "Adam")
-    if str(kind).lower() in _OTHER_OPTIMIZERS:
-        keys.unsupported("optimizer", f"type: {kind}", _OTHER_OPTIMIZERS[str(kind).lower()])
-    elif str(kind).lower() not in ("adam", "adamw", "cpu_adam"):
-        keys.wrong(("optimizer", "type"), f"must be Adam, AdamW or cpu_adam, got {kind!r}")
-    elif "optimizer" in keys.values:
-        words = "AdamW: decoupled weight decay, which Adam means in GPT-NeoX too"
-        keys.add_row("optimizer", "mapped", words + ("; on the GPU" if str(kind).lower() == "cpu_adam" else ""))
-    else:
-        keys.add_row("optimizer", "mapped", "AdamW with lr 0.001, betas 0.9, 0.999: GPT-NeoX's defaults", "Adam")
-
-
-def _optimizer_param(keys: NeoXKeys, key: str, value: Any) -> None:
-    path = ("optimizer", "params", key)
-    if key == "weight_decay":
-        keys.wrong(path, "must be the top-level key weight_decay; GPT-NeoX passes both and fails")
-    elif key in ("adam_w_mode", "bias_correction") and value is not True:
-        keys.unsupported("optimizer", f"{key}: {value}", "remove it; Adam is AdamW with bias correction")
-    elif key == "amsgrad" and value:
-        keys.unsupported("optimizer", f"{key}: {value}", "remove it")
-    elif key in ("set_grad_none", "fused", "foreach", "torch_adam", "capturable"):
-        keys.add_inner_row(path, value, "ignored", "an implementation choice of Adam; the result is the same")
-    elif key not in ("lr", "betas", "eps", "adam_w_mode", "bias_correction", "amsgrad", "max_grad_norm"):
-        keys.wrong(path, "is unknown; known: lr, betas, eps")
+# --- schedule ---
 
 
 def _schedule(keys: NeoXKeys) -> dict[str, Any]:

@@ -342,7 +342,6 @@ _REFUSED = """
     use_mup                         bool        set it to false and give every width its own lr
     coord_check                     bool        set it to false; there is no muP
     save_base_shapes                bool        set it to false; there is no muP
-    use_bnb_optimizer               bool        set it to false; optimizer.state_dtype bf16 (ours) saves memory too
     amp                             dict        use fp16 or bf16, whose fp32 master weights do the same
     sparse_attention                dict        use sliding_window_width, or [["global"], N] in attention_config
     curriculum_learning             dict        train with one seq_length after the other, each from the last checkpoint
@@ -373,6 +372,7 @@ _REFUSED = """
 
 # read by config/neox.py value by value; only some values are served
 _CHOSEN = """
+    use_bnb_optimizer               bool        optimizer.kind: adamw8bit, by torchao
     num_unique_layers               int         every layer has its own parameters
     moe_num_experts                 int         1: no experts
     train_impl                      str         normal: next-token prediction

@@ -146,9 +146,15 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW, decoupled weight decay. decay_norms_and_biases: as torch's default; GPT-NeoX leaves them out."""
+    """kind       adamw, lion: decoupled weight decay; sgd: torch's; adamw8bit: moments in 8 bits (pip install torchao)
+    momentum      of sgd
+    decay_norms_and_biases   as torch's default; GPT-NeoX leaves them out
+    state_dtype   of adamw's moments
+    """
 
+    kind: Literal["adamw", "adamw8bit", "lion", "sgd"] = "adamw"
     lr: Above0 = 3e-4
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Above0 = 1e-8
     weight_decay: NonNegative = 0.1
@@ -161,6 +167,16 @@ class OptimizerConfig(Section):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"optimizer.betas must be in [0, 1), got {list(betas)}")
         return betas
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> "OptimizerConfig":
+        for name, kind in (("momentum", "sgd"), ("state_dtype", "adamw")):
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if self.kind != kind and value != default:
+                raise ValueError(
+                    f"optimizer.{name} must be {default} unless optimizer.kind is {kind}, got {value} for {self.kind}"
+                )
+        return self
 
 
 class ScheduleConfig(Section):
