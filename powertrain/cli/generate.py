@@ -60,7 +60,7 @@ def generate(
 
     console = Console(soft_wrap=True)
     try:
-        model, weights = load_model(checkpoint, device=_device(device))
+        model, weights = load_model(checkpoint, device=device_of(device))
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         completer = Completer(
             model, weights.open_tokenizer(), sampler, max_new_tokens, _escaped(stop or []), stop_token or [], batch_size
@@ -147,7 +147,7 @@ def _converse(writer: _Writer) -> None:
             writer.console.print(str(error), markup=False, highlight=False)
 
 
-def _device(name: str | None) -> "torch.device":
+def device_of(name: str | None) -> "torch.device":
     """The device of that name, or the first GPU, or the CPU. Raises ValueError for one that is not here."""
     import torch
 

@@ -6,6 +6,7 @@ EXTRAS = {
     "train": ("pydantic", "yaml", "safetensors", "tokenizers", "zstandard", "filelock", "jinja2"),
     "data": ("datasets", "transformers"),
     "optimizers": ("torchao",),
+    "evaluate": ("lm_eval",),
 }
 
 

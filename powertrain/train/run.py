@@ -12,6 +12,7 @@ import torch
 
 from powertrain.runtime import tracing
 from powertrain.runtime.compile import prebuild
+from powertrain.runtime.extras import require
 from powertrain.runtime.target import Target
 from powertrain.train.agreement import decided_by_first, done_by_all
 from powertrain.train.checkpoint.load import kinds_at
@@ -87,6 +88,8 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     config = with_vocabulary(run.config, tokenizer.vocab_size)
     check_parallel(config, launch_env.world_size)
     require_package(config.optimizer)
+    if config.evaluation.tasks:
+        require("evaluate", "evaluation.tasks")
     if config.train.deterministic:
         be_deterministic(launch_env.device)
     if launch_env.device.type == "cpu":

@@ -19,11 +19,12 @@ from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import Batch, batches
+from powertrain.train.evaluation import Scorer, run_tasks
 from powertrain.train.model_setup import balance_experts, build_model, set_gradient_sync, to_low_precision
 from powertrain.train.optim import Optimizer, Stepped
 from powertrain.train.ranks import Ranks, disconnect
 from powertrain.train.reporting.kernel_profile import StepWatch
-from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord
+from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord, TaskRecord
 from powertrain.train.reporting.peak_flops import peak_tflops
 from powertrain.train.reporting.step_trace import StepTrace
 from powertrain.train.reporting.timers import Moment, PhaseTimers, Spans, seconds
@@ -112,6 +113,9 @@ class Trainer:
             for name in self._evaluations_due():
                 self._finish_previous_step()
                 self.evaluate(name)
+            if self.config.evaluation.tasks and self._evaluation_is_due():
+                self._finish_previous_step()
+                self.evaluate_tasks()
             if self._save_is_due():
                 self._finish_previous_step()
                 self.save()
@@ -187,6 +191,20 @@ class Trainer:
         self._emit("evaluation", EvaluationRecord(self.progress.step, name, loss, count))
         self._clock = Moment(self.ranks.device)
         return loss
+
+    def evaluate_tasks(self) -> dict[str, dict[str, float]]:
+        """The metrics of evaluation.tasks; every rank computes all of them, since parameters may be sharded."""
+        config, train = self.config.evaluation, self.config.train
+        model: Any = self.model
+        scorer = Scorer(
+            model, self.data.tokenizer, batch_size=train.micro_batch_size, max_length=train.seq_length
+        )  # fmt: skip
+        folder = None if config.tasks_folder is None else Path(config.tasks_folder)
+        results = run_tasks(scorer, config.tasks, folder=folder, limit=config.task_limit)
+        for task, metrics in results.items():
+            self._emit("task", TaskRecord(self.progress.step, task, metrics))
+        self._clock = Moment(self.ranks.device)
+        return results
 
     def _first_evaluated(self, samples: int, each: int) -> int:
         """Where this evaluation begins in its set. By the step alone, so that a resumed run goes on there."""
@@ -351,10 +369,14 @@ class Trainer:
 
     def _evaluations_due(self) -> list[str]:
         """Held-out sets to look at now: validation every so many steps, all that there are at the end."""
+        last = self.config.evaluation.at_end and self.progress.step == self.config.train.steps
+        due = {"validation": self._evaluation_is_due(), "test": last}
+        return [name for name, is_due in due.items() if is_due and getattr(self.data, name) is not None]
+
+    def _evaluation_is_due(self) -> bool:
         config, step = self.config.evaluation, self.progress.step
         last = config.at_end and step == self.config.train.steps
-        due = {"validation": last or (config.every > 0 and step % config.every == 0), "test": last}
-        return [name for name, is_due in due.items() if is_due and getattr(self.data, name) is not None]
+        return last or (config.every > 0 and step % config.every == 0)
 
     def _save_is_due(self) -> bool:
         config, step = self.config.checkpoint, self.progress.step

@@ -247,6 +247,7 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """every 0: never; steps: batches of each evaluation
     advance  each evaluation takes the next batches of the set, around and around; else always its first ones
+    tasks    of lm_eval, at each evaluation;  tasks_folder: YAML files of further ones;  task_limit: documents of each
     at_end   validation after the last step, and test: data.test, or the third share of data.split
     """
 
@@ -254,6 +255,9 @@ class EvaluationConfig(Section):
     steps: Positive = 10
     advance: bool = False
     at_end: bool = True
+    tasks: tuple[str, ...] = ()
+    tasks_folder: str | None = None
+    task_limit: Positive | None = None
 
 
 class LoggingConfig(Section):
