@@ -551,6 +551,11 @@ def test_optimizers(keys: dict[str, Any], expected: tuple[Any, ...], row: str, t
     assert (_row(run, row).disposition == "changes numerics") == (kind == "adamw8bit")
 
 
+def test_eval_tasks(tmp_path: Path) -> None:
+    assert _config(tmp_path, eval_tasks=["piqa", "lambada_openai"]).evaluation.tasks == ("piqa", "lambada_openai")
+    assert _config(tmp_path, eval_tasks=["piqa"], eval_iters=0).evaluation.tasks == ()
+
+
 def test_loading_keys(tmp_path: Path) -> None:
     run = _read(tmp_path, load="somewhere", no_load_optim=True, no_load_rng=True)
     checkpoint = run.config.checkpoint

@@ -379,7 +379,7 @@ def _evaluation(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
     steps = batches * accumulation
     words = f"evaluation.steps: {steps} micro-batches, {accumulation} for each optimizer batch"
     keys.add_row("eval_iters", "honoured", words, 100)
-    return {"every": every, "steps": steps, "advance": True}
+    return {"every": every, "steps": steps, "advance": True, "tasks": keys.get("eval_tasks") or ()}
 
 
 def _logging(keys: NeoXKeys) -> dict[str, Any]:

@@ -311,7 +311,6 @@ _IGNORED = """
     num_samples                     int         of generation: powertrain generate takes options
     recompute                       bool        of generation: powertrain generate takes options
     eval_results_prefix             str         of GPT-NeoX's evaluation harness
-    eval_tasks                      list        of GPT-NeoX's evaluation harness
     eval_task_limit                 int         of GPT-NeoX's evaluation harness
     moe_top_k                       int         there are no experts (moe_num_experts)
     moe_router_type                 str         there are no experts (moe_num_experts)
@@ -372,6 +371,7 @@ _REFUSED = """
 
 # read by config/neox.py value by value; only some values are served
 _CHOSEN = """
+    eval_tasks                      list        evaluation.tasks, by lm_eval (pip install 'powertrain[evaluate]')
     use_bnb_optimizer               bool        optimizer.kind: adamw8bit, by torchao
     num_unique_layers               int         every layer has its own parameters
     moe_num_experts                 int         1: no experts
