@@ -35,7 +35,8 @@ def evaluate(
 
     require("evaluate", "powertrain evaluate")
     from powertrain.train.checkpoint.load import load_model
-    from powertrain.train.evaluation import Scorer, run_tasks
+    from powertrain.train.evaluation import Scorer
+    from powertrain.train.tasks import run_tasks
 
     console = Console(soft_wrap=True)
     try:

@@ -1,4 +1,4 @@
-"""Scores of texts by a model: what lm_eval asks of one, from text to log-probabilities, and its tasks.
+"""Scores of texts by a model: what lm_eval asks of one, from text to log-probabilities.
 
     loglikelihood            of a continuation after a context, and whether it is what greedy decoding gives
     loglikelihood_rolling    of a whole text, in windows of the model's length that do not overlap in what they score
@@ -11,14 +11,12 @@ long loses its beginning.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from powertrain.models.causal_lm import CausalLM
 from powertrain.models.generate import Sampler
-from powertrain.runtime.extras import require
 from powertrain.train.completion import Completer
 from powertrain.train.data.tokenizer import Tokenizer
 
@@ -142,45 +140,6 @@ class Scorer:
 def _batches(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     for start in range(0, len(order), size):
         yield order[start : start + size]
-
-
-def run_tasks(
-    scorer: Scorer,
-    tasks: Sequence[str],
-    *,
-    folder: Path | None = None,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-) -> dict[str, dict[str, float]]:
-    """Task -> metric -> value, by lm_eval; groups of tasks have a line of their own where lm_eval gives one.
-
-    folder   of YAML files that define further tasks;  limit: documents of each task
-    Raises MissingExtra without lm_eval, ValueError for a task that it does not know.
-    """
-    require("evaluate", "evaluation by tasks")
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    from powertrain.train.lm_eval_model import LmEvalModel
-
-    manager = TaskManager(include_path=None if folder is None else str(folder))
-    unknown = [task for task in tasks if task not in manager.all_tasks]
-    if unknown:
-        where = "" if folder is None else f" or in {folder}"
-        raise ValueError(f"tasks must be known to lm_eval{where}, got {', '.join(unknown)}")
-    with evaluating(scorer.model):
-        found = simple_evaluate(
-            LmEvalModel(scorer), tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager,
-            random_seed=None, numpy_random_seed=None, torch_random_seed=None, log_samples=False, bootstrap_iters=1000,
-        )  # fmt: skip
-    assert found is not None
-    return {task: _numbers(values) for task, values in found["results"].items()}
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """`acc,none` -> acc; standard errors that are not known are left out."""
-    kept = {name: value for name, value in values.items() if isinstance(value, (int, float)) and "," in name}
-    return {name.removesuffix(",none"): float(value) for name, value in kept.items()}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import Batch, batches
-from powertrain.train.evaluation import Scorer, run_tasks
+from powertrain.train.evaluation import Scorer
 from powertrain.train.model_setup import balance_experts, build_model, set_gradient_sync, to_low_precision
 from powertrain.train.optim import Optimizer, Stepped
 from powertrain.train.ranks import Ranks, disconnect
@@ -30,6 +30,7 @@ from powertrain.train.reporting.step_trace import StepTrace
 from powertrain.train.reporting.timers import Moment, PhaseTimers, Spans, seconds
 from powertrain.train.restore import Progress, Restored, Restorer
 from powertrain.train.schedule import learning_rate
+from powertrain.train.tasks import run_tasks
 
 if TYPE_CHECKING:
     from powertrain.train.data.sources import Data

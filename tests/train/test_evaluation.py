@@ -224,7 +224,7 @@ def test_the_export_of_a_model_scores_the_same(tmp_path: Path, monkeypatch: pyte
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from powertrain.train.evaluation import run_tasks
+    from powertrain.train.tasks import run_tasks
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     tasks = _tasks(tmp_path / "tasks")
