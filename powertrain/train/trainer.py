@@ -68,7 +68,7 @@ class Trainer:
         self.peak_flops = _peak_flops(config, ranks)
         self.resumed_from = ""  # a checkpoint, and the settings changed since
         self.should_stop = False
-        self._stopping = False
+        self._stopping, self._started_at = False, 0
         self._saving: int | None = None  # step of the checkpoint being written
         self._not_written: checkpoint_store.NotWritten | None = None  # error of the last save, if it failed
         self._skipped = 0  # steps in a row
@@ -90,6 +90,7 @@ class Trainer:
         """
         train = self.config.train
         stream = self._stream()
+        self._started_at = self.progress.step
         self._clock = Moment(self.ranks.device)
         if self.progress.step == 0 and self.config.checkpoint.save and 0 in self.config.checkpoint.extra_steps:
             self.save()
@@ -131,7 +132,9 @@ class Trainer:
 
     def _ends(self) -> bool:
         """Whether the run was asked to end early; ranks exchange this a step later."""
-        return self._stopping or (self.should_stop and self.ranks.world_size == 1)
+        every, step = self.config.train.exit_interval, self.progress.step
+        exits = every > 0 and step > self._started_at and step % every == 0
+        return exits or self._stopping or (self.should_stop and self.ranks.world_size == 1)
 
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
         """Gradients of the mean loss over the global batch's counted tokens; returns that loss, and whether any rank

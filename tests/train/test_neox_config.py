@@ -14,6 +14,7 @@ from powertrain.train.config.reader import Run, read_config
 from powertrain.train.config.schema import RunConfig, ScheduleConfig
 from powertrain.train.config.table import Row, render
 from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
+from powertrain.train.ranks import check_parallel
 from powertrain.train.schedule import learning_rate
 
 QUIRKS = Path(__file__).parent / "fixtures/every_quirk.yml"
@@ -471,31 +472,48 @@ def test_mlp_type_llama(activation: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "world, stages, tensor, micro, steps, found",
     [
-        (8, 4, 2, 2, 8, (2, 2, 4)),  # 1 data-parallel rank there, 4 here
-        (8, 2, 1, 4, 2, (4, 1, 8)),
-        (8, 2, 1, 4, 1, (2, 1, 8)),
-        (1, 4, 1, 4, 3, (4, 3, 1)),  # fewer ranks than stages
-        (12, 3, 2, 6, 4, (2, 4, 6)),
+        (8, 4, 2, 2, 8, (2, 2, 4, 1)),  # 1 data-parallel rank there, 4 here
+        (8, 2, 1, 4, 2, (4, 1, 8, 1)),
+        (8, 2, 1, 4, 1, (2, 1, 8, 1)),
+        (1, 4, 1, 4, 3, (4, 3, 1, 1)),  # fewer ranks than stages
+        (12, 3, 2, 6, 4, (2, 4, 6, 1)),
+        (6, 3, 2, 16, 64, (16, 64, 1, 3)),  # 3 ranks share each sequence
+        (24, 12, 2, 4, 8, (4, 2, 4, 3)),  # a quarter of the steps, and 3 ranks share each sequence
+        (12, 6, 1, 1, 1, (1, 1, 2, 6)),
     ],
 )
 def test_stages_become_shards(
-    world: int, stages: int, tensor: int, micro: int, steps: int, found: tuple[int, int, int], tmp_path: Path
+    world: int, stages: int, tensor: int, micro: int, steps: int, found: tuple[int, int, int, int], tmp_path: Path
 ) -> None:
     """The global batch stays what it is there: micro * steps * world / (stages * tensor)."""
     run = _read(
         tmp_path, world, pipe_parallel_size=stages, model_parallel_size=tensor, train_micro_batch_size_per_gpu=micro,
         gradient_accumulation_steps=steps, train_batch_size=...,
     )  # fmt: skip
-    train = run.config.train
-    ranks = world // tensor
-    assert (train.micro_batch_size, train.gradient_accumulation_steps, ranks) == found
-    assert train.micro_batch_size * train.gradient_accumulation_steps * ranks == micro * steps * max(ranks // stages, 1)
+    train, context = run.config.train, run.config.parallel.context
+    ranks = world // tensor // context
+    assert (train.micro_batch_size, train.gradient_accumulation_steps, ranks, context) == found
+    check_parallel(run.config, world)
+    stages = min(stages, world // tensor)
+    assert ranks * context == world // tensor
+    assert train.micro_batch_size * train.gradient_accumulation_steps * ranks == micro * steps * (
+        world // tensor // stages
+    )
     assert run.config.parallel.strategy == "fsdp" and _row(run, "pipe_parallel_size").disposition == "mapped"
 
 
 def test_a_batch_that_stages_cannot_share_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedConfig, match="6 ranks cannot share a global batch of 32"):
-        _read(tmp_path, 6, pipe_parallel_size=3, gradient_accumulation_steps=4)
+    """Ranks that share a sequence have no dropout in attention; and 5 ranks are not 3 stages."""
+    for world, dropout in ((6, 0.1), (5, 0.0)):
+        with pytest.raises(UnsupportedConfig, match=f"{world} ranks cannot share a global batch of"):
+            _read(
+                tmp_path, world, pipe_parallel_size=3, gradient_accumulation_steps=4, attention_dropout=dropout,
+                train_batch_size=...,
+            )  # fmt: skip
+
+
+def test_exit_interval(tmp_path: Path) -> None:
+    assert _config(tmp_path, exit_interval=7).train.exit_interval == 7
 
 
 def test_a_key_twice(tmp_path: Path) -> None:

@@ -100,10 +100,16 @@ def _parallel(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
     keys.add_row("zero_optimization", "mapped", f"parallel.strategy: {words[stage]}", {"stage": 0})
     stages = keys.get("pipe_parallel_size", 0)
     if stages > 1:
-        shards = "parallel.shard: stages become shards of FSDP2, with the same global batches in the same order"
+        shards = (
+            "parallel.shard: stages become shards of FSDP2, with the same global batches in the same order; where a "
+        )
+        shards += "batch does not divide over them, ranks share its sequences (parallel.context)"
         keys.add_row("pipe_parallel_size", "mapped", shards)
     strategy = "fsdp" if stage or stages > 1 else "ddp"
-    parallel: dict[str, Any] = {"strategy": strategy, "tensor": tensor, "reshard_after_forward": stage == 3}
+    _, _, context = _batch(keys, world_size)
+    parallel: dict[str, Any] = {
+        "strategy": strategy, "tensor": tensor, "context": context, "reshard_after_forward": stage == 3,
+    }  # fmt: skip
     if strategy == "ddp":
         parallel |= {"replicate": max(world_size // tensor, 1), "shard": 1}
     return parallel
@@ -143,8 +149,8 @@ def _zero_stage(keys: NeoXKeys) -> int:
     return int(stage)
 
 
-def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int]:
-    """(micro batch, accumulation steps) of our ranks, from any two of three by GPT-NeoX's integer divisions."""
+def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int, int]:
+    """(micro batch, accumulation steps, context ranks) here, from any two of three by GPT-NeoX's integer divisions."""
     tensor, stages = (max(keys.get(name, 1), 1) for name in ("model_parallel_size", "pipe_parallel_size"))
     ours = max(world_size // tensor, 1)
     ranks = max(ours // stages, 1)  # data-parallel ranks there; here each stage's ranks are some, too
@@ -156,7 +162,7 @@ def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int]:
         keys.add_row("gas", "ignored", "gradient_accumulation_steps is set")
     if batch is None and micro is None:
         keys.wrong(names[1:2], "must be given, or train_batch_size; got neither")
-        return 1, 1
+        return 1, 1, 1
     if micro is None:
         steps = steps or 1
         micro = batch // ranks // steps
@@ -169,33 +175,42 @@ def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int]:
             f"must equal micro batch ({micro}) * accumulation steps ({steps}) * data-parallel ranks ({ranks}),"
             f" which is {total}, got {batch}",
         )
-        return 1, 1
+        return 1, 1, 1
     if batch is None:
         keys.add_row(names[0], "honoured", f"{micro} * {steps} * {ranks} ranks", total)
     return _over_more_ranks(keys, int(micro), int(steps), ours, ranks)
 
 
-def _over_more_ranks(keys: NeoXKeys, micro: int, steps: int, ours: int, theirs: int) -> tuple[int, int]:
-    """The same global batch over more data-parallel ranks: fewer steps for each, then smaller micro batches."""
+def _over_more_ranks(keys: NeoXKeys, micro: int, steps: int, ours: int, theirs: int) -> tuple[int, int, int]:
+    """The same global batch over more data-parallel ranks: fewer steps for each, then smaller micro batches.
+
+    The third is what is left of their ratio: so many ranks share each sequence.
+    """
     more, rest = divmod(ours, theirs)
     from_steps = math.gcd(steps, more)
-    from_micro = more // from_steps
-    if rest or micro % from_micro:
+    from_micro = math.gcd(micro, more // from_steps)
+    context = more // from_steps // from_micro
+    if rest or (context > 1 and _get_rate(keys, "attention_dropout")):
         words = f"{ours} ranks cannot share a global batch of {micro * steps * theirs}"
         keys.unsupported(
             "pipe_parallel_size",
             keys.get("pipe_parallel_size"),
-            f"{words}: use a multiple of {ours} samples, or other ranks",
+            f"{words}: use a multiple of {ours} samples, other ranks, or no attention_dropout",
         )
-        return micro, steps
-    return micro // from_micro, steps // from_steps
+        return micro, steps, 1
+    return micro // from_micro, steps // from_steps, context
+
+
+def _get_rate(keys: NeoXKeys, name: str) -> float:
+    value = keys.get(name, 0.0)
+    return value if is_kind(value, "float") else 0.0
 
 
 # --- training ---
 
 
 def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
-    micro, steps = _batch(keys, world_size)
+    micro, steps, _ = _batch(keys, world_size)
     precision = _precision(keys)
     for name in ("train_iters", "seq_length"):
         if keys.get(name) is None:
@@ -212,6 +227,7 @@ def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
     )
     return {
         "steps": keys.get("train_iters"),
+        "exit_interval": keys.number("exit_interval", 0, least=0),
         "seq_length": keys.get("seq_length"),
         "micro_batch_size": micro,
         "gradient_accumulation_steps": steps,
@@ -375,7 +391,7 @@ def _evaluation(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
     every = keys.number("eval_interval", 1000, least=0)
     if not batches:
         return {"every": 0, "at_end": False}
-    _, accumulation = _batch(keys, world_size)
+    _, accumulation, _ = _batch(keys, world_size)
     steps = batches * accumulation
     words = f"evaluation.steps: {steps} micro-batches, {accumulation} for each optimizer batch"
     keys.add_row("eval_iters", "honoured", words, 100)

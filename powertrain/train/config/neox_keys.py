@@ -58,6 +58,7 @@ _HONOURED = """
     train_micro_batch_size_per_gpu  int         train.micro_batch_size
     gradient_accumulation_steps     int         train.gradient_accumulation_steps
     train_iters                     int         train.steps
+    exit_interval                   int         train.exit_interval
     precision                       str         train.precision
     fp16                            dict|bool   train.precision and train.loss_scale
     bf16                            dict|bool   train.precision
@@ -348,7 +349,6 @@ _REFUSED = """
     compression_training            dict        remove it; nothing is pruned or quantized in training
     elasticity                      dict        remove it; torchrun restarts ranks, train_batch_size stays as written
     train_epochs                    int         give train_iters
-    exit_interval                   int         give train_iters, and lr_decay_iters to keep the schedule
     use_checkpoint_lr_scheduler     bool        write the checkpoint's schedule into the config
     te_fp8_mha                      bool        set it to false; training in FP8 is not there yet
     serve_model_weights             bool        set it to false; there is no online reinforcement learning

@@ -120,6 +120,7 @@ class ProfileConfig(Section):
 
 class TrainConfig(Section):
     """steps             optimizer steps
+    exit_interval        each start ends after a step that it divides, with a checkpoint; 0: it does not
     micro_batch_size     sequences in one forward, per data-parallel rank
     activation_checkpointing   none; selective: all but matmuls and attention is computed again; full: whole layers
     deterministic        the same bits every run, on a GPU too
@@ -129,6 +130,7 @@ class TrainConfig(Section):
     """
 
     steps: Positive
+    exit_interval: Natural = 0
     seq_length: Positive
     micro_batch_size: Positive = 1
     gradient_accumulation_steps: Positive = 1
