@@ -1,13 +1,14 @@
-"""Reads GPT-NeoX configs from a file of JSON lines, compares them with GPT-NeoX's rules, and takes three small steps of each.
+"""Reads GPT-NeoX configs of a file, compares them with GPT-NeoX's rules, and takes three small steps of each.
 
 python scripts/neox_configs.py CONFIGS.jsonl [--no-steps]
 
-A line has name, world (number of ranks) and keys (the merged YAML). What a config leaves to a second file (data, vocabulary
-files, the size of the vocabulary) is added. Compared at full size: global batch, precision, number of parameters, rates of
-six steps; at a small size, on the CPU: that it starts, and that three steps have finite losses and those rates.
+A line has name, world (number of ranks) and keys (the merged YAML). What a config leaves to a second file (data,
+vocabulary files, the size of the vocabulary) is added. Compared at full size: global batch, precision, number of
+parameters, rates of six steps; at a small size, on the CPU: it starts, and three steps have finite losses and the
+same rates.
 
-Expected numbers are computed here from the keys alone, by the rules of megatron/neox_arguments/arguments.py, learning_rates.py,
-model/transformer.py and model/word_embeddings.py (Apache-2.0; facts, no code).
+Expected numbers are computed here from the keys alone, by the rules of megatron/neox_arguments/arguments.py,
+learning_rates.py, model/transformer.py and model/word_embeddings.py (Apache-2.0; facts, no code).
 """
 
 import argparse
@@ -16,6 +17,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +113,7 @@ def _mlp(keys: Mapping[str, Any], h: int) -> int:
     width = _get(keys, "intermediate_size", int(h * _get(keys, "expansion_factor", 4)))
     if keys.get("mlp_type") == "llama":
         # of older releases: three matrices without biases, 8/3 of the hidden size in multiples of 256
-        width = -(-int(2 * h * 4 / 3) // 256) * 256
-        return 3 * h * width
+        return 3 * h * _get(keys, "intermediate_size", -(-int(2 * h * 4 / 3) // 256) * 256)
     if keys.get("te_layernorm_mlp"):
         return (3 if _get(keys, "activation", "gelu") in GATED else 2) * h * width + (
             (2 if _get(keys, "activation", "gelu") in GATED else 1) * width + h
@@ -154,7 +155,7 @@ def differences(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
 
 
 def small(config: RunConfig, folder: Path) -> RunConfig:
-    """The same run at a size for a CPU: one process, few heads and layers, short sequences, the same kinds of everything."""
+    """The same run at a size for a CPU: one process, few heads and layers, short sequences, all kinds as they are."""
     model = config.model
     heads, kv = 4, getattr(model, "num_kv_heads", None)
     sizes: dict[str, Any] = {
@@ -176,7 +177,8 @@ def small(config: RunConfig, folder: Path) -> RunConfig:
     checkpoint = {"folder": str(folder / "checkpoints"), "load": None, "extra_steps": (), "every": 2, "scale": "linear"}
     evaluation = {"every": 2 if values["evaluation"]["every"] else 0, "steps": 1, "tasks": ()}
     data = {"train": [{"path": str(folder.parent / "data")}], "validation": (), "test": (), "split": "80,10,10",
-            "tokenizer": "CharLevelTokenizer", "num_workers": 0, "cache_folder": str(folder.parent / "cache")}  # fmt: skip
+            "tokenizer": "CharLevelTokenizer", "num_workers": 0,
+            "cache_folder": str(folder.parent / "cache")}  # fmt: skip
     return RunConfig.model_validate({
         "model": model.model_copy(update=sizes).model_dump(), "data": {**values["data"], **data},
         "train": {**values["train"], **train}, "optimizer": values["optimizer"], "schedule": schedule.model_dump(),
@@ -209,7 +211,7 @@ def steps_of(run: Run, folder: Path) -> list[StepRecord]:
     """Three steps of the run at a small size."""
     folder.mkdir()
     sink = _Steps()
-    tiny = Run(small(run.config, folder), run.rows, run.texts, run.overrides)
+    tiny = replace(run, config=small(run.config, folder))
     trainer = start(tiny, ranks.read_launch_env(), lambda _: [sink])
     try:
         trainer.fit()

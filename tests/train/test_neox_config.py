@@ -503,11 +503,11 @@ def test_stages_become_shards(
 
 
 def test_a_batch_that_stages_cannot_share_is_refused(tmp_path: Path) -> None:
-    """Ranks that share a sequence have no dropout in attention; and 5 ranks are not 3 stages."""
-    for world, dropout in ((6, 0.1), (5, 0.0)):
+    """Ranks that share a sequence have no dropout in attention; and 5 ranks are not so many pairs."""
+    for world, stages, dropout in ((6, 3, 0.1), (5, 2, 0.0)):
         with pytest.raises(UnsupportedConfig, match=f"{world} ranks cannot share a global batch of"):
             _read(
-                tmp_path, world, pipe_parallel_size=3, gradient_accumulation_steps=4, attention_dropout=dropout,
+                tmp_path, world, pipe_parallel_size=stages, gradient_accumulation_steps=4, attention_dropout=dropout,
                 train_batch_size=...,
             )  # fmt: skip
 
