@@ -259,7 +259,7 @@ _IGNORED = """
     do_train                        bool|int    set by GPT-NeoX, not by users
     do_valid                        bool|int    set by GPT-NeoX, not by users
     do_test                         bool|int    set by GPT-NeoX, not by users
-    save_iters                      list        set by GPT-NeoX, not by users
+    save_iters                      list|str    set by GPT-NeoX, not by users
     config_files                    dict        set by GPT-NeoX, not by users
     curriculum_seqlen               int         set by GPT-NeoX, not by users
     use_shared_fs                   bool        index caches are written once whichever rank comes first
