@@ -176,7 +176,9 @@ def small(config: RunConfig, folder: Path) -> RunConfig:
     }  # fmt: skip
     checkpoint = {"folder": str(folder / "checkpoints"), "load": None, "extra_steps": (), "every": 2, "scale": "linear"}
     evaluation = {"every": 2 if values["evaluation"]["every"] else 0, "steps": 1, "tasks": ()}
-    data = {"train": [{"path": str(folder.parent / "data")}], "validation": (), "test": (), "split": "80,10,10",
+    labels = str(folder.parent / "labels") if any(source.labels for source in config.data.train) else None
+    data = {"train": [{"path": str(folder.parent / "data"), "labels": labels}], "validation": (), "test": (),
+            "split": "80,10,10",
             "tokenizer": "CharLevelTokenizer", "num_workers": 0,
             "cache_folder": str(folder.parent / "cache")}  # fmt: skip
     return RunConfig.model_validate({
@@ -221,11 +223,13 @@ def steps_of(run: Run, folder: Path) -> list[StepRecord]:
 
 
 def write_data(folder: Path) -> None:
-    """Tokens for all of them: 40 documents."""
+    """Tokens for all of them, and labels: 40 documents."""
     generator = np.random.default_rng(0)
-    with IndexedWriter(folder / "data", "uint16") as writer:
+    with IndexedWriter(folder / "data", "uint16") as texts, IndexedWriter(folder / "labels", "int32") as labels:
         for _ in range(40):
-            writer.add(generator.integers(1, 256, 200))
+            tokens = generator.integers(1, 256, 200)
+            texts.add(tokens)
+            labels.add(np.where(np.arange(200) < 10, -100, tokens))
 
 
 def judge(keys: Mapping[str, Any], world: int, folder: Path, *, steps: bool) -> tuple[str, str]:

@@ -136,7 +136,6 @@ def test_what_is_not_there_is_refused_when_switched_on_only(key: str, tmp_path: 
         ({"activation": "mish"}, "swiglu"),
         ({"train_impl": "DPO"}, "next-token"),
         ({"dataset_impl": "pairwise"}, "gpt2"),
-        ({"pack_impl": "unpacked"}, "document_mask"),
         ({"data_impl": "cached"}, "preprocess"),
         ({"tokenizer_type": "TiktokenTokenizer"}, "tokenizer.json"),
         ({"norm": "non_parametric_layernorm"}, "use layernorm or rmsnorm"),
@@ -567,6 +566,15 @@ def test_optimizers(keys: dict[str, Any], expected: tuple[Any, ...], row: str, t
     assert (optimizer.kind, optimizer.momentum) == (kind, momentum)
     assert betas is None or optimizer.betas == betas
     assert (_row(run, row).disposition == "changes numerics") == (kind == "adamw8bit")
+
+
+def test_whole_documents(tmp_path: Path) -> None:
+    data = _config(tmp_path, pack_impl="pack_until_overflow", allow_chopped=False).data
+    assert (data.packing, data.allow_chopped) == ("until_overflow", False)
+    with pytest.raises(ConfigError, match="pack_impl must come with train_label_data_paths where it is unpacked"):
+        _config(tmp_path, pack_impl="unpacked")
+    run = _read(tmp_path, allow_chopped=True)
+    assert run.config.data.packing == "packed" and _row(run, "allow_chopped").disposition == "ignored"
 
 
 def test_eval_tasks(tmp_path: Path) -> None:

@@ -259,11 +259,10 @@ _IGNORED = """
     do_train                        bool|int    set by GPT-NeoX, not by users
     do_valid                        bool|int    set by GPT-NeoX, not by users
     do_test                         bool|int    set by GPT-NeoX, not by users
-    save_iters                      list|str    set by GPT-NeoX, not by users
+    save_iters                      int|list|str    set by GPT-NeoX, not by users
     config_files                    dict        set by GPT-NeoX, not by users
     curriculum_seqlen               int         set by GPT-NeoX, not by users
     use_shared_fs                   bool        index caches are written once whichever rank comes first
-    allow_chopped                   bool        packed samples ignore it in GPT-NeoX too
     mmap_warmup                     bool        pages are read when used
     s3_path                         str         checkpoints stay in `save`; copy them from there
     s3_chunk_size                   int         checkpoints stay in `save`; copy them from there
@@ -377,7 +376,8 @@ _CHOSEN = """
     moe_num_experts                 int         1: no experts
     train_impl                      str         normal: next-token prediction
     dataset_impl                    str         gpt2: plain token documents
-    pack_impl                       str         packed: documents end to end
+    pack_impl                       str         data.packing
+    allow_chopped                   bool        data.allow_chopped, where samples are whole documents
     fp16_lm_cross_entropy           bool        the loss is computed in fp32
     seed                            int         train.seed
 """

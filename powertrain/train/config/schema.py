@@ -54,6 +54,8 @@ class DataConfig(Section):
     text_key         of jsonl and rows: text, or messages for the tokenizer's chat template
     document_mask    documents do not see each other, and positions restart in each
     eod_mask_loss    no loss at end-of-document tokens
+    packing          packed: documents end to end; unpacked: one in each sample, padded or cut; until_overflow: as many
+                     whole ones as fit;  allow_chopped: else documents that are longer than a sample are left out
     """
 
     train: Annotated[tuple[DataSource, ...], Field(min_length=1)]
@@ -66,11 +68,19 @@ class DataConfig(Section):
     append_eod: bool = True
     document_mask: bool = False
     eod_mask_loss: bool = False
+    packing: Literal["packed", "unpacked", "until_overflow"] = "packed"
+    allow_chopped: bool = True
     weight_by_num_documents: bool = False
     weighted_sampler_alpha: float = 1.0
     order: Literal["neox", "sequential"] = "neox"
     num_workers: Natural = 2
     cache_folder: str | None = None
+
+    @model_validator(mode="after")
+    def _whole_documents_are_shuffled(self) -> "DataConfig":
+        if self.packing != "packed" and self.order != "neox":
+            raise ValueError(f"data.order must be neox where data.packing is {self.packing}, got {self.order}")
+        return self
 
     @field_validator("train", "validation", "test", mode="before")
     @classmethod
