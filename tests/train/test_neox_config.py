@@ -577,6 +577,22 @@ def test_whole_documents(tmp_path: Path) -> None:
     assert run.config.data.packing == "packed" and _row(run, "allow_chopped").disposition == "ignored"
 
 
+@pytest.mark.parametrize("stage, written, expected", [(0, 4, 1), (0, None, 1), (1, 4, 4), (2, None, 2)])
+def test_hysteresis_is_zeros(stage: int, written: int | None, expected: int, tmp_path: Path) -> None:
+    """Without ZeRO DeepSpeed halves the scale at each overflow."""
+    fp16 = {"enabled": True} | ({"hysteresis": written} if written else {})
+    run = _read(tmp_path, fp16=fp16, precision="fp16", zero_optimization={"stage": stage})
+    assert run.config.train.loss_scale.hysteresis == expected
+    assert any(row.key == "fp16.hysteresis" for row in run.table) == (stage == 0 and written is not None)
+
+
+def test_masters_of_16_bit_weights_are_said(tmp_path: Path) -> None:
+    zero = {"stage": 1, "load_from_fp32_weights": False}
+    name = "zero_optimization.load_from_fp32_weights"
+    assert _row(_read(tmp_path, zero_optimization=zero, load="x"), name).disposition == "changes numerics"
+    assert _row(_read(tmp_path, zero_optimization=zero), name).disposition == "ignored"
+
+
 def test_eval_tasks(tmp_path: Path) -> None:
     assert _config(tmp_path, eval_tasks=["piqa", "lambada_openai"]).evaluation.tasks == ("piqa", "lambada_openai")
     assert _config(tmp_path, eval_tasks=["piqa"], eval_iters=0).evaluation.tasks == ()

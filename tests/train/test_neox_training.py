@@ -79,7 +79,7 @@ def _write(folder: Path, trainer: Trainer, tensors: dict[str, Tensor], engine: E
 
 
 # the others have less than these
-OFTEN = ("fp32-stages", "fp16-fused-stages", "fp16-zero-stages", "fp16-elastic", "fp16-stage1", "bf16-stages")
+OFTEN = ("fp32-stages", "fp16-fused-stages", "fp16-zero-stages", "fp16-stage1", "bf16-stages")
 
 
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in ENGINES])

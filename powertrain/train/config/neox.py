@@ -136,7 +136,10 @@ def _zero_stage(keys: NeoXKeys) -> int:
         return 0
     for key, value in section.items():
         path = ("zero_optimization", key)
-        if key in _ZERO_HINTS:
+        if key == "load_from_fp32_weights" and value is False and keys.get("load") is not None:
+            words = "a checkpoint's fp32 masters are read; DeepSpeed then makes them of the 16-bit weights"
+            keys.add_inner_row(path, value, "changes numerics", words)
+        elif key in _ZERO_HINTS:
             keys.add_inner_row(
                 path, value, "ignored", "a tuning hint for DeepSpeed; FSDP2 overlaps and buckets by itself"
             )
@@ -297,11 +300,18 @@ def _loss_scale(keys: NeoXKeys) -> dict[str, Any]:
             elif key not in (_FP16_KEYS if section == "fp16" else {"enabled"}):
                 keys.add_inner_row((section, key), value, "ignored", "not a key of loss scaling")
     static = keys.inner("fp16", "loss_scale", 0, "float", least=0)
+    hysteresis = keys.inner("fp16", "hysteresis", 2, "int", least=1)
+    if not keys.section("zero_optimization").get("stage"):
+        # DeepSpeed's fp16 optimizers halve the scale at each overflow; ZeRO's has the hysteresis
+        if hysteresis > 1 and "hysteresis" in keys.section("fp16"):
+            words = "without ZeRO DeepSpeed has none: train.loss_scale.hysteresis 1"
+            keys.add_inner_row(("fp16", "hysteresis"), hysteresis, "ignored", words)
+        hysteresis = 1
     return {
         "static": float(static) or None,
         "initial_power": keys.inner("fp16", "initial_scale_power", 16, "int", least=0),
         "window": keys.inner("fp16", "loss_scale_window", 1000, "int", least=1),
-        "hysteresis": keys.inner("fp16", "hysteresis", 2, "int", least=1),
+        "hysteresis": hysteresis,
         "minimum": float(keys.inner("fp16", "min_loss_scale", 1, "float")),
     }
 
