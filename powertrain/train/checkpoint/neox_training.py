@@ -89,7 +89,8 @@ class NeoXTraining:
             samples = first.get("global_samples")
             self.samples = samples if isinstance(samples, int) else None
             self.schedule: dict[str, Any] = dict(first.get("lr_scheduler") or {})
-        self._zero = self._zero_files()
+        with reading(self.folder, "hold the optimizer of a training"):
+            self._zero = self._zero_files()
 
     @property
     def scheduled(self) -> int:
