@@ -211,6 +211,11 @@ class NeoXCheckpoint:
         return tensor
 
 
+def rank_files(folder: Path) -> dict[int, Path]:
+    """The mp_rank files of a folder: of tensor-parallel ranks, a pipeline stage's after those of the one before."""
+    return {int(m[1]): file for file in folder.iterdir() if (m := _RANK_FILE.fullmatch(file.name))}
+
+
 def is_buffer(name: str) -> bool:
     """Whether a layer's tensor is not a parameter."""
     return name in _BUFFERS
@@ -223,7 +228,7 @@ def _files(folder: Path) -> dict[tuple[int | None, int], Path]:
         if match := _LAYER_FILE.fullmatch(file.name):
             files[int(match[1]), int(match[2])] = file
     if not files:
-        files = {(None, int(m[1])): f for f in folder.iterdir() if (m := _RANK_FILE.fullmatch(f.name))}
+        files = {(None, rank): file for rank, file in rank_files(folder).items()}
     if not files:
         raise FileNotFoundError(
             f"{folder} must hold layer_XX-model_YY-model_states.pt or mp_rank_XX_model_states.pt, got neither"

@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from powertrain.models.pickles import load_pickle
 from powertrain.runtime.reading import reading
-from powertrain.train.checkpoint.neox import NeoXCheckpoint, is_buffer
+from powertrain.train.checkpoint.neox import NeoXCheckpoint, is_buffer, rank_files
 from powertrain.train.config.schema import LossScale
 
 Shards = list[dict[int, dict[str, Tensor]]]  # of each tensor-parallel rank: layer -> name in it -> tensor
@@ -75,22 +76,20 @@ class NeoXTraining:
 
     def __init__(self, opened: NeoXCheckpoint) -> None:
         self.opened, self.folder = opened, opened.folder
-        files = sorted(self.folder.glob("mp_rank_*_model_states.pt"))
-        if not files or len(files) % opened.num_ranks:
+        files = rank_files(self.folder)
+        if not files or len(files) % opened.num_ranks or len(files) != max(files) + 1:
             raise ValueError(
                 f"{self.folder} must hold mp_rank_XX_model_states.pt for each of {opened.num_ranks} tensor-parallel "
                 f"ranks and each pipeline stage, got {len(files)}"
             )
         self.num_stages = len(files) // opened.num_ranks
         with reading(files[0], "describe a training"):
-            self._ranks: list[dict[str, Any]] = [load_pickle(file) for file in files]
+            self._ranks: list[dict[str, Any]] = [load_pickle(files[rank]) for rank in range(len(files))]
             first = self._ranks[0]
             self.step = _natural(first.get("iteration", first.get("total_iters")), f"{files[0]}: iteration")
             samples = first.get("global_samples")
             self.samples = samples if isinstance(samples, int) else None
             self.schedule: dict[str, Any] = dict(first.get("lr_scheduler") or {})
-        with reading(self.folder, "hold the optimizer of a training"):
-            self._zero = self._zero_files()
 
     @property
     def scheduled(self) -> int:
@@ -132,7 +131,8 @@ class NeoXTraining:
                 if kind == "master":
                     yield f"step.{ours}", torch.tensor([steps])
 
-    def _zero_files(self) -> list[list[dict[str, Any]]]:
+    @cached_property
+    def _zero(self) -> list[list[dict[str, Any]]]:
         """Of each mp_rank the optimizer's state of each data-parallel rank; empty without such files."""
         found: dict[tuple[int, int], Path] = {}
         for file in self.folder.iterdir():
