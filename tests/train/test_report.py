@@ -84,7 +84,8 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     page = _parsed(text)
     assert page.loads == [] and "http" not in text and "@import" not in text and "url(" not in text
     for said in ("all 100 steps", "1.24B parameters", "GELU by <tanh>", "why <not>", "25.0%", "2.12.0",
-                 "989.4 TFLOP/s dense", "powertrain train x.yml", "Triton, ours", "changes numerics (1)", "piqa acc", "0.625"):  # fmt: skip
+                 "989.4 TFLOP/s dense", "powertrain train x.yml", "Triton, ours", "changes numerics (1)",
+                 "piqa acc", "0.625"):  # fmt: skip
         assert said in page.text, said
     charts = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
     assert len(charts) == 6  # loss, throughput, MFU, gradient norm, learning rate, memory
