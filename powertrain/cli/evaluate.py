@@ -24,7 +24,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="a JSON file of the values", show_default=False)] = None,
     device: Annotated[str | None, typer.Option(help="such as cuda:1; default: the first GPU, or the CPU")] = None,
 ) -> None:
-    """Score a model in tasks of lm_eval (pip install 'powertrain[evaluate]').
+    """Score a model in tasks of lm_eval, which the extra `evaluate` brings.
 
     \b
     powertrain evaluate runs/quickstart --tasks lambada_openai,piqa

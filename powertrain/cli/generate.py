@@ -27,7 +27,7 @@ def generate(
         list[str] | None, typer.Option(help="repeatable: several are a batch", show_default=False)
     ] = None,
     input: Annotated[Path | None, typer.Option(help="a file of prompts", show_default=False)] = None,
-    prompt_end: Annotated[str, typer.Option(help="what stands between the prompts of a file")] = "\n",
+    prompt_end: Annotated[str, typer.Option(help="what stands between the prompts of a file")] = r"\n",
     output: Annotated[
         Path | None, typer.Option(help="answers as JSON lines; default for a file: INPUT.output.jsonl")
     ] = None,
