@@ -9,14 +9,22 @@ def data(keys: NeoXKeys) -> dict[str, Any]:
     keys.choice("data_impl", "infer", {"infer": None, "mmap": None},
                 {"cached": "an old format; write the data again with `powertrain preprocess`"})  # fmt: skip
     keys.choice("dataset_impl", "gpt2", {"gpt2": None}, dict.fromkeys(("pairwise", "online"), "use gpt2"))
-    apart = "use packed; data.document_mask (ours) keeps documents apart"
-    keys.choice("pack_impl", "packed", {"packed": None}, {"pack_until_overflow": apart, "unpacked": apart})
+    packings = {"packed": "packed", "pack_until_overflow": "until_overflow", "unpacked": "unpacked"}
+    packing = keys.choice("pack_impl", "packed", packings)
+    if packing == "unpacked" and keys.get("train_label_data_paths") is None:
+        keys.wrong(
+            ("pack_impl",), "must come with train_label_data_paths where it is unpacked, as in GPT-NeoX; got none"
+        )
+    if packing == "packed" and keys.get("allow_chopped") is not None:
+        keys.add_row("allow_chopped", "ignored", "packed samples ignore it in GPT-NeoX too")
     split = keys.get("split", "969, 30, 1")
     return {
         **_sources(keys),
         "split": split,
         "tokenizer": tokenizer(keys),
         "vocab_multiple": keys.number("make_vocab_size_divisible_by", 128, above=0),
+        "packing": packing,
+        "allow_chopped": keys.get("allow_chopped", True),
         "eod_mask_loss": keys.get("eod_mask_loss", False),
         "weight_by_num_documents": keys.get("weight_by_num_documents", False),
         "weighted_sampler_alpha": keys.get("weighted_sampler_alpha", 1.0),
