@@ -36,7 +36,7 @@ _INF_BITS = tl.constexpr(0x7F800000)
 def _scale_of(bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """The scale for the bits of a largest magnitude."""
     amax = bits.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(MAX, amax)
+    scale = tl.div_rn(MAX, tl.where(bits == 0, 1.0, amax))
     scale = tl.where(scale.to(tl.int32, bitcast=True) == _INF_BITS, _FLT_MAX, scale)
     scale = tl.where((bits == 0) | (bits >= _INF_BITS), 1.0, scale)
     if POWER_OF_TWO:
