@@ -35,18 +35,28 @@ _INF_BITS = tl.constexpr(0x7F800000)
 @triton.jit
 def _scale_of(bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """The scale for the bits of a largest magnitude."""
-    amax = bits.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(MAX, tl.where(bits == 0, 1.0, amax))
-    scale = tl.where(scale.to(tl.int32, bitcast=True) == _INF_BITS, _FLT_MAX, scale)
-    scale = tl.where((bits == 0) | (bits >= _INF_BITS), 1.0, scale)
+    is_plain = (bits > 0) & (bits < _INF_BITS)
     if POWER_OF_TWO:
-        scale = (scale.to(tl.int32, bitcast=True) & _INF_BITS).to(tl.float32, bitcast=True)
-    return scale
+        # by exponents, since a division calls a subroutine, around which a tile spills. Both formats' MAX is 1.75 * 2^n:
+        # MAX / amax is at least the power of two of their exponents' difference unless amax has a larger mantissa
+        exponent: tl.constexpr = 135 if MAX == 448.0 else 142  # of MAX, biased
+        power = exponent + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        power = tl.where(is_plain, tl.minimum(power, 254), 127)
+        return (power << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.div_rn(MAX, tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True)))
+        scale = tl.where(scale.to(tl.int32, bitcast=True) == _INF_BITS, _FLT_MAX, scale)
+        return tl.where(is_plain, scale, 1.0)
 
 
 @triton.jit
-def _inverse(scale):
-    return tl.div_rn(1.0, scale)
+def _inverse(scale, POWER_OF_TWO: tl.constexpr):
+    if POWER_OF_TWO:
+        power = 254 - (scale.to(tl.int32, bitcast=True) >> 23)
+        # 2^-127 is a denormal
+        return tl.where(power == 0, 0x400000, power << 23).to(tl.float32, bitcast=True)
+    else:
+        return tl.div_rn(1.0, scale)
 
 
 @triton.jit
@@ -109,10 +119,13 @@ def _quantize_tile_kernel(
 ):
     tiles_c = tl.cdiv(C, BLOCK)
     tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
-    rows = (tile_r * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    cols = tile_c * BLOCK + tl.arange(0, BLOCK)
+    # 64 bits for the tile's place, 32 within it: an address of 64 bits each element would spill
+    row, col = (tile_r * BLOCK).to(tl.int64), (tile_c * BLOCK).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    rows, cols = tile_r * BLOCK + lanes, tile_c * BLOCK + lanes
     mask = (rows < R)[:, None] & (cols < C)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    where = lanes[:, None] * stride_xm + lanes[None, :]
+    x = tl.load(x_ptr + row * stride_xm + col + where, mask=mask, other=0.0).to(tl.float32)
     if fold_ptr is not None:
         x *= tl.load(fold_ptr + cols, mask=cols < C, other=0.0)[None, :]
     bits = _bits(x)  # [BLOCK, BLOCK]
@@ -121,51 +134,55 @@ def _quantize_tile_kernel(
         if most > 0:
             tl.atomic_max(amax_ptr, most)
 
-    if BY == "tensor":
-        own = _scale_of(tl.load(own_amax_ptr), MAX, POWER_OF_TWO)
-        scale = own
-        if given_ptr is not None:
-            given = tl.load(given_ptr)
-            scale = tl.where(given == 0, own, given)
-        if tl.program_id(0) == 0:
-            tl.store(scale_ptr, scale)
-            tl.store(scale_inv_ptr, _inverse(scale))
-        by_rows = x * scale
-        by_cols = by_rows
-    elif BY == "row":
-        scale = tl.load(given_ptr + rows, mask=rows < R, other=1.0)
-        by_rows = x * scale[:, None]
-        by_cols = by_rows
-    elif BY == "group":
-        row_scale = _scale_of(tl.max(bits, 1), MAX, POWER_OF_TWO)
-        by_rows = x * row_scale[:, None]
-        if data_ptr is not None:
-            where = scale_inv_ptr + rows * stride_sr + tile_c * stride_sc
-            tl.store(where, _inverse(row_scale), mask=rows < R)  # [BLOCK]
-        by_cols = x
-        if data_t_ptr is not None:
-            col_scale = _scale_of(tl.max(bits, 0), MAX, POWER_OF_TWO)
-            by_cols = x * col_scale[None, :]
-            where = scale_inv_t_ptr + cols.to(tl.int64) * stride_tr + tile_r * stride_tc
-            tl.store(where, _inverse(col_scale), mask=cols < C)  # [BLOCK]
-    else:
-        scale = _scale_of(tl.max(tl.max(bits, 1), 0), MAX, POWER_OF_TWO)
-        by_rows = x * scale
-        by_cols = by_rows
-        if data_ptr is not None:
-            tl.store(scale_inv_ptr + tile_r.to(tl.int64) * stride_sr + tile_c * stride_sc, _inverse(scale))
-        if data_t_ptr is not None:
-            tl.store(scale_inv_t_ptr + tile_c.to(tl.int64) * stride_tr + tile_r * stride_tc, _inverse(scale))
-
     # the cast saturates, as the formula does
+    at_rows, at_cols = data_ptr, data_t_ptr
     if data_ptr is not None:
-        out = by_rows.to(data_ptr.dtype.element_ty)
-        where = data_ptr + rows[:, None] * C16 + cols[None, :]
-        tl.store(where, out, mask=(rows < R)[:, None] & (cols < C16)[None, :])  # [BLOCK, BLOCK]
+        at_rows += row * C16 + col
     if data_t_ptr is not None:
-        out = by_cols.to(data_t_ptr.dtype.element_ty).T
-        where = data_t_ptr + cols.to(tl.int64)[:, None] * R16 + rows[None, :]
-        tl.store(where, out, mask=(cols < C)[:, None] & (rows < R16)[None, :])  # [BLOCK, BLOCK]
+        at_cols += col * R16 + row
+    if BY == "group":
+        # one copy after the other: both at once spill
+        if data_ptr is not None:
+            scale = _scale_of(tl.max(bits, 1), MAX, POWER_OF_TWO)  # [BLOCK]
+            start = scale_inv_ptr + row * stride_sr + tile_c.to(tl.int64) * stride_sc
+            tl.store(start + lanes * stride_sr, _inverse(scale, POWER_OF_TWO), mask=rows < R)  # [BLOCK]
+            _store_rows(at_rows, x * scale[:, None], rows < R, cols < C16, C16, BLOCK)
+        if data_t_ptr is not None:
+            scale = _scale_of(tl.max(_bits(x), 0), MAX, POWER_OF_TWO)  # [BLOCK]
+            start = scale_inv_t_ptr + col * stride_tr + tile_r.to(tl.int64) * stride_tc
+            tl.store(start + lanes * stride_tr, _inverse(scale, POWER_OF_TWO), mask=cols < C)  # [BLOCK]
+            _store_rows(at_cols, (x * scale[None, :]).T, cols < C, rows < R16, R16, BLOCK)
+    else:
+        if BY == "tensor":
+            scale = _scale_of(tl.load(own_amax_ptr), MAX, POWER_OF_TWO)
+            if given_ptr is not None:
+                given = tl.load(given_ptr)
+                scale = tl.where(given == 0, scale, given)
+            if tl.program_id(0) == 0:
+                tl.store(scale_ptr, scale)
+                tl.store(scale_inv_ptr, _inverse(scale, POWER_OF_TWO and given_ptr is None))
+            x *= scale
+        elif BY == "row":
+            x *= tl.load(given_ptr + rows, mask=rows < R, other=1.0)[:, None]
+        else:
+            scale = _scale_of(tl.max(tl.max(bits, 1), 0), MAX, POWER_OF_TWO)
+            if data_ptr is not None:
+                tl.store(scale_inv_ptr + tile_r.to(tl.int64) * stride_sr + tile_c * stride_sc, _inverse(scale, POWER_OF_TWO))
+            if data_t_ptr is not None:
+                tl.store(scale_inv_t_ptr + tile_c.to(tl.int64) * stride_tr + tile_r * stride_tc, _inverse(scale, POWER_OF_TWO))
+            x *= scale
+        if data_ptr is not None:
+            _store_rows(at_rows, x, rows < R, cols < C16, C16, BLOCK)
+        if data_t_ptr is not None:
+            _store_rows(at_cols, x.T, cols < C, rows < R16, R16, BLOCK)
+
+
+@triton.jit
+def _store_rows(ptr, x, in_rows, in_cols, width, BLOCK: tl.constexpr):
+    """A tile of FP8 in rows of `width`."""
+    lanes = tl.arange(0, BLOCK)
+    out = x.to(ptr.dtype.element_ty)
+    tl.store(ptr + lanes[:, None] * width + lanes[None, :], out, mask=in_rows[:, None] & in_cols[None, :])
 
 
 @kernel(aligned=("C", "C16"))
@@ -194,7 +211,7 @@ def _quantize_row_kernel(
     most = tl.max(found, 0)
     scale = _scale_of(most, MAX, POWER_OF_TWO)
     tl.store(scale_ptr + row, scale)
-    tl.store(scale_inv_ptr + row, _inverse(scale))
+    tl.store(scale_inv_ptr + row, _inverse(scale, POWER_OF_TWO))
     if amax_ptr is not None:
         if most > 0:
             tl.atomic_max(amax_ptr, most)
