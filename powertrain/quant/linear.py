@@ -64,7 +64,10 @@ class FP8Linear(nn.Linear):
             scale = self.fp8_scale[1:2] if self.recipe.is_delayed else None
             with torch.no_grad():
                 self.copies = quantized_weight(
-                    self.weight, self.recipe.by, power_of_two=self.recipe.power_of_two, scale=scale  # type: ignore[arg-type]
+                    self.weight,
+                    self.recipe.by,
+                    power_of_two=self.recipe.power_of_two,
+                    scale=scale,  # type: ignore[arg-type]
                 )
                 if self.recipe.is_delayed and self.training:
                     amax = self.fp8_amax[1:2]

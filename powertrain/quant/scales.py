@@ -53,5 +53,3 @@ def updated(amaxes: Values, histories: Values, scales: Values, recipe: Tensor) -
     formats = ("e4m3", "e4m3", grad_format(recipe))
     found = torch.stack([scale_of(largest[:, role], f, recipe.power_of_two) for role, f in enumerate(formats)], 1)
     return histories, torch.where(largest > 0, found * 2.0**-recipe.margin, scales)
-
-

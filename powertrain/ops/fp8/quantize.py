@@ -167,9 +167,14 @@ def _quantize_tile_kernel(
         else:
             scale = _scale_of(tl.max(tl.max(bits, 1), 0), MAX, POWER_OF_TWO)
             if data_ptr is not None:
-                tl.store(scale_inv_ptr + tile_r.to(tl.int64) * stride_sr + tile_c * stride_sc, _inverse(scale, POWER_OF_TWO))
+                tl.store(
+                    scale_inv_ptr + tile_r.to(tl.int64) * stride_sr + tile_c * stride_sc, _inverse(scale, POWER_OF_TWO)
+                )
             if data_t_ptr is not None:
-                tl.store(scale_inv_t_ptr + tile_c.to(tl.int64) * stride_tr + tile_r * stride_tc, _inverse(scale, POWER_OF_TWO))
+                tl.store(
+                    scale_inv_t_ptr + tile_c.to(tl.int64) * stride_tr + tile_r * stride_tc,
+                    _inverse(scale, POWER_OF_TWO),
+                )
             x *= scale
         if data_ptr is not None:
             _store_rows(at_rows, x, rows < R, cols < C16, C16, BLOCK)
@@ -259,9 +264,7 @@ def _outputs(
     data = x.new_empty((R, padded(C)) if rows else 0, dtype=DTYPES[format])
     data_t = x.new_empty((C, padded(R)) if columns else 0, dtype=DTYPES[format])
     size = {"tensor": 1, "row": R if scale is None else 0}.get(by, 0)
-    own, inverse, inverse_t, amax = (
-        x.new_empty(n, dtype=torch.float32) for n in (size, size, 0, 1 if measure else 0)
-    )
+    own, inverse, inverse_t, amax = (x.new_empty(n, dtype=torch.float32) for n in (size, size, 0, 1 if measure else 0))
     if by in ("group", "block"):
         inverse = _scales(x, R, C, by) if rows else inverse
         inverse_t = _scales(x, C, R, by) if columns else inverse_t
