@@ -23,8 +23,8 @@ TOKENS, HIDDEN, INTERMEDIATE = 16384, 4096, 14336
 SHAPES = ((8192, 8192, 8192), (16384, 6144, 4096), (16384, 4096, 4096), (16384, 14336, 4096), (16384, 4096, 14336),
     (16384, 8192, 2048))  # fmt: skip
 FORMS = (("tensor", "tensor"), ("row", "row"), ("group", "block"), ("group", "group"))
-RECIPES: dict[str, Any] = {"bf16": None, "tensor, delayed": TensorRecipe(scale="delayed", history=16), "tensor": TensorRecipe(), "row": Row(),
-    "block": Block()}  # fmt: skip
+RECIPES: dict[str, Any] = {"bf16": None, "tensor, delayed": TensorRecipe(scale="delayed", history=16),
+    "tensor": TensorRecipe(), "row": Row(), "block": Block()}  # fmt: skip
 
 
 def _randn(*shape: int) -> Tensor:

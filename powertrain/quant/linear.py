@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from powertrain.ops.fp8.formulas import Copies
 from powertrain.ops.fp8.linear import fp8_linear, quantized_weight
 from powertrain.quant.recipe import Recipe, grad_format
+from powertrain.quant.recipe import Tensor as TensorRecipe
 
 # of delayed scaling, float32. amax [3]: largest magnitudes of x, weight and dy since the last update;
 # history [3, steps]: those of the steps before, the newest first; scale [3]: 0 where none is known yet
@@ -25,6 +26,9 @@ class FP8Linear(nn.Linear):
     """
 
     recipe: Recipe
+    fp8_amax: Tensor
+    fp8_amax_history: Tensor
+    fp8_scale: Tensor
     shares: bool = False  # its weight's copies serve until `shared_weights` ends
     copies: Copies | None = None
 
@@ -32,10 +36,10 @@ class FP8Linear(nn.Linear):
     def convert(linear: nn.Linear, recipe: Recipe) -> None:
         """Make `linear` an FP8Linear, in place: parameters, hooks and references to it stay."""
         linear.__class__ = FP8Linear
-        linear.recipe = recipe
-        if recipe.is_delayed:
+        linear.__dict__["recipe"] = recipe
+        if isinstance(recipe, TensorRecipe) and recipe.is_delayed:
             device = linear.weight.device
-            shapes = ((3,), (3, recipe.history), (3,))  # type: ignore[union-attr]
+            shapes = ((3,), (3, recipe.history), (3,))
             for name, shape in zip(BUFFERS, shapes, strict=True):
                 linear.register_buffer(name, torch.zeros(shape, device=device))
 
@@ -51,7 +55,7 @@ class FP8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         recipe, is_delayed = self.recipe, self.recipe.is_delayed
         return fp8_linear(
-            x, self.weight, self.bias, by=recipe.by, grad_format=grad_format(recipe),  # type: ignore[arg-type]
+            x, self.weight, self.bias, by=recipe.by, grad_format=grad_format(recipe),
             power_of_two=recipe.power_of_two, fast=recipe.fast, scales=self.fp8_scale if is_delayed else None,
             amaxes=self.fp8_amax if is_delayed and self.training else None,
             weight_copies=self._shared_copies(x), main_grad=getattr(self.weight, "main_grad", None),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -123,7 +122,8 @@ class _Facts:
         names = {name for name, _ in model.named_modules()}
         self.with_experts = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] == "experts"}
         lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-        self.blocks, longest = max(lists, key=lambda pair: len(pair[1]), default=("", ()))
+        none: tuple[str, Any] = ("", ())
+        self.blocks, longest = max(lists, key=lambda pair: len(pair[1]), default=none)
         self.last = len(longest) - 1
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         self.head = head

@@ -11,8 +11,9 @@ All are frozen, hashable and compare by value. Inputs and weights are e4m3 (3 ma
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from powertrain.ops.fp8.linear import By
 from powertrain.runtime import checks
 
 Format = Literal["hybrid", "e4m3"]
@@ -41,7 +42,7 @@ class Tensor:
     most_recent: bool = False
     margin: int = 0
 
-    by = "tensor"
+    by: ClassVar[By] = "tensor"
 
     def __post_init__(self) -> None:
         checks.one_of("Tensor", "scale", self.scale, ("current", "delayed"))
@@ -68,8 +69,8 @@ class Row:
     power_of_two: bool = True
     fast: bool = True
 
-    by = "row"
-    is_delayed = False
+    by: ClassVar[By] = "row"
+    is_delayed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         checks.one_of("Row", "format", self.format, ("hybrid", "e4m3"))
@@ -88,9 +89,9 @@ class Block:
     format: Format = "e4m3"
     power_of_two: bool = True
 
-    by = "block"
-    is_delayed = False
-    fast = False
+    by: ClassVar[By] = "block"
+    is_delayed: ClassVar[bool] = False
+    fast: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         checks.one_of("Block", "format", self.format, ("hybrid", "e4m3"))

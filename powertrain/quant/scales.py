@@ -1,7 +1,7 @@
 """Delayed scaling's update: largest magnitudes of the last step into the history, scales from the history.
 
     history = [amax, history without its oldest];  largest = max(history), or history[0] with most_recent
-    scale   = max / largest / 2^margin       kept where largest is 0; FLT_MAX where it overflows; a power of two if wanted
+    scale   = max / largest / 2^margin       kept where largest is 0; FLT_MAX where it overflows; or the power of two below
     amax    = 0
 
 A magnitude that is not finite enters the history as 0: one bad step changes no scale.
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch import Tensor as Values
+from torch import nn
 
 from powertrain.ops.fp8.formulas import scale_of
 from powertrain.quant.linear import FP8Linear

@@ -8,7 +8,8 @@ from powertrain.ops.fp8 import quantize as module
 from powertrain.ops.fp8.formulas import BY, DTYPES, Copies, dequantized, quantize_ref
 from powertrain.ops.fp8.gemm import fp8_gemm, fp8_gemm_ref, why_not_torch
 from powertrain.ops.fp8.quantize import fp8_quantize, special_values
-from powertrain.quant import Block, Row, Tensor as TensorRecipe, quantize_model, update_scales
+from powertrain.quant import Block, Row, quantize_model, update_scales
+from powertrain.quant import Tensor as TensorRecipe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,12 +18,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.fp8.formulas import DTYPES, GROUP, Quantized, dequantized, spread
+from powertrain.ops.fp8.formulas import DTYPES, GROUP, Quantized, spread
 from powertrain.ops.fp8.quantize import kernels_serve
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime import checks, recording, tracing
 from powertrain.runtime.dispatch import Op, without_autocast
-from powertrain.runtime.errors import CompileError, LaunchError
 from powertrain.runtime.flops import Shape
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -175,17 +174,17 @@ def _probe(
 ) -> str | None:  # fmt: skip
     """Try one product of 128 x 256 x 256, whose values and scales are exact."""
     at = torch.arange(256 * 256, device=device, dtype=torch.int32).view(256, 256)
-    operands = []
+    operands: list[Quantized] = []
     for by, rows, dtype, period in ((form[0], 128, a_dtype, 7), (form[1], 256, b_dtype, 5)):
         shape = {"tensor": (1,), "row": (rows,), "group": (2, rows), "block": (cdiv(rows, GROUP), 4)}[by]
         scale = torch.exp2((torch.arange(torch.Size(shape).numel(), device=device) % 3).float()).view(shape)
         scale = {"group": scale.T, "block": scale[:, :2]}.get(by, scale)
         operands.append(Quantized((at[:rows] % period - period // 2).float().to(dtype), scale))
     try:
-        found = _torch(*operands, None, out_dtype, fast)
+        found = _torch(operands[0], operands[1], None, out_dtype, fast)
     except (RuntimeError, ValueError, TypeError) as error:
         return str(error).partition("\n")[0]
-    right = fp8_gemm_ref(*operands).to(out_dtype)
+    right = fp8_gemm_ref(operands[0], operands[1]).to(out_dtype)
     return None if torch.equal(found, right) else "its result of a small product is wrong"
 
 
@@ -199,7 +198,7 @@ def _torch(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dty
     # the one form whose kernels add a bias, of 16 bits
     inside = bias if form[0] == "tensor" and out_dtype is not torch.float32 else None
     out: Tensor = torch._scaled_mm(a.data, b.data.T, sa, sb, bias=inside, out_dtype=out_dtype, use_fast_accum=fast)
-    return out if bias is inside else out.add_(bias)
+    return out if bias is None or bias is inside else out.add_(bias)
 
 
 def _triton(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumulate: bool) -> None:

@@ -11,8 +11,8 @@
     row      row      row      row, of dy / scale(W)   group
     block    group    block    group                   group
 
-By rows W has one scale for each of its N rows, which dgrad sums over: dy is divided by them before it is quantized, so W
-is quantized once for both. Scales of whole columns of x would need another pass over all tokens: wgrad takes groups.
+By rows W has one scale for each of its N rows, which dgrad sums over: dy is divided by them before it is quantized, so
+W is quantized once for both. Scales of whole columns of x would need another pass over all tokens: wgrad takes groups.
 
 Saved: xᵀ in FP8 (1 byte an element) with its scales, W and its scales; W's transposed copy is quantized in backward,
 from W, unless both copies are given. x is read once (by tensor without a scale and by row twice), dy too.
@@ -79,13 +79,13 @@ def _outputs(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """keep: a backward may come, which wants the transposed x and W's scales."""
     (M, K), N = x.shape, weight.shape[0]
-    float32 = {"dtype": torch.float32}
     y = x.new_empty((M, N))
     x_t = x.new_empty((K, padded(M)) if keep else 0, dtype=DTYPES["e4m3"])
-    groups = x.new_empty((cdiv(M, GROUP), K), **float32).T
-    x_inv = (x.new_empty(1, **float32) if by == "tensor" else groups) if keep else x.new_empty(0, **float32)
-    w_scale = x.new_empty({"tensor": 1, "row": N}.get(by, 0) if keep and w is None else 0, **float32)
-    return y, x_t, x_inv, w_scale, x.new_empty(0 if amaxes is None else 2, **float32)
+    none = x.new_empty(0, dtype=torch.float32)
+    groups = none.new_empty((cdiv(M, GROUP), K)).T
+    x_inv = (none.new_empty(1) if by == "tensor" else groups) if keep else none
+    w_scale = none.new_empty({"tensor": 1, "row": N}.get(by, 0) if keep and w is None else 0)
+    return y, x_t, x_inv, w_scale, none.new_empty(0 if amaxes is None else 2)
 
 
 def _forward(
@@ -261,7 +261,7 @@ def fp8_linear(
     Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
     """
-    op, kind = "fp8_linear", x.device.type
+    kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -6,8 +6,8 @@ of bfloat16.
 
     tensor         x is read twice: for its amax, then to quantize. A scale that is given needs one read; 0 in its place
                    stands for "not known yet", and is replaced by the tensor's own on the device
-    row            a program holds a row of up to 16384 elements, longer ones are read twice; the transposed copy has the
-                   rows' scales, read again
+    row            a program holds a row of up to 16384 elements, longer ones are read twice; the transposed copy has
+                   the rows' scales, read again
     group, block   one read: a program's tile of 128x128 holds whole groups of both directions
 
 amax is a maximum of integers, which are ordered like magnitudes: exact, in any order, with NaN on top.
@@ -37,8 +37,8 @@ def _scale_of(bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """The scale for the bits of a largest magnitude."""
     is_plain = (bits > 0) & (bits < _INF_BITS)
     if POWER_OF_TWO:
-        # by exponents, since a division calls a subroutine, around which a tile spills. Both formats' MAX is 1.75 * 2^n:
-        # MAX / amax is at least the power of two of their exponents' difference unless amax has a larger mantissa
+        # by exponents, since a division calls a subroutine, around which a tile spills. MAX is 1.75 * 2^n in both
+        # formats: MAX / amax is at least the power of two of their exponents' difference unless amax has a larger mantissa
         exponent: tl.constexpr = 135 if MAX == 448.0 else 142  # of MAX, biased
         power = exponent + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
         power = tl.where(is_plain, tl.minimum(power, 254), 127)

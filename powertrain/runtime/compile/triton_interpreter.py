@@ -35,7 +35,7 @@ def _decode(handle: Any) -> np.ndarray:
 
 
 def _encode(values: np.ndarray, dtype: Any) -> np.ndarray:
-    """Values in the storage of `dtype`: round to nearest even; fp8 saturates, and NaN is positive, as `cvt` gives it."""
+    """Values in the storage of `dtype`: round to nearest even; fp8 saturates; NaN is positive, as of `cvt`."""
     dtype = dtype.scalar
     if dtype not in _TORCH_DTYPE:
         return values.astype(interpreter._get_np_dtype(dtype))
