@@ -71,7 +71,7 @@ class FP8Linear(nn.Linear):
                     self.weight,
                     self.recipe.by,
                     power_of_two=self.recipe.power_of_two,
-                    scale=scale,  # type: ignore[arg-type]
+                    scale=scale,
                 )
                 if self.recipe.is_delayed and self.training:
                     amax = self.fp8_amax[1:2]

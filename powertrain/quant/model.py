@@ -123,8 +123,8 @@ class _Facts:
         self.with_experts = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] == "experts"}
         lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         none: tuple[str, Any] = ("", ())
-        self.blocks, longest = max(lists, key=lambda pair: len(pair[1]), default=none)
-        self.last = len(longest) - 1
+        longest: tuple[str, Any] = max(lists, key=lambda pair: len(pair[1]), default=none)
+        self.blocks, self.last = longest[0], len(longest[1]) - 1
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         self.head = head
 

@@ -1,7 +1,7 @@
 """Delayed scaling's update: largest magnitudes of the last step into the history, scales from the history.
 
     history = [amax, history without its oldest];  largest = max(history), or history[0] with most_recent
-    scale   = max / largest / 2^margin       kept where largest is 0; FLT_MAX where it overflows; or the power of two below
+    scale   = max / largest / 2^margin       kept where largest is 0; FLT_MAX where it overflows; maybe a power of two
     amax    = 0
 
 A magnitude that is not finite enters the history as 0: one bad step changes no scale.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from powertrain.ops.fp8 import quantize as module
 from powertrain.ops.fp8.formulas import BY, DTYPES, Copies, dequantized, quantize_ref
 from powertrain.ops.fp8.gemm import fp8_gemm, fp8_gemm_ref, why_not_torch
-from powertrain.ops.fp8.quantize import fp8_quantize, special_values
+from powertrain.ops.fp8.quantize import fp8_quantize, same_bits, special_values
 from powertrain.quant import Block, Row, quantize_model, update_scales
 from powertrain.quant import Tensor as TensorRecipe
 
@@ -22,13 +22,9 @@ FORMS = [("tensor", "tensor"), ("row", "row"), ("group", "block"), ("group", "gr
 RECIPES = [TensorRecipe(), TensorRecipe(scale="delayed", history=3), Row(), Block()]
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.cpu().contiguous().view(torch.uint8)
-
-
 def _assert_same_bytes(found: Copies, exact: Copies) -> None:
     for part, ours, right in zip(Copies._fields, found, exact, strict=True):
-        assert not ours.numel() or torch.equal(_bytes(ours), _bytes(right)), part
+        assert not ours.numel() or same_bits(ours, right), part
 
 
 # one element, one short of a group, one more, a row longer than a block of the kernel
@@ -59,7 +55,7 @@ def test_folded_and_given_scales() -> None:
     x, fold, scale = torch.randn(150, 200).bfloat16(), torch.rand(200) + 0.5, torch.rand(150) + 0.5
     _assert_same_bytes(fp8_quantize(x.to(CUDA), "row", fold=fold.to(CUDA)), quantize_ref(x, "row", "e4m3", fold=fold))
     found = fp8_quantize(x.to(CUDA), "row", scale=scale.to(CUDA), rows=False)
-    assert torch.equal(_bytes(found.data_t), _bytes(quantize_ref(x, "row", "e4m3", scale=scale).data_t))
+    assert same_bits(found.data_t, quantize_ref(x, "row", "e4m3", scale=scale).data_t)
 
 
 @pytest.mark.parametrize("size", [(256, 384, 512), (128, 256, 128), (100, 72, 300), (1, 3, 5)], ids=str)

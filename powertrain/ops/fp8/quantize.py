@@ -38,7 +38,7 @@ def _scale_of(bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     is_plain = (bits > 0) & (bits < _INF_BITS)
     if POWER_OF_TWO:
         # by exponents, since a division calls a subroutine, around which a tile spills. MAX is 1.75 * 2^n in both
-        # formats: MAX / amax is at least the power of two of their exponents' difference unless amax has a larger mantissa
+        # formats: MAX / amax is at least 2 to the difference of their exponents unless amax has the larger mantissa
         exponent: tl.constexpr = 135 if MAX == 448.0 else 142  # of MAX, biased
         power = exponent + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
         power = tl.where(is_plain, tl.minimum(power, 254), 127)
@@ -360,13 +360,15 @@ def _self_test(device: torch.device) -> str | None:
         for format in DTYPES:
             ours = _quantize(x.to(device), None, None, by, format, True, True, True, True, True)
             for part, found, exact in zip(Copies._fields, ours, quantize_ref(x, by, format), strict=True):
-                if found.numel() and not torch.equal(found.cpu().view(torch.uint8), _bytes(exact)):
+                if found.numel() and not same_bits(found, exact):
                     return f"{part} by {by} in {format} differs from its formula (triton {triton.__version__})"
     return None
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of float32 or FP8 are equal bit for bit, NaN included."""
+    integers = torch.int32 if a.dtype is torch.float32 else torch.uint8
+    return a.dtype is b.dtype and torch.equal(a.cpu().view(integers), b.cpu().view(integers))
 
 
 def special_values() -> Tensor:
