@@ -24,6 +24,7 @@ from powertrain.ops.fp8.gemm import fp8_gemm, fp8_gemm_ref
 from powertrain.ops.fp8.linear import fp8_linear, fp8_linear_ref, quantized_weight
 from powertrain.ops.fp8.quantize import fp8_quantize, same_bits, special_values
 from powertrain.runtime.settings import settings
+from tests.conftest import SLOW_IN_INTERPRETER
 
 FORMS = [("tensor", "tensor"), ("row", "row"), ("group", "block"), ("group", "group"), ("row", "tensor")]
 
@@ -36,7 +37,7 @@ def assert_same_bytes(found: Copies, exact: Copies) -> None:
 
 
 def test_scales_by_their_definition() -> None:
-    """In Python's floats: every exponent, both sides of the mantissa where the power of two changes, and what has none."""
+    """In Python's floats: every exponent, mantissas beside the one where the power of two changes, and what has none."""
     for format, most in MAX.items():
         mantissas = (1.0, 1.25, 1.75, 1.75 + 2**-23, 1.75 - 2**-23, 2 - 2**-23)
         amaxes = [m * 2.0**e for e in range(-126, 128) for m in mantissas] + [2.0**-149, 2.0**-127]
@@ -63,8 +64,8 @@ def test_casts_by_their_definition() -> None:
         assert cast(torch.tensor([math.nan, -math.nan]), format).view(torch.uint8).tolist() == [0x7F, 0x7F]
 
 
-# special: NaN, inf, zeros, denormals, ties; else one element, sides of a group, more than two tiles of rows
-@pytest.mark.parametrize("shape", [None, (1, 1), (127, 129), (2, 128), (300, 16)], ids=str)
+# special: NaN, inf, zeros, denormals, ties; else one element, sides of a group, more than one tile of rows
+@pytest.mark.parametrize("shape", [None, (1, 1), (3, 129), (2, 128), (130, 16)], ids=str)
 @pytest.mark.parametrize("by", BY)
 def test_bytes(by: str, shape: tuple[int, int] | None, device: torch.device) -> None:
     x = special_values() if shape is None else torch.randn(shape)
@@ -79,8 +80,9 @@ def test_bytes_of_random_calls(seed: int, device: torch.device) -> None:
     """Sizes, exponents, dtypes, strides, copies wanted and scales given at random."""
     r = random.Random(seed)
     torch.manual_seed(seed)
-    R, C = r.choice((1, 2, 15, 127, 128, 129, 200)), r.choice((1, 16, 17, 127, 128, 129, 300))
+    C = r.choice((1, 16, 17, 127, 128, 129, 300))
     by, format, power_of_two = r.choice(BY), r.choice(list(DTYPES)), r.random() < 0.5
+    R = r.choice((1, 2, 15) if by == "row" else (1, 2, 15, 127, 128, 129, 200))
     x = torch.randn(R, C + 3) * torch.exp2(torch.randint(-140, 120, (R, 1)).float() / r.choice((1, 8, 64)))
     x = x.to(r.choice((torch.float32, torch.float16, torch.bfloat16)))[:, :C]
     if r.random() < 0.3:
@@ -123,7 +125,10 @@ def test_what_is_dequantized_is_near(device: torch.device) -> None:
             assert (error <= right.abs() * 2**-4 + right.abs().max() * 2**-16).all()
 
 
-@pytest.mark.parametrize("size", [(130, 140, 300), (1, 1, 1), (3, 17, 129)], ids=str)
+# more than one tile and group, one element, parts of a tile
+@pytest.mark.parametrize(
+    "size", [pytest.param((130, 140, 300), marks=SLOW_IN_INTERPRETER), (1, 1, 1), (3, 130, 129)], ids=str
+)
 @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3")], ids="-".join)
 @pytest.mark.parametrize("form", FORMS, ids="-".join)
 def test_products(
@@ -205,10 +210,10 @@ def test_nan_scale_gives_nan(device: torch.device) -> None:
 
 def test_outliers_hurt_their_own_scale_alone(device: torch.device) -> None:
     """One huge element: the finer the scales, the fewer results lose their digits."""
-    x, weight = torch.randn(256, 256, device=device), torch.randn(16, 256, device=device)
+    x, weight = torch.randn(32, 256, device=device), torch.randn(16, 256, device=device)
     x[3, 5] = 1e6
     exact = fp8_linear_ref(x.double(), weight.double())
-    far = torch.ones(256, dtype=torch.bool, device=device)
+    far = torch.ones(32, dtype=torch.bool, device=device)
     far[3] = False
     worst = []
     for by in ("tensor", "row", "block"):
