@@ -70,7 +70,7 @@ def quantize_model(
     Raises ValueError for an entry of keep that no layer has.
     """
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
-    matched = set(GROUPS[:2])
+    matched = set(GROUPS)
     report = Report()
     facts = _Facts(model)
     for name, module in model.named_modules():
@@ -83,7 +83,10 @@ def quantize_model(
         FP8Linear.convert(module, recipe)
         report.quantized.append(Part(name, recipe))
     if unknown := [entry for entry in keep if entry not in matched]:
-        dequantize_model(model)
+        for part in report.quantized:
+            layer = model.get_submodule(part.name)
+            assert isinstance(layer, FP8Linear)
+            layer.revert()
         must = f"name layers, or be of {', '.join(GROUPS)}"
         checks.fail("quantize_model", "keep", must, ", ".join(map(repr, unknown)))
     return report

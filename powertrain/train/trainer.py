@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.models.flops import flops_per_token
 from powertrain.models.sequence_sharding import normalize_labels
+from powertrain.quant.model import shared_weights
+from powertrain.quant.scales import update_scales
 from powertrain.runtime import tracing
 from powertrain.runtime.reading import one_line
+from powertrain.train import fp8
 from powertrain.train.agreement import decided_by_first, done_by_all
 from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.checkpoint import store as checkpoint_store
@@ -70,6 +74,7 @@ class Trainer:
         self.config, self.ranks, self.data, self.sinks = config, ranks, data, sinks
         self.progress = Progress()
         self.model, self.overlap = build_model(config, ranks)
+        self.fp8 = fp8.quantize(self.model, config.fp8)
         self.optimizer = Optimizer(self.model, config.optimizer, config.train)
         to_low_precision(self.model, self.optimizer, config, ranks)
         self.checkpoints = _checkpoints(config, ranks)
@@ -100,6 +105,8 @@ class Trainer:
         train = self.config.train
         stream = self._stream()
         self._clock = Moment(self.ranks.device)
+        if self.fp8 is not None:
+            self._note(fp8.summary(self.fp8))
         if self.progress.step == 0 and self.config.checkpoint.save and 0 in self.config.checkpoint.extra_steps:
             self.save()
         while self.progress.step < train.steps and not self._ends():
@@ -119,6 +126,8 @@ class Trainer:
                 with self._timed("optimizer"):
                     stepped = self.optimizer.step(lr)
                 balance_experts(self.model, self.ranks)
+                if self.config.fp8.recipe == "tensor-delayed":
+                    update_scales(self.model, dist.group.WORLD if self.ranks.world_size > 1 else None)
                 self._advance(loss, stepped, lr, micro_batches)
             for name in self._evaluations_due():
                 self._finish_previous_step()
@@ -148,15 +157,16 @@ class Trainer:
         ranks = self.ranks
         counted = ranks.sum_over_data(_counted(micro_batches))
         total = torch.zeros((), device=ranks.device)
-        for index, batch in enumerate(micro_batches):
-            # earlier micro-batches accumulate locally: one reduction per step
-            set_gradient_sync(self.model, index == len(micro_batches) - 1)
-            labels, weight = normalize_labels(batch.labels, counted)
-            with self._timed("forward"):
-                loss = self._loss(batch._replace(labels=labels)) * (weight * ranks.dp_size)
-            with self._timed("backward"):
-                self.optimizer.scaled(loss).backward()
-            total += loss.detach()
+        with shared_weights(self.model) if len(micro_batches) > 1 else contextlib.nullcontext():
+            for index, batch in enumerate(micro_batches):
+                # earlier micro-batches accumulate locally: one reduction per step
+                set_gradient_sync(self.model, index == len(micro_batches) - 1)
+                labels, weight = normalize_labels(batch.labels, counted)
+                with self._timed("forward"):
+                    loss = self._loss(batch._replace(labels=labels)) * (weight * ranks.dp_size)
+                with self._timed("backward"):
+                    self.optimizer.scaled(loss).backward()
+                total += loss.detach()
         # the stop flag rides on the loss's all-reduce: all ranks see it at the same step without another collective
         return self.ranks.mean(torch.stack([total, torch.full_like(total, float(self.should_stop))]))
 
@@ -263,13 +273,21 @@ class Trainer:
         if checkpoint is None:
             return False
         facts = done_by_all(lambda: self._facts_of_run(checkpoint), group)
-        checkpoint_store.load(checkpoint, self.optimizer.tensors(), group=group)
+        checkpoint_store.load(checkpoint, done_by_all(lambda: self._tensors_in(checkpoint), group), group=group)
         self.optimizer.weights_from_masters()
         self.progress = Progress(facts["step"], facts["samples"], facts["tokens"], facts.get("skipped", 0))
         self._note(f"resumed step {self.progress.step} from {checkpoint}")
         changed = _changed(facts["config"], self.config.model_dump(mode="json"))
         self.resumed_from = str(checkpoint) + (f", with other settings: {', '.join(changed)}" if changed else "")
         return True
+
+    def _tensors_in(self, checkpoint: Path) -> dict[str, Tensor]:
+        """What a checkpoint is to fill: everything, but for delayed scales that a run without them did not save."""
+        tensors = self.optimizer.tensors()
+        if not any(map(fp8.is_statistic, tensors)):
+            return tensors
+        stored = checkpoint_store.dtypes(checkpoint)
+        return {name: t for name, t in tensors.items() if name in stored or not fp8.is_statistic(name)}
 
     def _facts_of_run(self, checkpoint: Path) -> dict[str, Any]:
         """A checkpoint's facts. Raises CheckpointError, or ValueError naming a field that this run's model has not."""
@@ -302,6 +320,7 @@ class Trainer:
             _refuse_midst(weights)
         tensors = self.optimizer.tensors()
         ours = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        ours = {name: t for name, t in ours.items() if not fp8.is_statistic(name)}
         done_by_all(lambda: fill(ours, fitted(weights, self.config.model).tensors()), group)
         self.optimizer.weights_from_masters()
         self._note(f"weights from {weights.path} ({NAMES[weights.kind]})")

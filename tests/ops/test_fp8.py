@@ -37,7 +37,7 @@ def assert_same_bytes(found: Copies, exact: Copies) -> None:
 
 
 def test_scales_by_their_definition() -> None:
-    """In Python's floats: every exponent, mantissas beside the one where the power of two changes, and what has none."""
+    """In Python floats: every exponent, mantissas beside the one where the power of two changes, what has none."""
     for format, most in MAX.items():
         mantissas = (1.0, 1.25, 1.75, 1.75 + 2**-23, 1.75 - 2**-23, 2 - 2**-23)
         amaxes = [m * 2.0**e for e in range(-126, 128) for m in mantissas] + [2.0**-149, 2.0**-127]

@@ -129,22 +129,31 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     if dy is None:
         return (None,) * 16
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-    dy = as_rows(dy)
+    weight, w_inv, wt, wt_inv, x_t, x_inv, w_scale = ctx.saved_tensors  # once: recomputation unpacks them once
+    kernel, dy = ctx.options[-1], as_rows(dy)
+    dx = dw = db = None
     with without_autocast(dy.device):
-        rows, columns = _grads(ctx, dy, need_dx, need_dw)
-        dx = dw = db = None
+        fold = None
+        if ctx.options[0] == "row":
+            fold = w_scale.reciprocal() if w_inv is None else w_inv
+        rows, columns = _grads(ctx, dy, need_dx, need_dw, fold)
         if need_dx:
-            dx = _dgrad(ctx, rows)
-        if need_dw:
-            dw = _wgrad(ctx, columns)
+            transposed = _transposed(ctx, weight, w_scale) if wt is None else Quantized(wt, wt_inv)
+            if fold is not None:
+                transposed = transposed._replace(scale_inv=fold.new_ones(weight.shape[1]))  # W's are in dy
+            dx = _product(rows, transposed, weight.dtype, False, kernel)
+        if need_dw and ctx.main_grad is None:
+            dw = _product(columns, Quantized(x_t, x_inv), weight.dtype, False, kernel)
+        elif need_dw:
+            fp8_gemm_into_op(*columns, x_t, x_inv, None, ctx.main_grad, True, False, None, kernel)
         if need_db:
             db = dy.sum(0, dtype=acc_dtype(dy.dtype)).to(dy.dtype)
     return dx, dw, db, *(None,) * 13
 
 
-def _grads(ctx: Any, dy: Tensor, need_dx: bool, need_dw: bool) -> tuple[Quantized, Quantized]:
+def _grads(ctx: Any, dy: Tensor, need_dx: bool, need_dw: bool, fold: Tensor | None) -> tuple[Quantized, Quantized]:
     """dy by rows for dgrad, and its transposed copy for wgrad."""
-    by, grad_format, power_of_two, _, _, kernel = ctx.options
+    by, grad_format, power_of_two, *_, kernel = ctx.options
     _, _, in_dgrad, in_wgrad = _KINDS[by]
     options = (grad_format, power_of_two, kernel)
     if in_dgrad == in_wgrad:
@@ -156,32 +165,17 @@ def _grads(ctx: Any, dy: Tensor, need_dx: bool, need_dw: bool) -> tuple[Quantize
     none = dy.new_empty(0, dtype=torch.float32)
     rows = columns = Quantized(none, none)
     if need_dx:
-        _, w_inv, _, _, _, _, w_scale = ctx.saved_tensors
-        inverse = w_scale.reciprocal() if w_inv is None else w_inv
-        rows = _quantized(dy, in_dgrad, *options, fold=inverse, rows=True).rows
+        rows = _quantized(dy, in_dgrad, *options, fold=fold, rows=True).rows
     if need_dw:
         columns = _quantized(dy, in_wgrad, *options, columns=True).columns
     return rows, columns
 
 
-def _dgrad(ctx: Any, dy: Quantized) -> Tensor:
-    by, _, power_of_two, _, _, kernel = ctx.options
-    weight, _, wt, wt_inv, _, _, w_scale = ctx.saved_tensors
-    if wt is None:
-        scale = None if by == "block" else w_scale
-        wt, wt_inv = _quantized(weight, _KINDS[by][1], "e4m3", power_of_two, kernel, scale=scale, columns=True).columns
-    if by == "row":
-        wt_inv = wt_inv.new_ones(weight.shape[1])  # in dy
-    return _product(dy, Quantized(wt, wt_inv), weight.dtype, False, kernel)
-
-
-def _wgrad(ctx: Any, dy: Quantized) -> Tensor | None:
-    weight, _, _, _, x_t, x_inv, _ = ctx.saved_tensors
-    kernel = ctx.options[-1]
-    if ctx.main_grad is None:
-        return _product(dy, Quantized(x_t, x_inv), weight.dtype, False, kernel)
-    fp8_gemm_into_op(*dy, x_t, x_inv, None, ctx.main_grad, True, False, None, kernel)
-    return None
+def _transposed(ctx: Any, weight: Tensor, w_scale: Tensor) -> Quantized:
+    """Wᵀ, by the scales of the forward."""
+    by, _, power_of_two, *_, kernel = ctx.options
+    scale = None if by == "block" else w_scale
+    return _quantized(weight, _KINDS[by][_WEIGHT], "e4m3", power_of_two, kernel, scale=scale, columns=True).columns
 
 
 def _raise(amaxes: Tensor, amax: Tensor, first: int) -> None:
