@@ -78,7 +78,10 @@ def test_which_layers() -> None:
     assert [part.name for part in report.quantized] == [
         "blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2", "moe.experts.0",
     ]  # fmt: skip
-    assert {part.name: part.why for part in report.left} == {"moe.gate": "keep has 'router'", "out": "keep has 'lm_head'"}
+    assert {part.name: part.why for part in report.left} == {
+        "moe.gate": "keep has 'router'",
+        "out": "keep has 'lm_head'",
+    }
     assert "blocks.0.0: row" in str(report) and "out: stays, keep has 'lm_head'" in str(report)
     assert not quantize_model(model, Block()).quantized  # they are already
 
