@@ -17,7 +17,7 @@ from powertrain.runtime.target import Target
 
 # words that `keep` may have beside patterns
 GROUPS = ("lm_head", "router", "first_block", "last_block")
-_HEADS = {"lm_head", "embed_out", "output_projection"}
+_HEADS = {"lm_head", "head", "embed_out", "output_projection"}
 _ROUTERS = {"router", "gate"}
 # N K / (N + K) of a weight [N, K] below which FP8 cannot win on sm_90, however many tokens there are: its products save
 # 6 N K (1/700 - 1/1300) / 1e12 seconds a token, quantizing x and dy moves 4 (N + K) bytes a token at 3.5e12 a second

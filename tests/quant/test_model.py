@@ -301,7 +301,7 @@ def test_nan_and_scale_buffers_name_their_layer() -> None:
 def test_recipes_by_name_and_value() -> None:
     assert [str(named(name)) for name in NAMES] == list(NAMES)
     assert named("row") == Row() and hash(named("block")) == hash(Block()) and Row() != Row("hybrid")
-    with pytest.raises(ValueError, match="recipe: name must be one of 'tensor', 'tensor-delayed', .*, got 'mxfp8'"):
+    with pytest.raises(ValueError, match=r"recipe: name must be one of 'tensor', 'tensor-delayed', .*, got 'mxfp8'"):
         named("mxfp8")
     for wrong in (lambda: TensorRecipe(scale="last"), lambda: Row("e5m2"), lambda: TensorRecipe(history=0)):
         with pytest.raises(ValueError, match="must be"):

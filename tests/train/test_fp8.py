@@ -149,7 +149,7 @@ def test_keys_of_gpt_neox(tmp_path: Path) -> None:
     assert recipe == Tensor(scale="delayed", format="e4m3", history=16)
     assert run.config.fp8.keep == ("lm_head", "router", "*.mlp.*")
     rows = {row.key: row for row in run.table}
-    assert "projections by tensor-delayed" in rows["te_fp8_mha"].words
+    assert "projections by tensor-delayed" in rows["te_fp8_mha"].explanation
     run = read_config([_neox(tmp_path, "te_fp8_margin: 2")], [])
     assert recipe_of(run.config.fp8) is None
     with pytest.raises(UnsupportedConfig, match="te_fp8_wgrad is not supported at False"):
