@@ -73,23 +73,29 @@ def _fp8_gemm_kernel(
     height = tl.minimum(tiles_m - first_m, GROUP_M)
     tile -= first_m * tiles_n
     row, col = (first_m + tile % height) * BLOCK_M, tile // height * BLOCK_N
-    rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
-    cols = (col + tl.arange(0, BLOCK_N)).to(tl.int64)
-    sa_ptr += rows // A_ROWS * stride_sam
-    sb_ptr += cols // B_ROWS * stride_sbn
+    lanes_m, lanes_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    rows, cols = row + lanes_m, col + lanes_n
+    sa_ptr += (rows // A_ROWS).to(tl.int64) * stride_sam
+    sb_ptr += (cols // B_ROWS).to(tl.int64) * stride_sbn
+    # 64 bits for a tile's place, 32 within it
+    a_ptr += row.to(tl.int64) * stride_am
+    b_ptr += col.to(tl.int64) * stride_bn
     if TMA:
-        a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [stride_am, 1], [BLOCK_M, BLOCK_K])
-        b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
+        # beyond the last row they give zeros
+        a_desc = tl.make_tensor_descriptor(a_ptr, [M - row, K], [stride_am, 1], [BLOCK_M, BLOCK_K])
+        b_desc = tl.make_tensor_descriptor(b_ptr, [N - col, K], [stride_bn, 1], [BLOCK_N, BLOCK_K])
 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
         if TMA:
-            a = a_desc.load([row, k])  # [BLOCK_M, BLOCK_K]
-            b = b_desc.load([col, k])  # [BLOCK_N, BLOCK_K]
+            a = a_desc.load([0, k])  # [BLOCK_M, BLOCK_K]
+            b = b_desc.load([0, k])  # [BLOCK_N, BLOCK_K]
         else:
             ks = k + tl.arange(0, BLOCK_K)
-            a = tl.load(a_ptr + rows[:, None] * stride_am + ks[None, :], mask=(rows < M)[:, None] & (ks < K)[None, :])
-            b = tl.load(b_ptr + cols[:, None] * stride_bn + ks[None, :], mask=(cols < N)[:, None] & (ks < K)[None, :])
+            in_k = (ks < K)[None, :]
+            # [BLOCK_M, BLOCK_K], [BLOCK_N, BLOCK_K]
+            a = tl.load(a_ptr + lanes_m[:, None] * stride_am + ks[None, :], mask=(rows < M)[:, None] & in_k, other=0.0)
+            b = tl.load(b_ptr + lanes_n[:, None] * stride_bn + ks[None, :], mask=(cols < N)[:, None] & in_k, other=0.0)
         # a sum of its own for each block of K: the products' own one keeps too few bits
         part = tl.dot(a, b.T)
         if BY_GROUP:
@@ -104,7 +110,7 @@ def _fp8_gemm_kernel(
         acc *= sa[:, None] * sb[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    where = out_ptr + rows[:, None] * stride_om + cols[None, :]
+    where = out_ptr + row.to(tl.int64) * stride_om + col + lanes_m[:, None] * stride_om + lanes_n[None, :]
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     if ACCUMULATE:
         acc += tl.load(where, mask=mask, other=0.0)
@@ -122,9 +128,11 @@ class _Plan(NamedTuple):
 @tunable("never measured", ("num_stages",))
 def _plan(M: int, N: int, by_group: bool, target: Target) -> _Plan:
     """Tiles of out; a block of K is 128, the groups' length."""
-    if target.arch in (90, 100, 103):
+    if target.arch == 90:
         return _Plan(128, 128, 8, 4, True)
-    return _Plan(128, 128, 8, 2) if min(M, N) > 64 else _Plan(64, 64, 4, 2)
+    if target.arch in (100, 103):
+        return _Plan(128, 64, 8, 4, True)  # 128 columns spill 296 bytes
+    return _Plan(64, 128, 8, 2)  # 128x128 spills 2000 bytes
 
 
 def _form(a: Quantized, b: Quantized) -> tuple[str, str]:
