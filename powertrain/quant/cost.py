@@ -1,7 +1,7 @@
 """Expected times and memory of a linear layer in FP8 and in bf16, from measured rates; no GPU is asked.
 
-    product    2 M N K operations at the rate of its form
-    quantize   bytes of x [M, K], dy [M, N] and W [N, K], read and written, at a share of the memory's bandwidth
+product    2 M N K operations at the rate of its form
+quantize   bytes of x [M, K], dy [M, N] and W [N, K], read and written, at a share of the memory's bandwidth
 """
 
 from dataclasses import dataclass
@@ -55,5 +55,11 @@ def expected(M: int, N: int, K: int, recipe: Recipe, target: Target) -> Expected
     groups = 4 * M * K // 128 if recipe.by != "tensor" else 4
     fprop, dgrad, wgrad = (operations / rate for rate in rates)
     return Expected(
-        fprop, dgrad, wgrad, moved / (_SHARE * target.bandwidth) * 1e3, 3 * operations / _BF16, M * K + groups, 2 * M * K
+        fprop,
+        dgrad,
+        wgrad,
+        moved / (_SHARE * target.bandwidth) * 1e3,
+        3 * operations / _BF16,
+        M * K + groups,
+        2 * M * K,
     )

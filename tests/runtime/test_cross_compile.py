@@ -128,8 +128,6 @@ def _spills(found: dict[str, dict[str, list[int]]], most: int = 64) -> dict[tupl
         for arch, facts in archs.items()
         if facts[1] > (152 if arch in ("sm_100", "sm_103") and name.startswith("_attention_") else most)
         and not (arch == "sm_90" and name.startswith(("_attention_", "_hopper_attention_")))
-        # scales of groups that are no powers of two: a division calls a subroutine, around which a tile is spilled
-        and not (name.startswith("_quantize_tile_kernel") and "BY=group" in name and "POWER_OF_TWO=False" in name)
     }
 
 

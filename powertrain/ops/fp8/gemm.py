@@ -52,10 +52,10 @@ def _fp8_gemm_kernel(
     stride_am,
     stride_bn,
     stride_om,
-    stride_sam,
-    stride_sag,
-    stride_sbn,
-    stride_sbg,
+    step_am,  # of scales; as strides they would be among those that must all be multiples of 16
+    step_ag,
+    step_bn,
+    step_bg,
     A_ROWS: tl.constexpr,  # rows of a that share a scale: 1 or 128
     B_ROWS: tl.constexpr,
     BY_GROUP: tl.constexpr,  # scales differ along K
@@ -75,8 +75,8 @@ def _fp8_gemm_kernel(
     row, col = (first_m + tile % height) * BLOCK_M, tile // height * BLOCK_N
     lanes_m, lanes_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     rows, cols = row + lanes_m, col + lanes_n
-    sa_ptr += (rows // A_ROWS).to(tl.int64) * stride_sam
-    sb_ptr += (cols // B_ROWS).to(tl.int64) * stride_sbn
+    sa_ptr += (rows // A_ROWS).to(tl.int64) * step_am
+    sb_ptr += (cols // B_ROWS).to(tl.int64) * step_bn
     # 64 bits for a tile's place, 32 within it
     a_ptr += row.to(tl.int64) * stride_am
     b_ptr += col.to(tl.int64) * stride_bn
@@ -99,8 +99,8 @@ def _fp8_gemm_kernel(
         # a sum of its own for each block of K: the products' own one keeps too few bits
         part = tl.dot(a, b.T)
         if BY_GROUP:
-            sa = tl.load(sa_ptr + k // BLOCK_K * stride_sag, mask=rows < M, other=0.0)  # [BLOCK_M]
-            sb = tl.load(sb_ptr + k // BLOCK_K * stride_sbg, mask=cols < N, other=0.0)  # [BLOCK_N]
+            sa = tl.load(sa_ptr + k // BLOCK_K * step_ag, mask=rows < M, other=0.0)  # [BLOCK_M]
+            sb = tl.load(sb_ptr + k // BLOCK_K * step_bg, mask=cols < N, other=0.0)  # [BLOCK_N]
             acc += part * (sa[:, None] * sb[None, :])
         else:
             acc += part
@@ -131,8 +131,8 @@ def _plan(M: int, N: int, by_group: bool, target: Target) -> _Plan:
     if target.arch == 90:
         return _Plan(128, 128, 8, 4, True)
     if target.arch in (100, 103):
-        return _Plan(128, 64, 8, 4, True)  # 128 columns spill 296 bytes
-    return _Plan(64, 128, 8, 2)  # 128x128 spills 2000 bytes
+        return _Plan(128, 64, 8, 4, True)
+    return _Plan(64, 128, 8, 2)  # 128x128 takes 255 registers
 
 
 def _form(a: Quantized, b: Quantized) -> tuple[str, str]:

@@ -37,7 +37,7 @@ def _scale_of(bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """The scale for the bits of a largest magnitude."""
     is_plain = (bits > 0) & (bits < _INF_BITS)
     if POWER_OF_TWO:
-        # by exponents, since a division calls a subroutine, around which a tile spills. MAX is 1.75 * 2^n in both
+        # by exponents: a division calls a subroutine, and costs 41 registers by group. MAX is 1.75 * 2^n in both
         # formats: MAX / amax is at least 2 to the difference of their exponents unless amax has the larger mantissa
         exponent: tl.constexpr = 135 if MAX == 448.0 else 142  # of MAX, biased
         power = exponent + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
@@ -108,10 +108,10 @@ def _quantize_tile_kernel(
     R16,
     C16,
     stride_xm,
-    stride_sr,
-    stride_sc,
-    stride_tr,
-    stride_tc,
+    step_r,  # of scales; as strides they would be among those that must all be multiples of 16
+    step_c,
+    step_tr,
+    step_tc,
     BY: tl.constexpr,
     MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -119,7 +119,7 @@ def _quantize_tile_kernel(
 ):
     tiles_c = tl.cdiv(C, BLOCK)
     tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
-    # 64 bits for the tile's place, 32 within it: an address of 64 bits each element would spill
+    # 64 bits for the tile's place, 32 within it
     row, col = (tile_r * BLOCK).to(tl.int64), (tile_c * BLOCK).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     rows, cols = tile_r * BLOCK + lanes, tile_c * BLOCK + lanes
@@ -141,16 +141,16 @@ def _quantize_tile_kernel(
     if data_t_ptr is not None:
         at_cols += col * R16 + row
     if BY == "group":
-        # one copy after the other: both at once spill
+        # one copy after the other, so that fewer registers live at once
         if data_ptr is not None:
             scale = _scale_of(tl.max(bits, 1), MAX, POWER_OF_TWO)  # [BLOCK]
-            start = scale_inv_ptr + row * stride_sr + tile_c.to(tl.int64) * stride_sc
-            tl.store(start + lanes * stride_sr, _inverse(scale, POWER_OF_TWO), mask=rows < R)  # [BLOCK]
+            start = scale_inv_ptr + row * step_r + tile_c.to(tl.int64) * step_c
+            tl.store(start + lanes * step_r, _inverse(scale, POWER_OF_TWO), mask=rows < R)  # [BLOCK]
             _store_rows(at_rows, x * scale[:, None], rows < R, cols < C16, C16, BLOCK)
         if data_t_ptr is not None:
             scale = _scale_of(tl.max(_bits(x), 0), MAX, POWER_OF_TWO)  # [BLOCK]
-            start = scale_inv_t_ptr + col * stride_tr + tile_r.to(tl.int64) * stride_tc
-            tl.store(start + lanes * stride_tr, _inverse(scale, POWER_OF_TWO), mask=cols < C)  # [BLOCK]
+            start = scale_inv_t_ptr + col * step_tr + tile_r.to(tl.int64) * step_tc
+            tl.store(start + lanes * step_tr, _inverse(scale, POWER_OF_TWO), mask=cols < C)  # [BLOCK]
             _store_rows(at_cols, (x * scale[None, :]).T, cols < C, rows < R16, R16, BLOCK)
     else:
         if BY == "tensor":
@@ -167,12 +167,10 @@ def _quantize_tile_kernel(
         else:
             scale = _scale_of(tl.max(tl.max(bits, 1), 0), MAX, POWER_OF_TWO)
             if data_ptr is not None:
-                tl.store(
-                    scale_inv_ptr + tile_r.to(tl.int64) * stride_sr + tile_c * stride_sc, _inverse(scale, POWER_OF_TWO)
-                )
+                tl.store(scale_inv_ptr + tile_r.to(tl.int64) * step_r + tile_c * step_c, _inverse(scale, POWER_OF_TWO))
             if data_t_ptr is not None:
                 tl.store(
-                    scale_inv_t_ptr + tile_c.to(tl.int64) * stride_tr + tile_r * stride_tc,
+                    scale_inv_t_ptr + tile_c.to(tl.int64) * step_tr + tile_r * step_tc,
                     _inverse(scale, POWER_OF_TWO),
                 )
             x *= scale
@@ -245,8 +243,8 @@ class _Plan(NamedTuple):
 
 @tunable("never measured")
 def _plan_tile(by: str, target: Target) -> _Plan:
-    """64 elements a thread of a tile; by block that spills 136 bytes."""
-    return _Plan(GROUP, 16 if by == "block" else 8)
+    """32 elements a thread of a tile: 64 take twice the registers, so that an SM holds no more of them."""
+    return _Plan(GROUP, 16)
 
 
 @tunable("never measured")
