@@ -20,7 +20,7 @@ def show(files: list[str], arch: list[str]) -> None:
     run = read_run(files)
     from powertrain.train.explain_fp8 import explain
 
-    console, config = Console(width=140, highlight=False), sized(run)
+    console, config = Console(width=140, highlight=False, soft_wrap=False), sized(run)
     for name in arch:
         try:
             target = Target.parse(name)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime.target import Target
 
-# TFLOP/s of 8192^3 on one H200, of cuBLAS and CUTLASS as torch 2.11 calls them (torch._scaled_mm): bf16; by recipe of y,
-# of dx and of dW. Those of dW by row and block are assumed to be those of dx; "fast" is y's alone
+# TFLOP/s of 8192^3 on one H200, of cuBLAS and CUTLASS as torch 2.11 calls them (torch._scaled_mm): bf16; by recipe
+# of y, of dx and of dW. That of dW by row and block is assumed, from dx by block
 _SMS = 132
 _BF16 = 730.0
 _RATES = {

@@ -31,7 +31,7 @@ class Line:
 
 
 def explain(config: RunConfig, target: Target) -> tuple[Line, ...]:
-    """Every linear layer of a run on `target`, for one micro-batch. Raises ValueError for a section without a recipe."""
+    """Every linear layer of a run on `target`, for a micro-batch. Raises ValueError where fp8.recipe is none."""
     model = build(config.model)
     report = quantize(model, config.fp8, target)
     if report is None:
@@ -43,8 +43,8 @@ def explain(config: RunConfig, target: Target) -> tuple[Line, ...]:
         layer = model.get_submodule(name)
         N, K = layer.out_features, layer.in_features
         figures = expected(tokens, N, K, part.recipe, target) if part.recipe else None
-        line = Line(re.sub(r"\.\d+\.", ".*.", name), 1, (N, K), str(part.recipe or config.train.precision), part.why,
-                    figures)  # fmt: skip
+        recipe = str(part.recipe or config.train.precision)
+        line = Line(re.sub(r"\.\d+\.", ".*.", name), 1, (N, K), recipe, part.why, figures)
         key = (line.name, line.shape, line.why)
         before = found.get(key)
         found[key] = line if before is None else replace(before, count=before.count + 1)
