@@ -147,17 +147,17 @@ def test_inductor(recipe: object) -> None:
 
 def test_self_test_passes_and_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, capfd: object) -> None:
     module._self_tests.clear()
-    assert module._self_test(CUDA) is None
+    assert all(module._self_test(CUDA, dtype) is None for dtype in (torch.bfloat16, torch.float16, torch.float32))
     right = module._launch
 
     def wrong(x: Tensor, *args: object) -> None:
         right(x, *args)
-        args[-1].data.view(torch.uint8)[3, 4] ^= 1
+        args[-1].data.view(torch.uint8)[3, 4] ^= 1  # the results are the last argument
 
     x = torch.randn(64, 64, device=CUDA).bfloat16()
     monkeypatch.setattr(module, "_launch", wrong)
     found = fp8_quantize(x, "tensor")
-    assert module._self_tests[0] is not None and "data by tensor in e4m3 differs" in module._self_tests[0]
+    assert "data by tensor in e4m3 differs" in str(module._self_tests[torch.bfloat16][0])
     _assert_same_bytes(found, quantize_ref(x.cpu(), "tensor", "e4m3"))
     module._self_tests.clear()
 

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, padded
 from powertrain.ops.fp8.gemm import fp8_gemm_into_op, fp8_gemm_op
-from powertrain.ops.fp8.quantize import _quantize_op, fp8_quantize, kernels_serve
+from powertrain.ops.fp8.quantize import _quantize_op, fp8_quantize
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, is_traced, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
 
 By = Literal["tensor", "row", "block"]
@@ -261,7 +261,7 @@ def fp8_linear(
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     grad_format = grad_format or ("e5m2" if by == "tensor" else "e4m3")
     _check(x, weight, bias, by, grad_format, scales, amaxes, weight_copies, main_grad)
-    served = kernels_serve(x)
+    served = use_kernel("fp8_linear", x)
     # x frozen, or weight: what only the other's gradient needs is kept too, in one kernel
     keep = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
     copies = (None,) * 4 if weight_copies is None else (*weight_copies.rows, *weight_copies.columns)

@@ -13,6 +13,8 @@ of bfloat16.
 amax is a maximum of integers, which are ordered like magnitudes: exact, in any order, with NaN on top.
 """
 
+from collections import defaultdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -115,20 +117,21 @@ def _quantize_tile_kernel(
     BY: tl.constexpr,
     MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # 128 by block, and by group for the transposed copy
+    BLOCK_C: tl.constexpr,  # 128 by block, and by group for the copy by rows
 ):
-    tiles_c = tl.cdiv(C, BLOCK)
+    tiles_c = tl.cdiv(C, BLOCK_C)
     tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     # 64 bits for the tile's place, 32 within it
-    row, col = (tile_r * BLOCK).to(tl.int64), (tile_c * BLOCK).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
-    rows, cols = tile_r * BLOCK + lanes, tile_c * BLOCK + lanes
+    row, col = (tile_r * BLOCK_R).to(tl.int64), (tile_c * BLOCK_C).to(tl.int64)
+    lanes_r, lanes_c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    rows, cols = tile_r * BLOCK_R + lanes_r, tile_c * BLOCK_C + lanes_c
     mask = (rows < R)[:, None] & (cols < C)[None, :]
-    where = lanes[:, None] * stride_xm + lanes[None, :]
+    where = lanes_r[:, None] * stride_xm + lanes_c[None, :]
     x = tl.load(x_ptr + row * stride_xm + col + where, mask=mask, other=0.0).to(tl.float32)
     if fold_ptr is not None:
         x *= tl.load(fold_ptr + cols, mask=cols < C, other=0.0)[None, :]
-    bits = _bits(x)  # [BLOCK, BLOCK]
+    bits = _bits(x)  # [BLOCK_R, BLOCK_C]
     if amax_ptr is not None:
         most = tl.max(tl.max(bits, 1), 0)
         if most > 0:
@@ -143,15 +146,15 @@ def _quantize_tile_kernel(
     if BY == "group":
         # one copy after the other, so that fewer registers live at once
         if data_ptr is not None:
-            scale = _scale_of(tl.max(bits, 1), MAX, POWER_OF_TWO)  # [BLOCK]
+            scale = _scale_of(tl.max(bits, 1), MAX, POWER_OF_TWO)  # [BLOCK_R]
             start = scale_inv_ptr + row * step_r + tile_c.to(tl.int64) * step_c
-            tl.store(start + lanes * step_r, _inverse(scale, POWER_OF_TWO), mask=rows < R)  # [BLOCK]
-            _store_rows(at_rows, x * scale[:, None], rows < R, cols < C16, C16, BLOCK)
+            tl.store(start + lanes_r * step_r, _inverse(scale, POWER_OF_TWO), mask=rows < R)  # [BLOCK_R]
+            _store_rows(at_rows, x * scale[:, None], rows < R, cols < C16, C16, BLOCK_R, BLOCK_C)
         if data_t_ptr is not None:
-            scale = _scale_of(tl.max(_bits(x), 0), MAX, POWER_OF_TWO)  # [BLOCK]
+            scale = _scale_of(tl.max(_bits(x), 0), MAX, POWER_OF_TWO)  # [BLOCK_C]
             start = scale_inv_t_ptr + col * step_tr + tile_r.to(tl.int64) * step_tc
-            tl.store(start + lanes * step_tr, _inverse(scale, POWER_OF_TWO), mask=cols < C)  # [BLOCK]
-            _store_rows(at_cols, (x * scale[None, :]).T, cols < C, rows < R16, R16, BLOCK)
+            tl.store(start + lanes_c * step_tr, _inverse(scale, POWER_OF_TWO), mask=cols < C)  # [BLOCK_C]
+            _store_rows(at_cols, (x * scale[None, :]).T, cols < C, rows < R16, R16, BLOCK_C, BLOCK_R)
     else:
         if BY == "tensor":
             scale = _scale_of(tl.load(own_amax_ptr), MAX, POWER_OF_TWO)
@@ -175,17 +178,16 @@ def _quantize_tile_kernel(
                 )
             x *= scale
         if data_ptr is not None:
-            _store_rows(at_rows, x, rows < R, cols < C16, C16, BLOCK)
+            _store_rows(at_rows, x, rows < R, cols < C16, C16, BLOCK_R, BLOCK_C)
         if data_t_ptr is not None:
-            _store_rows(at_cols, x.T, cols < C, rows < R16, R16, BLOCK)
+            _store_rows(at_cols, x.T, cols < C, rows < R16, R16, BLOCK_C, BLOCK_R)
 
 
 @triton.jit
-def _store_rows(ptr, x, in_rows, in_cols, width, BLOCK: tl.constexpr):
+def _store_rows(ptr, x, in_rows, in_cols, width, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """A tile of FP8 in rows of `width`."""
-    lanes = tl.arange(0, BLOCK)
-    out = x.to(ptr.dtype.element_ty)
-    tl.store(ptr + lanes[:, None] * width + lanes[None, :], out, mask=in_rows[:, None] & in_cols[None, :])
+    where = tl.arange(0, BLOCK_R)[:, None] * width + tl.arange(0, BLOCK_C)[None, :]
+    tl.store(ptr + where, x.to(ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
 
 
 @kernel(aligned=("C", "C16"))
@@ -237,21 +239,26 @@ def _load_part(x_ptr, fold_ptr, cols, C):
 
 
 class _Plan(NamedTuple):
-    block: int
+    block_r: int
+    block_c: int
     num_warps: int
 
 
 @tunable("never measured")
-def _plan_tile(by: str, target: Target) -> _Plan:
-    """32 elements a thread of a tile: 64 take twice the registers, so that an SM holds no more of them."""
-    return _Plan(GROUP, 16)
+def _plan_tile(by: str, rows: bool, columns: bool, target: Target) -> _Plan:
+    """Tiles for the copies wanted; both copies by group or block need whole groups in both directions."""
+    if by in ("tensor", "row"):
+        return _Plan(64, 64, 4)
+    if by == "block" or (rows and columns):
+        return _Plan(GROUP, GROUP, 16)
+    return _Plan(16, GROUP, 4) if rows else _Plan(GROUP, 32, 8)
 
 
 @tunable("never measured")
 def _plan_row(width: int, target: Target) -> _Plan:
     """A part of a row that a program holds: 32 elements a thread."""
     block = min(next_power_of_2(width), 16384)
-    return _Plan(block, max(1, min(16, block // 1024)))
+    return _Plan(1, block, max(1, min(16, block // 1024)))
 
 
 def _outputs(
@@ -287,7 +294,7 @@ def _quantize(
             part.fill_(1.0)
         for part in (out.data, out.data_t, out.amax):
             part.view(torch.uint8).zero_()
-    elif kernel:
+    elif kernel and kernels_serve(x):
         out.amax.zero_()
         _launch(as_rows(x), scale, fold, by, format, power_of_two, out)
     else:
@@ -315,16 +322,35 @@ def _launch(
         plan = _plan_row(padded(C), target)
         _quantize_row_kernel[(R,)](
             x, fold, data, own, inverse, amax, C, padded(C), x.stride(0),
-            **options, WHOLE=padded(C) <= plan.block, BLOCK_C=plan.block, num_warps=plan.num_warps,
+            **options, WHOLE=padded(C) <= plan.block_c, BLOCK_C=plan.block_c, num_warps=plan.num_warps,
         )  # fmt: skip
         if data_t is None:
             return
         scale, data, amax = own, None, None
-    strides = [t.stride() if t is not None and t.dim() == 2 else (0, 0) for t in (inverse, inverse_t)]
-    _quantize_tile_kernel[(cdiv(R, GROUP) * cdiv(C, GROUP),)](
+    parts = [(data, data_t)]
+    if by == "group" and data is not None and data_t is not None and _SPLIT:
+        parts = [(data, None), (None, data_t)]
+    for part in parts:
+        _launch_tiles(x, fold, scale, own_amax, part, own, inverse, inverse_t, amax, by, options)
+        amax = None
+
+
+# by group, copies apart: x is read twice, by programs that hold fewer registers
+_SPLIT = False
+
+
+def _launch_tiles(
+    x: Tensor, fold: Tensor | None, scale: Tensor | None, own_amax: Tensor | None,
+    copies: tuple[Tensor | None, Tensor | None], own: Tensor | None, inverse: Tensor | None, inverse_t: Tensor | None,
+    amax: Tensor | None, by: str, options: dict[str, Any],
+) -> None:  # fmt: skip
+    (R, C), (data, data_t) = x.shape, copies
+    plan = _plan_tile(by, data is not None, data_t is not None, Target.of(x.device))
+    steps = [t.stride() if t is not None and t.dim() == 2 else (0, 0) for t in (inverse, inverse_t)]
+    _quantize_tile_kernel[(cdiv(R, plan.block_r) * cdiv(C, plan.block_c),)](
         x, fold, scale, own_amax, data, data_t, own, inverse, inverse_t, amax,
-        R, C, padded(R), padded(C), x.stride(0), *strides[0], *strides[1],
-        BY=by, **options, BLOCK=GROUP, num_warps=_plan_tile(by, target).num_warps,
+        R, C, padded(R), padded(C), x.stride(0), *steps[0], *steps[1],
+        BY=by, **options, BLOCK_R=plan.block_r, BLOCK_C=plan.block_c, num_warps=plan.num_warps,
     )  # fmt: skip
 
 
@@ -334,30 +360,32 @@ _quantize_op = Op(
     _quantize,
     _outputs,
 )
-_self_tests: dict[int | None, str | None] = {}
+# by dtype of what is quantized: a defect of a compiler may concern one alone
+_self_tests: dict[torch.dtype, dict[int | None, str | None]] = defaultdict(dict)
 
 
 def kernels_serve(x: Tensor) -> bool:
-    """Whether our FP8 kernels compute on x's device; elsewhere the formulas do, in plain PyTorch."""
-    if not use_kernel("fp8_linear", x):
-        return False
+    """Whether our FP8 kernels compute on x's device, if they are not disabled; elsewhere the formulas do, in PyTorch."""
     target = Target.of(x.device)
     if not target.has_fp8:
         if tracing.first(("fp8", target.arch)):
             tracing.event("dispatch", f"fp8: emulated, because sm_{target.arch} has no FP8 products", op="fp8_linear")
         return False
-    if x.device.type != "cuda" or recording.state.recording is not None:
+    if x.device.type != "cuda" or x.element_size() == 1 or recording.state.recording is not None:
         return True
-    return self_test.failure(_self_tests, x.device, _self_test, "fp8_quantize: plain PyTorch serves") is None
+    otherwise = f"fp8_quantize of {checks.name(x.dtype)}: plain PyTorch serves"
+    return self_test.failure(_self_tests[x.dtype], x.device, partial(_self_test, dtype=x.dtype), otherwise) is None
 
 
-def _self_test(device: torch.device) -> str | None:
+def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:
     """Bytes of every kind of launch, beside the formulas' on the CPU."""
-    x = special_values()
+    x = special_values().to(dtype)
     for by in BY:
         for format in DTYPES:
-            ours = _quantize(x.to(device), None, None, by, format, True, True, True, True, True)
-            for part, found, exact in zip(Copies._fields, ours, quantize_ref(x, by, format), strict=True):
+            out = _outputs(x.to(device), None, None, by, format, True, True, True, True, True)
+            out.amax.zero_()
+            _launch(x.to(device), None, None, by, format, True, out)
+            for part, found, exact in zip(Copies._fields, out, quantize_ref(x, by, format), strict=True):
                 if found.numel() and not same_bits(found, exact):
                     return f"{part} by {by} in {format} differs from its formula (triton {triton.__version__})"
     return None
@@ -421,5 +449,7 @@ def fp8_quantize(
     if fold is not None:
         checks.one_of(op, "by", by, ("row",))
         checks.shape(op, "fold", fold, x.shape[1:], "columns of x")
-    found = _quantize_op(x.detach(), scale, fold, by, format, power_of_two, rows, columns, measure, kernels_serve(x))
+    found = _quantize_op(
+        x.detach(), scale, fold, by, format, power_of_two, rows, columns, measure, use_kernel("fp8_linear", x)
+    )
     return Copies(*found)
