@@ -1,6 +1,7 @@
 """FP8 in a run: its section of the config as a recipe, applied to the model."""
 
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from powertrain.train.config.schema import FP8Config
 
 def recipe_of(config: FP8Config) -> Recipe | None:
     """The recipe that a run's section `fp8` states; None: none."""
-    formats = {} if config.format is None else {"format": config.format}
+    formats: dict[str, Any] = {} if config.format is None else {"format": config.format}
     if config.recipe == "none":
         return None
     if config.recipe == "row":

@@ -365,12 +365,13 @@ _self_tests: dict[torch.dtype, dict[int | None, str | None]] = defaultdict(dict)
 
 
 def kernels_serve(x: Tensor) -> bool:
-    """Whether our FP8 kernels compute on x's device, if they are not disabled; elsewhere the formulas do, in PyTorch."""
+    """Whether our FP8 kernels serve x on its device, if they are not disabled; elsewhere the formulas do, in PyTorch."""
     target = Target.of(x.device)
     if not target.has_fp8:
         if tracing.first(("fp8", target.arch)):
             tracing.event("dispatch", f"fp8: emulated, because sm_{target.arch} has no FP8 products", op="fp8_linear")
         return False
+    # operands that are FP8 already were quantized by a kernel that was tested
     if x.device.type != "cuda" or x.element_size() == 1 or recording.state.recording is not None:
         return True
     otherwise = f"fp8_quantize of {checks.name(x.dtype)}: plain PyTorch serves"
