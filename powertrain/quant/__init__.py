@@ -12,6 +12,9 @@ _PUBLIC = {
     "dequantize_model": "powertrain.quant.model",
     "shared_weights": "powertrain.quant.model",
     "update_scales": "powertrain.quant.scales",
+    "watch": "powertrain.quant.readings",
+    "Reading": "powertrain.quant.readings",
+    "Readings": "powertrain.quant.readings",
     "Report": "powertrain.quant.model",
     "Part": "powertrain.quant.model",
 }

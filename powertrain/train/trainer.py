@@ -117,7 +117,8 @@ class Trainer:
                     micro_batches = [
                         next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)
                     ]
-                loss = self._forward_backward(micro_batches)
+                with fp8.watched(self.model, self.config.fp8, step + 1, self._note):
+                    loss = self._forward_backward(micro_batches)
                 self._log_overlap()
                 # only now, so that the host waits for the last step while the device computes this one; before the
                 # update, so that a bad step is the last to change anything

@@ -52,8 +52,12 @@ SHORT = ("checkpoint.save=false", "evaluation.every=0", "evaluation.at_end=false
 def test_runs_learn_as_without(tmp_path: Path) -> None:
     plain, _ = _run(tmp_path / "plain", *SHORT, "train.steps=6")
     for recipe in ("tensor", "tensor-delayed", "row", "block"):
-        found, _ = _run(tmp_path / "fp8", *SHORT, "train.steps=6", f"fp8.recipe={recipe}")
+        found, _ = _run(tmp_path / "fp8", *SHORT, "train.steps=6", f"fp8.recipe={recipe}", "fp8.watch=4")
         assert found.notes[0].startswith(f"fp8: 10 linear layers by {recipe}")
+        (reading,) = (note for note in found.notes if note.startswith("fp8 at step"))
+        assert (
+            reading.startswith("fp8 at step 4, the largest errors of 30 operands:") and reading.count("underflow") == 3
+        )
         assert found.losses != plain.losses
         assert abs(found.losses[-1] - plain.losses[-1]) < 0.02 * plain.losses[-1]
 

@@ -36,7 +36,7 @@ from powertrain.runtime.flops import Shape
 
 By = Literal["tensor", "row", "block"]
 # by -> granularities of x, W, dy for dgrad, and of dyᵀ and xᵀ
-_KINDS = {
+GRANULARITIES = {
     "tensor": ("tensor", "tensor", "tensor", "tensor"),
     "row": ("row", "row", "row", "group"),
     "block": ("group", "block", "group", "group"),
@@ -52,7 +52,9 @@ def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 def quantized_weight(weight: Tensor, by: By, *, power_of_two: bool = True, scale: Tensor | None = None) -> Copies:
     """Both copies of a weight [N, K], which several calls of `fp8_linear` may share."""
-    return fp8_quantize(weight, _KINDS[by][_WEIGHT], power_of_two=power_of_two, scale=scale, measure=scale is not None)
+    return fp8_quantize(
+        weight, GRANULARITIES[by][_WEIGHT], power_of_two=power_of_two, scale=scale, measure=scale is not None
+    )
 
 
 def _quantized(x: Tensor, by: str, format: str, power_of_two: bool, kernel: bool, **options: Any) -> Copies:
@@ -93,7 +95,7 @@ def _forward(
     wt: Tensor | None, wt_inv: Tensor | None, main_grad: Tensor | None, amaxes: Tensor | None, by: str,
     grad_format: str, power_of_two: bool, fast: bool, keep: bool, kernel: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    in_x, in_w, _, in_wgrad = _KINDS[by]
+    in_x, in_w, _, in_wgrad = GRANULARITIES[by]
     options = ("e4m3", power_of_two, kernel)
     measure, none = amaxes is not None, x.new_empty(0, dtype=torch.float32)
     both = keep and in_x == in_wgrad
@@ -154,7 +156,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
 def _grads(ctx: Any, dy: Tensor, need_dx: bool, need_dw: bool, fold: Tensor | None) -> tuple[Quantized, Quantized]:
     """dy by rows for dgrad, and its transposed copy for wgrad."""
     by, grad_format, power_of_two, *_, kernel = ctx.options
-    _, _, in_dgrad, in_wgrad = _KINDS[by]
+    _, _, in_dgrad, in_wgrad = GRANULARITIES[by]
     options = (grad_format, power_of_two, kernel)
     if in_dgrad == in_wgrad:
         scale, measure = _role(ctx.scales, _GRAD), ctx.amaxes is not None
@@ -175,7 +177,9 @@ def _transposed(ctx: Any, weight: Tensor, w_scale: Tensor) -> Quantized:
     """Wᵀ, by the scales of the forward."""
     by, _, power_of_two, *_, kernel = ctx.options
     scale = None if by == "block" else w_scale
-    return _quantized(weight, _KINDS[by][_WEIGHT], "e4m3", power_of_two, kernel, scale=scale, columns=True).columns
+    return _quantized(
+        weight, GRANULARITIES[by][_WEIGHT], "e4m3", power_of_two, kernel, scale=scale, columns=True
+    ).columns
 
 
 def _raise(amaxes: Tensor, amax: Tensor, first: int) -> None:
@@ -289,7 +293,7 @@ def _check(
     checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
     checks.shape(op, "weight", weight, (*weight.shape[:1], x.shape[-1]), "[N, last dim of x]")
     checks.shape(op, "bias", bias, weight.shape[:1], "rows of weight")
-    checks.one_of(op, "by", by, tuple(_KINDS))
+    checks.one_of(op, "by", by, tuple(GRANULARITIES))
     checks.one_of(op, "grad_format", grad_format, tuple(DTYPES))
     checks.shape(op, "main_grad", main_grad, weight.shape, "shape of weight")
     for name, tensor in (("weight", weight), ("bias", bias)):

@@ -365,7 +365,7 @@ _self_tests: dict[torch.dtype, dict[int | None, str | None]] = defaultdict(dict)
 
 
 def kernels_serve(x: Tensor) -> bool:
-    """Whether our FP8 kernels serve x on its device, if they are not disabled; elsewhere the formulas do, in PyTorch."""
+    """Whether our FP8 kernels serve x on its device, unless disabled; elsewhere the formulas do, in PyTorch."""
     target = Target.of(x.device)
     if not target.has_fp8:
         if tracing.first(("fp8", target.arch)):

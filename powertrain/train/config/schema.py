@@ -210,6 +210,7 @@ class FP8Config(Section):
     format   of gradients: hybrid (e5m2) or e4m3; None: hybrid by tensor, e4m3 by row and block
     history, most_recent, margin   of tensor-delayed: steps whose largest values are kept; whether the last one counts
              alone; scales are divided by 2 ** margin
+    watch    so many steps apart every layer's operands are measured, and the worst noted in the log; 0: never
     wire     what ranks exchange: bf16. FP8 on the wire is not there yet
     """
 
@@ -219,6 +220,7 @@ class FP8Config(Section):
     history: Positive = 1024
     most_recent: bool = False
     margin: Natural = 0
+    watch: Natural = 0
     wire: Literal["bf16"] = "bf16"
 
 
