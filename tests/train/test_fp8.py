@@ -160,3 +160,13 @@ def test_keys_of_gpt_neox(tmp_path: Path) -> None:
         read_config([_neox(tmp_path, "te_fp8_mha: true\nte_fp8_wgrad: false")], [])
     with pytest.raises(ConfigError, match="te_fp8_format must be one of e4m3, hybrid, got 'e5m2'"):
         read_config([_neox(tmp_path, "te_fp8_mha: true\nte_fp8_format: e5m2")], [])
+
+
+@pytest.mark.parametrize("recipe", ["tensor-delayed", "block"])
+def test_recomputation_keeps_the_bits(recipe: str, tmp_path: Path) -> None:
+    options = (*SHORT, "train.steps=3", f"fp8.recipe={recipe}", "model.num_layers=1")
+    losses = [
+        _run(tmp_path / "fp8", *options, f"train.activation_checkpointing={mode}")[0].losses
+        for mode in ("none", "selective", "full")
+    ]
+    assert losses[0] == losses[1] == losses[2]
