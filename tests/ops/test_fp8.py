@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from powertrain.ops.fp8.formulas import (
     BY,
@@ -273,3 +274,11 @@ def test_what_a_gpu_would_launch() -> None:
     assert kernels("sm_90", "tensor") == {"_amax_kernel", "_quantize_tile_kernel"}  # products by torch._scaled_mm
     assert "_fp8_gemm_kernel" in kernels("sm_120", "block")
     assert {"_quantize_row_kernel", "_quantize_tile_kernel"} <= kernels("sm_90", "row")
+
+
+@pytest.mark.parametrize("by", ["tensor", "row", "block"])
+def test_flops_of_three_products_are_counted(by: str, device: torch.device) -> None:
+    tensors = _tensors(device, 16, 32, 48)
+    with FlopCounterMode(display=False) as counter:
+        fp8_linear(**tensors, by=by).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 16 * 32 * 48
