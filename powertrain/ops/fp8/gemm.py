@@ -359,8 +359,8 @@ def fp8_gemm(
         fast        accumulation within the tensor cores alone, about 14 bits on sm_90, where a backend has it
         backend     "torch", "triton" or "emulated" instead of the chosen one
     Returns out.
-    Numerics: sums of 128 products are added in float32; rounded once to out's dtype (with accumulate by backend "torch"
-        the product and the sum are float32 each). Deterministic. On devices without FP8 the same formula in float32.
+    Numerics: sums of 128 products are added in float32; rounded once to out's dtype, and once more after a bias by
+        backend "torch", but by tensor (with accumulate its product and the sum are float32 each). Deterministic. On devices without FP8 the same formula in float32.
     Raises ValueError naming the argument, the expected value and the given one.
     """
     _check(a, b, bias, out, accumulate)
