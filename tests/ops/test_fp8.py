@@ -65,8 +65,8 @@ def test_casts_by_their_definition() -> None:
         assert cast(torch.tensor([math.nan, -math.nan]), format).view(torch.uint8).tolist() == [0x7F, 0x7F]
 
 
-# special: NaN, inf, zeros, denormals, ties; else one element, sides of a group, more than one tile of rows
-@pytest.mark.parametrize("shape", [None, (1, 1), (3, 129), (2, 128), (130, 16)], ids=str)
+# special: NaN, inf, zeros, denormals, ties, more than one tile; else one element, sides of a group
+@pytest.mark.parametrize("shape", [None, (1, 1), (3, 129), (2, 128)], ids=str)
 @pytest.mark.parametrize("by", BY)
 def test_bytes(by: str, shape: tuple[int, int] | None, device: torch.device) -> None:
     x = special_values() if shape is None else torch.randn(shape)
@@ -76,7 +76,7 @@ def test_bytes(by: str, shape: tuple[int, int] | None, device: torch.device) -> 
             assert_same_bytes(found, quantize_ref(x, by, format, power_of_two=power_of_two))
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(s, marks=pytest.mark.slow) for s in range(6, 60))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(s, marks=pytest.mark.slow) for s in range(4, 60))])
 def test_bytes_of_random_calls(seed: int, device: torch.device) -> None:
     """Sizes, exponents, dtypes, strides, copies wanted and scales given at random."""
     r = random.Random(seed)
@@ -117,7 +117,7 @@ def test_empty(by: str, shape: tuple[int, int], device: torch.device) -> None:
 
 def test_what_is_dequantized_is_near(device: torch.device) -> None:
     """Half a step of e4m3's 3 bits, or of the smallest value of the element's group."""
-    x = torch.randn(200, 300, device=device)
+    x = torch.randn(20, 300, device=device)
     for by in BY:
         copies = fp8_quantize(x, by)
         pairs = [(copies.rows, x)] if by == "row" else [(copies.rows, x), (copies.columns, x.T)]
@@ -130,7 +130,10 @@ def test_what_is_dequantized_is_near(device: torch.device) -> None:
 @pytest.mark.parametrize(
     "size", [pytest.param((130, 140, 300), marks=SLOW_IN_INTERPRETER), (1, 1, 1), (3, 130, 129)], ids=str
 )
-@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3")], ids="-".join)
+@pytest.mark.parametrize(
+    "formats",
+    [pytest.param(("e4m3", "e4m3"), id="e4m3"), pytest.param(("e5m2", "e4m3"), id="e5m2", marks=SLOW_IN_INTERPRETER)],
+)
 @pytest.mark.parametrize("form", FORMS, ids="-".join)
 def test_products(
     form: tuple[str, str], formats: tuple[str, str], size: tuple[int, int, int], device: torch.device

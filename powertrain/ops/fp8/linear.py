@@ -252,8 +252,8 @@ def fp8_linear(
     Returns y [..., N] in x's dtype.
     Numerics: x, weight and dy are rounded to FP8 (e4m3: 3 mantissa bits, e5m2: 2) by the formulas of
         ops/fp8/formulas.py; products of FP8 are exact and their sums float32, promoted every 128 but for `fast`; y, dx
-        and dW are rounded once, y twice with a bias by row and block where PyTorch multiplies. dbias is the float32 sum of dy. Deterministic, and the same on one device in eager,
-        compiled, graphed and recomputed calls.
+        and dW are rounded once, y twice with a bias by row and block where PyTorch multiplies. dbias is the float32 sum
+        of dy. Deterministic, and the same on one device in eager, compiled, graphed and recomputed calls.
     Memory: saves one byte an element of x, weight, and scales: a float32 each 128 elements by row and block.
     Where FP8 products are missing (CPU, before sm_89) the same formulas are computed in float32, slowly.
     Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
