@@ -59,6 +59,31 @@ def _backends(name: str, a: Quantized, b: Quantized) -> dict[str, Callable[[], A
     return found
 
 
+def _linears() -> str:
+    """The five linear layers of one layer of Llama 8B, forward and backward, 16384 tokens; no attention, no norms."""
+    sizes = ((6144, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
+    inputs = {width: _randn(TOKENS, width).requires_grad_() for width in (HIDDEN, INTERMEDIATE)}
+    grads = {N: _randn(TOKENS, N) for N, _ in sizes}
+
+    def step(layers: nn.Sequential) -> None:
+        for layer in layers:
+            layer(inputs[layer.in_features]).backward(grads[layer.out_features])
+        layers.zero_grad()
+        for x in inputs.values():
+            x.grad = None
+
+    variants: dict[str, Callable[[], Any]] = {}
+    for name, recipe in RECIPES.items():
+        layers = nn.Sequential(*(nn.Linear(K, N, bias=False, device="cuda", dtype=torch.bfloat16) for N, K in sizes))
+        if recipe is not None:
+            quantize_model(layers, recipe)
+            step(layers)
+            update_scales(layers)
+        variants[name] = partial(step, layers)
+    flops = sum(6.0 * TOKENS * N * K for N, K in sizes)
+    return table("Llama-8B linears", measure(variants, seconds=0.5), flops=flops)
+
+
 def _layer() -> str:
     """One layer of Llama 8B, 2 sequences of 8192 tokens, forward and backward; every recipe has weights of its own."""
     config = configure(preset="llama-8b", num_layers=1, vocab_size=256)
@@ -105,5 +130,6 @@ def run() -> Iterator[str]:
     for shape in SHAPES:
         gc.collect()
         yield _products(*shape)
+    yield _linears()
     yield _layer()
     yield _host()

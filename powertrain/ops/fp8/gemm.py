@@ -169,6 +169,9 @@ def why_not_torch(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool
         return f"N must be a multiple of 16, is {N}"
     if "group" in form and (K % GROUP or a.data.shape[0] % 4 or N % GROUP):
         return f"by groups K and N must be multiples of {GROUP} and M of 4, are {K}, {N} and {a.data.shape[0]}"
+    if "block" in form and K % (4 * GROUP):
+        # PyTorch's versions differ in whether rows of scales are padded to 4: here both agree
+        return f"by blocks K must be a multiple of {4 * GROUP}, is {K}"
     if a.data.is_meta or recording.state.recording is not None:
         return _foretold(form, out_dtype, Target.of(a.data.device))
     key = (a.data.device.index, form, a.data.dtype, b.data.dtype, out_dtype, fast)
@@ -190,13 +193,13 @@ def _probe(
     form: tuple[str, str], a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype, fast: bool,
     device: torch.device,
 ) -> str | None:  # fmt: skip
-    """Try one product of 128 x 256 x 256, whose values and scales are exact."""
-    at = torch.arange(256 * 256, device=device, dtype=torch.int32).view(256, 256)
+    """Try one product of 128 x 256 x 512, whose values and scales are exact."""
+    at = torch.arange(256 * 512, device=device, dtype=torch.int32).view(256, 512)
     operands: list[Quantized] = []
     for by, rows, dtype, period in ((form[0], 128, a_dtype, 7), (form[1], 256, b_dtype, 5)):
-        shape = {"tensor": (1,), "row": (rows,), "group": (2, rows), "block": (cdiv(rows, GROUP), 4)}[by]
+        shape = {"tensor": (1,), "row": (rows,), "group": (4, rows), "block": (cdiv(rows, GROUP), 4)}[by]
         scale = torch.exp2((torch.arange(torch.Size(shape).numel(), device=device) % 3).float()).view(shape)
-        scale = scale.T if by == "group" else scale[:, :2] if by == "block" else scale
+        scale = scale.T if by == "group" else scale
         operands.append(Quantized((at[:rows] % period - period // 2).float().to(dtype), scale))
     try:
         found = _torch(operands[0], operands[1], None, out_dtype, fast)
