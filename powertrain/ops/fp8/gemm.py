@@ -363,7 +363,8 @@ def fp8_gemm(
         backend     "torch", "triton" or "emulated" instead of the chosen one
     Returns out.
     Numerics: sums of 128 products are added in float32; rounded once to out's dtype, and once more after a bias by
-        backend "torch", but by tensor (with accumulate its product and the sum are float32 each). Deterministic. On devices without FP8 the same formula in float32.
+        backend "torch", but by tensor (with accumulate its product and the sum are float32 each). Deterministic. On
+        devices without FP8 the same formula in float32.
     Raises ValueError naming the argument, the expected value and the given one.
     """
     _check(a, b, bias, out, accumulate)
