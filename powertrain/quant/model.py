@@ -19,9 +19,10 @@ from powertrain.runtime.target import Target
 GROUPS = ("lm_head", "router", "first_block", "last_block")
 _HEADS = {"lm_head", "head", "embed_out", "output_projection"}
 _ROUTERS = {"router", "gate"}
-# N K / (N + K) of a weight [N, K] below which FP8 cannot win on sm_90, however many tokens there are: its products save
-# 6 N K (1/700 - 1/1300) / 1e12 seconds a token, quantizing x and dy moves 4 (N + K) bytes a token at 3.5e12 a second
-LEAST_WIDTH = 288
+# N K / (N + K) of a weight [N, K] below which FP8 cannot win on sm_90, however many tokens there are: by the rates of
+# cost.py its products save 6 N K (1/804 - 1/1458) / 1e12 seconds a token, and quantizing x and dy moves 6 (N + K)
+# bytes a token at 2.4e12 a second. They meet at 747; a tenth less, as rates differ by that much between runs
+LEAST_WIDTH = 670
 
 
 @dataclass(frozen=True)

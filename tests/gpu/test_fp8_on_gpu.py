@@ -137,7 +137,7 @@ def test_eager_compiled_and_graph_have_the_same_bits(recipe: object) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_inductor(recipe: object) -> None:
-    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).to(CUDA).bfloat16()
+    model = nn.Sequential(nn.Linear(1024, 2048), nn.Linear(2048, 1024)).to(CUDA).bfloat16()
     x = torch.randn(256, 1024, device=CUDA).bfloat16()
     quantize_model(model, recipe)
     eager = _grads(model, x)
