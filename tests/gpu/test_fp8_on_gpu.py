@@ -10,6 +10,7 @@ from powertrain.ops.fp8.gemm import fp8_gemm, fp8_gemm_ref, why_not_torch
 from powertrain.ops.fp8.quantize import fp8_quantize, same_bits, special_values
 from powertrain.quant import Block, Row, quantize_model, update_scales
 from powertrain.quant import Tensor as TensorRecipe
+from powertrain.runtime.errors import WarmUpFirst
 
 pytestmark = [
     pytest.mark.gpu,
@@ -170,3 +171,12 @@ def test_which_forms_pytorch_has() -> None:
         a, b = (fp8_quantize(x, by).rows for by in form)
         print(form, {str(d): why_not_torch(a, b, d, False) for d in (torch.bfloat16, torch.float32)})
     assert dequantized(fp8_quantize(x, "row").rows).shape == x.shape
+
+
+def test_a_capture_before_the_self_test_is_refused() -> None:
+    """Plain PyTorch, captured unnoticed, would be replayed for good."""
+    x = torch.randn(64, 64, device=CUDA).bfloat16()
+    module._self_tests.clear()
+    with pytest.raises(WarmUpFirst, match="fp8_quantize of bfloat16"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        fp8_quantize(x, "tensor")
+    module._self_tests.clear()

@@ -15,7 +15,7 @@ By rows W has one scale for each of its N rows, which dgrad sums over: dy is div
 W is quantized once for both. Scales of whole columns of x would need another pass over all tokens: wgrad takes groups.
 
 Saved: xᵀ in FP8 (1 byte an element) with its scales, W and its scales; W's transposed copy is quantized in backward,
-from W, unless both copies are given. x is read once (by tensor without a scale and by row twice), dy too.
+from W, unless both copies are given. x and dy are read twice; once by tensor with scales that are given.
 
 Sources: TransformerEngine's recipes; DeepSeek-V3, arXiv:2412.19437, section 3.3, for groups and blocks.
 """

@@ -25,6 +25,7 @@ from powertrain.ops.fp8.formulas import BY, DTYPES, GROUP, MAX, Copies, padded, 
 from powertrain.ops.shapes import as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks, recording, self_test, tracing
 from powertrain.runtime.dispatch import Op, use_kernel
+from powertrain.runtime.errors import WarmUpFirst
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
@@ -250,7 +251,8 @@ def _plan_tile(by: str, rows: bool, columns: bool, target: Target) -> _Plan:
     #   tensor       64x64 4  0.118   64x64 8  0.112   32x128 4  0.108   64x128 8  0.110   128x64 8  0.115
     #   block        128x128 8  0.119   128x128 16  0.145
     #   group, both  128x128 8  0.199   128x128 16  0.232
-    #   group, rows  16x128 4  0.081   32x128 4  0.079;   transposed  128x32 4  0.116   128x32 8  0.143   128x64 8  0.101
+    #   group, rows  16x128 4  0.081   32x128 4  0.079
+    #   group, transposed  128x32 4  0.116   128x32 8  0.143   128x64 8  0.101
     if by == "block":
         return _Plan(GROUP, GROUP, 8)
     return _Plan(GROUP, 64, 8) if by == "group" and columns else _Plan(32, GROUP, 4)
@@ -370,8 +372,14 @@ def kernels_serve(x: Tensor) -> bool:
     # operands that are FP8 already were quantized by a kernel that was tested
     if x.device.type != "cuda" or x.element_size() == 1 or recording.state.recording is not None:
         return True
+    tested = _self_tests[x.dtype]
+    if x.device.index not in tested and torch.cuda.is_current_stream_capturing():
+        raise WarmUpFirst(
+            f"fp8_quantize of {checks.name(x.dtype)} would have to be tested on {x.device} inside graph capture: run the "
+            "call once before"
+        )
     otherwise = f"fp8_quantize of {checks.name(x.dtype)}: plain PyTorch serves"
-    return self_test.failure(_self_tests[x.dtype], x.device, partial(_self_test, dtype=x.dtype), otherwise) is None
+    return self_test.failure(tested, x.device, partial(_self_test, dtype=x.dtype), otherwise) is None
 
 
 def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:
