@@ -374,9 +374,9 @@ def kernels_serve(x: Tensor) -> bool:
         return True
     tested = _self_tests[x.dtype]
     if x.device.index not in tested and torch.cuda.is_current_stream_capturing():
+        what = f"fp8_quantize of {checks.name(x.dtype)}"
         raise WarmUpFirst(
-            f"fp8_quantize of {checks.name(x.dtype)} would have to be tested on {x.device} inside graph capture: run the "
-            "call once before"
+            f"{what} would have to be tested on {x.device} inside graph capture: run the call once before"
         )
     otherwise = f"fp8_quantize of {checks.name(x.dtype)}: plain PyTorch serves"
     return self_test.failure(tested, x.device, partial(_self_test, dtype=x.dtype), otherwise) is None
