@@ -34,7 +34,8 @@ TAIL = """
   cores; float16 is faster there.
 - **Matrix products** of `linear_activation` are cuBLAS's, on Hopper our own kernel where it was measured faster
   ([Hopper](hopper.md)); `AdamW` and `clip_grad_norm_` are Triton on every GPU; `decode_attention` follows attention.
-- **float8**: no op takes it yet.
+- **float8**: `fp8_linear` and `powertrain.quant`, from sm_89 on ([FP8](fp8.md)); products are PyTorch's where it
+  has their form, else our Triton kernel's. Before sm_89 and on CPUs the numerics are emulated.
 
 | arch | cards | bfloat16 | float8 in hardware | tensor memory accelerator |
 |---|---|---|---|---|

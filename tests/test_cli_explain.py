@@ -1,6 +1,7 @@
 """`powertrain explain attention` and `powertrain doctor --kernels`."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,3 +221,41 @@ def test_xformers_groups_and_what_would_help() -> None:
         "explain", "attention", "--arch", "A100", "--layout", "bmghk", "--kv-heads", "2", "--as", "xformers"
     )
     assert code == 1 and "4-D tensors, key and value repeated: flash2" in output and "no gradients: flash2" in output
+
+
+_RUN = """
+model: {{preset: llama-8b, num_layers: 2, vocab_size: 1024}}
+data: {{train: {folder}/none.txt}}
+train: {{steps: 1, seq_length: 8192, micro_batch_size: 2}}
+fp8: {{recipe: block, keep: [lm_head, first_block]}}
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    file = tmp_path / "run.yml"
+    file.write_text(_RUN.format(folder=tmp_path))
+    return str(file)
+
+
+def test_fp8_of_a_run_without_a_gpu(run_file: str) -> None:
+    """Per layer the recipe or why it stays, times beside bf16; on a GPU without FP8 nothing is quantized."""
+    code, output = _run("explain", "fp8", run_file, "--arch", "H200", "--arch", "A100", "--arch", "RTX 4090")
+    assert code == 0, output
+    h200, a100, ada = output.split("A100:")[0], *output.split("A100:")[1].split("RTX 4090:")
+    assert "keep has 'first_block'" in h200 and "5 layers in FP8:" in h200
+    rows = [line.split() for line in h200.splitlines() if line.startswith("layers") and "block" in line.split()[2:3]]
+    assert len(rows) == 5
+    for *_, fp8, bf16, saved, saved_bf16 in rows:
+        assert 0 < float(fp8) < float(bf16) and 0 < float(saved) < float(saved_bf16)
+    assert "sm_80 has no FP8 products" in a100 and "0 layers in FP8" in a100
+    assert "5 layers in FP8: no rate was measured on sm_89" in ada
+
+
+def test_fp8_that_cannot_be_explained(run_file: str) -> None:
+    code, output = _run("explain", "fp8", run_file, "fp8.recipe=none")
+    assert code == 2 and "fp8.recipe must be tensor, tensor-delayed, row or block to be explained" in output
+    code, output = _run("explain", "fp8")
+    assert code == 2 and "fp8 needs a config file" in output
+    code, output = _run("explain", "attention", run_file)
+    assert code == 2 and "attention takes options only" in output

@@ -1,10 +1,12 @@
-"""`powertrain explain attention`: which backend serves an attention on any GPU, and why the others do not."""
+"""`powertrain explain attention`: which backend serves an attention on any GPU, and why the others do not; `fp8`."""
 
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+from powertrain.cli import explain_fp8
 
 if TYPE_CHECKING:
     from powertrain.ops.attention.explain import Column, Explanation
@@ -22,7 +24,8 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def explain(
-    topic: Annotated[str, typer.Argument(help="topic to explain: attention")],
+    topic: Annotated[str, typer.Argument(help="topic to explain: attention, fp8")],
+    files: Annotated[list[str] | None, typer.Argument(help="fp8: config files and key=value overrides")] = None,
     arch: Annotated[list[str] | None, typer.Option(help="a GPU or arch, or cpu; default: the devices here")] = None,
     head_dim: Annotated[int, typer.Option(help="of query, key and value", min=1)] = 128,
     head_dim_qk: Annotated[int | None, typer.Option(help="of query and key", min=1)] = None,
@@ -58,15 +61,24 @@ def explain(
 ) -> None:
     """Which backend serves an attention, on GPUs present or not, and the requirements of each of the others.
 
+    Of fp8: each linear layer of a run, its recipe or why it stays in bf16, and its expected times and memory beside it.
+
     \b
     powertrain explain attention --arch A100 --arch H100 --head-dim-qk 192 --head-dim-v 128 --layout thd
     powertrain explain attention --arch A100 --head-dim-qk 192 --head-dim-v 128 --layout thd --mask padding_causal \\
         --as transformer-engine --version 2.3 --cudnn 9.8 --set NVTE_FLASH_ATTN=0 --set NVTE_UNFUSED_ATTN=0
+    powertrain explain fp8 run.yml fp8.recipe=block --arch H100
 
     The exit code is 1 where nothing serves it.
     """
+    if topic == "fp8":
+        if not files:
+            raise typer.BadParameter("fp8 needs a config file, as in: powertrain explain fp8 run.yml --arch H100")
+        return explain_fp8.show(files, arch or ["H100"])
     if topic != "attention":
-        raise typer.BadParameter(f"must be attention, got {topic!r}")
+        raise typer.BadParameter(f"must be attention or fp8, got {topic!r}")
+    if files:
+        raise typer.BadParameter(f"attention takes options only, got {files[0]!r}")
     if mask not in _MASKS:
         raise typer.BadParameter(f"mask must be one of {', '.join(_MASKS)}, got {mask!r}")
     if dtype not in _DTYPES:

@@ -16,6 +16,7 @@ from powertrain.ops.attention.explain import Explanation, explain_attention
 from powertrain.parallel.experts import rehearse_experts
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
+from powertrain.train import fp8
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.optim import DTYPES, Optimizer, state_bytes
 
@@ -157,6 +158,7 @@ def _with_layers(config: RunConfig, layers: int) -> RunConfig:
 
 def _model(config: RunConfig) -> Any:
     model = build(config.model).train()
+    fp8.quantize_part(model, config.fp8, Target.of(torch.device("meta")))
     for block in model.layers:
         block.recompute = config.train.activation_checkpointing
     return model

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from powertrain.train import fp8
 from powertrain.train.agreement import done_by_all
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.checkpoint.load import (
@@ -62,11 +63,20 @@ class Restorer:
     def resume(self, checkpoint: Path) -> Restored:
         """Go on from a run's checkpoint. Raises CheckpointError, or ValueError naming a field that differs."""
         facts = done_by_all(lambda: self._facts_of_run(checkpoint), self.group)
-        checkpoint_store.load(checkpoint, self.optimizer.tensors(), group=self.group)
+        tensors = done_by_all(lambda: self._tensors_in(checkpoint), self.group)
+        checkpoint_store.load(checkpoint, tensors, group=self.group)
         self.optimizer.weights_from_masters()
         progress = Progress(facts["step"], facts["samples"], facts["tokens"], facts.get("skipped", 0))
         changed = _changed(facts["config"], self.config.model_dump(mode="json"))
         return _at(progress, checkpoint, changed)
+
+    def _tensors_in(self, checkpoint: Path) -> dict[str, Tensor]:
+        """What a checkpoint is to fill: everything, but for delayed scales that a run without them did not save."""
+        tensors = self.optimizer.tensors()
+        if not any(map(fp8.is_statistic, tensors)):
+            return tensors
+        stored = checkpoint_store.dtypes(checkpoint)
+        return {name: t for name, t in tensors.items() if name in stored or not fp8.is_statistic(name)}
 
     def start_from(self, path: Path) -> Restored:
         """Go on from the checkpoint at `path`, a run's or GPT-NeoX's; or begin at step 0 with the weights there.
@@ -109,7 +119,7 @@ class Restorer:
         return _at(progress, weights.path, changed)
 
     def _fill_weights(self, weights: Weights) -> None:
-        ours = self._named("model.")
+        ours = {name: t for name, t in self._named("model.").items() if not fp8.is_statistic(name)}
         done_by_all(lambda: fill(ours, fitted(weights, self.config.model).tensors()), self.group)
         self.optimizer.weights_from_masters()
 

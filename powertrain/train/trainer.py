@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.models.flops import flops_per_token
 from powertrain.models.sequence_sharding import normalize_labels
+from powertrain.quant.model import shared_weights
+from powertrain.quant.scales import update_scales
 from powertrain.runtime import tracing
 from powertrain.runtime.reading import one_line
+from powertrain.train import fp8
 from powertrain.train.agreement import decided_by_first
 from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.checkpoint import store as checkpoint_store
@@ -61,6 +65,7 @@ class Trainer:
         self.config, self.ranks, self.data, self.sinks = config, ranks, data, sinks
         self.progress = Progress()
         self.model, self.overlap = build_model(config, ranks)
+        self.fp8 = fp8.quantize(self.model, config.fp8)
         self.optimizer = Optimizer(self.model, config.optimizer, config.train)
         to_low_precision(self.model, self.optimizer, config, ranks)
         self.checkpoints = _checkpoints(config, ranks)
@@ -92,6 +97,8 @@ class Trainer:
         stream = self._stream()
         self._started_at = self.progress.step
         self._clock = Moment(self.ranks.device)
+        if self.fp8 is not None:
+            self._note(fp8.summary(self.fp8))
         if self.progress.step == 0 and self.config.checkpoint.save and 0 in self.config.checkpoint.extra_steps:
             self.save()
         while self.progress.step < train.steps and not self._ends():
@@ -102,7 +109,8 @@ class Trainer:
                     micro_batches = [
                         next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)
                     ]
-                loss = self._forward_backward(micro_batches)
+                with fp8.watched(self.model, self.config.fp8, step + 1, self._note):
+                    loss = self._forward_backward(micro_batches)
                 self._log_overlap()
                 # only now, so that the host waits for the last step while the device computes this one; before the
                 # update, so that a bad step is the last to change anything
@@ -111,6 +119,8 @@ class Trainer:
                 with self._timed("optimizer"):
                     stepped = self.optimizer.step(lr)
                 balance_experts(self.model, self.ranks)
+                if self.config.fp8.recipe == "tensor-delayed":
+                    update_scales(self.model, dist.group.WORLD if self.ranks.world_size > 1 else None)
                 self._advance(loss, stepped, lr, micro_batches)
             for name in self._evaluations_due():
                 self._finish_previous_step()
@@ -145,15 +155,16 @@ class Trainer:
         ranks = self.ranks
         counted = ranks.sum_over_data(_counted(micro_batches))
         total = torch.zeros((), device=ranks.device)
-        for index, batch in enumerate(micro_batches):
-            # earlier micro-batches accumulate locally: one reduction per step
-            set_gradient_sync(self.model, index == len(micro_batches) - 1)
-            labels, weight = normalize_labels(batch.labels, counted)
-            with self._timed("forward"):
-                loss = self._loss(batch._replace(labels=labels)) * (weight * ranks.dp_size)
-            with self._timed("backward"):
-                self.optimizer.scaled(loss).backward()
-            total += loss.detach()
+        with shared_weights(self.model) if len(micro_batches) > 1 else contextlib.nullcontext():
+            for index, batch in enumerate(micro_batches):
+                # earlier micro-batches accumulate locally: one reduction per step
+                set_gradient_sync(self.model, index == len(micro_batches) - 1)
+                labels, weight = normalize_labels(batch.labels, counted)
+                with self._timed("forward"):
+                    loss = self._loss(batch._replace(labels=labels)) * (weight * ranks.dp_size)
+                with self._timed("backward"):
+                    self.optimizer.scaled(loss).backward()
+                total += loss.detach()
         # the stop flag rides on the loss's all-reduce: all ranks see it at the same step without another collective
         return self.ranks.mean(torch.stack([total, torch.full_like(total, float(self.should_stop))]))
 

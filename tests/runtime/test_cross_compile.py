@@ -31,6 +31,7 @@ from tests.ops.attention.attention_launches import (
     launch_hopper_attention,
 )
 from tests.ops.attention.decode_launches import launch_decode_kernels, launch_merge_kernels
+from tests.ops.fp8_launches import launch_fp8_kernels
 from tests.ops.gemm_launches import launch_epilogues, launch_gathered, launch_gemms
 
 ARCHS = (75, 80, 86, 89, 90, 100, 103, 120)
@@ -71,6 +72,8 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
         launch_epilogues(dtype)
         launch_gathered(dtype)
         launch_hopper_attention(dtype)
+    if Target.of(META).has_fp8:
+        launch_fp8_kernels(dtype)
     parts = torch.empty(4, 64, 128, dtype=dtype, device=META)
     sum_parts(parts)
     sum_parts(parts, torch.empty(128, dtype=dtype, device=META))

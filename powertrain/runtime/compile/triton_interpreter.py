@@ -35,7 +35,7 @@ def _decode(handle: Any) -> np.ndarray:
 
 
 def _encode(values: np.ndarray, dtype: Any) -> np.ndarray:
-    """Values in the storage of `dtype`: round to nearest even; fp8 saturates and keeps NaN."""
+    """Values in the storage of `dtype`: round to nearest even; fp8 saturates; NaN is positive, as of `cvt`."""
     dtype = dtype.scalar
     if dtype not in _TORCH_DTYPE:
         return values.astype(interpreter._get_np_dtype(dtype))
@@ -43,7 +43,7 @@ def _encode(values: np.ndarray, dtype: Any) -> np.ndarray:
     if dtype == tl.bfloat16:
         return x.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     limits = torch.finfo(_TORCH_DTYPE[dtype])
-    x = torch.where(x.isnan(), x, x.clamp(limits.min, limits.max))
+    x = torch.where(x.isnan(), torch.nan, x.clamp(limits.min, limits.max))
     return x.to(_TORCH_DTYPE[dtype]).view(torch.uint8).numpy()
 
 

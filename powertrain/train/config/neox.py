@@ -28,6 +28,7 @@ def translate(source: Source, world_size: int) -> tuple[dict[str, Any], tuple[Ro
         "train": _train(keys, world_size),
         "optimizer": optimizer(keys),
         "schedule": _schedule(keys),
+        "fp8": _fp8(keys),
         "checkpoint": _checkpoint(keys),
         "evaluation": _evaluation(keys, world_size),
         "logging": _logging(keys),
@@ -241,6 +242,35 @@ def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
         "seed": keys.get("seed", 1234),
         "activation_checkpointing": "full" if keys.get("checkpoint_activations") else "none",
     }
+
+
+_FP8_KEYS = (
+    "te_fp8_format", "te_fp8_wgrad", "te_fp8_amax_history_len", "te_fp8_amax_compute_algo", "te_fp8_margin",
+)  # fmt: skip
+
+
+def _fp8(keys: NeoXKeys) -> dict[str, Any]:
+    """Delayed scaling of the attention's projections with te_fp8_mha, which alone makes GPT-NeoX compute in FP8."""
+    if not keys.get("te_fp8_mha"):
+        for key in ("te_fp8_mha", *_FP8_KEYS):
+            keys.add_row(key, "honoured", "off: without te_fp8_mha GPT-NeoX computes nothing in FP8")
+        return {}
+    words = "fp8: the attention's projections by tensor-delayed; attention itself stays in 16 bits"
+    keys.add_row("te_fp8_mha", "changes numerics", words)
+    formats = {"e4m3": "e4m3", "hybrid": "hybrid"}
+    if keys.get("te_fp8_wgrad", True) is False:
+        keys.unsupported("te_fp8_wgrad", False, "leave it out: weight gradients are FP8 products like the others")
+    section = {
+        "recipe": "tensor-delayed",
+        "keep": ["lm_head", "router", "*.mlp.*"],
+        "format": keys.choice("te_fp8_format", "hybrid", formats),
+        "history": keys.number("te_fp8_amax_history_len", 1, least=1),
+        "most_recent": keys.choice("te_fp8_amax_compute_algo", "most_recent", {"most_recent": True, "max": False}),
+        "margin": keys.number("te_fp8_margin", 0, least=0),
+    }
+    for key, name in zip(_FP8_KEYS, ("format", None, "history", "most_recent", "margin"), strict=True):
+        keys.add_row(key, "honoured", f"fp8.{name}" if name else "weight gradients are FP8 products")
+    return section
 
 
 def _gradient_clipping(keys: NeoXKeys) -> float:

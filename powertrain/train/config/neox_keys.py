@@ -140,6 +140,12 @@ _MAPPED = """
     te_columnparallel               bool        linear layers are PyTorch's or ours: same result, no TransformerEngine
     te_rowparallel                  bool        linear layers are PyTorch's or ours: same result, no TransformerEngine
     te_layernorm_mlp                bool        TransformerEngine's MLP (tanh GELU, whole width, biases) by our kernels
+    te_fp8_mha                      bool        fp8 of the attention's projections; attention itself in 16 bits
+    te_fp8_format                   str         fp8.format, with te_fp8_mha
+    te_fp8_wgrad                    bool        weight gradients are FP8 products, with te_fp8_mha
+    te_fp8_amax_history_len         int         fp8.history, with te_fp8_mha
+    te_fp8_amax_compute_algo        str         fp8.most_recent, with te_fp8_mha
+    te_fp8_margin                   int         fp8.margin, with te_fp8_mha
     te_mha                          bool        powertrain.attention: same result, no TransformerEngine
     deepspeed_mpi                   bool        ranks are read from torchrun, srun or mpiexec, whichever started them
     deepspeed_slurm                 bool        ranks are read from torchrun, srun or mpiexec, whichever started them
@@ -216,11 +222,6 @@ _IGNORED = """
     mamba_selective_fp32_params     bool        of mamba layers, which there are none of (attention_config)
     mamba_use_bias_in_conv          bool        of mamba layers, which there are none of (attention_config)
     mamba_use_bias_in_linears       bool        of mamba layers, which there are none of (attention_config)
-    te_fp8_format                   str         without te_fp8_mha GPT-NeoX computes nothing in FP8
-    te_fp8_wgrad                    bool        without te_fp8_mha GPT-NeoX computes nothing in FP8
-    te_fp8_amax_history_len         int         without te_fp8_mha GPT-NeoX computes nothing in FP8
-    te_fp8_amax_compute_algo        str         without te_fp8_mha GPT-NeoX computes nothing in FP8
-    te_fp8_margin                   int         without te_fp8_mha GPT-NeoX computes nothing in FP8
     override_lr_scheduler           bool        the schedule is always the config's, at the checkpoint's step
     wandb_host                      str         WANDB_BASE_URL, which wandb itself reads
     wandb_init_all_ranks            bool        rank 0 speaks for all
@@ -349,7 +350,6 @@ _REFUSED = """
     elasticity                      dict        remove it; torchrun restarts ranks, train_batch_size stays as written
     train_epochs                    int         give train_iters
     use_checkpoint_lr_scheduler     bool        write the checkpoint's schedule into the config
-    te_fp8_mha                      bool        set it to false; training in FP8 is not there yet
     serve_model_weights             bool        set it to false; there is no online reinforcement learning
     train_reward_data_paths         list        use train_data_paths; there is no reward modelling
     valid_reward_data_paths         list        use valid_data_paths; there is no reward modelling

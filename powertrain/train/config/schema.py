@@ -229,6 +229,29 @@ class ParallelConfig(Section):
     timeout_minutes: Above0 = 30.0
 
 
+class FP8Config(Section):
+    """Linear layers whose products are FP8 (docs/fp8.md).
+
+    recipe   none; tensor: a scale a tensor, of its own values; tensor-delayed: of the last steps' values; row: a scale
+             a row; block: a scale for 1x128 or 128x128 elements
+    keep     layers that stay in `train.precision`: lm_head, router, first_block, last_block, patterns of names (*.down)
+    format   of gradients: hybrid (e5m2) or e4m3; None: hybrid by tensor, e4m3 by row and block
+    history, most_recent, margin   of tensor-delayed: steps whose largest values are kept; whether the last one counts
+             alone; scales are divided by 2 ** margin
+    watch    so many steps apart every layer's operands are measured, and the worst noted in the log; 0: never
+    wire     what ranks exchange: bf16. FP8 on the wire is not there yet
+    """
+
+    recipe: Literal["none", "tensor", "tensor-delayed", "row", "block"] = "none"
+    keep: tuple[str, ...] = ("lm_head", "router")
+    format: Literal["hybrid", "e4m3"] | None = None
+    history: Positive = 1024
+    most_recent: bool = False
+    margin: Natural = 0
+    watch: Natural = 0
+    wire: Literal["bf16"] = "bf16"
+
+
 class CheckpointConfig(Section):
     """save      False: none are written.   folder: where; None: `checkpoints` in the run's folder
     load        where to start from, if `folder` holds none;   finetune: at step 0, with nothing but the weights there
@@ -296,6 +319,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()
+    fp8: FP8Config = FP8Config()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -317,6 +341,11 @@ class RunConfig(Section):
         if tokens > MOST_TOKENS:
             raise ValueError(
                 f"train.micro_batch_size * seq_length must be at most {MOST_TOKENS} tokens in a forward, got {tokens}"
+            )
+        if self.fp8.recipe != "none" and self.parallel.tensor > 1:
+            raise ValueError(
+                "parallel.tensor must be 1 with fp8.recipe: layers sharded over tensor ranks have no FP8 products yet, "
+                f"got {self.parallel.tensor}"
             )
         return self
 

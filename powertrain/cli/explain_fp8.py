@@ -1,0 +1,61 @@
+"""`powertrain explain fp8 run.yml`: the linear layers of a run in FP8, before it, on GPUs present or not."""
+
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from powertrain.cli.lint import read_run, sized
+from powertrain.runtime.target import Target
+
+if TYPE_CHECKING:
+    from powertrain.train.explain_fp8 import Line
+
+_COLUMNS = ("layers", "N x K", "recipe", "y", "dx", "dW", "quantize", "FP8 ms", "bf16 ms", "saved MiB", "bf16 MiB")
+
+
+def show(files: list[str], arch: list[str]) -> None:
+    """Print a table for each GPU; the command ends with 2 if there is nothing to explain."""
+    run = read_run(files)
+    from powertrain.train.explain_fp8 import explain
+
+    console, config = Console(width=140, highlight=False, soft_wrap=False), sized(run)
+    for name in arch:
+        try:
+            target = Target.parse(name)
+            lines = explain(config, target)
+        except ValueError as error:
+            Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
+            raise typer.Exit(2) from None
+        tokens = config.train.micro_batch_size * config.train.seq_length
+        console.print(f"{target.name}: fp8.recipe {config.fp8.recipe}, {tokens} tokens in a micro-batch; times of one")
+        console.print("layer, forward and backward, expected from rates measured at 8192^3; ranks exchange bf16")
+        console.print(_table(lines))
+        console.print(_sums(lines, target))
+
+
+def _table(lines: "tuple[Line, ...]") -> Table:
+    table = Table(*_COLUMNS, box=None, pad_edge=False)
+    for line in lines:
+        row = [f"{line.name}" + (f" ({line.count})" if line.count > 1 else ""), "{}x{}".format(*line.shape)]
+        if line.why:
+            table.add_row(*row, f"{line.recipe}: {line.why}")
+            continue
+        e = line.expected
+        figures = [] if e is None else [f"{ms:.3f}" for ms in (e.fprop, e.dgrad, e.wgrad, e.quantize, e.total, e.bf16)]
+        memory = [] if e is None else [f"{size / 2**20:.0f}" for size in (e.saved, e.saved_bf16)]
+        slower = "" if e is None or e.wins else ", slower than bf16 with so few tokens"
+        table.add_row(*row, line.recipe + slower, *figures, *memory)
+    return table
+
+
+def _sums(lines: "tuple[Line, ...]", target: Target) -> str:
+    counted = [line for line in lines if line.expected is not None]
+    quantized = sum(line.count for line in lines if not line.why)
+    if not counted:
+        why = "" if not quantized else f": no rate was measured on sm_{target.arch}"
+        return f"{quantized} layers in FP8{why}\n"
+    fp8 = sum(line.count * line.expected.total for line in counted if line.expected)
+    bf16 = sum(line.count * line.expected.bf16 for line in counted if line.expected)
+    return f"{quantized} layers in FP8: {fp8:.2f} ms a micro-batch, {bf16:.2f} in bf16\n"

@@ -1,0 +1,311 @@
+"""A linear layer whose three products are FP8.
+
+    y  = x Wᵀ + b        fprop   x by rows of K, W by rows of K
+    dx = dy W            dgrad   dy by rows of N, Wᵀ by rows of N
+    dW = dyᵀ x           wgrad   dyᵀ and xᵀ by rows of M
+
+`by` says which elements share a scale (ops/fp8/formulas.py):
+
+             x        W        dy (dgrad)              dyᵀ, xᵀ (wgrad)
+    tensor   tensor   tensor   tensor                  the same
+    row      row      row      row, of dy / scale(W)   group
+    block    group    block    group                   group
+
+By rows W has one scale for each of its N rows, which dgrad sums over: dy is divided by them before it is quantized, so
+W is quantized once for both. Scales of whole columns of x would need another pass over all tokens: wgrad takes groups.
+
+Saved: xᵀ in FP8 (1 byte an element) with its scales, W and its scales; W's transposed copy is quantized in backward,
+from W, unless both copies are given. x and dy are read twice; once by tensor with scales that are given.
+
+Sources: TransformerEngine's recipes; DeepSeek-V3, arXiv:2412.19437, section 3.3, for groups and blocks.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, padded
+from powertrain.ops.fp8.gemm import fp8_gemm_into_op, fp8_gemm_op
+from powertrain.ops.fp8.quantize import _quantize_op, fp8_quantize
+from powertrain.ops.shapes import acc_dtype, as_rows, cdiv
+from powertrain.runtime import checks
+from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
+from powertrain.runtime.flops import Shape
+
+By = Literal["tensor", "row", "block"]
+# by -> granularities of x, W, dy for dgrad, and of dyᵀ and xᵀ
+GRANULARITIES = {
+    "tensor": ("tensor", "tensor", "tensor", "tensor"),
+    "row": ("row", "row", "row", "group"),
+    "block": ("group", "block", "group", "group"),
+}
+_INPUT, _WEIGHT, _GRAD = range(3)  # roles: places in `scales` and `amaxes`
+
+
+def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What `fp8_linear` approximates: the product without quantization, in float32, or float64 for float64."""
+    acc = acc_dtype(x.dtype)
+    return F.linear(x.to(acc), weight.to(acc), None if bias is None else bias.to(acc)).to(x.dtype)
+
+
+def quantized_weight(weight: Tensor, by: By, *, power_of_two: bool = True, scale: Tensor | None = None) -> Copies:
+    """Both copies of a weight [N, K], which several calls of `fp8_linear` may share."""
+    return fp8_quantize(
+        weight, GRANULARITIES[by][_WEIGHT], power_of_two=power_of_two, scale=scale, measure=scale is not None
+    )
+
+
+def _quantized(x: Tensor, by: str, format: str, power_of_two: bool, kernel: bool, **options: Any) -> Copies:
+    scale, fold = options.get("scale"), options.get("fold")
+    rows, columns, measure = (options.get(name, False) for name in ("rows", "columns", "measure"))
+    return Copies(*_quantize_op(x, scale, fold, by, format, power_of_two, rows, columns, measure, kernel))
+
+
+def _product(
+    a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, kernel: bool, bias: Tensor | None = None
+) -> Tensor:
+    product: Tensor = fp8_gemm_op(*a, *b, bias, dtype, fast, None, kernel)
+    return product
+
+
+def _role(scales: Tensor | None, role: int) -> Tensor | None:
+    return None if scales is None else scales[role : role + 1]
+
+
+def _outputs(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, w: Tensor | None, w_inv: Tensor | None,
+    wt: Tensor | None, wt_inv: Tensor | None, main_grad: Tensor | None, amaxes: Tensor | None, by: str,
+    grad_format: str, power_of_two: bool, fast: bool, keep: bool, kernel: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """keep: a backward may come, which wants the transposed x and W's scales."""
+    (M, K), N = x.shape, weight.shape[0]
+    y = x.new_empty((M, N))
+    x_t = x.new_empty((K, padded(M)) if keep else 0, dtype=DTYPES["e4m3"])
+    none = x.new_empty(0, dtype=torch.float32)
+    groups = none.new_empty((cdiv(M, GROUP), K)).T
+    x_inv = (none.new_empty(1) if by == "tensor" else groups) if keep else none
+    w_scale = none.new_empty({"tensor": 1, "row": N}.get(by, 0) if keep and w is None else 0)
+    return y, x_t, x_inv, w_scale, none.new_empty(0 if amaxes is None else 2)
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, w: Tensor | None, w_inv: Tensor | None,
+    wt: Tensor | None, wt_inv: Tensor | None, main_grad: Tensor | None, amaxes: Tensor | None, by: str,
+    grad_format: str, power_of_two: bool, fast: bool, keep: bool, kernel: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    in_x, in_w, _, in_wgrad = GRANULARITIES[by]
+    options = ("e4m3", power_of_two, kernel)
+    measure, none = amaxes is not None, x.new_empty(0, dtype=torch.float32)
+    both = keep and in_x == in_wgrad
+    ours = _quantized(x, in_x, *options, scale=_role(scales, _INPUT), rows=True, columns=both, measure=measure)
+    transposed = ours if both or not keep else _quantized(x, in_wgrad, *options, columns=True)
+    if w is not None and w_inv is not None:
+        weights, w_scale, w_amax = Quantized(w, w_inv), none, none
+    else:
+        scale = _role(scales, _WEIGHT)
+        made = _quantized(weight, in_w, *options, scale=scale, rows=True, measure=measure)
+        weights, w_scale, w_amax = made.rows, made.scale if keep else none, made.amax
+    y = _product(ours.rows, weights, x.dtype, fast, kernel, bias)
+    columns = transposed.columns if keep else Quantized(x.new_empty(0, dtype=DTYPES["e4m3"]), none)
+    amax = x.new_zeros(2 if measure else 0, dtype=torch.float32)
+    if measure:
+        amax[:1] = ours.amax
+        if w_amax.numel():
+            amax[1:] = w_amax
+    return y, columns.data, columns.scale_inv, w_scale, amax
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, weight, _, scales, _, w_inv, wt, wt_inv, main_grad, amaxes, *ctx.options = inputs
+    _, x_t, x_inv, w_scale, amax = output
+    ctx.save_for_backward(weight, w_inv, wt, wt_inv, x_t, x_inv, w_scale)
+    # not saved as tensors of the graph: they may change before backward, which wants their state of then
+    ctx.scales, ctx.amaxes, ctx.main_grad = scales, amaxes, main_grad
+    ctx.mark_non_differentiable(x_t, x_inv, w_scale, amax)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 16
+    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+    weight, w_inv, wt, wt_inv, x_t, x_inv, w_scale = ctx.saved_tensors  # once: recomputation unpacks them once
+    kernel, dy = ctx.options[-1], as_rows(dy)
+    dx = dw = db = None
+    with without_autocast(dy.device):
+        fold = None
+        if ctx.options[0] == "row":
+            fold = w_scale.reciprocal() if w_inv is None else w_inv
+        rows, columns = _grads(ctx, dy, need_dx, need_dw, fold)
+        if need_dx:
+            transposed = _transposed(ctx, weight, w_scale) if wt is None else Quantized(wt, wt_inv)
+            if fold is not None:
+                transposed = transposed._replace(scale_inv=fold.new_ones(weight.shape[1]))  # W's are in dy
+            dx = _product(rows, transposed, weight.dtype, False, kernel)
+        if need_dw and ctx.main_grad is None:
+            dw = _product(columns, Quantized(x_t, x_inv), weight.dtype, False, kernel)
+        elif need_dw:
+            fp8_gemm_into_op(*columns, x_t, x_inv, None, ctx.main_grad, True, False, None, kernel)
+        if need_db:
+            db = dy.sum(0, dtype=acc_dtype(dy.dtype)).to(dy.dtype)
+    return dx, dw, db, *(None,) * 13
+
+
+def _grads(ctx: Any, dy: Tensor, need_dx: bool, need_dw: bool, fold: Tensor | None) -> tuple[Quantized, Quantized]:
+    """dy by rows for dgrad, and its transposed copy for wgrad."""
+    by, grad_format, power_of_two, *_, kernel = ctx.options
+    _, _, in_dgrad, in_wgrad = GRANULARITIES[by]
+    options = (grad_format, power_of_two, kernel)
+    if in_dgrad == in_wgrad:
+        scale, measure = _role(ctx.scales, _GRAD), ctx.amaxes is not None
+        both = _quantized(dy, in_dgrad, *options, scale=scale, rows=need_dx, columns=need_dw, measure=measure)
+        if measure:
+            _raise_op(ctx.amaxes, both.amax, _GRAD)
+        return both.rows, both.columns
+    none = dy.new_empty(0, dtype=torch.float32)
+    rows = columns = Quantized(none, none)
+    if need_dx:
+        rows = _quantized(dy, in_dgrad, *options, fold=fold, rows=True).rows
+    if need_dw:
+        columns = _quantized(dy, in_wgrad, *options, columns=True).columns
+    return rows, columns
+
+
+def _transposed(ctx: Any, weight: Tensor, w_scale: Tensor) -> Quantized:
+    """Wᵀ, by the scales of the forward."""
+    by, _, power_of_two, *_, kernel = ctx.options
+    scale = None if by == "block" else w_scale
+    return _quantized(
+        weight, GRANULARITIES[by][_WEIGHT], "e4m3", power_of_two, kernel, scale=scale, columns=True
+    ).columns
+
+
+def _raise(amaxes: Tensor, amax: Tensor, first: int) -> None:
+    part = amaxes[first : first + amax.shape[0]]
+    part.copy_(torch.maximum(part, amax))
+
+
+def _flops(x: Shape, weight: Shape, **_: Any) -> int:
+    return 2 * x[0] * x[1] * weight[0]
+
+
+_raise_op = Op("fp8_raise(Tensor(a!) amaxes, Tensor amax, int first) -> ()", _raise, lambda amaxes, amax, first: None)
+_linear_op = Op(
+    "fp8_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, Tensor? w, Tensor? w_inv, Tensor? wt, "
+    "Tensor? wt_inv, Tensor? main_grad, Tensor? amaxes, str by, str grad_format, bool power_of_two, bool fast, "
+    "bool keep, bool kernel) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _outputs,
+    backward=_backward,
+    setup_context=_setup_context,
+    flops=_flops,
+)
+
+
+class _Plain(torch.autograd.Function):
+    """The same functions outside the op."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = _forward(*args)
+        _setup_context(ctx, args, output)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _backward(ctx, *grads)
+
+
+@falls_back("fp8_linear")
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    by: By = "tensor",
+    grad_format: str | None = None,
+    power_of_two: bool = True,
+    fast: bool = True,
+    scales: Tensor | None = None,
+    amaxes: Tensor | None = None,
+    weight_copies: Copies | None = None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """`x Wᵀ + b` whose three products, forward and backward, are FP8.
+
+    Shapes: K features in, N out, any leading dims.
+        x              [..., K]  float32, float16 or bfloat16 (float64 on the CPU)
+        weight         [N, K]    x's dtype; under autocast x, weight and bias are cast to its dtype, this being a matmul
+        bias           [N]       x's dtype, or None
+        by                       elements that share a scale: "tensor", "row" or "block"; see the module
+        grad_format              of gradients: "e5m2" (None by tensor) or "e4m3" (None by row and block)
+        power_of_two             scales are powers of two
+        fast                     y accumulates in the tensor cores alone, about 14 bits on sm_90; gradients never do
+        scales         [3]       float32, by tensor: what x, weight and dy are multiplied by, instead of scales of their
+                                 own amax; 0 stands for one of its own (delayed scaling)
+        amaxes         [3]       float32, by tensor: raised to the largest magnitudes of x, weight and dy, NaN if one is
+        weight_copies            `quantized_weight(weight, by)`, shared by calls between which weight does not change
+        main_grad      [N, K]    float32: backward adds the weight's gradient here, and weight.grad stays None
+    Returns y [..., N] in x's dtype.
+    Numerics: x, weight and dy are rounded to FP8 (e4m3: 3 mantissa bits, e5m2: 2) by the formulas of
+        ops/fp8/formulas.py; products of FP8 are exact and their sums float32, promoted every 128 but for `fast`; y, dx
+        and dW are rounded once, y twice with a bias by row and block where PyTorch multiplies. dbias is the float32 sum
+        of dy. Deterministic, and the same on one device in eager, compiled, graphed and recomputed calls.
+    Memory: saves one byte an element of x, weight, and scales: a float32 each 128 elements by row and block.
+    Where FP8 products are missing (CPU, before sm_89) the same formulas are computed in float32, slowly.
+    Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
+        implemented and say so.
+    """
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    grad_format = grad_format or ("e5m2" if by == "tensor" else "e4m3")
+    _check(x, weight, bias, by, grad_format, scales, amaxes, weight_copies, main_grad)
+    served = use_kernel("fp8_linear", x)
+    # x frozen, or weight: what only the other's gradient needs is kept too, in one kernel
+    keep = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
+    copies = (None,) * 4 if weight_copies is None else (*weight_copies.rows, *weight_copies.columns)
+    args = (
+        as_rows(x), weight, bias, scales, *copies, main_grad, amaxes, by, grad_format, power_of_two, fast, keep,
+        served,
+    )  # fmt: skip
+    if served or is_traced(x):
+        y, *_, amax = _linear_op(*args)
+    else:
+        with without_autocast(x.device):
+            y, *_, amax = _Plain.apply(*args)
+    if amaxes is not None:
+        _raise_op(amaxes, amax.detach(), _INPUT)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, by: str, grad_format: str, scales: Tensor | None,
+    amaxes: Tensor | None, copies: Copies | None, main_grad: Tensor | None,
+) -> None:  # fmt: skip
+    op = "fp8_linear"
+    checks.floating(op, x=x, weight=weight, bias=bias)
+    checks.same_device(op, "x", x, weight=weight, bias=bias, scales=scales, amaxes=amaxes, main_grad=main_grad)
+    checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
+    checks.shape(op, "weight", weight, (*weight.shape[:1], x.shape[-1]), "[N, last dim of x]")
+    checks.shape(op, "bias", bias, weight.shape[:1], "rows of weight")
+    checks.one_of(op, "by", by, tuple(GRANULARITIES))
+    checks.one_of(op, "grad_format", grad_format, tuple(DTYPES))
+    checks.shape(op, "main_grad", main_grad, weight.shape, "shape of weight")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype is not x.dtype:
+            checks.fail(op, name, f"have x's dtype {checks.name(x.dtype)}", checks.name(tensor.dtype))
+    for name, tensor in (("scales", scales), ("amaxes", amaxes)):
+        checks.shape(op, name, tensor, (3,), "of x, weight and dy")
+        if tensor is not None:
+            checks.one_of(op, "by", by, ("tensor",))
+            checks.require(tensor.dtype is torch.float32, op, name, "be float32", checks.name(tensor.dtype))
+    if main_grad is not None:
+        checks.require(main_grad.dtype is torch.float32, op, "main_grad", "be float32", checks.name(main_grad.dtype))
+    if copies is not None:
+        expected = (weight.shape[0], padded(weight.shape[1]))
+        checks.shape(op, "weight_copies", copies.data, expected, "rows of weight, columns padded to 16")

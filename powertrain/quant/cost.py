@@ -1,0 +1,65 @@
+"""Expected times and memory of a linear layer in FP8 and in bf16, from measured rates; no GPU is asked.
+
+product    2 M N K operations at the rate of its form
+quantize   bytes of x [M, K], dy [M, N] and W [N, K], read and written, at a share of the memory's bandwidth
+"""
+
+from dataclasses import dataclass
+
+from powertrain.quant.recipe import Recipe
+from powertrain.runtime.target import Target
+
+# TFLOP/s at M16384 N14336 K4096 on one H200, of cuBLAS and CUTLASS as torch 2.11 calls them (torch._scaled_mm):
+# bf16; by recipe those of y, dx and dW. docs/log/fp8.md
+_SMS = 132
+_BF16 = 804.0
+_RATES = {
+    "tensor": (1492.0, 1441.0, 1441.0),
+    "row": (1540.0, 1381.0, 1060.0),
+    "block": (1311.0, 1311.0, 1060.0),
+}
+_SHARE = 0.5  # of the datasheet's bandwidth that quantizing reaches
+# bytes moved an element of bfloat16 by a recipe: of x and dy, both copies; of W, forward and backward together
+_BYTES = {"tensor": (6, 8), "tensor-delayed": (4, 6), "row": (6, 6), "block": (6, 6)}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of one layer, forward and backward: milliseconds, and bytes saved for backward beside those of bfloat16."""
+
+    fprop: float
+    dgrad: float
+    wgrad: float
+    quantize: float
+    bf16: float
+    saved: int
+    saved_bf16: int
+
+    @property
+    def total(self) -> float:
+        return self.fprop + self.dgrad + self.wgrad + self.quantize
+
+    @property
+    def wins(self) -> bool:
+        return self.total < self.bf16
+
+
+def expected(M: int, N: int, K: int, recipe: Recipe, target: Target) -> Expected | None:
+    """M tokens times a weight [N, K]; None where no rate was measured: off sm_90."""
+    if target.arch != 90:
+        return None
+    operations = 2e-9 * M * N * K * _SMS / target.num_sms
+    rates = _RATES[recipe.by]
+    per_x, per_w = _BYTES[str(recipe)]
+    moved = per_x * M * (N + K) + per_w * N * K
+    groups = 4 * M * K // 128 if recipe.by != "tensor" else 4
+    fprop, dgrad, wgrad = (operations / rate for rate in rates)
+    return Expected(
+        fprop,
+        dgrad,
+        wgrad,
+        moved / (_SHARE * target.bandwidth) * 1e3,
+        3 * operations / _BF16,
+        M * K + groups,
+        2 * M * K,
+    )

@@ -1,0 +1,102 @@
+"""FP8Linear: nn.Linear with its products in FP8."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from powertrain.ops.fp8.formulas import Copies
+from powertrain.ops.fp8.linear import fp8_linear, quantized_weight
+from powertrain.quant.recipe import Recipe, grad_format
+from powertrain.quant.recipe import Tensor as TensorRecipe
+
+# of delayed scaling, float32. amax [3]: largest magnitudes of x, weight and dy since the last update;
+# history [3, steps]: those of the steps before, the newest first; scale [3]: 0 where none is known yet
+BUFFERS = ("fp8_amax", "fp8_amax_history", "fp8_scale")
+
+
+class FP8Linear(nn.Linear):
+    """x Wᵀ + b by `fp8_linear` and a recipe. Weight, bias and state dict are nn.Linear's.
+
+    Delayed scaling adds the buffers fp8_amax [3], fp8_amax_history [3, history] and fp8_scale [3]; a state dict without
+    them loads too. They stay float32 whatever dtype the model is cast to. Largest magnitudes are recorded in training
+    mode; a recomputed forward records the same ones.
+    `quantize_model` turns layers into this class and back; the class is not built directly.
+    """
+
+    recipe: Recipe
+    fp8_amax: Tensor
+    fp8_amax_history: Tensor
+    fp8_scale: Tensor
+    shares: bool = False  # its weight's copies serve until `shared_weights` ends
+    copies: Copies | None = None
+
+    @staticmethod
+    def convert(linear: nn.Linear, recipe: Recipe) -> None:
+        """Make `linear` an FP8Linear, in place: parameters, hooks and references to it stay."""
+        linear.__class__ = FP8Linear
+        linear.__dict__["recipe"] = recipe
+        if isinstance(recipe, TensorRecipe) and recipe.is_delayed:
+            device = linear.weight.device
+            shapes = ((3,), (3, recipe.history), (3,))
+            for name, shape in zip(BUFFERS, shapes, strict=True):
+                linear.register_buffer(name, torch.zeros(shape, device=device))
+
+    def revert(self) -> None:
+        """Make this layer an nn.Linear again, in place; delayed scaling's buffers are dropped."""
+        self.copies = None
+        for name in ("recipe", "shares", "copies"):
+            self.__dict__.pop(name, None)
+        for name in BUFFERS:
+            self._buffers.pop(name, None)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        recipe, is_delayed = self.recipe, self.recipe.is_delayed
+        return fp8_linear(
+            x, self.weight, self.bias, by=recipe.by, grad_format=grad_format(recipe),
+            power_of_two=recipe.power_of_two, fast=recipe.fast, scales=self.fp8_scale if is_delayed else None,
+            amaxes=self.fp8_amax if is_delayed and self.training else None,
+            weight_copies=self._shared_copies(x), main_grad=getattr(self.weight, "main_grad", None),
+        )  # fmt: skip
+
+    def _shared_copies(self, x: Tensor) -> Copies | None:
+        if not self.shares or torch.compiler.is_compiling() or x.dtype is not self.weight.dtype:
+            return None
+        if self.copies is None:
+            scale = self.fp8_scale[1:2] if self.recipe.is_delayed else None
+            with torch.no_grad():
+                self.copies = quantized_weight(
+                    self.weight,
+                    self.recipe.by,
+                    power_of_two=self.recipe.power_of_two,
+                    scale=scale,
+                )
+                if self.recipe.is_delayed and self.training:
+                    amax = self.fp8_amax[1:2]
+                    amax.copy_(torch.maximum(amax, self.copies.amax))
+        return self.copies
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FP8Linear":
+        before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            now = self._buffers[name]
+            assert buffer is not None and now is not None
+            # a cast of the model is not one of its statistics; memory from the meta device holds none yet
+            self._buffers[name] = (
+                torch.zeros(buffer.shape, device=now.device) if buffer.is_meta else buffer.to(now.device)
+            )
+        self.copies = None
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        missing = {name: b for name, b in self._buffers.items() if name in BUFFERS and prefix + name not in state_dict}
+        state_dict.update({prefix + name: torch.zeros_like(b) for name, b in missing.items() if b is not None})
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for name in missing:
+            del state_dict[prefix + name]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fp8={self.recipe}"

@@ -1,0 +1,170 @@
+"""`quantize_model(model, recipe)`: the linear layers of any model in FP8, from outside and reversibly."""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from powertrain.quant.linear import FP8Linear
+from powertrain.quant.recipe import Recipe
+from powertrain.runtime import checks
+from powertrain.runtime.target import Target
+
+# words that `keep` may have beside patterns
+GROUPS = ("lm_head", "router", "first_block", "last_block")
+_HEADS = {"lm_head", "head", "embed_out", "output_projection"}
+_ROUTERS = {"router", "gate"}
+# N K / (N + K) of a weight [N, K] below which FP8 cannot win on sm_90, however many tokens there are: by the rates of
+# cost.py its products save 6 N K (1/804 - 1/1458) / 1e12 seconds a token, and quantizing x and dy moves 6 (N + K)
+# bytes a token at 2.4e12 a second. They meet at 747; a tenth less, as rates differ by that much between runs
+LEAST_WIDTH = 670
+
+
+@dataclass(frozen=True)
+class Part:
+    """One linear layer: its name in the model, and its recipe or why it stays as it is."""
+
+    name: str
+    recipe: Recipe | None = None
+    why: str = ""
+
+
+@dataclass
+class Report:
+    """What `quantize_model` did: `quantized` and `left`, in the order of the model's modules."""
+
+    quantized: list[Part] = field(default_factory=list)
+    left: list[Part] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{part.name}: {part.recipe}" for part in self.quantized]
+        return "\n".join(lines + [f"{part.name}: stays, {part.why}" for part in self.left])
+
+
+def quantize_model(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    keep: Iterable[str] = ("lm_head", "router"),
+    target: Target | None = None,
+) -> Report:
+    """Compute the products of a model's nn.Linear layers in FP8, forward and backward. In place; parameters stay.
+
+        model    any nn.Module, on any device, before or after `fully_shard`; before torch.compile
+        recipe   `Tensor()`, `Row()` or `Block()` of powertrain.quant
+        keep     layers that stay as they are: "lm_head" (output layers, and all that share their weight with an
+                 embedding), "router" (of experts), "first_block" and "last_block" (of the longest nn.ModuleList), and
+                 patterns of module names such as "*.down_proj"
+        target   the GPU that will compute, for choices; None: that of the weights
+    Returns a Report: which layers were quantized, which were left and why. `dequantize_model(model)` undoes it.
+
+    Left besides: classes derived from nn.Linear (sharded ones, adapters), and on a GPU layers too narrow for FP8 to be
+    faster, and all layers of a GPU without FP8 products. On the CPU FP8 is emulated, for tests.
+    The state dict is the old one; delayed scaling adds its buffers (`FP8Linear`) and loads old ones too.
+    Memory: activations are saved in one byte an element instead of two. A weight is quantized in every forward and, its
+    transpose, in every backward; see `shared_weights`.
+    Raises ValueError for an entry of keep that no layer has.
+    """
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    matched = set(GROUPS)
+    report = Report()
+    facts = _Facts(model)
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or isinstance(module, FP8Linear):
+            continue
+        why = _kept(name, module, keep, facts, matched) or _why_not(module, target)
+        if why:
+            report.left.append(Part(name, why=why))
+            continue
+        FP8Linear.convert(module, recipe)
+        report.quantized.append(Part(name, recipe))
+    if unknown := [entry for entry in keep if entry not in matched]:
+        for part in report.quantized:
+            layer = model.get_submodule(part.name)
+            assert isinstance(layer, FP8Linear)
+            layer.revert()
+        must = f"name layers, or be of {', '.join(GROUPS)}"
+        checks.fail("quantize_model", "keep", must, ", ".join(map(repr, unknown)))
+    return report
+
+
+def dequantize_model(model: nn.Module) -> None:
+    """Undo `quantize_model`: every layer is an nn.Linear again, with the weights it has now."""
+    for module in model.modules():
+        if isinstance(module, FP8Linear):
+            module.revert()
+
+
+@contextmanager
+def shared_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, each weight is quantized once, in its first forward, for all forwards and backwards: those of one step.
+
+    For gradient accumulation: nothing may change the weights inside. Costs two bytes an element of the weights while it
+    lasts. Layers whose weights FSDP shards quantize each time, as those bytes would undo the sharding; so does compiled
+    code, which cannot know which call is the first.
+    """
+    layers = [m for m in model.modules() if isinstance(m, FP8Linear) and not isinstance(m.weight, DTensor)]
+    for layer in layers:
+        layer.shares = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.shares, layer.copies = False, None
+
+
+class _Facts:
+    """Of a model: tied weights, modules that hold experts, its blocks, its output layer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        names = {name for name, _ in model.named_modules()}
+        self.with_experts = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] == "experts"}
+        lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+        none: tuple[str, Any] = ("", ())
+        longest: tuple[str, Any] = max(lists, key=lambda pair: len(pair[1]), default=none)
+        self.blocks, self.last = longest[0], len(longest[1]) - 1
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        self.head = head
+
+
+def _kept(name: str, module: nn.Linear, keep: tuple[str, ...], facts: _Facts, matched: set[str]) -> str | None:
+    """The entry of keep that holds a layer back, in words; every entry that fits goes into `matched`."""
+    parent, _, own = name.rpartition(".")
+    block = re.match(rf"{re.escape(facts.blocks)}\.(\d+)(\.|$)", name) if facts.blocks else None
+    groups = {
+        "lm_head": own in _HEADS or id(module.weight) in facts.embeddings or module is facts.head,
+        "router": own in _ROUTERS and (own == "router" or parent in facts.with_experts),
+        "first_block": block is not None and int(block[1]) == 0,
+        "last_block": block is not None and int(block[1]) == facts.last,
+    }
+    fitting = [entry for entry in keep if groups.get(entry, False) or fnmatchcase(name, entry)]
+    matched.update(fitting)
+    return f"keep has {fitting[0]!r}" if fitting else None
+
+
+def _why_not(module: nn.Linear, target: Target | None) -> str | None:
+    """Why FP8 does not serve a layer, or None."""
+    if type(module) is not nn.Linear:
+        # FSDP's own class for a layer that is sharded by itself among them
+        return f"it is a {type(module).__name__}, not an nn.Linear"
+    if not module.weight.is_floating_point() or module.weight.dtype.itemsize < 2:
+        return f"its weight is {checks.name(module.weight.dtype)}"
+    if target is None and module.weight.device.type == "cuda":
+        target = Target.of(module.weight.device)
+    return None if target is None else why_not_width(module.out_features, module.in_features, target)
+
+
+def why_not_width(N: int, K: int, target: Target) -> str | None:
+    """Why a weight [N, K] stays as it is on `target`, or None."""
+    if not target.has_fp8:
+        return f"sm_{target.arch} has no FP8 products"
+    width = N * K / max(1, N + K)
+    if width < LEAST_WIDTH:
+        return f"{N}x{K} is too narrow for FP8 to win: N K / (N + K) is {width:.0f}, not {LEAST_WIDTH}"
+    return None

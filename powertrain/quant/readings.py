@@ -1,0 +1,116 @@
+"""What FP8 does to the operands of each layer: underflow, saturation, largest magnitude, relative error.
+
+with watch(model) as readings:
+    model(x).sum().backward()
+print(readings)          # the worst first
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from powertrain.ops.fp8.formulas import MAX, dequantized, spread
+from powertrain.ops.fp8.linear import GRANULARITIES
+from powertrain.ops.fp8.quantize import fp8_quantize
+from powertrain.ops.shapes import as_rows
+from powertrain.quant.linear import FP8Linear
+from powertrain.quant.recipe import grad_format
+
+ROLES = ("x", "weight", "dy")
+_ROWS = 2048  # of an operand that are compared, evenly spaced; all of it is quantized
+
+
+class Reading(NamedTuple):
+    """One operand of one layer, the worst of all calls that were watched.
+
+    amax        its largest magnitude, NaN if one is
+    underflow   share of its values that are not 0 and became 0
+    saturated   share of its values beyond the largest of the format
+    error       norm of what rounding changed over the norm of its values
+    """
+
+    layer: str
+    role: str
+    amax: float
+    underflow: float
+    saturated: float
+    error: float
+
+    def __str__(self) -> str:
+        shares = f"underflow {self.underflow:.2%}, saturated {self.saturated:.2%}, error {self.error:.2%}"
+        return f"{self.layer} {self.role}: amax {self.amax:.3g}, {shares}"
+
+
+class Readings:
+    """Readings of a watch, kept on the device until `list()` reads them."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], Tensor] = {}
+
+    def list(self) -> list[Reading]:
+        """All of them, the largest errors first (NaN on top). Waits for the device."""
+        if not self._found:
+            return []
+        rows = torch.stack(list(self._found.values())).tolist()
+        readings = [Reading(*key, *row) for key, row in zip(self._found, rows, strict=True)]
+        return sorted(readings, key=lambda r: -r.error if r.error == r.error else -float("inf"))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.list()))
+
+    @torch.no_grad()
+    def add(self, layer: FP8Linear, name: str, role: str, values: Tensor) -> None:
+        """Measure one operand as the layer's recipe quantizes it for its first product."""
+        if values.numel():
+            found = _measured(layer, ROLES.index(role), as_rows(values.detach()))
+            before = self._found.get((name, role), found)
+            self._found[name, role] = torch.maximum(before, found)
+
+
+def _measured(layer: FP8Linear, role: int, x: Tensor) -> Tensor:
+    """[4]: amax, underflow, saturated, error."""
+    recipe = layer.recipe
+    format = grad_format(recipe) if role == 2 else "e4m3"
+    scale = layer.fp8_scale[role : role + 1] if recipe.is_delayed else None
+    copies = fp8_quantize(
+        x, GRANULARITIES[recipe.by][role], format, power_of_two=recipe.power_of_two, scale=scale, columns=False,
+        measure=True,
+    )  # fmt: skip
+    some = slice(None, None, max(1, x.shape[0] // _ROWS))
+    values = x[some].float()
+    rounded = dequantized(copies.rows, x.shape[1])[some]
+    limit = MAX[format] * spread(copies.scale_inv, copies.data.shape)[some, : x.shape[1]]
+    there = values != 0
+    counts = torch.stack([((rounded == 0) & there).sum(), (values.abs() > limit).sum()])
+    shares = counts / torch.stack([there.sum().clamp(min=1), torch.full_like(there.sum(), values.numel())])
+    error = (rounded - values).norm() / values.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.cat([copies.amax, shares, error[None]])
+
+
+@contextmanager
+def watch(model: nn.Module) -> Iterator[Readings]:
+    """Inside, the operands of every FP8 layer's forward and backward are measured; results are the same bits.
+
+    Yields `Readings`. For a step now and then: each operand is quantized once more. Eager calls; nothing is read on the
+    host before `Readings.list()`.
+    """
+    readings, handles = Readings(), []
+    for name, layer in model.named_modules():
+        if isinstance(layer, FP8Linear):
+            handles.append(layer.register_forward_hook(partial(_see, readings, name)))
+    try:
+        yield readings
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _see(readings: Readings, name: str, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    readings.add(layer, name, "x", inputs[0])
+    readings.add(layer, name, "weight", layer.weight)
+    if output.requires_grad:
+        output.register_hook(lambda dy: readings.add(layer, name, "dy", dy))

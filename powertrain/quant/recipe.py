@@ -1,0 +1,116 @@
+"""Recipes: which elements of a linear layer's operands share a scale, and in which of the two FP8 formats they are.
+
+    from powertrain.quant import Block, Row, Tensor, quantize_model
+    quantize_model(model, Tensor())                    # a scale a tensor, of its own largest magnitude
+    quantize_model(model, Tensor(scale="delayed"))     # of the last steps' magnitudes: tensors are read once
+    quantize_model(model, Row())                       # a scale a row
+    quantize_model(model, Block())                     # 1x128 activations and gradients, 128x128 weights
+
+All are frozen, hashable and compare by value. Inputs and weights are e4m3 (3 mantissa bits, to 448); gradients are e5m2
+(2 bits, to 57344) with format "hybrid", e4m3 with "e4m3".
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from powertrain.ops.fp8.linear import By
+from powertrain.runtime import checks
+
+Format = Literal["hybrid", "e4m3"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One scale a tensor.
+
+    scale         "current": of the tensor's own largest magnitude, which is read first. "delayed": of the largest ones
+                  of the last steps, kept in buffers of the layer; a tensor that grew saturates. The first step, which
+                  has none, takes the tensor's own. Call `update_scales(model)` after every optimizer step
+    format        "hybrid": gradients in e5m2; "e4m3"
+    power_of_two  scales rounded down to powers of two, which change no mantissa; False: TransformerEngine's
+    fast          outputs accumulate in the tensor cores alone (about 14 bits on sm_90); gradients never do
+    history       delayed: steps whose magnitudes are kept
+    most_recent   delayed: the last step's magnitude counts, not the largest of the history
+    margin        delayed: scales are divided by 2 ** margin
+    """
+
+    scale: Literal["current", "delayed"] = "current"
+    format: Format = "hybrid"
+    power_of_two: bool = True
+    fast: bool = True
+    history: int = 1024
+    most_recent: bool = False
+    margin: int = 0
+
+    by: ClassVar[By] = "tensor"
+
+    def __post_init__(self) -> None:
+        checks.one_of("Tensor", "scale", self.scale, ("current", "delayed"))
+        checks.one_of("Tensor", "format", self.format, ("hybrid", "e4m3"))
+        checks.require(self.history >= 1, "Tensor", "history", "be at least 1", self.history)
+        checks.require(self.margin >= 0, "Tensor", "margin", "be at least 0", self.margin)
+
+    @property
+    def is_delayed(self) -> bool:
+        return self.scale == "delayed"
+
+    def __str__(self) -> str:
+        return "tensor-delayed" if self.is_delayed else "tensor"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One scale a row: of x's tokens, W's outputs, dy's tokens; dW sums over groups of 128 tokens.
+
+    format, power_of_two, fast as of `Tensor`.
+    """
+
+    format: Format = "e4m3"
+    power_of_two: bool = True
+    fast: bool = True
+
+    by: ClassVar[By] = "row"
+    is_delayed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        checks.one_of("Row", "format", self.format, ("hybrid", "e4m3"))
+
+    def __str__(self) -> str:
+        return "row"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One scale for 1x128 elements of x and dy and 128x128 of W (DeepSeek-V3); sums are promoted every 128.
+
+    format, power_of_two as of `Tensor`.
+    """
+
+    format: Format = "e4m3"
+    power_of_two: bool = True
+
+    by: ClassVar[By] = "block"
+    is_delayed: ClassVar[bool] = False
+    fast: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        checks.one_of("Block", "format", self.format, ("hybrid", "e4m3"))
+
+    def __str__(self) -> str:
+        return "block"
+
+
+Recipe = Tensor | Row | Block
+NAMES = ("tensor", "tensor-delayed", "row", "block")
+
+
+def named(name: str) -> Recipe:
+    """The recipe of a name, with its defaults."""
+    checks.one_of("recipe", "name", name, NAMES)
+    if name.startswith("tensor"):
+        return Tensor(scale="delayed" if name == "tensor-delayed" else "current")
+    return Row() if name == "row" else Block()
+
+
+def grad_format(recipe: Recipe) -> str:
+    return "e5m2" if recipe.format == "hybrid" else "e4m3"

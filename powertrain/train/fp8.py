@@ -1,0 +1,81 @@
+"""FP8 in a run: its section of the config as a recipe, applied to the model."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from powertrain.quant.linear import BUFFERS
+from powertrain.quant.model import GROUPS, Report, quantize_model
+from powertrain.quant.readings import watch
+from powertrain.quant.recipe import Block, Recipe, Row, Tensor
+from powertrain.runtime.target import Target
+from powertrain.train.config.schema import FP8Config
+
+
+def recipe_of(config: FP8Config) -> Recipe | None:
+    """The recipe that a run's section `fp8` states; None: none."""
+    formats: dict[str, Any] = {} if config.format is None else {"format": config.format}
+    if config.recipe == "none":
+        return None
+    if config.recipe == "row":
+        return Row(**formats)
+    if config.recipe == "block":
+        return Block(**formats)
+    return Tensor(
+        scale="delayed" if config.recipe == "tensor-delayed" else "current", history=config.history,
+        most_recent=config.most_recent, margin=config.margin, **formats,
+    )  # fmt: skip
+
+
+def quantize(model: nn.Module, config: FP8Config, target: Target | None = None) -> Report | None:
+    """`quantize_model` as a run's config states it; None if it states none. ValueErrors name the config's keys."""
+    recipe = recipe_of(config)
+    if recipe is None:
+        return None
+    try:
+        return quantize_model(model, recipe, keep=config.keep, target=target)
+    except ValueError as error:
+        raise ValueError(str(error).replace("quantize_model: keep", "fp8.keep")) from None
+
+
+def quantize_part(model: nn.Module, config: FP8Config, target: Target) -> Report | None:
+    """`quantize` of a model built with some of a run's layers only: patterns that name none of these are left out."""
+    names = [name for name, _ in model.named_modules()]
+    keep = (entry for entry in config.keep if entry in GROUPS or any(fnmatchcase(name, entry) for name in names))
+    return quantize(model, config.model_copy(update={"keep": tuple(keep)}), target)
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a tensor of a checkpoint is delayed scaling's, which a run without it has not: it then starts at 0."""
+    return name.rpartition(".")[2] in BUFFERS
+
+
+WORST = 3  # readings in a note
+
+
+@contextmanager
+def watched(model: nn.Module, config: FP8Config, step: int, note: Callable[[str], None]) -> Iterator[None]:
+    """Inside, the operands of FP8 layers are measured where `step` is due; then the worst of them are noted.
+
+    Reading them waits for the device.
+    """
+    if config.recipe == "none" or not config.watch or step % config.watch:
+        yield
+        return
+    with watch(model) as readings:
+        yield
+    found = readings.list()
+    lines = [f"fp8 at step {step}, the largest errors of {len(found)} operands:", *map(str, found[:WORST])]
+    note("\n  ".join(lines))
+
+
+def summary(report: Report) -> str:
+    """How many layers compute in FP8, and each reason why others do not."""
+    recipes = {str(part.recipe) for part in report.quantized}
+    lines = [f"fp8: {len(report.quantized)} linear layers by {' and '.join(sorted(recipes)) or 'no recipe'}"]
+    reasons = dict.fromkeys(part.why for part in report.left)
+    lines += [f"  {sum(part.why == why for part in report.left)} stay: {why}" for why in reasons]
+    return "\n".join(lines)

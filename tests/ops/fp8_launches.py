@@ -1,0 +1,28 @@
+"""What tests launch of the FP8 kernels on meta tensors: those that the sizes of the cases leave to PyTorch."""
+
+import torch
+
+from powertrain.ops.fp8.gemm import fp8_gemm
+from powertrain.ops.fp8.quantize import fp8_quantize
+
+META = torch.device("meta")
+
+
+def launch_fp8_kernels(dtype: torch.dtype) -> None:
+    """Every kind of launch: granularities, both formats, a given scale, amax, a folded one, all pairs of a product."""
+    x = torch.empty(512, 20000, dtype=dtype, device=META)  # rows too long for one block
+    fold = torch.empty(20000, device=META)
+    fp8_quantize(x, "row", fold=fold, measure=True)
+    for format in ("e4m3", "e5m2"):
+        for by in ("tensor", "row", "group", "block"):
+            fp8_quantize(x, by, format, power_of_two=False)
+    fp8_quantize(x, "tensor", scale=torch.empty(1, device=META), measure=True)
+    x = x[:, :4096]
+    operands = {by: fp8_quantize(x, by).rows for by in ("tensor", "row", "group", "block")}
+    grads = {by: fp8_quantize(x, by, "e5m2").rows for by in ("tensor", "group")}
+    total = torch.empty(512, 512, device=META)
+    for a, b in (("tensor", "tensor"), ("row", "row"), ("group", "block"), ("group", "group")):
+        fp8_gemm(operands[a], operands[b], out_dtype=dtype, backend="triton")
+    for by in ("tensor", "group"):
+        fp8_gemm(grads[by], operands[by], out=total, accumulate=True, backend="triton")
+    fp8_gemm(operands["group"], operands["block"], out_dtype=dtype, bias=x.new_empty(512), backend="triton")

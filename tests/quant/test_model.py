@@ -1,0 +1,308 @@
+"""quantize_model: what becomes FP8, same bits on every way there, state dicts, delayed scaling, undoing."""
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from powertrain.quant import (
+    Block,
+    FP8Linear,
+    Row,
+    dequantize_model,
+    quantize_model,
+    shared_weights,
+    update_scales,
+)
+from powertrain.quant import Tensor as TensorRecipe
+from powertrain.quant.recipe import NAMES, Recipe, named
+from powertrain.quant.scales import updated
+from powertrain.runtime.target import Target
+
+DELAYED = TensorRecipe(scale="delayed", history=3)
+RECIPES = [TensorRecipe(), DELAYED, Row(), Block(), TensorRecipe(format="e4m3", power_of_two=False), Row("hybrid")]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r}-{r.format}")
+
+
+class Mixture(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 4, bias=False)
+        self.experts = nn.ModuleList([nn.Linear(width, width)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x) * self.gate(x).softmax(-1)[..., :1]
+
+
+class Model(nn.Module):
+    """Blocks of odd sizes, a router, a head tied to the embedding."""
+
+    def __init__(self, width: int = 24, inner: int = 35) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, width)
+        blocks = (nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width, bias=False)) for _ in "ab")
+        self.blocks = nn.ModuleList(blocks)
+        self.moe = Mixture(width)
+        self.out = nn.Linear(width, 30, bias=False)
+        self.out.weight = self.embed.weight
+        self.recompute = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.recompute else block(x))
+        return F.cross_entropy(self.out(x + self.moe(x)).flatten(0, 1), tokens.flatten())
+
+
+TOKENS = torch.arange(42).view(3, 14) * 7 % 30
+
+
+def _grads(model: nn.Module, tokens: Tensor = TOKENS) -> list[Tensor]:
+    model.zero_grad()
+    loss = model(tokens)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_which_layers() -> None:
+    model = Model()
+    report = quantize_model(model, Row())
+    assert [part.name for part in report.quantized] == [
+        "blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2", "moe.experts.0",
+    ]  # fmt: skip
+    assert {part.name: part.why for part in report.left} == {
+        "moe.gate": "keep has 'router'",
+        "out": "keep has 'lm_head'",
+    }
+    assert "blocks.0.0: row" in str(report) and "out: stays, keep has 'lm_head'" in str(report)
+    assert not quantize_model(model, Block()).quantized  # they are already
+
+
+@pytest.mark.parametrize(
+    "keep, kept",
+    [
+        ("first_block", {"blocks.0.0", "blocks.0.2"}),
+        (["last_block"], {"blocks.1.0", "blocks.1.2"}),
+        (["*.2", "lm_head"], {"blocks.0.2", "blocks.1.2", "out"}),
+        ((), set()),
+    ],
+)
+def test_keep(keep: object, kept: set[str]) -> None:
+    assert {part.name for part in quantize_model(Model(), Row(), keep=keep).left} == kept
+
+
+def test_unknown_names_are_said_and_nothing_is_changed() -> None:
+    model = Model()
+    with pytest.raises(ValueError, match=r"quantize_model: keep must name layers, or be of lm_head, .*, got '\*.down'"):
+        quantize_model(model, Row(), keep=["*.down", "*.2"])
+    assert not any(isinstance(m, FP8Linear) for m in model.modules())
+
+
+def test_an_unknown_name_leaves_an_earlier_recipe() -> None:
+    model = Model()
+    quantize_model(model, Row(), keep=["*.2"])
+    with pytest.raises(ValueError, match="keep must name layers"):
+        quantize_model(model, Block(), keep=["*.down"])
+    assert isinstance(model.blocks[0][0], FP8Linear) and not isinstance(model.blocks[0][2], FP8Linear)
+
+
+def test_gpus_where_fp8_cannot_win() -> None:
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 128), nn.Linear(1024, 1024), nn.Linear(2048, 1024))
+    report = quantize_model(model, Row(), target=Target.parse("H100"))
+    assert [part.name for part in report.quantized] == ["0", "3"]
+    assert "128x4096 is too narrow for FP8 to win: N K / (N + K) is 124, not 670" in report.left[0].why
+    report = quantize_model(nn.Sequential(nn.Linear(4096, 4096)), Row(), target=Target.parse("A100"))
+    assert report.left[0].why == "sm_80 has no FP8 products"
+
+
+def test_derived_classes_stay() -> None:
+    class Adapter(nn.Linear):
+        pass
+
+    report = quantize_model(nn.Sequential(Adapter(8, 8)), Row())
+    assert report.left[0].why == "it is a Adapter, not an nn.Linear"
+
+
+@every_recipe
+def test_every_way_has_the_same_bits(recipe: Recipe) -> None:
+    """Twice, recomputed, with shared weights, compiled; near the model without FP8, not equal to it."""
+    torch.manual_seed(3)
+    model = Model()
+    exact = _grads(model)
+    quantize_model(model, recipe)
+    for step in range(2):
+        eager = _grads(model)
+        assert _same(eager, _grads(model))
+        model.recompute = True
+        assert _same(eager, _grads(model))
+        model.recompute = False
+        with shared_weights(model):
+            assert _same(eager, _grads(model)) and _same(eager, _grads(model))
+            assert model.blocks[0][0].copies is not None
+        assert model.blocks[0][0].copies is None
+        if step == 0:
+            for ours, right in zip(eager, exact, strict=True):
+                assert 0 < (ours - right).norm() <= 0.15 * right.norm()
+        torch._dynamo.reset()
+        assert _same(eager, _grads(torch.compile(model, fullgraph=True, backend="aot_eager")))
+        update_scales(model)
+
+
+def test_shared_weights_are_those_of_one_step() -> None:
+    model = Model()
+    quantize_model(model, Block())
+    with shared_weights(model):
+        before = _grads(model)
+    with torch.no_grad():
+        model.blocks[0][0].weight.data *= 2  # no version counter sees it
+    after = _grads(model)
+    assert not _same(before, after)
+    with shared_weights(model):
+        assert _same(after, _grads(model))
+
+
+@every_recipe
+def test_undone(recipe: Recipe) -> None:
+    model = Model()
+    names, exact = list(model.state_dict()), _grads(model)
+    parameters = [id(p) for p in model.parameters()]
+    quantize_model(model, recipe)
+    assert [id(p) for p in model.parameters()] == parameters
+    assert recipe.is_delayed or list(model.state_dict()) == names
+    dequantize_model(model)
+    assert list(model.state_dict()) == names and _same(exact, _grads(model))
+    assert type(model.blocks[0][0]) is nn.Linear and "recipe" not in vars(model.blocks[0][0])
+
+
+@every_recipe
+def test_copies_and_state_dicts(recipe: Recipe) -> None:
+    plain = Model()
+    model = copy.deepcopy(plain)
+    quantize_model(model, recipe)
+    _grads(model)
+    update_scales(model)
+    right = _grads(model)
+    assert _same(right, _grads(copy.deepcopy(model)))
+    other = Model()
+    quantize_model(other, recipe)
+    other.load_state_dict(model.state_dict())  # strictly
+    assert _same(right, _grads(other))
+    other.load_state_dict(plain.state_dict())  # strictly too: what is unknown starts anew
+    assert _same(_grads(other), _grads(_quantized(plain, recipe)))
+
+
+def _quantized(model: nn.Module, recipe: Recipe) -> nn.Module:
+    model = copy.deepcopy(model)
+    quantize_model(model, recipe)
+    return model
+
+
+def test_statistics_stay_float32_and_survive_casts() -> None:
+    model = _quantized(Model(), DELAYED)
+    _grads(model)
+    update_scales(model)
+    layer = model.blocks[0][0]
+    scales = layer.fp8_scale.clone()
+    model.bfloat16()
+    assert layer.weight.dtype is torch.bfloat16 and torch.equal(layer.fp8_scale, scales)
+    model.float()
+    assert torch.equal(layer.fp8_scale, scales)
+
+
+def test_from_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Model()
+    quantize_model(model, DELAYED)
+    model.to_empty(device="cpu")
+    assert not model.blocks[0][0].fp8_scale.any() and not model.blocks[0][0].fp8_amax_history.any()
+
+
+def test_delayed_scales_follow_the_magnitudes() -> None:
+    model = _quantized(nn.Sequential(nn.Linear(16, 16)), DELAYED)
+    layer, x = model[0], torch.ones(4, 16)
+    for step, size in enumerate((4.0, 1.0, 1.0, 1.0, 1.0)):
+        model(x * size).sum().backward()
+        assert layer.fp8_amax[0] == size and layer.fp8_amax[2] == 1
+        update_scales(model)
+        largest = 4.0 if step < 3 else 1.0  # a history of 3 steps
+        assert layer.fp8_scale[0] == 2.0 ** torch.tensor(448 / largest).log2().floor()
+        assert not layer.fp8_amax.any()
+
+
+def test_evaluation_and_frozen_layers() -> None:
+    """Nothing is recorded in evaluation; a layer whose weight is frozen still passes gradients."""
+    model = _quantized(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), DELAYED)
+    model.eval()
+    model(torch.ones(2, 16)).sum().backward()
+    assert not any(layer.fp8_amax.any() for layer in model)
+    model.train()
+    model[1].weight.requires_grad_(False)
+    model.zero_grad()
+    model(torch.ones(2, 16)).sum().backward()
+    assert model[1].weight.grad is None and model[0].weight.grad is not None
+    with torch.no_grad():
+        assert not model(torch.ones(2, 16)).requires_grad
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_update_by_its_definition(seed: int) -> None:
+    """Against plain Python, with amax 0, inf and NaN among them."""
+    r = random.Random(seed)
+    recipe = TensorRecipe(
+        scale="delayed", history=r.choice((1, 2, 5)), most_recent=r.random() < 0.5, margin=r.choice((0, 2)),
+        power_of_two=r.random() < 0.5, format=r.choice(("hybrid", "e4m3")),
+    )  # fmt: skip
+    kinds = (0.0, float("inf"), float("nan"), 1e-30, 3.0, 1e20)
+    history, scale = torch.zeros(1, 3, recipe.history), torch.zeros(1, 3)
+    past: list[list[float]] = []
+    kept = [0.0] * 3
+    for _ in range(7):
+        amaxes = [r.choice(kinds) for _ in range(3)]
+        history, scale = updated(torch.tensor([amaxes]), history, scale, recipe)
+        past.insert(0, [a if a < float("inf") else 0.0 for a in amaxes])
+        for role, most in enumerate((448.0, 448.0, 448.0 if recipe.format == "e4m3" else 57344.0)):
+            window = past[:1] if recipe.most_recent else past[: recipe.history]
+            largest = max(step[role] for step in window)
+            if largest > 0:
+                kept[role] = torch.tensor(most).div(largest).item() * 2.0**-recipe.margin
+                if recipe.power_of_two:
+                    kept[role] = 2.0 ** torch.tensor(kept[role], dtype=torch.float64).log2().floor().item()
+            assert scale[0, role].item() == pytest.approx(kept[role], rel=1e-6)
+
+
+def test_main_grad_of_a_layer() -> None:
+    model = nn.Sequential(nn.Linear(16, 24, bias=False))
+    x = torch.randn(5, 16)
+    quantize_model(model, Row())
+    model(x).square().sum().backward()
+    grad = model[0].weight.grad.clone()
+    model.zero_grad()
+    model[0].weight.main_grad = torch.ones(24, 16)
+    model(x).square().sum().backward()
+    assert model[0].weight.grad is None
+    torch.testing.assert_close(model[0].weight.main_grad - 1, grad, rtol=1e-5, atol=1e-5)
+
+
+def test_nan_and_scale_buffers_name_their_layer() -> None:
+    """A NaN in a scale gives NaN in that layer's output, and not before."""
+    model = _quantized(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), DELAYED)
+    model[1].fp8_scale.fill_(float("nan"))
+    assert model[0](torch.ones(2, 16)).isfinite().all() and model(torch.ones(2, 16)).isnan().all()
+
+
+def test_recipes_by_name_and_value() -> None:
+    assert [str(named(name)) for name in NAMES] == list(NAMES)
+    assert named("row") == Row() and hash(named("block")) == hash(Block()) and Row() != Row("hybrid")
+    with pytest.raises(ValueError, match=r"recipe: name must be one of 'tensor', 'tensor-delayed', .*, got 'mxfp8'"):
+        named("mxfp8")
+    for wrong in (lambda: TensorRecipe(scale="last"), lambda: Row("e5m2"), lambda: TensorRecipe(history=0)):
+        with pytest.raises(ValueError, match="must be"):
+            wrong()

@@ -1,0 +1,57 @@
+"""Readings of FP8 layers: each number by its definition, the same bits inside, where NaN and outliers are."""
+
+import pytest
+import torch
+from torch import nn
+
+from powertrain.quant import Block, Row, quantize_model, watch
+from powertrain.quant import Tensor as TensorRecipe
+
+RECIPES = [TensorRecipe(), TensorRecipe(scale="delayed", history=2), Row(), Block()]
+
+
+def _layer(recipe: object) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(160, 64, bias=False))
+    quantize_model(model, recipe)
+    return model
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_nothing_is_changed_and_every_operand_is_read(recipe: object) -> None:
+    model, x = _layer(recipe), torch.randn(5, 160)
+    plain = model(x)
+    with watch(model) as readings:
+        y = model(x)
+        y.square().sum().backward()
+    assert torch.equal(y, plain)
+    found = {reading.role: reading for reading in readings.list()}
+    assert found.keys() == {"x", "weight", "dy"} and all(r.layer == "0" for r in found.values())
+    assert found["x"].amax == x.abs().max() and found["weight"].amax == model[0].weight.abs().max()
+    assert found["dy"].amax == 2 * y.detach().abs().max()
+    assert all(0 < r.error < 0.06 and r.saturated == 0 for r in found.values())
+    assert "0 x: amax" in str(readings) and not model[0]._forward_hooks
+
+
+def test_underflow_and_saturation_by_hand() -> None:
+    """448 keeps scale 1: values below 2^-10 underflow. A scale that grew too large saturates."""
+    model = _layer(TensorRecipe(scale="delayed", history=1))
+    x = torch.zeros(2, 160)
+    x[0, 0], x[0, 1:9], x[1, :10] = 448.0, 2.0**-11, 1.0
+    with watch(model) as readings:
+        model(x)
+    reading = next(r for r in readings.list() if r.role == "x")
+    assert reading.underflow == pytest.approx(8 / 19) and reading.saturated == 0 and reading.amax == 448
+    model[0].fp8_scale[0] = 2.0
+    with watch(model) as readings:
+        model(x)
+    reading = next(r for r in readings.list() if r.role == "x")
+    assert reading.saturated == pytest.approx(1 / 320) and reading.error == pytest.approx(0.5, abs=1e-3)
+
+
+def test_nan_is_on_top_and_names_its_layer() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    quantize_model(model, Row())
+    model[1].weight.data[3, 4] = torch.nan
+    with watch(model) as readings:
+        model(torch.ones(2, 16))
+    assert readings.list()[0][:2] == ("1", "weight") and readings.list()[0].amax != readings.list()[0].amax

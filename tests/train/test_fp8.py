@@ -1,0 +1,172 @@
+"""FP8 in runs: trained, saved and resumed with the same bits, from runs without it, by GPT-NeoX's keys, errors."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from powertrain.quant import FP8Linear
+from powertrain.quant.recipe import Tensor
+from powertrain.runtime.target import Target
+from powertrain.train.config.reader import read_config
+from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
+from powertrain.train.fp8 import recipe_of
+from powertrain.train.lint import rehearse
+from tests.train.tiny_run import open_trainer, read
+
+
+class Seen:
+    """A sink that keeps losses and notes."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.notes: list[str] = []
+
+    def step(self, record: object) -> None:
+        self.losses.append(record.loss)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def evaluation(self, record: object) -> None: ...
+
+    def kernels(self, table: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _run(folder: Path, *overrides: str, resume: bool = False) -> tuple[Seen, dict[str, torch.Tensor]]:
+    seen = Seen()
+    trainer = open_trainer(folder, *overrides, sinks=lambda trainer: [seen])
+    if resume:
+        assert trainer.resume()
+    trainer.fit()
+    state = {name: t.clone() for name, t in trainer.optimizer.tensors().items()}
+    trainer.close()
+    return seen, state
+
+
+SHORT = ("checkpoint.save=false", "evaluation.every=0", "evaluation.at_end=false", "logging.report=false")
+
+
+def test_runs_learn_as_without(tmp_path: Path) -> None:
+    plain, _ = _run(tmp_path / "plain", *SHORT, "train.steps=6")
+    for recipe in ("tensor", "tensor-delayed", "row", "block"):
+        found, _ = _run(tmp_path / "fp8", *SHORT, "train.steps=6", f"fp8.recipe={recipe}", "fp8.watch=4")
+        assert found.notes[0].startswith(f"fp8: 10 linear layers by {recipe}")
+        (reading,) = (note for note in found.notes if note.startswith("fp8 at step"))
+        assert (
+            reading.startswith("fp8 at step 4, the largest errors of 30 operands:") and reading.count("underflow") == 3
+        )
+        assert found.losses != plain.losses
+        assert abs(found.losses[-1] - plain.losses[-1]) < 0.02 * plain.losses[-1]
+
+
+@pytest.fixture(autouse=True)
+def _folders(tmp_path: Path) -> None:
+    for name in ("plain", "fp8", "whole", "parts"):
+        (tmp_path / name).mkdir()
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    options = ("fp8.recipe=tensor-delayed", "fp8.history=4", "train.gradient_accumulation_steps=2")
+    options += ("train.precision=bf16", "schedule.decay_steps=6", "train.steps=6", *SHORT[1:])
+    whole, right = _run(tmp_path / "whole", *options)
+    _run(tmp_path / "parts", *options, "train.steps=3")
+    parts, found = _run(tmp_path / "parts", *options, resume=True)
+    assert parts.losses == whole.losses[3:]
+    assert found.keys() == right.keys() and all(torch.equal(t, right[name]) for name, t in found.items())
+    assert any(name.endswith("fp8_amax_history") and t.any() for name, t in right.items())
+
+
+def test_from_a_run_without_it(tmp_path: Path) -> None:
+    """A bf16 run goes on in FP8: its checkpoint has no magnitudes, which start anew."""
+    _run(tmp_path / "parts", *SHORT[1:], "train.steps=2")
+    found, _ = _run(tmp_path / "parts", *SHORT[1:], "fp8.recipe=tensor-delayed", "train.steps=4", resume=True)
+    assert len(found.losses) == 2
+    folder = tmp_path / "parts" / "run" / "checkpoints"
+    seen = Seen()
+    options = ("fp8.recipe=tensor-delayed", "train.steps=2", f"checkpoint.load={folder}", "checkpoint.finetune=true")
+    trainer = open_trainer(tmp_path / "fp8", *SHORT, *options, sinks=lambda trainer: [seen])
+    trainer.start_from(folder)
+    trainer.fit()
+    trainer.close()
+    assert len(seen.losses) == 2
+
+
+def test_keep_and_errors(tmp_path: Path) -> None:
+    trainer = open_trainer(tmp_path / "fp8", "fp8.recipe=row", "fp8.keep=[first_block,'*.down']", sinks=lambda t: [])
+    names = {name for name, m in trainer.model.named_modules() if isinstance(m, FP8Linear)}
+    trainer.close()
+    assert names == {f"layers.1.{name}" for name in ("attention.qkv", "attention.out", "mlp.gate", "mlp.up")}
+    with pytest.raises(ValueError, match=r"fp8.keep must name layers, or be of lm_head, .*, got 'layers.7.\*'"):
+        open_trainer(tmp_path / "fp8", "fp8.recipe=row", "fp8.keep=['layers.7.*']", sinks=lambda t: [])
+    for override, words in (
+        ("fp8.recipe=mxfp8", "fp8.recipe"),
+        ("fp8.wire=fp8", "fp8.wire"),
+        ("fp8.history=0", "fp8.history"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read(tmp_path / "fp8", override)
+    with pytest.raises(ConfigError, match=r"parallel\.tensor must be 1 with fp8\.recipe"):
+        read(tmp_path / "fp8", "fp8.recipe=row", "parallel.tensor=2")
+
+
+def test_kernels_of_a_run_are_known_before_it(tmp_path: Path) -> None:
+    """On a GPU the run's own kernels; layers too narrow for FP8 launch none."""
+    wide = "{architecture: llama, hidden_size: 1024, num_layers: 3, num_heads: 8, intermediate_size: 2048}"
+    config = read(tmp_path / "fp8", "fp8.recipe=row", f"model={wide}", "fp8.keep=['layers.2.*']").config
+    config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 256})})
+    kernels = {spec.kernel.name for spec in rehearse(config, Target.parse("H100"), layers=1)}
+    assert {"_quantize_row_kernel", "_quantize_tile_kernel"} <= kernels
+    assert not {k for k in kernels if "quantize" in k} & {
+        spec.kernel.name for spec in rehearse(config, Target.parse("A100"), layers=1)
+    }
+
+
+NEOX = """
+num_layers: 2
+hidden_size: 32
+num_attention_heads: 2
+seq_length: 32
+max_position_embeddings: 32
+train_micro_batch_size_per_gpu: 2
+train_iters: 3
+pos_emb: rotary
+tokenizer_type: CharLevelTokenizer
+optimizer: {{type: Adam, params: {{lr: 0.001}}}}
+data_path: {folder}/text
+{fp8}
+"""
+
+
+def _neox(folder: Path, fp8: str) -> Path:
+    file = folder / "neox.yml"
+    file.write_text(NEOX.format(folder=folder, fp8=fp8))
+    return file
+
+
+def test_keys_of_gpt_neox(tmp_path: Path) -> None:
+    keys = "te_fp8_mha: true\nte_fp8_format: e4m3\nte_fp8_amax_history_len: 16\nte_fp8_amax_compute_algo: max"
+    run = read_config([_neox(tmp_path, keys)], [])
+    recipe = recipe_of(run.config.fp8)
+    assert recipe == Tensor(scale="delayed", format="e4m3", history=16)
+    assert run.config.fp8.keep == ("lm_head", "router", "*.mlp.*")
+    rows = {row.key: row for row in run.table}
+    assert "projections by tensor-delayed" in rows["te_fp8_mha"].explanation
+    run = read_config([_neox(tmp_path, "te_fp8_margin: 2")], [])
+    assert recipe_of(run.config.fp8) is None
+    with pytest.raises(UnsupportedConfig, match="te_fp8_wgrad is not supported at False"):
+        read_config([_neox(tmp_path, "te_fp8_mha: true\nte_fp8_wgrad: false")], [])
+    with pytest.raises(ConfigError, match="te_fp8_format must be one of e4m3, hybrid, got 'e5m2'"):
+        read_config([_neox(tmp_path, "te_fp8_mha: true\nte_fp8_format: e5m2")], [])
+
+
+@pytest.mark.parametrize("recipe", ["tensor-delayed", "block"])
+def test_recomputation_keeps_the_bits(recipe: str, tmp_path: Path) -> None:
+    options = (*SHORT, "train.steps=3", f"fp8.recipe={recipe}", "model.num_layers=1")
+    losses = [
+        _run(tmp_path / "fp8", *options, f"train.activation_checkpointing={mode}")[0].losses
+        for mode in ("none", "selective", "full")
+    ]
+    assert losses[0] == losses[1] == losses[2]
