@@ -29,6 +29,7 @@ _PUBLIC = {
     "bias_dropout_add": "powertrain.ops.bias_dropout_add",
     "cross_entropy": "powertrain.ops.cross_entropy",
     "linear_cross_entropy": "powertrain.ops.linear_cross_entropy",
+    "linear_log_probs": "powertrain.ops.linear_log_probs",
     "grouped_gemm": "powertrain.ops.grouped_gemm",
     "moe_route": "powertrain.ops.moe",
     "moe_permute": "powertrain.ops.moe",

@@ -16,6 +16,7 @@ Sources: Wijmans et al., arXiv:2411.09009; gradient in forward by row blocks aft
 accumulation into main_grad after Megatron-LM's gradient_accumulation_fusion.
 """
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -41,7 +42,7 @@ from powertrain.ops.cross_entropy import (
     scale_op,
     to_aligned,
 )
-from powertrain.ops.shapes import as_rows, empty, wanted
+from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 from powertrain.runtime.flops import Shape
@@ -231,27 +232,47 @@ def _linear_cross_entropy_bwd(
         dloss, x, weight, bias, target, lse, main_grad,
         ignore_index, label_smoothing, z_loss, softcap, need_dx, need_dw, need_db,
     )  # fmt: skip
-    dx, dw, db = outputs
     terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
-    T, V = x.shape[0], weight.shape[0]
     target, dloss = to_aligned(target), to_aligned(dloss)
-    blocks = _blocks(V, T, x.element_size(), least=MIN_VOCAB_BLOCK)
+
+    def make_dlogits(logits: Tensor, cols: slice) -> None:
+        where = dict(vocab_start=cols.start, vocab_size=weight.shape[0])
+        launch_dlogits(logits, target, lse, dloss, terms, logits, scale=None, **where)
+
+    grads_by_vocab_blocks(make_dlogits, x, weight, bias, outputs, main_grad, (need_dx, need_dw, need_db))
+    return outputs
+
+
+def grads_by_vocab_blocks(
+    make_dlogits: Callable[[Tensor, slice], None],  # (logits [T, cols], cols): overwrites the logits
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor],  # dx, dw, db: written
+    main_grad: Tensor | None,  # dw is added here instead
+    needs: tuple[bool, bool, bool],
+    *,
+    other_logits: int = 0,  # that make_dlogits keeps beside a block of logits
+) -> None:
+    """Gradients of `x weightᵀ + bias` from its dlogits, one block of the vocabulary at a time."""
+    (dx, dw, db), (need_dx, need_dw, need_db) = grads, needs
+    T, V = x.shape[0], weight.shape[0]
+    blocks = _blocks(V, T * (1 + other_logits), x.element_size(), least=MIN_VOCAB_BLOCK)
     # blocks of the vocabulary add up in dx: in float32, so that it is rounded once
-    dx_sum = dx if len(blocks) == 1 else torch.empty_like(dx, dtype=torch.float32)
+    dx_sum = dx if len(blocks) == 1 else torch.empty_like(dx, dtype=acc_dtype(dx.dtype))
     scratch = _scratch(x, T, blocks[0].stop)
     for cols in blocks:
         part = None if bias is None else bias[cols]
         logits = _logits(x, weight[cols], part, scratch[:, : cols.stop - cols.start])
-        launch_dlogits(logits, target, lse, dloss, terms, logits, scale=None, vocab_start=cols.start, vocab_size=V)
+        make_dlogits(logits, cols)
         if need_dx:
             _matmul(logits, weight[cols], dx_sum, add=cols.start > 0)
         if need_dw:
             _matmul(logits.t(), x, (dw if main_grad is None else main_grad)[cols], add=main_grad is not None)
         if need_db:
-            db[cols] = logits.sum(0, dtype=torch.float32)
+            db[cols] = logits.sum(0, dtype=acc_dtype(x.dtype))
     if need_dx and dx_sum is not dx:
         dx.copy_(dx_sum)
-    return outputs
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
