@@ -1,7 +1,10 @@
 """Kernels of linear_log_probs.py, on logits in a scratch; its docstring has the formulas.
 
 Rows of the scratch are padded to whole vectors, so no kernel needs edges as cross_entropy.py's do. Each works on a
-shard of the vocabulary, words [vocab_start, vocab_start + V) of vocab_size, and reads the lse of the whole.
+shard of the vocabulary, words [vocab_start, vocab_start + V) of vocab_size, and reads the totals of the whole.
+
+log p = (z - peak) - log_total, with the largest z and the log of the sum of exp(z - peak): z - lse would be rounded at
+the size of the logits, and lose what a token with a probability near 1 has.
 """
 
 from typing import NamedTuple
@@ -52,7 +55,8 @@ def _ratio(log_p, log_q):
 def _log_prob_stats_kernel(
     logits_ptr,
     target_ptr,
-    lse_ptr,
+    peak_ptr,
+    log_total_ptr,
     hit_ptr,
     entropy_ptr,
     V,
@@ -67,7 +71,7 @@ def _log_prob_stats_kernel(
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program: lse, z of the target (0 if it is another shard's), entropy of this shard's softmax."""
+    """One row a program: peak and log_total, the target's z (0 if it is another shard's), this shard's entropy."""
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * stride_lm
     vectors = tl.arange(0, BLOCK)[:, None]
@@ -90,7 +94,8 @@ def _log_prob_stats_kernel(
     row_peak = tl.max(peak, axis=0)
     shrink = tl.exp(peak - row_peak)
     row_total = tl.sum(total * shrink, axis=0)
-    tl.store(lse_ptr + row, row_peak + tl.log(row_total))  # scalar
+    tl.store(peak_ptr + row, row_peak)  # scalar
+    tl.store(log_total_ptr + row, tl.log(row_total))  # scalar
     if entropy_ptr is not None:
         row_weighted = tl.sum(shrink * (weighted + (peak - row_peak) * total), axis=0)
         tl.store(entropy_ptr + row, tl.log(row_total) - row_weighted / row_total)  # scalar
@@ -109,8 +114,10 @@ def _log_prob_stats_kernel(
 def _divergence_kernel(
     logits_ptr,
     teacher_ptr,
-    lse_ptr,
-    teacher_lse_ptr,
+    peak_ptr,
+    log_total_ptr,
+    teacher_peak_ptr,
+    teacher_log_total_ptr,
     divergence_ptr,
     center_ptr,
     V,
@@ -129,8 +136,10 @@ def _divergence_kernel(
 ):
     """This shard's part of a row's divergence, and of the sum that its gradient subtracts (center)."""
     row = tl.program_id(0).to(tl.int64)
-    lse = tl.load(lse_ptr + row)  # scalar
-    teacher_lse = tl.load(teacher_lse_ptr + row)  # scalar
+    peak = tl.load(peak_ptr + row)  # scalar
+    log_total = tl.load(log_total_ptr + row)  # scalar
+    teacher_peak = tl.load(teacher_peak_ptr + row)  # scalar
+    teacher_log_total = tl.load(teacher_log_total_ptr + row)  # scalar
     lanes = tl.arange(0, BLOCK)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     from_q = tl.zeros([BLOCK], tl.float32)
     from_p = tl.zeros([BLOCK], tl.float32)
@@ -138,8 +147,8 @@ def _divergence_kernel(
         cols = block + lanes
         z = _load_z(logits_ptr + row * stride_lm, cols, V, padded, softcap, temperature, CAPPED)
         y = _load_z(teacher_ptr + row * stride_tm, cols, V, padded, teacher_softcap, temperature, TEACHER_CAPPED)
-        log_p = z - lse
-        log_q = y - teacher_lse
+        log_p = (z - peak) - log_total
+        log_q = (y - teacher_peak) - teacher_log_total
         if KIND == 0:
             q = tl.exp(log_q)
             from_q += tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0), axis=1)
@@ -168,9 +177,11 @@ def _log_prob_grads_kernel(
     logits_ptr,
     teacher_ptr,
     target_ptr,
-    lse_ptr,
+    peak_ptr,
+    log_total_ptr,
     entropy_ptr,
-    teacher_lse_ptr,
+    teacher_peak_ptr,
+    teacher_log_total_ptr,
     center_ptr,
     dlog_prob_ptr,
     dentropy_ptr,
@@ -201,10 +212,11 @@ def _log_prob_grads_kernel(
     block = tl.program_id(0) % blocks
     target = tl.load(target_ptr + row).to(tl.int64)  # scalar
     kept = target != ignore_index
-    lse = tl.load(lse_ptr + row)  # scalar
+    peak = tl.load(peak_ptr + row)  # scalar
+    log_total = tl.load(log_total_ptr + row)  # scalar
     cols = (block * BLOCK + tl.arange(0, BLOCK)[:, None]) * VEC + tl.arange(0, VEC)[None, :]
     z = _load_z(logits_ptr + row * stride_lm, cols, V, padded, softcap, temperature, CAPPED)  # [BLOCK, VEC]
-    log_p = z - lse
+    log_p = (z - peak) - log_total
     p = tl.exp(log_p)
     hit = 0.0
     d = tl.zeros([BLOCK, VEC], tl.float32)
@@ -220,7 +232,7 @@ def _log_prob_grads_kernel(
         grad = tl.load(ddivergence_ptr + row * stride_gdivergence)  # scalar
         center = tl.load(center_ptr + row)  # scalar
         y = _load_z(teacher_ptr + row * stride_tm, cols, V, padded, teacher_softcap, temperature, TEACHER_CAPPED)
-        log_q = y - tl.load(teacher_lse_ptr + row)
+        log_q = (y - tl.load(teacher_peak_ptr + row)) - tl.load(teacher_log_total_ptr + row)
         if KIND == 0:
             d += grad * (p - tl.exp(log_q))
         elif KIND == 1:
@@ -257,7 +269,7 @@ def launch_stats(
     logits: Tensor,  # [T, V], rows of a scratch
     target: Tensor,  # [T]
     options: Options,
-    lse: Tensor,  # [T] float32, written
+    total: Tensor,  # [2, T] float32, written: peak and log_total
     hit: Tensor | None,  # [T] float32, written: the target's z
     entropy: Tensor | None,  # [T] float32, written
     vocab_start: int,
@@ -266,7 +278,7 @@ def launch_stats(
     """Statistics of one shard's logits."""
     tile = _tile(logits, 256)
     _log_prob_stats_kernel[(logits.shape[0],)](
-        logits, target, lse, hit, entropy, logits.shape[1], tile.pop("padded"), vocab_start, vocab_size,
+        logits, target, total[0], total[1], hit, entropy, logits.shape[1], tile.pop("padded"), vocab_start, vocab_size,
         logits.stride(0), options.ignore_index, options.softcap, options.temperature,
         CAPPED=options.softcap != 0.0, **tile,
     )  # fmt: skip
@@ -275,16 +287,16 @@ def launch_stats(
 def launch_divergence(
     logits: Tensor,
     teacher: Tensor,
-    lse: Tensor,
-    teacher_lse: Tensor,
+    total: Tensor,  # [2, T]
+    teacher_total: Tensor,  # [2, T]
     options: Options,
     divergence: Tensor,
     center: Tensor,
 ) -> None:
-    """One shard's parts of divergence and center [T], from the lse of the whole vocabulary."""
+    """One shard's parts of divergence and center [T], from the totals of the whole vocabulary."""
     tile = _tile(logits, 128)
     _divergence_kernel[(logits.shape[0],)](
-        logits, teacher, lse, teacher_lse, divergence, center, logits.shape[1], tile.pop("padded"),
+        logits, teacher, *total, *teacher_total, divergence, center, logits.shape[1], tile.pop("padded"),
         logits.stride(0), teacher.stride(0), options.softcap, options.teacher_softcap, options.temperature,
         options.beta, CAPPED=options.softcap != 0.0, TEACHER_CAPPED=options.teacher_softcap != 0.0,
         KIND=options.kind, **tile,
@@ -295,18 +307,17 @@ def launch_grads(
     logits: Tensor,  # [T, V], overwritten by their gradient
     teacher: Tensor | None,
     target: Tensor,
-    stats: Tensor,  # [4, T]
+    stats: Tensor,  # [6, T]: peak, log_total, entropy, the teacher's peak and log_total, center
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],  # of log_probs, entropy, divergence, each [T]
     options: Options,
     vocab_start: int,
     vocab_size: int,
 ) -> None:
-    lse, entropy, teacher_lse, center = stats
     tile = _tile(logits, 128)
     padded = tile.pop("padded")
     blocks = cdiv(padded, tile["BLOCK"] * _VEC)
     _log_prob_grads_kernel[(logits.shape[0] * blocks,)](
-        logits, teacher, target, lse, entropy, teacher_lse, center, *grads,
+        logits, teacher, target, *stats, *grads,
         logits.shape[1], padded, vocab_start, vocab_size, blocks, logits.stride(0),
         0 if teacher is None else teacher.stride(0), *(0 if g is None else g.stride(0) for g in grads),
         options.ignore_index, options.softcap, options.teacher_softcap, options.temperature, options.beta,
