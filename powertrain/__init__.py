@@ -48,7 +48,7 @@ _PUBLIC = {
     "trace": "powertrain.runtime.tracing",
 }
 
-_PACKAGES = ("compat", "nn", "parallel")
+_PACKAGES = ("compat", "losses", "nn", "parallel")
 
 __all__ = ["__version__", *_PACKAGES, *_PUBLIC]
 
