@@ -30,7 +30,7 @@ from torch import Tensor
 from powertrain.ops.cross_entropy import to_aligned
 from powertrain.ops.gemm.row_invariant import RowInvariantLinear, row_invariant_linear_
 from powertrain.ops.linear_cross_entropy import _blocks, _IntoMainGrad, _logits, _scratch, grads_by_vocab_blocks
-from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats
+from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats, new_stats
 from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
@@ -119,7 +119,7 @@ def _outputs(
         None if teacher_x is None else values.new_empty(T),
         values.new_empty((T, top_k)) if top_k else None,
         values.new_empty((T, top_k), dtype=torch.int64) if top_k else None,
-        values.new_empty((6, T)),
+        new_stats(values, T),
     )
 
 

@@ -265,6 +265,14 @@ def _tile(logits: Tensor, largest: int) -> dict[str, int]:
     return dict(padded=padded, BLOCK=block, num_warps=max(1, block // 64), VEC=_VEC)
 
 
+def new_stats(like: Tensor, T: int) -> Tensor:
+    """[6, T] of a row each: peak, log_total, entropy, the teacher's peak and log_total, center. Every row is aligned:
+
+    of tensors that are not, a kernel is compiled anew, and sums in another order.
+    """
+    return like.new_empty((6, cdiv(T, 4) * 4))[:, :T]
+
+
 def launch_stats(
     logits: Tensor,  # [T, V], rows of a scratch
     target: Tensor,  # [T]
@@ -307,7 +315,7 @@ def launch_grads(
     logits: Tensor,  # [T, V], overwritten by their gradient
     teacher: Tensor | None,
     target: Tensor,
-    stats: Tensor,  # [6, T]: peak, log_total, entropy, the teacher's peak and log_total, center
+    stats: Tensor,  # [6, T], of new_stats
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],  # of log_probs, entropy, divergence, each [T]
     options: Options,
     vocab_start: int,

@@ -21,7 +21,7 @@ from powertrain.nn.tensor_parallel.vocab import _summed_dx
 from powertrain.ops.cross_entropy import to_aligned
 from powertrain.ops.linear_cross_entropy import _blocks, _logits, _scratch, grads_by_vocab_blocks
 from powertrain.ops.linear_log_probs import LogProbs, Teacher, check_arguments, finish, z_of
-from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats
+from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats, new_stats
 from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.base import RowCounts
@@ -165,7 +165,7 @@ def _outputs(x: Tensor, weight: Any, bias: Any, target: Tensor, teacher_x: Any, 
         None if teacher_x is None else values.new_empty(T),
         values.new_empty((T, top_k)) if top_k else None,
         values.new_empty((T, top_k), dtype=torch.int64) if top_k else None,
-        values.new_empty((6, T)),
+        new_stats(values, T),
     )
 
 

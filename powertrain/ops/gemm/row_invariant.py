@@ -74,7 +74,9 @@ def row_invariant_linear_(
     N = weight.shape[0]
     if not use_kernel("gemm", x):
         return _by_rows(x, weight, bias, out)
-    x, weight = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, weight))
+    # always packed and aligned: other strides or alignments would get another kernel
+    x, weight = (t.contiguous() for t in (x, weight))
+    x = x.clone() if x.data_ptr() % 16 else x
     big = x.element_size() == 2
     tile = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64) if big else dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32)
     _row_invariant_kernel[(cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),)](
