@@ -30,6 +30,8 @@ _PUBLIC = {
     "cross_entropy": "powertrain.ops.cross_entropy",
     "linear_cross_entropy": "powertrain.ops.linear_cross_entropy",
     "linear_log_probs": "powertrain.ops.linear_log_probs",
+    "lora_linear": "powertrain.ops.lora_linear",
+    "lora": "powertrain.nn.lora",
     "grouped_gemm": "powertrain.ops.grouped_gemm",
     "moe_route": "powertrain.ops.moe",
     "moe_permute": "powertrain.ops.moe",

@@ -15,7 +15,7 @@ from powertrain.testing.numerics import check
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 IDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-MATMULS = ("attention", "varlen_attention", "grouped_gemm")  # cast under autocast
+MATMULS = ("attention", "varlen_attention", "grouped_gemm", "lora_linear")  # cast under autocast
 
 every_case = pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
 
