@@ -25,6 +25,8 @@ class CausalLM(nn.Module):
         forward(tokens, labels [B, S] int64) -> mean loss over labels that are not -100, in nats, float32 []
         position_ids [B, S], document_ids [B, S]: packed documents; see Context
         cache: keys and values of earlier tokens; tokens are the new ones. `lengths` [B] int32 says how many of S count
+        read: a function of the head's input [B, S, D], the head's weight [V, D] and bias, whose result is returned:
+            here, because parameters that FSDP shards are whole only while forward runs
         logits_at [B] int64: the one position of each row whose logits are wanted -> [B, V]
     Built on the meta device it takes no memory; `to_empty` and `init_weights` follow.
     """
@@ -65,10 +67,14 @@ class CausalLM(nn.Module):
         lengths: Tensor | None = None,
         logits_at: Tensor | None = None,
         z_loss: float = 0.0,
-    ) -> Tensor:
+        read: Callable[[Tensor, Tensor, Tensor | None], Any] | None = None,
+    ) -> Any:
         states = self.hidden_states(tokens, self.sharding.context(tokens, Context(position_ids, document_ids, cache)))
         if cache is not None:
             cache.advance(tokens.shape[1] if lengths is None else lengths)
+        if read is not None:
+            weight, bias = (self.embed.weight, None) if self.head is None else (self.head.weight, self.head.bias)
+            return read(self.sharding.gather_states(states, tokens), weight, bias)
         head = partial(_head, self.embed.weight, None) if self.head is None else self.head
         if labels is None:
             states = self.sharding.gather_states(states, tokens)

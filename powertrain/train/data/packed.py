@@ -1,6 +1,6 @@
 """Samples of packed documents: the tokens of an order's cut, their labels, and which document each belongs to."""
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -8,15 +8,22 @@ import numpy.typing as npt
 from powertrain.train.data.indexed import DocumentSlice, IndexedData
 from powertrain.train.data.samples import SampleOrder
 
+if TYPE_CHECKING:
+    from powertrain.train.data.completion_samples import Completions
+
 IGNORED = -100  # the label that counts in no loss, as in PyTorch
 
 
 class Sample(NamedTuple):
-    """tokens, labels [S] int64 (label IGNORED: not counted); document_ids [S] int32, growing from 0, or None."""
+    """tokens, labels [S] int64 (label IGNORED: not counted); document_ids [S] int32, growing from 0, or None.
+
+    completions   of a sample of prompts with completions, whose arrays are [R, S]
+    """
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     document_ids: npt.NDArray[np.int32] | None
+    completions: "Completions | None" = None
 
 
 class SampleSource(Protocol):
