@@ -41,7 +41,7 @@ RECORDS: dict[str, Any] = {
 }
 
 
-class _Recorder:
+class Recorder:
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
 
@@ -57,7 +57,7 @@ class _Recorder:
     def close(self) -> None: ...
 
 
-def _read(folder: Path, objective: str, *overrides: str) -> Run:
+def read_run(folder: Path, objective: str, *overrides: str) -> Run:
     records = [json.dumps(RECORDS[objective](n)) for n in range(40)]
     (folder / "records.jsonl").write_text("\n".join(records))
     file = folder / "tiny.yml"
@@ -65,14 +65,14 @@ def _read(folder: Path, objective: str, *overrides: str) -> Run:
     return read_config([file], overrides)
 
 
-def _open(folder: Path, objective: str, *overrides: str) -> tuple[Trainer, _Recorder]:
-    recorder = _Recorder()
+def _open(folder: Path, objective: str, *overrides: str) -> tuple[Trainer, Recorder]:
+    recorder = Recorder()
     if objective == "distill" and not (folder / "teacher").exists():
         _make_teacher(folder)
         overrides = (*overrides, f"train.distill.teacher={folder}/teacher")
     elif objective == "distill":
         overrides = (*overrides, f"train.distill.teacher={folder}/teacher")
-    trainer = start(_read(folder, objective, *overrides), ranks.read_launch_env(), lambda _: [recorder])
+    trainer = start(read_run(folder, objective, *overrides), ranks.read_launch_env(), lambda _: [recorder])
     return trainer, recorder
 
 
@@ -163,9 +163,9 @@ def test_policy_prefers_what_has_an_advantage(tmp_path: Path) -> None:
 
 def test_sampled_log_probabilities_are_used(tmp_path: Path) -> None:
     records = [{"prompt": "a", "completion": "bc", "advantage": 1.0, "log_probs": [-1.0, -2.0, -3.0]}] * 8
-    run = _read(tmp_path, "policy", "checkpoint.save=false", "train.steps=1")
+    run = read_run(tmp_path, "policy", "checkpoint.save=false", "train.steps=1")
     (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
-    recorder = _Recorder()
+    recorder = Recorder()
     trainer = start(run, ranks.read_launch_env(), lambda _: [recorder])
     batch = next(trainer._batches(trainer.data.train, 0, 2))
     known = batch.completions.log_probs[0][batch.labels[0] != -100]
@@ -238,7 +238,7 @@ def test_metrics_file_and_report_have_the_numbers(tmp_path: Path) -> None:
     trainer, recorder = _open(tmp_path, "dpo", "checkpoint.save=false")
     trainer.sinks = [recorder, sink]
     trainer.fit()
-    charts = _charts(about(trainer, _read(tmp_path, "dpo")), read_metrics(file))
+    charts = _charts(about(trainer, read_run(tmp_path, "dpo")), read_metrics(file))
     trainer.close()
     metrics = read_metrics(file)
     assert metrics.steps[-1].objective == recorder.steps[-1].objective
@@ -249,10 +249,10 @@ def test_metrics_file_and_report_have_the_numbers(tmp_path: Path) -> None:
 
 def test_errors_name_the_key(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"records.jsonl:1: chosen must be a string or a list of messages, got 'None'"):
-        run = _read(tmp_path, "dpo", "checkpoint.save=false")
+        run = read_run(tmp_path, "dpo", "checkpoint.save=false")
         (tmp_path / "records.jsonl").write_text(json.dumps({"prompt": "a"}))
         start(run, ranks.read_launch_env(), lambda _: [])
     inside = tmp_path / "distill"
     inside.mkdir()
     with pytest.raises(ValueError, match=r"train\.distill\.teacher must name a checkpoint"):
-        start(_read(inside, "distill", "checkpoint.save=false"), ranks.read_launch_env(), lambda _: [])
+        start(read_run(inside, "distill", "checkpoint.save=false"), ranks.read_launch_env(), lambda _: [])

@@ -8,7 +8,7 @@ megatron/model/utils.py (weight decay groups), megatron/tokenizer/tokenizer.py (
 import math
 from typing import Any
 
-from powertrain.train.config.neox_data import data, tokenizer
+from powertrain.train.config.neox_data import data, objective, tokenizer
 from powertrain.train.config.neox_keys import KEYS
 from powertrain.train.config.neox_model import model
 from powertrain.train.config.neox_source import MISSING, NeoXKeys, is_kind
@@ -199,8 +199,6 @@ def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
     for name in ("train_iters", "seq_length"):
         if keys.get(name) is None:
             keys.wrong((name,), "must be given")
-    keys.choice("train_impl", "normal", {"normal": None}, dict.fromkeys(
-        ("dpo", "rm", "kto", "reinforce"), "only next-token prediction is there: train_impl normal"))  # fmt: skip
     if keys.get("fp16_lm_cross_entropy"):
         keys.add_row("fp16_lm_cross_entropy", "changes numerics", "the loss is computed in fp32 here: more precise")
     keys.add_row(
@@ -210,6 +208,7 @@ def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
         1234,
     )
     return {
+        **_objective(keys),
         "steps": keys.get("train_iters"),
         "seq_length": keys.get("seq_length"),
         "micro_batch_size": micro,
@@ -221,6 +220,20 @@ def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
         "seed": keys.get("seed", 1234),
         "activation_checkpointing": "full" if keys.get("checkpoint_activations") else "none",
     }
+
+
+def _objective(keys: NeoXKeys) -> dict[str, Any]:
+    """GPT-NeoX's defaults of beta are 0.1, as ours."""
+    name = objective(keys)
+    if name == "dpo":
+        free = bool(keys.get("dpo_reference_free"))
+        return {"objective": name, "preference": {"beta": keys.get("dpo_beta", 0.1), "reference_free": free}}
+    if name == "kto":
+        words = "the sign of a reward decides; GPT-NeoX multiplies by its value, which is 1 or -1 in its own data"
+        keys.add_row("train_impl", "changes numerics", words)
+        weights = {f"{kind}_weight": keys.get(f"kto_{kind}_weight", 1.0) for kind in ("desirable", "undesirable")}
+        return {"objective": name, "kto": {"beta": keys.get("kto_beta", 0.1), **weights}}
+    return {"objective": name}
 
 
 def _gradient_clipping(keys: NeoXKeys) -> float:
