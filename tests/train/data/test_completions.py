@@ -131,17 +131,16 @@ def test_rows_hold_whole_examples(seed: int, packed: bool, tmp_path: Path) -> No
         for place in range(count):
             for row, side in enumerate(("chosen", "rejected")):
                 here = sample.document_ids[row] == place
-                counted = sample.labels[row][here]
-                seen.append(_text(counted[counted >= 0])) if row == 0 else None
-                texts = [record["prompt"] + record[side] for record in records]
-                assert _text(sample.tokens[row][here]) in texts
+                counted, text = sample.labels[row][here], _text(sample.tokens[row][here])
+                assert text in [record["prompt"] + record[side] for record in records]
+                seen += [text] * (row == 0)
                 of = sample.completions.sequence[row][here]
                 assert set(of.tolist()) <= {-1, row * count + place}
                 assert ((of >= 0) == (counted >= 0)).all()
         padding = sample.document_ids == count
         assert (sample.labels[padding] == -100).all() and (sample.completions.sequence[padding] == -1).all()
     # every epoch has each example once
-    assert sorted(seen[:23]) == sorted(record["chosen"] for record in records)
+    assert sorted(seen[:23]) == sorted(record["prompt"] + record["chosen"] for record in records)
 
 
 def test_too_long_ones_are_left_out_or_cut(tmp_path: Path) -> None:
