@@ -67,14 +67,15 @@ def as_tuple(function: Any, beta: float | None = None, **options: Any) -> Any:
     return call
 
 
-def _case(label: str, inputs: Any, slack: int = 0, **options: Any) -> Case:
+def _case(label: str, inputs: Any, slack: int = 0, T: int = 7, **options: Any) -> Case:
     run, reference, usual = (as_tuple(f, **options) for f in (linear_log_probs, linear_log_probs_ref, plain))
-    return Case("linear_log_probs", label, run, reference, usual, inputs, (7, 40, 301), (8192, 4096, 128256), slack)
+    return Case("linear_log_probs", label, run, reference, usual, inputs, (T, 40, 301), (8192, 4096, 128256), slack)
 
 
 CASES = [
     _case("", _inputs),
-    _case("entropy-bias", _inputs_bias, entropy=True, temperature=0.7, softcap=3.0),
+    # of few tokens one library's rounding of 16-bit logits can be twice as lucky as the other's
+    _case("entropy-bias", _inputs_bias, T=19, entropy=True, temperature=0.7, softcap=3.0),
     # the lse of both, near 6, are rounded at that size, and a divergence below 1 is their difference
     _case("forward-kl", _inputs_teacher, slack=8, beta=0.0),
     _case("js", _inputs_teacher, slack=8, beta=0.3, entropy=True),
