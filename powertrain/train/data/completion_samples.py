@@ -9,30 +9,15 @@ The order of N examples over as many epochs as are needed: each epoch shuffled a
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from powertrain.runtime import tracing
 from powertrain.train.data.completions import CompletionData
-from powertrain.train.data.packed import IGNORED, Sample
+from powertrain.train.data.packed import IGNORED, Completions, Sample
 
 Integers = npt.NDArray[np.int64]
-
-
-class Completions(NamedTuple):
-    """What a sample of completions has beside tokens and labels; of rows [R, S] and C completions in all.
-
-    sequence   [R, S] int64: the completion whose token is predicted here, from 0 to C - 1, or -1 where no label counts.
-               Of pairs the chosen ones come first
-    values     [C] float32: label, advantage or 0
-    log_probs  [R, S] float32: the sampler's log-probability of the token predicted here, nan where it is not known
-    """
-
-    sequence: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float32]
-    log_probs: npt.NDArray[np.float32]
 
 
 class CompletionSamples:

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from powertrain.train.data.completion_samples import Completions
-from powertrain.train.data.packed import Sample, SampleSource
+from powertrain.train.data.packed import Completions, Sample, SampleSource
 from powertrain.train.data.workers import WorkerLost, read_ahead
 
 

@@ -1,6 +1,6 @@
 """Samples of packed documents: the tokens of an order's cut, their labels, and which document each belongs to."""
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -8,10 +8,21 @@ import numpy.typing as npt
 from powertrain.train.data.indexed import DocumentSlice, IndexedData
 from powertrain.train.data.samples import SampleOrder
 
-if TYPE_CHECKING:
-    from powertrain.train.data.completion_samples import Completions
-
 IGNORED = -100  # the label that counts in no loss, as in PyTorch
+
+
+class Completions(NamedTuple):
+    """What a sample of completions has beside tokens and labels; of rows [R, S] and C completions in all.
+
+    sequence   [R, S] int64: the completion whose token is predicted here, from 0 to C - 1, or -1 where no label counts.
+               Of pairs the chosen ones come first
+    values     [C] float32: label, advantage or 0
+    log_probs  [R, S] float32: the sampler's log-probability of the token predicted here, nan where it is not known
+    """
+
+    sequence: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+    log_probs: npt.NDArray[np.float32]
 
 
 class Sample(NamedTuple):
@@ -23,7 +34,7 @@ class Sample(NamedTuple):
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     document_ids: npt.NDArray[np.int32] | None
-    completions: "Completions | None" = None
+    completions: Completions | None = None
 
 
 class SampleSource(Protocol):
