@@ -93,6 +93,13 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     by_part |= {
         f"{part}_{kind}" for part in ("train", "valid", "test") for kind in ("data_weights", "label_data_paths")
     }
+    by_part |= {f"{part}_reward_data_paths" for part in ("train", "valid", "test")}
+    by_part |= {
+        f"{side}_{part}_{kind}"
+        for side in ("pos", "neg")
+        for part in ("train", "valid", "test")
+        for kind in ("data_paths", "label_data_paths")
+    }
     # fused whatever they say
     words = ("whatever", "same result")
     no_effect = {key for key, row in KEYS.items() if row.disposition == "mapped" and any(w in row.words for w in words)}

@@ -15,6 +15,7 @@ from torch import Tensor
 from powertrain.ops.shapes import cdiv
 from powertrain.runtime.dispatch import use_kernel
 from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
 
 
 @kernel(aligned=("K",))
@@ -77,8 +78,9 @@ def row_invariant_linear_(
     # always packed and aligned: other strides or alignments would get another kernel
     x, weight = (t.contiguous() for t in (x, weight))
     x = x.clone() if x.data_ptr() % 16 else x
-    big = x.element_size() == 2
-    tile = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64) if big else dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32)
+    # by device and dtype, never by a size. sm_75 has no asynchronous copies: the large tile spills 15 kB there
+    big = x.element_size() == 2 and Target.of(x.device).arch >= 80
+    tile = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64) if big else dict(BLOCK_M=64, BLOCK_N=32, BLOCK_K=32)
     _row_invariant_kernel[(cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),)](
         x, weight, bias, out, M, N, K, x.stride(0), weight.stride(0), out.stride(0),
         **tile, GROUP_M=8, num_warps=8 if big else 4, num_stages=3,

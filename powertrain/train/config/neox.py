@@ -231,8 +231,12 @@ def _objective(keys: NeoXKeys) -> dict[str, Any]:
     if name == "kto":
         words = "the sign of a reward decides; GPT-NeoX multiplies by its value, which is 1 or -1 in its own data"
         keys.add_row("train_impl", "changes numerics", words)
-        weights = {f"{kind}_weight": keys.get(f"kto_{kind}_weight", 1.0) for kind in ("desirable", "undesirable")}
-        return {"objective": name, "kto": {"beta": keys.get("kto_beta", 0.1), **weights}}
+        settings = {
+            "beta": keys.get("kto_beta", 0.1),
+            "desirable_weight": keys.get("kto_desirable_weight", 1.0),
+            "undesirable_weight": keys.get("kto_undesirable_weight", 1.0),
+        }
+        return {"objective": name, "kto": settings}
     return {"objective": name}
 
 
