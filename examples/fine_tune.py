@@ -1,8 +1,8 @@
 """Fine-tune a small model by every objective, on records of a made-up task: `python examples/fine_tune.py --steps 20`.
 
-It is pretrained for a moment on the prompts, then: sft, dpo with LoRA, kto, a reward model, a policy with advantages, and
-a student that learns from the tuned model. For your own: name a Hugging Face folder in checkpoint.load, and jsonl,
-parquet or hf:ORG/NAME in data.train (docs/fine-tuning.md has each record's keys).
+SFT first; on its weights DPO with LoRA, KTO, a reward model and a policy with advantages; then a student that learns
+from them. For your own: name a Hugging Face folder in checkpoint.load, and jsonl, parquet or hf:ORG/NAME in data.train
+(docs/fine-tuning.md has each record's keys).
 """
 
 import argparse
@@ -24,7 +24,7 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     "kto": [{"prompt": f"{n}+1=", "completion": str(n + 1 - n % 2), "label": n % 2 == 0} for n in NUMBERS],
     "reward": [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n - 1)} for n in NUMBERS],
     # what a sampler and a judge would give
-    "policy": [{"prompt": f"{n}+1=", "completion": str(n + 1 - n % 2), "advantage": 1.0 - 2 * (n % 2)} for n in NUMBERS],
+    "policy": [{"prompt": f"{n}+1=", "completion": str(n + 1 - n % 2), "advantage": (-1.0) ** n} for n in NUMBERS],
     "distill": [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in NUMBERS],
 }
 

@@ -6,6 +6,7 @@ recorded for the GPU asked about (runtime/recording.py), and the tensors that au
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from powertrain.models import build
 from powertrain.ops.attention.explain import Explanation, explain_attention
+from powertrain.ops.linear_log_probs import Teacher, linear_log_probs
 from powertrain.parallel.experts import rehearse_experts
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
@@ -167,12 +169,33 @@ def _narrow(model: nn.Module, config: RunConfig) -> None:
 
 
 def _loss(model: nn.Module, config: RunConfig) -> Tensor:
-    shape = (config.train.micro_batch_size, config.train.seq_length)
+    objective = config.train.objective
+    rows = config.train.micro_batch_size * (2 if objective in ("dpo", "reward") else 1)
+    shape = (rows, config.train.seq_length)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     packed: dict[str, Tensor] = {}
-    if config.data.document_mask:
+    if config.data.document_mask or objective != "pretrain":
         packed = {"document_ids": torch.empty(shape, dtype=torch.int32, device="meta"), "position_ids": tokens}
-    return model(tokens, tokens, z_loss=config.train.z_loss, **packed)
+    if objective in ("pretrain", "sft"):
+        return model(tokens, tokens, z_loss=config.train.z_loss, **packed)
+    return model(tokens, read=partial(_completion_loss, config, tokens), **packed)
+
+
+def _completion_loss(config: RunConfig, labels: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Something that launches what the objective's log-probabilities do, those of its reference among them."""
+    objective, teacher, temperature = config.train.objective, None, 1.0
+    if objective == "reward":
+        return states.sum()
+    if objective == "distill":
+        teacher = Teacher(states.detach(), weight.detach(), beta=config.train.distill.beta)
+        temperature = config.train.distill.temperature
+    with torch.no_grad():
+        linear_log_probs(states, weight, labels, bias=bias)
+    found = linear_log_probs(
+        states, weight, labels, bias=bias, entropy=objective in ("policy", "distill"), teacher=teacher,
+        temperature=temperature,
+    )  # fmt: skip
+    return found.log_probs.sum() if found.divergence is None else found.divergence.sum()
 
 
 def _groups(model: nn.Module) -> list[Group]:

@@ -85,6 +85,11 @@ def _completions(batch: Batch) -> CompletionBatch:
     return batch.completions
 
 
+def _number(batch: Batch, value: float) -> Tensor:
+    """On the batch's device; a copy from the host would wait for it."""
+    return batch.tokens.new_full((), value, dtype=torch.float32)
+
+
 def token_log_probs(model: nn.Module, batch: Batch, **options: Any) -> LogProbs:
     """`LogProbs` of the labels [B, S]; 0 where they do not count."""
 
@@ -172,7 +177,7 @@ class Preference:
         self.nll_weight = usual if self.options.nll_weight is None else self.options.nll_weight
 
     def count(self, batch: Batch) -> Tensor:
-        return torch.tensor(len(_completions(batch).values) / 2, device=batch.tokens.device)
+        return _number(batch, len(_completions(batch).values) / 2)
 
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         sequence, total = _completions(batch).sequence, len(_completions(batch).values)
@@ -213,7 +218,7 @@ class KTO:
         self.model, self.options, self.reference = model, config.train.kto, reference
 
     def count(self, batch: Batch) -> Tensor:
-        return torch.tensor(float(len(_completions(batch).values)), device=batch.tokens.device)
+        return _number(batch, len(_completions(batch).values))
 
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         sequence, values, _ = _completions(batch)
@@ -243,7 +248,7 @@ class Reward:
         self.model, self.center = model, config.train.reward.center
 
     def count(self, batch: Batch) -> Tensor:
-        return torch.tensor(len(_completions(batch).values) / 2, device=batch.tokens.device)
+        return _number(batch, len(_completions(batch).values) / 2)
 
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         sequence, total = _completions(batch).sequence.flatten(), len(_completions(batch).values)
@@ -277,7 +282,7 @@ class Policy:
     def count(self, batch: Batch) -> Tensor:
         if self.options.average == "token":
             return (_completions(batch).sequence >= 0).sum().float()
-        return torch.tensor(float(len(_completions(batch).values)), device=batch.tokens.device)
+        return _number(batch, len(_completions(batch).values))
 
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         options, (sequence, values, sampled) = self.options, _completions(batch)

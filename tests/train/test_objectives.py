@@ -11,14 +11,16 @@ from torch import Tensor
 from powertrain import losses
 from powertrain.models.causal_lm import CausalLM
 from powertrain.nn.lora import lora_layers
+from powertrain.runtime.target import Target
 from powertrain.train import ranks
 from powertrain.train.checkpoint.convert import convert
 from powertrain.train.checkpoint.load import load_model, open_weights
 from powertrain.train.config.reader import Run, read_config
+from powertrain.train.lint import rehearse
 from powertrain.train.objective import token_log_probs
 from powertrain.train.reporting.metrics import JsonLines, StepRecord, read_metrics
-from powertrain.train.run import start
-from powertrain.train.trainer import Trainer
+from powertrain.train.run import start, with_vocabulary
+from powertrain.train.trainer import Trainer, TrainingStopped
 
 CONFIG = """
 model: {{architecture: llama, hidden_size: 32, num_layers: 2, num_heads: 2, intermediate_size: 64,
@@ -256,3 +258,23 @@ def test_errors_name_the_key(tmp_path: Path) -> None:
     inside.mkdir()
     with pytest.raises(ValueError, match=r"train\.distill\.teacher must name a checkpoint"):
         start(read_run(inside, "distill", "checkpoint.save=false"), ranks.read_launch_env(), lambda _: [])
+
+
+@pytest.mark.parametrize("objective", [name for name in RECORDS if name != "distill"])
+def test_a_poisoned_weight_stops_the_run_by_name(objective: str, tmp_path: Path) -> None:
+    trainer, _ = _open(tmp_path, objective, "checkpoint.save=false")
+    with torch.no_grad():
+        trainer.model.layers[1].mlp.up.weight[0] = float("nan")
+    with pytest.raises(TrainingStopped, match=r"layers\.1\.mlp"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.parametrize("objective", RECORDS)
+def test_kernels_of_a_step_are_known_before_it(objective: str, tmp_path: Path) -> None:
+    """What `rehearse` records, for which kernels are built before ranks wait for each other."""
+    run = read_run(tmp_path, objective)
+    config = with_vocabulary(run.config, 256)
+    names = {spec.kernel.name for spec in rehearse(config, Target.parse("sm_90"))}
+    wanted = {"sft": "_row_stats_kernel", "reward": "_norm_fwd_kernel", "distill": "_divergence_kernel"}
+    assert wanted.get(objective, "_log_prob_grads_kernel") in names
