@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import powertrain
-from powertrain.nn.tensor_parallel import vocab_log_probs as shards
 from powertrain.nn.tensor_parallel.token_shards import even_rows
 from powertrain.nn.tensor_parallel.vocab_log_probs import vocab_parallel_linear_log_probs
-from powertrain.ops.linear_cross_entropy import _scratch
 from powertrain.ops.linear_log_probs import LogProbs, Teacher, linear_log_probs_ref
-from powertrain.ops.log_prob_kernels import Options
 from powertrain.parallel.overlap import Overlap
 from powertrain.parallel.transport.simulated import World
 
@@ -81,28 +77,6 @@ def test_values_and_gradients(options: dict[str, Any], sequence_parallel: bool, 
         torch.testing.assert_close(grads[0], dx.split(even_rows(T, ranks))[index] if sequence_parallel else dx)
         torch.testing.assert_close(grads[1], leaves["weight"].grad.chunk(ranks)[index])
         torch.testing.assert_close(grads[2], leaves["bias"].grad.chunk(ranks)[index])
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-def test_kernels_of_a_shard(beta: float, device: torch.device) -> None:
-    """Kernels against the plain PyTorch that the other tests use; simulated ranks cannot share the interpreter."""
-    made = {name: t.to(device) for name, t in _inputs(torch.float32).items()}
-    options, target, found = Options(-100, 0.7, 3.0, 1.5, beta), made["target"], []
-    for plain in (False, True):
-        with powertrain.disable(*["linear_log_probs"] * plain):
-            scratch, taught = _scratch(made["x"], T, V // 3), _scratch(made["x"], T, V // 3)
-            scratch.copy_(made["x"] @ made["weight"][8:16].T)
-            taught.copy_(made["teacher_x"] @ made["teacher_weight"][8:16].T)
-            total = shards._shard_stats(scratch, target, options, True, 8, V)
-            teacher = shards._shard_stats(taught, target, shards._of_teacher(options), False, 8, V)
-            stats = torch.stack((total[0], total[1], total[3], teacher[0], teacher[1], torch.zeros_like(total[0])))
-            divergence = shards._shard_divergence(scratch, taught, stats, options)
-            stats[5] = divergence[1]
-            grads = tuple(torch.linspace(0.5, 2.0, T, device=device) * sign for sign in (1.0, -1.0, 0.5))
-            shards._shard_grads_(scratch, taught, target, stats, grads, options, 8, V)
-            found.append((total, divergence, scratch))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
 def test_errors_name_the_argument() -> None:

@@ -77,7 +77,7 @@ def _run(folder: Path, name: str, **changes: Any) -> Run:
     return read_config([_config(folder, name, **changes)])
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", ["dpo", "kto", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rm", "sft"))])
 def test_three_steps(name: str, tmp_path: Path) -> None:
     run = _run(tmp_path, name)
     config = run.config
@@ -92,7 +92,7 @@ def test_three_steps(name: str, tmp_path: Path) -> None:
         assert recorder.steps[0].loss == pytest.approx(0.693, abs=0.2)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", ["rm", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dpo", "kto", "sft"))])
 def test_lint(name: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["lint", str(_config(tmp_path, name)), "--arch", "H100"])
     assert result.exit_code == 0, result.output

@@ -43,6 +43,10 @@ RECORDS: dict[str, Any] = {
 }
 
 
+def _slow(*values: Any) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 class Recorder:
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
@@ -113,7 +117,7 @@ def test_it_learns_and_resumes_bit_for_bit(objective: str, tmp_path: Path) -> No
     assert [r.objective for r in recorder.steps] == [r.objective for r in seen[4:]]
 
 
-@pytest.mark.parametrize("loss", ["robust", "ipo", "simpo", "cpo", "orpo"])
+@pytest.mark.parametrize("loss", ["ipo", *_slow("robust", "simpo", "cpo", "orpo")])
 def test_preference_losses(loss: str, tmp_path: Path) -> None:
     smoothing = ("train.preference.label_smoothing=0.1",) if loss in ("robust", "simpo", "cpo") else ()
     trainer, recorder = _open(tmp_path, "dpo", f"train.preference.loss={loss}", "checkpoint.save=false", *smoothing)
@@ -177,7 +181,7 @@ def test_sampled_log_probabilities_are_used(tmp_path: Path) -> None:
     assert recorder.steps[0].objective["ratio"] != 1.0
 
 
-@pytest.mark.parametrize("kind, precision", [("lora", "fp32"), ("dora", "bf16")])
+@pytest.mark.parametrize("kind, precision", [pytest.param("lora", "fp32", marks=pytest.mark.slow), ("dora", "bf16")])
 def test_lora_trains_adapters_alone_and_resumes(kind: str, precision: str, tmp_path: Path) -> None:
     options = ["train.lora.rank=4", f"train.precision={precision}", "train.activation_checkpointing=full"]
     options += ["train.lora.dora=true"] * (kind == "dora")
@@ -208,7 +212,7 @@ def test_a_run_with_lora_is_read_merged(tmp_path: Path) -> None:
     assert not any("lora" in name for name, _ in open_weights(tmp_path / "run").tensors())
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", [True, *_slow(False)])
 def test_convert_writes_adapters_and_merges_them(dora: bool, tmp_path: Path) -> None:
     """A run on a Hugging Face folder, its adapters as PEFT's, and those merged into a Hugging Face folder again."""
     first, _ = _open(tmp_path, "sft", "train.steps=2")
@@ -260,7 +264,7 @@ def test_errors_name_the_key(tmp_path: Path) -> None:
         start(read_run(inside, "distill", "checkpoint.save=false"), ranks.read_launch_env(), lambda _: [])
 
 
-@pytest.mark.parametrize("objective", [name for name in RECORDS if name != "distill"])
+@pytest.mark.parametrize("objective", ["reward", *_slow("sft", "dpo", "kto", "policy")])
 def test_a_poisoned_weight_stops_the_run_by_name(objective: str, tmp_path: Path) -> None:
     trainer, _ = _open(tmp_path, objective, "checkpoint.save=false")
     with torch.no_grad():
@@ -270,7 +274,7 @@ def test_a_poisoned_weight_stops_the_run_by_name(objective: str, tmp_path: Path)
     trainer.close()
 
 
-@pytest.mark.parametrize("objective", RECORDS)
+@pytest.mark.parametrize("objective", ["policy", "distill", *_slow("sft", "dpo", "kto", "reward")])
 def test_kernels_of_a_step_are_known_before_it(objective: str, tmp_path: Path) -> None:
     """What `rehearse` records, for which kernels are built before ranks wait for each other."""
     run = read_run(tmp_path, objective)
