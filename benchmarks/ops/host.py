@@ -1,14 +1,16 @@
-"""What the host spends: one eager rms_norm of 128x1024, one launch, and the first use in a new process."""
+"""What the host spends: repeated small calls of rms_norm, attention and decode, one launch, the first use of a process."""
 
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from powertrain import attention, decode_attention
 from powertrain.ops import norm
 from powertrain.testing.bench import host_us
 
@@ -28,6 +30,42 @@ def _step(op: object, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> Non
     op(x, w).backward(dy)
 
 
+def _attention() -> Iterator[str]:
+    q = torch.randn(1, 128, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(1, 128, 8, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    dout = torch.randn_like(q)
+    with_heads_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+    calls = {
+        "powertrain": ((q, k, v), dout, lambda q, k, v: attention(q, k, v, is_causal=True)),
+        "torch": (
+            with_heads_first,
+            dout.transpose(1, 2).contiguous(),
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        ),
+    }
+    for name, (inputs, grad, op) in calls.items():
+        detached = [x.detach() for x in inputs]
+
+        def step(inputs: Any = inputs, grad: Any = grad, op: Any = op) -> None:
+            torch.autograd.grad(op(*inputs), inputs, grad)
+
+        times = (host_us(lambda op=op, detached=detached: op(*detached)), host_us(step))
+        label = f"attention 1x128, heads 32/8, host, {name:12}"
+        yield f"{label} forward {times[0]:6.1f} us, with backward {times[1]:6.1f} us"
+
+
+def _decode() -> Iterator[str]:
+    q = torch.randn(1, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 2048, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    lengths = torch.tensor([2000], device="cuda", dtype=torch.int32)
+    calls = {
+        "powertrain": lambda: decode_attention(q, k, v, lengths),
+        "torch": lambda: F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True),
+    }
+    for name, call in calls.items():
+        yield f"decode, batch 1, 2048 keys, host, {name:12} {host_us(call):6.1f} us"
+
+
 def run() -> Iterator[str]:
     x, dy = (torch.randn(128, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     w = torch.ones_like(x[0])
@@ -38,6 +76,8 @@ def run() -> Iterator[str]:
         times = (host_us(lambda op=op: op(x, w)), host_us(lambda op=op: _step(op, *leaves, dy)))
         yield f"rms_norm 128x1024, host, {name:12} forward {times[0]:6.1f} us, forward + backward {times[1]:6.1f} us"
 
+    yield from _attention()
+    yield from _decode()
     y, rstd = torch.empty_like(x), torch.empty(128, device="cuda")
     arguments = (x, None, w, None, y, None, None, rstd, 128, 1024, 1024, 0, 1e-6)
     constants = {"IS_LAYER": False, "ZERO_CENTERED": False, "ROUND_FIRST": False, "BLOCK_M": 4, "BLOCK_N": 1024}

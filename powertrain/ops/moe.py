@@ -483,7 +483,7 @@ def _gather_backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None
     rows, positions, weights = ctx.saved_tensors
-    need_rows, _, need_weights = ctx.needs_input_grad
+    need_rows, _, need_weights = ctx.needs_input_grad[:3]
     drows, dweights = _scatter_op(dy, positions, weights, rows, need_rows, need_weights)
     return drows if need_rows else None, None, dweights if need_weights else None
 

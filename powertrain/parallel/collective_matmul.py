@@ -146,6 +146,7 @@ _all_gather_grads_op = Op(
     _all_gather_grads,
     _all_gather_grads_outputs,
     flops=_grads_flops,
+    replays=False,
 )
 _all_gather_op = Op(
     f"all_gather_gemm(Tensor x, {_WEIGHTS}, Tensor? b0, Tensor? b1, Tensor? b2, SymInt[] counts, str key) "
@@ -155,6 +156,7 @@ _all_gather_op = Op(
     backward=_all_gather_backward,
     setup_context=_all_gather_setup,
     flops=_all_gather_flops,
+    replays=False,
 )
 
 
@@ -231,6 +233,7 @@ _reduce_scatter_grads_op = Op(
     _reduce_scatter_grads,
     _reduce_scatter_grads_outputs,
     flops=_reduce_scatter_grads_flops,
+    replays=False,
 )
 _reduce_scatter_op = Op(
     "gemm_reduce_scatter(Tensor x, Tensor w, Tensor? bias, SymInt[] counts, str key) -> Tensor",
@@ -239,6 +242,7 @@ _reduce_scatter_op = Op(
     backward=_reduce_scatter_backward,
     setup_context=_reduce_scatter_setup,
     flops=_product_flops,
+    replays=False,
 )
 
 
@@ -280,6 +284,7 @@ _all_reduce_op = Op(
     backward=_all_reduce_backward,
     setup_context=_all_reduce_setup,
     flops=_product_flops,
+    replays=False,
 )
 
 
@@ -349,6 +354,7 @@ _replicated_grads_op = Op(
     _replicated_grads,
     _replicated_grads_outputs,
     flops=_grads_flops,
+    replays=False,
 )
 _replicated_op = Op(
     f"replicated_gemm(Tensor x, {_WEIGHTS}, Tensor? b0, Tensor? b1, Tensor? b2, str key) -> (Tensor, Tensor, Tensor)",
@@ -357,6 +363,7 @@ _replicated_op = Op(
     backward=_replicated_backward,
     setup_context=_replicated_setup,
     flops=_replicated_flops,
+    replays=False,
 )
 
 

@@ -8,7 +8,7 @@ functorch.
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from powertrain.runtime import flops as flop_counting
-from powertrain.runtime import positional, recording, tracing
+from powertrain.runtime import positional, recording, replay, steering, tracing
 from powertrain.runtime import sharding as dtensors
 from powertrain.runtime.errors import CompileError
 from powertrain.runtime.settings import settings
@@ -24,16 +24,6 @@ from powertrain.runtime.target import Target
 
 _PLAIN = (Tensor, Parameter)
 _library = torch.library.Library("powertrain", "FRAGMENT")
-
-
-def _modes_active() -> bool:
-    """A dispatch mode or functorch is active and must see calls as dispatcher ops."""
-    c = torch._C
-    return bool(
-        c._len_torch_dispatch_stack()
-        or c._len_torch_function_stack()
-        or c._functorch.peek_interpreter_stack() is not None
-    )
 
 
 def is_traced(x: Tensor) -> bool:
@@ -91,6 +81,19 @@ class _NoDoubleBackward(torch.autograd.Function):
         )
 
 
+class _WithSaved:
+    """A backward's context whose saved tensors are the same objects each time they are read."""
+
+    def __init__(self, ctx: Any, saved: tuple[Any, ...]) -> None:
+        self._ctx, self.saved_tensors = ctx, saved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+_as_it_is = nullcontext()
+
+
 class Op:
     """One function on tensors in three guises: direct, autograd.Function, and torch.library op `powertrain::name`.
 
@@ -102,6 +105,8 @@ class Op:
     setup_context  (ctx, inputs, output): saves tensors for backward
     num_results    the first so many outputs are results; the others are only saved, and a differentiated eager call
                    does not return them (each output costs autograd about 2 us)
+    replays        the forward's whole effect is allocations and launches, so that repeated calls can skip its Python
+                   (runtime/replay.py)
     flops          the FLOPs of its matrix products, from its arguments by name (runtime/flops.py)
     sharding       which shards of DTensors it takes and gives, likewise (runtime/sharding.py)
     """
@@ -115,12 +120,15 @@ class Op:
         backward: Callable[..., Any] | None = None,
         setup_context: Callable[..., None] | None = None,
         num_results: int | None = None,
+        replays: bool = True,
         flops: flop_counting.Formula | None = None,
         sharding: dtensors.Rule | None = None,
     ) -> None:
         self.name = schema.partition("(")[0]
         self.forward = forward
-        self.function: Any = None
+        self.apply: Any = None  # the autograd.Function's: (*arguments, tape or None)
+        self.replays = replays
+        self._tapes = replay.Table(self.name, lambda recorder, _result, stream: recorder.tape(stream))
         self._rehearsed: set[Any] = set()
         qualified = f"powertrain::{self.name}"
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -128,7 +136,9 @@ class Op:
         torch.library.register_fake(qualified, _without_none(self._recorded_or(fake)), lib=_library)
         torch.library.register_vmap(qualified, self._refuse_vmap, lib=_library)
         if backward is not None and setup_context is not None:
-            self.function = self._autograd_function(backward, setup_context, num_results)
+            function = self._autograd_function(backward, setup_context, num_results)
+            # torch.autograd.Function.apply spends 5 us on functorch, which calls the packet here
+            self.apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
             torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
         self.packet = getattr(torch.ops.powertrain, self.name)
         self.sharding = sharding
@@ -138,8 +148,11 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         # tracers and modes see dispatcher ops only; a direct call would bypass them
-        if torch.compiler.is_compiling() or _modes_active():
-            return self.packet(*args)
+        active = None
+        if torch.compiler.is_compiling() or replay.modes_active():
+            active = None if torch.compiler.is_compiling() else replay.recorder()
+            if active is None:
+                return self.packet(*args)
         differentiate = False
         for arg in args:
             if isinstance(arg, Tensor):
@@ -148,12 +161,33 @@ class Op:
                     dtensors.register(self.name, self.packet, self.sharding)
                     return self.packet(*dtensors.as_dtensors(args))
                 differentiate = differentiate or arg.requires_grad
-        if differentiate and self.function is not None and torch.is_grad_enabled():
-            # a failure in backward would be too late: the forward has run with our kernel by then
-            if settings().on_compile_failure == "reference":
-                self._rehearse_backward(args)
-            return self.function.apply(*args)
-        return self.forward(*args)
+        differentiate = differentiate and self.apply is not None and torch.is_grad_enabled()
+        if active is not None:
+            return active.call(self, args, differentiate)
+        if not differentiate:
+            return self.run(args)
+        # a failure in backward would be too late: the forward has run with our kernel by then
+        if settings().on_compile_failure == "reference":
+            self._rehearse_backward(args)
+        return self.apply(*args, None)
+
+    def run(self, args: tuple[Any, ...], tape: "replay.Tape | None" = None) -> Any:
+        """The forward: of the tape, of a recording of an earlier call with this signature, or the whole."""
+        if tape is not None:
+            return tape.run(*args)
+        if replay.recorder() is not None or not self.replays:
+            return self._whole(args)
+        signature = replay.signature_of(args)
+        if signature is None:
+            return self.forward(*args)
+        tape = self._tapes.find(signature.key)
+        if tape is not None:
+            return tape.run(*args)
+        return self._tapes.record(signature.key, signature, lambda: self._whole(args))
+
+    def _whole(self, args: tuple[Any, ...]) -> Any:
+        active = replay.recorder()
+        return self.forward(*args) if active is None else active.forward(self, args)
 
     def _recorded_or(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Called by torch.library for meta tensors: the forward under `record()`, to note launches, else `fake`.
@@ -184,7 +218,7 @@ class Op:
             for a in args
         ]
         with recording.record(Target.of(tensors[0].device)) as wanted:
-            outputs = self.function.apply(*metas)
+            outputs = self.apply(*metas, None)
             outputs = [out for out in outputs if out is not None and out.requires_grad]
             torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
         for spec in wanted.specs:
@@ -197,28 +231,43 @@ class Op:
     def _autograd_function(
         self, backward: Callable[..., Any], setup_context: Callable[..., None], num_results: int | None
     ) -> Any:
-        name, run_forward, results = self.name, self.forward, num_results
+        name, run, results = self.name, self.run, num_results
+        routes = replay.Table(f"{name}'s backward", replay.Recorder.route)
 
-        class Function(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *args: Any) -> Any:
-                ctx.set_materialize_grads(False)
-                output = run_forward(*args)
-                setup_context(ctx, args, output)
-                # saved-only outputs are not returned: each output costs autograd about 2 us
-                return output if results is None else output[:results]
+        def gradients(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+            if ctx.tape is None:
+                return backward(ctx, *grads)
+            saved = ctx.saved_tensors  # once: torch.utils.checkpoint raises at the second reading
+            signature = replay.signature_of((*saved, *grads, *ctx.needs_input_grad))
+            if signature is None:
+                return backward(_WithSaved(ctx, saved), *grads)
+            key = signature.key, ctx.tape  # which stands for the options
+            route = routes.find(key)
+            if route is not None:
+                return route.run(signature.tensors)
+            return routes.record(key, signature, lambda: backward(_WithSaved(ctx, saved), *grads))
 
-            @staticmethod
-            def backward(ctx: Any, *grads: Any) -> Any:
-                if not torch.is_grad_enabled():
-                    return backward(ctx, *grads)
-                with torch.no_grad():
-                    out = backward(ctx, *grads)
-                sources = (t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad)
-                return _NoDoubleBackward.apply(name, out, *sources)
+        def forward(ctx: Any, *args: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            *args, ctx.tape = args  # type: ignore[assignment]
+            output = run(args, ctx.tape)
+            setup_context(ctx, tuple(args), output)
+            # saved-only outputs are not returned: each output costs autograd about 2 us
+            return output if results is None else output[:results]
 
-        Function.__name__ = Function.__qualname__ = f"powertrain_{name}"
-        return Function
+        def checked_backward(ctx: Any, *grads: Any) -> Any:
+            twice = torch.is_grad_enabled()
+            with torch.no_grad() if twice else _as_it_is:
+                out = gradients(ctx, grads)
+            out += (None,) * (len(ctx.needs_input_grad) - len(out))  # the tape has none
+            if not twice:
+                return out
+            sources = (t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad)
+            return _NoDoubleBackward.apply(name, out, *sources)
+
+        # the name that grad_fn and profilers show is taken when the class is made
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(checked_backward)}
+        return type(f"powertrain_{name}", (torch.autograd.Function,), methods)
 
 
 # sorted and without duplicates, so that it can be part of a cache key
@@ -237,6 +286,7 @@ def _changed() -> None:
     seen = None
     while seen != (seen := list(_holds)):
         _disabled = tuple(sorted({name for names in seen for name in names}))
+    steering.changed()
 
 
 class disable:
@@ -283,19 +333,16 @@ def named_spans(wanted: bool = True) -> Iterator[None]:
         _spans = before
 
 
-def falls_back(name: str) -> Callable[[F], F]:
+def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Callable[[F], F]:
     """Let a public op fall back to plain PyTorch if its kernel cannot be compiled and the user allows it.
 
     With POWERTRAIN_ON_COMPILE_FAILURE=reference a CompileError (a deadline passed, a compiler died) is logged once, the
-    op is disabled for the rest of the process, and the call is repeated.
+    op is disabled for the rest of the process, and the call is repeated. Repeated eager calls are replayed
+    (runtime/replay.py); `steered_by` returns what their way depends on beside arguments and the process's settings.
     """
 
     def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if _spans:
-                with torch.profiler.record_function(SPAN + name):
-                    return function(*args, **kwargs)
+        def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             try:
                 return function(*args, **kwargs)
             except (TypeError, AttributeError):
@@ -309,6 +356,24 @@ def falls_back(name: str) -> Callable[[F], F]:
                 tracing.warn(f"{name} takes plain PyTorch from now on: {error}")
                 disable(name)
                 return function(*args, **kwargs)
+
+        routes = replay.Table(name, replay.Recorder.route)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _spans:
+                with torch.profiler.record_function(SPAN + name):
+                    return whole(args, kwargs)
+            if torch.compiler.is_compiling() or replay.modes_active():
+                return whole(args, kwargs)
+            signature = replay.signature_of((*args, *kwargs.values()))
+            if signature is None:
+                return whole(args, kwargs)
+            key = signature.key, tuple(kwargs), steered_by()
+            route = routes.find(key)
+            if route is not None:
+                return route.run(signature.tensors)
+            return routes.record(key, signature, lambda: whole(args, kwargs))
 
         return call  # type: ignore[return-value]
 

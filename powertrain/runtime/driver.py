@@ -116,6 +116,25 @@ def launcher() -> Any:
     return _cuda().cuLaunchKernel
 
 
+class LaunchConfig:
+    """A CUlaunchConfig: grid, threads of a block, shared bytes, stream. Valid as long as this object is."""
+
+    _LAYOUT = struct.Struct("@7IQQI")  # sizes, stream, attributes, their number
+
+    def __init__(self, grid: tuple[int, int, int], threads: int, shared: int, stream: int) -> None:
+        self._buffer = ctypes.create_string_buffer(self._LAYOUT.pack(*grid, threads, 1, 1, shared, stream, 0, 0))
+        self.address = ctypes.addressof(self._buffer)
+
+
+@cache
+def configured_launcher() -> Any:
+    """cuLaunchKernelEx: (address of a config, function, params, extra) -> CUresult."""
+    pointer = ctypes.c_void_p
+    launch = _cuda().cuLaunchKernelEx
+    launch.argtypes = [pointer, pointer, pointer, pointer]
+    return launch
+
+
 class MemoryOps:
     """Waits and writes of 32-bit words in device memory, executed by a stream in order: no kernel, so no SM is needed.
 

@@ -31,8 +31,9 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from powertrain.runtime import driver, recording, tracing
+from powertrain.runtime import driver, recording, replay, tracing
 from powertrain.runtime.errors import LaunchError, WarmUpFirst
 from powertrain.runtime.settings import settings
 from powertrain.runtime.target import Target, pretended
@@ -129,7 +130,13 @@ class Kernel:
             return
         if self.archs:
             raise NotImplementedError(f"{self.name}: Gluon has no interpreter; unset POWERTRAIN_INTERPRET")
-        self.jit[grid](*args, **constants)
+        observer = replay.recorder()
+        if observer is not None:
+            named = dict(zip(self.parameters, args, strict=False)) | constants
+            values = [named.pop(name) for name in self.arguments]
+            observer.launched(self, None, grid, values, named)
+        with _disable_current_modes():  # the interpreter copies tensors
+            self.jit[grid](*args, **constants)
 
     def _device(self, tensors: dict[str, Tensor]) -> torch.device:
         devices = {tensor.device for tensor in tensors.values()}
@@ -194,6 +201,9 @@ class Kernel:
         # a launch with int64 sizes, or an int for a float, shares its warm key with the usual one: it stays here
         if warm_key is not None and not emulated and "i64" not in spec.signature.values():
             self._tables.setdefault(device.index, {}).setdefault(warm_key, loaded)
+        observer = replay.recorder()
+        if observer is not None:
+            observer.launched(self, loaded, grid, values.values(), {})
         self._run(
             loaded, device.index, grid, [v.data_ptr() if isinstance(v, Tensor) else v or 0 for v in values.values()]
         )

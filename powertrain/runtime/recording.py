@@ -35,7 +35,29 @@ class _State:
 
     recording: Recording | None = None
     everything = False  # launches on real tensors are recorded too, and do not run
-    active = False  # launches on real tensors take the slow path, which records or redirects them
+    redirected = False  # launches on real tensors are recorded or go to another target
+    active = False  # launches on real tensors take the slow path: they are redirected or observed
+    _observers = 0
+    _counting = threading.Lock()
+
+    def redirect(self, on: bool) -> None:
+        with self._counting:
+            self.redirected = on
+            self.active = on or self._observers > 0
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Inside, launches run and take the slow path, which shows them to runtime/replay.py."""
+        self._observe(1)
+        try:
+            yield
+        finally:
+            self._observe(-1)
+
+    def _observe(self, more: int) -> None:
+        with self._counting:
+            self._observers += more
+            self.active = self.redirected or self._observers > 0
 
 
 state = _State()
@@ -48,7 +70,8 @@ def _after_fork() -> None:
     if not _one_at_a_time._is_owned():  # type: ignore[attr-defined]
         _one_at_a_time = threading.RLock()
         state.recording = pretended.recorded = pretended.emulated = None
-        state.everything = state.active = False
+        state.everything = state.redirected = state.active = False
+        state._observers, state._counting = 0, threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -67,13 +90,15 @@ def record(target: Target | str | None = None) -> Iterator[Recording]:
         if state.recording is not None:
             raise RuntimeError("record: already recording; record() cannot be nested")
         state.recording = Recording(Target.parse(target) if isinstance(target, str) else target)
-        state.everything = state.active = target is None
+        state.everything = target is None
+        state.redirect(target is None)
         pretended.recorded = state.recording.target
         try:
             yield state.recording
         finally:
             state.recording = pretended.recorded = None
-            state.everything = state.active = False
+            state.everything = False
+            state.redirect(False)
 
 
 @contextmanager
@@ -83,12 +108,12 @@ def emulate(target: Target | str) -> Iterator[None]:
     Code for sm_80, 86 and 89 runs on every later GPU this way: how older archs' kernels are tested on a newer one.
     """
     with _one_at_a_time:
-        if state.active:
+        if state.redirected:
             raise RuntimeError("emulate: already recording or emulating; they cannot be nested")
         pretended.emulated = Target.parse(target) if isinstance(target, str) else target
-        state.active = True
+        state.redirect(True)
         try:
             yield
         finally:
             pretended.emulated = None
-            state.active = False
+            state.redirect(False)

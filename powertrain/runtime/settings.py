@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from powertrain.runtime import steering
+
 
 def _flag(text: str) -> bool:
     if text.lower() in ("1", "true", "yes", "on"):
@@ -131,4 +133,5 @@ def reload() -> Settings:
     """Read the environment again."""
     global _current
     _current = None
+    steering.changed()
     return settings()

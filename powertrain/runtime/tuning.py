@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from powertrain.runtime import tracing
+from powertrain.runtime import steering, tracing
 from powertrain.runtime.compile import kernel_store
 from powertrain.runtime.target import Target
 
@@ -91,6 +91,7 @@ def save(device: str, plans: dict[str, dict[str, Changes]], about: dict[str, Any
     temporary.write_text(json.dumps({**about, "device": device, "plans": merged}, indent=1, sort_keys=True))
     os.replace(temporary, path)
     tuned.cache_clear()
+    steering.changed()
     return path
 
 
@@ -114,9 +115,9 @@ class session:
         global _tuning
         met.clear()
         forced.clear()
-        _tuning = True
+        _tuning = steering.unsettled = True
 
     def __exit__(self, *error: object) -> None:
         global _tuning
-        _tuning = False
+        _tuning = steering.unsettled = False
         forced.clear()

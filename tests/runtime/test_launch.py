@@ -220,7 +220,7 @@ def test_recording_notes_and_does_not_run() -> None:
 
 @native
 def test_python_calls_of_one_eager_op() -> None:
-    """The host time of a call is its Python calls; their number is what a noisy machine can check."""
+    """Python calls of a call that is not replayed; tests/ops/test_replay.py counts those of one that is."""
     from powertrain.ops import norm
 
     x, w = torch.empty(128, 1024, device="meta"), torch.empty(1024, device="meta")
@@ -242,4 +242,4 @@ def test_python_calls_of_one_eager_op() -> None:
         namespace["current_device"] = lambda: None
         namespace["launch_kernel"] = driver.launcher
         norm._norm_fwd_kernel._tables.clear()
-    assert calls <= 50, f"{calls} Python calls"
+    assert calls <= 60, f"{calls} Python calls"

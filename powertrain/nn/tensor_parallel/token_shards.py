@@ -60,6 +60,7 @@ _move_op = Op(
     _move_outputs,
     backward=_backward,
     setup_context=_setup,
+    replays=False,
 )
 
 

@@ -201,6 +201,7 @@ _loss_bwd_op = Op(
     f"vocab_cross_entropy_bwd(Tensor dlosses, Tensor logits, Tensor target, Tensor lse, {_TERMS}, str key) -> Tensor",
     _loss_bwd,
     lambda dlosses, logits, *_: logits.new_empty(logits.shape),
+    replays=False,
 )
 _loss_op = Op(
     f"vocab_cross_entropy(Tensor logits, Tensor target, {_TERMS}, str key) -> (Tensor, Tensor)",
@@ -208,6 +209,7 @@ _loss_op = Op(
     _loss_outputs,
     backward=_loss_backward,
     setup_context=_loss_setup,
+    replays=False,
 )
 
 
@@ -348,6 +350,7 @@ _linear_op = Op(
     backward=_linear_backward,
     setup_context=_linear_setup,
     flops=_linear_flops,
+    replays=False,
 )
 
 

@@ -17,6 +17,7 @@ from powertrain.ops.attention.arguments import (
     dense_call,
     packed_call,
 )
+from powertrain.ops.attention.backend_preferences import steering
 from powertrain.ops.attention.backend_registry import BACKENDS
 from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionProblem, Layout, Lengths
@@ -29,7 +30,7 @@ _MASK_FIELDS = tuple(field.name for field in fields(MaskSpec))
 _DENSE = tuple(name for name in LAYOUTS if name != "thd")
 
 
-@falls_back("attention")
+@falls_back("attention", steering)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -128,7 +129,7 @@ def attention(
     return _run(call, backend)
 
 
-@falls_back("varlen_attention")
+@falls_back("varlen_attention", steering)
 def varlen_attention(
     query: Tensor,
     key: Tensor,

@@ -89,6 +89,11 @@ def context_preference() -> BackendPreference:
     return _current.get(_NO_PREFERENCE)
 
 
+def steering() -> BackendPreference | None:
+    """`context_preference`, cheap to hash where no context is."""
+    return _current.get(None)
+
+
 def current_preference(backend: str | Sequence[str] | None) -> BackendPreference:
     """The preference of call, contexts and environment together."""
     around = context_preference().within(BackendPreference.parse(settings().attention, "POWERTRAIN_ATTENTION"))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention.arguments import window_bounds
+from powertrain.ops.attention.backend_preferences import steering
 from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.decode_kernels import append_op, decode_op
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
@@ -116,7 +117,7 @@ def _append_ref(
         value_cache[entry, position] = value_new[fits]
 
 
-@falls_back(_OP)
+@falls_back(_OP, steering)
 def decode_attention(
     query: Tensor,
     key_cache: Tensor,

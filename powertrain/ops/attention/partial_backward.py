@@ -18,6 +18,7 @@ from powertrain.ops.attention.arguments import (
     dense_call,
     packed_call,
 )
+from powertrain.ops.attention.backend_preferences import steering
 from powertrain.ops.attention.backend_registry import backward_op, loaded_backwards
 from powertrain.ops.attention.backends import chunked
 from powertrain.ops.attention.layouts import to_lse_order
@@ -27,7 +28,7 @@ from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
 
 
-@falls_back("attention")
+@falls_back("attention", steering)
 def attention_backward(
     grad_out: Tensor,
     query: Tensor,

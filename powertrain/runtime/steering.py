@@ -1,0 +1,13 @@
+"""Changes to what steers calls for the whole process: settings, `disable`, tuned tiles.
+
+What is remembered about a call (runtime/replay.py) holds for one value of `epoch`, and not while `unsettled`.
+"""
+
+epoch = 0
+unsettled = False  # plans change from call to call: they are being measured
+
+
+def changed() -> None:
+    """Calls may go another way from now on."""
+    global epoch
+    epoch += 1
