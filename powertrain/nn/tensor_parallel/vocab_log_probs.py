@@ -275,6 +275,7 @@ _fwd_op = Op(
     backward=_backward,
     setup_context=_setup_context,
     flops=_flops,
+    replays=False,
 )
 _bwd_op = Op(
     f"vocab_linear_log_probs_bwd({_GRADS}, {_INPUTS}, Tensor stats, {_TEACHER}, Tensor? main_grad, {_OPTIONS}, "
@@ -282,6 +283,7 @@ _bwd_op = Op(
     _bwd,
     _bwd_outputs,
     flops=_flops,
+    replays=False,
 )
 _bwd_into_op = Op(
     f"vocab_linear_log_probs_bwd_into({_GRADS}, {_INPUTS}, Tensor stats, {_TEACHER}, Tensor(a!) main_grad, {_OPTIONS}, "
@@ -289,6 +291,7 @@ _bwd_into_op = Op(
     lambda *args: _bwd(*args)[::2],
     lambda *args: _bwd_outputs(*args)[::2],
     flops=_flops,
+    replays=False,
 )
 
 
