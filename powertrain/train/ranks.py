@@ -282,9 +282,8 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
 def _check_objective(config: RunConfig, world_size: int, context: int, tensor: int) -> None:
     """Raise NotImplementedError, naming the key, for what training after pretraining does not do yet."""
     train, name = config.train, config.train.objective
-    if name not in ("pretrain", "sft") and max(context, tensor) > 1:
-        key = "parallel.tensor" if tensor > 1 else "parallel.context"
-        raise NotImplementedError(f"{key} must be 1 for train.objective {name}, got {max(context, tensor)}")
+    if name not in ("pretrain", "sft") and context > 1:
+        raise NotImplementedError(f"parallel.context must be 1 for train.objective {name}, got {context}")
     if train.lora is not None and tensor > 1:
         raise NotImplementedError(f"parallel.tensor must be 1 with train.lora, got {tensor}")
     if train.lora is not None and train.lora.dora and world_size > 1:
