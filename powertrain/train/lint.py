@@ -19,6 +19,8 @@ from powertrain.parallel.experts import rehearse_experts
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
 from powertrain.train.config.schema import RunConfig
+from powertrain.train.model_setup import add_trained_parts
+from powertrain.train.objective import has_frozen_copy
 from powertrain.train.optim import DTYPES, Optimizer
 
 if TYPE_CHECKING:
@@ -104,6 +106,7 @@ class Report:
 def lint(config: RunConfig, targets: list[Target], *, world_size: int = 1) -> Report:
     """Everything that can be known of a run before it starts. Raises ValueError where the model refuses its config."""
     model = build(config.model)
+    add_trained_parts(model, config)
     activations = _activations(config, model)
     tensor = config.parallel.tensor
     memory = _memory(config, model, {mode: size // tensor for mode, size in activations.items()}, world_size)
@@ -271,6 +274,7 @@ def _memory(config: RunConfig, model: nn.Module, activations: dict[str, int], wo
     """Of one rank. One process: 16-bit weights beside fp32 masters; sharded: fp32 shards, gathered in 16 bits."""
     parallel, train = config.parallel, config.train
     elements = sum(p.numel() for p in model.parameters()) / parallel.tensor
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / parallel.tensor
     width = DTYPES[train.precision].itemsize
     ranks = max(world_size // parallel.tensor, 1)
     shards = ranks // parallel.replicate if parallel.shard < 0 else parallel.shard * parallel.context
@@ -279,17 +283,19 @@ def _memory(config: RunConfig, model: nn.Module, activations: dict[str, int], wo
     if world_size == 1:
         master = 4 if width < 4 else 0
         gradient = 4 if train.gradient_accumulation_steps > 1 else width
-        sizes = (elements * width, elements * gradient, elements * (master + moments))
+        sizes = (elements * width, trained * gradient, trained * (master + moments))
     elif parallel.strategy == "ddp":
-        sizes = (elements * (4 + (width if width < 4 else 0)), elements * 4, elements * moments)
+        sizes = (elements * (4 + (width if width < 4 else 0)), trained * 4, trained * moments)
     else:
         layers: Any = model.layers
         layer = max(sum(p.numel() for p in block.parameters()) for block in layers) / parallel.tensor
         gathered = 2 * layer if parallel.reshard_after_forward else elements
         # between micro-batches FSDP2 keeps a rank's gradients whole, in the dtype that they are summed in
-        kept = elements * DTYPES[train.reduce_dtype].itemsize if train.gradient_accumulation_steps > 1 else 0
-        sizes = (elements * 4 / shards + gathered * width, elements * 4 / shards + kept, elements * moments / shards)
+        kept = trained * DTYPES[train.reduce_dtype].itemsize if train.gradient_accumulation_steps > 1 else 0
+        sizes = (elements * 4 / shards + gathered * width, trained * 4 / shards + kept, trained * moments / shards)
     weights, gradients, optimizer = (int(size) for size in sizes)
+    if has_frozen_copy(config):  # whole on every rank
+        weights += int(elements * parallel.tensor * width)
     return Memory(weights, gradients, optimizer, activations, train.activation_checkpointing)
 
 

@@ -21,17 +21,7 @@ def build_model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | N
     """
     # on the meta device until it is sharded: no rank allocates the whole model
     model, overlap = build(config.model), None
-    if config.train.objective == "reward":
-        add_value_head(model)
-    if config.train.lora is not None:
-        adapters = config.train.lora
-        lora(
-            model, rank=adapters.rank, alpha=adapters.alpha, targets=adapters.targets or "all-linear",
-            dropout=adapters.dropout, rslora=adapters.rslora, dora=adapters.dora,
-        )  # fmt: skip
-        # beside adapters the value head is trained too
-        for name, p in model.named_parameters():
-            p.requires_grad_(not is_base(name))
+    add_trained_parts(model, config)
     for block in model.layers:
         block.recompute = config.train.activation_checkpointing
     if ranks.mesh is not None:
@@ -61,6 +51,21 @@ def to_low_precision(model: nn.Module, optimizer: Optimizer, config: RunConfig, 
         for p in model.parameters():
             if p.requires_grad:
                 p.grad_dtype = torch.float32
+
+
+def add_trained_parts(model: nn.Module, config: RunConfig) -> None:
+    """The value head of objective reward, and the adapters of train.lora, which freeze the rest; on the meta device."""
+    if config.train.objective == "reward":
+        add_value_head(model)
+    if config.train.lora is not None:
+        adapters = config.train.lora
+        lora(
+            model, rank=adapters.rank, alpha=adapters.alpha, targets=adapters.targets or "all-linear",
+            dropout=adapters.dropout, rslora=adapters.rslora, dora=adapters.dora,
+        )  # fmt: skip
+        # beside adapters the value head is trained too
+        for name, p in model.named_parameters():
+            p.requires_grad_(not is_base(name))
 
 
 def add_value_head(model: nn.Module) -> None:

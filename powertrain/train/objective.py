@@ -46,19 +46,27 @@ class Objective(Protocol):
 
 def make_objective(model: nn.Module, config: RunConfig, device: torch.device) -> Objective:
     """The objective of a run. Raises ValueError naming a key, FileNotFoundError for weights that are not there."""
-    name, train = config.train.objective, config.train
+    name = config.train.objective
     if name in ("pretrain", "sft"):
-        return NextToken(model, train.z_loss)
-    if name == "dpo":
-        needs = train.preference.loss in ("dpo", "robust", "ipo") and not train.preference.reference_free
-        return Preference(model, config, reference(model, config, device) if needs else None)
-    if name == "kto":
-        return KTO(model, config, reference(model, config, device))
+        return NextToken(model, config.train.z_loss)
     if name == "reward":
         return Reward(model, config)
-    if name == "policy":
-        return Policy(model, config, reference(model, config, device) if train.policy.kl_weight else None)
-    return Distill(model, config, _teacher(config, device))
+    if name == "distill":
+        return Distill(model, config, _teacher(config, device))
+    ref = reference(model, config, device) if _compares(config) else None
+    return {"dpo": Preference, "kto": KTO, "policy": Policy}[name](model, config, ref)
+
+
+def _compares(config: RunConfig) -> bool:
+    """Whether the objective reads log-probabilities of a reference."""
+    train = config.train
+    preference = train.preference.loss in ("dpo", "robust", "ipo") and not train.preference.reference_free
+    return {"dpo": preference, "kto": True, "policy": train.policy.kl_weight > 0}.get(train.objective, False)
+
+
+def has_frozen_copy(config: RunConfig) -> bool:
+    """Whether a second model of this size is in memory: a reference. (A teacher may have another size.)"""
+    return _compares(config) and (config.train.lora is None or config.train.reference is not None)
 
 
 class NextToken:
@@ -214,7 +222,8 @@ class KTO:
 
     metrics: tuple[str, ...] = ("reward", "accuracy", "kl")
 
-    def __init__(self, model: nn.Module, config: RunConfig, reference: Reference) -> None:
+    def __init__(self, model: nn.Module, config: RunConfig, reference: Reference | None) -> None:
+        assert reference is not None
         self.model, self.options, self.reference = model, config.train.kto, reference
 
     def count(self, batch: Batch) -> Tensor:

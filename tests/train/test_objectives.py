@@ -16,7 +16,7 @@ from powertrain.train import ranks
 from powertrain.train.checkpoint.convert import convert
 from powertrain.train.checkpoint.load import load_model, open_weights
 from powertrain.train.config.reader import Run, read_config
-from powertrain.train.lint import rehearse
+from powertrain.train.lint import lint, rehearse
 from powertrain.train.objective import token_log_probs
 from powertrain.train.reporting.metrics import JsonLines, StepRecord, read_metrics
 from powertrain.train.run import start, with_vocabulary
@@ -293,3 +293,14 @@ def test_what_is_not_there_yet_says_so(tmp_path: Path) -> None:
         config = with_vocabulary(read_run(tmp_path, objective, *options).config, 256)
         with pytest.raises(NotImplementedError, match=words):
             ranks.check_parallel(config, 2)
+
+
+def test_lint_counts_a_reference_and_adapters(tmp_path: Path) -> None:
+    """Weights twice for DPO's copy, once with LoRA, whose gradients and optimizer are those of the adapters."""
+    found = {}
+    for objective, options in (("sft", ()), ("dpo", ()), ("dpo", ("train.lora.rank=2",))):
+        config = with_vocabulary(read_run(tmp_path, objective, *options).config, 256)
+        found[objective, options] = lint(config, [Target.parse("sm_90")]).memory
+    plain, copied, adapted = found.values()
+    assert copied.weights == 2 * plain.weights and copied.optimizer == plain.optimizer
+    assert adapted.weights < 1.2 * plain.weights and 0 < 10 * adapted.optimizer < 3 * plain.optimizer
