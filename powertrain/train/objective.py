@@ -4,7 +4,7 @@ Shares of all micro-batches and ranks add up to the mean over what counts in the
 completions. The losses are those of powertrain/losses.py, on log-probabilities that the model's head gives.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,7 +54,8 @@ def make_objective(model: nn.Module, config: RunConfig, device: torch.device) ->
     if name == "distill":
         return Distill(model, config, _teacher(config, device))
     ref = reference(model, config, device) if _compares(config) else None
-    return {"dpo": Preference, "kto": KTO, "policy": Policy}[name](model, config, ref)
+    compared: dict[str, Callable[..., Objective]] = {"dpo": Preference, "kto": KTO, "policy": Policy}
+    return compared[name](model, config, ref)
 
 
 def _compares(config: RunConfig) -> bool:
