@@ -1,5 +1,5 @@
 # docker build -t powertrain .
-# docker run --gpus all --ipc host -v "$PWD/runs:/work/runs" powertrain train quickstart
+# docker run --gpus all --ipc host -v "$PWD/runs:/runs" powertrain train quickstart
 #
 # --ipc host: NCCL and the processes that read data share memory. The host needs NVIDIA's container toolkit and a driver
 # for CUDA 13.
@@ -24,6 +24,6 @@ COPY scripts /src/scripts
 COPY powertrain /src/powertrain
 RUN pip install --no-cache-dir '/src[all]' && powertrain --version
 
-WORKDIR /work
+WORKDIR /
 ENTRYPOINT ["powertrain"]
 CMD ["--help"]

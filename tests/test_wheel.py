@@ -1,4 +1,4 @@
-"""One py3-none-any wheel: ready to publish; its first steps, with only what it requires, from another folder."""
+"""One py3-none-any wheel: its metadata, and a user's first commands, with its requirements alone."""
 
 import email
 import os

@@ -1,5 +1,8 @@
-"""decode_attention over dense and paged caches, beside torch's flash SDPA (which wants one length and no pages)."""
+"""decode_attention over dense and paged caches, beside torch's flash SDPA (which wants one length and no pages); over
+sequences of different lengths, beside FlashAttention-3 at its default splits (FLASH_3_LIBRARY)."""
 
+import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks import peers
 from powertrain.ops.attention.decode import decode_attention
 from powertrain.testing.bench import measure, table
 
@@ -19,6 +23,33 @@ CASES = [
     (1, 131072, (0, 1, 16, 64, 256)),
     (16, 8192, (0, 16)),
     (4, 8192, (0, 16)),
+]
+
+
+def _spread(batch: int) -> list[int]:
+    """Lengths of 500 to 32768, evenly by their logarithm."""
+    draws = random.Random(0)
+    return [int(math.exp(draws.uniform(math.log(500), math.log(32768)))) for _ in range(batch)]
+
+
+# label, lengths, query and kv heads, head dim, page size (0: dense), queries
+LENGTHS = [
+    ("32 of 500 to 32k", _spread(32), 32, 8, 128, 0, 1),
+    ("32 of 500 to 32k, pages of 16", _spread(32), 32, 8, 128, 16, 1),
+    ("32 of 500 to 32k, pages of 64", _spread(32), 28, 4, 128, 64, 1),
+    ("32 of 500 to 32k, pages of 1", _spread(32), 64, 8, 128, 1, 1),
+    ("64 of 500 to 32k", _spread(64), 32, 8, 128, 0, 1),
+    ("64 of 8192", [8192] * 64, 32, 8, 128, 0, 1),
+    ("64 of 8192, pages of 64", [8192] * 64, 32, 8, 128, 64, 1),
+    ("16 of 8192", [8192] * 16, 32, 8, 128, 0, 1),
+    ("4 of 3000", [3000] * 4, 28, 4, 128, 0, 1),
+    ("256 of 1024", [1024] * 256, 32, 8, 128, 0, 1),
+    ("2 of 131072, pages of 64", [131072] * 2, 32, 8, 128, 64, 1),
+    ("1 of 32768 and 31 of 500", [32768] + [500] * 31, 32, 8, 128, 0, 1),
+    ("31 of 500 and 1 of 32768, pages of 64", [500] * 31 + [32768], 32, 8, 128, 64, 1),
+    ("1 of 131072 and 63 of 1000, pages of 16", [131072] + [1000] * 63, 32, 8, 128, 16, 1),
+    ("32 of 500 to 32k, head dim 64", _spread(32), 16, 16, 64, 0, 1),
+    ("32 of 500 to 32k, 8 queries, pages of 64", _spread(32), 32, 8, 128, 64, 8),
 ]
 
 
@@ -47,8 +78,36 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Any]:
     return run
 
 
+def _of_lengths() -> Iterator[str]:
+    flash = peers.flash_3()
+    for label, lengths, heads, kv_heads, head_dim, page_size, queries in LENGTHS:
+        q = _randn(len(lengths), queries, heads, head_dim)
+        pages = [-(-n // page_size) for n in lengths] if page_size else []
+        shape = (sum(pages), page_size) if page_size else (len(lengths), max(lengths))
+        keys, values = (_randn(*shape, kv_heads, head_dim) for _ in range(2))
+        of_sequences = None
+        if page_size:
+            order = torch.randperm(sum(pages), device="cuda").int().split(pages)
+            of_sequences = torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
+        seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+
+        def ours(q=q, keys=keys, values=values, seqlens=seqlens, table=of_sequences) -> Tensor:  # type: ignore[no-untyped-def]
+            return decode_attention(q, keys, values, seqlens, page_table=table)
+
+        def theirs(q=q, keys=keys, values=values, seqlens=seqlens, table=of_sequences) -> Tensor:  # type: ignore[no-untyped-def]
+            return flash.fwd(q, keys, values, seqused_k=seqlens, page_table=table, is_causal=True, num_splits=0)[0]
+
+        variants = {"powertrain": ours} | ({} if flash is None else {"flash-attn-3": theirs})
+        if flash is not None:
+            torch.testing.assert_close(ours(), theirs(), rtol=2e-2, atol=2e-2)
+        num_bytes = 2 * sum(lengths) * kv_heads * head_dim * keys.element_size()
+        heading = f"decode {label}, H{heads}/{kv_heads} D{head_dim} bf16"
+        yield table(heading, measure(variants, seconds=0.1), num_bytes=num_bytes)
+
+
 @torch.no_grad()
 def run() -> Iterator[str]:
+    yield from _of_lengths()
     for b, n, page_sizes in CASES:
         q, keys, values = _randn(b, 1, H, D), _randn(b, n, K, D), _randn(b, n, K, D)
         lengths = torch.full((b,), n, dtype=torch.int32, device="cuda")

@@ -1,4 +1,4 @@
-"""What the host spends: repeated small calls of rms_norm, attention and decode, one launch, the first use of a process."""
+"""What the host spends: repeated small calls of rms_norm, attention, decode; one launch; first use in a process."""
 
 import os
 import subprocess

@@ -17,6 +17,7 @@ from powertrain.cli import (
     demo,
     diagnose,
     doctor,
+    evaluate,
     explain,
     facts,
     generate,
@@ -39,6 +40,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Train": (
         train.train,
         generate.generate,
+        evaluate.evaluate,
         convert.convert,
         report.report,
         lint.lint,
@@ -93,6 +95,7 @@ def main(
     powertrain tour                   the field's pains, before and after, on this machine
     powertrain train run.yml          train, resume; a GPT-NeoX YAML is read as it is
     powertrain generate runs/NAME --prompt "def "   text out of a checkpoint
+    powertrain evaluate runs/NAME --tasks piqa      scores in tasks of lm_eval
     powertrain convert runs/NAME OUT --to hf        to and from Hugging Face and GPT-NeoX, logits compared
     powertrain report runs/NAME       report.html of a run, made anew
     powertrain lint run.yml           a training config, checked without training

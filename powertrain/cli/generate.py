@@ -1,5 +1,6 @@
 """`powertrain generate`: text out of a trained model."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from powertrain.train.completion import Completer, Completion
     from powertrain.train.data.tokenizer import Tokenizer
 
 
@@ -21,45 +23,131 @@ def generate(
     checkpoint: Annotated[
         Path, typer.Argument(help="a run's folder, or a checkpoint: ours, Hugging Face's, GPT-NeoX's")
     ],
-    prompt: Annotated[list[str], typer.Option(help="repeatable: several are a batch")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="repeatable: several are a batch", show_default=False)
+    ] = None,
+    input: Annotated[Path | None, typer.Option(help="a file of prompts", show_default=False)] = None,
+    prompt_end: Annotated[str, typer.Option(help="what stands between the prompts of a file")] = r"\n",
+    output: Annotated[
+        Path | None, typer.Option(help="answers as JSON lines; default for a file: INPUT.output.jsonl")
+    ] = None,
+    interactive: Annotated[bool, typer.Option("--interactive", help="prompts from the keyboard, line by line")] = False,
+    num_samples: Annotated[int, typer.Option(min=1, help="answers to each prompt")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0: the most likely token, always")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="only the k most likely tokens", show_default=False)] = None,
-    top_p: Annotated[float | None, typer.Option(help="only the fewest that make up p", show_default=False)] = None,
+    top_k: Annotated[int, typer.Option(min=0, help="only the k most likely tokens; 0: all")] = 0,
+    top_p: Annotated[float, typer.Option(help="only the fewest that make up p; 0: all")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="a text that ends an answer; repeatable")] = None,
+    stop_token: Annotated[list[int] | None, typer.Option(help="a token that ends an answer; repeatable")] = None,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="also each token's log-probability")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="prompts that are continued together")] = 8,
     seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
     device: Annotated[str | None, typer.Option(help="such as cuda:1; default: the first GPU, or the CPU")] = None,
 ) -> None:
-    """Continue each prompt. One is written as it comes, several when all are done.
+    """Continue each prompt; without one, begin documents. A single answer is written as it comes.
 
     \b
     powertrain generate runs/quickstart --prompt "def main(" --temperature 0
+    powertrain generate runs/quickstart --num-samples 4 --stop "\\n\\n"
+    powertrain generate runs/quickstart --input prompts.txt --output answers.jsonl --logprobs
     """
-    must_exist([checkpoint])
-    from powertrain.models.generate import Sampler, stream
-    from powertrain.models.generate import generate as new_tokens
+    must_exist([checkpoint, *([input] if input else [])])
+    if sum((bool(prompt), input is not None, interactive)) > 1:
+        raise typer.BadParameter("prompts must come from one of --prompt, --input and --interactive, got several")
+    from powertrain.models.generate import Sampler
     from powertrain.train.checkpoint.load import load_model
+    from powertrain.train.completion import Completer
 
     console = Console(soft_wrap=True)
     try:
-        where = _device(device)
-        model, weights = load_model(checkpoint, device=where)
-        tokenizer = weights.open_tokenizer()
+        model, weights = load_model(checkpoint, device=device_of(device))
         sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        prompts = [tokenizer.encode(text) for text in prompt]
-        if len(prompts) == 1:
-            tokens = stream(model, prompts, max_new_tokens=max_new_tokens, sampler=sampler)
-            _write(console, prompt[0], prompts[0], tokens, tokenizer)
-            return
-        rows = new_tokens(model, prompts, max_new_tokens=max_new_tokens, sampler=sampler, eod=tokenizer.eod)
+        completer = Completer(
+            model, weights.open_tokenizer(), sampler, max_new_tokens, _escaped(stop or []), stop_token or [], batch_size
+        )
+        writer = _Writer(console, completer, output or (input and Path(f"{input}.output.jsonl")), logprobs, num_samples)
+        if interactive:
+            _converse(writer)
+        else:
+            writer.write(_prompts_in(input, _escaped([prompt_end])[0]) if input else prompt or [""])
     except (ValueError, OSError) as error:
         Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
         raise typer.Exit(2) from None
-    for text, row in zip(prompt, rows, strict=True):
-        console.rule(style="dim")
-        console.print(text + tokenizer.decode(row), markup=False, highlight=False)
 
 
-def _device(name: str | None) -> "torch.device":
+def _escaped(texts: list[str]) -> list[str]:
+    r"""Texts of the command line with \n and \t for themselves."""
+    return [text.replace("\\n", "\n").replace("\\t", "\t") for text in texts]
+
+
+def _prompts_in(file: Path, end: str) -> list[str]:
+    prompts = [each.strip() for each in file.read_text().split(end)]
+    if not any(prompts):
+        raise ValueError(f"{file} must hold prompts, got none")
+    return [each for each in prompts if each]
+
+
+class _Writer:
+    """Writes answers to the screen, or as JSON lines to a file."""
+
+    def __init__(
+        self, console: Console, completer: "Completer", output: Path | None, logprobs: bool, num_samples: int
+    ) -> None:
+        self.console, self.completer, self.output = console, completer, output
+        self.logprobs, self.num_samples = logprobs, num_samples
+
+    def write(self, prompts: list[str]) -> None:
+        """The answers to these; a single one without conditions as it comes."""
+        completer = self.completer
+        asked = [prompt for prompt in prompts for _ in range(self.num_samples)]
+        if len(asked) == 1 and not (self.output or completer.stops or completer.stop_tokens or self.logprobs):
+            from powertrain.models.generate import stream
+
+            ids = completer.tokens_of(asked[0])
+            tokens = stream(completer.model, [ids], max_new_tokens=completer.max_new_tokens, sampler=completer.sampler)
+            _write(self.console, asked[0], ids, tokens, completer.tokenizer)
+            return
+        if self.output is not None:
+            with self.output.open("w") as file:
+                for completion in completer(asked):
+                    file.write(json.dumps(self._entry(completion)) + "\n")
+            self.console.print(f"{len(asked)} answers in {self.output}", markup=False, highlight=False)
+            return
+        for completion in completer(asked):
+            self.console.rule(style="dim")
+            self.console.print(completion.prompt + completion.text, markup=False, highlight=False)
+            if self.logprobs:
+                row = completion.row
+                pieces = [completer.tokenizer.decode([token]) for token in row.tokens]
+                words = "  ".join(f"{piece!r} {p:.3f}" for piece, p in zip(pieces, row.logprobs, strict=True))
+                self.console.print(words, style="dim", markup=False, highlight=False)
+
+    def _entry(self, completion: "Completion") -> dict[str, object]:
+        """context, text, length and finished are those of GPT-NeoX's files."""
+        row = completion.row
+        entry: dict[str, object] = {
+            "context": completion.prompt, "text": completion.text, "length": len(row.tokens),
+            "finished": row.finished != "length", "reason": row.finished,
+        }  # fmt: skip
+        return entry | ({"tokens": row.tokens, "logprobs": row.logprobs} if self.logprobs else {})
+
+
+def _converse(writer: _Writer) -> None:
+    """A prompt a line, each on its own, until an empty one or the end of the input."""
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            return
+        if not prompt:
+            return
+        try:
+            writer.write([prompt])
+        except ValueError as error:  # too long: the next one may not be
+            writer.console.print(str(error), markup=False, highlight=False)
+
+
+def device_of(name: str | None) -> "torch.device":
     """The device of that name, or the first GPU, or the CPU. Raises ValueError for one that is not here."""
     import torch
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from powertrain.compat.flash_attn import flash_attn_interface as flash2
-from powertrain.compat.layout import known, unit_stride, unsupported
 from powertrain.compat.missing import unknown
 from powertrain.ops.attention import attention, merge_attentions, varlen_attention
+from powertrain.ops.conversion import known, unit_stride, unsupported
 from powertrain.runtime import checks
 
 __all__ = [

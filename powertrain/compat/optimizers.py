@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powertrain.compat.layout import unsupported
 from powertrain.ops.adamw import AdamW
+from powertrain.ops.conversion import unsupported
 
 
 class FusedAdam(AdamW):

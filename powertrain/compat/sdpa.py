@@ -8,8 +8,8 @@ dim of their own in every backend, and float32 products follow torch.get_float32
 
 from torch import Size, Tensor, broadcast_shapes
 
-from powertrain.compat.layout import unit_stride
 from powertrain.ops.attention import attention
+from powertrain.ops.conversion import unit_stride
 from powertrain.runtime import checks
 
 _OP = "scaled_dot_product_attention"

@@ -1,6 +1,8 @@
 """New tokens from a model, one forward each, over a KV cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ from powertrain.models.causal_lm import CausalLM
 class Sampler:
     """Logits to tokens.
 
-    temperature   0: the most likely token;  top_k, top_p: only the k most likely, or the fewest that make up p
+    temperature   0: the most likely token
+    top_k, top_p  only the k most likely, or the fewest that make up p; None and 0: all
     seed          the same seed and prompts give the same tokens
     Raises ValueError naming the argument.
     """
@@ -21,11 +24,11 @@ class Sampler:
     ) -> None:
         if temperature < 0:
             raise ValueError(f"temperature must be at least 0, got {temperature}")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {top_k}")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-        self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
+        if top_k is not None and top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {top_k}")
+        if top_p is not None and not 0 <= top_p <= 1:
+            raise ValueError(f"top_p must be in [0, 1], got {top_p}")
+        self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k or None, top_p or None, seed
         self._generator: torch.Generator | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -60,6 +63,15 @@ def stream(
     Memory: a KV cache of the longest prompt and `max_new_tokens`.
     Raises ValueError naming the argument, the expected value and the given one.
     """
+    for tokens, _ in _steps(model, prompts, max_new_tokens, sampler or Sampler()):
+        yield tokens
+
+
+@torch.no_grad()
+def _steps(
+    model: CausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: Sampler
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(tokens [B], the logits [B, V] that they were drawn from)."""
     device, longest = model.embed.weight.device, max(map(len, prompts), default=0)
     if not prompts or not all(prompts):
         raise ValueError(f"prompts must hold at least one token each, got lengths {[len(p) for p in prompts]}")
@@ -71,7 +83,6 @@ def stream(
             f"max_new_tokens must be at most {limit - longest} after a prompt of {longest} tokens "
             f"(model.max_position_embeddings is {limit}), got {max_new_tokens}"
         )
-    sampler = sampler or Sampler()
     model.eval()
     cache = model.new_cache(len(prompts), longest + max_new_tokens)
     lengths = torch.tensor([len(p) for p in prompts], dtype=torch.int32, device=device)
@@ -80,7 +91,7 @@ def stream(
     logits = model(padded, cache=cache, lengths=lengths, logits_at=lengths.long() - 1)
     for number in range(max_new_tokens):
         tokens = sampler(logits)
-        yield tokens
+        yield tokens, logits
         # the last token needs no forward
         if number + 1 < max_new_tokens:
             logits = model(tokens[:, None], cache=cache)[:, -1]
@@ -106,3 +117,53 @@ def generate(
                 break
     rows = torch.stack(steps, 1).tolist() if steps else [[] for _ in prompts]
     return [row[: row.index(eod)] if eod in row else row for row in rows]
+
+
+@dataclass
+class Row:
+    """What followed one prompt.
+
+    tokens      without the one that ended it
+    logprobs    of each token, in nats, by the model's own distribution (before temperature, top_k and top_p)
+    finished    "eod", "stop", or "length": max_new_tokens were drawn
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finished: Literal["eod", "stop", "length"] = "length"
+
+
+def complete(
+    model: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler | None = None,
+    eod: int | None = None,
+    stop_tokens: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+) -> list[Row]:
+    """What follows each prompt, up to `eod`, one of `stop_tokens`, or where `stop` is true of a row's new tokens.
+
+    It ends when every row has. Each step waits for the device, which `generate` does every 16 steps. See `stream`.
+    """
+    rows = [Row() for _ in prompts]
+    going = set(range(len(rows)))
+    for tokens, logits in _steps(model, prompts, max_new_tokens, sampler or Sampler()):
+        logprobs = logits.float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+        for index, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+            if index not in going:
+                continue
+            row = rows[index]
+            if token == eod or token in stop_tokens:
+                row.finished = "eod" if token == eod else "stop"
+                going.discard(index)
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            if stop is not None and stop(row.tokens):
+                row.finished = "stop"
+                going.discard(index)
+        if not going:
+            break
+    return rows

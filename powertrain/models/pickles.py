@@ -22,6 +22,24 @@ _ARRAYS: list[Any] = [
 ]
 
 
+class Plain:
+    """Stands for an object of DeepSpeed that holds plain values: its attributes, and none of its code."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+# what its optimizers keep beside tensors: the loss scale, addresses of fragments, the stage of ZeRO
+_DEEPSPEED: list[Any] = [
+    (type(name.rpartition(".")[2], (Plain,), {}), f"deepspeed.{name}")
+    for name in (
+        "runtime.fp16.loss_scaler.DynamicLossScaler", "runtime.fp16.loss_scaler.LossScaler",
+        "runtime.fp16.loss_scaler.LossScaleProfile", "runtime.zero.config.ZeroStageEnum",
+        "utils.tensor_fragment.fragment_address", "runtime.bf16_optimizer.fragment_address",
+    )
+]  # fmt: skip
+
+
 def load_pickle(file: Path) -> Any:
     """The result of torch.load(weights_only=True); tensors are mapped, not read, where the format allows.
 
@@ -33,7 +51,7 @@ def load_pickle(file: Path) -> Any:
         warnings.simplefilter("ignore")
         is_zip = zipfile.is_zipfile(file)
         try:
-            with torch.serialization.safe_globals(_ARRAYS):
+            with torch.serialization.safe_globals(_ARRAYS + _DEEPSPEED):
                 content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
         except pickle.UnpicklingError as error:
             unsafe = _unsafe(file) if is_zip else []
@@ -63,5 +81,5 @@ def _check_tensors(file: Path, content: Any) -> None:
 
 
 def _unsafe(file: Path) -> list[str]:
-    with torch.serialization.safe_globals(_ARRAYS):
+    with torch.serialization.safe_globals(_ARRAYS + _DEEPSPEED):
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))

@@ -1,38 +1,42 @@
 """Attention of Hugging Face models: an implementation beside "sdpa" and "flash_attention_2" in their registry.
 
-Masks keep their short form where it says all: None (causal, a window or full, no padding), or the [B] lengths of
-right-padded sequences. Others (left padding, packed positions, chunks, image blocks) are Hugging Face's dense ones.
+Grouped heads, softcap (Gemma 2), sinks (gpt-oss), sliding windows, position biases, packed batches and caches; values
+may have a head dim of their own. A mask keeps its short form where it says all: None (causal, a window or full, no
+padding), or the [B] lengths of right-padded sequences. Other masks are transformers' own, bool [b, 1, queries, keys],
+which our attention could only read element by element; one that is causal or a sliding window, padded or not, is
+marked with the arguments that say the same, and with these whole blocks of keys are skipped. A mask that lost its mark
+(sliced, copied) or never had one is taken as it is.
 """
 
+import inspect
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from powertrain.ops.attention import attention
+from powertrain.ops.attention import attention, varlen_attention
+from powertrain.ops.conversion import known, unit_stride, unsupported
+from powertrain.runtime import checks
 from powertrain.testing import numerics
 
 KIND = "attention"
 NAME = "powertrain"
-# what modules hand on to every implementation and what changes nothing in it
-_IGNORED = {
-    "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
-    "num_items_in_batch", "position_embeddings", "deterministic", "layer_idx", "token_type_ids", "labels",
-    "output_router_logits", "head_mask",
-}  # fmt: skip
+_OP = "attention"
+_MARK = "_powertrain_mask"
 
 
-def register() -> None:
-    """Make "powertrain" an attention implementation of the imported transformers."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+def register(name: str = NAME) -> None:
+    """Make `attn_implementation=name` a choice of transformers (5; tested with 5.23)."""
+    from transformers import AttentionInterface, AttentionMaskInterface, __version__, masking_utils
 
-    if NAME not in AttentionInterface.valid_keys(AttentionInterface()):
-        AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, make_mask)
+    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise ImportError(f"transformers {__version__} is too old for {name!r}: pip install 'transformers>=5.23'")
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, attention_mask)
 
 
-def attend(
+def attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -44,41 +48,96 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    **others: Any,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    output_attentions: bool = False,
+    cache: Any = None,
+    head_mask: Tensor | None = None,
+    **model_arguments: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, Sq, D], key and value [B, K, Sk, D or E] -> [B, Sq, H, E]; as the registry's functions.
+    """Called by transformers in each layer: (out [b, queries, h, dv], None).
 
-    attention_mask  what `make_mask` made, or the caller's own [B or 1, H or 1, Sq, Sk], bool or added
+    Shapes: query [b, h, queries, d], key [b, kv heads, keys, d], value [b, kv heads, keys, dv]; attention_mask [b|1,
+    h|1, queries, keys], bool (True sees) or added, or [b] lengths of the sequences; position_bias the same, added, with
+    its gradient; s_aux [h]. Without a mask, or with lengths, is_causal (else the module's) counts from the top left,
+    and sliding_window holds; one query sees every key within it. cu_seq_lens_q, [n + 1], are sequences packed in a
+    batch of 1, which see themselves only.
+    A model's other keyword arguments pass through here, as transformers has it, and say nothing about attention.
     """
-    Sq, Sk = query.shape[2], key.shape[2]
-    known = all(name in _IGNORED or value is None for name, value in others.items())
-    if not known or (Sq == 1 and softcap is None and s_aux is None):
-        # one query a sequence: PyTorch's own call takes less host time, which is all that counts there
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        sinks: dict[str, Any] = {"s_aux": s_aux} if s_aux is not None else {}
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
-            softcap=softcap, sliding_window=sliding_window, **sinks, **others,
-        )  # fmt: skip
-    options: dict[str, Any] = {}
-    if attention_mask is None or attention_mask.ndim == 1:
-        causal = Sq > 1 and (is_causal if is_causal is not None else getattr(module, "is_causal", True))
-        if causal and Sk > Sq:  # a static cache, filled up to Sq: the rest is not there yet
-            key, value = key[:, :, :Sq], value[:, :, :Sq]
-        options = {"is_causal": causal, "causal_align": "top_left", "key_lengths": attention_mask}
-        if sliding_window is not None and causal:
-            options["window_size"] = (sliding_window - 1, -1)
-    else:
-        options["attn_bias"] = attention_mask[..., :Sk]
-    out = attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=scaling, softcap=softcap or 0.0,
-        sinks=s_aux, dropout_p=dropout, **options,
-    )  # fmt: skip
+    _refuse(output_attentions, cache, head_mask)
+    queries = query.shape[2]
+    marked = getattr(attention_mask, _MARK, None)
+    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0, "sinks": s_aux}
+    if marked is not None:
+        options |= marked
+        attention_mask = None
+    elif attention_mask is None or attention_mask.dim() == 1:
+        causal = queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        options |= _window(sliding_window, causal, queries)
+        if attention_mask is not None:
+            options["key_lengths"] = attention_mask
+            attention_mask = None
+    bias = _combined(attention_mask, position_bias)
+    query, key, value = unit_stride(query, key, value)
+    if cu_seq_lens_q is not None and bias is None and marked is None:
+        lengths = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
+        return _packed(query, key, value, lengths, known(max_length_q), known(max_length_k), options), None
+    if cu_seq_lens_q is not None:
+        sizes = ((cu_seq_lens_q, queries), (cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, key.shape[2]))
+        options["document_ids"] = tuple(_documents(ends, size) for ends, size in sizes)
+    # results in [b, queries, h, dv], which transformers wants contiguous
+    out = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_bias=bias, **options)
     return out, None
 
 
-def make_mask(
+def _refuse(output_attentions: bool, cache: Any, head_mask: Tensor | None) -> None:
+    if output_attentions:
+        unsupported(_OP, "output_attentions", True, 'attn_implementation="eager"')
+    if cache is not None:
+        unsupported(_OP, "cache", type(cache).__name__, 'generate() without continuous batching, or "sdpa" with it')
+    if head_mask is not None:
+        unsupported(_OP, "head_mask", list(head_mask.shape), "scaling the heads' outputs, which is the same")
+
+
+def _window(sliding_window: int | None, causal: bool, queries: int) -> dict[str, Any]:
+    """Meaning of a missing mask: as many keys as queries, or a single query."""
+    left = -1 if sliding_window is None else sliding_window - 1
+    right = 0 if causal or (queries == 1 and sliding_window is not None) else left
+    return {"window_size": (left, right), "causal_align": "bottom_right" if queries == 1 else "top_left"}
+
+
+def _combined(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else bias + mask
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[Tensor, Tensor],
+    max_queries: int | None,
+    max_keys: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """A batch of 1 as the sequences in it."""
+    checks.require(query.shape[0] == 1, _OP, "query", "have a batch of 1 with cu_seq_lens_q", query.shape[0])
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out: Tensor = varlen_attention(q, k, v, *lengths, max_queries, max_keys, **options)
+    return out[None]
+
+
+def _documents(ends: Tensor, size: int) -> Tensor:
+    """[1, size]: which of the sequences each row is in."""
+    rows = torch.arange(size, device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, rows, right=True)[None]
+
+
+def attention_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -89,46 +148,81 @@ def make_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-    **others: Any,
+    use_vmap: bool = False,
+    **options: Any,
 ) -> Tensor | None:
-    """None, [B] lengths (int32), or Hugging Face's dense mask; the arguments are their `sdpa_mask`'s."""
+    """Called by transformers for each kind of layer: None, lengths [b] int32, or its mask for sdpa, marked where
+    arguments say the same.
+
+    attention_mask [b, keys so far] is True for tokens; mask_function(batch, head, query, key) is True for visible keys.
+    """
     from transformers import masking_utils
 
-    skip = allow_is_causal_skip or allow_is_bidirectional_skip
+    mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
     whole = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
-    if skip and whole and _is_window(mask_function, local_size, kv_length):
-        if attention_mask is None:
-            return None
-        if not torch.compiler.is_compiling() and attention_mask.shape[-1] == kv_length:
-            lengths = attention_mask.sum(-1, dtype=torch.int32)
-            # one read by the host for all layers: padding on the right leaves no step up
-            padded, other = torch.stack([(lengths < kv_length).any(), attention_mask.diff(dim=-1).gt(0).any()]).tolist()
-            if not padded:
-                return None
-            if not other:
-                return lengths
-    return masking_utils.sdpa_mask(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function or masking_utils.causal_mask_function, attention_mask=attention_mask,
-        local_size=local_size, allow_is_causal_skip=allow_is_causal_skip,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip, **others,
+    skip = allow_is_causal_skip or allow_is_bidirectional_skip
+    if skip and whole and not use_vmap and _is_said_by_modules(mask_function, local_size, kv_length):
+        is_short, short = _short_form(attention_mask, kv_length)
+        if is_short:
+            return short
+    mask: Tensor | None = masking_utils.sdpa_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
+        allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        use_vmap=use_vmap, **options,
     )  # fmt: skip
+    # a function of the caller's, or one about packed sequences, comes with one of these two
+    own = use_vmap or not allow_is_causal_skip
+    if mask is None or own or isinstance(q_offset, Tensor) or torch.compiler.is_compiling():
+        return mask
+    if not (q_offset + q_length == kv_offset + kv_length or q_offset == kv_offset == 0):
+        return mask
+    window = _known(mask_function, local_size, masking_utils.causal_mask_function)
+    if window is None:
+        return mask
+    marks: dict[str, Any] = {"window_size": window}
+    marks["causal_align"] = "bottom_right" if q_offset + q_length == kv_offset + kv_length else "top_left"
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        keys = padding[:, kv_offset : kv_offset + kv_length].to(torch.int32) - 1  # 0 for a token, -1 for none
+        marks["document_ids"] = (keys.new_zeros(batch_size, q_length), keys.expand(batch_size, -1))
+    setattr(mask, _MARK, marks)
+    return mask
 
 
-def _is_window(mask_function: Any, local_size: int | None, kv_length: int) -> bool:
-    """No local attention, or a causal sliding window of `local_size` keys, which modules name again in their call."""
-    if local_size is None or kv_length <= local_size:
-        return True
-    index = torch.tensor
-    try:  # a window moves on key by key, a chunk does not
-        sees = [bool(mask_function(index(0), index(0), index(local_size), index(k))) for k in (0, 1, local_size + 1)]
+def _short_form(padding: Tensor | None, keys: int) -> tuple[bool, Tensor | None]:
+    """(True, None) without padding, (True, lengths [b]) with padding on the right only, else (False, None)."""
+    if padding is None:
+        return True, None
+    if torch.compiler.is_compiling() or padding.shape[-1] != keys:
+        return False, None
+    lengths = padding.sum(-1, dtype=torch.int32)
+    # one read by the host for all layers: padding on the right leaves no step up
+    is_padded, has_step = torch.stack([(lengths < keys).any(), padding.int().diff(dim=-1).gt(0).any()]).tolist()
+    return not has_step, lengths if is_padded and not has_step else None
+
+
+def _is_said_by_modules(function: Any, local_size: int | None, keys: int) -> bool:
+    """No local attention, or a causal sliding window of `local_size` keys: modules name both again in their call."""
+    return local_size is None or keys <= local_size or _known(function, local_size, None) is not None
+
+
+def _known(function: Any, local_size: int | None, causal: Any) -> tuple[int, int] | None:
+    """(left, right) of a mask that is causal, or causal within a window; None for any other."""
+    if function is causal:
+        return (-1, 0)
+    if local_size is None or local_size < 2:
+        return None
+    # key by key at the window's edges: chunks of that size differ from a window in the second
+    w, zero = local_size, torch.tensor(0)
+    try:
+        seen = [bool(function(zero, zero, zero + q, zero + k)) for q, k in ((w, 0), (w, 1), (w, w), (w, w + 1))]
     except Exception:  # it asks for more than indices
-        return False
-    return sees == [False, True, False]
+        return None
+    return (w - 1, 0) if seen == [False, True, True, False] else None
 
 
 def find(module: nn.Module, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why `attend` cannot stand for this module's own attention, or None: both run on random q, k and v."""
+    """Why `attention_forward` cannot stand for this module's own attention, or None: both run on random q, k and v."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         return "its class has no eager_attention_forward to compare with"
@@ -147,7 +241,7 @@ def find(module: nn.Module, heads: tuple[int, int, int], dtype: torch.dtype, dev
     options = {"scaling": scaling, **_extras(module, device, dtype)}
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend(module, query, key, value, None, is_causal=causal, **options)[0]
+        return attention_forward(module, query, key, value, None, is_causal=causal, **options)[0]
 
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return eager(module, query, key, value, mask.to(query.dtype).expand(2, 1, 9, 9), **options)[0]

@@ -29,8 +29,8 @@ def patch(model: nn.Module, *, kinds: Iterable[str] = KINDS, explain: bool = Fal
 
     Before or after PEFT: adapted, quantized and sharded layers are left to their libraries, at call time too. Before
     FSDP, DDP, accelerate's dispatch and torch.compile. Under torch.compile norms, rotary embedding and activations are
-    left to Inductor, which fuses them with what stands around. In training with labels a patched causal language model
-    returns `logits=None`. A single query a sequence (generation with a cache) is left to PyTorch's attention.
+    left to Inductor, which fuses them with their neighbours. In training with labels a patched causal language model
+    returns `logits=None`.
     Memory: while a part is judged, a few copies of its weights in float64.
     Raises ValueError for a kind that there is not. Parts that are patched already are left.
     """

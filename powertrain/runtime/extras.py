@@ -5,6 +5,8 @@ from importlib.util import find_spec
 EXTRAS = {
     "train": ("pydantic", "yaml", "safetensors", "tokenizers", "zstandard", "filelock", "jinja2"),
     "data": ("datasets", "transformers"),
+    "optimizers": ("torchao",),
+    "evaluate": ("lm_eval",),
 }
 
 

@@ -96,6 +96,7 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
     key += (
         device, stream, steering.epoch, torch.is_grad_enabled(), torch._C._get_deterministic_algorithms(),
         torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on), torch._C._get_float32_matmul_precision(),
+        torch._C._get_cublas_allow_tf32(),
     )  # fmt: skip
     return Signature(tuple(key), tensors, device, stream)
 

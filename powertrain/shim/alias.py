@@ -30,7 +30,7 @@ class _Finder(MetaPathFinder):
         found = importlib.util.find_spec(ours)
         if found is not None:
             return ModuleSpec(fullname, _Loader(ours), is_package=found.submodule_search_locations is not None)
-        # an import statement is told what there is; importlib.util.find_spec only asks, and gets None
+        # an import statement gets an error that lists the modules; importlib.util.find_spec gets None
         if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
             raise ModuleNotFoundError(_what_there_is(fullname, ours), name=fullname)
         return None

@@ -12,7 +12,7 @@ from powertrain.train.checkpoint.store import find
 from powertrain.train.config.reader import Run, read_config, run_of
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.reporting.kernel_profile import KernelTable
-from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord
+from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord, TaskRecord
 from powertrain.train.reporting.run_summary import about
 from powertrain.train.reporting.sinks import open_sinks
 from powertrain.train.run import start, stop_on_signals
@@ -100,6 +100,8 @@ class _Last:
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self.evaluations[record.name] = record.loss
+
+    def task(self, record: TaskRecord) -> None: ...
 
     def kernels(self, table: KernelTable) -> None: ...
 

@@ -21,7 +21,7 @@ from powertrain.runtime.target import Target
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.model_setup import add_trained_parts
 from powertrain.train.objective import has_frozen_copy
-from powertrain.train.optim import DTYPES, Optimizer
+from powertrain.train.optim import DTYPES, Optimizer, state_bytes
 
 if TYPE_CHECKING:
     from powertrain.runtime.compile.service import Spec
@@ -279,7 +279,7 @@ def _memory(config: RunConfig, model: nn.Module, activations: dict[str, int], wo
     ranks = max(world_size // parallel.tensor, 1)
     shards = ranks // parallel.replicate if parallel.shard < 0 else parallel.shard * parallel.context
     shards = 1 if parallel.strategy == "ddp" else shards
-    moments = 2 * DTYPES[config.optimizer.state_dtype].itemsize
+    moments = state_bytes(config.optimizer)
     if world_size == 1:
         master = 4 if width < 4 else 0
         gradient = 4 if train.gradient_accumulation_steps > 1 else width

@@ -1,7 +1,7 @@
-"""Gradients in a step: their norm, clipping, fp16's loss scale, AdamW, and the skip of a bad step.
+"""Gradients in a step: their norm, clipping, fp16's loss scale, the update, and the skip of a bad step.
 
-Nothing here waits for the device: clipping and unscaling are one factor that AdamW divides by, and a step whose
-gradients are not finite changes nothing, which AdamW decides on the device too.
+With AdamW nothing here waits for the device: clipping and unscaling are one factor that it divides by, and a step whose
+gradients are not finite changes nothing, which it decides on the device too.
 """
 
 from collections.abc import Iterable
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from powertrain.ops.adamw import AdamW
 from powertrain.ops.grad_norm import grad_norm
 from powertrain.train.config.schema import MAX_SCALE, LossScale, OptimizerConfig, TrainConfig
+from powertrain.train.update_rules import KINDS, TorchRule, make_rule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -58,7 +59,7 @@ class Scaler:
 
 
 class Optimizer:
-    """AdamW over a model's parameters as a run's configuration wants it.
+    """AdamW, or another rule (update_rules.py), over a model's parameters as a run's configuration wants it.
 
     Parameters in 16 bits (one process) have a float32 master; float32 ones (FSDP casts them itself) are their own.
     Norms and biases have no weight decay unless `decay_norms_and_biases`.
@@ -73,10 +74,16 @@ class Optimizer:
         others = [p for p in self.parameters if not (p.dim() > 1 or config.decay_norms_and_biases)]
         groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": config.weight_decay}]
         groups += [{"params": others, "weight_decay": 0.0}] if others else []
-        self.adamw = AdamW(
-            groups, config.lr, config.betas, config.eps, master_weights=True,
-            state_dtype=torch.bfloat16 if config.state_dtype == "bf16" else None,
-        )  # fmt: skip
+        self.rule: AdamW | TorchRule
+        if config.kind == "adamw":
+            self.rule = AdamW(
+                groups, config.lr, config.betas, config.eps, master_weights=True,
+                state_dtype=torch.bfloat16 if config.state_dtype == "bf16" else None,
+            )  # fmt: skip
+            self.kinds = KINDS["adamw"]
+        else:
+            self.rule = make_rule(groups, config)
+            self.kinds = self.rule.kinds
         device = self.parameters[0].device
         self.scaler = Scaler(train.loss_scale, device) if train.precision == "fp16" else None
 
@@ -92,27 +99,31 @@ class Optimizer:
         skipped = (~norm.isfinite()).float()
         if self.max_norm:
             divisor = divisor * ((norm + 1e-6) / self.max_norm).clamp(min=1.0)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
+        if isinstance(self.rule, TorchRule):
+            self.rule.set_rate(lr)
+        else:
+            for group in self.rule.param_groups:
+                group["lr"] = lr
         # tensors, read by the kernel: clipping, unscaling and the skip need neither the host nor a pass of their own
-        self.adamw.grad_scale, self.adamw.found_inf = divisor, skipped  # type: ignore[attr-defined]
-        self.adamw.step()
-        self.adamw.zero_grad()
+        self.rule.grad_scale, self.rule.found_inf = divisor, skipped  # type: ignore[union-attr]
+        self.rule.step()
+        self.rule.zero_grad()
         if self.scaler is not None:
             self.scaler.update(skipped)
         return Stepped(norm, skipped)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint needs, by name, live: float32 weights, moments, step counts, loss scale."""
-        self.adamw.init_state()
+        self.rule.init_state()
         trained = set(self.names)
         # what no gradient reaches: the biases of routers, weights that are frozen beside adapters
         by_name = {f"model.{name}": t for name, t in self.model.state_dict().items() if name not in trained}
         for name, p in zip(self.names, self.parameters, strict=True):
-            state = self.adamw.state[p]
+            state = self.rule.state[p]
             by_name[f"model.{name}"] = state.get("master", p.detach())
-            by_name[f"exp_avg.{name}"], by_name[f"exp_avg_sq.{name}"] = state["exp_avg"], state["exp_avg_sq"]
-            by_name[f"step.{name}"] = state["step"].reshape(1)
+            by_name |= {f"{kind}.{name}": state[kind] for kind in self.kinds}
+            if "step" in state:
+                by_name[f"step.{name}"] = state["step"].reshape(1)
         if self.scaler is not None:
             by_name |= {f"scaler.{name}": t.reshape(1) for name, t in self.scaler.tensors().items()}
         return by_name
@@ -120,9 +131,20 @@ class Optimizer:
     @torch.no_grad()
     def weights_from_masters(self) -> None:
         """After `tensors()` were loaded into: round the masters to the weights the model computes with."""
+        if isinstance(self.rule, TorchRule):
+            self.rule.loaded()
         for p in self.parameters:
-            if "master" in self.adamw.state[p]:
-                p.copy_(self.adamw.state[p]["master"])
+            if "master" in self.rule.state[p]:
+                p.copy_(self.rule.state[p]["master"])
+
+
+def state_bytes(config: OptimizerConfig) -> float:
+    """Bytes of state for each parameter's value, the master left out."""
+    if config.kind == "adamw":
+        return 2 * DTYPES[config.state_dtype].itemsize
+    if config.kind == "adamw8bit":
+        return 2 * (1 + 4 / 256)  # a scale of 4 bytes for each block
+    return 4.0 if config.kind == "lion" or config.momentum else 0.0
 
 
 def global_norm(grads: Iterable[Tensor]) -> Tensor:

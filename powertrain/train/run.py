@@ -12,6 +12,7 @@ import torch
 
 from powertrain.runtime import tracing
 from powertrain.runtime.compile import prebuild
+from powertrain.runtime.extras import require
 from powertrain.runtime.target import Target
 from powertrain.train.agreement import decided_by_first, done_by_all
 from powertrain.train.checkpoint.load import kinds_at
@@ -29,6 +30,7 @@ from powertrain.train.reporting.metrics import Sink
 from powertrain.train.signals import ENDING
 from powertrain.train.slow_precision import warn_if_slow
 from powertrain.train.trainer import Trainer
+from powertrain.train.update_rules import require_package
 
 MakeSinks = Callable[[Trainer], Sequence[Sink]]
 
@@ -69,10 +71,7 @@ def open_run_data(config: RunConfig, tokenizer: Tokenizer, dp_size: int) -> Data
     train, evaluation = config.train, config.evaluation
     per_step = train.micro_batch_size * train.gradient_accumulation_steps * dp_size
     evaluated = evaluation.steps * train.micro_batch_size * dp_size
-    held_out = (
-        evaluated if evaluation.every or evaluation.at_end else 0,
-        evaluated if config.data.test and evaluation.at_end else 0,
-    )
+    held_out = (evaluated if evaluation.every or evaluation.at_end else 0, evaluated if evaluation.at_end else 0)
     wanted = (train.steps * per_step, *held_out)
     sizes: dict[str, Any] = dict(seq_length=train.seq_length, num_samples=wanted, seed=train.seed, tokenizer=tokenizer)
     if train.objective == "pretrain":
@@ -91,6 +90,9 @@ def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool
     tokenizer = open_tokenizer(run.config.data)
     config = with_vocabulary(run.config, tokenizer.vocab_size)
     check_parallel(config, launch_env.world_size)
+    require_package(config.optimizer)
+    if config.evaluation.tasks:
+        require("evaluate", "evaluation.tasks")
     if config.train.deterministic:
         be_deterministic(launch_env.device)
     if launch_env.device.type == "cpu":

@@ -3,7 +3,6 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +13,15 @@ from torch import Tensor
 from powertrain.models.flops import flops_per_token
 from powertrain.runtime import tracing
 from powertrain.runtime.reading import one_line
-from powertrain.train.agreement import decided_by_first, done_by_all
+from powertrain.train.agreement import decided_by_first
 from powertrain.train.anomaly import SpikeWatch, diagnose
 from powertrain.train.checkpoint import store as checkpoint_store
-from powertrain.train.checkpoint.load import NAMES, Weights, fill, fitted, model_of, open_weights, refuse_another
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import Batch, batches
+from powertrain.train.evaluation import Scorer
 from powertrain.train.model_setup import (
     balance_experts,
     build_model,
-    is_base,
     reset_magnitudes,
     set_gradient_sync,
     to_low_precision,
@@ -32,11 +30,13 @@ from powertrain.train.objective import make_objective
 from powertrain.train.optim import Optimizer, Stepped
 from powertrain.train.ranks import Ranks, disconnect
 from powertrain.train.reporting.kernel_profile import StepWatch
-from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord
+from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord, TaskRecord
 from powertrain.train.reporting.peak_flops import peak_tflops
 from powertrain.train.reporting.step_trace import StepTrace
 from powertrain.train.reporting.timers import Moment, PhaseTimers, Spans, seconds
+from powertrain.train.restore import Progress, Restored, Restorer
 from powertrain.train.schedule import learning_rate
+from powertrain.train.tasks import run_tasks
 
 if TYPE_CHECKING:
     from powertrain.train.data.sources import Data
@@ -50,16 +50,6 @@ class TrainingStopped(RuntimeError):
     """The loss or its gradients went bad; the message says at which step, on which samples, in which module."""
 
     is_on_all = True  # every rank raises it
-
-
-@dataclass
-class Progress:
-    """Progress of a run, as a checkpoint records it beside the tensors. skipped: steps whose gradients overflowed."""
-
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-    skipped: int = 0
 
 
 class Trainer:
@@ -86,7 +76,7 @@ class Trainer:
         self.peak_flops = _peak_flops(config, ranks)
         self.resumed_from = ""  # a checkpoint, and the settings changed since
         self.should_stop = False
-        self._stopping = False
+        self._stopping, self._started_at = False, 0
         self._saving: int | None = None  # step of the checkpoint being written
         self._not_written: checkpoint_store.NotWritten | None = None  # error of the last save, if it failed
         self._skipped = 0  # steps in a row
@@ -108,6 +98,7 @@ class Trainer:
         """
         train = self.config.train
         stream = self._stream()
+        self._started_at = self.progress.step
         self._clock = Moment(self.ranks.device)
         if self.progress.step == 0 and self.config.checkpoint.save and 0 in self.config.checkpoint.extra_steps:
             self.save()
@@ -132,6 +123,9 @@ class Trainer:
             for name in self._evaluations_due():
                 self._finish_previous_step()
                 self.evaluate(name)
+            if self.config.evaluation.tasks and self._evaluation_is_due():
+                self._finish_previous_step()
+                self.evaluate_tasks()
             if self._save_is_due():
                 self._finish_previous_step()
                 self.save()
@@ -146,7 +140,9 @@ class Trainer:
 
     def _ends(self) -> bool:
         """Whether the run was asked to end early; ranks exchange this a step later."""
-        return self._stopping or (self.should_stop and self.ranks.world_size == 1)
+        every, step = self.config.train.exit_interval, self.progress.step
+        exits = every > 0 and step > self._started_at and step % every == 0
+        return exits or self._stopping or (self.should_stop and self.ranks.world_size == 1)
 
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
         """Gradients of the mean loss over what counts in the global batch; returns that loss, whether any rank wants
@@ -194,7 +190,7 @@ class Trainer:
         self.model.eval()
         sums = torch.zeros(2 + len(self.objective.metrics), device=ranks.device)  # losses, what counts, metrics
         limit = min(len(source), self.config.evaluation.steps * train.micro_batch_size * ranks.dp_size)
-        count, first = 0, self._first_evaluated(len(source), limit)
+        count, first = 0, 0 if name == "test" else self._first_evaluated(len(source), limit)
         for batch in self._batches(source, first, first + limit):
             batch = batch.to(ranks.device)
             loss, metrics = self.objective(batch, torch.ones((), device=ranks.device))
@@ -209,6 +205,20 @@ class Trainer:
         self._emit("evaluation", EvaluationRecord(self.progress.step, name, mean, count, seen))
         self._clock = Moment(self.ranks.device)
         return float(mean)
+
+    def evaluate_tasks(self) -> dict[str, dict[str, float]]:
+        """The metrics of evaluation.tasks; every rank computes all of them, since parameters may be sharded."""
+        config, train = self.config.evaluation, self.config.train
+        model: Any = self.model
+        scorer = Scorer(
+            model, self.data.tokenizer, batch_size=train.micro_batch_size, max_length=train.seq_length
+        )  # fmt: skip
+        folder = None if config.tasks_folder is None else Path(config.tasks_folder)
+        results = run_tasks(scorer, config.tasks, folder=folder, limit=config.task_limit)
+        for task, metrics in results.items():
+            self._emit("task", TaskRecord(self.progress.step, task, metrics))
+        self._clock = Moment(self.ranks.device)
+        return results
 
     def _first_evaluated(self, samples: int, each: int) -> int:
         """Where this evaluation begins in its set. By the step alone, so that a resumed run goes on there."""
@@ -271,58 +281,27 @@ class Trainer:
         group = self.ranks.checkpoint_group
         # the first rank decides for all: a checkpoint may appear, or its folder be seen late, between two looks
         checkpoint = decided_by_first(lambda: checkpoint_store.find(path or self.checkpoints.folder), group)
-        if checkpoint is None:
-            return False
-        facts = done_by_all(lambda: self._facts_of_run(checkpoint), group)
-        checkpoint_store.load(checkpoint, self.optimizer.tensors(), group=group)
-        self.optimizer.weights_from_masters()
-        self.progress = Progress(facts["step"], facts["samples"], facts["tokens"], facts.get("skipped", 0))
-        self._note(f"resumed step {self.progress.step} from {checkpoint}")
-        changed = _changed(facts["config"], self.config.model_dump(mode="json"))
-        self.resumed_from = str(checkpoint) + (f", with other settings: {', '.join(changed)}" if changed else "")
-        return True
-
-    def _facts_of_run(self, checkpoint: Path) -> dict[str, Any]:
-        """A checkpoint's facts. Raises CheckpointError, or ValueError naming a field that this run's model has not."""
-        facts = checkpoint_store.read_facts(checkpoint)
-        if facts.get("weights_only"):
-            raise checkpoint_store.CheckpointError(
-                f"{checkpoint} holds weights only, of another run; name it in checkpoint.load and keep it out of "
-                f"{self.checkpoints.folder}"
-            )
-        if not all(isinstance(facts.get(name), int) for name in ("step", "samples", "tokens")):
-            raise checkpoint_store.CheckpointError(
-                f"{checkpoint}/checkpoint.json must give step, samples and tokens as numbers"
-            )
-        refuse_another(model_of(facts, checkpoint), self.config.model, checkpoint)
-        return facts
+        if checkpoint is not None:
+            self._stand_at(self._restorer().resume(checkpoint))
+        return checkpoint is not None
 
     def start_from(self, path: Path) -> None:
-        """Resume the run's checkpoint at `path`; or begin at step 0 with the weights there (Hugging Face, GPT-NeoX).
+        """Go on from the checkpoint at `path`, or begin with its weights: `Restorer.start_from`."""
+        self._stand_at(self._restorer().start_from(path))
 
-        With checkpoint.finetune a run's weights are taken too, and nothing else of it.
-        Raises FileNotFoundError where there are none, ValueError naming the mismatch with this run's model, and for a
-        GPT-NeoX checkpoint from the midst of a training, which goes on nowhere but there.
-        """
-        group = self.ranks.checkpoint_group
-        weights = done_by_all(lambda: open_weights(path), group)
-        if not self.config.checkpoint.finetune:
-            if weights.is_run:
-                self.resume(path if checkpoint_store.find(path) else weights.path)
-                return
-            _refuse_midst(weights)
-        tensors = self.optimizer.tensors()
-        ours = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-        ours = {name: t for name, t in ours.items() if is_base(name)}
-        done_by_all(lambda: fill(ours, fitted(weights, self.config.model).tensors()), group)
-        self.optimizer.weights_from_masters()
-        reset_magnitudes(self.model, self.optimizer)
-        self._note(f"weights from {weights.path} ({NAMES[weights.kind]})")
+    def _restorer(self) -> Restorer:
+        return Restorer(self.config, self.optimizer, self._samples_per_step(), self.ranks.checkpoint_group)
+
+    def _stand_at(self, restored: Restored) -> None:
+        self.progress, self.resumed_from = restored.progress, restored.source
+        self._note(restored.note)
+
+    def _samples_per_step(self) -> int:
+        train = self.config.train
+        return train.micro_batch_size * train.gradient_accumulation_steps * self.ranks.dp_size
 
     def _stream(self) -> Iterator[Batch]:
-        train = self.config.train
-        per_step = train.micro_batch_size * train.gradient_accumulation_steps * self.ranks.dp_size
-        limit = self.progress.samples + (train.steps - self.progress.step) * per_step
+        limit = self.progress.samples + (self.config.train.steps - self.progress.step) * self._samples_per_step()
         return self._batches(self.data.train, self.progress.samples, limit)
 
     def _batches(self, source: Any, start: int, limit: int) -> Iterator[Batch]:
@@ -332,7 +311,7 @@ class Trainer:
         )  # fmt: skip
 
     def _learning_rate(self, step: int) -> float:
-        """GPT-NeoX's schedules stand still while steps are skipped (DeepSpeed); what was skipped is known by now."""
+        """Of this step. GPT-NeoX's schedules stand still while steps are skipped (DeepSpeed)."""
         schedule = self.config.schedule
         taken = step if schedule.clamp == "safe" else step - self.progress.skipped
         return learning_rate(taken, self.config.optimizer.lr, schedule, self.config.train.steps)
@@ -405,10 +384,14 @@ class Trainer:
 
     def _evaluations_due(self) -> list[str]:
         """Held-out sets to look at now: validation every so many steps, all that there are at the end."""
+        last = self.config.evaluation.at_end and self.progress.step == self.config.train.steps
+        due = {"validation": self._evaluation_is_due(), "test": last}
+        return [name for name, is_due in due.items() if is_due and getattr(self.data, name) is not None]
+
+    def _evaluation_is_due(self) -> bool:
         config, step = self.config.evaluation, self.progress.step
         last = config.at_end and step == self.config.train.steps
-        due = {"validation": last or (config.every > 0 and step % config.every == 0), "test": last}
-        return [name for name, is_due in due.items() if is_due and getattr(self.data, name) is not None]
+        return last or (config.every > 0 and step % config.every == 0)
 
     def _save_is_due(self) -> bool:
         config, step = self.config.checkpoint, self.progress.step
@@ -474,29 +457,12 @@ def save_step(step: int, every: int, scale: str) -> bool:
     return step == 1
 
 
-def _changed(before: Any, now: Any, name: str = "") -> list[str]:
-    """`key old -> new` of settings that differ, except paths of outputs."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = [key for key in now if name or key not in ("checkpoint", "evaluation", "logging")]
-        return [line for key in keys for line in _changed(before.get(key), now[key], f"{name}.{key}".lstrip("."))]
-    return [] if before == now else [f"{name} {before} -> {now}"]
-
-
 def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint_store.Checkpoints:
     folder, saves, group = config.checkpoint_folder(), config.checkpoint.save, ranks.checkpoint_group
     # a folder that cannot be made fails now, not at the first checkpoint
     if saves:
         decided_by_first(lambda: folder.mkdir(parents=True, exist_ok=True), group)
     return checkpoint_store.Checkpoints(folder, keep_last=config.checkpoint.kept, group=group, writes=saves)
-
-
-def _refuse_midst(weights: Weights) -> None:
-    if weights.trained_steps:
-        raise ValueError(
-            f"checkpoint.load: {weights.path} is from step {weights.trained_steps} of a training in GPT-NeoX, whose "
-            "optimizer and place in the data are not read; set checkpoint.finetune (finetune) true to begin at step 0 "
-            "with its weights"
-        )
 
 
 def _peak_flops(config: RunConfig, ranks: Ranks) -> float | None:

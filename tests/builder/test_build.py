@@ -290,7 +290,7 @@ def test_a_build_that_is_ended_leaves_nothing(box: Box, number: int, code: int) 
 
 
 @pytest.mark.parametrize("watchdog_too", [False, True])
-def test_a_killed_governor_leaves_nothing_paused(box: Box, watchdog_too: bool) -> None:
+def test_a_killed_builder_leaves_nothing_paused(box: Box, watchdog_too: bool) -> None:
     build = hanging(box)
     if watchdog_too:  # the launchers see it for themselves
         (watchdog,) = (each for each in psutil.Process(build.pid).children() if "watchdog.py" in each.cmdline()[-1])

@@ -34,7 +34,7 @@ def shims(tmp_path: Path) -> Shims:
     return make_shims(tmp_path / "shims", tmp_path / "sockets", {"PATH": str(compiler.parent)}, NVCC)
 
 
-def test_without_a_governor_a_shim_is_the_compiler(shims: Shims) -> None:
+def test_without_a_builder_a_shim_is_the_compiler(shims: Shims) -> None:
     for command in ([str(shims.bin / "gcc")], [str(shims.launch), str(shims.bin / "gcc")]):
         done = subprocess.run([*command, "-c", "a b.c", "-DX='1'"], capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (7, "<-c>\n<a b.c>\n<-DX='1'>\n")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from powertrain.compat import huggingface
+from powertrain.patching import attention as implementation
 from powertrain.runtime.settings import settings
 from tests.compat.plain import attend, band, same, tensors
 
@@ -48,9 +49,9 @@ def _models(name: str) -> tuple[Any, Any]:
     """The same model twice: eager, and ours."""
     torch.manual_seed(0)
     models = []
-    for implementation in ("eager", "powertrain"):
+    for kind in ("eager", "powertrain"):
         config = CONFIGS[name]()
-        config._attn_implementation = implementation
+        config._attn_implementation = kind
         models.append(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
     with torch.no_grad():
         for parameter in models[0].parameters():
@@ -79,8 +80,8 @@ def test_forward_and_backward(name: str, padding: str, monkeypatch: pytest.Monke
     eager, ours = _models(name)
     options = {} if PADDING[padding] is None else {"attention_mask": PADDING[padding]}
     biases = []
-    inner = huggingface.attention
-    monkeypatch.setattr(huggingface, "attention", lambda *a, **k: biases.append(k["attn_bias"]) or inner(*a, **k))
+    inner = implementation.attention
+    monkeypatch.setattr(implementation, "attention", lambda *a, **k: biases.append(k["attn_bias"]) or inner(*a, **k))
     ids = torch.randint(1, 60, (2, 9))
     expected, grads = _run(eager, ids, **options)
     out, our_grads = _run(ours, ids, **options)
@@ -188,12 +189,30 @@ def test_marks_say_what_the_mask_says(offsets: tuple[int, int, int], window: int
     function = masking_utils.causal_mask_function
     function = function if window is None else masking_utils.sliding_window_causal_mask_function(window)
     mask = huggingface.attention_mask(2, queries, keys, q_offset, kv_offset, function, tokens, local_size=window)
+    dense = masking_utils.sdpa_mask(
+        2, queries, keys, q_offset, kv_offset, function, tokens, window, allow_is_causal_skip=False
+    )
+    assert mask is None or hasattr(mask, implementation._MARK)
     inputs = tensors((2, 4, queries, 8), (2, 4, keys, 8), (2, 4, keys, 8))
-    if mask is None:
-        assert window is None and not padded
-        return
-    assert hasattr(mask, huggingface._MARK)
-    same(lambda *x: _layer()(*x, mask), lambda *x: _layer()(*x, mask.clone()), inputs)
+    same(lambda *x: _layer(sliding_window=window)(*x, mask), lambda *x: _layer()(*x, dense.clone()), inputs)
+
+
+def test_right_padding_is_lengths() -> None:
+    tokens = torch.tensor([[1] * 6 + [0] * 3, [1] * 9])
+    for window in (None, 3):
+        function = masking_utils.causal_mask_function
+        function = function if window is None else masking_utils.sliding_window_causal_mask_function(window)
+        for dtype in (torch.int64, torch.bool):
+            lengths = huggingface.attention_mask(2, 9, 9, 0, 0, function, tokens.to(dtype), local_size=window)
+            assert lengths is not None and lengths.tolist() == [6, 9]
+        dense = masking_utils.sdpa_mask(2, 9, 9, 0, 0, function, tokens.bool(), window, allow_is_causal_skip=False)
+        inputs = tensors((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 9, 8))
+
+        def rows(*x: Tensor, mask: Tensor, window: int | None = window) -> Tensor:
+            """Rows of tokens: those of padding differ, and nobody reads them."""
+            return _layer(sliding_window=window)(*x, mask)[tokens.bool()]
+
+        same(lambda *x, m=lengths: rows(*x, mask=m), lambda *x, m=dense: rows(*x, mask=m), inputs)
 
 
 def test_other_masks_are_not_marked() -> None:
@@ -208,7 +227,7 @@ def test_other_masks_are_not_marked() -> None:
     ]
     for options in makers:
         mask = huggingface.attention_mask(2, 6, 6, **options)
-        assert mask is not None and not hasattr(mask, huggingface._MARK), options
+        assert mask is not None and not hasattr(mask, implementation._MARK), options
 
 
 def test_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ CASES = {
 def test_two_ranks_are_one(case: str, tmp_path: Path) -> None:
     objective, options = CASES[case]
     found = []
-    common = ("data.packed=false", "evaluation.at_end=false", "evaluation.every=0", "checkpoint.save=false")
+    common = ("data.packing=unpacked", "evaluation.at_end=false", "evaluation.every=0", "checkpoint.save=false")
     splits_batch = not any(option.startswith("parallel") for option in options)
     for world, micro in ((1, 2), (2, 1 if splits_batch else 2)):
         folder = tmp_path / str(world)

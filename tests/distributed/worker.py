@@ -65,6 +65,8 @@ class Losses:
     def evaluation(self, record: Any) -> None:
         self.evaluations.append(record.loss)
 
+    def task(self, record: Any) -> None: ...
+
     def kernels(self, table: Any) -> None: ...
 
     def note(self, text: str) -> None:

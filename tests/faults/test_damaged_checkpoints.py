@@ -20,9 +20,11 @@ from powertrain.models.pickles import load_pickle
 from powertrain.train.checkpoint import neox as neox_checkpoint
 from powertrain.train.checkpoint.load import load_model, open_weights
 from powertrain.train.checkpoint.store import Checkpoints
+from powertrain.train.config.schema import LossScale
 from powertrain.train.data.indexed import IndexedWriter
 from powertrain.train.reporting.report import write_report
 from tests.faults.damage import answered, damaged
+from tests.train import deepspeed_files
 from tests.train.tiny_run import open_trainer, write_config
 
 MANY = pytest.param(600, marks=pytest.mark.slow)
@@ -94,6 +96,40 @@ def test_damage(tmp_path: Path, kind: str, count: int) -> None:
         file.write_bytes(good)
         loaded.clear()
     load_model(folder, device=CPU)
+
+
+@pytest.mark.parametrize("count", [30, MANY])
+@pytest.mark.parametrize("kind", ["zero", "fused", "stage1"])
+def test_damage_of_a_training(tmp_path: Path, kind: str, count: int) -> None:
+    """Any file of DeepSpeed's: its optimizer comes, or one error names a file or the folder."""
+    config = configure(architecture="gpt_neox", vocab_size=64, hidden_size=16, num_layers=2, num_heads=2)
+    weights = build(config, "cpu")
+    weights.init_weights(0)
+    tensors = {f"{k}.{n}": t for k in ("model", "exp_avg", "exp_avg_sq") for n, t in weights.state_dict().items()}
+    scaler = {"cur_scale": 8.0, "cur_iter": 5, "last_overflow_iter": 2, "scale_window": 100, "cur_hysteresis": 1}
+    folder = deepspeed_files.write(
+        tmp_path / "whole", config, tensors, deepspeed_files.Engine(kind, "fp16", dp=2, pipe=2), step=5, adam_step=4,
+        scaler=scaler, lr_scheduler={"num_iters": 4},
+    )  # fmt: skip
+    files, chance = sorted(file for file in folder.glob("*mp_rank*") if file.is_file()), random.Random(kind)
+
+    def read() -> None:
+        opened = open_weights(folder).training
+        assert opened is not None
+        training = opened()
+        assert training.scheduled >= 0
+        training.scaler(LossScale())
+        sum(float(tensor.double().sum()) for _, tensor in training.tensors(("exp_avg", "exp_avg_sq")))
+
+    read()
+    for n in range(count):
+        file = files[n % len(files)]
+        good = file.read_bytes()
+        file.write_bytes(damaged(good, chance))
+        error = answered(read, ValueError, OSError)
+        assert error is None or str(tmp_path) in str(error), error
+        file.write_bytes(good)
+    read()
 
 
 class Runs:
@@ -200,25 +236,26 @@ def test_numbers_that_a_run_never_writes(tmp_path: Path) -> None:
             answered(lambda: write_report(folder), ValueError, OSError)
 
 
-def test_a_gpt_neox_checkpoint_from_the_midst_needs_finetune(tmp_path: Path) -> None:
-    """Its optimizer and its place in the data are not read: silently at step 0 is another training."""
+def test_a_gpt_neox_checkpoint_without_its_optimizer_needs_finetune(tmp_path: Path) -> None:
+    """Silently at step 0, or with a new optimizer, is another training."""
     folder = neox(tmp_path / "neox")
     shutil.move(folder / "global_step0", folder / "global_step500")
     (folder / "latest").write_text("global_step500")
-    overrides = [
-        f"checkpoint.load={folder}", "train.steps=2", "model.vocab_size=64", "model.hidden_size=16",
-        "model.intermediate_size=32", "model.max_position_embeddings=32", "data.tokenizer=bytes",
+    small = [
+        f"checkpoint.load={folder}", "train.steps=2", "model.hidden_size=16", "model.intermediate_size=32",
+        "model.max_position_embeddings=32", "data.tokenizer=bytes",
     ]  # fmt: skip
-    small = [word for word in overrides if "vocab" not in word]
-    with pytest.raises(ValueError, match=r"global_step500 is from step 500 of a training in GPT-NeoX.*finetune"):
-        open_trainer(tmp_path, *small, sinks=lambda t: [])
     state = folder / "global_step500" / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(state, weights_only=True), "iteration": 7}, state)
+    with pytest.raises(ValueError, match=r"no optimizer beside its weights; set no_load_optim: true .* finetune: true"):
+        open_trainer(tmp_path, *small, sinks=lambda t: [])
     shutil.move(folder / "global_step500", folder / "global_step0")
     state = folder / "global_step0" / "mp_rank_00_model_states.pt"
-    torch.save({**torch.load(state, weights_only=True), "iteration": 7}, state)
     assert neox_checkpoint.trained_steps(folder / "global_step0") == 7
-    with pytest.raises(ValueError, match="is from step 7 of a training"):
-        open_trainer(tmp_path, *small, f"checkpoint.load={folder}/global_step0", sinks=lambda t: [])
+    state.unlink()
+    shutil.move(folder / "global_step0", folder / "global_step500")
+    with pytest.raises(ValueError, match=r"must hold mp_rank_XX_model_states.pt"):
+        open_trainer(tmp_path, *small, f"checkpoint.load={folder}/global_step500", sinks=lambda t: [])
 
 
 def test_finetune_takes_weights_alone(tmp_path: Path) -> None:

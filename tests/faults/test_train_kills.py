@@ -54,7 +54,7 @@ def steps_of(folder: Path) -> int:
 
 
 def wanted(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
-    """What a run comes to that nobody disturbs."""
+    """The final weights of a run that is not interrupted."""
     folder.mkdir()
     write_config(folder)
     process = start(folder, *command(folder, ranks=ranks))

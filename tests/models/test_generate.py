@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from powertrain.models import build, configure
-from powertrain.models.generate import Sampler, generate, stream
+from powertrain.models.generate import Sampler, complete, generate, stream
 
 SIZES = {
     "architecture": "gpt_neox", "vocab_size": 97, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
@@ -120,6 +120,7 @@ LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
         ({"top_p": 0.81}, [0.5263, 0.3158, 0.1579, 0]),
         ({"top_p": 0.1}, [1, 0, 0, 0]),
         ({"top_p": 1.0}, [0.5, 0.3, 0.15, 0.05]),
+        ({"top_k": 0, "top_p": 0.0}, [0.5, 0.3, 0.15, 0.05]),  # GPT-NeoX's values for "off"
         ({"top_k": 3, "top_p": 0.6}, [0.625, 0.375, 0, 0]),
     ],
 )
@@ -134,9 +135,9 @@ def test_what_is_sampled(options: dict[str, Any], expected: list[float]) -> None
     "options, message",
     [
         ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
-        ({"top_k": 0}, "top_k must be at least 1, got 0"),
-        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
-        ({"top_p": 1.1}, r"top_p must be in \(0, 1\], got 1.1"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({"top_p": -0.1}, r"top_p must be in \[0, 1\], got -0.1"),
+        ({"top_p": 1.1}, r"top_p must be in \[0, 1\], got 1.1"),
     ],
 )
 def test_samplers_that_cannot_be(options: dict[str, Any], message: str) -> None:
@@ -156,3 +157,29 @@ def test_samplers_that_cannot_be(options: dict[str, Any], message: str) -> None:
 def test_prompts_that_cannot_be(prompts: list[list[int]], count: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(_model(), prompts, max_new_tokens=count)
+
+
+@pytest.mark.parametrize("name", ["pythia", "gpt3", "alibi", "mistral"])
+def test_log_probabilities_are_those_of_the_full_forward(name: str) -> None:
+    """Of the model, whatever the sampler's temperature, for prompts of three lengths."""
+    model = _model(**MODELS[name])
+    rows = complete(model, PROMPTS, max_new_tokens=6, sampler=Sampler(temperature=0.7, seed=3))
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + row.tokens]))[0].double().log_softmax(-1)
+        expected = [logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(row.tokens)]
+        assert row.logprobs == pytest.approx(expected, abs=2e-5) and row.finished == "length"
+
+
+def test_what_ends_a_row() -> None:
+    model = _model()
+    greedy = generate(model, PROMPTS, max_new_tokens=8, sampler=Sampler(temperature=0))
+    eod, stop = greedy[0][3], greedy[1][2]
+    rows = complete(
+        model, PROMPTS, max_new_tokens=8, sampler=Sampler(temperature=0), eod=eod, stop_tokens=[stop],
+        stop=lambda tokens: len(tokens) == 5,
+    )  # fmt: skip
+    for row, tokens in zip(rows, greedy, strict=True):
+        ends = [(tokens.index(t), kind) for t, kind in ((eod, "eod"), (stop, "stop")) if t in tokens[:5]]
+        count, kind = min(ends, default=(5, "stop"))
+        assert (row.tokens, row.finished, len(row.logprobs)) == (tokens[:count], kind, count)

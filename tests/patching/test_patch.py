@@ -58,7 +58,9 @@ def judge(new: Result, old: Result, exact: Result, dtype: torch.dtype) -> None:
     for name, grad in exact[1].items():
         scale = grad.norm().clamp_min(1e-12)
         ours, theirs = ((result[1][name] - grad).norm() / scale for result in (new, old))
-        assert ours <= 2 * theirs + 4 * eps, f"{name}: {ours:.3g}, unpatched {theirs:.3g}"
+        # a parameter of one number sums every token's terms, which cancel (Apertus' alphas: to a thousandth)
+        roundings = 4 if grad.numel() > 1 else 1000
+        assert ours <= 2 * theirs + roundings * eps, f"{name}: {ours:.3g}, unpatched {theirs:.3g}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from powertrain.cli import app
 from powertrain.train.data.indexed import IndexedWriter
 from powertrain.train.reporting.metrics import read_metrics
-from tests.train.tiny_run import open_trainer, write_config
+from tests.train.tiny_run import MICRO, open_trainer, write_config
 
 
 def _train(folder: Path, *words: str) -> tuple[int, str]:
@@ -90,6 +90,20 @@ def test_a_test_set_is_looked_at_once_at_the_end(tmp_path: Path) -> None:
     code, _ = _train(tmp_path, *(word.format(tmp_path) for word in held_out))
     seen = [(r.step, r.name) for r in read_metrics(tmp_path / "run/metrics.jsonl").evaluations]
     assert code == 0 and seen == [(2, "validation"), (4, "validation"), (4, "test")]
+
+
+def test_the_test_part_of_a_split_is_looked_at_once_at_the_end(tmp_path: Path) -> None:
+    """Its first samples, however evaluations of validation advance."""
+    options = ("data.split=60,20,20", "evaluation.every=2", "evaluation.steps=1", "evaluation.advance=true")
+    assert _train(tmp_path, *options, "train.steps=4")[0] == 0
+    seen = read_metrics(tmp_path / "run/metrics.jsonl").evaluations
+    assert [(r.step, r.name) for r in seen] == [(2, "validation"), (4, "validation"), (4, "test")]
+    trainer = open_trainer(tmp_path, *options, "train.steps=4", sinks=lambda t: [])
+    assert trainer.data.test is not None
+    weights = [trainer._loss(batch) for batch in trainer._batches(trainer.data.test, 0, MICRO)]
+    assert len(weights) == 1 and weights[0].item() == pytest.approx(seen[-1].loss, rel=1e-6)
+    trainer.close()
+    assert "no document is left for test" not in _train(tmp_path, "train.steps=5")[1]
 
 
 def test_a_sample_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from powertrain.train.config.reader import Run, read_config
 from powertrain.train.config.schema import RunConfig, ScheduleConfig
 from powertrain.train.config.table import Row, render
 from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
+from powertrain.train.ranks import check_parallel
 from powertrain.train.schedule import learning_rate
 
 QUIRKS = Path(__file__).parent / "fixtures/every_quirk.yml"
@@ -86,9 +87,10 @@ def test_defaults_are_gpt_neoxs(tmp_path: Path) -> None:
 
 def test_every_key_is_read(tmp_path: Path) -> None:
     """A key that is mapped or honoured, and read by nobody, would be silently ignored."""
-    from powertrain.train.config import neox, neox_data, neox_model, neox_source
+    from powertrain.train.config import neox, neox_data, neox_model, neox_optimizer, neox_source
 
-    source = "".join(Path(str(module.__file__)).read_text() for module in (neox, neox_data, neox_model, neox_source))
+    modules = (neox, neox_data, neox_model, neox_optimizer, neox_source)
+    source = "".join(Path(str(module.__file__)).read_text() for module in modules)
     by_part = {f"{part}_data_paths" for part in ("train", "valid", "test")}
     by_part |= {
         f"{part}_{kind}" for part in ("train", "valid", "test") for kind in ("data_weights", "label_data_paths")
@@ -147,7 +149,9 @@ def test_what_is_not_there_is_refused_when_switched_on_only(key: str, tmp_path: 
         ({"output_layer_parallelism": "row"}, "column"),
         ({"init_method": "scaled_orthogonal"}, "orthogonal"),
         ({"mlp_type": "identity"}, "every layer has an MLP"),
-        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, "AdamW"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "AdamW"),
+        ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "only momentum is there"),
+        ({"use_bnb_optimizer": True, "pos_emb": "learned"}, "StableEmbedding"),
         ({"optimizer": {"type": "cpu_torch_adam", "params": {}}}, "L2"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "AdamW"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "quantized"),
@@ -330,6 +334,12 @@ def test_tokenizers(tmp_path: Path) -> None:
         ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}}, "must be the top-level key weight_decay"),
         ({"optimizer": {"type": "Adam", "params": {"beta": 1}}}, "optimizer.params.beta is unknown"),
         ({"optimizer": {"type": "Foo"}}, "optimizer.type must be Adam"),
+        ({"optimizer": {"type": "Lion", "params": {"eps": 1e-8}}}, "eps must be left out with optimizer.type lion"),
+        (
+            {"optimizer": {"type": "SGD", "params": {"momentum": 1.0}}},
+            "momentum must be a number in [0, 1), got 1.0",
+        ),
+        ({"optimizer": {"type": "Lion", "params": {"betas": [0.9]}}}, "betas must be two numbers"),
         ({"attention_config": [["global", 4]]}, "attention_config must be a list such as"),
         ({"attention_config": [[["global"], 3]]}, "must have 4 layers"),
         ({"attention_config": [[["gobal"], 4]]}, "must name global or flash layers, got gobal"),
@@ -468,31 +478,48 @@ def test_mlp_type_llama(activation: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "world, stages, tensor, micro, steps, found",
     [
-        (8, 4, 2, 2, 8, (2, 2, 4)),  # 1 data-parallel rank there, 4 here
-        (8, 2, 1, 4, 2, (4, 1, 8)),
-        (8, 2, 1, 4, 1, (2, 1, 8)),
-        (1, 4, 1, 4, 3, (4, 3, 1)),  # fewer ranks than stages
-        (12, 3, 2, 6, 4, (2, 4, 6)),
+        (8, 4, 2, 2, 8, (2, 2, 4, 1)),  # 1 data-parallel rank there, 4 here
+        (8, 2, 1, 4, 2, (4, 1, 8, 1)),
+        (8, 2, 1, 4, 1, (2, 1, 8, 1)),
+        (1, 4, 1, 4, 3, (4, 3, 1, 1)),  # fewer ranks than stages
+        (12, 3, 2, 6, 4, (2, 4, 6, 1)),
+        (6, 3, 2, 16, 64, (16, 64, 1, 3)),  # 3 ranks share each sequence
+        (24, 12, 2, 4, 8, (4, 2, 4, 3)),  # a quarter of the steps, and 3 ranks share each sequence
+        (12, 6, 1, 1, 1, (1, 1, 2, 6)),
     ],
 )
 def test_stages_become_shards(
-    world: int, stages: int, tensor: int, micro: int, steps: int, found: tuple[int, int, int], tmp_path: Path
+    world: int, stages: int, tensor: int, micro: int, steps: int, found: tuple[int, int, int, int], tmp_path: Path
 ) -> None:
     """The global batch stays what it is there: micro * steps * world / (stages * tensor)."""
     run = _read(
         tmp_path, world, pipe_parallel_size=stages, model_parallel_size=tensor, train_micro_batch_size_per_gpu=micro,
         gradient_accumulation_steps=steps, train_batch_size=...,
     )  # fmt: skip
-    train = run.config.train
-    ranks = world // tensor
-    assert (train.micro_batch_size, train.gradient_accumulation_steps, ranks) == found
-    assert train.micro_batch_size * train.gradient_accumulation_steps * ranks == micro * steps * max(ranks // stages, 1)
+    train, context = run.config.train, run.config.parallel.context
+    ranks = world // tensor // context
+    assert (train.micro_batch_size, train.gradient_accumulation_steps, ranks, context) == found
+    check_parallel(run.config, world)
+    stages = min(stages, world // tensor)
+    assert ranks * context == world // tensor
+    assert train.micro_batch_size * train.gradient_accumulation_steps * ranks == micro * steps * (
+        world // tensor // stages
+    )
     assert run.config.parallel.strategy == "fsdp" and _row(run, "pipe_parallel_size").disposition == "mapped"
 
 
 def test_a_batch_that_stages_cannot_share_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedConfig, match="6 ranks cannot share a global batch of 32"):
-        _read(tmp_path, 6, pipe_parallel_size=3, gradient_accumulation_steps=4)
+    """Ranks that share a sequence have no dropout in attention; and 5 ranks are not so many pairs."""
+    for world, stages, dropout in ((6, 3, 0.1), (5, 2, 0.0)):
+        with pytest.raises(UnsupportedConfig, match=f"{world} ranks cannot share a global batch of"):
+            _read(
+                tmp_path, world, pipe_parallel_size=stages, gradient_accumulation_steps=4, attention_dropout=dropout,
+                train_batch_size=...,
+            )  # fmt: skip
+
+
+def test_exit_interval(tmp_path: Path) -> None:
+    assert _config(tmp_path, exit_interval=7).train.exit_interval == 7
 
 
 def test_a_key_twice(tmp_path: Path) -> None:
@@ -522,3 +549,65 @@ def test_te_layernorm_mlp(keys: dict[str, Any], activation: str, width: int, tmp
     assert _row(run, "te_layernorm_mlp").disposition == "mapped"
     with pytest.raises(UnsupportedConfig, match="whatever the key says"):
         _read(tmp_path, te_layernorm_mlp=True, layernorm_epsilon=1e-6)
+
+
+@pytest.mark.parametrize(
+    "keys, expected, row",
+    [
+        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, ("lion", (0.9, 0.99), 0.0), "optimizer"),
+        (
+            {"optimizer": {"type": "lion", "params": {"lr": 1e-4, "betas": [0.8, 0.9]}}},
+            ("lion", (0.8, 0.9), 0.0),
+            "optimizer",
+        ),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 1e-4, "momentum": 0.9}}}, ("sgd", None, 0.9), "optimizer"),
+        ({"use_bnb_optimizer": True, "pos_emb": "rotary"}, ("adamw8bit", (0.9, 0.999), 0.0), "use_bnb_optimizer"),
+        ({"use_bnb_optimizer": True, "optimizer": {"type": "Lion"}}, ("lion", (0.9, 0.99), 0.0), "use_bnb_optimizer"),
+        ({"use_bnb_optimizer": False}, ("adamw", (0.9, 0.999), 0.0), "use_bnb_optimizer"),
+    ],
+)
+def test_optimizers(keys: dict[str, Any], expected: tuple[Any, ...], row: str, tmp_path: Path) -> None:
+    run = _read(tmp_path, **keys)
+    optimizer = run.config.optimizer
+    kind, betas, momentum = expected
+    assert (optimizer.kind, optimizer.momentum) == (kind, momentum)
+    assert betas is None or optimizer.betas == betas
+    assert (_row(run, row).disposition == "changes numerics") == (kind == "adamw8bit")
+
+
+def test_whole_documents(tmp_path: Path) -> None:
+    data = _config(tmp_path, pack_impl="pack_until_overflow", allow_chopped=False).data
+    assert (data.packing, data.allow_chopped) == ("until_overflow", False)
+    with pytest.raises(ConfigError, match="pack_impl must come with train_label_data_paths where it is unpacked"):
+        _config(tmp_path, pack_impl="unpacked")
+    run = _read(tmp_path, allow_chopped=True)
+    assert run.config.data.packing == "packed" and _row(run, "allow_chopped").disposition == "ignored"
+
+
+@pytest.mark.parametrize("stage, written, expected", [(0, 4, 1), (0, None, 1), (1, 4, 4), (2, None, 2)])
+def test_hysteresis_is_zeros(stage: int, written: int | None, expected: int, tmp_path: Path) -> None:
+    """Without ZeRO DeepSpeed halves the scale at each overflow."""
+    fp16 = {"enabled": True} | ({"hysteresis": written} if written else {})
+    run = _read(tmp_path, fp16=fp16, precision="fp16", zero_optimization={"stage": stage})
+    assert run.config.train.loss_scale.hysteresis == expected
+    assert any(row.key == "fp16.hysteresis" for row in run.table) == (stage == 0 and written is not None)
+
+
+def test_masters_of_16_bit_weights_are_said(tmp_path: Path) -> None:
+    zero = {"stage": 1, "load_from_fp32_weights": False}
+    name = "zero_optimization.load_from_fp32_weights"
+    assert _row(_read(tmp_path, zero_optimization=zero, load="x"), name).disposition == "changes numerics"
+    assert _row(_read(tmp_path, zero_optimization=zero), name).disposition == "ignored"
+
+
+def test_eval_tasks(tmp_path: Path) -> None:
+    assert _config(tmp_path, eval_tasks=["piqa", "lambada_openai"]).evaluation.tasks == ("piqa", "lambada_openai")
+    assert _config(tmp_path, eval_tasks=["piqa"], eval_iters=0).evaluation.tasks == ()
+
+
+def test_loading_keys(tmp_path: Path) -> None:
+    run = _read(tmp_path, load="somewhere", no_load_optim=True, no_load_rng=True)
+    checkpoint = run.config.checkpoint
+    assert (checkpoint.load, checkpoint.load_optimizer, checkpoint.load_rng) == ("somewhere", False, False)
+    assert _row(run, "no_load_optim").disposition == "changes numerics"
+    assert _config(tmp_path).checkpoint.load_optimizer and _config(tmp_path).checkpoint.load_rng

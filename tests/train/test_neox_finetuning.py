@@ -44,14 +44,14 @@ OWN: dict[str, dict[str, Any]] = {
     "kto": {"train_impl": "kto", "kto_fp32": True, "kto_beta": 0.1},
     "sft": {},
 }
-OBJECTIVES = {"dpo": "dpo", "rm": "reward", "kto": "kto", "sft": "sft"}
+OBJECTIVES = {"dpo": "dpo", "rm": "reward", "kto": "kto", "sft": "pretrain"}
 FORMS: dict[str, Any] = {"dpo": "pairs", "rm": "pairs", "kto": "labels", "sft": "messages"}
 
 
 def _config(folder: Path, name: str, **changes: Any) -> Path:
     """The config, and its data written by us in GPT-NeoX's files."""
     encoding = CompletionEncoding(load_tokenizer("CharLevelTokenizer"), FORMS[name])
-    records = [json.dumps(RECORDS[OBJECTIVES[name]](n)).encode() for n in range(40)]
+    records = [json.dumps(RECORDS["sft" if name == "sft" else OBJECTIVES[name]](n)).encode() for n in range(40)]
     prefix = folder / name
     write_completions(
         (Raw(f"records:{n}", r, True) for n, r in enumerate(records, 1)), prefix, encoding, overwrite=True
@@ -81,7 +81,11 @@ def _run(folder: Path, name: str, **changes: Any) -> Run:
 def test_three_steps(name: str, tmp_path: Path) -> None:
     run = _run(tmp_path, name)
     config = run.config
-    assert config.train.objective == OBJECTIVES[name] and not config.data.packed and not config.data.truncate
+    assert (
+        config.train.objective == OBJECTIVES[name]
+        and config.data.packing == "unpacked"
+        and not config.data.allow_chopped
+    )
     assert config.train.preference.beta == (0.01 if name == "dpo" else 0.1)
     recorder = Recorder()
     trainer = start(run, ranks.read_launch_env(), lambda _: [recorder])

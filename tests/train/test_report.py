@@ -15,7 +15,7 @@ import pytest
 from powertrain.train.reporting import report
 from powertrain.train.reporting.chart import line_chart, series, tick
 from powertrain.train.reporting.kernel_profile import KernelRow, KernelTable
-from powertrain.train.reporting.metrics import EvaluationRecord, Metrics, StepRecord
+from powertrain.train.reporting.metrics import EvaluationRecord, Metrics, StepRecord, TaskRecord
 from powertrain.train.reporting.run_summary import About
 
 ABOUT = About(
@@ -44,6 +44,7 @@ def _metrics(steps: int) -> Metrics:
         metrics.steps.append(StepRecord(n, loss, 100 / n, 1e-3, False, 1.0, n * 65536, 0.5, 131072.0, 0.3, 5 * 2**30))
         if n % (steps // 10) == 0:
             metrics.evaluations.append(EvaluationRecord(n, "validation", loss + 0.1, 10))
+            metrics.tasks.append(TaskRecord(n, "piqa", {"acc": 0.625, "acc_stderr": 0.25}))
     return metrics
 
 
@@ -83,7 +84,8 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     page = _parsed(text)
     assert page.loads == [] and "http" not in text and "@import" not in text and "url(" not in text
     for said in ("all 100 steps", "1.24B parameters", "GELU by <tanh>", "why <not>", "25.0%", "2.12.0",
-                 "989.4 TFLOP/s dense", "powertrain train x.yml", "Triton, ours", "changes numerics (1)"):  # fmt: skip
+                 "989.4 TFLOP/s dense", "powertrain train x.yml", "Triton, ours", "changes numerics (1)",
+                 "piqa acc", "0.625"):  # fmt: skip
         assert said in page.text, said
     charts = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
     assert len(charts) == 6  # loss, throughput, MFU, gradient norm, learning rate, memory

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from powertrain.runtime import tracing
 from powertrain.train.reporting.kernel_profile import KernelTable, LateCompile, StepWatch, served
-from powertrain.train.reporting.metrics import EvaluationRecord, JsonLines, StepRecord, read_metrics
+from powertrain.train.reporting.metrics import EvaluationRecord, JsonLines, StepRecord, TaskRecord, read_metrics
 from powertrain.train.reporting.progress import Lines, Live, Pace, many, si
-from powertrain.train.reporting.sinks import WandB, check
+from powertrain.train.reporting.sinks import TensorBoard, WandB, check
 from tests.train.tiny_run import read
 
 
@@ -85,11 +85,12 @@ def test_a_live_bar() -> None:
     for number in range(11, 21):
         live.step(_step(number, skipped=number == 15))
     live.evaluation(EvaluationRecord(20, "validation", 1.25, 4))
+    live.task(TaskRecord(20, "a [task]", {"acc": 0.5, "acc_stderr": 0.25}))
     live.note("checkpoint [of] step 20")
     live.close()
     text = out.getvalue()
     for said in ("20/40", "0:00:40 left", "loss 2.0000", "MFU 50.0%", "step 15 skipped", "checkpoint [of] step 20",
-                 "step 20: validation loss 1.2500 over 4 batches"):  # fmt: skip
+                 "step 20: validation loss 1.2500 over 4 batches", "step 20: a [task] acc 0.5"):  # fmt: skip
         assert said in text, said
 
 
@@ -131,13 +132,14 @@ def test_wandb_is_told_and_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: 
         sink = WandB(config.logging.wandb, config, tmp_path)
         sink.step(_step(1))
         sink.evaluation(EvaluationRecord(1, "validation", 1.0, 2))
+        sink.task(TaskRecord(1, "piqa", {"acc": 0.5}))
         sink.note("a note")
         sink.close()
     assert "id" not in runs[0].arguments and runs[1].arguments["id"] == "abc"
     assert runs[0].arguments["project"] == "x" and runs[0].arguments["config"]["train"]["steps"] == 12
     assert runs[0].finished and runs[0].summary == {"last note": "a note"}
     assert [(step, sorted(values)[:1]) for step, values in runs[0].logged] == [
-        (1, ["memory/gib"]), (1, ["validation/loss"])
+        (1, ["memory/gib"]), (1, ["validation/loss"]), (1, ["piqa/acc"])
     ]  # fmt: skip
 
 
@@ -233,3 +235,14 @@ def test_a_gpu_step_is_seen() -> None:
     assert rows["norm"].backend == "Triton, ours" and rows["matrix products"].calls == 1
     loads = [event.facts for event in tracing.trace() if event.kind == "load"]
     assert any((512, 1000) in facts["shapes"].values() for facts in loads)
+
+
+def test_a_task_is_a_scalar_of_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoard(tmp_path)
+    sink.task(TaskRecord(3, "piqa", {"acc": 0.5, "acc_stderr": 0.25}))
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("piqa/acc")] == [(3, 0.5)]

@@ -255,3 +255,14 @@ def test_the_rate_of_skipped_steps(clamp: str, tmp_path: Path) -> None:
     rates.clear()
     train()
     assert rates == {step: value for step, value in whole.items() if step >= 3}
+
+
+def test_each_start_ends_at_the_next_interval(tmp_path: Path) -> None:
+    """GPT-NeoX's exit_interval: with a checkpoint, and the schedule of the whole run."""
+    whole = _run(tmp_path, "checkpoint.folder=null", "checkpoint.save=false")[1]
+    options, seen = ("train.exit_interval=5", "checkpoint.every=0"), []
+    for end in (5, 10, 12):
+        trainer, losses = _run(tmp_path, *options)
+        assert trainer.progress.step == end
+        seen += losses
+    assert seen == whole

@@ -8,7 +8,7 @@ from typing import Any
 from powertrain.train import ranks
 from powertrain.train.config.reader import Run, read_config
 from powertrain.train.reporting.kernel_profile import KernelTable
-from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord
+from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord, TaskRecord
 from powertrain.train.run import start
 from powertrain.train.trainer import Trainer
 
@@ -52,6 +52,8 @@ class At:
             self.act()
 
     def evaluation(self, record: EvaluationRecord) -> None: ...
+
+    def task(self, record: TaskRecord) -> None: ...
 
     def kernels(self, table: KernelTable) -> None: ...
 

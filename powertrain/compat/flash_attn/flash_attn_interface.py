@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powertrain.compat.layout import gather_pages, known, unit_stride, unsupported
 from powertrain.compat.missing import unknown
 from powertrain.ops.attention import attention, decode_attention, varlen_attention
+from powertrain.ops.conversion import gather_pages, known, unit_stride, unsupported
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks
 

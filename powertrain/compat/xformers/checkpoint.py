@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from powertrain.compat.layout import unsupported
 from powertrain.compat.missing import unknown
+from powertrain.ops.conversion import unsupported
 
 __all__ = ["checkpoint", "list_operators", "selective_checkpoint_context_fn", "selective_checkpoint_wrapper"]
 

@@ -1,6 +1,8 @@
 """Partial results over splits of the keys, combined by their LSE: the last step of decoding and of the Hopper
 forward."""
 
+from typing import NamedTuple
+
 import triton.language as tl
 from torch import Tensor
 
@@ -15,10 +17,14 @@ def _combine_kernel(
     sinks_ptr,
     out_ptr,
     lse_ptr,
-    rows,
+    parts_ptr,
+    batches,
     num_queries,
     heads,
     num_splits,
+    ratio,
+    block_m,
+    extra,
     stride_ob,
     stride_os,
     stride_oh,
@@ -26,53 +32,85 @@ def _combine_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One row (batch, query, head) and some channels: the splits' results, weighted by exp(lse - max)."""
+    """One row (batch, query, head) and some channels: the splits' results, weighted by exp(lse - max). With `parts`, a
+    sequence's are those of its tile's parts; one part alone is the result already."""
     row = tl.program_id(0).to(tl.int64)
     head = row % heads
     query = row // heads % num_queries
     batch = row // heads // num_queries
-    lse_row = (batch * heads + head) * num_queries + query
+    # slots of results: of the first split, of the second, and from each to the next
+    slot, second, step = batch, batch + batches, batches
+    if parts_ptr is not None:
+        tile = (query * ratio + head % ratio) // block_m
+        entry = parts_ptr + (batch * tl.cdiv(num_queries * ratio, block_m) + tile) * 2
+        num_splits = tl.load(entry + 1)  # scalar
+        if num_splits == 1:
+            return
+        slot, second, step = extra + batch, tl.load(entry).to(tl.int64), 1  # scalar
+    of_row, of_lse = query * heads + head, head * num_queries + query
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    lanes = tl.arange(0, BLOCK_S)
+    lanes, many = tl.arange(0, BLOCK_S), tl.arange(0, 128)
     top = float("-inf")
     sink = float("-inf")
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32)  # scalar
         top = sink
-    for start in range(0, num_splits, BLOCK_S):
-        splits = (start + lanes).to(tl.int64)
-        # [BLOCK_S]
-        lse = tl.load(partial_lse_ptr + splits * rows + lse_row, mask=splits < num_splits, other=float("-inf"))
+    for start in range(0, num_splits, 128):
+        splits = (start + many).to(tl.int64)
+        slots = tl.where(splits == 0, slot, second + (splits - 1) * step) * (num_queries * heads)
+        # [128]
+        lse = tl.load(partial_lse_ptr + slots + of_lse, mask=splits < num_splits, other=float("-inf"))
         top = tl.maximum(top, tl.max(lse, axis=0))
     safe = tl.where(top == float("-inf"), 0.0, top)
     total = tl.exp(sink - safe)
     acc = tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, num_splits, BLOCK_S):
         splits = (start + lanes).to(tl.int64)
+        slots = tl.where(splits == 0, slot, second + (splits - 1) * step) * (num_queries * heads)
         # [BLOCK_S]
-        lse = tl.load(partial_lse_ptr + splits * rows + lse_row, mask=splits < num_splits, other=float("-inf"))
+        lse = tl.load(partial_lse_ptr + slots + of_lse, mask=splits < num_splits, other=float("-inf"))
         weight = tl.exp(lse - safe)
         total += tl.sum(weight, axis=0)
-        offsets = (splits * rows + row)[:, None] * HEAD_DIM_V + dims[None, :]
-        mask = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM_V)[None, :]
-        # partial: [BLOCK_S, BLOCK_D]
-        acc += tl.sum(weight[:, None] * tl.load(partial_ptr + offsets, mask=mask, other=0.0), axis=0)
+        offsets = (slots + of_row)[:, None] * HEAD_DIM_V + dims[None, :]
+        mask = (splits < num_splits)[:, None] & (dims < HEAD_DIM_V)[None, :]
+        partial = tl.load(partial_ptr + offsets, mask=mask, other=0.0)  # [BLOCK_S, BLOCK_D]
+        # the load does not wait for the LSE; what a part without keys left there may be NaN
+        acc += tl.sum(tl.where(lse[:, None] > float("-inf"), weight[:, None] * partial, 0.0), axis=0)
     acc = acc / tl.where(total > 0.0, total, 1.0)
     out_row = batch * stride_ob + query * stride_os + head * stride_oh
     tl.store(out_ptr + out_row + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)  # [BLOCK_D]
     if lse_ptr is not None:
-        tl.store(lse_ptr + lse_row, tl.where(total > 0.0, safe + tl.log(total), float("-inf")))  # scalar
+        result = tl.where(total > 0.0, safe + tl.log(total), float("-inf"))
+        tl.store(lse_ptr + batch * heads * num_queries + of_lse, result)  # scalar
+
+
+class PartTable(NamedTuple):
+    """Parts of each sequence's keys, where sequences have different numbers of them."""
+
+    parts: (
+        Tensor  # [B, tiles, 2] int32: slot of the second part's result, number of parts; one alone is in `out` already
+    )
+    heads_per_kv: int
+    block_m: int  # rows (query, query head of a kv head) of a tile
+    extra: int  # slot of the first sequence's first part; those of the others follow
 
 
 def combine(
-    partial: Tensor, partial_lse: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, strides: tuple[int, ...]
+    partial: Tensor,
+    partial_lse: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    strides: tuple[int, ...],
+    table: PartTable | None = None,
 ) -> None:
     """Results of parts of the keys, weighted by their LSE, into `out`, with these strides by batch, query and head, and
-    `lse` [B, H, S]. partial [splits, B, S, H, E] and partial_lse [splits, B, H, S], float32; of a part with LSE -inf
-    nothing is read."""
-    num_splits, b, sq, h, head_dim_v = partial.shape
-    block_d = min(128, next_power_of_2(head_dim_v))
+    `lse` [B, H, S]. partial [splits, B, S, H, E] and partial_lse [splits, B, H, S], float32; with a table [slots, S, H,
+    E] and [slots, H, S]. What a part with LSE -inf left is not used."""
+    sq, h, head_dim_v = partial.shape[-3:]
+    b, block_d = lse.shape[0], min(128, next_power_of_2(head_dim_v))
+    parts, ratio, block_m, extra = table or (None, 1, 1, 0)
     _combine_kernel[(b * sq * h, cdiv(head_dim_v, block_d))](
-        partial, partial_lse, sinks, out, lse, b * sq * h, sq, h, num_splits, *strides,
-        HEAD_DIM_V=head_dim_v, BLOCK_S=min(32, next_power_of_2(num_splits)), BLOCK_D=block_d, num_warps=2,
+        partial, partial_lse, sinks, out, lse, parts, b, sq, h, partial.shape[0], ratio, block_m, extra, *strides,
+        HEAD_DIM_V=head_dim_v, BLOCK_S=min(32, next_power_of_2(partial.shape[0])), BLOCK_D=block_d, num_warps=2,
     )  # fmt: skip

@@ -5,8 +5,9 @@
 Decoding reads every key and value once and computes little, so it runs at the speed of memory. One program serves one
 kv head of one sequence and one part (split) of its keys: the queries of all heads that share the kv head, times the
 new tokens, are the rows of one tile. Splits exist only to fill the GPU; they leave float32 partial results, which a
-second kernel combines. How many there are follows from shapes (cache size, batch, heads, SMs), never from lengths: the
-host does not know those, and CUDA graphs hold for all of them. A program cuts the length it finds into equal parts.
+second kernel combines. How many there are of one sequence alone, or with num_splits, follows from shapes (cache size,
+heads, SMs); of a batch, how many there are in all, and a small kernel before shares them out by the lengths it finds
+(decode_schedule.py). The host never knows those, and CUDA graphs hold for all of them.
 
 Pages are found by page_table[batch, token // page_size]: one page id per block of keys where whole blocks lie in a
 page, else one per key. Head dims are split into power-of-two pieces (192 = 128 + 64), never padded to the next one.
@@ -162,15 +163,17 @@ def decode_attention(
         window_size    (left, right) keys seen before and after a query's own position; -1: all
         softcap, alibi_slopes [H] or [B, H], sinks [H]: as in `attention`; scale: default D^-0.5
         layout         "bshd" as above, or "bhsd": query and out [B, H, S, D], caches [C, K, L, D], new [B, K, N, D]
-        num_splits     parts that a sequence's keys are cut into; None: as many as fill the GPU
+        num_splits     parts that each sequence's keys are cut into; None: as many as fill the GPU, by all lengths
         backend        "triton", "reference" (plain PyTorch, reads lengths on the host) or None: triton but on a CPU
     All strides are allowed but for the last dim's, which is 1.
     Returns out in query's layout and dtype, with E; with return_lse also the log-sum-exp, float32 [B, H, S], in nats.
         A query that sees no key gives 0 and -inf (the sink's score with a sink).
     Numerics: products and sums in float32; probabilities are rounded to the cache's dtype. float32 products follow
-        torch.backends.cuda.matmul.allow_tf32. Rows beyond a sequence's length are never read. Deterministic; the
-        number of splits, and so rounding, follows from shapes alone.
-    Memory: out, and splits * B * S * H * (E + 1) * 4 bytes where keys are split.
+        torch.backends.cuda.matmul.allow_tf32. Rows beyond a sequence's length are never read. Deterministic;
+        where a sequence's keys are cut, and so rounding, follows from shapes and the lengths of the whole batch, with
+        num_splits from shapes alone.
+    Memory: out, and where keys are split parts * S * H * (E + 1) * 4 bytes: B * num_splits parts, or B and as many more
+        as fill the GPU four times.
     Raises ValueError with the argument's name, requirement and value; NotImplementedError where a gradient is
         wanted: this is for inference.
     Source: flash-decoding (Dao et al. 2023); semantics of flash_attn_with_kvcache.

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.combine import combine
+from powertrain.ops.attention.decode_schedule import KeysSeen, key_range, lengths_of, schedule
 from powertrain.ops.attention.triton.scores import tanh
 from powertrain.ops.attention.triton.tiles import LN2, LOG2E, piece_start, pieces, scale_tile, zeros_tile
 from powertrain.ops.shapes import cdiv, next_power_of_2
@@ -161,13 +162,16 @@ def _decode_kernel(
     sinks_ptr,
     out_ptr,
     lse_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    parts_ptr,
     batches,
     num_queries,
     kv_heads,
     ratio,
     num_new,
     capacity,
-    num_splits,
+    num_parts,
     left,
     right,
     page_row,
@@ -198,33 +202,32 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of queries, one kv head, one sequence, one split. Scores are in units of log 2, strides of UNIT."""
-    split = tl.program_id(1)
+    """One tile of queries, one kv head, one sequence, one part of its keys. Scores are in units of log 2, strides of
+    UNIT. With `parts` a sequence has as many as `_schedule_kernel` says, `num_parts` in all, else so many each."""
     tiles = tl.cdiv(num_queries * ratio, BLOCK_M)
     tile = tl.program_id(0) % tiles
     kv_head = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
-    batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
+    if parts_ptr is not None:
+        part = tl.program_id(1)
+        of_part = parts_ptr + (tile * num_parts + part) * 3
+        number, split, parts = tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)  # scalars
+        if number >= batches:
+            return
+        batch, slot = number.to(tl.int64), part.to(tl.int64)
+    else:
+        batch = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
+        split, parts = tl.program_id(1), num_parts
+        slot = split.to(tl.int64) * batches + batch
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < num_queries * ratio
     query = rows // ratio
     head = kv_head * ratio + rows % ratio
-    length = tl.minimum(tl.load(seqlens_ptr + batch).to(tl.int32) + num_new, capacity)  # scalar
+    length, pad = lengths_of(seqlens_ptr, leftpad_ptr, batch, True, num_new, capacity)
     position = query + (length - num_queries)
-
-    # keys that any row of this tile sees: [first, last)
-    first, last = tl.zeros([], tl.int32), length
-    if leftpad_ptr is not None:
-        first = tl.load(leftpad_ptr + batch).to(tl.int32)  # scalar
-    if HAS_LEFT:
-        first = tl.maximum(first, tile * BLOCK_M // ratio + (length - num_queries) - left)
-    if HAS_RIGHT:
-        last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // ratio, num_queries - 1)
-        last = tl.minimum(last, last_query + (length - num_queries) + right + 1)
-    first = tl.maximum(first, 0)
-    last = tl.maximum(last, first)
+    first, last = key_range(length, pad, tile, num_queries, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
     blocks = tl.cdiv(last, BLOCK_N) - first // BLOCK_N
-    share = tl.cdiv(blocks, num_splits)
+    share = tl.cdiv(blocks, parts)
     begin = first // BLOCK_N + split * share
     end = tl.minimum(begin + share, first // BLOCK_N + blocks)
 
@@ -279,6 +282,7 @@ def _decode_kernel(
 
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E  # [BLOCK_M]
+        sink = tl.where(parts == 1, sink, float("-inf"))  # else the combination adds it
         new_top = tl.maximum(top, sink)
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         alpha = tl.exp2(top - safe)
@@ -289,14 +293,17 @@ def _decode_kernel(
     seen = total > 0.0
     factor = tl.where(seen, alpha / tl.where(seen, total, 1.0), 0.0)
     heads = kv_heads * ratio
-    if lse_ptr is not None:
-        lse = tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
-        # [BLOCK_M]
-        tl.store(lse_ptr + ((split * batches + batch) * heads + head) * num_queries + query, lse, mask=row_mask)
-    # a split without keys leaves nothing: the combination does not read it
-    out_mask = row_mask & ((begin < end) | (num_splits == 1))
-    out_rows = (((split * batches + batch) * num_queries + query) * heads + head) * HEAD_DIM_V
-    _store_rows(out_ptr, scale_tile(acc, factor[:, None]), out_rows, out_mask, HEAD_DIM_V, PIECES_V)
+    tile_out = scale_tile(acc, factor[:, None])
+    lse = tl.where(seen, (top + tl.log2(total)) * LN2, float("-inf"))
+    if parts == 1:
+        row = (batch * num_queries + query) * heads + head
+        tl.store(lse_ptr + (batch * heads + head) * num_queries + query, lse, mask=row_mask)  # [BLOCK_M]
+        _store_rows(out_ptr, tile_out, row * HEAD_DIM_V, row_mask, HEAD_DIM_V, PIECES_V)
+    elif partial_ptr is not None:
+        row = (slot * num_queries + query) * heads + head
+        tl.store(partial_lse_ptr + (slot * heads + head) * num_queries + query, lse, mask=row_mask)  # [BLOCK_M]
+        # a part without keys leaves nothing: the combination does not read it
+        _store_rows(partial_ptr, tile_out, row * HEAD_DIM_V, row_mask & (begin < end), HEAD_DIM_V, PIECES_V)
 
 
 class _Plan(NamedTuple):
@@ -367,6 +374,14 @@ def _plan(
     return _Plan(block_m, block_n, num_warps, stages, per_sm)
 
 
+def _registers(plan: _Plan) -> int | None:
+    """Registers of a thread, where ptxas would take more than let `per_sm` programs run on an SM, which has 65536."""
+    # pages of 64, one query: 128 registers 0.482 ms, 184 0.545; 8 queries (32 rows): 168 0.390, 128 0.406
+    if plan.num_warps != 4 or plan.per_sm < 3:
+        return None
+    return 128 if plan.block_m == 16 else 168
+
+
 @functools.lru_cache(maxsize=1024)
 def _choose_splits(programs: int, keys: int, per_sm: int, target: Target) -> int:
     """The fewest splits, of 256 keys or more, that fill the last wave of programs nearly as well as any would."""
@@ -419,27 +434,36 @@ def _decode(
     unit = 8 if all(s % 8 == 0 for s in strides) else 1
     plan = _plan(sq * ratio, sum(wide), sum(narrow), shares, query.element_size(), paged, unit == 8, fma, target)
     tiles = cdiv(sq * ratio, plan.block_m)
-    if num_splits == 0:
-        # the queries stand at the end: a window of keys before them is all that is ever read
-        seen = min(capacity, left + sq) if left >= 0 else capacity
-        num_splits = _choose_splits(b * kv_heads * tiles, seen, plan.per_sm, target)
-    partial, partial_lse = out, lse
-    if num_splits > 1:
-        partial = query.new_empty((num_splits, *out.shape), dtype=torch.float32)
-        partial_lse = query.new_empty((num_splits, *lse.shape), dtype=torch.float32)
-    _decode_kernel[(b * kv_heads * tiles, num_splits)](
-        query, key_cache, value, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes,
-        sinks if num_splits == 1 else None, partial, partial_lse, b, sq, kv_heads, ratio, num_new, capacity, num_splits,
-        left, right, 0 if page_table is None else page_table.stride(0),
+    # the queries stand at the end: a window of keys before them is all that is ever read
+    seen = min(capacity, left + sq) if left >= 0 else capacity
+    programs = kv_heads * tiles
+    partial = partial_lse = table = parts = None
+    slots: tuple[int, ...]
+    if num_splits == 0 and b > 1:
+        keys = KeysSeen(cache_seqlens, cache_leftpad, num_new, capacity, left, right if sq > 1 else -1)
+        parts, table = schedule(keys, b, sq, ratio, programs, seen, (plan.block_m, plan.block_n, plan.per_sm), target)
+        slots = (parts.shape[1],)
+        grid = programs, parts.shape[1]
+    else:
+        num_splits = num_splits or _choose_splits(b * programs, seen, plan.per_sm, target)
+        grid, slots = (b * programs, num_splits), (num_splits, b)
+    if table is not None or num_splits > 1:
+        partial = query.new_empty((*slots, *out.shape[1:]), dtype=torch.float32)
+        partial_lse = query.new_empty((*slots, *lse.shape[1:]), dtype=torch.float32)
+    _decode_kernel[grid](
+        query, key_cache, value, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks, out,
+        lse, partial, partial_lse, parts, b, sq, kv_heads, ratio, num_new, capacity, slots[0], left, right,
+        0 if page_table is None else page_table.stride(0),
         h if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0, scale, softcap,
         *(s // unit for s in strides),
         HEAD_DIM_QK=dqk, HEAD_DIM_V=head_dim_v, PIECES_QK=wide, PIECES_V=narrow, SHARES_KEYS=shares,
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0 and sq > 1, HAS_SOFTCAP=softcap > 0,
         PAGE_SIZE=paged, FMA=fma, PRECISION="tf32" if allow_tf32 else "ieee", UNIT=unit,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        maxnreg=_registers(plan),
     )  # fmt: skip
-    if num_splits > 1:
-        combine(partial, partial_lse, sinks, out, lse, out.stride()[:3])
+    if partial is not None and partial_lse is not None:
+        combine(partial, partial_lse, sinks, out, lse, out.stride()[:3], table)
     return out, lse
 
 

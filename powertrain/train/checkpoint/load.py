@@ -17,6 +17,7 @@ from powertrain.nn.lora import merged
 from powertrain.runtime.reading import read_json, reading
 from powertrain.train.checkpoint import neox as neox_checkpoint
 from powertrain.train.checkpoint import store as checkpoint_store
+from powertrain.train.checkpoint.neox_training import NeoXTraining
 from powertrain.train.config.objectives import LoRAConfig
 from powertrain.train.config.schema import DataConfig, RunConfig
 from powertrain.train.optim import DTYPES
@@ -43,7 +44,7 @@ class Weights:
     config       of the model;  dtype: of computation, or of storage
     tensors      () -> (our name, tensor), each read when it comes
     is_run       a run's checkpoint, with an optimizer and a place in the data
-    trained_steps   of GPT-NeoX's training that it is from the midst or the end of
+    training     of GPT-NeoX's that it is from the midst or the end of; None: weights alone
     adapters        of a run with LoRA, or of PEFT's folder; in `tensors` they are merged
     base            of adapters: the weights that they were trained on, where those have a path
     """
@@ -55,7 +56,7 @@ class Weights:
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
     tokenizer: DataConfig | str | None = None
     is_run: bool = False
-    trained_steps: int = 0
+    training: Callable[[], NeoXTraining] | None = None
     adapters: Callable[[], Mapping[str, Adapter]] | None = None
     base: str | None = None
 
@@ -73,16 +74,16 @@ class Weights:
         if rows == self.config.vocab_size:
             return self
         config = self.config.model_copy(update={"vocab_size": rows})
-        return replace(self, config=config, tensors=lambda: _with_rows(self.tensors(), rows))
+        return replace(self, config=config, tensors=lambda: ((n, with_rows(n, t, rows)) for n, t in self.tensors()))
 
 
-def _with_rows(tensors: Iterator[tuple[str, Tensor]], rows: int) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        if name.partition(".")[0] in ("embed", "head"):
-            resized = tensor.new_zeros(rows, *tensor.shape[1:])
-            resized[: len(tensor)] = tensor[:rows]
-            tensor = resized
-        yield name, tensor
+def with_rows(name: str, tensor: Tensor, rows: int) -> Tensor:
+    """A tensor of a model, or one of its shape in an optimizer, with so many rows of vocabulary if it has any."""
+    if name.partition(".")[0] not in ("embed", "head") or len(tensor) == rows:
+        return tensor
+    resized = tensor.new_zeros(rows, *tensor.shape[1:])
+    resized[: len(tensor)] = tensor[:rows]
+    return resized
 
 
 def open_weights(path: Path, kind: Kind | None = None, configs: Sequence[Path] = ()) -> Weights:
@@ -260,7 +261,8 @@ def _neox(path: Path, configs: Sequence[Path]) -> Weights:
     beside = next((folder for folder in (source, source.parent) if (folder / "tokenizer.json").is_file()), None)
     return Weights(
         source, "neox", opened.config, opened.dtype, opened.tensors,
-        opened.tokenizer if beside is None else str(beside), trained_steps=neox_checkpoint.trained_steps(source),
+        opened.tokenizer if beside is None else str(beside),
+        training=(lambda: NeoXTraining(opened)) if neox_checkpoint.trained_steps(source) else None,
     )  # fmt: skip
 
 

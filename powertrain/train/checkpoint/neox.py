@@ -10,6 +10,7 @@ Facts from GPT-NeoX (Apache-2.0; no code): megatron/model/transformer.py and gpt
 tools/ckpts. Where its versions differ (names of the MLP, of a norm's weight) each is read, and the newest is written.
 """
 
+import copy
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -104,6 +105,7 @@ class NeoXCheckpoint:
                 f"{folder} must hold every layer of {self.num_ranks} tensor-parallel ranks, got not all of {missing[0]}"
             )
         self._whole: list[dict[int, dict[str, Tensor]]] | None = None
+        self._adds_biases = True
         if all(index is None for index, _ in self._files):
             self._whole = [_by_layer(self._files[None, rank]) for rank in range(self.num_ranks)]
         self._cached_index, self._cached = -1, list[dict[str, Tensor]]()
@@ -123,10 +125,26 @@ class NeoXCheckpoint:
                 )
             yield name, tensor
 
-    def _check_layers(self) -> None:
-        present = {index for index, _ in self._files if index is not None}
+    def over(self, shards: list[dict[int, dict[str, Tensor]]], *, adds_biases: bool) -> "NeoXCheckpoint":
+        """The same merging of other tensors, in the layout of the weights: {layer: {name: tensor}} of each rank.
+
+        adds_biases   whether biases that every rank adds are summed; of an optimizer's state they are copies
+        """
+        other = copy.copy(self)
+        other._whole, other._adds_biases = shards, adds_biases
+        return other
+
+    def shard(self, index: int, rank: int) -> dict[str, Tensor]:
+        """A layer's tensors on one rank, in its module's order."""
+        return self._layer(index)[rank]
+
+    def layer_indices(self) -> list[int]:
         if self._whole is not None:
-            present = set(self._whole[0])
+            return sorted(self._whole[0])
+        return sorted({index for index, _ in self._files if index is not None})
+
+    def _check_layers(self) -> None:
+        present = set(self.layer_indices())
         n = self.config.num_layers
         expected = {0, *range(2, n + 2), n + 3} | (set() if self.config.tie_embeddings else {n + 4})
         if present != expected:
@@ -168,7 +186,8 @@ class NeoXCheckpoint:
         if module in _ROWS and kind == "weight":
             return torch.cat(parts, 1)
         # with parallel residuals each rank adds its bias before the ranks' results are summed
-        return _sum(parts) if module in _ROWS and self.config.parallel_residual else _same(parts)
+        is_sum = module in _ROWS and self.config.parallel_residual and self._adds_biases
+        return _sum(parts) if is_sum else _same(parts)
 
     def _part(self, shard: dict[str, Tensor], module: str, kind: str) -> Tensor:
         """One rank's part of a tensor of ours."""
@@ -192,6 +211,16 @@ class NeoXCheckpoint:
         return tensor
 
 
+def rank_files(folder: Path) -> dict[int, Path]:
+    """The mp_rank files of a folder: of tensor-parallel ranks, a pipeline stage's after those of the one before."""
+    return {int(m[1]): file for file in folder.iterdir() if (m := _RANK_FILE.fullmatch(file.name))}
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a layer's tensor is not a parameter."""
+    return name in _BUFFERS
+
+
 def _files(folder: Path) -> dict[tuple[int | None, int], Path]:
     """(layer, rank) -> file; layer None where a file has all of them."""
     files: dict[tuple[int | None, int], Path] = {}
@@ -199,7 +228,7 @@ def _files(folder: Path) -> dict[tuple[int | None, int], Path]:
         if match := _LAYER_FILE.fullmatch(file.name):
             files[int(match[1]), int(match[2])] = file
     if not files:
-        files = {(None, int(m[1])): f for f in folder.iterdir() if (m := _RANK_FILE.fullmatch(f.name))}
+        files = {(None, rank): file for rank, file in rank_files(folder).items()}
     if not files:
         raise FileNotFoundError(
             f"{folder} must hold layer_XX-model_YY-model_states.pt or mp_rank_XX_model_states.pt, got neither"

@@ -11,6 +11,7 @@ from typing import Any
 from powertrain.train.config.neox_data import data, objective, tokenizer
 from powertrain.train.config.neox_keys import KEYS
 from powertrain.train.config.neox_model import model
+from powertrain.train.config.neox_optimizer import optimizer
 from powertrain.train.config.neox_source import MISSING, NeoXKeys, is_kind
 from powertrain.train.config.table import Row
 from powertrain.train.config.yaml_source import KeyPath, Source
@@ -25,7 +26,7 @@ def translate(source: Source, world_size: int) -> tuple[dict[str, Any], tuple[Ro
     parts = {
         "parallel": _parallel(keys, world_size),
         "train": _train(keys, world_size),
-        "optimizer": _optimizer(keys),
+        "optimizer": optimizer(keys),
         "schedule": _schedule(keys),
         "checkpoint": _checkpoint(keys),
         "evaluation": _evaluation(keys, world_size),
@@ -99,10 +100,16 @@ def _parallel(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
     keys.add_row("zero_optimization", "mapped", f"parallel.strategy: {words[stage]}", {"stage": 0})
     stages = keys.get("pipe_parallel_size", 0)
     if stages > 1:
-        shards = "parallel.shard: stages become shards of FSDP2, with the same global batches in the same order"
+        shards = (
+            "parallel.shard: stages become shards of FSDP2, with the same global batches in the same order; where a "
+        )
+        shards += "batch does not divide over them, ranks share its sequences (parallel.context)"
         keys.add_row("pipe_parallel_size", "mapped", shards)
     strategy = "fsdp" if stage or stages > 1 else "ddp"
-    parallel: dict[str, Any] = {"strategy": strategy, "tensor": tensor, "reshard_after_forward": stage == 3}
+    _, _, context = _batch(keys, world_size)
+    parallel: dict[str, Any] = {
+        "strategy": strategy, "tensor": tensor, "context": context, "reshard_after_forward": stage == 3,
+    }  # fmt: skip
     if strategy == "ddp":
         parallel |= {"replicate": max(world_size // tensor, 1), "shard": 1}
     return parallel
@@ -129,7 +136,10 @@ def _zero_stage(keys: NeoXKeys) -> int:
         return 0
     for key, value in section.items():
         path = ("zero_optimization", key)
-        if key in _ZERO_HINTS:
+        if key == "load_from_fp32_weights" and value is False and keys.get("load") is not None:
+            words = "a checkpoint's fp32 masters are read; DeepSpeed then makes them of the 16-bit weights"
+            keys.add_inner_row(path, value, "changes numerics", words)
+        elif key in _ZERO_HINTS:
             keys.add_inner_row(
                 path, value, "ignored", "a tuning hint for DeepSpeed; FSDP2 overlaps and buckets by itself"
             )
@@ -142,8 +152,8 @@ def _zero_stage(keys: NeoXKeys) -> int:
     return int(stage)
 
 
-def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int]:
-    """(micro batch, accumulation steps) of our ranks, from any two of three by GPT-NeoX's integer divisions."""
+def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int, int]:
+    """(micro batch, accumulation steps, context ranks) here, from any two of three by GPT-NeoX's integer divisions."""
     tensor, stages = (max(keys.get(name, 1), 1) for name in ("model_parallel_size", "pipe_parallel_size"))
     ours = max(world_size // tensor, 1)
     ranks = max(ours // stages, 1)  # data-parallel ranks there; here each stage's ranks are some, too
@@ -155,7 +165,7 @@ def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int]:
         keys.add_row("gas", "ignored", "gradient_accumulation_steps is set")
     if batch is None and micro is None:
         keys.wrong(names[1:2], "must be given, or train_batch_size; got neither")
-        return 1, 1
+        return 1, 1, 1
     if micro is None:
         steps = steps or 1
         micro = batch // ranks // steps
@@ -168,33 +178,42 @@ def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int]:
             f"must equal micro batch ({micro}) * accumulation steps ({steps}) * data-parallel ranks ({ranks}),"
             f" which is {total}, got {batch}",
         )
-        return 1, 1
+        return 1, 1, 1
     if batch is None:
         keys.add_row(names[0], "honoured", f"{micro} * {steps} * {ranks} ranks", total)
     return _over_more_ranks(keys, int(micro), int(steps), ours, ranks)
 
 
-def _over_more_ranks(keys: NeoXKeys, micro: int, steps: int, ours: int, theirs: int) -> tuple[int, int]:
-    """The same global batch over more data-parallel ranks: fewer steps for each, then smaller micro batches."""
+def _over_more_ranks(keys: NeoXKeys, micro: int, steps: int, ours: int, theirs: int) -> tuple[int, int, int]:
+    """The same global batch over more data-parallel ranks: fewer steps for each, then smaller micro batches.
+
+    The third is what is left of their ratio: so many ranks share each sequence.
+    """
     more, rest = divmod(ours, theirs)
     from_steps = math.gcd(steps, more)
-    from_micro = more // from_steps
-    if rest or micro % from_micro:
+    from_micro = math.gcd(micro, more // from_steps)
+    context = more // from_steps // from_micro
+    if rest or (context > 1 and _get_rate(keys, "attention_dropout")):
         words = f"{ours} ranks cannot share a global batch of {micro * steps * theirs}"
         keys.unsupported(
             "pipe_parallel_size",
             keys.get("pipe_parallel_size"),
-            f"{words}: use a multiple of {ours} samples, or other ranks",
+            f"{words}: use a multiple of {ours} samples, other ranks, or no attention_dropout",
         )
-        return micro, steps
-    return micro // from_micro, steps // from_steps
+        return micro, steps, 1
+    return micro // from_micro, steps // from_steps, context
+
+
+def _get_rate(keys: NeoXKeys, name: str) -> float:
+    value = keys.get(name, 0.0)
+    return value if is_kind(value, "float") else 0.0
 
 
 # --- training ---
 
 
 def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
-    micro, steps = _batch(keys, world_size)
+    micro, steps, _ = _batch(keys, world_size)
     precision = _precision(keys)
     for name in ("train_iters", "seq_length"):
         if keys.get(name) is None:
@@ -210,6 +229,7 @@ def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
     return {
         **_objective(keys),
         "steps": keys.get("train_iters"),
+        "exit_interval": keys.number("exit_interval", 0, least=0),
         "seq_length": keys.get("seq_length"),
         "micro_batch_size": micro,
         "gradient_accumulation_steps": steps,
@@ -297,11 +317,18 @@ def _loss_scale(keys: NeoXKeys) -> dict[str, Any]:
             elif key not in (_FP16_KEYS if section == "fp16" else {"enabled"}):
                 keys.add_inner_row((section, key), value, "ignored", "not a key of loss scaling")
     static = keys.inner("fp16", "loss_scale", 0, "float", least=0)
+    hysteresis = keys.inner("fp16", "hysteresis", 2, "int", least=1)
+    if not keys.section("zero_optimization").get("stage"):
+        # DeepSpeed's fp16 optimizers halve the scale at each overflow; ZeRO's has the hysteresis
+        if hysteresis > 1 and "hysteresis" in keys.section("fp16"):
+            words = "without ZeRO DeepSpeed has none: train.loss_scale.hysteresis 1"
+            keys.add_inner_row(("fp16", "hysteresis"), hysteresis, "ignored", words)
+        hysteresis = 1
     return {
         "static": float(static) or None,
         "initial_power": keys.inner("fp16", "initial_scale_power", 16, "int", least=0),
         "window": keys.inner("fp16", "loss_scale_window", 1000, "int", least=1),
-        "hysteresis": keys.inner("fp16", "hysteresis", 2, "int", least=1),
+        "hysteresis": hysteresis,
         "minimum": float(keys.inner("fp16", "min_loss_scale", 1, "float")),
     }
 
@@ -324,64 +351,7 @@ def _reduce_dtype(keys: NeoXKeys, precision: str) -> str:
     return "fp32"
 
 
-# --- optimizer and schedule ---
-
-_OTHER_OPTIMIZERS = {
-    **dict.fromkeys(
-        ("onebitadam", "sm3", "madgrad_wd", "lion", "sgd", "lamb", "adafactor", "muon"), "use Adam, which is AdamW"
-    ),
-    "cpu_torch_adam": "its weight decay is L2, not decoupled; use Adam, which is AdamW",
-}
-
-
-def _optimizer(keys: NeoXKeys) -> dict[str, Any]:
-    section = keys.section("optimizer")
-    params = section.get("params") or {}
-    if not isinstance(params, dict):
-        keys.wrong(("optimizer", "params"), f"must be a section, got {params!r}")
-        params = {}
-    _optimizer_type(keys, section)
-    for key in section.keys() - {"type", "params"}:
-        keys.wrong(("optimizer", key), "is unknown; known: type, params")
-    values = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8} | {
-        k: v for k, v in params.items() if k in ("lr", "betas", "eps")
-    }
-    for key, value in params.items():
-        _optimizer_param(keys, key, value)
-    for key in ("lr", "eps"):
-        if not is_kind(values[key], "float") or values[key] <= 0:
-            keys.wrong(("optimizer", "params", key), f"must be a number above 0, got {values[key]!r}")
-    betas = values["betas"]
-    if not (isinstance(betas, list) and len(betas) == 2 and all(is_kind(b, "float") and 0 <= b < 1 for b in betas)):
-        keys.wrong(("optimizer", "params", "betas"), f"must be two numbers in [0, 1), got {betas!r}")
-    return {**values, "weight_decay": keys.number("weight_decay", 0.1, least=0), "decay_norms_and_biases": False}
-
-
-def _optimizer_type(keys: NeoXKeys, section: dict[str, Any]) -> None:
-    kind = section.get("type", "Adam")
-    if str(kind).lower() in _OTHER_OPTIMIZERS:
-        keys.unsupported("optimizer", f"type: {kind}", _OTHER_OPTIMIZERS[str(kind).lower()])
-    elif str(kind).lower() not in ("adam", "adamw", "cpu_adam"):
-        keys.wrong(("optimizer", "type"), f"must be Adam, AdamW or cpu_adam, got {kind!r}")
-    elif "optimizer" in keys.values:
-        words = "AdamW: decoupled weight decay, which Adam means in GPT-NeoX too"
-        keys.add_row("optimizer", "mapped", words + ("; on the GPU" if str(kind).lower() == "cpu_adam" else ""))
-    else:
-        keys.add_row("optimizer", "mapped", "AdamW with lr 0.001, betas 0.9, 0.999: GPT-NeoX's defaults", "Adam")
-
-
-def _optimizer_param(keys: NeoXKeys, key: str, value: Any) -> None:
-    path = ("optimizer", "params", key)
-    if key == "weight_decay":
-        keys.wrong(path, "must be the top-level key weight_decay; GPT-NeoX passes both and fails")
-    elif key in ("adam_w_mode", "bias_correction") and value is not True:
-        keys.unsupported("optimizer", f"{key}: {value}", "remove it; Adam is AdamW with bias correction")
-    elif key == "amsgrad" and value:
-        keys.unsupported("optimizer", f"{key}: {value}", "remove it")
-    elif key in ("set_grad_none", "fused", "foreach", "torch_adam", "capturable"):
-        keys.add_inner_row(path, value, "ignored", "an implementation choice of Adam; the result is the same")
-    elif key not in ("lr", "betas", "eps", "adam_w_mode", "bias_correction", "amsgrad", "max_grad_norm"):
-        keys.wrong(path, "is unknown; known: lr, betas, eps")
+# --- schedule ---
 
 
 def _schedule(keys: NeoXKeys) -> dict[str, Any]:
@@ -426,10 +396,15 @@ def _checkpoint(keys: NeoXKeys) -> dict[str, Any]:
     if not all(is_kind(step, "int") for step in extra or ()):
         keys.wrong(("extra_save_iters",), f"must be a list of integers, got {extra!r}")
         extra = None
+    if keys.get("no_load_optim"):
+        words = "checkpoint.load_optimizer: all parameters are trained; in GPT-NeoX since 2024-09 the first one alone"
+        keys.add_row("no_load_optim", "changes numerics", words)
     return {
         "folder": keys.get("save"),
         "load": keys.get("load"),
         "finetune": bool(keys.get("finetune")),
+        "load_optimizer": not keys.get("no_load_optim"),
+        "load_rng": not keys.get("no_load_rng"),
         "every": int(every or 0),
         "scale": keys.choice("checkpoint_scale", "linear", {"linear": "linear", "log": "log"}),
         "extra_steps": extra or (),
@@ -443,11 +418,11 @@ def _evaluation(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
     every = keys.number("eval_interval", 1000, least=0)
     if not batches:
         return {"every": 0, "at_end": False}
-    _, accumulation = _batch(keys, world_size)
+    _, accumulation, _ = _batch(keys, world_size)
     steps = batches * accumulation
     words = f"evaluation.steps: {steps} micro-batches, {accumulation} for each optimizer batch"
     keys.add_row("eval_iters", "honoured", words, 100)
-    return {"every": every, "steps": steps, "advance": True}
+    return {"every": every, "steps": steps, "advance": True, "tasks": keys.get("eval_tasks") or ()}
 
 
 def _logging(keys: NeoXKeys) -> dict[str, Any]:

@@ -9,18 +9,26 @@ def data(keys: NeoXKeys) -> dict[str, Any]:
     keys.choice("data_impl", "infer", {"infer": None, "mmap": None},
                 {"cached": "an old format; write the data again with `powertrain preprocess`"})  # fmt: skip
     keys.choice("dataset_impl", "gpt2", {"gpt2": None, "pairwise": None}, {"online": "use gpt2"})
-    pack = keys.choice("pack_impl", "packed", {name: name for name in ("packed", "pack_until_overflow", "unpacked")})
-    if pack != "packed":
+    packings = {"packed": "packed", "pack_until_overflow": "until_overflow", "unpacked": "unpacked"}
+    packing = keys.choice("pack_impl", "packed", packings)
+    next_tokens = objective(keys) == "pretrain"
+    if packing != "packed" and not next_tokens:
         words = "examples are GPT-NeoX's, whole; their order is another shuffle of the same seed"
         keys.add_row("pack_impl", "changes numerics", words)
+    if packing == "unpacked" and next_tokens and keys.get("train_label_data_paths") is None:
+        keys.wrong(
+            ("pack_impl",), "must come with train_label_data_paths where it is unpacked, as in GPT-NeoX; got none"
+        )
+    if packing == "packed" and keys.get("allow_chopped") is not None:
+        keys.add_row("allow_chopped", "ignored", "packed samples ignore it in GPT-NeoX too")
     split = keys.get("split", "969, 30, 1")
     return {
         **(_pairs(keys) if objective(keys) in ("dpo", "reward") else _sources(keys)),
-        "packed": pack != "unpacked",
-        "truncate": keys.get("allow_chopped", True),
         "split": split,
         "tokenizer": tokenizer(keys),
         "vocab_multiple": keys.number("make_vocab_size_divisible_by", 128, above=0),
+        "packing": packing,
+        "allow_chopped": keys.get("allow_chopped", True),
         "eod_mask_loss": keys.get("eod_mask_loss", False),
         "weight_by_num_documents": keys.get("weight_by_num_documents", False),
         "weighted_sampler_alpha": keys.get("weighted_sampler_alpha", 1.0),
@@ -29,11 +37,10 @@ def data(keys: NeoXKeys) -> dict[str, Any]:
 
 
 def objective(keys: NeoXKeys) -> str:
-    """train.objective of train_impl; next tokens of whole examples are sft."""
+    """train.objective of train_impl."""
     known = {"normal": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward"}
     refused = {"reinforce": "use train.objective policy (ours) with advantages in the data"}
-    found = str(keys.choice("train_impl", "normal", known, refused))
-    return "sft" if found == "pretrain" and keys.get("pack_impl", "packed") != "packed" else found
+    return str(keys.choice("train_impl", "normal", known, refused))
 
 
 def _pairs(keys: NeoXKeys) -> dict[str, Any]:

@@ -58,6 +58,7 @@ _HONOURED = """
     train_micro_batch_size_per_gpu  int         train.micro_batch_size
     gradient_accumulation_steps     int         train.gradient_accumulation_steps
     train_iters                     int         train.steps
+    exit_interval                   int         train.exit_interval
     precision                       str         train.precision
     fp16                            dict|bool   train.precision and train.loss_scale
     bf16                            dict|bool   train.precision
@@ -77,8 +78,10 @@ _HONOURED = """
     num_workers                     int         data.num_workers
     eod_mask_loss                   bool        data.eod_mask_loss
     save                            str         checkpoint.folder
-    load                            str         checkpoint.load; nothing there: a fresh start
+    load                            str         checkpoint.load: goes on from its step; nothing there: a fresh start
     finetune                        bool        checkpoint.finetune
+    no_load_optim                   bool        checkpoint.load_optimizer, inverted
+    no_load_rng                     bool        checkpoint.load_rng, inverted: dropout draws anew
     checkpoint_factor               int|float   checkpoint.every
     save_interval                   int|float   checkpoint.every: the name of older releases
     gas                             int         train.gradient_accumulation_steps: the name of older releases
@@ -161,7 +164,6 @@ _MAPPED = """
     kto_beta                        float       train.kto.beta
     kto_desirable_weight            float       train.kto.desirable_weight
     kto_undesirable_weight          float       train.kto.undesirable_weight
-    allow_chopped                   bool        data.truncate, where pack_impl is not packed
 """
 
 # key, kind, why
@@ -279,7 +281,7 @@ _IGNORED = """
     do_train                        bool|int    set by GPT-NeoX, not by users
     do_valid                        bool|int    set by GPT-NeoX, not by users
     do_test                         bool|int    set by GPT-NeoX, not by users
-    save_iters                      list        set by GPT-NeoX, not by users
+    save_iters                      int|list|str    set by GPT-NeoX, not by users
     config_files                    dict        set by GPT-NeoX, not by users
     curriculum_seqlen               int         set by GPT-NeoX, not by users
     use_shared_fs                   bool        index caches are written once whichever rank comes first
@@ -324,7 +326,6 @@ _IGNORED = """
     num_samples                     int         of generation: powertrain generate takes options
     recompute                       bool        of generation: powertrain generate takes options
     eval_results_prefix             str         of GPT-NeoX's evaluation harness
-    eval_tasks                      list        of GPT-NeoX's evaluation harness
     eval_task_limit                 int         of GPT-NeoX's evaluation harness
     moe_top_k                       int         there are no experts (moe_num_experts)
     moe_router_type                 str         there are no experts (moe_num_experts)
@@ -355,7 +356,6 @@ _REFUSED = """
     use_mup                         bool        set it to false and give every width its own lr
     coord_check                     bool        set it to false; there is no muP
     save_base_shapes                bool        set it to false; there is no muP
-    use_bnb_optimizer               bool        set it to false; optimizer.state_dtype bf16 (ours) saves memory too
     amp                             dict        use fp16 or bf16, whose fp32 master weights do the same
     sparse_attention                dict        use sliding_window_width, or [["global"], N] in attention_config
     curriculum_learning             dict        train with one seq_length after the other, each from the last checkpoint
@@ -363,9 +363,6 @@ _REFUSED = """
     compression_training            dict        remove it; nothing is pruned or quantized in training
     elasticity                      dict        remove it; torchrun restarts ranks, train_batch_size stays as written
     train_epochs                    int         give train_iters
-    exit_interval                   int         give train_iters, and lr_decay_iters to keep the schedule
-    no_load_optim                   bool        powertrain convert the checkpoint to weights, and train from those
-    no_load_rng                     bool        set it to false; a run resumes with its random states
     use_checkpoint_lr_scheduler     bool        write the checkpoint's schedule into the config
     te_fp8_mha                      bool        set it to false; training in FP8 is not there yet
     serve_model_weights             bool        set it to false; there is no online reinforcement learning
@@ -373,11 +370,14 @@ _REFUSED = """
 
 # read by config/neox.py value by value; only some values are served
 _CHOSEN = """
+    eval_tasks                      list        evaluation.tasks, by lm_eval (pip install 'powertrain[evaluate]')
+    use_bnb_optimizer               bool        optimizer.kind: adamw8bit, by torchao
     num_unique_layers               int         every layer has its own parameters
     moe_num_experts                 int         1: no experts
     train_impl                      str         train.objective; reinforce is not served
     dataset_impl                    str         gpt2: plain token documents; pairwise: of dpo and rm
-    pack_impl                       str         packed: documents end to end; else data.packed
+    pack_impl                       str         data.packing
+    allow_chopped                   bool        data.allow_chopped, where samples are whole documents
     fp16_lm_cross_entropy           bool        the loss is computed in fp32
     seed                            int         train.seed
 """

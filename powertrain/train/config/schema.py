@@ -53,7 +53,8 @@ class DataConfig(Section):
     text_key         of jsonl and rows: text, or messages for the tokenizer's chat template
     document_mask    documents do not see each other, and positions restart in each
     eod_mask_loss    no loss at end-of-document tokens
-    packed, truncate   of completions: several in a row; cut one that is too long, instead of leaving it out
+    packing          packed: documents end to end; unpacked: one in each sample, padded or cut; until_overflow: as many
+                     whole ones as fit;  allow_chopped: else documents that are longer than a sample are left out
     """
 
     train: Annotated[tuple[DataSource, ...], Field(min_length=1)]
@@ -66,13 +67,19 @@ class DataConfig(Section):
     append_eod: bool = True
     document_mask: bool = False
     eod_mask_loss: bool = False
-    packed: bool = True
-    truncate: bool = False
+    packing: Literal["packed", "unpacked", "until_overflow"] = "packed"
+    allow_chopped: bool = True
     weight_by_num_documents: bool = False
     weighted_sampler_alpha: float = 1.0
     order: Literal["neox", "sequential"] = "neox"
     num_workers: Natural = 2
     cache_folder: str | None = None
+
+    @model_validator(mode="after")
+    def _whole_documents_are_shuffled(self) -> "DataConfig":
+        if self.packing != "packed" and self.order != "neox":
+            raise ValueError(f"data.order must be neox where data.packing is {self.packing}, got {self.order}")
+        return self
 
     @field_validator("train", "validation", "test", mode="before")
     @classmethod
@@ -122,6 +129,7 @@ class ProfileConfig(Section):
 
 class TrainConfig(Section):
     """steps             optimizer steps
+    exit_interval        each start ends after a step that it divides, with a checkpoint; 0: it does not
     objective            pretrain: next tokens of documents. Others on prompts with completions (docs/fine-tuning.md)
     reference            weights of the reference of dpo, kto and policy; None: those the run began with, which with
                          lora need no copy
@@ -136,6 +144,7 @@ class TrainConfig(Section):
     """
 
     steps: Positive
+    exit_interval: Natural = 0
     seq_length: Positive
     objective: ObjectiveName = "pretrain"
     reference: str | None = None
@@ -161,9 +170,15 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW, decoupled weight decay. decay_norms_and_biases: as torch's default; GPT-NeoX leaves them out."""
+    """kind       adamw, lion: decoupled weight decay; sgd: torch's; adamw8bit: moments in 8 bits (pip install torchao)
+    momentum      of sgd
+    decay_norms_and_biases   as torch's default; GPT-NeoX leaves them out
+    state_dtype   of adamw's moments
+    """
 
+    kind: Literal["adamw", "adamw8bit", "lion", "sgd"] = "adamw"
     lr: Above0 = 3e-4
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Above0 = 1e-8
     weight_decay: NonNegative = 0.1
@@ -176,6 +191,16 @@ class OptimizerConfig(Section):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"optimizer.betas must be in [0, 1), got {list(betas)}")
         return betas
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> "OptimizerConfig":
+        for name, kind in (("momentum", "sgd"), ("state_dtype", "adamw")):
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if self.kind != kind and value != default:
+                raise ValueError(
+                    f"optimizer.{name} must be {default} unless optimizer.kind is {kind}, got {value} for {self.kind}"
+                )
+        return self
 
 
 class ScheduleConfig(Section):
@@ -219,6 +244,8 @@ class ParallelConfig(Section):
 class CheckpointConfig(Section):
     """save      False: none are written.   folder: where; None: `checkpoints` in the run's folder
     load        where to start from, if `folder` holds none;   finetune: at step 0, with nothing but the weights there
+    load_optimizer   False: of `load` the weights, the step and the place in the data; the optimizer is new
+    load_rng    False: dropout's draws need not go on (those of a GPT-NeoX checkpoint cannot)
     every       steps between checkpoints, 0: at the end only; scale log: after 1, every, every^2 ... steps (GPT-NeoX's)
     keep_last   how many stay; None: all in a `folder` that is named here, else 2
     """
@@ -227,6 +254,8 @@ class CheckpointConfig(Section):
     folder: str | None = None
     load: str | None = None
     finetune: bool = False
+    load_optimizer: bool = True
+    load_rng: bool = True
     every: Natural = 0
     scale: Literal["linear", "log"] = "linear"
     extra_steps: tuple[int, ...] = ()
@@ -242,13 +271,17 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """every 0: never; steps: batches of each evaluation
     advance  each evaluation takes the next batches of the set, around and around; else always its first ones
-    at_end   validation after the last step, and data.test where that is given (the third share of a split is only kept)
+    tasks    of lm_eval, at each evaluation;  tasks_folder: YAML files of further ones;  task_limit: documents of each
+    at_end   validation after the last step, and test: data.test, or the third share of data.split
     """
 
     every: Natural = 0
     steps: Positive = 10
     advance: bool = False
     at_end: bool = True
+    tasks: tuple[str, ...] = ()
+    tasks_folder: str | None = None
+    task_limit: Positive | None = None
 
 
 class LoggingConfig(Section):

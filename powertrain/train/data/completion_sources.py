@@ -93,7 +93,8 @@ class _Opener:
     def _samples(self, sides: Sequence[CompletionData], examples: Integers, wanted: int) -> CompletionSamples:
         return CompletionSamples(
             sides, examples, seq_length=self.seq_length, num_samples=wanted, seed=self.seed,
-            vocab_size=self.tokenizer.vocab_size, packed=self.config.packed, truncate=self.config.truncate,
+            vocab_size=self.tokenizer.vocab_size, packed=self.config.packing != "unpacked",
+            truncate=self.config.allow_chopped,
         )  # fmt: skip
 
     def _sides(self, source: DataSource) -> list[CompletionData]:

@@ -1,6 +1,6 @@
 """Samples of packed documents: the tokens of an order's cut, their labels, and which document each belongs to."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,9 @@ class SampleSource(Protocol):
 class PackedSamples:
     """The documents of a data set, cut into samples of `seq_length` tokens by an order.
 
+    A sample of whole documents (whole_documents.py) that is shorter is padded with token 0, and with labels that count
+    in no loss where there is a data set of labels; without, its labels are those zeros, as in GPT-NeoX.
+
     vocab_size     a token that is not below it is an error that names file and document
     labels         a data set beside `data`, document for document: labels, negative where nothing is
     document_ids   tell the documents of a sample apart
@@ -85,17 +88,20 @@ class PackedSamples:
     def sample(self, index: int) -> Sample:
         """Sample number `index` of the run."""
         pieces = self._pieces(int(self.order.shuffle[index]))
-        text = self._read(self.data, pieces)
-        self._check(text, pieces, index)
+        read = self._read(self.data, pieces)
+        self._check(read, pieces, index)
+        text = self._fitted(read, 0)
         tokens = text[:-1]
-        labels = text[1:].copy() if self.labels is None else self._read(self.labels, pieces)[1:]
+        labels = text[1:].copy()
+        if self.labels is not None:
+            labels = self._fitted(self._read(self.labels, pieces), IGNORED)[1:].copy()
         labels[labels < 0] = IGNORED
         if self._eod is not None:
             labels[tokens == self._eod] = IGNORED
         ids = None
         if self._document_ids:
             lengths = [stop - start for _, start, stop in pieces]
-            ids = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)[:-1]
+            ids = self._fitted(np.repeat(np.arange(len(pieces), dtype=np.int32), lengths), len(pieces))[:-1]
             # the first piece may be an empty document
             ids -= ids[0]
         return Sample(tokens, labels, ids)
@@ -111,6 +117,13 @@ class PackedSamples:
         starts = [start] + [0] * (len(inner) - 1)
         pieces = [(document, at, int(sizes[document])) for document, at in zip(inner, starts, strict=True)]
         return [*pieces, (int(documents[last]), 0, stop + 1)]
+
+    def _fitted(self, values: npt.NDArray[Any], padding: int) -> npt.NDArray[Any]:
+        """A sample and the token after it; one of whole documents may be shorter, or longer."""
+        wanted = self.seq_length + 1
+        if len(values) == wanted:
+            return values
+        return np.pad(values[:wanted], (0, max(0, wanted - len(values))), constant_values=padding)
 
     def _read(self, data: IndexedData | DocumentSlice, pieces: list[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
         return np.concatenate([data.get(*piece) for piece in pieces]).astype(np.int64, copy=False)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from powertrain.runtime import tracing
 from powertrain.runtime.reading import one_line
 from powertrain.train.checksums import compare, crc_of, read_sums, write_sums
@@ -36,10 +38,11 @@ from powertrain.train.data.indexed import (
     token_dtype,
     verify,
 )
-from powertrain.train.data.packed import PackedSamples, SampleSource
+from powertrain.train.data.packed import IGNORED, PackedSamples, SampleSource
 from powertrain.train.data.quickstart import quickstart_files
-from powertrain.train.data.samples import cached_arrays, cached_order, split_bounds
+from powertrain.train.data.samples import SampleOrder, cached_arrays, cached_order, split_bounds
 from powertrain.train.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from powertrain.train.data.whole_documents import whole_document_order
 
 QUICKSTART = "quickstart"
 PARTS = ("train", "validation", "test")
@@ -82,7 +85,7 @@ def open_data(
         order depends on them, since they say how many epochs are shuffled together.
     tokenizer: instead of the one that the configuration names.
     cache: the folder of tokenized text, trained tokenizers and orders; else config.cache_folder, else the user's cache.
-    A held-out part for which the split leaves no document is None too, and said so.
+    A held-out part for which the split leaves no document is None too, and said so but for the test part.
     Raises ValueError or FileNotFoundError naming the file or key.
     """
     folder = cache or (Path(config.cache_folder) if config.cache_folder else user_cache())
@@ -249,7 +252,9 @@ class _Opener:
             return None
         parts = [part for part in parts if part.data.sizes[part.documents.start : part.documents.stop].any()]
         if not parts:
-            tracing.warn(f"data: no document is left for {name} (split {self.config.split!r}); there will be none")
+            # the test part of a split is often empty: a thousandth by default
+            if name != "test" or self.config.test:
+                tracing.warn(f"data: no document is left for {name} (split {self.config.split!r}); there will be none")
             return None
         if len(parts) == 1 and not (self.config.validation or self.config.test):
             return self._packed(parts[0], wanted)
@@ -265,15 +270,7 @@ class _Opener:
         return BlendedSamples(sources, chosen, within)
 
     def _packed(self, part: _Part, wanted: int) -> PackedSamples:
-        order = cached_order(
-            self.folder,
-            part.data.sizes,
-            part.documents,
-            seq_length=self.seq_length,
-            num_samples=wanted,
-            seed=self.seed,
-            order=self.config.order,
-        )
+        order = self._order(part, wanted)
         return PackedSamples(
             part.data,
             order,
@@ -283,6 +280,31 @@ class _Opener:
             document_ids=self.config.document_mask,
             eod=self.tokenizer.eod if self.config.eod_mask_loss else None,
         )
+
+    def _order(self, part: _Part, wanted: int) -> SampleOrder:
+        sizes, config = part.data.sizes, self.config
+        if config.packing == "packed":
+            return cached_order(
+                self.folder, sizes, part.documents, seq_length=self.seq_length, num_samples=wanted, seed=self.seed,
+                order=config.order,
+            )  # fmt: skip
+        if config.packing == "unpacked" and part.labels is None:
+            raise ValueError("data.packing must be packed or until_overflow without label data, got unpacked")
+        packing, labels = config.packing, part.labels
+        # GPT-NeoX looks at a token more of them where documents are packed
+        looked_at = self.seq_length + (packing == "until_overflow")
+
+        def build() -> SampleOrder:
+            return whole_document_order(
+                sizes, part.documents, packing=packing, seq_length=self.seq_length, num_samples=wanted,
+                seed=self.seed, allow_chopped=config.allow_chopped,
+                has_labels=lambda d: labels is None or bool((labels.get(d)[:looked_at] != IGNORED).any()),
+            )  # fmt: skip
+
+        span = f"{part.documents.start} {part.documents.stop}"
+        about = f"{packing} {span} {self.seq_length} {wanted} {self.seed} {config.allow_chopped} "
+        about += "" if labels is None else f"{labels.prefix} {labels.sizes.sum()} "
+        return SampleOrder(*cached_arrays(self.folder, about.encode() + np.ascontiguousarray(sizes).tobytes(), build))
 
 
 def _is_whole(prefix: Path) -> bool:

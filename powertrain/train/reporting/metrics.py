@@ -56,12 +56,23 @@ class EvaluationRecord:
     objective: dict[str, float] | None = None
 
 
+@dataclass(frozen=True)
+class TaskRecord:
+    """The metrics of a task of lm_eval ("acc", "acc_stderr" ...), after `step`."""
+
+    step: int
+    task: str
+    metrics: dict[str, float]
+
+
 class Sink(Protocol):
     """Receiver of every step's metrics: the screen, a file, TensorBoard, W&B, the report."""
 
     def step(self, record: StepRecord) -> None: ...
 
     def evaluation(self, record: EvaluationRecord) -> None: ...
+
+    def task(self, record: TaskRecord) -> None: ...
 
     def kernels(self, table: KernelTable) -> None:
         """Backend of each op in one step; once in a process."""
@@ -73,7 +84,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: a line per step, evaluation, kernel table or note.
+    """metrics.jsonl: a line per step, evaluation, task, kernel table or note.
 
     A resumed run appends after the step it resumed from; records of later steps are dropped. A damaged line is dropped
     with a warning, and the original file kept as .damaged. A line that does not fit on the disk is an OSError and
@@ -101,6 +112,9 @@ class JsonLines:
     def evaluation(self, record: EvaluationRecord) -> None:
         self._write("evaluation", asdict(record))
 
+    def task(self, record: TaskRecord) -> None:
+        self._write("task", asdict(record))
+
     def kernels(self, table: KernelTable) -> None:
         self._write("kernels", asdict(table))
 
@@ -122,7 +136,7 @@ class JsonLines:
         self._size += len(line)
 
 
-_STEP, _EVALUATION = TypeAdapter(StepRecord), TypeAdapter(EvaluationRecord)
+_STEP, _EVALUATION, _TASK = TypeAdapter(StepRecord), TypeAdapter(EvaluationRecord), TypeAdapter(TaskRecord)
 
 
 @dataclass
@@ -131,6 +145,7 @@ class Metrics:
 
     steps: list[StepRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
+    tasks: list[TaskRecord] = field(default_factory=list)
     notes: list[tuple[int, str]] = field(default_factory=list)  # (last step before it, text)
     kernels: KernelTable | None = None
 
@@ -149,6 +164,8 @@ def read_metrics(file: Path) -> Metrics:
                 metrics.steps.append(_STEP.validate_python(fields))
             elif kind == "evaluation":
                 metrics.evaluations.append(_EVALUATION.validate_python(fields))
+            elif kind == "task":
+                metrics.tasks.append(_TASK.validate_python(fields))
             elif kind == "kernels":
                 metrics.kernels = KernelTable.of(fields)
             elif kind == "note":

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from powertrain.train.checkpoint.store import find
 from powertrain.train.reporting.kernel_profile import KernelTable
-from powertrain.train.reporting.metrics import EvaluationRecord, StepRecord
+from powertrain.train.reporting.metrics import EvaluationRecord, StepRecord, TaskRecord
 from powertrain.train.reporting.run_summary import About
 
 _SMOOTHING = 0.95
@@ -66,6 +66,9 @@ class Lines:
     def evaluation(self, record: EvaluationRecord) -> None:
         self._print(evaluation_line(record))
 
+    def task(self, record: TaskRecord) -> None:
+        self._print(task_line(record))
+
     def kernels(self, table: KernelTable) -> None:
         self._print(kernels_line(table))
 
@@ -97,18 +100,21 @@ class Live:
             TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(), TaskProgressColumn(),
             TextColumn("[cyan]{task.fields[left]} left"), console=console, refresh_per_second=4,
         )  # fmt: skip
-        self.task: TaskID = self.progress.add_task("", total=steps, completed=resumed_at, left=self.pace.left)
+        self.bar: TaskID = self.progress.add_task("", total=steps, completed=resumed_at, left=self.pace.left)
         self.progress.start()
 
     def step(self, record: StepRecord) -> None:
         self.pace.see(record)
         self.progress.numbers = numbers(record, self.pace)
-        self.progress.update(self.task, completed=record.step, left=self.pace.left)
+        self.progress.update(self.bar, completed=record.step, left=self.pace.left)
         if record.skipped:
             self.note(f"step {record.step} skipped: its gradients were not finite")
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._print(f"[green]{evaluation_line(record)}[/]")
+
+    def task(self, record: TaskRecord) -> None:
+        self._print(f"[green]{escape(task_line(record))}[/]")
 
     def kernels(self, table: KernelTable) -> None:
         self._print(f"[dim]{escape(kernels_line(table))}[/]")
@@ -141,6 +147,11 @@ def numbers(record: StepRecord, pace: Pace) -> str:
 
 def evaluation_line(record: EvaluationRecord) -> str:
     return f"step {record.step}: {record.name} loss {record.loss:.4f} over {record.batches} batches"
+
+
+def task_line(record: TaskRecord) -> str:
+    values = [f"{name} {value:.4g}" for name, value in record.metrics.items() if "_stderr" not in name]
+    return f"step {record.step}: {record.task} {', '.join(values)}"
 
 
 def kernels_line(table: KernelTable) -> str:

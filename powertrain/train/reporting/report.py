@@ -16,7 +16,7 @@ from powertrain.runtime.reading import reading
 from powertrain.train.checkpoint.store import checkpoints_in, step_of
 from powertrain.train.reporting.chart import MOST_POINTS, WIDE, line_chart, series
 from powertrain.train.reporting.kernel_profile import KernelTable
-from powertrain.train.reporting.metrics import EvaluationRecord, Metrics, StepRecord, read_metrics
+from powertrain.train.reporting.metrics import EvaluationRecord, Metrics, StepRecord, TaskRecord, read_metrics
 from powertrain.train.reporting.progress import Pace, many, opening_facts, si
 from powertrain.train.reporting.run_summary import About
 
@@ -57,6 +57,8 @@ class ReportFile:
             write_report(self.folder)
             now = time.monotonic()
             self._ready = now + _SHARE * (now - started)
+
+    def task(self, record: TaskRecord) -> None: ...
 
     def kernels(self, table: KernelTable) -> None: ...
 
@@ -124,6 +126,10 @@ def _tiles(about: About, metrics: Metrics) -> list[tuple[str, str, str]]:
         mine = [record for record in metrics.evaluations if record.name == name]
         best = min(mine, key=lambda record: record.loss)
         tiles.append((f"{name} loss", f"{mine[-1].loss:.3f}", f"best {best.loss:.3f} at step {best.step:,}"))
+    for last in {record.task: record for record in metrics.tasks}.values():
+        for name, value in last.metrics.items():
+            if "_stderr" not in name:
+                tiles.append((f"{last.task} {name}", f"{value:.4g}", f"at step {last.step:,}"))
     tiles.append(("tokens seen", many(steps[-1].tokens), f"{about.tokens_per_step:,} a step"))
     tiles.append(("tokens/s", f"{_rate(steps):,.0f}", "median of all steps"))
     if (mfu := _median_mfu(steps)) is not None:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.reporting.kernel_profile import KernelTable
-from powertrain.train.reporting.metrics import EvaluationRecord, JsonLines, Sink, StepRecord
+from powertrain.train.reporting.metrics import EvaluationRecord, JsonLines, Sink, StepRecord, TaskRecord
 from powertrain.train.reporting.progress import Lines, Live
 from powertrain.train.reporting.report import ReportFile
 from powertrain.train.reporting.run_summary import About
@@ -86,6 +86,11 @@ class TensorBoard:
         self._writer.add_scalar(f"{record.name}/loss", record.loss, record.step)
         self._writer.flush()
 
+    def task(self, record: TaskRecord) -> None:
+        for name, value in record.metrics.items():
+            self._writer.add_scalar(f"{record.task}/{name}", value, record.step)
+        self._writer.flush()
+
     def kernels(self, table: KernelTable) -> None:
         rows = "\n".join(
             f"| {row.op} | {row.backend} | {row.milliseconds:.3f} | {row.share:.1%} |" for row in table.rows
@@ -117,6 +122,9 @@ class WandB:
     def evaluation(self, record: EvaluationRecord) -> None:
         # W&B accepts steps in ascending order only; values of the same step are merged
         self._run.log({f"{record.name}/loss": record.loss}, step=record.step)
+
+    def task(self, record: TaskRecord) -> None:
+        self._run.log({f"{record.task}/{name}": value for name, value in record.metrics.items()}, step=record.step)
 
     def kernels(self, table: KernelTable) -> None:
         for row in table.rows:

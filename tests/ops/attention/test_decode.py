@@ -2,13 +2,14 @@
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import combine, decode_kernels
+from powertrain.ops.attention import combine, decode_kernels, decode_schedule
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from powertrain.ops.attention.merge import merge_attentions
 from powertrain.ops.attention.triton.tiles import pieces
@@ -468,3 +469,40 @@ def test_splits_follow_from_what_a_window_reads() -> None:
 
     assert kernels(-1) == {"_decode_kernel", "_combine_kernel"}
     assert kernels(255) == {"_decode_kernel"}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lengths_far_apart(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are cut into parts by their lengths: one long among short, equal ones, empty ones, few and many."""
+    draws = random.Random(seed)
+    batch = draws.choice([2, 3, 9, 25])
+    target = Target.parse("sm_90")
+    target = replace(target, num_sms=draws.choice([2, 9, 64]))
+    monkeypatch.setattr(decode_kernels.Target, "of", lambda device: target)
+    page = draws.choice([None, 4, 16])
+    # a part has 512 keys or more elsewhere
+    monkeypatch.setattr(decode_schedule, "_LEAST_KEYS", 32)
+    decode_schedule._choose_parts.cache_clear()
+    longest = draws.choice([40, 170])
+    lengths = [draws.choice([0, 1, draws.randint(1, 40), longest]) for _ in range(batch)]
+    lengths[draws.randrange(batch)] = longest
+    queries, heads, kv_heads = draws.choice([1, 3]), 4, draws.choice([1, 2])
+    query = torch.randn(batch, queries, heads, 16, device=device)
+    seqlens = torch.tensor(lengths, dtype=draws.choice([torch.int32, torch.int64]), device=device)
+    options: dict[str, Any] = {"window_size": draws.choice([(-1, -1), (50, 0)])}
+    if draws.random() < 0.5:
+        options["sinks"] = torch.randn(heads, device=device)
+    if page is None:
+        keys, values = (torch.randn(batch, longest, kv_heads, 16, device=device) for _ in range(2))
+        if draws.random() < 0.5:
+            options["cache_leftpad"] = torch.tensor([draws.randint(0, n) for n in lengths], device=device)
+    else:
+        per_sequence = -(-longest // page)
+        keys, values = (torch.randn(batch * per_sequence, page, kv_heads, 16, device=device) for _ in range(2))
+        order = torch.randperm(batch * per_sequence, device=device)
+        options["page_table"] = order.view(batch, per_sequence).int()
+    expected, expected_lse = decode_attention_ref(query, keys, values, seqlens, **options)
+    out, lse = decode_attention(query, keys, values, seqlens, return_lse=True, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    assert torch.equal(out, decode_attention(query, keys, values, seqlens, **options))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from powertrain.compat.layout import unsupported
 from powertrain.compat.missing import unknown
+from powertrain.ops.conversion import unsupported
 from powertrain.ops.gemm.linear_activation import linear_activation
 
 __all__ = ["FusedDense", "FusedDenseGeluDense", "fused_dense_function"]

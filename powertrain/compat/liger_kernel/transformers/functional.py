@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from powertrain.compat.layout import unsupported
 from powertrain.compat.missing import unknown
 from powertrain.ops import activations, norm
+from powertrain.ops.conversion import unsupported
 from powertrain.ops.cross_entropy import cross_entropy
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 from powertrain.ops.rope import rope
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class CrossEntropyOutput(NamedTuple):
-    """Loss and what was asked for beside it."""
+    """The loss, and the other results that were requested."""
 
     loss: Tensor
     z_loss: Tensor | None = None

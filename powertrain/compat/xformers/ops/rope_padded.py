@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from powertrain.compat.layout import unsupported
 from powertrain.compat.missing import unknown
 from powertrain.compat.xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetPaddedKeysMask
+from powertrain.ops.conversion import unsupported
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks

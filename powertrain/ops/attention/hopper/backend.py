@@ -63,7 +63,7 @@ def why_not(problem: AttentionProblem) -> Iterator[Reason]:
             yield Reason(f"it has no {name}", "use triton")
 
 
-# results by device: of each plan, and of each padded head dim in any order and in turn
+# results by device: of each forward plan, and of each backward (padded head dim, deterministic)
 _self_tests: dict[Plan, dict[int | None, str | None]] = {}
 _backward_self_tests: dict[tuple[int, bool], dict[int | None, str | None]] = {}
 

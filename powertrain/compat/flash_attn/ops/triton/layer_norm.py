@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powertrain.compat.layout import unsupported
 from powertrain.compat.missing import unknown
 from powertrain.ops.bias_dropout_add import bias_dropout_add
+from powertrain.ops.conversion import unsupported
 from powertrain.ops.norm import layer_norm, rms_norm
 
 __all__ = ["RMSNorm", "layer_norm_fn", "rms_norm_fn"]

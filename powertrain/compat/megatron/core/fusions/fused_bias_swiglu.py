@@ -5,9 +5,9 @@ cpu_offload_input is a hint; fp8_input_store rounds what is saved there, so it i
 
 from torch import Tensor
 
-from powertrain.compat.layout import unsupported
 from powertrain.compat.missing import unknown
 from powertrain.ops import activations
+from powertrain.ops.conversion import unsupported
 
 __all__ = ["bias_swiglu", "bias_swiglu_impl", "swiglu", "weighted_bias_swiglu_impl", "weighted_swiglu"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powertrain.compat.layout import unsupported
 from powertrain.compat.missing import unknown
+from powertrain.ops.conversion import unsupported
 from powertrain.ops.softmax import FullyMasked, scaled_softmax
 from powertrain.runtime import checks
 

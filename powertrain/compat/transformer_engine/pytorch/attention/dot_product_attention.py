@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from powertrain.compat.layout import unit_stride, unsupported
 from powertrain.compat.missing import unknown
 from powertrain.ops.attention import attention, attention_backend, varlen_attention
 from powertrain.ops.attention.backend_preferences import current_preference, nvte_forbids
 from powertrain.ops.attention.select import verdicts
+from powertrain.ops.conversion import unit_stride, unsupported
 from powertrain.ops.philox import dropout_seed
 from powertrain.runtime import checks, tracing
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from powertrain.compat.layout import unsupported
 from powertrain.compat.missing import unknown
+from powertrain.ops.conversion import unsupported
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
 from powertrain.runtime import checks

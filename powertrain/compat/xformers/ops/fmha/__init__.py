@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from powertrain.compat.layout import gather_pages, unit_stride
 from powertrain.compat.xformers.ops.fmha import attn_bias
 from powertrain.compat.xformers.ops.fmha.attn_bias import (
     AttentionBias,
@@ -47,6 +46,7 @@ from powertrain.ops.attention import (
     varlen_attention,
 )
 from powertrain.ops.attention import merge_attentions as merge
+from powertrain.ops.conversion import gather_pages, unit_stride
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import use_kernel
 

@@ -1,0 +1,59 @@
+"""`powertrain evaluate`: a model's scores in tasks of lm_eval."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from powertrain.cli.generate import device_of
+from powertrain.cli.paths import must_exist
+
+
+def evaluate(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="a run's folder, or a checkpoint: ours, Hugging Face's, GPT-NeoX's")
+    ],
+    tasks: Annotated[str, typer.Option(help="names of lm_eval's tasks, a comma between them")],
+    tasks_folder: Annotated[Path | None, typer.Option(help="YAML files of further tasks", show_default=False)] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="examples before each; default: the task's")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="so many documents of each task; default: all")] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    output: Annotated[Path | None, typer.Option(help="a JSON file of the values", show_default=False)] = None,
+    device: Annotated[str | None, typer.Option(help="such as cuda:1; default: the first GPU, or the CPU")] = None,
+) -> None:
+    """Score a model in tasks of lm_eval, which the extra `evaluate` brings.
+
+    \b
+    powertrain evaluate runs/quickstart --tasks lambada_openai,piqa
+    powertrain evaluate pythia-160m --tasks mine --tasks-folder tasks --limit 100
+    """
+    must_exist([checkpoint, *([tasks_folder] if tasks_folder else [])])
+    from powertrain.runtime.extras import require
+
+    require("evaluate", "powertrain evaluate")
+    from powertrain.train.checkpoint.load import load_model
+    from powertrain.train.evaluation import Scorer
+    from powertrain.train.tasks import run_tasks
+
+    console = Console(soft_wrap=True)
+    try:
+        model, weights = load_model(checkpoint, device=device_of(device))
+        scorer = Scorer(model, weights.open_tokenizer(), batch_size=batch_size)
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        results = run_tasks(scorer, names, folder=tasks_folder, num_fewshot=num_fewshot, limit=limit)
+        if output is not None:
+            output.write_text(json.dumps(results, indent=1) + "\n")
+    except (ValueError, OSError) as error:
+        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
+        raise typer.Exit(2) from None
+    table = Table("task", "metric", "value", "±", box=None)
+    for task, metrics in results.items():
+        for name, value in metrics.items():
+            if "_stderr" not in name:
+                kind, comma, filtered = name.partition(",")
+                spread = metrics.get(f"{kind}_stderr{comma}{filtered}")
+                table.add_row(task, name, f"{value:.4f}", "" if spread is None else f"{spread:.4f}")
+    console.print(table)

@@ -1,0 +1,244 @@
+"""How the keys of a batch of sequences of different lengths are cut into parts, decided on the device from the lengths.
+
+With the same number of parts for each sequence the longest one works alone at the end: 32 sequences of 500 to 32768
+keys took 438 us on one H200, cut by their lengths 329 (copying as many bytes takes 319); one of 131072 among 63 of 1000
+3465 and 235. The host knows shapes only, so it chooses how many parts there may be in all; one program for each tile of
+queries reads the lengths and writes which part of which sequence each program of the decoding kernel works on. No host
+synchronisation, so CUDA graphs hold for all lengths; deterministic.
+
+Source: a scheduler on the device is the idea of FlashAttention-3's `get_scheduler_metadata`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.attention.combine import PartTable
+from powertrain.ops.shapes import cdiv, next_power_of_2
+from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
+
+
+@triton.jit
+def key_range(
+    length,
+    leftpad,
+    tile,
+    num_queries,
+    ratio,
+    left,
+    right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Keys that any row of a tile of queries sees, [first, last), of one sequence or of many."""
+    first, last = leftpad, length
+    if HAS_LEFT:
+        first = tl.maximum(first, tile * BLOCK_M // ratio + (length - num_queries) - left)
+    if HAS_RIGHT:
+        last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // ratio, num_queries - 1)
+        last = tl.minimum(last, last_query + (length - num_queries) + right + 1)
+    first = tl.maximum(first, 0)
+    return first, tl.maximum(last, first)
+
+
+@triton.jit
+def lengths_of(seqlens_ptr, leftpad_ptr, batch, inside, num_new, capacity):
+    """(length, first row) of sequences."""
+    length = tl.load(seqlens_ptr + batch, mask=inside, other=0).to(tl.int32) + num_new  # the shape of batch
+    leftpad = tl.zeros_like(length)
+    if leftpad_ptr is not None:
+        leftpad = tl.load(leftpad_ptr + batch, mask=inside, other=0).to(tl.int32)  # the shape of batch
+    return tl.minimum(length, capacity), leftpad
+
+
+@triton.jit
+def _blocks_of(
+    batch,
+    seqlens_ptr,
+    leftpad_ptr,
+    batches,
+    num_new,
+    capacity,
+    tile,
+    num_queries,
+    ratio,
+    left,
+    right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Blocks of keys that a tile of queries sees, of these sequences; 0 behind the last."""
+    length, pad = lengths_of(seqlens_ptr, leftpad_ptr, batch, batch < batches, num_new, capacity)
+    first, last = key_range(length, pad, tile, num_queries, ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M)
+    return tl.where(batch < batches, tl.cdiv(last, BLOCK_N) - first // BLOCK_N, 0)  # the shape of batch
+
+
+@triton.jit
+def _extra_parts(blocks, share, FILLS_ONCE: tl.constexpr):
+    """Parts of a sequence beyond its first, of about `share` blocks of keys. A quarter more is not cut, so that equal
+    lengths stay whole, unless all parts run at once, where the longest counts."""
+    slack = 0 if FILLS_ONCE else share // 4
+    return tl.maximum(tl.cdiv(blocks - slack, share), 1) - 1
+
+
+@kernel()
+def _schedule_kernel(
+    seqlens_ptr,
+    leftpad_ptr,
+    parts_ptr,
+    of_sequences_ptr,
+    batches,
+    num_queries,
+    ratio,
+    num_new,
+    capacity,
+    extra,
+    least,
+    left,
+    right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    FILLS_ONCE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """One tile of queries: every sequence's keys are cut into parts of about the same size, in all at most `extra`
+    beyond one a sequence.
+
+    parts [tiles, extra + batches, 3] int32: (sequence, its part, how many it has), first the parts that are extra,
+    sequence `batches` where there are fewer, then the first one of each sequence.
+    of_sequences [batches, tiles, 2]: (the first of its extra parts, how many parts it has).
+    """
+    tile = tl.program_id(0)
+    tiles = tl.num_programs(0)
+    total = 0
+    for start in range(0, batches, BLOCK_B):
+        blocks = _blocks_of(
+            start + tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries,
+            ratio, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        total += tl.sum(blocks)
+    # sum of floor(blocks / share) <= total / share <= extra
+    share = tl.maximum(tl.cdiv(total, extra), least)
+    if FILLS_ONCE:  # the sequences are one block: look for the smallest share
+        safe = share
+        blocks = _blocks_of(
+            tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left,
+            right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        share = tl.maximum(tl.cdiv(total, extra + batches), least)
+        for _ in range(6):
+            needed = tl.sum(_extra_parts(blocks, share, True))
+            closer = tl.maximum(share + 1, tl.cdiv(share * (needed + batches), extra + batches))
+            share = tl.where(needed > extra, closer, share)
+        share = tl.where(tl.sum(_extra_parts(blocks, share, True)) > extra, safe, share)
+
+    parts_ptr += tile * (extra + batches) * 3
+    before = 0
+    for start in range(0, batches, BLOCK_B):
+        batch = start + tl.arange(0, BLOCK_B)
+        blocks = _blocks_of(
+            batch, seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left, right,
+            HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        more = tl.where(batch < batches, _extra_parts(blocks, share, FILLS_ONCE), 0)
+        begin = before + tl.cumsum(more) - more
+        before += tl.sum(more)
+        row, of_sequence = parts_ptr + (extra + batch) * 3, of_sequences_ptr + (batch * tiles + tile) * 2
+        tl.store(row, batch, mask=batch < batches)  # [BLOCK_B]
+        tl.store(row + 1, tl.zeros_like(batch), mask=batch < batches)  # [BLOCK_B]
+        tl.store(row + 2, more + 1, mask=batch < batches)  # [BLOCK_B]
+        tl.store(of_sequence, begin, mask=batch < batches)  # [BLOCK_B]
+        tl.store(of_sequence + 1, more + 1, mask=batch < batches)  # [BLOCK_B]
+    tl.debug_barrier()  # begin and number of parts of every sequence are read back below
+    for first in range(0, extra, BLOCK_E):
+        part = first + tl.arange(0, BLOCK_E)
+        sequence = tl.zeros([BLOCK_E], tl.int32)
+        begin_of_it = tl.zeros([BLOCK_E], tl.int32)
+        parts_of_it = tl.zeros([BLOCK_E], tl.int32)
+        for start in range(0, batches, BLOCK_B):
+            batch = start + tl.arange(0, BLOCK_B)
+            of_sequence = of_sequences_ptr + (batch * tiles + tile) * 2
+            begin = tl.load(of_sequence, mask=batch < batches, other=0)  # [BLOCK_B]
+            parts = tl.load(of_sequence + 1, mask=batch < batches, other=1)  # [BLOCK_B]
+            end = begin + parts - 1
+            passed = (batch < batches)[:, None] & (end[:, None] <= part[None, :])  # [BLOCK_B, BLOCK_E]
+            is_it = (begin[:, None] <= part[None, :]) & (part[None, :] < end[:, None])
+            sequence += tl.sum(passed.to(tl.int32), axis=0)
+            begin_of_it += tl.sum(tl.where(is_it, begin[:, None], 0), axis=0)
+            parts_of_it += tl.sum(tl.where(is_it, parts[:, None], 0), axis=0)
+        row = parts_ptr + part * 3
+        tl.store(row, sequence, mask=part < extra)  # [BLOCK_E]
+        tl.store(row + 1, part - begin_of_it + 1, mask=part < extra)  # [BLOCK_E]
+        tl.store(row + 2, parts_of_it, mask=part < extra)  # [BLOCK_E]
+
+
+# how many times over the parts fill the GPU, where they cannot all run at once
+_WAVES = 4
+_LEAST_KEYS = 512  # of a part
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose_parts(sequences: int, tiles: int, keys: int, per_sm: int, target: Target) -> tuple[int, bool]:
+    """(parts beyond one a sequence, whether all parts run at once), where `tiles` programs work on each part."""
+    # 32 sequences of 500 to 32768 keys, 32/8 heads, us, if parts beyond 1 a sequence fill the GPU 1, 2, 3, 4, 6 times:
+    #   dense 417, 342, 325, 324, 326; pages of 16 392, 366, 357, 345, 333; one of 32768 among 500 60, 65, 65, 71, 73
+    at_once = target.num_sms * per_sm // max(1, tiles)
+    if at_once >= 2 * sequences:
+        return at_once - sequences, True
+    return max(
+        1, min(sequences * cdiv(keys, _LEAST_KEYS), cdiv(_WAVES * target.num_sms * per_sm, max(1, tiles)))
+    ), False
+
+
+class KeysSeen(NamedTuple):
+    """Which keys of its cache a sequence's queries see."""
+
+    seqlens: Tensor  # [B], before the append
+    leftpad: Tensor | None  # [B]
+    num_new: int
+    capacity: int
+    left: int  # -1: all
+    right: int  # -1: all
+
+
+def schedule(
+    keys: KeysSeen,
+    batch: int,
+    queries: int,
+    ratio: int,
+    programs: int,
+    seen: int,
+    plan: tuple[int, int, int],
+    target: Target,
+) -> tuple[Tensor, PartTable]:
+    """(parts [tiles, number of parts, 3] as `_schedule_kernel` writes them, the table for `combine`).
+
+    ratio     query heads of a kv head
+    programs  of a part: kv heads times tiles of queries
+    seen      the most keys that the queries of a sequence see
+    plan      rows of a tile of queries, keys of a block, programs that run on one SM at a time
+    """
+    block_m, block_n, per_sm = plan
+    tiles = cdiv(queries * ratio, block_m)
+    extra, fills_once = _choose_parts(batch, programs, seen, per_sm, target)
+    device = keys.seqlens.device
+    parts = torch.empty((tiles, extra + batch, 3), dtype=torch.int32, device=device)
+    table = PartTable(torch.empty((batch, tiles, 2), dtype=torch.int32, device=device), ratio, block_m, extra)
+    _schedule_kernel[(tiles,)](
+        keys.seqlens, keys.leftpad, parts, table.parts, batch, queries, ratio, keys.num_new, keys.capacity, extra,
+        cdiv(_LEAST_KEYS, block_n), keys.left, keys.right, HAS_LEFT=keys.left >= 0, HAS_RIGHT=keys.right >= 0,
+        FILLS_ONCE=fills_once, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=min(256, next_power_of_2(batch)), BLOCK_E=32,
+        num_warps=4,
+    )  # fmt: skip
+    return parts, table

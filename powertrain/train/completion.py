@@ -1,0 +1,75 @@
+"""Text out of a model: prompts in batches, strings and tokens that end an answer, log-probabilities."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from powertrain.models.causal_lm import CausalLM
+from powertrain.models.generate import Row, Sampler, complete
+from powertrain.train.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One prompt and what followed.
+
+    text       up to the first of the strings that end it
+    row        its tokens, their log-probabilities and why it ended; tokens of an ending string are among them
+    """
+
+    prompt: str
+    text: str
+    row: Row
+
+
+@dataclass(frozen=True)
+class Completer:
+    """Continues texts.
+
+    stops, stop_tokens   an answer ends before the first of these; at the end of a document always
+    batch_size           prompts that are continued together, those of similar length
+    """
+
+    model: CausalLM
+    tokenizer: Tokenizer
+    sampler: Sampler
+    max_new_tokens: int
+    stops: Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()
+    batch_size: int = 8
+
+    def __call__(self, prompts: Sequence[str]) -> Iterator[Completion]:
+        """Each prompt's continuation, in order; an empty prompt stands for the beginning of a document.
+
+        Raises ValueError for a prompt that is too long, and for an empty one where the tokenizer ends no document.
+        """
+        for start in range(0, len(prompts), self.batch_size):
+            batch = prompts[start : start + self.batch_size]
+            for prompt, row in zip(batch, self.rows([self.tokens_of(prompt) for prompt in batch]), strict=True):
+                yield Completion(prompt, self.text_of(row), row)
+
+    def tokens_of(self, prompt: str) -> list[int]:
+        tokens = self.tokenizer.encode(prompt)
+        if tokens:
+            return tokens
+        if self.tokenizer.eod is None:
+            raise ValueError("prompt must not be empty for a tokenizer with no end-of-document token, got an empty one")
+        return [self.tokenizer.eod]
+
+    def rows(self, prompts: Sequence[Sequence[int]]) -> list[Row]:
+        """What follows tokens, all in one batch."""
+        return complete(
+            self.model, prompts, max_new_tokens=self.max_new_tokens, sampler=self.sampler, eod=self.tokenizer.eod,
+            stop_tokens=self.stop_tokens, stop=self._stops if self.stops else None,
+        )  # fmt: skip
+
+    def text_of(self, row: Row) -> str:
+        return cut(self.tokenizer.decode(row.tokens), self.stops)
+
+    def _stops(self, tokens: list[int]) -> bool:
+        text = self.tokenizer.decode(tokens)
+        return any(stop in text for stop in self.stops)
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """A text up to the first of these strings in it."""
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

@@ -1,0 +1,193 @@
+"""Where a run begins: at a checkpoint of its own, in the midst of a training in GPT-NeoX, or with weights at step 0."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from powertrain.train.agreement import done_by_all
+from powertrain.train.checkpoint import store as checkpoint_store
+from powertrain.train.checkpoint.load import (
+    NAMES,
+    Weights,
+    fill,
+    fitted,
+    model_of,
+    open_weights,
+    refuse_another,
+    with_rows,
+)
+from powertrain.train.checkpoint.neox_training import NeoXTraining
+from powertrain.train.config.schema import RunConfig
+from powertrain.train.model_setup import is_base, reset_magnitudes
+from powertrain.train.optim import Optimizer
+
+
+@dataclass
+class Progress:
+    """Progress of a run, as a checkpoint records it beside the tensors.
+
+    skipped   steps by which GPT-NeoX's schedules are behind: those whose gradients overflowed
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    skipped: int = 0
+
+
+class Restored(NamedTuple):
+    """note: a line of the log;  source: of the report, a checkpoint and the settings changed since."""
+
+    progress: Progress
+    note: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Restorer:
+    """Fills an optimizer's tensors, its model's among them. An error on one rank is raised on all.
+
+    samples_per_step   of the whole run
+    """
+
+    config: RunConfig
+    optimizer: Optimizer
+    samples_per_step: int
+    group: dist.ProcessGroup | None
+
+    def resume(self, checkpoint: Path) -> Restored:
+        """Go on from a run's checkpoint. Raises CheckpointError, or ValueError naming a field that differs."""
+        facts = done_by_all(lambda: self._facts_of_run(checkpoint), self.group)
+        checkpoint_store.load(checkpoint, self.optimizer.tensors(), group=self.group)
+        self.optimizer.weights_from_masters()
+        progress = Progress(facts["step"], facts["samples"], facts["tokens"], facts.get("skipped", 0))
+        changed = _changed(facts["config"], self.config.model_dump(mode="json"))
+        return _at(progress, checkpoint, changed)
+
+    def start_from(self, path: Path) -> Restored:
+        """Go on from the checkpoint at `path`, a run's or GPT-NeoX's; or begin at step 0 with the weights there.
+
+        With checkpoint.finetune always the latter. Without load_optimizer only the optimizer and its schedule are new.
+        Raises FileNotFoundError where there are none, ValueError naming the mismatch with this run's model, and what of
+        a GPT-NeoX checkpoint cannot go on here.
+        """
+        weights = done_by_all(lambda: open_weights(path), self.group)
+        settings = self.config.checkpoint
+        if settings.finetune or not (weights.is_run or weights.training):
+            self._fill_weights(weights)
+            return Restored(Progress(), f"weights from {weights.path} ({NAMES[weights.kind]})")
+        if weights.is_run:
+            checkpoint = checkpoint_store.find(path) or weights.path
+            return self.resume(checkpoint) if settings.load_optimizer else self._new_optimizer(weights, checkpoint)
+        return self._go_on_from_neox(weights)
+
+    def _new_optimizer(self, weights: Weights, checkpoint: Path) -> Restored:
+        facts = done_by_all(lambda: self._facts_of_run(checkpoint), self.group)
+        self._fill_weights(weights)
+        progress = Progress(facts["step"], facts["samples"], facts["tokens"], facts["step"])
+        return _at(progress, checkpoint, ["checkpoint.load_optimizer true -> false"])
+
+    def _go_on_from_neox(self, weights: Weights) -> Restored:
+        assert weights.training is not None
+        training = done_by_all(weights.training, self.group)
+        done_by_all(lambda: self._refuse_rng(weights), self.group)
+        samples = training.step * self.samples_per_step
+        progress = Progress(training.step, samples, samples * self.config.train.seq_length, training.step)
+        changed = [] if training.samples in (None, 0, samples) else [f"samples {training.samples} -> {samples}"]
+        if self.config.checkpoint.load_optimizer:
+            done_by_all(lambda: self._fill_training(weights, training), self.group)
+            self.optimizer.weights_from_masters()
+            progress.skipped = training.step - training.scheduled
+            changed += _other_schedule(training.schedule, self.config)
+        else:
+            self._fill_weights(weights)
+            changed.append("no_load_optim false -> true")
+        return _at(progress, weights.path, changed)
+
+    def _fill_weights(self, weights: Weights) -> None:
+        # adapters and a value head begin anew
+        ours = {name: tensor for name, tensor in self._named("model.").items() if is_base(name)}
+        done_by_all(lambda: fill(ours, fitted(weights, self.config.model).tensors()), self.group)
+        self.optimizer.weights_from_masters()
+        reset_magnitudes(self.optimizer.model, self.optimizer)
+
+    def _fill_training(self, weights: Weights, training: NeoXTraining) -> None:
+        fitted(weights, self.config.model)
+        ours = self._named("", without="scaler.")
+        fill(ours, ((name, tensor) for name, tensor in self._of_training(training) if name in ours))
+        scaler = self.optimizer.scaler
+        values = training.scaler(scaler.config) if scaler and scaler.config.static is None else None
+        for name, value in (values or {}).items():
+            scaler.tensors()[name].fill_(value)  # type: ignore[union-attr]
+
+    def _of_training(self, training: NeoXTraining) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in training.tensors(self.optimizer.kinds):
+            kind, _, ours = name.partition(".")
+            yield name, tensor if kind == "step" else with_rows(ours, tensor, self.config.model.vocab_size)
+
+    def _named(self, start: str, without: str = "\0") -> dict[str, Tensor]:
+        """The optimizer's tensors whose names start so, under the rest of their names."""
+        tensors = self.optimizer.tensors()
+        return {
+            n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start) and not n.startswith(without)
+        }
+
+    def _refuse_rng(self, weights: Weights) -> None:
+        model = self.config.model
+        rates = {name: getattr(model, name, 0.0) for name in ("hidden_dropout", "attention_dropout")}
+        if self.config.checkpoint.load_rng and any(rates.values()):
+            name, rate = next((name, rate) for name, rate in rates.items() if rate)
+            raise ValueError(
+                f"checkpoint.load: the random state of {weights.path} cannot go on here, and {name} is {rate}: set "
+                "no_load_rng: true (checkpoint.load_rng: false) to go on with other draws of dropout"
+            )
+
+    def _facts_of_run(self, checkpoint: Path) -> dict[str, Any]:
+        """A checkpoint's facts. Raises CheckpointError, or ValueError naming a field that this run's model has not."""
+        facts = checkpoint_store.read_facts(checkpoint)
+        if facts.get("weights_only"):
+            raise checkpoint_store.CheckpointError(
+                f"{checkpoint} holds weights only, of another run; name it in checkpoint.load and keep it out of "
+                f"{self.config.checkpoint_folder()}"
+            )
+        if not all(isinstance(facts.get(name), int) for name in ("step", "samples", "tokens")):
+            raise checkpoint_store.CheckpointError(
+                f"{checkpoint}/checkpoint.json must give step, samples and tokens as numbers"
+            )
+        refuse_another(model_of(facts, checkpoint), self.config.model, checkpoint)
+        return facts
+
+
+def _at(progress: Progress, path: Path, changed: list[str]) -> Restored:
+    source = str(path) + (f", with other settings: {', '.join(changed)}" if changed else "")
+    return Restored(progress, f"resumed step {progress.step} from {path}", source)
+
+
+def _changed(before: Any, now: Any, name: str = "") -> list[str]:
+    """`key old -> new` of settings that differ, except paths of outputs."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [key for key in now if name or key not in ("checkpoint", "evaluation", "logging")]
+        return [line for key in keys for line in _changed(before.get(key), now[key], f"{name}.{key}".lstrip("."))]
+    return [] if before == now else [f"{name} {before} -> {now}"]
+
+
+def _other_schedule(theirs: dict[str, Any], config: RunConfig) -> list[str]:
+    """The same of a schedule that GPT-NeoX saved. The config's counts, as with its override_lr_scheduler."""
+    schedule = config.schedule
+    ours: dict[str, Any] = {
+        "start_lr": config.optimizer.lr, "min_lr": schedule.min_lr, "warmup_iter": schedule.warmup_steps,
+        "end_iter": schedule.decay_steps or config.train.steps, "decay_style": schedule.kind,
+    }  # fmt: skip
+    return [f"{name} {theirs[name]} -> {value}" for name, value in ours.items()
+            if name in theirs and not _equal(theirs[name], value)]  # fmt: skip
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return math.isclose(a, b, rel_tol=1e-9)
+    return bool(a == b)

@@ -1,0 +1,70 @@
+"""Tasks of lm_eval, over a model of ours."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from powertrain.runtime.extras import require
+from powertrain.train.evaluation import Scorer, evaluating
+
+
+def run_tasks(
+    scorer: Scorer,
+    tasks: Sequence[str],
+    *,
+    folder: Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+) -> dict[str, dict[str, float]]:
+    """Task -> metric -> value, by lm_eval; groups of tasks have a line of their own where lm_eval gives one.
+
+    folder   of YAML files that define further tasks;  limit: documents of each task
+    Raises MissingExtra without lm_eval, ValueError for a task that it does not know.
+    """
+    require("evaluate", "evaluation by tasks")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    unknown = [task for task in tasks if task not in manager.all_tasks]
+    if unknown:
+        where = "" if folder is None else f" or in {folder}"
+        raise ValueError(f"tasks must be known to lm_eval{where}, got {', '.join(unknown)}")
+    with evaluating(scorer.model):
+        found = simple_evaluate(
+            lm_eval_model(scorer), tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager,
+            random_seed=None, numpy_random_seed=None, torch_random_seed=None, log_samples=False, bootstrap_iters=1000,
+        )  # fmt: skip
+    assert found is not None
+    return {task: _numbers(values) for task, values in found["results"].items()}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """`acc,none` -> acc; standard errors that are not known are left out."""
+    kept = {name: value for name, value in values.items() if isinstance(value, (int, float)) and "," in name}
+    return {name.removesuffix(",none"): float(value) for name, value in kept.items()}
+
+
+def lm_eval_model(scorer: Scorer) -> Any:
+    """The scorer as an `lm_eval.api.model.LM`, for `lm_eval.simple_evaluate(lm_eval_model(scorer), tasks=[...])`.
+
+    Raises MissingExtra without lm_eval.
+    """
+    require("evaluate", "a model for lm_eval")
+    from lm_eval.api.model import LM
+
+    class PowertrainModel(LM):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self._device = scorer.device
+
+        def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            return scorer.loglikelihood([request.args for request in requests])
+
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+            return scorer.loglikelihood_rolling([request.args[0] for request in requests])
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            return scorer.generate_until([request.args for request in requests])
+
+    return PowertrainModel()

@@ -1,0 +1,111 @@
+"""Text out of a model: what ends it, files of prompts and answers, the keyboard, beginnings of documents."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from powertrain.cli import app
+from powertrain.models.generate import Sampler, complete, generate
+from powertrain.train.checkpoint.load import load_model
+from powertrain.train.completion import Completer, cut
+from powertrain.train.data.tokenizer import ByteTokenizer
+from tests.train.tiny_run import open_trainer
+
+PROMPTS = ["line 7", "of the text, of 49", "no"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    trainer = open_trainer(folder, "train.steps=30", "optimizer.lr=1e-2", "evaluation.at_end=false", sinks=lambda t: [])
+    trainer.fit()
+    trainer.close()
+    return folder / "run"
+
+
+def _said(run: Path, *words: str, keyboard: str | None = None) -> Any:
+    options = ["generate", str(run), "--device", "cpu", "--max-new-tokens", "12", "--temperature", "0", *words]
+    return CliRunner().invoke(app, options, input=keyboard)
+
+
+def _greedy(run: Path, prompts: list[str]) -> list[list[int]]:
+    model, _ = load_model(run, device="cpu")
+    tokens = [list(prompt.encode()) or [0] for prompt in prompts]
+    return generate(model, tokens, max_new_tokens=12, sampler=Sampler(temperature=0), eod=0)
+
+
+def test_a_file_of_prompts_becomes_a_file_of_answers(run: Path, tmp_path: Path) -> None:
+    """With the keys of GPT-NeoX's files; batches of prompts of other lengths change nothing."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join([*PROMPTS, "", ""]))
+    result = _said(run, "--input", str(file), "--logprobs", "--batch-size", "2")
+    assert result.exit_code == 0, result.output
+    answers = [json.loads(line) for line in Path(f"{file}.output.jsonl").read_text().splitlines()]
+    assert [a["context"] for a in answers] == PROMPTS
+    for answer, tokens in zip(answers, _greedy(run, PROMPTS), strict=True):
+        assert answer["tokens"] == tokens and answer["text"] == ByteTokenizer().decode(tokens)
+        assert answer["length"] == len(answer["logprobs"]) == len(tokens)
+        assert answer["finished"] == (len(tokens) < 12) and answer["reason"] == (
+            "eod" if answer["finished"] else "length"
+        )
+
+
+def test_prompts_end_where_one_says(run: Path, tmp_path: Path) -> None:
+    file, output = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    file.write_text("two\nlines\n--\n\nthree")
+    assert _said(run, "--input", str(file), "--output", str(output), "--prompt-end", r"\n--\n").exit_code == 0
+    assert [json.loads(line)["context"] for line in output.read_text().splitlines()] == ["two\nlines", "three"]
+    file.write_text("\n\n")
+    assert "must hold prompts, got none" in _said(run, "--input", str(file)).output
+
+
+def test_beginnings_of_documents(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    assert _said(run, "--num-samples", "3", "--output", str(output), "--temperature", "1").exit_code == 0
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(answers) == 3 and {a["context"] for a in answers} == {""} and len({a["text"] for a in answers}) > 1
+    assert _said(run).output.strip() == ByteTokenizer().decode(_greedy(run, [""])[0]).strip()
+
+
+def test_an_answer_ends_before_a_text_or_a_token(run: Path) -> None:
+    whole = ByteTokenizer().decode(_greedy(run, PROMPTS[:1])[0])
+    for words, end in ((["--stop", whole[4:6]], whole[4:6]), (["--stop-token", str(ord(whole[5]))], whole[5])):
+        output = _said(run, "--prompt", PROMPTS[0], *words).output
+        assert output.rstrip("\n").endswith(PROMPTS[0] + whole[: whole.index(end)])
+    assert cut("a stop b end", ["end", "stop", "none"]) == "a " and cut("a", []) == cut("a", ["b"]) == "a"
+
+
+def test_the_keyboard(run: Path) -> None:
+    """A line is a prompt; one that is too long is said and the next one is taken; an empty one ends."""
+    result = _said(run, "--interactive", keyboard=f"{PROMPTS[0]}\n{'x' * 70}\n{PROMPTS[2]}\n\nnever\n")
+    assert result.exit_code == 0, result.output
+    first, _, last = (ByteTokenizer().decode(t) for t in _greedy(run, PROMPTS))
+    assert PROMPTS[0] + first in result.output and PROMPTS[2] + last in result.output
+    assert "prompts must have fewer than" in result.output and "never" not in result.output
+    assert _said(run, "--interactive", keyboard="").exit_code == 0
+
+
+def test_log_probabilities_on_the_screen(run: Path) -> None:
+    model, _ = load_model(run, device="cpu")
+    row = complete(model, [list(b"no")], max_new_tokens=12, sampler=Sampler(temperature=0), eod=0)[0]
+    output = _said(run, "--prompt", "no", "--logprobs").output
+    for token, logprob in zip(row.tokens, row.logprobs, strict=True):
+        assert f"{ByteTokenizer().decode([token])!r} {logprob:.3f}" in output
+
+
+def test_prompts_come_from_one_place(run: Path, tmp_path: Path) -> None:
+    result = _said(run, "--prompt", "a", "--interactive")
+    assert result.exit_code == 2 and "from one of --prompt" in result.output
+
+
+def test_an_empty_prompt_needs_an_end_of_document() -> None:
+    class NoEnd(ByteTokenizer):
+        eod = None
+
+    completer = Completer(torch.nn.Identity(), NoEnd(), Sampler(), 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must not be empty for a tokenizer with no end-of-document token"):
+        completer.tokens_of("")
