@@ -30,6 +30,9 @@ _PUBLIC = {
     "cross_entropy": "powertrain.ops.cross_entropy",
     "linear_cross_entropy": "powertrain.ops.linear_cross_entropy",
     "fp8_linear": "powertrain.ops.fp8.linear",
+    "linear_log_probs": "powertrain.ops.linear_log_probs",
+    "lora_linear": "powertrain.ops.lora_linear",
+    "lora": "powertrain.nn.lora",
     "grouped_gemm": "powertrain.ops.grouped_gemm",
     "moe_route": "powertrain.ops.moe",
     "moe_permute": "powertrain.ops.moe",
@@ -48,7 +51,7 @@ _PUBLIC = {
     "trace": "powertrain.runtime.tracing",
 }
 
-_PACKAGES = ("compat", "nn", "parallel")
+_PACKAGES = ("compat", "losses", "nn", "parallel")
 
 __all__ = ["__version__", *_PACKAGES, *_PUBLIC]
 

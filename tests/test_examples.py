@@ -15,6 +15,7 @@ EXAMPLES = ROOT / "examples"
 # script -> packages beyond those of powertrain[train]
 NEEDS = {
     "pretrain.py": (),
+    "fine_tune.py": (),
     "continue_from_hugging_face.py": ("transformers",),
     "patch_hf_trainer.py": ("transformers", "accelerate"),
     "accelerate_loop.py": ("transformers", "accelerate"),

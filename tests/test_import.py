@@ -66,7 +66,7 @@ def test_public_name(name: str) -> None:
 
 
 def test_all_and_dir() -> None:
-    assert set(powertrain.__all__) == {"__version__", "compat", "nn", "parallel", *powertrain._PUBLIC}
+    assert set(powertrain.__all__) == {"__version__", "compat", "losses", "nn", "parallel", *powertrain._PUBLIC}
     assert dir(powertrain) == sorted(powertrain.__all__)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "powertrain"
-ORDER = ["runtime", "ops", "quant", "parallel", "nn", "models", "train", "compat", "cli"]
+ORDER = ["runtime", "ops", "losses", "quant", "parallel", "nn", "models", "train", "compat", "cli"]
 BELOW = {layer: set(ORDER[: index + 1]) for index, layer in enumerate(ORDER)}
 # beside the order: what each of these may import; cli, on top, may import them too
 BELOW |= {side: {"runtime", side} for side in ("testing", "builder", "doctor")}

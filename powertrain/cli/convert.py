@@ -16,6 +16,7 @@ class Kind(str, Enum):
     powertrain = "powertrain"
     hf = "hf"
     neox = "neox"
+    peft = "peft"
 
 
 class DType(str, Enum):
@@ -46,6 +47,8 @@ def convert(
     powertrain convert runs/quickstart quickstart-hf --to hf --dtype bf16
     powertrain convert checkpoints/global_step143000 pythia-hf --to hf --config 160M.yml
     powertrain convert pythia-160m pythia-neox --to neox --model-parallel-size 2
+    powertrain convert runs/lora adapter --to peft
+    powertrain convert adapter merged-hf --to hf
     """
     must_exist([source, *(config or ())])
     from powertrain.train.checkpoint.convert import LogitsDiffer

@@ -1,5 +1,6 @@
 """`powertrain preprocess`: text to .bin/.idx, in parallel."""
 
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,15 @@ from rich.console import Console
 if TYPE_CHECKING:
     from powertrain.train.data.encode import Counts, Encoding
     from powertrain.train.data.tokenizer import Tokenizer
+
+
+class Records(str, Enum):
+    """What a record has: powertrain/train/data/completions.py."""
+
+    messages = "messages"
+    pairs = "pairs"
+    labels = "labels"
+    advantages = "advantages"
 
 
 def preprocess(
@@ -27,6 +37,10 @@ def preprocess(
     jsonl_key: Annotated[str, typer.Option(help="where the text of a jsonl line is")] = "text",
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out documents that are damaged")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUTPUT if it is there")] = False,
+    completions: Annotated[
+        Records | None,
+        typer.Option(help="records of prompts with completions, for fine-tuning: OUTPUT_document and others"),
+    ] = None,
 ) -> None:
     """Tokenize text into Megatron's and GPT-NeoX's .bin/.idx, byte for byte as GPT-NeoX's preprocess_data.py does.
 
@@ -36,6 +50,7 @@ def preprocess(
     \b
     powertrain preprocess corpus.jsonl.zst --output data/corpus --tokenizer tokenizer.json --append-eod --workers 8
     powertrain preprocess books/ --output data/books --tokenizer books.json --train-tokenizer 8192 --append-eod
+    powertrain preprocess pairs.jsonl --output data/dpo --tokenizer tokenizer.json --completions pairs
     """
     from powertrain.train.data.corpus import find_files
     from powertrain.train.data.encode import Encoding
@@ -45,6 +60,9 @@ def preprocess(
     try:
         files = find_files(inputs)
         chosen = _tokenizer(files, tokenizer, train_tokenizer, jsonl_key, skip_bad, overwrite, console)
+        if completions is not None:
+            _write_completions(files, output, chosen, completions, skip_bad, overwrite, console)
+            return
         encoding = Encoding(chosen, token_dtype(chosen.vocab_size), jsonl_key, append_eod)
         counts = _encoded(files, output, encoding, workers, skip_bad, overwrite, console)
     except (OSError, ValueError, RuntimeError) as error:
@@ -57,6 +75,28 @@ def preprocess(
         f"left out: {len(counts.bad)} bad, {counts.empty} empty",
         soft_wrap=True,
     )
+
+
+def _write_completions(
+    files: list[Path],
+    output: Path,
+    tokenizer: "Tokenizer",
+    form: Records,
+    skip_bad: bool,
+    overwrite: bool,
+    console: Console,
+) -> None:
+    from powertrain.train.data.completions import CompletionEncoding, files_of, write_completions
+    from powertrain.train.data.corpus import raw_documents
+    from powertrain.train.data.indexed import folder_of
+
+    folder_of(output)
+    encoding = CompletionEncoding(tokenizer, form.value)
+    count, bad = write_completions(raw_documents(files), output, encoding, skip_bad=skip_bad, overwrite=overwrite)
+    for message in bad[:20]:
+        console.print(f"left out: {_plain(message)}", soft_wrap=True)
+    names = ", ".join(side.tokens for side in files_of(output, form.value))
+    console.print(f"{names}: {count} examples; left out: {len(bad)} bad", soft_wrap=True)
 
 
 def _tokenizer(

@@ -16,6 +16,9 @@ from powertrain.nn.cache import KVCache
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 
+# a function of the head's input [B, S, D], its weight [V, D] and its bias
+Read = Callable[[Tensor, Tensor, Tensor | None], Any]
+
 
 class CausalLM(nn.Module):
     """Tokens to logits, or to the loss; the head never stores the logits while training.
@@ -25,6 +28,8 @@ class CausalLM(nn.Module):
         forward(tokens, labels [B, S] int64) -> mean loss over labels that are not -100, in nats, float32 []
         position_ids [B, S], document_ids [B, S]: packed documents; see Context
         cache: keys and values of earlier tokens; tokens are the new ones. `lengths` [B] int32 says how many of S count
+        read: called with the head's input [B, S, D], weight [V, D] and bias, its result is returned: here, because
+            parameters that FSDP shards are whole only while their module's forward runs
         logits_at [B] int64: the one position of each row whose logits are wanted -> [B, V]
     Built on the meta device it takes no memory; `to_empty` and `init_weights` follow.
     """
@@ -65,13 +70,16 @@ class CausalLM(nn.Module):
         lengths: Tensor | None = None,
         logits_at: Tensor | None = None,
         z_loss: float = 0.0,
-    ) -> Tensor:
+        read: Read | None = None,
+    ) -> Any:
         states = self.hidden_states(tokens, self.sharding.context(tokens, Context(position_ids, document_ids, cache)))
         if cache is not None:
             cache.advance(tokens.shape[1] if lengths is None else lengths)
         head = partial(_head, self.embed.weight, None) if self.head is None else self.head
         if labels is None:
             states = self.sharding.gather_states(states, tokens)
+        if read is not None:
+            return head(states, read=read)
         if logits_at is not None:
             states = states[torch.arange(len(states), device=states.device), logits_at]
         if labels is None:
@@ -138,13 +146,23 @@ class Unsharded:
 class Head(nn.Linear):
     """states [..., D] -> logits [..., V]; with labels [...] their mean loss, and no logits are stored."""
 
-    def forward(self, states: Tensor, labels: Tensor | None = None, *, z_loss: float = 0.0) -> Tensor:
-        return _head(self.weight, self.bias, states, labels, z_loss=z_loss)
+    def forward(
+        self, states: Tensor, labels: Tensor | None = None, *, z_loss: float = 0.0, read: Read | None = None
+    ) -> Any:
+        return _head(self.weight, self.bias, states, labels, z_loss=z_loss, read=read)
 
 
 def _head(
-    weight: Tensor, bias: Tensor | None, states: Tensor, labels: Tensor | None = None, *, z_loss: float = 0.0
-) -> Tensor:
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    labels: Tensor | None = None,
+    *,
+    z_loss: float = 0.0,
+    read: Read | None = None,
+) -> Any:
+    if read is not None:
+        return read(states, weight, bias)
     if labels is None:
         return F.linear(states, weight, bias)
     return linear_cross_entropy(states, weight, labels, bias=bias, z_loss=z_loss)

@@ -24,10 +24,23 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
     norms = {f"{name}.weight" for name, module in model.named_modules() if "norm" in type(module).__name__.lower()}
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if p.dim() == 1:
+            if name.endswith((".lora_A", ".lora_B")):
+                _draw_adapter(p, name, seed)
+            elif p.dim() == 1:
                 p.fill_(1.0 if name in norms else 0.0)
             else:
                 _draw(p, name, config, seed)
+
+
+def _draw_adapter(p: Tensor, name: str, seed: int) -> None:
+    """lora_A as `LoRALinear.reset_adapter` draws it, lora_B 0: the layer computes what it does without."""
+    generator = torch.Generator(p.device).manual_seed(_seed_of(seed, name))
+    full = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
+    if name.endswith(".lora_A"):
+        full.uniform_(-(p.shape[1] ** -0.5), p.shape[1] ** -0.5, generator=generator)
+    if isinstance(p, DTensor):
+        full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
+    p.copy_(full)
 
 
 def _draw(p: Tensor, name: str, config: ModelConfig, seed: int) -> None:

@@ -6,6 +6,7 @@ recorded for the GPU asked about (runtime/recording.py), and the tensors that au
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,14 @@ from torch import Tensor, nn
 
 from powertrain.models import build
 from powertrain.ops.attention.explain import Explanation, explain_attention
+from powertrain.ops.linear_log_probs import Teacher, linear_log_probs
 from powertrain.parallel.experts import rehearse_experts
 from powertrain.runtime.recording import record
 from powertrain.runtime.target import Target
 from powertrain.train import fp8
 from powertrain.train.config.schema import RunConfig
+from powertrain.train.model_setup import add_trained_parts
+from powertrain.train.objective import has_frozen_copy
 from powertrain.train.optim import DTYPES, Optimizer, state_bytes
 
 if TYPE_CHECKING:
@@ -103,6 +107,7 @@ class Report:
 def lint(config: RunConfig, targets: list[Target], *, world_size: int = 1) -> Report:
     """Everything that can be known of a run before it starts. Raises ValueError where the model refuses its config."""
     model = build(config.model)
+    add_trained_parts(model, config)
     activations = _activations(config, model)
     tensor = config.parallel.tensor
     memory = _memory(config, model, {mode: size // tensor for mode, size in activations.items()}, world_size)
@@ -169,12 +174,33 @@ def _narrow(model: nn.Module, config: RunConfig) -> None:
 
 
 def _loss(model: nn.Module, config: RunConfig) -> Tensor:
-    shape = (config.train.micro_batch_size, config.train.seq_length)
+    objective = config.train.objective
+    rows = config.train.micro_batch_size * (2 if objective in ("dpo", "reward") else 1)
+    shape = (rows, config.train.seq_length)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     packed: dict[str, Tensor] = {}
-    if config.data.document_mask:
+    if config.data.document_mask or objective != "pretrain":
         packed = {"document_ids": torch.empty(shape, dtype=torch.int32, device="meta"), "position_ids": tokens}
-    return model(tokens, tokens, z_loss=config.train.z_loss, **packed)
+    if objective in ("pretrain", "sft"):
+        return model(tokens, tokens, z_loss=config.train.z_loss, **packed)
+    return model(tokens, read=partial(_completion_loss, config, tokens), **packed)
+
+
+def _completion_loss(config: RunConfig, labels: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Something that launches what the objective's log-probabilities do, those of its reference among them."""
+    objective, teacher, temperature = config.train.objective, None, 1.0
+    if objective == "reward":
+        return states.sum()
+    if objective == "distill":
+        teacher = Teacher(states.detach(), weight.detach(), beta=config.train.distill.beta)
+        temperature = config.train.distill.temperature
+    with torch.no_grad():
+        linear_log_probs(states, weight, labels, bias=bias)
+    found = linear_log_probs(
+        states, weight, labels, bias=bias, entropy=objective in ("policy", "distill"), teacher=teacher,
+        temperature=temperature,
+    )  # fmt: skip
+    return found.log_probs.sum() if found.divergence is None else found.divergence.sum()
 
 
 def _groups(model: nn.Module) -> list[Group]:
@@ -250,6 +276,7 @@ def _memory(config: RunConfig, model: nn.Module, activations: dict[str, int], wo
     """Of one rank. One process: 16-bit weights beside fp32 masters; sharded: fp32 shards, gathered in 16 bits."""
     parallel, train = config.parallel, config.train
     elements = sum(p.numel() for p in model.parameters()) / parallel.tensor
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / parallel.tensor
     width = DTYPES[train.precision].itemsize
     ranks = max(world_size // parallel.tensor, 1)
     shards = ranks // parallel.replicate if parallel.shard < 0 else parallel.shard * parallel.context
@@ -258,17 +285,19 @@ def _memory(config: RunConfig, model: nn.Module, activations: dict[str, int], wo
     if world_size == 1:
         master = 4 if width < 4 else 0
         gradient = 4 if train.gradient_accumulation_steps > 1 else width
-        sizes = (elements * width, elements * gradient, elements * (master + moments))
+        sizes = (elements * width, trained * gradient, trained * (master + moments))
     elif parallel.strategy == "ddp":
-        sizes = (elements * (4 + (width if width < 4 else 0)), elements * 4, elements * moments)
+        sizes = (elements * (4 + (width if width < 4 else 0)), trained * 4, trained * moments)
     else:
         layers: Any = model.layers
         layer = max(sum(p.numel() for p in block.parameters()) for block in layers) / parallel.tensor
         gathered = 2 * layer if parallel.reshard_after_forward else elements
         # between micro-batches FSDP2 keeps a rank's gradients whole, in the dtype that they are summed in
-        kept = elements * DTYPES[train.reduce_dtype].itemsize if train.gradient_accumulation_steps > 1 else 0
-        sizes = (elements * 4 / shards + gathered * width, elements * 4 / shards + kept, elements * moments / shards)
+        kept = trained * DTYPES[train.reduce_dtype].itemsize if train.gradient_accumulation_steps > 1 else 0
+        sizes = (elements * 4 / shards + gathered * width, trained * 4 / shards + kept, trained * moments / shards)
     weights, gradients, optimizer = (int(size) for size in sizes)
+    if has_frozen_copy(config):  # whole on every rank
+        weights += int(elements * parallel.tensor * width)
     return Memory(weights, gradients, optimizer, activations, train.activation_checkpointing)
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from powertrain.models import build
 from powertrain.models.parallelize import parallelize
+from powertrain.nn.lora import lora, lora_layers
 from powertrain.parallel.overlap import Overlap
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.optim import DTYPES, Optimizer
@@ -20,6 +21,7 @@ def build_model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | N
     """
     # on the meta device until it is sharded: no rank allocates the whole model
     model, overlap = build(config.model), None
+    add_trained_parts(model, config)
     for block in model.layers:
         block.recompute = config.train.activation_checkpointing
     if ranks.mesh is not None:
@@ -47,7 +49,44 @@ def to_low_precision(model: nn.Module, optimizer: Optimizer, config: RunConfig, 
         masters[f"model.{name}"].copy_(values)
     if config.train.gradient_accumulation_steps > 1:
         for p in model.parameters():
-            p.grad_dtype = torch.float32
+            if p.requires_grad:
+                p.grad_dtype = torch.float32
+
+
+def add_trained_parts(model: nn.Module, config: RunConfig) -> None:
+    """The value head of objective reward, and the adapters of train.lora, which freeze the rest; on the meta device."""
+    if config.train.objective == "reward":
+        add_value_head(model)
+    if config.train.lora is not None:
+        adapters = config.train.lora
+        lora(
+            model, rank=adapters.rank, alpha=adapters.alpha, targets=adapters.targets or "all-linear",
+            dropout=adapters.dropout, rslora=adapters.rslora, dora=adapters.dora,
+        )  # fmt: skip
+        # beside adapters the value head is trained too
+        for name, p in model.named_parameters():
+            p.requires_grad_(not is_base(name))
+
+
+def add_value_head(model: nn.Module) -> None:
+    """`model.value` [1, hidden_size]: the reward of a token's state."""
+    config: Any = model.config
+    model.add_module("value", nn.Linear(config.hidden_size, 1, bias=False, device="meta"))
+
+
+@torch.no_grad()
+def reset_magnitudes(model: nn.Module, optimizer: Optimizer) -> None:
+    """DoRA's magnitudes of the weights that are there now."""
+    masters = optimizer.tensors()
+    for name, layer in lora_layers(model).items():
+        if layer.lora_magnitude is not None:
+            layer.reset_magnitude()
+            masters[f"model.{name}.lora_magnitude"].copy_(layer.lora_magnitude)
+
+
+def is_base(name: str) -> bool:
+    """Whether a parameter of this name is one of the model itself: no adapter's, not the value head."""
+    return ".lora_" not in name and not name.startswith("value.")
 
 
 def set_gradient_sync(model: Any, last: bool) -> None:

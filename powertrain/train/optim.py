@@ -68,9 +68,7 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: OptimizerConfig, train: TrainConfig) -> None:
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        # state of a model beside its parameters: the biases of routers
-        parameters = dict(model.named_parameters())
-        self.buffers = {name: b for name, b in model.state_dict().items() if name not in parameters}
+        self.model = model
         self.max_norm = train.gradient_clipping
         matrices = [p for p in self.parameters if p.dim() > 1 or config.decay_norms_and_biases]
         others = [p for p in self.parameters if not (p.dim() > 1 or config.decay_norms_and_biases)]
@@ -117,7 +115,9 @@ class Optimizer:
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint needs, by name, live: float32 weights, moments, step counts, loss scale."""
         self.rule.init_state()
-        by_name: dict[str, Tensor] = {f"model.{name}": buffer for name, buffer in self.buffers.items()}
+        trained = set(self.names)
+        # what no gradient reaches: the biases of routers, weights that are frozen beside adapters
+        by_name = {f"model.{name}": t for name, t in self.model.state_dict().items() if name not in trained}
         for name, p in zip(self.names, self.parameters, strict=True):
             state = self.rule.state[p]
             by_name[f"model.{name}"] = state.get("master", p.detach())

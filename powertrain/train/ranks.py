@@ -268,6 +268,7 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
     _, shard, context, tensor = mesh_shape(config.parallel, world_size)
     if config.parallel.expert > 1:
         check_expert(config.model, config.parallel.expert, shard, tensor)
+    _check_objective(config, world_size, context, tensor)
     if tensor > 1:
         check_tensor(config.model, tensor)
     if context > 1:
@@ -276,6 +277,17 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
             raise ValueError(
                 f"parallel.context must be at most train.seq_length ({config.train.seq_length}), got {context}"
             )
+
+
+def _check_objective(config: RunConfig, world_size: int, context: int, tensor: int) -> None:
+    """Raise NotImplementedError, naming the key, for what training after pretraining does not do yet."""
+    train, name = config.train, config.train.objective
+    if name not in ("pretrain", "sft") and context > 1:
+        raise NotImplementedError(f"parallel.context must be 1 for train.objective {name}, got {context}")
+    if train.lora is not None and tensor > 1:
+        raise NotImplementedError(f"parallel.tensor must be 1 with train.lora, got {tensor}")
+    if train.lora is not None and train.lora.dora and world_size > 1:
+        raise NotImplementedError(f"train.lora.dora must be false with several ranks, got true on {world_size}")
 
 
 def connect(launch_env: LaunchEnv, config: RunConfig) -> Ranks:

@@ -24,6 +24,7 @@ from powertrain.train.checkpoint.load import (
 )
 from powertrain.train.checkpoint.neox_training import NeoXTraining
 from powertrain.train.config.schema import RunConfig
+from powertrain.train.model_setup import is_base, reset_magnitudes
 from powertrain.train.optim import Optimizer
 
 
@@ -119,9 +120,11 @@ class Restorer:
         return _at(progress, weights.path, changed)
 
     def _fill_weights(self, weights: Weights) -> None:
-        ours = {name: t for name, t in self._named("model.").items() if not fp8.is_statistic(name)}
+        # adapters, a value head and FP8 statistics begin anew
+        ours = {n: t for n, t in self._named("model.").items() if is_base(n) and not fp8.is_statistic(n)}
         done_by_all(lambda: fill(ours, fitted(weights, self.config.model).tensors()), self.group)
         self.optimizer.weights_from_masters()
+        reset_magnitudes(self.optimizer.model, self.optimizer)
 
     def _fill_training(self, weights: Weights, training: NeoXTraining) -> None:
         fitted(weights, self.config.model)

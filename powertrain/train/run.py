@@ -19,10 +19,12 @@ from powertrain.train.checkpoint.load import kinds_at
 from powertrain.train.checkpoint.store import find, write_json
 from powertrain.train.config.reader import Run
 from powertrain.train.config.schema import RunConfig
+from powertrain.train.data.completion_sources import open_completions
 from powertrain.train.data.sources import Data, open_data, open_tokenizer
 from powertrain.train.data.tokenizer import Tokenizer, padded_vocab_size
 from powertrain.train.host_memory import keep_freed_memory
 from powertrain.train.lint import rehearse
+from powertrain.train.objective import FORMATS
 from powertrain.train.ranks import LaunchEnv, be_deterministic, check_parallel, connect
 from powertrain.train.reporting.metrics import Sink
 from powertrain.train.signals import ENDING
@@ -70,10 +72,11 @@ def open_run_data(config: RunConfig, tokenizer: Tokenizer, dp_size: int) -> Data
     per_step = train.micro_batch_size * train.gradient_accumulation_steps * dp_size
     evaluated = evaluation.steps * train.micro_batch_size * dp_size
     held_out = (evaluated if evaluation.every or evaluation.at_end else 0, evaluated if evaluation.at_end else 0)
-    return open_data(
-        config.data, seq_length=train.seq_length, num_samples=(train.steps * per_step, *held_out), seed=train.seed,
-        tokenizer=tokenizer,
-    )  # fmt: skip
+    wanted = (train.steps * per_step, *held_out)
+    sizes: dict[str, Any] = dict(seq_length=train.seq_length, num_samples=wanted, seed=train.seed, tokenizer=tokenizer)
+    if train.objective == "pretrain":
+        return open_data(config.data, **sizes)
+    return open_completions(config.data, FORMATS[train.objective], **sizes)
 
 
 def start(run: Run, launch_env: LaunchEnv, make_sinks: MakeSinks, *, fresh: bool = False) -> Trainer:

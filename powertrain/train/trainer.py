@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.models.flops import flops_per_token
-from powertrain.models.sequence_sharding import normalize_labels
 from powertrain.quant.model import shared_weights
 from powertrain.quant.scales import update_scales
 from powertrain.runtime import tracing
@@ -24,7 +23,14 @@ from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import Batch, batches
 from powertrain.train.evaluation import Scorer
-from powertrain.train.model_setup import balance_experts, build_model, set_gradient_sync, to_low_precision
+from powertrain.train.model_setup import (
+    balance_experts,
+    build_model,
+    reset_magnitudes,
+    set_gradient_sync,
+    to_low_precision,
+)
+from powertrain.train.objective import make_objective
 from powertrain.train.optim import Optimizer, Stepped
 from powertrain.train.ranks import Ranks, disconnect
 from powertrain.train.reporting.kernel_profile import StepWatch
@@ -68,6 +74,8 @@ class Trainer:
         self.fp8 = fp8.quantize(self.model, config.fp8)
         self.optimizer = Optimizer(self.model, config.optimizer, config.train)
         to_low_precision(self.model, self.optimizer, config, ranks)
+        reset_magnitudes(self.model, self.optimizer)
+        self.objective = make_objective(self.model, config, ranks.device)
         self.checkpoints = _checkpoints(config, ranks)
         self.flops_per_token = flops_per_token(self.model, config.train.seq_length)
         self.peak_flops = _peak_flops(config, ranks)
@@ -147,26 +155,29 @@ class Trainer:
         return exits or self._stopping or (self.should_stop and self.ranks.world_size == 1)
 
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
-        """Gradients of the mean loss over the global batch's counted tokens; returns that loss, and whether any rank
-        wants to stop.
+        """Gradients of the mean loss over what counts in the global batch; returns that loss, whether any rank wants
+        to stop, and the objective's metrics.
 
         FSDP averages gradients over the ranks that read different data, so each states its part times their number.
         """
         ranks = self.ranks
-        counted = ranks.sum_over_data(_counted(micro_batches))
+        counted = ranks.sum_over_data(torch.stack([self.objective.count(batch) for batch in micro_batches]).sum())
         total = torch.zeros((), device=ranks.device)
+        metrics = torch.zeros(len(self.objective.metrics), device=ranks.device)
         with shared_weights(self.model) if len(micro_batches) > 1 else contextlib.nullcontext():
             for index, batch in enumerate(micro_batches):
                 # earlier micro-batches accumulate locally: one reduction per step
                 set_gradient_sync(self.model, index == len(micro_batches) - 1)
-                labels, weight = normalize_labels(batch.labels, counted)
                 with self._timed("forward"):
-                    loss = self._loss(batch._replace(labels=labels)) * (weight * ranks.dp_size)
+                    share, seen = self.objective(batch, counted)
+                    loss = share * ranks.dp_size
                 with self._timed("backward"):
                     self.optimizer.scaled(loss).backward()
                 total += loss.detach()
+                metrics += seen * ranks.dp_size
         # the stop flag rides on the loss's all-reduce: all ranks see it at the same step without another collective
-        return self.ranks.mean(torch.stack([total, torch.full_like(total, float(self.should_stop))]))
+        stop = torch.full_like(total, float(self.should_stop))
+        return self.ranks.mean(torch.cat([torch.stack([total, stop]), metrics]))
 
     def _log_overlap(self) -> None:
         """After the first forward and backward: which way each product of tensor parallelism takes, and why."""
@@ -177,10 +188,8 @@ class Trainer:
         self._note(f"tensor parallelism over {size} ranks, transport {transport}\n{self.overlap.explain()}")
 
     def _loss(self, batch: Batch) -> Tensor:
-        return self.model(
-            batch.tokens, batch.labels, position_ids=batch.position_ids, document_ids=batch.document_ids,
-            z_loss=self.config.train.z_loss,
-        )  # fmt: skip
+        """The mean over this batch alone."""
+        return self.objective(batch, self.objective.count(batch))[0]
 
     @torch.no_grad()
     def evaluate(self, name: str) -> float | None:
@@ -190,22 +199,23 @@ class Trainer:
             return None
         train, ranks = self.config.train, self.ranks
         self.model.eval()
-        sums = torch.zeros(2, device=ranks.device)  # losses, tokens
+        sums = torch.zeros(2 + len(self.objective.metrics), device=ranks.device)  # losses, what counts, metrics
         limit = min(len(source), self.config.evaluation.steps * train.micro_batch_size * ranks.dp_size)
         count, first = 0, 0 if name == "test" else self._first_evaluated(len(source), limit)
         for batch in self._batches(source, first, first + limit):
             batch = batch.to(ranks.device)
-            labels, weight = normalize_labels(batch.labels, torch.ones((), device=ranks.device))
-            sums += torch.stack([self._loss(batch._replace(labels=labels)) * weight, weight])
+            loss, metrics = self.objective(batch, torch.ones((), device=ranks.device))
+            sums += torch.cat([torch.stack([loss, self.objective.count(batch)]), metrics])
             count += 1
         self.model.train()
         if not count:
             return None
         ranks.sum_over_data(sums)
-        loss = float(sums[0] / sums[1])
-        self._emit("evaluation", EvaluationRecord(self.progress.step, name, loss, count))
+        mean, _, *numbers = (sums / sums[1]).tolist()
+        seen = dict(zip(self.objective.metrics, numbers, strict=True)) or None
+        self._emit("evaluation", EvaluationRecord(self.progress.step, name, mean, count, seen))
         self._clock = Moment(self.ranks.device)
-        return loss
+        return float(mean)
 
     def evaluate_tasks(self) -> dict[str, dict[str, float]]:
         """The metrics of evaluation.tasks; every rank computes all of them, since parameters may be sharded."""
@@ -334,7 +344,7 @@ class Trainer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        loss, stop, grad_norm, skipped, scale = pending.numbers()
+        loss, stop, *metrics, grad_norm, skipped, scale = pending.numbers()
         self._stopping = stop > 0
         self.progress.skipped += bool(skipped)
         # time between the ends of two steps on the device
@@ -347,6 +357,7 @@ class Trainer:
         record = StepRecord(
             pending.step, loss, grad_norm, pending.lr, bool(skipped), scale, pending.tokens, spent, rate, mfu,
             _memory(), seconds(pending.spans) or None,
+            dict(zip(self.objective.metrics, metrics, strict=True)) or None,
         )  # fmt: skip
         self._emit("step", record)
         self._stop_if_bad(record, pending.batches)
@@ -455,11 +466,6 @@ def save_step(step: int, every: int, scale: str) -> bool:
     while step % every == 0:
         step //= every
     return step == 1
-
-
-def _counted(micro_batches: list[Batch]) -> Tensor:
-    """Labels that count, float32 []."""
-    return torch.stack([(batch.labels != -100).sum() for batch in micro_batches]).sum().float()
 
 
 def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint_store.Checkpoints:

@@ -15,7 +15,7 @@ from powertrain.testing.numerics import check
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 IDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-MATMULS = ("attention", "varlen_attention", "grouped_gemm", "fp8_linear")  # cast under autocast
+MATMULS = ("attention", "varlen_attention", "grouped_gemm", "fp8_linear", "lora_linear")  # cast under autocast
 
 every_case = pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
 
@@ -84,7 +84,7 @@ def test_autocast(case: Case, device: torch.device) -> None:
         dtypes[0] = torch.bfloat16
     assert [t.dtype for t in actual] == dtypes
     for a, b in zip(actual, expected, strict=True):
-        if case.op in ("linear_cross_entropy", *MATMULS):
+        if case.op in ("linear_cross_entropy", "linear_log_probs", *MATMULS):
             torch.testing.assert_close(a.float(), b, rtol=2e-2, atol=2e-2)
             assert not torch.equal(a, b)
         elif case.op != "bias_dropout_add":  # which draws another mask every time

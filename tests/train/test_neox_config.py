@@ -95,6 +95,13 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     by_part |= {
         f"{part}_{kind}" for part in ("train", "valid", "test") for kind in ("data_weights", "label_data_paths")
     }
+    by_part |= {f"{part}_reward_data_paths" for part in ("train", "valid", "test")}
+    by_part |= {
+        f"{side}_{part}_{kind}"
+        for side in ("pos", "neg")
+        for part in ("train", "valid", "test")
+        for kind in ("data_paths", "label_data_paths")
+    }
     # fused whatever they say
     words = ("whatever", "same result")
     no_effect = {key for key, row in KEYS.items() if row.disposition == "mapped" and any(w in row.words for w in words)}
@@ -134,8 +141,8 @@ def test_what_is_not_there_is_refused_when_switched_on_only(key: str, tmp_path: 
         ({"norm": "scalenorm"}, "rmsnorm"),
         ({"pos_emb": "rpe"}, "rotary"),
         ({"activation": "mish"}, "swiglu"),
-        ({"train_impl": "DPO"}, "next-token"),
-        ({"dataset_impl": "pairwise"}, "gpt2"),
+        ({"train_impl": "reinforce"}, "train.objective policy"),
+        ({"dataset_impl": "online"}, "gpt2"),
         ({"data_impl": "cached"}, "preprocess"),
         ({"tokenizer_type": "TiktokenTokenizer"}, "tokenizer.json"),
         ({"norm": "non_parametric_layernorm"}, "use layernorm or rmsnorm"),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from powertrain.models import huggingface
+from powertrain.models import huggingface, peft
 from powertrain.train.checkpoint import neox as neox_checkpoint
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.checkpoint.load import Kind, Weights, build_from, open_weights
@@ -76,7 +76,8 @@ def convert(
     partial.mkdir(parents=True)
     try:
         _WRITERS[to](partial, written, dtype, tokenizer, (pipe_parallel_size, model_parallel_size))
-        compared = _compare(source, open_weights(partial, to), dtype) if check else None
+        # adapters compute nothing without the model below them
+        compared = _compare(source, open_weights(partial, to), dtype) if check and to != "peft" else None
         if compared is not None and not compared.ok:
             raise LogitsDiffer(
                 f"{destination}: logits must be those of {source.path} to {_TOLERANCE:g} of the largest "
@@ -147,7 +148,22 @@ def _name_of(tokenizer: Tokenizer) -> str:
     return "CharLevelTokenizer" if tokenizer.vocab_size == 512 else "bytes"
 
 
-_WRITERS: dict[Kind, Callable[..., None]] = {"hf": _write_hf, "neox": _write_neox, "powertrain": _write_ours}
+def _write_peft(
+    folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, _: tuple[int, int]
+) -> None:
+    """The adapters alone; adapter_config.json names the weights that the run began with."""
+    if source.adapters is None:
+        raise ValueError(f"{source.path} must have adapters (train.lora) to be written as PEFT's, got none")
+    adapters = {
+        name: adapter if dtype is None else adapter._replace(A=adapter.A.to(dtype), B=adapter.B.to(dtype))
+        for name, adapter in source.adapters().items()
+    }
+    peft.write_adapter(folder, source.config, adapters, base=source.base)
+
+
+_WRITERS: dict[Kind, Callable[..., None]] = {
+    "hf": _write_hf, "neox": _write_neox, "powertrain": _write_ours, "peft": _write_peft,
+}  # fmt: skip
 
 
 def _cast(source: Weights, dtype: torch.dtype | None) -> huggingface.Named:

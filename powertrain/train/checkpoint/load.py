@@ -1,5 +1,6 @@
 """Weights of a run's checkpoint, a Hugging Face folder or a GPT-NeoX checkpoint, detected from the files."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,20 +10,23 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from powertrain.models import ModelConfig, build, configure, huggingface
+from powertrain.models import ModelConfig, build, configure, huggingface, peft
 from powertrain.models.causal_lm import CausalLM
-from powertrain.runtime.reading import reading
+from powertrain.models.peft import Adapter
+from powertrain.nn.lora import merged
+from powertrain.runtime.reading import read_json, reading
 from powertrain.train.checkpoint import neox as neox_checkpoint
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.checkpoint.neox_training import NeoXTraining
+from powertrain.train.config.objectives import LoRAConfig
 from powertrain.train.config.schema import DataConfig, RunConfig
 from powertrain.train.optim import DTYPES
 
 if TYPE_CHECKING:
     from powertrain.train.data.tokenizer import Tokenizer
 
-Kind = Literal["powertrain", "hf", "neox"]
-NAMES: dict[Kind, str] = {"powertrain": "Powertrain", "hf": "Hugging Face", "neox": "GPT-NeoX"}
+Kind = Literal["powertrain", "hf", "neox", "peft"]
+NAMES: dict[Kind, str] = {"powertrain": "Powertrain", "hf": "Hugging Face", "neox": "GPT-NeoX", "peft": "PEFT"}
 # tensors that a run's checkpoint is asked for at once
 _BYTES_AT_ONCE = 1 << 30
 # fields of a model's config that may change when training continues from other weights
@@ -41,6 +45,8 @@ class Weights:
     tensors      () -> (our name, tensor), each read when it comes
     is_run       a run's checkpoint, with an optimizer and a place in the data
     training     of GPT-NeoX's that it is from the midst or the end of; None: weights alone
+    adapters        of a run with LoRA, or of PEFT's folder; in `tensors` they are merged
+    base            of adapters: the weights that they were trained on, where those have a path
     """
 
     path: Path
@@ -51,6 +57,8 @@ class Weights:
     tokenizer: DataConfig | str | None = None
     is_run: bool = False
     training: Callable[[], NeoXTraining] | None = None
+    adapters: Callable[[], Mapping[str, Adapter]] | None = None
+    base: str | None = None
 
     def open_tokenizer(self) -> "Tokenizer":
         """The one it was trained with. Raises FileNotFoundError if the folder has none."""
@@ -90,11 +98,12 @@ def open_weights(path: Path, kind: Kind | None = None, configs: Sequence[Path] =
         got = " and ".join(NAMES[k] for k in kinds) or ("nothing of the kind" if path.exists() else "no such path")
         raise FileNotFoundError(
             f"{path} must be a checkpoint (step_…), a Hugging Face folder (config.json) or a GPT-NeoX checkpoint "
-            f"(global_step…), got {got}"
+            f"(global_step…), or PEFT's adapters (adapter_config.json), got {got}"
         )
     if configs and kinds[0] != "neox":
         raise ValueError(f"--config must be given for a GPT-NeoX checkpoint only, got {NAMES[kinds[0]]}'s: {path}")
-    return {"powertrain": _ours, "hf": _hf, "neox": lambda path: _neox(path, configs)}[kinds[0]](path)
+    openers = {"powertrain": _ours, "hf": _hf, "neox": lambda path: _neox(path, configs), "peft": _peft}
+    return openers[kinds[0]](path)
 
 
 def kinds_at(path: Path) -> list[Kind]:
@@ -103,6 +112,7 @@ def kinds_at(path: Path) -> list[Kind]:
         "powertrain": _run_checkpoint(path) is not None,
         "hf": (path / "config.json").is_file(),
         "neox": neox_checkpoint.find(path) is not None,
+        "peft": (path / peft.CONFIG).is_file(),
     }
     return [kind for kind, is_there in kinds.items() if is_there]
 
@@ -129,9 +139,47 @@ def _ours(path: Path) -> Weights:
     with reading(checkpoint / "checkpoint.json", "hold the config of a run"):
         run = RunConfig.model_validate(facts.get("config"))
     dtype = DTYPES[run.train.precision]
+    if run.train.lora is None:
+        return Weights(
+            checkpoint, "powertrain", run.model, dtype, lambda: _stored(checkpoint, run.model), run.data, is_run=True
+        )
+    settings, model = run.train.lora, run.model
+
+    def adapters() -> dict[str, Adapter]:
+        return _stored_adapters(checkpoint, model, settings)
+
     return Weights(
-        checkpoint, "powertrain", run.model, dtype, lambda: _stored(checkpoint, run.model), run.data, is_run=True
-    )
+        checkpoint, "powertrain", model, dtype, lambda: merged_tensors(_stored(checkpoint, model), adapters()),
+        run.data, is_run=True, adapters=adapters, base=run.checkpoint.load,
+    )  # fmt: skip
+
+
+def _stored_adapters(checkpoint: Path, config: ModelConfig, settings: LoRAConfig) -> dict[str, Adapter]:
+    """The adapters of a run that trained them, by the names of their layers."""
+    rank, found = settings.rank, {}
+    scale = settings.alpha / (math.sqrt(rank) if settings.rslora else rank)
+    expected, stored = huggingface.shapes(config), checkpoint_store.dtypes(checkpoint)
+    for name in sorted(
+        name.removeprefix("model.") for name in stored if name.startswith("model.") and name.endswith(".lora_A")
+    ):
+        layer = name.removesuffix(".lora_A")
+        N, K = expected[f"{layer}.weight"].shape
+        batch = {f"model.{layer}.lora_A": torch.empty(rank, K), f"model.{layer}.lora_B": torch.empty(N, rank)}
+        if settings.dora:
+            batch[f"model.{layer}.lora_magnitude"] = torch.empty(N)
+        checkpoint_store.fill(checkpoint, batch)
+        A, B, *magnitude = batch.values()
+        found[layer] = Adapter(A, B, scale, *magnitude)
+    return found
+
+
+def merged_tensors(
+    tensors: Iterator[tuple[str, Tensor]], adapters: Mapping[str, Adapter]
+) -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors, those of adapted layers merged with their adapters."""
+    for name, tensor in tensors:
+        adapter = adapters.get(name.removesuffix(".weight"))
+        yield name, tensor if adapter is None or not name.endswith(".weight") else merged(tensor, *adapter)
 
 
 def model_of(facts: Mapping[str, Any], checkpoint: Path) -> ModelConfig:
@@ -182,6 +230,26 @@ def _hf(path: Path) -> Weights:
     return Weights(
         path, "hf", config, embedding.dtype, lambda: huggingface.from_hf(config, opened),
         str(path) if has_tokenizer else None,
+    )  # fmt: skip
+
+
+def _peft(path: Path) -> Weights:
+    """Adapters merged into the model that adapter_config.json names, which must be a folder here."""
+    named = read_json(path / peft.CONFIG).get("base_model_name_or_path")
+    folder = next((each for each in (Path(str(named)), path / str(named)) if named and each.is_dir()), None)
+    if folder is None:
+        raise ValueError(
+            f"{path / peft.CONFIG}: base_model_name_or_path must name a folder with the model below the adapters, got "
+            f"{named!r}"
+        )
+    base = open_weights(folder)
+
+    def adapters() -> dict[str, Adapter]:
+        return peft.read_adapter(path, base.config)
+
+    return replace(
+        base, path=path, kind="peft", tensors=lambda: merged_tensors(base.tensors(), adapters()), adapters=adapters,
+        is_run=False, base=str(folder),
     )  # fmt: skip
 
 

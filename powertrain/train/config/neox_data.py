@@ -8,10 +8,14 @@ from powertrain.train.config.neox_source import NeoXKeys
 def data(keys: NeoXKeys) -> dict[str, Any]:
     keys.choice("data_impl", "infer", {"infer": None, "mmap": None},
                 {"cached": "an old format; write the data again with `powertrain preprocess`"})  # fmt: skip
-    keys.choice("dataset_impl", "gpt2", {"gpt2": None}, dict.fromkeys(("pairwise", "online"), "use gpt2"))
+    keys.choice("dataset_impl", "gpt2", {"gpt2": None, "pairwise": None}, {"online": "use gpt2"})
     packings = {"packed": "packed", "pack_until_overflow": "until_overflow", "unpacked": "unpacked"}
     packing = keys.choice("pack_impl", "packed", packings)
-    if packing == "unpacked" and keys.get("train_label_data_paths") is None:
+    next_tokens = objective(keys) == "pretrain"
+    if packing != "packed" and not next_tokens:
+        words = "examples are GPT-NeoX's, whole; their order is another shuffle of the same seed"
+        keys.add_row("pack_impl", "changes numerics", words)
+    if packing == "unpacked" and next_tokens and keys.get("train_label_data_paths") is None:
         keys.wrong(
             ("pack_impl",), "must come with train_label_data_paths where it is unpacked, as in GPT-NeoX; got none"
         )
@@ -19,7 +23,7 @@ def data(keys: NeoXKeys) -> dict[str, Any]:
         keys.add_row("allow_chopped", "ignored", "packed samples ignore it in GPT-NeoX too")
     split = keys.get("split", "969, 30, 1")
     return {
-        **_sources(keys),
+        **(_pairs(keys) if objective(keys) in ("dpo", "reward") else _sources(keys)),
         "split": split,
         "tokenizer": tokenizer(keys),
         "vocab_multiple": keys.number("make_vocab_size_divisible_by", 128, above=0),
@@ -30,6 +34,37 @@ def data(keys: NeoXKeys) -> dict[str, Any]:
         "weighted_sampler_alpha": keys.get("weighted_sampler_alpha", 1.0),
         "num_workers": keys.number("num_workers", 2, least=0),
     }
+
+
+def objective(keys: NeoXKeys) -> str:
+    """train.objective of train_impl."""
+    known = {"normal": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward"}
+    refused = {"reinforce": "use train.objective policy (ours) with advantages in the data"}
+    return str(keys.choice("train_impl", "normal", known, refused))
+
+
+def _pairs(keys: NeoXKeys) -> dict[str, Any]:
+    """Sources of chosen and rejected completions: pos_... and neg_..., document for document."""
+    parts: dict[str, Any] = {}
+    for part, ours in _PARTS.items():
+        names = {
+            "path": f"pos_{part}_data_paths", "rejected": f"neg_{part}_data_paths",
+            "labels": f"pos_{part}_label_data_paths", "rejected_labels": f"neg_{part}_label_data_paths",
+        }  # fmt: skip
+        paths = keys.get(names["path"])
+        if paths is None:
+            keys.wrong((names["path"],), f"must be given for train_impl {keys.get('train_impl')}")
+            continue
+        weights = keys.get(f"{part}_data_weights", [1.0] * len(paths))
+        columns = {field: keys.get(name, [None] * len(paths)) for field, name in names.items()}
+        for name, values in (*((names[f], v) for f, v in columns.items()), (f"{part}_data_weights", weights)):
+            if len(values) != len(paths):
+                keys.wrong((name,), f"must have as many entries as {names['path']} ({len(paths)}), got {len(values)}")
+        if columns["rejected"] == [None] * len(paths):
+            keys.wrong((names["rejected"],), f"must be given beside {names['path']}")
+        rows = zip(*columns.values(), weights, strict=False)
+        parts[ours] = [dict(zip((*columns, "weight"), row, strict=True)) for row in rows]
+    return parts
 
 
 _PARTS = {"train": "train", "valid": "validation", "test": "test"}
@@ -59,15 +94,17 @@ def _blend(keys: NeoXKeys, part: str) -> list[dict[str, Any]]:
     paths = keys.get(f"{part}_data_paths", [])
     weights = keys.get(f"{part}_data_weights", [1.0] * len(paths))
     labels = keys.get(f"{part}_label_data_paths", [None] * len(paths))
-    for name, values in ((f"{part}_data_weights", weights), (f"{part}_label_data_paths", labels)):
+    rewards = keys.get(f"{part}_reward_data_paths", [None] * len(paths))
+    lists = {"data_weights": weights, "label_data_paths": labels, "reward_data_paths": rewards}
+    for name, values in ((f"{part}_{kind}", values) for kind, values in lists.items()):
         if len(values) != len(paths):
             keys.wrong((name,), f"must have as many entries as {part}_data_paths ({len(paths)}), got {len(values)}")
             return []
     if keys.get("weight_by_num_documents"):
         keys.add_row(f"{part}_data_weights", "ignored", "weight_by_num_documents overrides weights, in GPT-NeoX too")
     return [
-        {"path": path, "weight": weight, "labels": label}
-        for path, weight, label in zip(paths, weights, labels, strict=True)
+        {"path": path, "weight": weight, "labels": label, "rewards": reward}
+        for path, weight, label, reward in zip(paths, weights, labels, rewards, strict=True)
     ]
 
 

@@ -150,10 +150,32 @@ _MAPPED = """
     deepspeed_mpi                   bool        ranks are read from torchrun, srun or mpiexec, whichever started them
     deepspeed_slurm                 bool        ranks are read from torchrun, srun or mpiexec, whichever started them
     deepspeed_extra_args            dict        its keys count as if they stood outside it
+    train_reward_data_paths         list        data.train, rewards
+    valid_reward_data_paths         list        data.validation, rewards
+    test_reward_data_paths          list        data.test, rewards
+    pos_train_data_paths            list        data.train
+    neg_train_data_paths            list        data.train, rejected
+    pos_train_label_data_paths      list        data.train, labels
+    neg_train_label_data_paths      list        data.train, rejected_labels
+    pos_valid_data_paths            list        data.validation
+    neg_valid_data_paths            list        data.validation, rejected
+    pos_valid_label_data_paths      list        data.validation, labels
+    neg_valid_label_data_paths      list        data.validation, rejected_labels
+    pos_test_data_paths             list        data.test
+    neg_test_data_paths             list        data.test, rejected
+    pos_test_label_data_paths       list        data.test, labels
+    neg_test_label_data_paths       list        data.test, rejected_labels
+    dpo_beta                        float       train.preference.beta
+    dpo_reference_free              bool        train.preference.reference_free
+    kto_beta                        float       train.kto.beta
+    kto_desirable_weight            float       train.kto.desirable_weight
+    kto_undesirable_weight          float       train.kto.undesirable_weight
 """
 
 # key, kind, why
 _IGNORED = """
+    dpo_fp32                        bool        log-probabilities are computed in float32 whatever the flag
+    kto_fp32                        bool        log-probabilities are computed in float32 whatever the flag
     deepspeed                       bool        DeepSpeed is not used: FSDP2 and DDP are PyTorch's
     scheduler                       dict        GPT-NeoX hands DeepSpeed its own scheduler, made of lr_decay_style
     lr                              float       GPT-NeoX overwrites it with optimizer.params.lr
@@ -277,13 +299,6 @@ _IGNORED = """
     partition_activations           bool        storage of checkpointed activations, not their values
     synchronize_each_layer          bool        a debugging aid; no effect on the result
     char_level_ppl                  bool        logged by GPT-NeoX only; no effect on training
-    dpo_fp32                        bool        of train_impl dpo
-    dpo_beta                        float       of train_impl dpo
-    dpo_reference_free              bool        of train_impl dpo
-    kto_fp32                        bool        of train_impl kto
-    kto_beta                        float       of train_impl kto
-    kto_desirable_weight            float       of train_impl kto
-    kto_undesirable_weight          float       of train_impl kto
     fp32_reinforce                  bool        of train_impl reinforce
     kl_impl                         str         of train_impl reinforce
     kl_div_beta                     float       of train_impl reinforce
@@ -351,21 +366,6 @@ _REFUSED = """
     train_epochs                    int         give train_iters
     use_checkpoint_lr_scheduler     bool        write the checkpoint's schedule into the config
     serve_model_weights             bool        set it to false; there is no online reinforcement learning
-    train_reward_data_paths         list        use train_data_paths; there is no reward modelling
-    valid_reward_data_paths         list        use valid_data_paths; there is no reward modelling
-    test_reward_data_paths          list        use test_data_paths; there is no reward modelling
-    pos_train_data_paths            list        use train_data_paths; there are no pairwise data
-    neg_train_data_paths            list        use train_data_paths; there are no pairwise data
-    pos_valid_data_paths            list        use valid_data_paths; there are no pairwise data
-    neg_valid_data_paths            list        use valid_data_paths; there are no pairwise data
-    pos_test_data_paths             list        use test_data_paths; there are no pairwise data
-    neg_test_data_paths             list        use test_data_paths; there are no pairwise data
-    pos_train_label_data_paths      list        use train_label_data_paths; there are no pairwise data
-    neg_train_label_data_paths      list        use train_label_data_paths; there are no pairwise data
-    pos_valid_label_data_paths      list        use valid_label_data_paths; there are no pairwise data
-    neg_valid_label_data_paths      list        use valid_label_data_paths; there are no pairwise data
-    pos_test_label_data_paths       list        use test_label_data_paths; there are no pairwise data
-    neg_test_label_data_paths       list        use test_label_data_paths; there are no pairwise data
 """
 
 # read by config/neox.py value by value; only some values are served
@@ -374,8 +374,8 @@ _CHOSEN = """
     use_bnb_optimizer               bool        optimizer.kind: adamw8bit, by torchao
     num_unique_layers               int         every layer has its own parameters
     moe_num_experts                 int         1: no experts
-    train_impl                      str         normal: next-token prediction
-    dataset_impl                    str         gpt2: plain token documents
+    train_impl                      str         train.objective; reinforce is not served
+    dataset_impl                    str         gpt2: plain token documents; pairwise: of dpo and rm
     pack_impl                       str         data.packing
     allow_chopped                   bool        data.allow_chopped, where samples are whole documents
     fp16_lm_cross_entropy           bool        the loss is computed in fp32

@@ -3,29 +3,21 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from powertrain.models.config import ModelConfig
 from powertrain.models.registry import configure
-
-Positive = Annotated[int, Field(gt=0)]
-Natural = Annotated[int, Field(ge=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Above0 = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """pydantic takes true for 1."""
-        kinds = str(cls.model_fields[info.field_name or ""].annotation)
-        if isinstance(value, bool) and "bool" not in kinds and ("int" in kinds or "float" in kinds):
-            raise PydanticCustomError("not_a_number", "Input should be a number")
-        return value
+from powertrain.train.config.objectives import (
+    DistillConfig,
+    KTOConfig,
+    LoRAConfig,
+    ObjectiveName,
+    PolicyConfig,
+    PreferenceConfig,
+    RewardConfig,
+)
+from powertrain.train.config.section import Above0, Natural, NonNegative, Positive, Section
 
 
 class DataSource(Section):
@@ -34,11 +26,18 @@ class DataSource(Section):
     subset, split, revision   as `datasets.load_dataset` takes them, for the Hub and folders of that library
     streaming                 the Hub's rows are tokenized as they arrive, and not kept
     documents                 so many of the first; None: all
+    labels, rejected, rejected_labels, rewards, log_probs   prefixes beside a .bin/.idx prefix (docs/fine-tuning.md):
+                              labels of its tokens; rejected completions, with labels; a float for each document; a
+                              float for each token
     """
 
     path: str
     weight: NonNegative = 1.0
     labels: str | None = None
+    rejected: str | None = None
+    rejected_labels: str | None = None
+    rewards: str | None = None
+    log_probs: str | None = None
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
@@ -131,6 +130,11 @@ class ProfileConfig(Section):
 class TrainConfig(Section):
     """steps             optimizer steps
     exit_interval        each start ends after a step that it divides, with a checkpoint; 0: it does not
+    objective            pretrain: next tokens of documents. Others on prompts with completions (docs/fine-tuning.md)
+    reference            weights of the reference of dpo, kto and policy; None: those the run began with, which with
+                         lora need no copy
+    lora                 train adapters, and nothing else
+    preference, kto, reward, policy, distill   settings of objectives
     micro_batch_size     sequences in one forward, per data-parallel rank
     activation_checkpointing   none; selective: all but matmuls and attention is computed again; full: whole layers
     deterministic        the same bits every run, on a GPU too
@@ -142,6 +146,14 @@ class TrainConfig(Section):
     steps: Positive
     exit_interval: Natural = 0
     seq_length: Positive
+    objective: ObjectiveName = "pretrain"
+    reference: str | None = None
+    lora: LoRAConfig | None = None
+    preference: PreferenceConfig = PreferenceConfig()
+    kto: KTOConfig = KTOConfig()
+    reward: RewardConfig = RewardConfig()
+    policy: PolicyConfig = PolicyConfig()
+    distill: DistillConfig = DistillConfig()
     micro_batch_size: Positive = 1
     gradient_accumulation_steps: Positive = 1
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"

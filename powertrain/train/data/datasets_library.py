@@ -38,8 +38,8 @@ def identity(source: DataSource) -> str:
     return f"{where} {source.subset} {source.split} {source.revision} {source.documents}"
 
 
-def rows(source: DataSource, key: str) -> Iterator[Raw]:
-    """Documents of a source, each as a line of jsonl with its `key` alone.
+def rows(source: DataSource, key: str | None) -> Iterator[Raw]:
+    """Documents of a source, each as a line of jsonl with its `key` alone, or with all keys for None.
 
     Raises MissingExtra where `datasets` is not installed, ValueError naming the source.
     """
@@ -47,7 +47,7 @@ def rows(source: DataSource, key: str) -> Iterator[Raw]:
     try:
         for number, row in enumerate(itertools.islice(_open(source), source.documents), 1):
             # a row without the key keeps the names of its own, for the error
-            kept = {key: row[key]} if key in row else dict.fromkeys(row)
+            kept = row if key is None else {key: row[key]} if key in row else dict.fromkeys(row)
             yield Raw(f"{source.path}:{number}", json.dumps(kept, default=str).encode(), True)
     except Exception as error:  # the library's readers raise what theirs do: pyarrow, requests, huggingface_hub
         raise ValueError(f"data {source.path}: cannot be read: {one_line(error)}") from error

@@ -4,7 +4,7 @@ A micro-batch of the whole run is `micro_batch_size * dp_size` samples that foll
 part of it, so that gradient accumulation walks the global batch in order. That is GPT-NeoX's DistributedBatchSampler.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from powertrain.train.data.packed import Sample, SampleSource
+from powertrain.train.data.packed import Completions, Sample, SampleSource
 from powertrain.train.data.workers import WorkerLost, read_ahead
 
 
@@ -20,11 +20,20 @@ class UnreadableSample(RuntimeError):
     """Samples of the run, by number, that could not be read or did not arrive, and why."""
 
 
+class CompletionBatch(NamedTuple):
+    """`Completions` of a batch: sequence, log_probs [B, S] and values [C]; of pairs, the chosen half comes first."""
+
+    sequence: Tensor
+    values: Tensor
+    log_probs: Tensor
+
+
 class Batch(NamedTuple):
     """tokens, labels [B, S] int64, label -100: not counted
     document_ids [B, S] int32, in each row from 0 upwards, or None
     position_ids [B, S] int64, from 0 in each document, or None
     indices      the samples' numbers in the run, for error reports
+    completions  of prompts with completions; of pairs, rows alternate between chosen and rejected
     """
 
     tokens: Tensor
@@ -32,14 +41,23 @@ class Batch(NamedTuple):
     document_ids: Tensor | None
     position_ids: Tensor | None
     indices: tuple[int, ...]
+    completions: CompletionBatch | None = None
 
     def pin_memory(self) -> "Batch":
-        return Batch(*(x.pin_memory() if isinstance(x, Tensor) else x for x in self))  # type: ignore[arg-type]
+        return self._each(lambda x: x.pin_memory())
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on a device; the copy does not wait when the batch is pinned."""
-        moved = (x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self)
-        return Batch(*moved)  # type: ignore[arg-type]
+        return self._each(lambda x: x.to(device, non_blocking=True))
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        def applied(values: Any) -> list[Any]:
+            return [function(x) if isinstance(x, Tensor) else x for x in values]
+
+        completions = self.completions
+        return Batch(*applied(self))._replace(
+            completions=None if completions is None else CompletionBatch(*applied(completions))
+        )
 
 
 def batches(
@@ -113,16 +131,33 @@ class _Reader:
 
 
 def _stacked(samples: list[Sample], numbers: list[int]) -> Batch:
-    ids = [sample.document_ids for sample in samples if sample.document_ids is not None]
-    documents = np.stack(ids) if ids else None
+    ids = [np.atleast_2d(sample.document_ids) for sample in samples if sample.document_ids is not None]
+    documents = np.concatenate(ids) if ids else None
     batch = Batch(
-        torch.from_numpy(np.stack([sample.tokens for sample in samples])),
-        torch.from_numpy(np.stack([sample.labels for sample in samples])),
+        torch.from_numpy(np.concatenate([np.atleast_2d(sample.tokens) for sample in samples])),
+        torch.from_numpy(np.concatenate([np.atleast_2d(sample.labels) for sample in samples])),
         None if documents is None else torch.from_numpy(documents),
         None if documents is None else torch.from_numpy(positions(documents)),
         tuple(numbers),
+        _stacked_completions([sample.completions for sample in samples if sample.completions is not None]),
     )
     return batch.pin_memory() if torch.cuda.is_available() else batch
+
+
+def _stacked_completions(parts: list[Completions]) -> CompletionBatch | None:
+    """Completions numbered through the batch: row by row of a sample, so that of pairs all chosen ones come first."""
+    if not parts:
+        return None
+    rows = parts[0].sequence.shape[0]
+    counts = [len(part.values) // rows for part in parts]
+    total, before, sequences = sum(counts), 0, []
+    for part, count in zip(parts, counts, strict=True):
+        row, place = np.divmod(part.sequence, count)
+        sequences.append(np.where(part.sequence < 0, -1, row * total + before + place))
+        before += count
+    values = np.concatenate([part.values.reshape(rows, -1) for part in parts], axis=1).reshape(-1)
+    log_probs = np.concatenate([part.log_probs for part in parts])
+    return CompletionBatch(*(torch.from_numpy(x) for x in (np.concatenate(sequences), values, log_probs)))
 
 
 def positions(document_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

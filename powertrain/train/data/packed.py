@@ -11,12 +11,30 @@ from powertrain.train.data.samples import SampleOrder
 IGNORED = -100  # the label that counts in no loss, as in PyTorch
 
 
+class Completions(NamedTuple):
+    """What a sample of completions has beside tokens and labels; of rows [R, S] and C completions in all.
+
+    sequence   [R, S] int64: the completion whose token is predicted here, from 0 to C - 1, or -1 where no label counts.
+               Of pairs the chosen ones come first
+    values     [C] float32: label, advantage or 0
+    log_probs  [R, S] float32: the sampler's log-probability of the token predicted here, nan where it is not known
+    """
+
+    sequence: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+    log_probs: npt.NDArray[np.float32]
+
+
 class Sample(NamedTuple):
-    """tokens, labels [S] int64 (label IGNORED: not counted); document_ids [S] int32, growing from 0, or None."""
+    """tokens, labels [S] int64 (label IGNORED: not counted); document_ids [S] int32, growing from 0, or None.
+
+    completions   of a sample of prompts with completions, whose arrays are [R, S]
+    """
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     document_ids: npt.NDArray[np.int32] | None
+    completions: Completions | None = None
 
 
 class SampleSource(Protocol):

@@ -54,7 +54,7 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [list(ids) for ids in self._processor.encode(texts)]
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
         raise ValueError(f"{self.path}: must have a chat template for messages, which a SentencePiece model has not")
 
     def decode(self, ids: Sequence[int]) -> str:

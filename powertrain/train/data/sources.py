@@ -45,7 +45,7 @@ from powertrain.train.data.tokenizer import FileTokenizer, Tokenizer, load_token
 from powertrain.train.data.whole_documents import whole_document_order
 
 QUICKSTART = "quickstart"
-_PARTS = ("train", "validation", "test")
+PARTS = ("train", "validation", "test")
 _SECONDS = 5.0  # between two lines about tokenizing
 
 
@@ -88,7 +88,7 @@ def open_data(
     A held-out part for which the split leaves no document is None too, and said so but for the test part.
     Raises ValueError or FileNotFoundError naming the file or key.
     """
-    folder = cache or (Path(config.cache_folder) if config.cache_folder else _user_cache())
+    folder = cache or (Path(config.cache_folder) if config.cache_folder else user_cache())
     tokenizer = tokenizer or open_tokenizer(config, folder)
     if config.eod_mask_loss and tokenizer.eod is None:
         raise ValueError("data.eod_mask_loss must be false for a tokenizer with no end-of-document token, got true")
@@ -96,9 +96,7 @@ def open_data(
     parts = opener.parts()
     if not parts[0]:
         raise ValueError(f"data.train must hold documents to train on, got none; data.split is {config.split!r}")
-    samples = [
-        opener.samples(name, part, wanted) for name, part, wanted in zip(_PARTS, parts, num_samples, strict=True)
-    ]
+    samples = [opener.samples(name, part, wanted) for name, part, wanted in zip(PARTS, parts, num_samples, strict=True)]
     train, validation, test = samples
     assert train is not None
     return Data(train, validation, test, tokenizer, tokenizer.vocab_size)
@@ -109,7 +107,7 @@ def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
     size = _size_to_train(config)
     if size is None:
         return load_tokenizer(config.tokenizer)
-    folder = cache or (Path(config.cache_folder) if config.cache_folder else _user_cache())
+    folder = cache or (Path(config.cache_folder) if config.cache_folder else user_cache())
     corpora = [_text(source, config.text_key) for source in config.train]
     about = hashlib.blake2b(" ".join(each.identity for each in corpora).encode(), digest_size=16).hexdigest()
     path = folder / "tokenizers" / f"{about}-{_slug(config.text_key)}-{size}.json"
@@ -162,7 +160,7 @@ class _Text:
 
 def _text(source: DataSource, key: str) -> _Text:
     """Raises ValueError where the source holds tokens, FileNotFoundError where it is not there."""
-    if _prefix(source.path) is not None:
+    if prefix_of(source.path) is not None:
         raise ValueError(f"data.tokenizer: train:SIZE needs text to train on, got tokens in {source.path}")
     if datasets_library.reads(source.path):
         return _Text(datasets_library.identity(source), lambda: datasets_library.rows(source, key), 0.0)
@@ -201,7 +199,7 @@ class _Opener:
                 validation.append(self._part(source, self._tokens(_text_of_files(quickstart_files().validation))))
                 continue
             data = whole.data
-            if len(data) == 1 and isinstance(data, IndexedData) and _prefix(source.path) is None:
+            if len(data) == 1 and isinstance(data, IndexedData) and prefix_of(source.path) is None:
                 self._split_document(data, whole.weight, parts)
                 continue
             bounds = split_bounds(config.split, len(whole.data))
@@ -227,7 +225,7 @@ class _Opener:
         return _Part(data, range(len(data)), source.weight, labels)
 
     def _open(self, source: DataSource) -> IndexedData:
-        prefix = _prefix(source.path)
+        prefix = prefix_of(source.path)
         if prefix is not None:
             return IndexedData(prefix)
         if source.labels is not None:
@@ -324,7 +322,7 @@ def _is_whole(prefix: Path) -> bool:
     return True
 
 
-def _prefix(path: str) -> str | None:
+def prefix_of(path: str) -> str | None:
     """The prefix of a .bin/.idx data set that `path` names, with or without an ending; None if it is text."""
     for prefix in (path, path.removesuffix(".bin"), path.removesuffix(".idx")):
         if exists(prefix):
@@ -355,7 +353,7 @@ def _slug(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-def _user_cache() -> Path:
+def user_cache() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("powertrain")) / "data"

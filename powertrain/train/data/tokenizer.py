@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -61,7 +61,7 @@ class ByteTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
         raise ValueError("data.tokenizer must have a chat template for messages, got bytes")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -101,12 +101,17 @@ class FileTokenizer:
         with reading(f"{self._where}:", "be a tokenizer that encodes text"):
             return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The ids of a chat's messages through the chat template. Raises ValueError where there is none."""
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+        """The ids of a chat's messages through the chat template. Raises ValueError where there is none.
+
+        add_generation_prompt   what the template writes before an answer of the assistant follows
+        """
         if self._chat is None:
             raise ValueError(f"{self._where}: must have a chat template (tokenizer_config.json) for messages")
         try:
-            ids: list[int] = _transformers(self._chat).apply_chat_template(messages, tokenize=True, return_dict=False)
+            ids: list[int] = _transformers(self._chat).apply_chat_template(
+                messages, tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt
+            )
         except Exception as error:  # a template raises what it likes
             raise ValueError(f"{self._where}: the chat template takes no such messages: {one_line(error)}") from None
         return ids

@@ -25,6 +25,7 @@ class StepRecord:
     grad_norm         before clipping;  skipped: gradients were not finite, nothing was updated
     tokens            seen since the run began
     seconds           since the step before ended;  tokens_per_second, mfu: over the same time
+    objective         numbers of the objective beside the loss, by name (powertrain/train/objective.py)
     phases            seconds of data, forward, backward and optimizer on this rank, with logging.phase_timers
     memory_bytes      highest allocated on this rank's GPU (resident size of the process on a CPU)
     """
@@ -41,16 +42,18 @@ class StepRecord:
     mfu: float | None
     memory_bytes: int
     phases: dict[str, float] | None = None
+    objective: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """The mean loss over `batches` micro-batches of a data set ("validation", "test"), after `step`."""
+    """The mean loss, and the objective's numbers, over `batches` micro-batches of "validation" or "test"."""
 
     step: int
     name: str
     loss: float
     batches: int
+    objective: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -174,6 +175,13 @@ def _charts(about: About, metrics: Metrics) -> list[tuple[str, str, list[tuple[s
     ):
         curve = series(title, values)
         charts.append((title, unit, [curve], line_chart([curve], marks=marks, **options)))
+    for name in steps[-1].objective or {} if steps else ():
+        lines = [series("training", _objective(steps, name))]
+        lines += [
+            series(part, _objective([r for r in evaluations if r.name == part], name), style=style, dots=True)
+            for part, style in zip(names, "bcd", strict=False)
+        ]
+        charts.append((_TITLES.get(name, name.capitalize()), "", lines, line_chart(lines, marks=marks)))
     if steps and steps[-1].phases:
         lines = [
             series(name, [(r.step, 1e3 * r.phases[name]) for r in steps if r.phases], style=style)
@@ -184,6 +192,17 @@ def _charts(about: About, metrics: Metrics) -> list[tuple[str, str, list[tuple[s
         (title, unit, [(line.style, line.name) for line in lines if line.points and len(lines) > 1], svg)
         for title, unit, lines, svg in charts
     ]
+
+
+def _objective(records: Sequence[StepRecord | EvaluationRecord], name: str) -> list[tuple[float, float]]:
+    return [(r.step, r.objective[name]) for r in records if r.objective and name in r.objective]
+
+
+_TITLES = {
+    "rewards_chosen": "Rewards of chosen completions", "rewards_rejected": "Rewards of rejected completions",
+    "margin": "Margin of rewards", "kl": "KL divergence", "nll": "Loss a token of completions",
+    "ratio": "Ratio of policies", "clipped": "Share of clipped ratios",
+}  # fmt: skip
 
 
 def _config(about: About) -> list[tuple[str, list[dict[str, Any]]]]:

@@ -47,7 +47,7 @@ def test_samples_are_cuts_of_the_laid_documents(tmp_path: Path, seq_length: int)
     for n in range(len(source)):
         cut = int(source.order.shuffle[n])
         first = cut * seq_length
-        tokens, labels, ids = source.sample(n)
+        tokens, labels, ids, _ = source.sample(n)
         assert tokens.tolist() == stream[first : first + seq_length]
         assert labels.tolist() == stream[first + 1 : first + seq_length + 1]
         assert ids is not None and ids[0] == 0
@@ -65,7 +65,7 @@ def test_no_loss_where_the_input_ends_a_document(tmp_path: Path) -> None:
     masked_source = masked(plain.data, plain.order, 4, 100, eod=EOD)
     dropped = 0
     for n in range(len(plain)):
-        tokens, labels, _ = masked_source.sample(n)
+        tokens, labels, *_ = masked_source.sample(n)
         expected = np.where(tokens == EOD, -100, plain.sample(n).labels)
         assert labels.tolist() == expected.tolist()
         dropped += int((labels == -100).sum())

@@ -1,0 +1,234 @@
+"""Losses after pretraining, on log-probabilities that `powertrain.linear_log_probs` computes.
+
+Shapes: N tokens in any leading dims, C sequences (completions). `sequence` says which completion a token belongs to,
+-1 for tokens that do not count (prompts, padding), so padded and packed batches are the same to every loss:
+    sequence [..., N] int64 in [-1, C)
+Losses of preferences take one number a completion, `sum_by_sequence` of its tokens' log-probabilities or the mean, and
+return one loss a pair or completion, which the caller averages. Everything is computed in the dtype of the
+log-probabilities (float32 or float64) and differentiated by autograd.
+
+Sources are named in each function. Where TRL and a paper differ, TRL is followed and the difference is stated.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from powertrain.runtime import checks
+
+
+def sum_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
+    """Sums [count] of the values [...] whose sequence [...] is 0, 1, ... count - 1; others are left out.
+
+    Deterministic, on a GPU too: no atomics. Memory: count times that of values while it runs.
+    """
+    checks.shape("sum_by_sequence", "sequence", sequence, values.shape, "shape of values")
+    member = sequence.flatten() == torch.arange(count, device=sequence.device)[:, None]  # [count, N]
+    return torch.where(member, values.flatten(), 0.0).sum(1)
+
+
+def mean_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
+    """Means [count] likewise; 0 where a sequence has no token."""
+    tokens = sum_by_sequence(torch.ones_like(values), sequence, count)
+    return sum_by_sequence(values, sequence, count) / tokens.clamp(min=1.0)
+
+
+def _preference(margin: Tensor, label_smoothing: float) -> Tensor:
+    """-log of the probability that the chosen one is preferred; `label_smoothing` of the labels are wrong."""
+    return -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
+
+
+def _check_pairs(op: str, chosen: Tensor, beta: float, label_smoothing: float = 0.0, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        checks.shape(op, name, tensor, chosen.shape, "shape of the first argument")
+    checks.require(beta > 0, op, "beta", "be above 0", beta)
+    checks.require(0 <= label_smoothing < 0.5, op, "label_smoothing", "be in [0, 0.5)", label_smoothing)
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    robust: bool = False,
+) -> Tensor:
+    """Direct preference optimization: -log sigmoid(beta ((chosen - ref_chosen) - (rejected - ref_rejected))), [C].
+
+    chosen, rejected, ref_chosen, ref_rejected  [C] summed log-probabilities of policy and reference
+    beta             strength of the pull towards the reference
+    label_smoothing  share of labels assumed wrong (conservative DPO)
+    robust           subtract the wrong labels' term and rescale instead, which is unbiased (robust DPO)
+    Raises ValueError naming the argument.
+    Source: Rafailov et al., arXiv:2305.18290; Mitchell, "A note on DPO with noisy preferences" (2023); Chowdhury et
+        al., arXiv:2403.00409. TRL's loss types sigmoid (which takes no smoothing) and robust.
+    """
+    _check_pairs(
+        "dpo_loss", chosen, beta, label_smoothing, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
+    )
+    margin = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
+    if not robust:
+        return _preference(margin, label_smoothing)
+    right, wrong = -F.logsigmoid(margin), -F.logsigmoid(-margin)
+    return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+
+
+def ipo_loss(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
+) -> Tensor:
+    """Identity preference optimization: ((chosen - ref_chosen) - (rejected - ref_rejected) - 1 / (2 beta))², [C].
+
+    All [C] log-probabilities averaged over a completion's tokens, as TRL's; beta is the paper's tau.
+    Source: Azar et al., arXiv:2310.12036, equation 17.
+    """
+    _check_pairs("ipo_loss", chosen, beta, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    return ((chosen - ref_chosen) - (rejected - ref_rejected) - 1 / (2 * beta)).square()
+
+
+def simpo_loss(
+    chosen: Tensor, rejected: Tensor, *, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0
+) -> Tensor:
+    """Simple preference optimization, without a reference: -log sigmoid(beta (chosen - rejected) - gamma), [C].
+
+    chosen, rejected [C]: log-probabilities averaged over a completion's tokens; gamma: the margin to reach.
+    Source: Meng et al., arXiv:2405.14734, equation 6.
+    """
+    _check_pairs("simpo_loss", chosen, beta, label_smoothing, rejected=rejected)
+    return _preference(beta * (chosen - rejected) - gamma, label_smoothing)
+
+
+def cpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
+    """Contrastive preference optimization's preference term: -log sigmoid(beta (chosen - rejected)), [C].
+
+    chosen, rejected [C]: summed log-probabilities. The paper adds the mean negative log-likelihood of the chosen
+    completions' tokens, times a weight of 1.
+    Source: Xu et al., arXiv:2401.08417, equation 5.
+    """
+    _check_pairs("cpo_loss", chosen, beta, label_smoothing, rejected=rejected)
+    return _preference(beta * (chosen - rejected), label_smoothing)
+
+
+def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Odds ratio preference optimization's term: -beta log sigmoid(log odds(chosen) - log odds(rejected)), [C].
+
+    chosen, rejected [C]: log-probabilities averaged over a completion's tokens, below 0; odds(p) = p / (1 - p). The
+    paper adds the mean negative log-likelihood of the chosen completions' tokens; beta is its lambda.
+    Source: Hong et al., arXiv:2403.07691, equations 4 and 7.
+    """
+    _check_pairs("orpo_loss", chosen, beta, rejected=rejected)
+    log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+    return -beta * F.logsigmoid(log_odds)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0, accurate near 0 and far from it (Mächler, 2012)."""
+    near = x > -0.6931471805599453
+    # the branch that is not taken gets a value whose gradient is finite
+    a = torch.log(-torch.expm1(torch.where(near, x, -0.5)))
+    return torch.where(near, a, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
+
+
+def kto_loss(
+    log_probs: Tensor,
+    ref: Tensor,
+    desirable: Tensor,
+    kl: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Kahneman-Tversky optimization: weight (1 - sigmoid(±beta (log_probs - ref - kl))), [C].
+
+    log_probs, ref  [C] summed log-probabilities of policy and reference
+    desirable       [C] bool: + where a completion is desirable, - where it is not
+    kl              [] or [C]: the reference point, of policy from reference; no gradient passes. TRL and NeoX estimate
+                    it by max(0, mean(log_probs - ref)) over mismatched or other completions
+    Source: Ethayarajh et al., arXiv:2402.01306, equation 8.
+    """
+    _check_pairs("kto_loss", log_probs, beta, ref=ref, desirable=desirable)
+    gain = beta * (log_probs - ref - kl.detach())
+    wanted, unwanted = desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain)
+    return torch.where(desirable, wanted, unwanted)
+
+
+def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center: float = 0.0) -> Tensor:
+    """Bradley-Terry loss of rewards: -log sigmoid(chosen - rejected - margin) + center (chosen + rejected)², [C].
+
+    chosen, rejected [C]: rewards of completions; margin [C]: by how much the chosen one should be ahead; center pulls
+    rewards towards a mean of 0, which the first term leaves open.
+    Source: Ouyang et al., arXiv:2203.02155, equation 1; margin: Touvron et al., arXiv:2307.09288; center: Eisenstein et
+        al., arXiv:2312.09244.
+    """
+    checks.shape("reward_loss", "rejected", rejected, chosen.shape, "shape of chosen")
+    checks.shape("reward_loss", "margin", margin, chosen.shape, "shape of chosen")
+    ahead = chosen - rejected if margin is None else chosen - rejected - margin
+    return -F.logsigmoid(ahead) + center * (chosen + rejected).square()
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    sequence: Tensor,
+    *,
+    ratio: Literal["token", "sequence"] = "token",
+    average: Literal["sequence", "token"] = "sequence",
+    clip: tuple[float, float] = (0.2, 0.2),
+    ref_log_probs: Tensor | None = None,
+    kl_weight: float = 0.0,
+    divisor: Tensor | float | None = None,
+) -> Tensor:
+    """Clipped policy gradient with given advantages, [].
+
+        r = exp(log_probs - old_log_probs);  loss = -min(r A, clamp(r, 1 - low, 1 + high) A) + kl_weight KL
+
+    log_probs, old_log_probs, ref_log_probs  [..., N] of the sampled tokens: policy, sampler, reference
+    advantages  [C], of completions
+    sequence    [..., N] int64: the completion of each token, -1 for others
+    ratio       "token": r of each token (GRPO, DAPO); "sequence": one r a completion, the geometric mean (GSPO)
+    average     "sequence": mean over completions of their means (GRPO, GSPO); "token": mean over all tokens (DAPO)
+    clip        (low, high); DAPO's high is 0.28, GSPO's are 3e-4 and 4e-4
+    kl_weight   of the estimate exp(ref - log p) - (ref - log p) - 1, which is never negative
+    divisor     instead of the number of completions ("sequence") or tokens ("token"), such as that of all ranks, or of
+                the longest completion times their number (Dr. GRPO)
+    No gradient passes through anything but log_probs. Raises ValueError naming the argument.
+    Sources: Shao et al., arXiv:2402.03300 (GRPO); Zheng et al., arXiv:2507.18071 (GSPO); Yu et al., arXiv:2503.14476
+        (DAPO); Schulman, "Approximating KL divergence" (2020).
+    """
+    op, count = "policy_loss", advantages.shape[0]
+    for name, tensor in (("old_log_probs", old_log_probs), ("sequence", sequence), ("ref_log_probs", ref_log_probs)):
+        checks.shape(op, name, tensor, log_probs.shape, "shape of log_probs")
+    checks.one_of(op, "ratio", ratio, ("token", "sequence"))
+    checks.one_of(op, "average", average, ("sequence", "token"))
+    checks.require(kl_weight == 0 or ref_log_probs is not None, op, "ref_log_probs", "be given with kl_weight", None)
+    kept, of = sequence >= 0, sequence.clamp(min=0)
+    log_ratio = log_probs - old_log_probs.detach()
+    if ratio == "sequence":
+        log_ratio = mean_by_sequence(log_ratio, sequence, count)[of]
+    r, A = log_ratio.exp(), advantages.detach()[of]
+    loss = -torch.minimum(r * A, r.clamp(1 - clip[0], 1 + clip[1]) * A)
+    if kl_weight and ref_log_probs is not None:
+        ahead = ref_log_probs.detach() - log_probs
+        loss = loss + kl_weight * (ahead.exp() - ahead - 1)
+    if average == "token":
+        return torch.where(kept, loss, 0.0).sum() / (kept.sum().clamp(min=1) if divisor is None else divisor)
+    return mean_by_sequence(loss, sequence, count).sum() / (count if divisor is None else divisor)
+
+
+def distillation_loss(divergence: Tensor, sequence: Tensor, *, divisor: Tensor | float | None = None) -> Tensor:
+    """Mean over the tokens of completions of their divergence from a teacher, [].
+
+    divergence  [..., N] as `linear_log_probs(..., teacher=Teacher(x, weight, beta=beta))` gives it: beta 0 is the
+                forward KL divergence, 1 the reverse one, between them the generalized Jensen-Shannon divergence
+    sequence    [..., N]: -1 leaves a token out
+    divisor     instead of the number of tokens, such as that of all ranks
+    Source: Agarwal et al., arXiv:2306.13649; TRL's GKD, whose beta this is.
+    """
+    checks.shape("distillation_loss", "sequence", sequence, divergence.shape, "shape of divergence")
+    kept = sequence >= 0
+    return torch.where(kept, divergence, 0.0).sum() / (kept.sum().clamp(min=1) if divisor is None else divisor)

@@ -1,0 +1,251 @@
+"""PEFT's adapter folders: adapter_config.json and adapter_model.safetensors, of LoRA, rsLoRA and DoRA, both ways.
+
+A layer of ours can be several of theirs (queries, keys and values are one product here). Written: each gets the shared
+A and its own rows of B. Read: those of one A become that again; others are put side by side, A over A and B in blocks
+of columns, which computes the same with the sum of their ranks.
+
+Source: the file format of huggingface/peft, src/peft/utils/save_and_load.py and tuners/lora, as facts.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from powertrain.models.config import ModelConfig
+from powertrain.models.huggingface import hf_equivalent, shapes
+from powertrain.models.registry import architecture
+from powertrain.nn.lora import LoRALinear, lora_layers
+from powertrain.runtime.reading import read_json, reading
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+class Adapter(NamedTuple):
+    """Of one layer [N, K]: scale B A beside it; magnitude [N] of DoRA, or None."""
+
+    A: Tensor  # [r, K]
+    B: Tensor  # [N, r]
+    scale: float
+    magnitude: Tensor | None = None
+
+
+def adapters_of(model: nn.Module) -> dict[str, Adapter]:
+    """The adapters of a model by the names of their layers; live tensors."""
+    return {
+        name: Adapter(
+            layer.lora_A.detach(),
+            layer.lora_B.detach(),
+            layer.scale,
+            None if layer.lora_magnitude is None else layer.lora_magnitude.detach(),
+        )
+        for name, layer in lora_layers(model).items()
+    }
+
+
+def save_adapter(
+    model: nn.Module, folder: Path | str, *, base: str | None = None, dropout: float = 0.0, rslora: bool = False
+) -> None:
+    """Write the adapters of `lora(model)` as PEFT's folder.
+
+    base    name or path of the model below them, for adapter_config.json
+    rslora  state the scale as alpha / sqrt(rank)
+    A model of ours is written under Hugging Face's names; others under their own.
+    """
+    config = getattr(model, "config", None)
+    ours = config if isinstance(config, ModelConfig) else None
+    write_adapter(Path(folder), ours, adapters_of(model), base=base, dropout=dropout, rslora=rslora)
+
+
+def load_adapter(model: nn.Module, folder: Path | str) -> nn.Module:
+    """Put the adapters of PEFT's folder beside the layers of `model`, in place, as `lora` does; the model.
+
+    Raises FileNotFoundError, or ValueError naming the file and what does not fit.
+    """
+    config = getattr(model, "config", None)
+    adapters = read_adapter(Path(folder), config if isinstance(config, ModelConfig) else None)
+    values = read_json(Path(folder) / CONFIG)
+    modules = dict(model.named_modules())
+    for name, adapter in adapters.items():
+        linear, shape = modules.get(name), [adapter.B.shape[0], adapter.A.shape[1]]
+        if type(linear) is not nn.Linear or list(linear.weight.shape) != shape:
+            got = "no nn.Linear" if type(linear) is not nn.Linear else str(list(linear.weight.shape))
+            raise ValueError(f"{folder}: {name} must be an nn.Linear {shape} in the model, got {got}")
+    model.requires_grad_(False)
+    for name, adapter in adapters.items():
+        layer = LoRALinear(
+            modules[name], len(adapter.A), adapter.scale, dropout=float(values.get("lora_dropout") or 0.0),
+            dora=adapter.magnitude is not None,
+        )  # fmt: skip
+        fill_layer(layer, adapter)
+        model.set_submodule(name, layer)
+    return model
+
+
+@torch.no_grad()
+def fill_layer(layer: LoRALinear, adapter: Adapter) -> None:
+    layer.lora_A.copy_(adapter.A)
+    layer.lora_B.copy_(adapter.B)
+    if layer.lora_magnitude is not None and adapter.magnitude is not None:
+        layer.lora_magnitude.copy_(adapter.magnitude)
+
+
+def write_adapter(
+    folder: Path, config: ModelConfig | None, adapters: Mapping[str, Adapter], *, base: str | None = None,
+    dropout: float = 0.0, rslora: bool = False,
+) -> None:  # fmt: skip
+    """`save_adapter` of adapters by name; config: of a model of ours, whose names become Hugging Face's."""
+    if not adapters:
+        raise ValueError(f"{folder}: the model must have adapters to be written, got none")
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for name, adapter in adapters.items():
+        rows = _parts(config, name, adapter.B)
+        magnitudes = {} if adapter.magnitude is None else _parts(config, name, adapter.magnitude)
+        for theirs, B in rows.items():
+            rank = ranks[theirs] = len(adapter.A)
+            alphas[theirs] = adapter.scale * (math.sqrt(rank) if rslora else rank)
+            # save_file refuses tensors that share memory
+            tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = adapter.A.cpu().contiguous().clone()
+            tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = B.cpu().contiguous().clone()
+            if magnitudes:
+                magnitude = magnitudes[theirs].cpu().contiguous().clone()
+                tensors[f"{_PREFIX}{theirs}.lora_magnitude_vector"] = magnitude
+    first = next(iter(ranks))
+    values = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "lora_dropout": dropout,
+        "r": ranks[first], "lora_alpha": alphas[first], "use_rslora": rslora,
+        "use_dora": any(a.magnitude is not None for a in adapters.values()), "modules_to_save": None,
+        "target_modules": sorted(ranks),
+        "rank_pattern": {name: rank for name, rank in ranks.items() if rank != ranks[first]},
+        "alpha_pattern": {name: alpha for name, alpha in alphas.items() if alpha != alphas[first]},
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(values, indent=2))
+
+
+def read_adapter(folder: Path, config: ModelConfig | None) -> dict[str, Adapter]:
+    """Adapters of PEFT's folder by names of layers: ours for a config, else theirs.
+
+    Raises FileNotFoundError, or ValueError naming the file, the key and its expected value.
+    """
+    values = _read_config(folder)
+    file = folder / TENSORS
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} must hold {TENSORS}, got none")
+    with reading(file, "be a safetensors file"), safe_open(file, framework="pt") as handle:
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}
+    found = _by_layer(file, tensors, values)
+    return found if config is None else _as_ours(file, config, found)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG
+    values = read_json(file)
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} must hold an object, got {type(values).__name__}")
+    must: dict[str, tuple[Any, ...]] = {
+        "peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False,), "modules_to_save": ([],),
+        "lora_bias": (False,), "use_qalora": (False,), "layer_replication": ([],), "trainable_token_indices": ([],),
+        "target_parameters": ([],),
+    }  # fmt: skip
+    for key, allowed in must.items():
+        if values.get(key) not in (None, *allowed):
+            raise ValueError(f"{file}: {key} must be {allowed[0]!r} or absent, got {values[key]!r}")
+    for key in ("r", "lora_alpha"):
+        if isinstance(values.get(key), bool) or not isinstance(values.get(key), (int, float)) or values[key] <= 0:
+            raise ValueError(f"{file}: {key} must be a number above 0, got {values.get(key)!r}")
+    return values
+
+
+def _pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+    """PEFT's rank_pattern and alpha_pattern: names, or ends of names."""
+    for key, value in (patterns or {}).items():
+        if name == key or name.endswith(f".{key}"):
+            return value
+    return default
+
+
+def _by_layer(file: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> dict[str, Adapter]:
+    layers: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        if kind not in ("lora_A", "lora_B", "lora_magnitude_vector"):
+            raise ValueError(f"{file} must hold lora_A, lora_B and lora_magnitude_vector of layers, got {key}")
+        layers.setdefault(name, {})[kind] = tensor
+    adapters = {}
+    for name, parts in layers.items():
+        if "lora_A" not in parts or "lora_B" not in parts:
+            raise ValueError(f"{file}: {name} must have lora_A and lora_B, got {', '.join(parts)}")
+        A, B = parts["lora_A"], parts["lora_B"]
+        if A.dim() != 2 or B.dim() != 2 or len(A) != B.shape[1]:
+            raise ValueError(f"{file}: {name} must have lora_A [r, K] and lora_B [N, r], got {A.shape} and {B.shape}")
+        rank, alpha = len(A), _pattern(values.get("alpha_pattern"), name, values["lora_alpha"])
+        expected = _pattern(values.get("rank_pattern"), name, values["r"])
+        if rank != expected:
+            raise ValueError(f"{file}: {name} must have rank {expected} as {CONFIG} says, got {rank}")
+        scale = alpha / (math.sqrt(rank) if values.get("use_rslora") else rank)
+        adapters[name] = Adapter(A, B, scale, parts.get("lora_magnitude_vector"))
+    return adapters
+
+
+def _as_ours(file: Path, config: ModelConfig, theirs: dict[str, Adapter]) -> dict[str, Adapter]:
+    left, ours = dict(theirs), {}
+    for name, shape in shapes(config).items():
+        layer, _, kind = name.rpartition(".")
+        if kind != "weight" or shape.dim() != 2:
+            continue
+        rows = {part: len(t) for part, t in _parts(config, layer, shape).items()}
+        present = {part: left.pop(part) for part in rows if part in left}
+        if present:
+            ours[layer] = _joined(file, config, layer, rows, present)
+    if left:
+        raise ValueError(f"{file} must hold adapters of layers that {config.architecture} has, got {sorted(left)[:3]}")
+    return ours
+
+
+def _joined(
+    file: Path, config: ModelConfig, layer: str, rows: Mapping[str, int], parts: Mapping[str, Adapter]
+) -> Adapter:
+    """One adapter of ours from those of its parts."""
+    found, with_magnitude = list(parts.values()), [p for p in parts.values() if p.magnitude is not None]
+    if with_magnitude and len(with_magnitude) < len(rows):
+        raise ValueError(f"{file}: all of {', '.join(rows)} must have a magnitude, or none, got {len(with_magnitude)}")
+    first = found[0]
+    shared = len(found) == len(rows) and all(torch.equal(p.A, first.A) and p.scale == first.scale for p in found)
+    rank = len(first.A) if shared else sum(len(p.A) for p in found)
+    blocks, column = [], 0
+    for part, count in rows.items():
+        B = first.B.new_zeros(count, rank)
+        if part in parts:
+            adapter = parts[part]
+            start = 0 if shared else column
+            B[:, start : start + len(adapter.A)] = adapter.B * (adapter.scale / first.scale)
+            column += len(adapter.A)
+        blocks.append(B)
+    module = architecture(hf_equivalent(config).architecture)
+    A = first.A if shared else torch.cat([p.A for p in found])
+    magnitude = None
+    if with_magnitude:
+        magnitudes = [parts[part].magnitude for part in rows]
+        magnitude = module.from_hf_parts(config, f"{layer}.weight", magnitudes)
+    return Adapter(A, module.from_hf_parts(config, f"{layer}.weight", blocks), first.scale, magnitude)
+
+
+def _parts(config: ModelConfig | None, layer: str, rows: Tensor) -> dict[str, Tensor]:
+    """Rows of a tensor of one of our layers, by the names of Hugging Face's layers that they belong to."""
+    if config is None:
+        return {layer: rows}
+    module = architecture(hf_equivalent(config).architecture)
+    parts = module.hf_parts(config, f"{layer}.weight", rows)
+    return {name.removesuffix(".weight"): part for name, part in parts}

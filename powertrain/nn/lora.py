@@ -1,0 +1,168 @@
+"""Low-rank adapters for the linear layers of any model: `lora(model, rank=16)`, train, `merge_lora(model)`.
+
+Sources: Hu et al., arXiv:2106.09685 (LoRA); Kalajdzievski, arXiv:2312.03732 (rsLoRA); Liu et al., arXiv:2402.09353
+(DoRA).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from powertrain.ops.lora_linear import adapted_norm, lora_linear
+from powertrain.runtime import checks
+
+
+class LoRALinear(nn.Linear):
+    """x [..., K] -> x weightᵀ + bias + scale (dropout(x) lora_Aᵀ) lora_Bᵀ, [..., N]; computed by `lora_linear`.
+
+    weight, bias    of the layer that it replaces, the same parameters under the same names
+    lora_A [r, K], lora_B [N, r], lora_magnitude [N] (DoRA, else None)   in weight's dtype and on its device
+    enabled         False: the layer alone
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, *, dropout: float = 0.0, dora: bool = False) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.scale, self.dropout, self.enabled = scale, dropout, True
+        self.lora_A = nn.Parameter(self.weight.new_empty(rank, self.in_features))
+        self.lora_B = nn.Parameter(self.weight.new_empty(self.out_features, rank))
+        self.lora_magnitude = nn.Parameter(self.weight.new_empty(self.out_features)) if dora else None
+        self.train(linear.training)
+        if not self.weight.is_meta:
+            self.reset_adapter()
+
+    @property
+    def rank(self) -> int:
+        return self.lora_A.shape[0]
+
+    @torch.no_grad()
+    def reset_adapter(self, generator: torch.Generator | None = None) -> None:
+        """lora_A uniform as nn.Linear's weights are, lora_B 0, the magnitude that of weight: the layer as it was."""
+        bound = 1 / math.sqrt(self.in_features)
+        self.lora_A.uniform_(-bound, bound, generator=generator)
+        self.lora_B.zero_()
+        self.reset_magnitude()
+
+    @torch.no_grad()
+    def reset_magnitude(self) -> None:
+        """The magnitude of the rows of weight + scale lora_B lora_A: after either was loaded without it."""
+        if self.lora_magnitude is not None:
+            self.lora_magnitude.copy_(adapted_norm(self.weight, self.lora_A, self.lora_B, self.scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.enabled:
+            return F.linear(x, self.weight, self.bias)
+        dropped = F.dropout(x, self.dropout) if self.dropout and self.training else None
+        return lora_linear(
+            x, self.weight, self.lora_A, self.lora_B, scale=self.scale, bias=self.bias, magnitude=self.lora_magnitude,
+            x_adapter=dropped,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        """[N, K]: the weight of a plain layer that computes the same, in weight's dtype."""
+        return merged(self.weight, self.lora_A, self.lora_B, self.scale, self.lora_magnitude)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.rank}, scale={self.scale:g}, dora={self.lora_magnitude is not None}"
+
+
+@torch.no_grad()
+def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float, magnitude: Tensor | None) -> Tensor:
+    """weight + scale B A, with rows of norm `magnitude` if that is given; computed in float32 or wider."""
+    acc = torch.float64 if weight.dtype is torch.float64 else torch.float32
+    whole = torch.addmm(weight.to(acc), B.to(acc), A.to(acc), alpha=scale)
+    if magnitude is not None:
+        whole *= (magnitude.to(acc) / whole.norm(dim=1))[:, None]
+    return whole.to(weight.dtype)
+
+
+def lora(
+    model: nn.Module,
+    *,
+    rank: int = 16,
+    alpha: float = 32.0,
+    targets: Sequence[str] | Literal["all-linear"] = "all-linear",
+    dropout: float = 0.0,
+    rslora: bool = False,
+    dora: bool = False,
+) -> nn.Module:
+    """Put an adapter beside the linear layers of `model` that `targets` names, in place, and freeze everything else.
+
+    rank, alpha   the adapter's product is multiplied by alpha / rank
+    targets       ends of module names ("q_proj", "attention.qkv"), as PEFT takes them; "all-linear": every nn.Linear
+                  but the model's head (a layer outside the blocks, `head`, `lm_head`, `embed_out`, `score`)
+    dropout       of the adapter's input, while training
+    rslora        alpha / sqrt(rank) instead
+    dora          a trained magnitude for every output
+    The model computes what it did until the adapters are trained. Parameters are named MODULE.lora_A, lora_B and
+    lora_magnitude; those of the model keep their names. It may be on the meta device: its initialization follows.
+    Returns the model. Raises ValueError naming the argument: targets that name no layer, or a layer of another kind.
+    Memory: rank (K + N) parameters for a layer [N, K], with gradients and optimizer states for them alone.
+    """
+    checks.require(rank > 0, "lora", "rank", "be above 0", rank)
+    checks.require(0 <= dropout < 1, "lora", "dropout", "be in [0, 1)", dropout)
+    if isinstance(targets, str) and targets != "all-linear":
+        checks.fail("lora", "targets", 'be a list of names, or "all-linear"', repr(targets))
+    chosen = _targets(model, targets)
+    model.requires_grad_(False)
+    scale = alpha / (math.sqrt(rank) if rslora else rank)
+    for name, linear in chosen.items():
+        model.set_submodule(name, LoRALinear(linear, rank, scale, dropout=dropout, dora=dora))
+    return model
+
+
+_HEADS = ("head", "lm_head", "embed_out", "score", "classifier")
+
+
+def _targets(model: nn.Module, targets: Sequence[str] | str) -> dict[str, nn.Linear]:
+    modules = dict(model.named_modules())
+    adapted = [name for name, module in modules.items() if isinstance(module, LoRALinear)]
+    checks.require(not adapted, "lora", "model", "have no adapters yet", adapted[:3])
+    if isinstance(targets, str):
+        found = {n: m for n, m in modules.items() if type(m) is nn.Linear and n.rpartition(".")[2] not in _HEADS}
+        checks.require(bool(found), "lora", "model", "have an nn.Linear to adapt", type(model).__name__)
+        return found
+    chosen: dict[str, nn.Linear] = {}
+    for target in targets:
+        named = {name: m for name, m in modules.items() if name == target or name.endswith(f".{target}")}
+        linears = [name for name, module in modules.items() if type(module) is nn.Linear]
+        checks.require(bool(named), "lora", "targets", f"name layers of the model, such as {linears[:8]}", repr(target))
+        for name, module in named.items():
+            if type(module) is not nn.Linear:
+                checks.fail("lora", "targets", "name layers of type nn.Linear", f"{name}, {type(module).__name__}")
+            chosen[name] = module
+    return chosen
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
+    """The adapted layers of a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def merge_lora(model: nn.Module) -> nn.Module:
+    """Every adapted layer of `model` becomes a plain nn.Linear with the merged weight, in place; the model."""
+    for name, layer in lora_layers(model).items():
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        plain.weight, plain.bias = nn.Parameter(layer.merged_weight(), layer.weight.requires_grad), layer.bias
+        model.set_submodule(name, plain.train(layer.training))
+    return model
+
+
+@contextmanager
+def without_lora(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes without its adapters: the reference of preference training, without a copy."""
+    layers = [layer for layer in lora_layers(model).values() if layer.enabled]
+    for layer in layers:
+        layer.enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enabled = True

@@ -1,0 +1,111 @@
+"""x weightᵀ + bias in which a row's bits do not depend on the other rows, nor on how many they are.
+
+cuBLAS chooses kernel, tile and split of the depth by the number of rows, so the order of a row's sums changes with the
+batch. Here one fixed tile walks over the depth from its beginning to its end, for every row alike.
+
+2 M N K operations. Source of the problem and of the remedy: He and Thinking Machines Lab, "Defeating Nondeterminism in
+LLM Inference" (2025).
+"""
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.shapes import cdiv
+from powertrain.runtime.dispatch import use_kernel
+from powertrain.runtime.launch import kernel
+from powertrain.runtime.target import Target
+
+
+@kernel(aligned=("K",))
+def _row_invariant_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_wn,
+    stride_om,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    # neighbouring programs share rows of weight, which stay in the L2 cache
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    group = tl.program_id(0) // (GROUP_M * tiles_n)
+    first = group * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    within = tl.program_id(0) % (GROUP_M * tiles_n)
+    rows = (first + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    # rows past the end repeat the last ones: no mask in the loop but the depth's
+    x_rows = x_ptr + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * stride_xm
+    w_rows = weight_ptr + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * stride_wn
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        depth = start + tl.arange(0, BLOCK_K)[None, :]
+        x = tl.load(x_rows + depth, mask=depth < K, other=0.0)  # [BLOCK_M, BLOCK_K]
+        w = tl.load(w_rows + depth, mask=depth < K, other=0.0)  # [BLOCK_N, BLOCK_K]
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]  # [BLOCK_N]
+    out = out_ptr + rows.to(tl.int64)[:, None] * stride_om + cols[None, :]
+    tl.store(
+        out, acc.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :]
+    )  # [BLOCK_M, BLOCK_N]
+
+
+def row_invariant_linear_(
+    x: Tensor,  # [M, K]
+    weight: Tensor,  # [N, K], x's dtype
+    bias: Tensor | None,  # [N]
+    out: Tensor,  # [M, N], written
+) -> Tensor:
+    """out = x weightᵀ + bias; row i of out has the same bits whatever the other rows are and how many.
+
+    Numerics: float32 sums in one order, rounded once to out's dtype. No gradient is defined.
+    """
+    M, K = x.shape
+    N = weight.shape[0]
+    if not use_kernel("gemm", x):
+        return _by_rows(x, weight, bias, out)
+    # always packed and aligned: other strides or alignments would get another kernel
+    x, weight = (t.contiguous() for t in (x, weight))
+    x = x.clone() if x.data_ptr() % 16 else x
+    # by device and dtype, never by a size. sm_75 has no asynchronous copies: the large tile spills 15 kB there
+    big = x.element_size() == 2 and Target.of(x.device).arch >= 80
+    tile = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64) if big else dict(BLOCK_M=64, BLOCK_N=32, BLOCK_K=32)
+    _row_invariant_kernel[(cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),)](
+        x, weight, bias, out, M, N, K, x.stride(0), weight.stride(0), out.stride(0),
+        **tile, GROUP_M=8, num_warps=8 if big else 4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def _by_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Plain PyTorch: each row by a product of its own, from memory of the same alignment."""
+    row = x.new_empty((1, x.shape[1]))
+    for index in range(x.shape[0]):
+        out[index] = F.linear(row.copy_(x[index]), weight, bias)[0]
+    return out
+
+
+class RowInvariantLinear(torch.autograd.Function):
+    """`row_invariant_linear_` with the gradients of `F.linear`, for plain PyTorch."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None  # type: ignore[attr-defined]
+        return _by_rows(x, weight, bias, x.new_empty((x.shape[0], weight.shape[0])))
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        return dy @ weight, dy.T @ x, dy.sum(0) if ctx.has_bias else None  # type: ignore[attr-defined]

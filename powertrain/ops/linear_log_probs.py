@@ -1,0 +1,440 @@
+"""Log-probabilities of tokens under `softmax(x @ weight.T + bias)`, without storing the logits.
+
+    z    = x weightᵀ + bias;   z = softcap tanh(z / softcap);   z = z / temperature
+    log p = z - log sum exp z
+    log_probs  = log p[target]                                     dz = g (onehot - p)
+    entropy    = -sum p log p                                      dz = -g p (log p + entropy)
+    divergence from a teacher's q, with m = beta q + (1 - beta) p:
+      beta 0   KL(q | p) = sum q (log q - log p)                   dz = g (p - q)
+      beta 1   KL(p | q) = sum p (log p - log q)                   dz = g p (log p - log q - KL)
+      between  beta KL(q | m) + (1 - beta) KL(p | m)               dz = g (1 - beta) p (log p - log m - KL(p | m))
+
+Forward makes the logits in blocks of rows, and the teacher's beside them. Backward makes them once more, in blocks of
+the vocabulary, by the loop of linear_cross_entropy's reduction "none", and shares its scratch, its GEMMs and main_grad.
+Four GEMMs of 2*T*D*V operations, and two of the teacher's. Saved: the inputs and four floats a token.
+
+The kernels (log_prob_kernels.py) work on shards of a vocabulary too: nn/tensor_parallel/vocab_log_probs.py.
+
+Sources: Agarwal et al., arXiv:2306.13649 (generalized Jensen-Shannon divergence); online softmax after Milakov and
+Gimelshein, arXiv:1805.02867.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from powertrain.ops.cross_entropy import to_aligned
+from powertrain.ops.gemm.row_invariant import RowInvariantLinear, row_invariant_linear_
+from powertrain.ops.linear_cross_entropy import _blocks, _IntoMainGrad, _logits, _scratch, grads_by_vocab_blocks
+from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats, new_stats
+from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
+from powertrain.runtime import checks
+from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.flops import Shape
+
+
+class LogProbs(NamedTuple):
+    """What `linear_log_probs` returns; float32, shaped like target, None where it was not asked for."""
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    divergence: Tensor | None = None
+    top_log_probs: Tensor | None = None  # [..., top_k], largest first; without gradient
+    top_indices: Tensor | None = None  # [..., top_k] int64
+
+
+class Teacher(NamedTuple):
+    """A distribution q to measure the divergence from; constant, as far as gradients go.
+
+    x [..., E], weight [V, E], bias [V] of one dtype (E may differ from the student's D); softcap of its logits
+    beta   0: forward KL(q | p), 1: reverse KL(p | q), between: the generalized Jensen-Shannon divergence
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    beta: float = 0.0
+
+
+def linear_log_probs_ref(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    entropy: bool = False,
+    top_k: int = 0,
+    teacher: Teacher | None = None,
+    linear: Callable[..., Tensor] = F.linear,
+) -> LogProbs:
+    """The specification of `linear_log_probs`, in plain PyTorch."""
+    log_p = _log_softmax(linear(x, weight, bias), temperature, softcap)
+    kept = target != ignore_index
+    picked = log_p.gather(-1, torch.where(kept, target, 0).long().unsqueeze(-1)).squeeze(-1)
+    results: list[Tensor | None] = [torch.where(kept, picked, 0.0), None, None]
+    if entropy:
+        results[1] = torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0.0)
+    if teacher is not None:
+        with torch.no_grad():
+            log_q = _log_softmax(linear(teacher.x, teacher.weight, teacher.bias), temperature, teacher.softcap)
+        results[2] = torch.where(kept, _divergence_ref(log_p, log_q.to(log_p.dtype), teacher.beta), 0.0)
+    return LogProbs(*results, *(log_p.detach().topk(top_k) if top_k else ()))  # type: ignore[arg-type]
+
+
+def _log_softmax(logits: Tensor, temperature: float, softcap: float | None) -> Tensor:
+    z = logits.to(acc_dtype(logits.dtype))
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    return torch.log_softmax(z / temperature, dim=-1)
+
+
+def _divergence_ref(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    p, q = log_p.exp(), log_q.exp()
+    if beta == 0.0:
+        return (q * (log_q - log_p)).sum(-1)
+    if beta == 1.0:
+        return (p * (log_p - log_q)).sum(-1)
+    # by ratios: a log of the mixture would be rounded at the size of log p, not of the difference
+    ratio = (log_p - log_q).clamp(-80.0, 80.0).exp()
+    from_q, from_p = -(beta + (1 - beta) * ratio).log(), -((1 - beta) + beta / ratio).log()
+    return (beta * q * from_q + (1 - beta) * p * from_p).sum(-1)
+
+
+def _outputs(
+    x: Tensor, weight: Tensor, bias: Any, target: Tensor, teacher_x: Tensor | None, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    *_, entropy, top_k, _ = rest
+    T = target.shape[0]
+    values = x.new_empty((), dtype=acc_dtype(x.dtype))
+    return (
+        values.new_empty(T),
+        values.new_empty(T) if entropy else None,
+        None if teacher_x is None else values.new_empty(T),
+        values.new_empty((T, top_k)) if top_k else None,
+        values.new_empty((T, top_k), dtype=torch.int64) if top_k else None,
+        new_stats(values, T),
+    )
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    teacher_x: Tensor | None,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    main_grad: Tensor | None,
+    ignore_index: int,
+    temperature: float,
+    softcap: float,
+    teacher_softcap: float,
+    beta: float,
+    entropy: bool,
+    top_k: int,
+    batch_invariant: bool,
+) -> tuple[Tensor | None, ...]:
+    options = Options(ignore_index, temperature, softcap, teacher_softcap, beta)
+    outputs = _outputs(x, weight, bias, target, teacher_x, entropy, top_k, batch_invariant)
+    log_probs, _, divergence, top, top_indices, stats = outputs
+    assert log_probs is not None and stats is not None
+    linear = row_invariant_linear_ if batch_invariant else _logits
+    target, V = to_aligned(target), weight.shape[0]
+    num_logits = 1 if teacher_x is None else 2
+    blocks = _blocks(x.shape[0], num_logits * V, x.element_size())
+    height = max((b.stop - b.start for b in blocks), default=0)
+    scratch, teacher_scratch = _scratch(x, height, V), _scratch(x, height if num_logits == 2 else 0, V)
+    for rows in blocks:
+        count = rows.stop - rows.start
+        logits = linear(x[rows], weight, bias, scratch[:count])
+        own = stats[:, rows]
+        launch_stats(logits, target[rows], options, own[:2], log_probs[rows], own[2] if entropy else None, 0, V)
+        if top is not None and top_indices is not None:
+            values, top_indices[rows] = logits.topk(top_k)
+            top[rows] = z_of(values, options)
+        if teacher_x is not None and teacher_weight is not None and divergence is not None:
+            taught = linear(teacher_x[rows], teacher_weight, teacher_bias, teacher_scratch[:count])
+            teacher_options = options._replace(softcap=teacher_softcap)
+            launch_stats(taught, target[rows], teacher_options, own[3:5], None, None, 0, V)
+            launch_divergence(logits, taught, own[:2], own[3:5], options, divergence[rows], own[5])
+    finish(outputs, target, ignore_index)
+    return outputs
+
+
+def z_of(logits: Tensor, options: Options) -> Tensor:
+    z = logits.to(acc_dtype(logits.dtype))
+    return (options.softcap * torch.tanh(z / options.softcap) if options.softcap else z) / options.temperature
+
+
+def finish(outputs: tuple[Tensor | None, ...], target: Tensor, ignore_index: int) -> None:
+    """Statistics of the whole vocabulary to results; 0 for tokens left out. log_probs and top hold z until here."""
+    log_probs, entropy, divergence, top, _, stats = outputs
+    assert log_probs is not None and stats is not None
+    left_out = target == ignore_index
+    log_probs.sub_(stats[0]).sub_(stats[1]).masked_fill_(left_out, 0.0)
+    if entropy is not None:
+        entropy.copy_(stats[2]).masked_fill_(left_out, 0.0)
+    if divergence is not None:
+        divergence.masked_fill_(left_out, 0.0)
+    if top is not None:
+        top.sub_(stats[0][:, None]).sub_(stats[1][:, None])
+
+
+def _bwd_outputs(
+    dlog_probs: Any,
+    dentropy: Any,
+    ddivergence: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    stats: Tensor,
+    teacher_x: Any,
+    teacher_weight: Any,
+    teacher_bias: Any,
+    main_grad: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    need_dx, need_dw, need_db = rest[-3:]
+    dx = x.new_empty(x.shape) if need_dx else empty(x)
+    dw = weight.new_empty(weight.shape) if need_dw and main_grad is None else empty(x)
+    return dx, dw, bias.new_empty(bias.shape) if need_db and bias is not None else empty(x)
+
+
+def _bwd(
+    dlog_probs: Tensor | None,
+    dentropy: Tensor | None,
+    ddivergence: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    stats: Tensor,
+    teacher_x: Tensor | None,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    main_grad: Tensor | None,
+    ignore_index: int,
+    temperature: float,
+    softcap: float,
+    teacher_softcap: float,
+    beta: float,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = Options(ignore_index, temperature, softcap, teacher_softcap, beta)
+    needs = (need_dx, need_dw, need_db)
+    grads = _bwd_outputs(
+        dlog_probs, dentropy, ddivergence, x, weight, bias, target, stats, None, None, None, main_grad, *needs
+    )
+    target = to_aligned(target)
+    taught = teacher_x if ddivergence is not None else None
+
+    def make_dlogits(logits: Tensor, cols: slice) -> None:
+        teacher = None
+        if taught is not None and teacher_weight is not None:
+            part = None if teacher_bias is None else teacher_bias[cols]
+            teacher = _logits(taught, teacher_weight[cols], part, _scratch(x, *logits.shape))
+        launch_grads(
+            logits, teacher, target, stats, (dlog_probs, dentropy, ddivergence), options, cols.start, weight.shape[0]
+        )
+
+    grads_by_vocab_blocks(make_dlogits, x, weight, bias, grads, main_grad, needs, other_logits=int(taught is not None))
+    return grads
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, target, *teacher, ctx.main_grad = inputs[:8]
+    ctx.options = inputs[8:13]
+    ctx.save_for_backward(x, weight, bias, target, output[5], *teacher)
+    ctx.mark_non_differentiable(*(t for t in output[3:] if t is not None))
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, ddivergence: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    grads = [dlog_probs, dentropy, ddivergence]
+    if not any(g is not None for g in grads):
+        return (None,) * 16
+    op = _bwd_op if ctx.main_grad is None else _bwd_into_op
+    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+    found = op(*grads, *ctx.saved_tensors, ctx.main_grad, *ctx.options, need_dx, need_dw, need_db)
+    dx, dw, db = found if ctx.main_grad is None else (found[0], None, found[1])
+    dw = None if ctx.main_grad is not None else wanted(dw, need_dw)
+    return (wanted(dx, need_dx), dw, wanted(db, need_db), *(None,) * 13)
+
+
+def _fwd_flops(x: Shape, weight: Shape, teacher_weight: Shape | None, **_: Any) -> int:
+    return 2 * x[0] * (prod(weight) + (0 if teacher_weight is None else prod(teacher_weight)))
+
+
+def _bwd_flops(x: Shape, weight: Shape, teacher_weight: Shape | None, need_dx: bool, need_dw: bool, **_: Any) -> int:
+    return 2 * x[0] * (prod(weight) * (1 + need_dx + need_dw) + (0 if teacher_weight is None else prod(teacher_weight)))
+
+
+_TEACHER = "Tensor? teacher_x, Tensor? teacher_weight, Tensor? teacher_bias"
+_OPTIONS = "int ignore_index, float temperature, float softcap, float teacher_softcap, float beta"
+_fwd_op = Op(
+    f"linear_log_probs_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_TEACHER}, Tensor? main_grad, "
+    f"{_OPTIONS}, bool entropy, int top_k, bool batch_invariant) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _outputs,
+    backward=_backward,
+    setup_context=_setup_context,
+    flops=_fwd_flops,
+)
+_BWD = (
+    "Tensor? dlog_probs, Tensor? dentropy, Tensor? ddivergence, Tensor x, Tensor weight, Tensor? bias, Tensor target, "
+    f"Tensor stats, {_TEACHER}"
+)
+_NEEDS = "bool need_dx, bool need_dw, bool need_db"
+_bwd_op = Op(
+    f"linear_log_probs_bwd({_BWD}, Tensor? main_grad, {_OPTIONS}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
+    _bwd,
+    _bwd_outputs,
+    flops=_bwd_flops,
+)
+_bwd_into_op = Op(
+    f"linear_log_probs_bwd_into({_BWD}, Tensor(a!) main_grad, {_OPTIONS}, {_NEEDS}) -> (Tensor, Tensor)",
+    lambda *args: _bwd(*args)[::2],
+    lambda *args: _bwd_outputs(*args)[::2],
+    flops=_bwd_flops,
+)
+
+
+@falls_back("linear_log_probs")
+def linear_log_probs(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    entropy: bool = False,
+    top_k: int = 0,
+    teacher: Teacher | None = None,
+    main_grad: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> LogProbs:
+    """Log-probability of each target under softmax(x @ weight.T + bias), without storing the logits.
+
+    Shapes: D hidden size, V vocabulary size, any leading dims, T tokens in all.
+        x          [..., D]  float32, float16 or bfloat16 (float64 on the CPU)
+        weight     [V, D]    same dtype as x; under autocast both are cast to its dtype, this being a matmul
+        target     [...]     int64 or int32 in [0, V), or `ignore_index` to leave a token out
+        bias       [V]       same dtype as x, or None
+        softcap              logits become softcap * tanh(logits / softcap); None or 0: they do not
+        temperature          divides the logits, after softcap
+        entropy              give each token's entropy too
+        top_k                give the top_k largest log-probabilities and their indices, of every token
+        teacher              a `Teacher`: give each token's divergence from it, at the same temperature
+        main_grad  [V, D]    float32, contiguous, or None: backward adds the weight's gradient here
+        batch_invariant      a token's results have the same bits whatever tokens stand around it and how many; the
+                             logits then come from one fixed tile of our own instead of cuBLAS
+    Returns `LogProbs`, in nats, float32. log_probs, entropy and divergence are differentiable, and 0 for tokens left
+        out; top_log_probs are not. A target out of range gives nan.
+    Numerics: logits and their gradients are rounded to x's dtype, as in plain PyTorch; everything else is float32.
+        Deterministic. No host synchronisation. batch_invariant is a promise about results, not about gradients:
+        dweight sums over the tokens.
+    Memory: about 300 MiB of logits at a time; saves the inputs and 24 bytes a token.
+    Raises ValueError naming argument, expected and given value. Double backward and vmap are not implemented and say
+        so.
+    Source: Agarwal et al., arXiv:2306.13649 for the divergence between 0 and 1.
+    """
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        if teacher is not None:
+            taught_bias = None if teacher.bias is None else teacher.bias.to(dtype)
+            teacher = teacher._replace(x=teacher.x.to(dtype), weight=teacher.weight.to(dtype), bias=taught_bias)
+    V = weight.shape[0]
+    check_arguments("linear_log_probs", x, weight, target, bias, temperature, softcap, top_k, teacher, main_grad, V)
+    if not use_kernel("linear_log_probs", x):
+        return _plain(
+            x, weight, target, main_grad, batch_invariant, bias=bias, temperature=temperature, softcap=softcap,
+            ignore_index=ignore_index, entropy=entropy, top_k=top_k, teacher=teacher,
+        )  # fmt: skip
+    taught: list[Tensor | None] = [None, None, None]
+    shape = (0.0, 0.0)
+    if teacher is not None:
+        taught = [None if t is None else t.detach() for t in (as_rows(teacher.x), *teacher[1:3])]
+        shape = (float(teacher.softcap or 0.0), float(teacher.beta))
+    results = _fwd_op(
+        as_rows(x), weight, bias, target.reshape(-1), *taught, main_grad,
+        ignore_index, float(temperature), float(softcap or 0.0), *shape, entropy, top_k, batch_invariant,
+    )[:5]  # fmt: skip
+    absent = (False, not entropy, teacher is None, not top_k, not top_k)
+    shaped = (None if no else t.view(*target.shape, *t.shape[1:]) for t, no in zip(results, absent, strict=True))
+    return LogProbs(*shaped)  # type: ignore[arg-type]
+
+
+def check_arguments(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    top_k: int,
+    teacher: Teacher | None,
+    main_grad: Tensor | None,
+    vocab_size: int,
+) -> None:
+    checks.require(x.dim() > 0, op, "x", "have at least one dim", "a scalar")
+    checks.require(weight.dim() == 2, op, "weight", "have shape [V, last dim of x]", list(weight.shape))
+    teacher_tensors = {} if teacher is None else dict(zip(_TEACHER_NAMES, teacher[:3], strict=True))
+    checks.floating(op, x=x, weight=weight, bias=bias, **teacher_tensors)
+    others = dict(weight=weight, bias=bias, target=target, main_grad=main_grad, **teacher_tensors)
+    checks.same_device(op, "x", x, **others)
+    checks.integers(op, "target", target)
+    checks.shape(op, "weight", weight, (*weight.shape[:1], x.shape[-1]), "[V, last dim of x]")
+    checks.shape(op, "target", target, x.shape[:-1], "x without the last dim")
+    checks.shape(op, "bias", bias, weight.shape[:1], "first dim of weight")
+    checks.shape(op, "main_grad", main_grad, weight.shape, "shape of weight")
+    for name, tensor in (("weight", weight), ("bias", bias), *teacher_tensors.items()):
+        if tensor is not None and tensor.dtype is not x.dtype:
+            checks.fail(op, name, f"have x's dtype {checks.name(x.dtype)}", checks.name(tensor.dtype))
+    checks.require(temperature > 0, op, "temperature", "be above 0", temperature)
+    checks.require(softcap is None or softcap >= 0, op, "softcap", "be at least 0 (0: none), or None", softcap)
+    checks.require(0 <= top_k <= vocab_size, op, "top_k", f"be from 0 to V = {vocab_size}", top_k)
+    if main_grad is not None:
+        good = main_grad.dtype is torch.float32 and main_grad.is_contiguous()
+        checks.require(good, op, "main_grad", "be float32 and contiguous", checks.name(main_grad.dtype))
+    if teacher is not None:
+        checks.shape(op, "teacher.x", teacher.x, (*target.shape, *teacher.x.shape[-1:]), "[shape of target, E]")
+        E = teacher.x.shape[-1]
+        checks.shape(op, "teacher.weight", teacher.weight, (*weight.shape[:1], E), "[V, last dim of teacher.x]")
+        checks.shape(op, "teacher.bias", teacher.bias, weight.shape[:1], "first dim of weight")
+        checks.require(0.0 <= teacher.beta <= 1.0, op, "teacher.beta", "be in [0, 1]", teacher.beta)
+        cap = teacher.softcap
+        checks.require(cap is None or cap >= 0, op, "teacher.softcap", "be at least 0 (0: none), or None", cap)
+
+
+_TEACHER_NAMES = ("teacher.x", "teacher.weight", "teacher.bias")
+
+
+def _plain(
+    x: Tensor, weight: Tensor, target: Tensor, main_grad: Tensor | None, batch_invariant: bool, **options: Any
+) -> LogProbs:
+    with without_autocast(x.device):
+        weight = weight if main_grad is None else _IntoMainGrad.apply(weight, main_grad)
+        linear = _row_invariant_linear if batch_invariant else F.linear
+        return linear_log_probs_ref(x, weight, target, linear=linear, **options)
+
+
+def _row_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    logits: Tensor = RowInvariantLinear.apply(as_rows(x), weight, bias)
+    return logits.view(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,333 @@
+"""Kernels of linear_log_probs.py, on logits in a scratch; its docstring has the formulas.
+
+Rows of the scratch are padded to whole vectors, so no kernel needs edges as cross_entropy.py's do. Each works on a
+shard of the vocabulary, words [vocab_start, vocab_start + V) of vocab_size, and reads the totals of the whole.
+
+log p = (z - peak) - log_total, with the largest z and the log of the sum of exp(z - peak): z - lse would be rounded at
+the size of the logits, and lose what a token with a probability near 1 has.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powertrain.ops.cross_entropy import _softcap
+from powertrain.ops.shapes import cdiv, next_power_of_2
+from powertrain.runtime.launch import kernel
+
+_VEC = 8  # elements that a thread takes at once
+_WORD = 64  # the scratch's rows are multiples of so many elements
+
+
+class Options(NamedTuple):
+    """Of the distributions; softcap 0: none."""
+
+    ignore_index: int
+    temperature: float
+    softcap: float
+    teacher_softcap: float
+    beta: float
+
+    @property
+    def kind(self) -> int:
+        """0: forward KL, 1: reverse KL, 2: Jensen-Shannon."""
+        return int(self.beta) if self.beta in (0.0, 1.0) else 2
+
+
+@triton.jit
+def _load_z(row_ptr, cols, V, padded, softcap, temperature, CAPPED: tl.constexpr):
+    """Logits over temperature, -inf outside the vocabulary; whole vectors of the padded row are read."""
+    z = tl.load(row_ptr + cols, mask=cols < padded, other=0.0).to(tl.float32)  # the shape of cols
+    if CAPPED:
+        z = _softcap(z, softcap)
+    return tl.where(cols < V, z / temperature, float("-inf"))
+
+
+@triton.jit
+def _ratio(log_p, log_q):
+    """p / q, away from overflow; a log of the mixture itself would be rounded at the size of log p."""
+    return tl.exp(tl.minimum(tl.maximum(log_p - log_q, -80.0), 80.0))
+
+
+@kernel(aligned=("padded",))
+def _log_prob_stats_kernel(
+    logits_ptr,
+    target_ptr,
+    peak_ptr,
+    log_total_ptr,
+    hit_ptr,
+    entropy_ptr,
+    V,
+    padded,
+    vocab_start,
+    vocab_size,
+    stride_lm,
+    ignore_index,
+    softcap,
+    temperature,
+    CAPPED: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program: peak and log_total, the target's z (0 if it is another shard's), this shard's entropy."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits_ptr + row * stride_lm
+    vectors = tl.arange(0, BLOCK)[:, None]
+    lanes = tl.arange(0, VEC)[None, :]
+    # as in cross_entropy.py each lane keeps its own maximum and sums
+    peak = tl.full([BLOCK], -1e38, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)  # sum of exp(z - peak) (z - peak): no cancellation, as sum p z has
+    for block in range(0, padded, BLOCK * VEC):
+        z = _load_z(base, block + vectors * VEC + lanes, V, padded, softcap, temperature, CAPPED)  # [BLOCK, VEC]
+        new_peak = tl.maximum(peak, tl.max(z, axis=1))
+        shrink = tl.exp(peak - new_peak)
+        below = z - new_peak[:, None]
+        e = tl.exp(below)
+        if entropy_ptr is not None:
+            weighted = shrink * (weighted + (peak - new_peak) * total)
+            weighted += tl.sum(tl.where(e > 0.0, e * below, 0.0), axis=1)
+        total = total * shrink + tl.sum(e, axis=1)
+        peak = new_peak
+    row_peak = tl.max(peak, axis=0)
+    shrink = tl.exp(peak - row_peak)
+    row_total = tl.sum(total * shrink, axis=0)
+    tl.store(peak_ptr + row, row_peak)  # scalar
+    tl.store(log_total_ptr + row, tl.log(row_total))  # scalar
+    if entropy_ptr is not None:
+        row_weighted = tl.sum(shrink * (weighted + (peak - row_peak) * total), axis=0)
+        tl.store(entropy_ptr + row, tl.log(row_total) - row_weighted / row_total)  # scalar
+    if hit_ptr is not None:
+        target = tl.load(target_ptr + row).to(tl.int64)  # scalar
+        local = target - vocab_start
+        here = (target != ignore_index) & (local >= 0) & (local < V)
+        z = tl.load(base + local, mask=here, other=0.0).to(tl.float32)  # scalar
+        if CAPPED:
+            z = _softcap(z, softcap)
+        valid = ((target >= 0) & (target < vocab_size)) | (target == ignore_index)
+        tl.store(hit_ptr + row, tl.where(valid, z / temperature, float("nan")))  # scalar
+
+
+@kernel(aligned=("padded",))
+def _divergence_kernel(
+    logits_ptr,
+    teacher_ptr,
+    peak_ptr,
+    log_total_ptr,
+    teacher_peak_ptr,
+    teacher_log_total_ptr,
+    divergence_ptr,
+    center_ptr,
+    V,
+    padded,
+    stride_lm,
+    stride_tm,
+    softcap,
+    teacher_softcap,
+    temperature,
+    beta,
+    CAPPED: tl.constexpr,
+    TEACHER_CAPPED: tl.constexpr,
+    KIND: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """This shard's part of a row's divergence, and of the sum that its gradient subtracts (center)."""
+    row = tl.program_id(0).to(tl.int64)
+    peak = tl.load(peak_ptr + row)  # scalar
+    log_total = tl.load(log_total_ptr + row)  # scalar
+    teacher_peak = tl.load(teacher_peak_ptr + row)  # scalar
+    teacher_log_total = tl.load(teacher_log_total_ptr + row)  # scalar
+    lanes = tl.arange(0, BLOCK)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    from_q = tl.zeros([BLOCK], tl.float32)
+    from_p = tl.zeros([BLOCK], tl.float32)
+    for block in range(0, padded, BLOCK * VEC):
+        cols = block + lanes
+        z = _load_z(logits_ptr + row * stride_lm, cols, V, padded, softcap, temperature, CAPPED)
+        y = _load_z(teacher_ptr + row * stride_tm, cols, V, padded, teacher_softcap, temperature, TEACHER_CAPPED)
+        log_p = (z - peak) - log_total
+        log_q = (y - teacher_peak) - teacher_log_total
+        if KIND == 0:
+            q = tl.exp(log_q)
+            from_q += tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0), axis=1)
+        elif KIND == 1:
+            p = tl.exp(log_p)
+            from_p += tl.sum(tl.where(p > 0.0, p * (log_p - log_q), 0.0), axis=1)
+        else:
+            q = tl.exp(log_q)
+            p = tl.exp(log_p)
+            ratio = _ratio(log_p, log_q)
+            from_q -= tl.sum(tl.where(q > 0.0, q * tl.log(beta + (1.0 - beta) * ratio), 0.0), axis=1)
+            from_p -= tl.sum(tl.where(p > 0.0, p * tl.log(1.0 - beta + beta / ratio), 0.0), axis=1)
+    center = tl.sum(from_p, axis=0)
+    if KIND == 0:
+        divergence = tl.sum(from_q, axis=0)
+    elif KIND == 1:
+        divergence = center
+    else:
+        divergence = beta * tl.sum(from_q, axis=0) + (1.0 - beta) * center
+    tl.store(center_ptr + row, center)  # scalar
+    tl.store(divergence_ptr + row, divergence)  # scalar
+
+
+@kernel(aligned=("padded",))
+def _log_prob_grads_kernel(
+    logits_ptr,
+    teacher_ptr,
+    target_ptr,
+    peak_ptr,
+    log_total_ptr,
+    entropy_ptr,
+    teacher_peak_ptr,
+    teacher_log_total_ptr,
+    center_ptr,
+    dlog_prob_ptr,
+    dentropy_ptr,
+    ddivergence_ptr,
+    V,
+    padded,
+    vocab_start,
+    vocab_size,
+    blocks,
+    stride_lm,
+    stride_tm,
+    stride_glog_prob,
+    stride_gentropy,
+    stride_gdivergence,
+    ignore_index,
+    softcap,
+    teacher_softcap,
+    temperature,
+    beta,
+    CAPPED: tl.constexpr,
+    TEACHER_CAPPED: tl.constexpr,
+    KIND: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The logits of a tile become their gradient, in place."""
+    row = tl.program_id(0).to(tl.int64) // blocks
+    block = tl.program_id(0) % blocks
+    target = tl.load(target_ptr + row).to(tl.int64)  # scalar
+    kept = target != ignore_index
+    peak = tl.load(peak_ptr + row)  # scalar
+    log_total = tl.load(log_total_ptr + row)  # scalar
+    cols = (block * BLOCK + tl.arange(0, BLOCK)[:, None]) * VEC + tl.arange(0, VEC)[None, :]
+    z = _load_z(logits_ptr + row * stride_lm, cols, V, padded, softcap, temperature, CAPPED)  # [BLOCK, VEC]
+    log_p = (z - peak) - log_total
+    p = tl.exp(log_p)
+    hit = 0.0
+    d = tl.zeros([BLOCK, VEC], tl.float32)
+    if dlog_prob_ptr is not None:
+        hit = tl.load(dlog_prob_ptr + row * stride_glog_prob)  # scalar
+        hit = tl.where((target >= 0) & (target < vocab_size), hit, float("nan"))
+        d -= hit * p
+    if dentropy_ptr is not None:
+        grad = tl.load(dentropy_ptr + row * stride_gentropy)  # scalar
+        entropy = tl.load(entropy_ptr + row)  # scalar
+        d -= tl.where(p > 0.0, grad * p * (log_p + entropy), 0.0)
+    if ddivergence_ptr is not None:
+        grad = tl.load(ddivergence_ptr + row * stride_gdivergence)  # scalar
+        center = tl.load(center_ptr + row)  # scalar
+        y = _load_z(teacher_ptr + row * stride_tm, cols, V, padded, teacher_softcap, temperature, TEACHER_CAPPED)
+        log_q = (y - tl.load(teacher_peak_ptr + row)) - tl.load(teacher_log_total_ptr + row)
+        if KIND == 0:
+            d += grad * (p - tl.exp(log_q))
+        elif KIND == 1:
+            d += tl.where(p > 0.0, grad * p * (log_p - log_q - center), 0.0)
+        else:
+            above = -tl.log(1.0 - beta + beta / _ratio(log_p, log_q))  # log p - log m
+            d += tl.where(p > 0.0, grad * (1.0 - beta) * p * (above - center), 0.0)
+    slope = 1.0 / temperature + tl.zeros([BLOCK, VEC], tl.float32)
+    if CAPPED:
+        capped = z * temperature / softcap
+        slope *= 1.0 - capped * capped
+    out = logits_ptr + row * stride_lm + cols
+    dtype = logits_ptr.dtype.element_ty
+    tl.store(out, tl.where(kept, d * slope, 0.0).to(dtype), mask=cols < padded)  # [BLOCK, VEC]
+    if dlog_prob_ptr is not None:
+        # the target's element apart, as in cross_entropy.py
+        local = target - vocab_start
+        ahead = local - block * (BLOCK * VEC)
+        if kept & (ahead >= 0) & (ahead < BLOCK * VEC) & (local < V):
+            at = cols == local
+            d_target = tl.sum(tl.sum(tl.where(at, (d + hit) * slope, 0.0), axis=1), axis=0)
+            tl.debug_barrier()
+            tl.store(logits_ptr + row * stride_lm + local, d_target.to(dtype))  # scalar
+
+
+def _tile(logits: Tensor, largest: int) -> dict[str, int]:
+    """padded columns, and a tile of BLOCK vectors by num_warps."""
+    padded = cdiv(logits.shape[1], _WORD) * _WORD
+    block = min(largest, next_power_of_2(padded // _VEC))
+    return dict(padded=padded, BLOCK=block, num_warps=max(1, block // 64), VEC=_VEC)
+
+
+def new_stats(like: Tensor, T: int) -> Tensor:
+    """[6, T] of a row each: peak, log_total, entropy, the teacher's peak and log_total, center. Every row is aligned:
+
+    of tensors that are not, a kernel is compiled anew, and sums in another order.
+    """
+    return like.new_empty((6, cdiv(T, 4) * 4))[:, :T]
+
+
+def launch_stats(
+    logits: Tensor,  # [T, V], rows of a scratch
+    target: Tensor,  # [T]
+    options: Options,
+    total: Tensor,  # [2, T] float32, written: peak and log_total
+    hit: Tensor | None,  # [T] float32, written: the target's z
+    entropy: Tensor | None,  # [T] float32, written
+    vocab_start: int,
+    vocab_size: int,
+) -> None:
+    """Statistics of one shard's logits."""
+    tile = _tile(logits, 256)
+    _log_prob_stats_kernel[(logits.shape[0],)](
+        logits, target, total[0], total[1], hit, entropy, logits.shape[1], tile.pop("padded"), vocab_start, vocab_size,
+        logits.stride(0), options.ignore_index, options.softcap, options.temperature,
+        CAPPED=options.softcap != 0.0, **tile,
+    )  # fmt: skip
+
+
+def launch_divergence(
+    logits: Tensor,
+    teacher: Tensor,
+    total: Tensor,  # [2, T]
+    teacher_total: Tensor,  # [2, T]
+    options: Options,
+    divergence: Tensor,
+    center: Tensor,
+) -> None:
+    """One shard's parts of divergence and center [T], from the totals of the whole vocabulary."""
+    tile = _tile(logits, 128)
+    _divergence_kernel[(logits.shape[0],)](
+        logits, teacher, *total, *teacher_total, divergence, center, logits.shape[1], tile.pop("padded"),
+        logits.stride(0), teacher.stride(0), options.softcap, options.teacher_softcap, options.temperature,
+        options.beta, CAPPED=options.softcap != 0.0, TEACHER_CAPPED=options.teacher_softcap != 0.0,
+        KIND=options.kind, **tile,
+    )  # fmt: skip
+
+
+def launch_grads(
+    logits: Tensor,  # [T, V], overwritten by their gradient
+    teacher: Tensor | None,
+    target: Tensor,
+    stats: Tensor,  # [6, T], of new_stats
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None],  # of log_probs, entropy, divergence, each [T]
+    options: Options,
+    vocab_start: int,
+    vocab_size: int,
+) -> None:
+    tile = _tile(logits, 128)
+    padded = tile.pop("padded")
+    blocks = cdiv(padded, tile["BLOCK"] * _VEC)
+    _log_prob_grads_kernel[(logits.shape[0] * blocks,)](
+        logits, teacher, target, *stats, *grads,
+        logits.shape[1], padded, vocab_start, vocab_size, blocks, logits.stride(0),
+        0 if teacher is None else teacher.stride(0), *(0 if g is None else g.stride(0) for g in grads),
+        options.ignore_index, options.softcap, options.teacher_softcap, options.temperature, options.beta,
+        CAPPED=options.softcap != 0.0, TEACHER_CAPPED=options.teacher_softcap != 0.0, KIND=options.kind, **tile,
+    )  # fmt: skip

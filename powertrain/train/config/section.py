@@ -1,0 +1,24 @@
+"""What every section of a config is: frozen, without unknown keys; and the kinds of numbers in them."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic takes true for 1."""
+        kinds = str(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and "bool" not in kinds and ("int" in kinds or "float" in kinds):
+            raise PydanticCustomError("not_a_number", "Input should be a number")
+        return value

@@ -1,0 +1,122 @@
+"""Samples of completions: whole examples side by side in a row, in an order that the seed decides.
+
+A row has `seq_length` inputs; an example of n tokens takes n - 1 of them, since the last token is only predicted. Rows
+are filled in the shuffled order until the next example does not fit (GPT-NeoX's pack_until_overflow), or hold one
+example each (unpacked). What is left of a row is padding without labels, a document of its own. Of pairs a sample has
+two rows, chosen above rejected, with the same examples in the same order. Attention sees one document at a time.
+
+The order of N examples over as many epochs as are needed: each epoch shuffled anew by numpy's RandomState(seed).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from powertrain.runtime import tracing
+from powertrain.train.data.completions import CompletionData
+from powertrain.train.data.packed import IGNORED, Completions, Sample
+
+Integers = npt.NDArray[np.int64]
+
+
+class CompletionSamples:
+    """Samples of `sides`, one data set or two of pairs, in `num_samples` rows or more.
+
+    examples   [E] the documents to use
+    packed     False: one example a row
+    truncate   cut an example that is too long at its end, where GPT-NeoX's allow_chopped does; else leave it out
+    Examples without a label that counts are left out. Raises ValueError where none is left.
+    """
+
+    def __init__(
+        self, sides: Sequence[CompletionData], examples: Integers, *, seq_length: int, num_samples: int, seed: int,
+        vocab_size: int, packed: bool = True, truncate: bool = False,
+    ) -> None:  # fmt: skip
+        if len({len(side) for side in sides}) != 1:
+            raise ValueError(
+                f"{sides[1].files.tokens}: must have as many documents as {sides[0].files.tokens} ({len(sides[0])}), "
+                f"got {len(sides[1])}"
+            )
+        self.sides, self.seq_length, self.vocab_size = tuple(sides), seq_length, vocab_size
+        kept = self._usable(examples, truncate)
+        lengths = np.max([np.minimum(side.sizes[kept] - 1, seq_length) for side in sides], axis=0).astype(np.int64)
+        self.starts, self.order = _rows(kept, lengths, seq_length if packed else 0, num_samples, seed)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def _usable(self, examples: Integers, truncate: bool) -> Integers:
+        # without truncation a side that is too long; an example of one token predicts nothing
+        fits = np.ones(len(examples), bool)
+        for side in self.sides:
+            sizes = side.sizes[examples]
+            fits &= (sizes > 1) & (truncate | (sizes <= self.seq_length + 1))
+        long = int(len(examples) - fits.sum())
+        kept = np.array([e for e in examples[fits] if self._counts(int(e))], np.int64)
+        empty = len(examples) - long - len(kept)
+        if long or empty:
+            tracing.warn(
+                f"{self.sides[0].files.tokens}: of {len(examples)} examples {long} are left out that do not fit into "
+                f"train.seq_length {self.seq_length}, and {empty} without a label that counts"
+            )
+        if not len(kept):
+            raise ValueError(f"{self.sides[0].files.tokens}: must hold an example to train on, got none")
+        return kept
+
+    def _counts(self, example: int) -> bool:
+        """Every side has a label that counts within the row."""
+        for side in self.sides:
+            if side.labels is not None:
+                labels = side.labels.get(example, 1, min(int(side.sizes[example]), self.seq_length + 1))
+                if not (labels >= 0).any():
+                    return False
+        return True
+
+    def sample(self, index: int) -> Sample:
+        """Sample number `index` of the run: arrays [R, S], R rows."""
+        examples = self.order[self.starts[index] : self.starts[index + 1]]
+        shape = (len(self.sides), self.seq_length)
+        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        documents, sequence = np.full(shape, len(examples), np.int32), np.full(shape, -1, np.int64)
+        log_probs = np.full(shape, np.nan, np.float32)
+        values = np.zeros(shape[0] * len(examples), np.float32)
+        for row, side in enumerate(self.sides):
+            at = 0
+            for place, example in enumerate(examples):
+                ids, mine, value, known = side.get(int(example))
+                self._check(ids, side, int(example))
+                stop = at + min(len(ids) - 1, self.seq_length - at)
+                here, count, number = slice(at, stop), stop - at, row * len(examples) + place
+                tokens[row, here], labels[row, here] = ids[:count], mine[1 : count + 1]
+                documents[row, here], values[number] = place, value
+                sequence[row, here] = np.where(labels[row, here] == IGNORED, -1, number)
+                if known is not None:
+                    log_probs[row, here] = known[1 : count + 1]
+                at = stop
+        return Sample(tokens, labels, documents, Completions(sequence, values, log_probs))
+
+    def _check(self, ids: Integers, side: CompletionData, example: int) -> None:
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            bad = ids[(ids < 0) | (ids >= self.vocab_size)][0]
+            raise ValueError(
+                f"{side.files.tokens}: tokens must be in [0, {self.vocab_size}), the tokenizer's vocabulary, got {bad} "
+                f"in document {example}; was it made with another tokenizer?"
+            )
+
+
+def _rows(examples: Integers, lengths: Integers, width: int, num_samples: int, seed: int) -> tuple[Integers, Integers]:
+    """(starts [N + 1], order): row n holds the examples order[starts[n] : starts[n + 1]]; width 0: one each."""
+    random = np.random.RandomState(seed)
+    starts: list[int] = [0]
+    order: list[int] = []
+    used = 0
+    while len(starts) <= num_samples:
+        for at in random.permutation(len(examples)):
+            if used and (not width or used + lengths[at] > width):
+                starts.append(len(order))
+                used = 0
+            order.append(examples[at])
+            used += int(lengths[at])
+    starts.append(len(order))
+    return np.array(starts, np.int64), np.array(order, np.int64)

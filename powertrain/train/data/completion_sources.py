@@ -1,0 +1,134 @@
+"""From `data:` of a configuration to samples of completions: records are tokenized once, split, ordered and blended."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from powertrain.runtime import tracing
+from powertrain.train.config.schema import DataConfig, DataSource
+from powertrain.train.data import datasets_library
+from powertrain.train.data.blend import BlendedSamples, blend_indices, normalized, samples_wanted
+from powertrain.train.data.completion_samples import CompletionSamples, Integers
+from powertrain.train.data.completions import (
+    CompletionData,
+    CompletionEncoding,
+    CompletionFiles,
+    Format,
+    files_of,
+    write_completions,
+)
+from powertrain.train.data.corpus import digest, find_files, raw_documents
+from powertrain.train.data.file_lock import one_at_a_time
+from powertrain.train.data.indexed import exists, folder_of
+from powertrain.train.data.packed import SampleSource
+from powertrain.train.data.samples import cached_arrays, split_bounds
+from powertrain.train.data.sources import PARTS, Data, open_tokenizer, prefix_of, user_cache
+from powertrain.train.data.tokenizer import Tokenizer
+
+
+def open_completions(
+    config: DataConfig,
+    form: Format,
+    *,
+    seq_length: int,
+    num_samples: tuple[int, int, int],
+    seed: int,
+    tokenizer: Tokenizer | None = None,
+    cache: Path | None = None,
+) -> Data:
+    """`open_data` for prompts with completions: sources are jsonl, parquet, `datasets`, or GPT-NeoX's .bin/.idx.
+
+    form: what a record has (completions.py). A split counts examples; rows of a held-out part are as those of training.
+    Raises ValueError or FileNotFoundError naming the file or key.
+    """
+    folder = cache or (Path(config.cache_folder) if config.cache_folder else user_cache())
+    tokenizer = tokenizer or open_tokenizer(config, folder)
+    opener = _Opener(config, form, folder, tokenizer, seq_length, seed)
+    parts = [opener.part(name, wanted) for name, wanted in zip(PARTS, num_samples, strict=True)]
+    assert parts[0] is not None
+    return Data(parts[0], parts[1], parts[2], tokenizer, tokenizer.vocab_size)
+
+
+class _Opener:
+    def __init__(
+        self, config: DataConfig, form: Format, folder: Path, tokenizer: Tokenizer, seq_length: int, seed: int
+    ) -> None:
+        self.config, self.form, self.folder, self.tokenizer = config, form, folder, tokenizer
+        self.seq_length, self.seed = seq_length, seed
+
+    def part(self, name: str, wanted: int) -> SampleSource | None:
+        """The samples of train, validation or test; None for a held-out part with no example or none wanted."""
+        config, number = self.config, PARTS.index(name)
+        if name != "train" and not wanted:
+            return None
+        has_own = bool(config.validation or config.test)
+        sources = (config.train, config.validation, config.test)[number] if has_own else config.train
+        opened = []
+        for source in sources:
+            sides = self._sides(source)
+            bounds = split_bounds(config.split, len(sides[0])) if not has_own else (0, len(sides[0]))
+            examples = np.arange(*((0, len(sides[0])) if has_own else bounds[number : number + 2]), dtype=np.int64)
+            if len(examples):
+                opened.append((sides, examples, source.weight))
+        if not opened:
+            if name == "train":
+                raise ValueError(f"data.train must hold examples to train on, got none; data.split is {config.split!r}")
+            tracing.warn(f"data: no example is left for {name} (split {config.split!r}); there will be none")
+            return None
+        weights = [weight for _, _, weight in opened]
+        if not sum(weights) > 0:
+            raise ValueError(f"data.{name}: weights must not all be 0, got {weights}")
+        counts = samples_wanted(weights, wanted) if len(opened) > 1 else [wanted]
+        made = [self._samples(sides, examples, n) for (sides, examples, _), n in zip(opened, counts, strict=True)]
+        if len(made) == 1:
+            return made[0]
+        shares = normalized(weights)
+        about = f"completions {shares} {wanted}".encode()
+        chosen, within = cached_arrays(self.folder, about, lambda: blend_indices(shares, wanted))
+        return BlendedSamples(made, chosen, within)
+
+    def _samples(self, sides: Sequence[CompletionData], examples: Integers, wanted: int) -> CompletionSamples:
+        return CompletionSamples(
+            sides, examples, seq_length=self.seq_length, num_samples=wanted, seed=self.seed,
+            vocab_size=self.tokenizer.vocab_size, packed=self.config.packing != "unpacked",
+            truncate=self.config.allow_chopped,
+        )  # fmt: skip
+
+    def _sides(self, source: DataSource) -> list[CompletionData]:
+        return [CompletionData(files) for files in self._files(source)]
+
+    def _files(self, source: DataSource) -> tuple[CompletionFiles, ...]:
+        prefix = prefix_of(source.path)
+        if prefix is None:
+            return self._tokenized(source)
+        first = CompletionFiles(prefix, source.labels)
+        if self.form == "pairs":
+            if source.rejected is None:
+                raise ValueError(f"data {source.path}: rejected must be given beside tokens of pairs, got none")
+            return first, CompletionFiles(source.rejected, source.rejected_labels)
+        if self.form != "messages" and source.rewards is None:
+            raise ValueError(f"data {source.path}: rewards must be given beside tokens for this objective, got none")
+        rewards = source.rewards if self.form != "messages" else None
+        return (replace(first, rewards=rewards, log_probs=source.log_probs),)
+
+    def _tokenized(self, source: DataSource) -> tuple[CompletionFiles, ...]:
+        """A source's records, tokenized: from the cache, or into it."""
+        library = datasets_library.reads(source.path)
+        files = [] if library else find_files([source.path])
+        identity = datasets_library.identity(source) if library else digest(files)
+        about = f"completions 1 {identity} {self.tokenizer.identity} {self.form}"
+        prefix = self.folder / "tokens" / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
+        sides = files_of(prefix, self.form)
+        folder_of(prefix)
+        with one_at_a_time(Path(f"{prefix}.lock"), "tokenizing"):
+            # the first side's tokens are published last
+            if not exists(sides[0].tokens):
+                raws = datasets_library.rows(source, None) if library else raw_documents(files)
+                count, _ = write_completions(
+                    raws, prefix, CompletionEncoding(self.tokenizer, self.form), overwrite=True
+                )
+                tracing.progress(f"tokenized {count} examples of {source.path}")
+        return sides

@@ -1,0 +1,238 @@
+"""Prompts with completions: records of jsonl, parquet or `datasets` to tokens, labels and a value for each completion.
+
+    format      a record has                                  completions
+    messages    messages; or prompt and completion            one; the loss counts on assistant turns, or the completion
+    pairs       chosen and rejected; prompt, if they lack it  two: chosen, rejected
+    labels      prompt, completion, label: true or false      one, with value +1 or -1
+    advantages  prompt, completion, advantage;                one, with that value, and the sampler's log-probability
+                log_probs, one for each token, if known       of each of its tokens
+
+A prompt or a completion is a string, or a list of messages for the tokenizer's chat template. A completion that is a
+string ends with the end-of-document token.
+
+On disk they are GPT-NeoX's data sets, document for document beside each other: PREFIX_document with tokens,
+PREFIX_label_document with labels, PREFIX_reward_document with one float for each document, and of pairs
+PREFIX_chosen_document, PREFIX_chosen_label_document, PREFIX_rejected_document, PREFIX_rejected_label_document. Ours
+beside them: PREFIX_log_prob_document, a float for each token. Source: GPT-NeoX's
+tools/datasets/preprocess_data_with_chat_template.py and megatron/data/gpt2_dataset.py, as facts.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from powertrain.train.data.corpus import BadDocument, Raw
+from powertrain.train.data.indexed import IndexedData, IndexedWriter
+from powertrain.train.data.packed import IGNORED
+from powertrain.train.data.tokenizer import Tokenizer
+
+Format = Literal["messages", "pairs", "labels", "advantages"]
+
+
+class Completion(NamedTuple):
+    """ids of prompt and completion; labels: the id where the loss counts, else IGNORED; both as long."""
+
+    ids: list[int]
+    labels: list[int]
+    value: float = 0.0
+    log_probs: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class CompletionEncoding:
+    """From a record to its completions. Raises BadDocument naming file, line and key."""
+
+    tokenizer: Tokenizer
+    format: Format
+
+    def __call__(self, raw: Raw) -> tuple[Completion, ...]:
+        record = _record(raw)
+        if self.format == "pairs":
+            return tuple(self._completion(raw.where, record, side) for side in ("chosen", "rejected"))
+        if self.format == "messages" and "messages" in record:
+            ids, labels = self._chat(raw.where, "messages", record["messages"], [])
+            return (Completion(ids, labels),)
+        one = self._completion(raw.where, record, "completion")
+        if self.format == "labels":
+            label = _value(raw.where, record, "label", bool)
+            return (one._replace(value=1.0 if label else -1.0),)
+        if self.format == "advantages":
+            value = float(_value(raw.where, record, "advantage", (int, float)))
+            return (one._replace(value=value, log_probs=self._log_probs(raw.where, record, one)),)
+        return (one,)
+
+    def _completion(self, where: str, record: Mapping[str, Any], key: str) -> Completion:
+        completion, prompt = record.get(key), record.get("prompt", "")
+        if isinstance(completion, str) and isinstance(prompt, str):
+            ids, end = self.tokenizer.encode(prompt), self.tokenizer.eod
+            mine = [*self.tokenizer.encode(completion), *([] if end is None else [end])]
+            return Completion([*ids, *mine], [IGNORED] * len(ids) + mine)
+        if not isinstance(completion, list):
+            _bad(where, key, "a string or a list of messages", completion)
+        return Completion(*self._chat(where, key, completion, prompt if isinstance(prompt, list) else []))
+
+    def _chat(self, where: str, key: str, messages: Any, prompt: list[Any]) -> tuple[list[int], list[int]]:
+        """ids of prompt and messages; labels on the turns of the assistant that are not the prompt's."""
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            _bad(where, key, "a list of messages with a role", messages)
+        chat = [*prompt, *messages]
+        ids = self.tokenizer.encode_chat(chat)
+        labels = [IGNORED] * len(ids)
+        for turn in range(len(prompt), len(chat)):
+            if chat[turn]["role"] != "assistant":
+                continue
+            before = self.tokenizer.encode_chat(chat[:turn], add_generation_prompt=True)
+            after = self.tokenizer.encode_chat(chat[: turn + 1])
+            if ids[: len(after)] != after or after[: len(before)] != before:
+                raise BadDocument(
+                    f"{where}: {key}: the chat template must render a chat's beginning as the beginning of the chat, "
+                    f"got other tokens at turn {turn}"
+                )
+            labels[len(before) : len(after)] = after[len(before) :]
+        if all(label == IGNORED for label in labels):
+            _bad(where, key, "a message of the assistant", f"roles {[m['role'] for m in messages]}")
+        return ids, labels
+
+    def _log_probs(self, where: str, record: Mapping[str, Any], completion: Completion) -> list[float] | None:
+        given = record.get("log_probs")
+        if given is None:
+            return None
+        count = sum(label != IGNORED for label in completion.labels)
+        if not isinstance(given, list) or len(given) != count:
+            got = len(given) if isinstance(given, list) else given
+            _bad(where, "log_probs", f"one number for each of the completion's {count} tokens", got)
+        numbers = iter(given)
+        return [0.0 if label == IGNORED else float(next(numbers)) for label in completion.labels]
+
+
+def _record(raw: Raw) -> dict[str, Any]:
+    if raw.damage:
+        raise BadDocument(raw.damage)
+    if not raw.is_json:
+        raise BadDocument(f"{raw.where}: must be jsonl, parquet or a data set to hold completions, got a text file")
+    try:
+        record = json.loads(raw.data)
+    except (ValueError, RecursionError) as error:
+        raise BadDocument(f"{raw.where}: must be a line of JSON, got {str(error)[:120]}") from None
+    if not isinstance(record, dict):
+        raise BadDocument(f"{raw.where}: must be an object, got {type(record).__name__}")
+    return record
+
+
+def _value(where: str, record: Mapping[str, Any], key: str, kind: Any) -> Any:
+    value = record.get(key)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        _bad(where, key, "true or false" if kind is bool else "a number", value)
+    return value
+
+
+def _bad(where: str, key: str, must: str, got: Any) -> Any:
+    raise BadDocument(f"{where}: {key} must be {must}, got {str(got)[:60]!r}")
+
+
+# --- on disk ---
+
+
+@dataclass(frozen=True)
+class CompletionFiles:
+    """Prefixes of one side's data sets; rewards and log_probs None: there are none."""
+
+    tokens: str
+    labels: str | None
+    rewards: str | None = None
+    log_probs: str | None = None
+
+
+def files_of(prefix: str | Path, form: Format) -> tuple[CompletionFiles, ...]:
+    """The data sets that `write_completions` makes: one side, or of pairs two."""
+    if form == "pairs":
+        return tuple(
+            CompletionFiles(f"{prefix}_{side}_document", f"{prefix}_{side}_label_document")
+            for side in ("chosen", "rejected")
+        )
+    rewards = None if form == "messages" else f"{prefix}_reward_document"
+    log_probs = f"{prefix}_log_prob_document" if form == "advantages" else None
+    return (CompletionFiles(f"{prefix}_document", f"{prefix}_label_document", rewards, log_probs),)
+
+
+def write_completions(
+    documents: Iterable[Raw], prefix: str | Path, encoding: CompletionEncoding, *, skip_bad: bool = False,
+    overwrite: bool = False,
+) -> tuple[int, list[str]]:  # fmt: skip
+    """Tokenize records into the data sets of `files_of`: (number of examples, messages about those left out).
+
+    Data sets appear whole when all are written, the chosen or only tokens last. A log-probability that is not known is
+    nan. Raises BadDocument without `skip_bad`, FileExistsError.
+    """
+    sides, count, bad = files_of(prefix, encoding.format), 0, []
+    with ExitStack() as stack:
+        writers = [_writers(stack, side, overwrite) for side in sides]
+        for raw in documents:
+            try:
+                example = encoding(raw)
+            except BadDocument as error:
+                if not skip_bad:
+                    raise
+                bad.append(str(error))
+                continue
+            count += 1
+            for completion, (tokens, labels, rewards, log_probs) in zip(example, writers, strict=True):
+                tokens.add(completion.ids)
+                labels.add(completion.labels)
+                if rewards is not None:
+                    rewards.add(np.array([completion.value], np.float32))
+                if log_probs is not None:
+                    unknown = np.full(len(completion.ids), np.nan, np.float32)
+                    known = completion.log_probs
+                    log_probs.add(unknown if known is None else np.array(known, np.float32))
+    return count, bad
+
+
+def _writers(stack: ExitStack, files: CompletionFiles, overwrite: bool) -> tuple[Any, ...]:
+    """tokens, labels, rewards, log_probs; leaving the stack publishes the tokens last."""
+    integers = ((files.tokens, np.int32), (files.labels, np.int32))
+    kinds = (*integers, (files.rewards, np.float32), (files.log_probs, np.float32))
+    return tuple(
+        None if name is None else stack.enter_context(IndexedWriter(name, dtype, overwrite=overwrite))
+        for name, dtype in kinds
+    )
+
+
+class CompletionData:
+    """One side's documents: `get(i)` -> tokens, labels, value, log-probabilities of document i.
+
+    Without labels all tokens but the first count. Raises ValueError where the files differ in their documents.
+    """
+
+    def __init__(self, files: CompletionFiles) -> None:
+        self.files = files
+        self.tokens = IndexedData(files.tokens)
+        self.sizes = self.tokens.sizes
+        self.labels, self.rewards, self.log_probs = (
+            None if name is None else IndexedData(name) for name in (files.labels, files.rewards, files.log_probs)
+        )
+        for each in (self.labels, self.log_probs):
+            if each is not None and not np.array_equal(each.sizes, self.sizes):
+                raise ValueError(f"{each.prefix}: must have the document lengths of {files.tokens}, got others")
+        if self.rewards is not None and len(self.rewards) != len(self.tokens):
+            must = f"one document for each of the {len(self.tokens)} of {files.tokens}"
+            raise ValueError(f"{self.rewards.prefix}: must have {must}, got {len(self.rewards)}")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompletionData, (self.files,)
+
+    def get(self, document: int) -> tuple[Any, Any, float, Any]:
+        tokens = self.tokens[document].astype(np.int64)
+        labels = tokens.copy() if self.labels is None else self.labels[document].astype(np.int64)
+        labels[labels < 0] = IGNORED
+        value = 0.0 if self.rewards is None else float(self.rewards[document][0])
+        log_probs = None if self.log_probs is None else self.log_probs[document].astype(np.float32)
+        return tokens, labels, value, log_probs

@@ -1,0 +1,160 @@
+"""lora(): what a model computes with and without adapters, merged, frozen, compiled; errors."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import powertrain
+from powertrain.models import build, configure
+from powertrain.nn.lora import LoRALinear, lora_layers, merge_lora, without_lora
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "dropout": {"dropout": 0.5}
+}  # fmt: skip
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12, bias=False)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x + self.down(torch.tanh(self.up(x)))))
+
+
+def _trained(model: nn.Module) -> nn.Module:
+    """Adapters as if they had been trained."""
+    for layer in lora_layers(model).values():
+        nn.init.normal_(layer.lora_B, std=0.3)
+        if layer.lora_magnitude is not None:
+            layer.lora_magnitude.data.mul_(1.3)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_adapter_changes_nothing(kind: str) -> None:
+    model = _Block()
+    x = torch.randn(3, 4, 12)
+    expected = model(x)
+    adapted = powertrain.lora(copy.deepcopy(model), rank=4, **KINDS[kind]).eval()
+    torch.testing.assert_close(adapted(x), expected)
+    assert set(lora_layers(adapted)) == {"up", "down"}
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    assert model.state_dict().keys() <= adapted.state_dict().keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_is_adapted(kind: str, dtype: torch.dtype) -> None:
+    model = _trained(powertrain.lora(_Block(), rank=4, alpha=6, **KINDS[kind])).to(dtype).eval()
+    x = torch.randn(3, 4, 12, dtype=dtype)
+    expected = model(x)
+    plain = merge_lora(copy.deepcopy(model))
+    assert not lora_layers(plain) and not any("lora" in name for name in plain.state_dict())
+    tolerance = {torch.bfloat16: 6e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(plain(x), expected, rtol=tolerance, atol=tolerance)
+    assert not torch.allclose(expected, _base(model)(x), atol=1e-2)
+
+
+def _base(model: nn.Module) -> Any:
+    def call(x: Tensor) -> Tensor:
+        with without_lora(model):
+            return model(x)
+
+    return call
+
+
+def test_without_lora_is_the_base_also_after_an_error() -> None:
+    model = _Block()
+    x = torch.randn(2, 12)
+    expected = model(x)
+    adapted = _trained(powertrain.lora(model, rank=2))
+    assert torch.equal(_base(adapted)(x), expected)
+    with pytest.raises(KeyError), without_lora(adapted), without_lora(adapted):
+        raise KeyError
+    assert all(layer.enabled for layer in lora_layers(adapted).values())
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_gradients_are_autograds(kind: str) -> None:
+    model = _trained(powertrain.lora(_Block(), rank=3, **KINDS[kind])).double()
+    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+    model(x).square().sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    up = lora_layers(model)["up"]
+    names = ["lora_A", "lora_B"] + ["lora_magnitude"] * (kind == "dora")
+
+    def loss(*values: Tensor) -> Tensor:
+        replaced = dict(zip((f"up.{name}" for name in names), values, strict=True))
+        return torch.func.functional_call(model, replaced, (x.detach(),)).square().sum()
+
+    # DoRA's norm is a constant to gradients, so finite differences of A and B would not agree
+    if kind == "lora":
+        assert torch.autograd.gradcheck(loss, [getattr(up, name) for name in names])
+    assert all(g is not None and g.abs().sum() > 0 for g in found.values()) and x.grad is not None
+
+
+def test_dropout_is_the_adapters_alone() -> None:
+    model = powertrain.lora(_Block(), rank=4, dropout=0.5)
+    x = torch.randn(64, 12)
+    assert torch.equal(model(x), model(x))  # lora_B is 0
+    _trained(model)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+def test_compile_and_checkpointing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = _trained(powertrain.lora(_Block(), rank=4))
+    x = torch.randn(6, 12)
+    expected = torch.autograd.grad(model(x).sum(), list(_trainable(model)))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for call in (compiled, lambda x: checkpoint(model, x, use_reentrant=False)):
+        torch.testing.assert_close(torch.autograd.grad(call(x).sum(), list(_trainable(model))), expected)
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def test_on_the_meta_device_then_initialized() -> None:
+    config = configure(architecture="llama", num_layers=2, hidden_size=32, intermediate_size=48, num_heads=2,
+                       vocab_size=64, max_position_embeddings=32)  # fmt: skip
+    tokens = torch.randint(0, 64, (2, 8))
+    plain = build(config)
+    adapted = powertrain.lora(build(config), rank=4, targets=["attention.qkv", "mlp.down"])
+    for model in (plain, adapted):
+        model.to_empty(device="cpu")
+        model.init_weights(3)
+    torch.testing.assert_close(adapted(tokens), plain(tokens))
+    assert set(lora_layers(adapted)) == {f"layers.{n}.{m}" for n in range(2) for m in ("attention.qkv", "mlp.down")}
+    adapted(tokens, tokens).backward()
+    assert all(p.grad is not None for p in _trainable(adapted)) and adapted.embed.weight.grad is None
+
+
+def test_errors_name_the_argument() -> None:
+    with pytest.raises(ValueError, match=r"lora: targets must name layers of the model, such as \['up', 'down'"):
+        powertrain.lora(_Block(), targets=["q_proj"])
+    with pytest.raises(ValueError, match=r"targets must name layers of type nn\.Linear, got norm, LayerNorm"):
+        powertrain.lora(_Block(), targets=["norm"])
+    with pytest.raises(ValueError, match="lora: rank must be above 0, got 0"):
+        powertrain.lora(_Block(), rank=0)
+    with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\), got 1"):
+        powertrain.lora(_Block(), dropout=1)
+    with pytest.raises(ValueError, match="targets must be a list of names"):
+        powertrain.lora(_Block(), targets="up")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model must have no adapters yet"):
+        powertrain.lora(powertrain.lora(_Block()))
+
+
+def test_repr_says_rank_and_scale() -> None:
+    assert "rank=4, scale=2" in repr(LoRALinear(nn.Linear(3, 5), 4, 2.0))

@@ -1,0 +1,271 @@
+"""linear_log_probs: options, blocks, divergences, main_grad, batch invariance, errors."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import powertrain
+from powertrain.nn.tensor_parallel import vocab_log_probs as shards
+from powertrain.ops import linear_cross_entropy as blocks
+from powertrain.ops.cases.cross_entropy import tokens
+from powertrain.ops.cases.linear_log_probs import as_tuple, plain
+from powertrain.ops.linear_cross_entropy import _scratch, linear_cross_entropy
+from powertrain.ops.linear_log_probs import Teacher, linear_log_probs, linear_log_probs_ref
+from powertrain.ops.log_prob_kernels import Options
+from powertrain.testing.numerics import check
+from tests.conftest import INTERPRET, SLOW_IN_INTERPRETER
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# in the interpreter a call takes a second
+EVERY_DTYPE = [
+    pytest.param(torch.float32, marks=SLOW_IN_INTERPRETER),
+    pytest.param(torch.float16, marks=SLOW_IN_INTERPRETER),
+    torch.bfloat16,
+]
+IDS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def _tensors(
+    device: torch.device, dtype: torch.dtype = torch.float32, T: int = 12, D: int = 24, V: int = 301, E: int = 16
+) -> dict[str, Any]:
+    made = {"x": torch.randn(T, D, device=device), "weight": torch.randn(V, D, device=device) * D**-0.5}
+    taught = {
+        "teacher_x": torch.randn(T, E, device=device),
+        "teacher_weight": torch.randn(V, E, device=device) * E**-0.5,
+    }
+    tensors = {name: t.to(dtype).requires_grad_() for name, t in made.items()}
+    return {**tensors, "target": tokens(T, V, device), **{name: t.to(dtype) for name, t in taught.items()}}
+
+
+def _check(tensors: dict[str, Any], **options: Any) -> None:
+    functions = (as_tuple(f, **options) for f in (linear_log_probs, plain, linear_log_probs_ref))
+    # log-probabilities near -6 are rounded at that size; a divergence below 1 is their difference
+    check(*functions, tensors, slack=16)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch for some rows, or for some columns of the vocabulary."""
+    monkeypatch.setattr(blocks, "SCRATCH_BYTES", 8 * 150 * 4)
+    monkeypatch.setattr(blocks, "MIN_VOCAB_BLOCK", 8)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", EVERY_DTYPE, ids=IDS.get)
+@pytest.mark.parametrize("beta", [None, 0.0, 0.4, 1.0], ids=["alone", "forward", "js", "reverse"])
+def test_many_blocks(beta: float | None, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = _tensors(device, dtype, T=19, V=150)
+    if beta is None:
+        tensors |= {"teacher_x": None, "teacher_weight": None}
+    _check(tensors, beta=beta, entropy=True, temperature=1.3, softcap=8.0, top_k=3)
+
+
+def _sweep(count: int, seed: int) -> list[dict[str, Any]]:
+    draw = random.Random(seed)
+    return [
+        {
+            "T": draw.choice([1, 2, 17, 33]),
+            "D": draw.choice([1, 3, 16, 40]),
+            "V": draw.choice([1, 2, 63, 64, 65, 300, 520]),
+            "beta": draw.choice([None, 0.0, 1.0, draw.random()]),
+            "entropy": draw.random() < 0.5,
+            "temperature": draw.choice([1.0, 0.25, 3.0]),
+            "softcap": draw.choice([None, 2.0, 30.0]),
+            "dtype": draw.choice(DTYPES),
+        }
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("drawn", _sweep(5, seed=1), ids=str)
+def test_drawn_calls(drawn: dict[str, Any], device: torch.device) -> None:
+    _check_drawn(drawn, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drawn", _sweep(150, seed=2), ids=str)
+def test_many_drawn_calls(drawn: dict[str, Any], device: torch.device) -> None:
+    _check_drawn(drawn, device)
+
+
+def _check_drawn(drawn: dict[str, Any], device: torch.device) -> None:
+    sizes = {name: drawn.pop(name) for name in ("T", "D", "V", "dtype")}
+    tensors = _tensors(device, **sizes)
+    if drawn["beta"] is None:
+        tensors |= {"teacher_x": None, "teacher_weight": None}
+    _check(tensors, **drawn)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=IDS.get)
+def test_it_is_minus_the_cross_entropy(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, target, *_ = _tensors(device, dtype).values()
+    found = linear_log_probs(x, weight, target).log_probs
+    expected = -linear_cross_entropy(x, weight, target, reduction="none")
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
+    ours, theirs = (torch.autograd.grad(out.sum(), (x, weight)) for out in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=4 * torch.finfo(dtype).eps * theirs[1].abs().max().item())
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", EVERY_DTYPE, ids=IDS.get)
+def test_main_grad(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, target, *_ = _tensors(device, dtype, T=19, V=150).values()
+    main_grad = torch.ones(weight.shape, device=device)
+    found = linear_log_probs(x, weight, target, entropy=True, main_grad=main_grad)
+    (found.log_probs + found.entropy).sum().backward()
+    assert weight.grad is None
+    wide = weight.detach().double().requires_grad_()
+    exact = linear_log_probs_ref(x.detach().double(), wide, target, entropy=True)
+    (dw,) = torch.autograd.grad((exact.log_probs + exact.entropy).sum(), wide)
+    atol = 2 * torch.finfo(dtype).eps * dw.abs().max().item()
+    torch.testing.assert_close(main_grad, (1 + dw).float(), rtol=1e-5, atol=atol)
+
+
+def test_tokens_left_out(device: torch.device) -> None:
+    x, weight, target, *taught = _tensors(device).values()
+    target = target.clone()
+    target[0], target[1] = -100, 5
+    teacher = Teacher(*taught, beta=0.5)
+    found = linear_log_probs(x, weight, target, entropy=True, teacher=teacher, top_k=2)
+    assert not any(float(t[0]) for t in found[:3])
+    sum(t.sum() for t in found[:3]).backward()
+    assert not x.grad[0].any() and x.grad[1].any()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("wrong", [301, -1, -7])
+def test_a_target_out_of_range_gives_nan(wrong: int, device: torch.device) -> None:
+    x, weight, target, *_ = _tensors(device).values()
+    target = target.clone()
+    target[1] = wrong
+    found = linear_log_probs(x, weight, target).log_probs
+    assert found[1].isnan() and not found[2:].isnan().any()
+    found[1:].sum().backward()
+    assert x.grad[1].isnan().all() and not x.grad[2:].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=IDS.get)
+def test_top_k(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, target, *_ = _tensors(device, dtype).values()
+    found = linear_log_probs(x, weight, target, top_k=5, temperature=0.5)
+    log_p = torch.log_softmax((x @ weight.T).float() / 0.5, -1)
+    torch.testing.assert_close(found.top_log_probs, log_p.gather(-1, found.top_indices), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.top_log_probs, log_p.topk(5).values, rtol=1e-5, atol=1e-5)
+    assert not found.top_log_probs.requires_grad
+
+
+@pytest.mark.skipif(INTERPRET, reason="NumPy's products of a tile round its rows differently")
+@pytest.mark.parametrize("dtype", DTYPES, ids=IDS.get)
+def test_batch_invariant_bits(dtype: torch.dtype, device: torch.device) -> None:
+    """A token alone, among others, at another place, and in blocks of another height: the same bits."""
+    x, weight, target, teacher_x, teacher_weight = _tensors(device, dtype, T=150, D=72).values()
+
+    def results(rows: Tensor) -> tuple[Tensor | None, ...]:
+        teacher = Teacher(teacher_x[rows], teacher_weight, beta=0.5)
+        return linear_log_probs(
+            x[rows], weight, target[rows], entropy=True, teacher=teacher, top_k=2, batch_invariant=True
+        )
+
+    with torch.no_grad():
+        whole = results(torch.arange(150, device=device))
+        for rows in (torch.tensor([149]), torch.arange(70, 101), torch.randperm(150)[:67]):
+            rows = rows.to(device)
+            for some, every in zip(results(rows), whole, strict=True):
+                assert torch.equal(some, every[rows])
+
+
+def test_batch_invariant_gradients(device: torch.device) -> None:
+    tensors = _tensors(device)
+    x, weight, target, *_ = tensors.values()
+    ours, usual = (
+        torch.autograd.grad(linear_log_probs(x, weight, target, batch_invariant=b).log_probs.sum(), (x, weight))
+        for b in (True, False)
+    )
+    torch.testing.assert_close(ours, usual)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_kernels_of_a_shard(beta: float, device: torch.device) -> None:
+    """Kernels against the plain PyTorch that tests/parallel/test_vocab_log_probs.py uses: threads cannot share the
+    interpreter."""
+    T, V = 15, 24
+    made = _tensors(device, T=T, D=8, V=V, E=6)
+    options, target, found = Options(-100, 0.7, 3.0, 1.5, beta), made["target"], []
+    for off in (False, True):
+        with powertrain.disable(*["linear_log_probs"] * off):
+            scratch, taught = _scratch(made["x"], T, V // 3), _scratch(made["x"], T, V // 3)
+            scratch.copy_((made["x"] @ made["weight"][8:16].T).detach())
+            taught.copy_(made["teacher_x"] @ made["teacher_weight"][8:16].T)
+            total = shards._shard_stats(scratch, target, options, True, 8, V)
+            teacher = shards._shard_stats(taught, target, shards._of_teacher(options), False, 8, V)
+            stats = torch.stack((total[0], total[1], total[3], teacher[0], teacher[1], torch.zeros_like(total[0])))
+            divergence = shards._shard_divergence(scratch, taught, stats, options)
+            stats[5] = divergence[1]
+            grads = tuple(torch.linspace(0.5, 2.0, T, device=device) * sign for sign in (1.0, -1.0, 0.5))
+            shards._shard_grads_(scratch, taught, target, stats, grads, options, 8, V)
+            found.append((total, divergence, scratch))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+def test_leading_dims_and_empty(device: torch.device) -> None:
+    x, weight, target, *_ = _tensors(device).values()
+    flat = linear_log_probs(x, weight, target, top_k=2, entropy=True)
+    shaped = linear_log_probs(x.view(3, 4, 24), weight, target.view(3, 4), top_k=2, entropy=True)
+    assert shaped.log_probs.shape == (3, 4) and shaped.top_indices.shape == (3, 4, 2) and shaped.divergence is None
+    torch.testing.assert_close(shaped.entropy.flatten(), flat.entropy)
+    x = torch.randn(0, 24, device=device, requires_grad=True)
+    nothing = linear_log_probs(x, weight, target[:0], top_k=1)
+    assert nothing.log_probs.shape == (0,) and nothing.top_indices.shape == (0, 1)
+    dx, dw = torch.autograd.grad(nothing.log_probs.sum(), (x, weight))
+    assert dx.shape == (0, 24) and not dw.any()
+
+
+@pytest.mark.kernels
+def test_compile_with_main_grad_and_teacher(device: torch.device) -> None:
+    x, weight, target, *taught = _tensors(device).values()
+    totals = [torch.zeros(weight.shape, device=device) for _ in range(2)]
+
+    def loss(main_grad: Tensor) -> Tensor:
+        found = linear_log_probs(x, weight, target, teacher=Teacher(*taught, beta=1.0), main_grad=main_grad)
+        return found.log_probs.sum() + found.divergence.mean()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for function, total in zip((loss, compiled), totals, strict=True):
+        function(total).backward()
+    torch.testing.assert_close(totals[1], totals[0])
+    assert totals[0].any()
+
+
+def test_errors(device: torch.device) -> None:
+    x, weight, target, teacher_x, teacher_weight = _tensors(device).values()
+    wrong: list[tuple[str, Any, dict[str, Any]]] = [
+        (r"weight must have shape \[301, 24\]", weight[:, :8], {}),
+        ("weight must have x's dtype float32, got bfloat16", weight.bfloat16(), {}),
+        ("temperature must be above 0, got 0", weight, {"temperature": 0}),
+        ("softcap must be at least 0", weight, {"softcap": -1.0}),
+        ("top_k must be from 0 to V = 301, got 400", weight, {"top_k": 400}),
+        (r"teacher.beta must be in \[0, 1\], got 2", weight, {"teacher": Teacher(teacher_x, teacher_weight, beta=2.0)}),
+        (r"teacher.weight must have shape", weight, {"teacher": Teacher(teacher_x, teacher_weight[:5])}),
+        (r"teacher.x must have shape", weight, {"teacher": Teacher(teacher_x[:5], teacher_weight)}),
+        ("main_grad must be float32 and contiguous", weight, {"main_grad": weight.bfloat16()}),
+    ]
+    for message, weights, options in wrong:
+        with pytest.raises(ValueError, match=f"linear_log_probs: {message}"):
+            linear_log_probs(x, weights, target, **options)
+
+
+@pytest.mark.gpu
+def test_peak_memory(device: torch.device) -> None:
+    x, weight, target, *_ = _tensors(device, torch.bfloat16, T=8192, D=1024, V=65536).values()
+    linear_log_probs(x, weight, target).log_probs.sum().backward()  # cuBLAS takes its workspace
+    x.grad = weight.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_log_probs(x, weight, target, entropy=True).log_probs.sum().backward()
+    gradients = 2 * (x.numel() + weight.numel()) + 4 * x.numel()
+    assert torch.cuda.max_memory_allocated() - before < gradients + (310 << 20)

@@ -1,0 +1,246 @@
+"""Prompts with completions: records, labels, packing without leaks, order, files, mistakes."""
+
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from powertrain.cli import app
+from powertrain.models import build, configure
+from powertrain.train.config.schema import DataConfig
+from powertrain.train.data.completion_samples import CompletionSamples
+from powertrain.train.data.completion_sources import open_completions
+from powertrain.train.data.completions import (
+    CompletionData,
+    CompletionEncoding,
+    Format,
+    files_of,
+    write_completions,
+)
+from powertrain.train.data.corpus import BadDocument, Raw
+from powertrain.train.data.loader import _stacked
+from powertrain.train.data.tokenizer import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+
+
+class _Chat(ByteTokenizer):
+    """<role>content; with a generation prompt <assistant>."""
+
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+        text = "".join(f"<{m['role']}>{m['content']};" for m in messages)
+        return self.encode(text + "<assistant>" * add_generation_prompt)
+
+
+def _raw(record: Any) -> Raw:
+    return Raw("file.jsonl:1", json.dumps(record).encode(), True)
+
+
+def _text(ids: Sequence[int]) -> str:
+    return bytes(i for i in ids if i > 0).decode()
+
+
+def test_prompt_and_completion() -> None:
+    (found,) = CompletionEncoding(TOKENIZER, "messages")(_raw({"prompt": "ab", "completion": "cd"}))
+    assert found.ids == [*b"abcd", 0] and found.labels == [-100, -100, *b"cd", 0]
+    chosen, rejected = CompletionEncoding(TOKENIZER, "pairs")(_raw({"prompt": "q", "chosen": "y", "rejected": "no"}))
+    assert (chosen.ids, rejected.ids) == ([*b"qy", 0], [*b"qno", 0])
+    (label,) = CompletionEncoding(TOKENIZER, "labels")(_raw({"prompt": "", "completion": "y", "label": False}))
+    assert label.value == -1.0 and label.labels == [*b"y", 0]
+    record = {"prompt": "p", "completion": "y", "advantage": -2, "log_probs": [-0.5, -0.25]}
+    (policy,) = CompletionEncoding(TOKENIZER, "advantages")(_raw(record))
+    assert policy.value == -2.0 and policy.log_probs == [0.0, -0.5, -0.25]
+
+
+def test_only_the_assistants_turns_count() -> None:
+    turns = [("system", "s"), ("user", "u"), ("assistant", "one"), ("user", "v"), ("assistant", "two")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (found,) = CompletionEncoding(_Chat(), "messages")(_raw({"messages": messages}))
+    assert _text(found.ids) == "<system>s;<user>u;<assistant>one;<user>v;<assistant>two;"
+    assert _text([label for label in found.labels if label >= 0]) == "one;two;"
+    record = {"prompt": messages[:2], "chosen": messages[2:3], "rejected": [{"role": "assistant", "content": "bad"}]}
+    chosen, rejected = CompletionEncoding(_Chat(), "pairs")(_raw(record))
+    assert _text([label for label in chosen.labels if label >= 0]) == "one;"
+    assert _text(rejected.ids) == "<system>s;<user>u;<assistant>bad;"
+    # TRL's other form: the whole chat in both, the prompt's own answers count too
+    record = {"chosen": messages[:3], "rejected": [*messages[:2], {"role": "assistant", "content": "bad"}]}
+    assert _text(CompletionEncoding(_Chat(), "pairs")(_raw(record))[0].ids) == "<system>s;<user>u;<assistant>one;"
+
+
+@pytest.mark.parametrize(
+    "form, record, words",
+    [
+        ("messages", {"prompt": "a"}, r"file\.jsonl:1: completion must be a string or a list of messages, got 'None'"),
+        ("pairs", {"chosen": "a", "rejected": 3}, "rejected must be a string or a list of messages, got '3'"),
+        ("labels", {"completion": "a", "label": 1}, "label must be true or false, got '1'"),
+        ("advantages", {"completion": "a", "advantage": True}, "advantage must be a number, got 'True'"),
+        (
+            "advantages",
+            {"completion": "ab", "advantage": 1, "log_probs": [0.0]},
+            "log_probs must be one number for each of the completion's 3 tokens, got '1'",
+        ),
+        ("messages", ["a"], "must be an object, got list"),
+        ("messages", {"messages": [{"role": "user", "content": "u"}]}, "must be a message of the assistant"),
+        ("messages", {"messages": "hello"}, "messages must be a list of messages with a role"),
+    ],
+)
+def test_bad_records_name_file_line_and_key(form: Format, record: Any, words: str) -> None:
+    with pytest.raises(BadDocument, match=words):
+        CompletionEncoding(_Chat(), form)(_raw(record))
+    with pytest.raises(BadDocument, match="must be jsonl, parquet or a data set"):
+        CompletionEncoding(TOKENIZER, form)(Raw("a.txt", b"text", False))
+
+
+def _written(folder: Path, form: Format, records: list[Any]) -> list[CompletionData]:
+    write_completions(map(_raw, records), folder / "x", CompletionEncoding(TOKENIZER, form))
+    return [CompletionData(files) for files in files_of(folder / "x", form)]
+
+
+def _pairs(count: int, seed: int) -> list[dict[str, str]]:
+    draw = Random(seed)
+    word = lambda n: "".join(draw.choice("abcdef") for _ in range(n))  # noqa: E731
+    return [
+        {"prompt": word(draw.randint(0, 6)), "chosen": word(draw.randint(1, 9)), "rejected": word(draw.randint(1, 20))}
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_hold_whole_examples(seed: int, packed: bool, tmp_path: Path) -> None:
+    records = _pairs(23, seed)
+    sides = _written(tmp_path, "pairs", records)
+    source = CompletionSamples(
+        sides, np.arange(23), seq_length=32, num_samples=40, seed=seed, vocab_size=256, packed=packed
+    )
+    source = pickle.loads(pickle.dumps(source))
+    assert len(source) >= 40
+    seen = []
+    for index in range(len(source)):
+        sample = source.sample(index)
+        assert sample.tokens.shape == (2, 32) and sample.completions is not None and sample.document_ids is not None
+        count = len(sample.completions.values) // 2
+        assert count == 1 or packed
+        for place in range(count):
+            for row, side in enumerate(("chosen", "rejected")):
+                here = sample.document_ids[row] == place
+                counted, text = sample.labels[row][here], _text(sample.tokens[row][here])
+                assert text in [record["prompt"] + record[side] for record in records]
+                seen += [text] * (row == 0)
+                of = sample.completions.sequence[row][here]
+                assert set(of.tolist()) <= {-1, row * count + place}
+                assert ((of >= 0) == (counted >= 0)).all()
+        padding = sample.document_ids == count
+        assert (sample.labels[padding] == -100).all() and (sample.completions.sequence[padding] == -1).all()
+    # every epoch has each example once
+    assert sorted(seen[:23]) == sorted(record["prompt"] + record["chosen"] for record in records)
+
+
+def test_too_long_ones_are_left_out_or_cut(tmp_path: Path) -> None:
+    records = [{"prompt": "", "completion": "a" * n} for n in (3, 9, 30)] + [{"prompt": "p" * 20, "completion": "x"}]
+    sides = _written(tmp_path, "messages", records)
+
+    def lengths(**options: Any) -> set[int]:
+        source = CompletionSamples(
+            sides, np.arange(4), seq_length=8, num_samples=9, seed=0, vocab_size=256, packed=False, **options
+        )
+        return {int((source.sample(n).labels >= 0).sum()) for n in range(len(source))}
+
+    # the first token of a completion without a prompt is not predicted
+    assert lengths() == {3}
+    assert lengths(truncate=True) == {3, 8}
+    with pytest.raises(ValueError, match="must hold an example to train on, got none"):
+        CompletionSamples(sides, np.arange(2, 4), seq_length=8, num_samples=1, seed=0, vocab_size=256)
+
+
+def test_batches_number_completions_through(tmp_path: Path) -> None:
+    sides = _written(tmp_path, "pairs", _pairs(30, 5))
+    source = CompletionSamples(sides, np.arange(30), seq_length=48, num_samples=8, seed=3, vocab_size=256)
+    samples = [source.sample(n) for n in range(3)]
+    batch = _stacked(samples, [0, 1, 2])
+    assert batch.tokens.shape == (6, 48) and batch.completions is not None
+    total = len(batch.completions.values)
+    assert total == sum(len(s.completions.values) for s in samples if s.completions is not None)
+    used = batch.completions.sequence
+    assert sorted(used[0::2][used[0::2] >= 0].unique().tolist()) == list(range(total // 2))
+    assert sorted(used[1::2][used[1::2] >= 0].unique().tolist()) == list(range(total // 2, total))
+
+
+def test_packed_documents_leak_nothing(tmp_path: Path) -> None:
+    """Logits in a packed row are those of the document alone."""
+    sides = _written(tmp_path, "messages", [{"prompt": "ab" * n, "completion": "cd" * n} for n in range(1, 6)])
+    source = CompletionSamples(sides, np.arange(5), seq_length=64, num_samples=1, seed=0, vocab_size=256)
+    batch = _stacked([source.sample(0)], [0])
+    config = configure(architecture="llama", num_layers=2, hidden_size=32, intermediate_size=48, num_heads=2,
+                       vocab_size=256, max_position_embeddings=64)  # fmt: skip
+    model = build(config, device="cpu").eval()
+    model.init_weights(0)
+    ids = batch.document_ids
+    assert ids is not None and int(ids.max()) > 2
+    packed = model(batch.tokens, position_ids=batch.position_ids, document_ids=ids)[0]
+    for document in ids[0].unique():
+        here = ids[0] == document
+        torch.testing.assert_close(packed[here], model(batch.tokens[:, here])[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+def test_sources(kind: str, tmp_path: Path) -> None:
+    records = _pairs(20, 2)
+    if kind == "jsonl":
+        path = tmp_path / "x.jsonl"
+        path.write_text("\n".join(map(json.dumps, records)))
+    else:
+        datasets = pytest.importorskip("datasets")
+        data = datasets.Dataset.from_list(records)
+        path = tmp_path / ("x.parquet" if kind == "parquet" else "saved")
+        data.to_parquet(path) if kind == "parquet" else data.save_to_disk(path)
+    config = DataConfig(train=str(path), split="80,20,0", cache_folder=str(tmp_path / "cache"))
+    options: dict[str, Any] = dict(seq_length=32, num_samples=(10, 2, 0), seed=1)
+    data = open_completions(config, "pairs", **options)
+    again = open_completions(config, "pairs", **options)
+    assert data.validation is not None and data.test is None
+    for n in range(10):
+        assert np.array_equal(data.train.sample(n).tokens, again.train.sample(n).tokens)
+    held_out = {_text(data.validation.sample(n).tokens[0]) for n in range(len(data.validation))}
+    trained = "".join(_text(data.train.sample(n).tokens[0]) for n in range(len(data.train)))
+    assert held_out and not any(text and text in trained for text in held_out if len(text) > 8)
+
+
+def test_tokens_beside_each_other_and_blends(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    write_completions(map(_raw, _pairs(9, 1)), tmp_path / "a/x", CompletionEncoding(TOKENIZER, "pairs"))
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, _pairs(9, 7))))
+    x = f"{tmp_path}/a/x"
+    tokens = {
+        "path": f"{x}_chosen_document", "labels": f"{x}_chosen_label_document", "rejected": f"{x}_rejected_document",
+        "rejected_labels": f"{x}_rejected_label_document", "weight": 3.0,
+    }  # fmt: skip
+    config = DataConfig(train=[tokens, f"{tmp_path}/b.jsonl"], split="1,0,0", cache_folder=str(tmp_path / "cache"))  # type: ignore[arg-type]
+    data = open_completions(config, "pairs", seq_length=32, num_samples=(12, 0, 0), seed=1)
+    assert len(data.train) == 12 and data.train.sample(11).tokens.shape == (2, 32)
+    without = DataConfig(train=[{"path": tokens["path"]}], cache_folder=str(tmp_path / "cache"))  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="rejected must be given beside tokens of pairs"):
+        open_completions(without, "pairs", seq_length=32, num_samples=(1, 0, 0), seed=1)
+    with pytest.raises(ValueError, match="rewards must be given beside tokens"):
+        open_completions(without, "labels", seq_length=32, num_samples=(1, 0, 0), seed=1)
+
+
+def test_preprocess_writes_the_files(tmp_path: Path) -> None:
+    records = [*map(json.dumps, _pairs(7, 3)), json.dumps({"chosen": "a"})]
+    (tmp_path / "x.jsonl").write_text("\n".join(records))
+    arguments = ["preprocess", f"{tmp_path}/x.jsonl", "--output", f"{tmp_path}/y", "--tokenizer", "bytes"]
+    result = CliRunner().invoke(app, [*arguments, "--completions", "pairs"])
+    assert result.exit_code == 1 and "x.jsonl:8: rejected must be" in result.output
+    assert not list(tmp_path.glob("y*.idx"))
+    result = CliRunner().invoke(app, [*arguments, "--completions", "pairs", "--skip-bad"])
+    assert result.exit_code == 0 and "7 examples; left out: 1 bad" in result.output.replace("\n", " ")
+    assert {path.stem for path in tmp_path.glob("y*.idx")} == {
+        f"y_{side}{label}_document" for side in ("chosen", "rejected") for label in ("", "_label")
+    }
