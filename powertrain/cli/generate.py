@@ -36,7 +36,9 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="only the k most likely tokens; 0: all")] = 0,
-    top_p: Annotated[float, typer.Option(help="only the likeliest tokens, up to a probability of p together; 0: all")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="only the likeliest tokens, up to a probability of p together; 0: all")
+    ] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="a text that ends an answer; repeatable")] = None,
     stop_token: Annotated[list[int] | None, typer.Option(help="a token that ends an answer; repeatable")] = None,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="also each token's log-probability")] = False,

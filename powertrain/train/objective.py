@@ -1,7 +1,7 @@
-"""What a run minimizes: `objective(batch, counted)` gives a micro-batch's share of the loss and of its metrics.
+"""Objectives of training: `objective(batch, counted)` returns a micro-batch's share of the loss and of its metrics.
 
-Shares of all micro-batches and ranks add up to the mean over what counts in the global batch: tokens, pairs or
-completions. The losses are those of powertrain/losses.py, on log-probabilities that the model's head gives.
+The shares of all micro-batches and ranks add up to the mean over the tokens, pairs or completions that count in the
+global batch. The losses are those of powertrain/losses.py, on log-probabilities that the model's head gives.
 """
 
 from collections.abc import Callable, Iterator
@@ -88,7 +88,7 @@ def _completions(batch: Batch) -> CompletionBatch:
 
 
 def _number(batch: Batch, value: float) -> Tensor:
-    """On the batch's device; a copy from the host would wait for it."""
+    """A number on the batch's device, without a copy from the host, which would wait for the device."""
     return batch.tokens.new_full((), value, dtype=torch.float32)
 
 
@@ -168,7 +168,10 @@ def _frozen(model: nn.Module) -> nn.Module:
 
 
 class Preference:
-    """Pairs of a chosen and a rejected completion, by one of powertrain.losses."""
+    """Pairs of a chosen and a rejected completion, with one of powertrain.losses.
+
+    nll: cross entropy of the chosen completions, averaged over the tokens of a micro-batch
+    """
 
     metrics: tuple[str, ...] = ("rewards_chosen", "rewards_rejected", "margin", "accuracy", "nll")
 

@@ -225,7 +225,8 @@ def test_random_states_need_no_load_rng_where_they_count(tmp_path: Path) -> None
     dropout = ("train.precision=bf16", "model.hidden_dropout=0.1")
     middle, _, first = _whole(tmp_path, *dropout)
     _write(tmp_path / "neox", first, middle, Engine("zero", "bf16"))
-    with pytest.raises(ValueError, match=r"hidden_dropout is 0.1: set no_load_rng: true"):
+    words = r"load_rng must be false \(no_load_rng: true\) to continue .* with hidden_dropout 0\.1, got true"
+    with pytest.raises(ValueError, match=words):
         _again(tmp_path, *dropout)
     assert _again(tmp_path, *dropout, "checkpoint.load_rng=false").progress.step == AT
 

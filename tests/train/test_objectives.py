@@ -265,7 +265,11 @@ def test_errors_name_the_key(tmp_path: Path) -> None:
     inside.mkdir()
     for objective, override, words in (
         ("distill", "checkpoint.save=false", r"train\.distill\.teacher must name a checkpoint"),
-        ("sft", "train.reference=base", r"train\.reference must be null where objective sft reads no reference, got base"),
+        (
+            "sft",
+            "train.reference=base",
+            r"train\.reference must be null where objective sft reads no reference, got base",
+        ),
         ("policy", "train.reference=base", r"train\.reference must be null where objective policy reads no reference"),
         ("kto", "train.z_loss=0.1", r"train\.z_loss must be 0 for objective kto, got 0\.1"),
         ("sft", "train.lora.targets=[]", r"train\.lora\.targets"),

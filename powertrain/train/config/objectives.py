@@ -1,4 +1,4 @@
-"""Sections of a config for training after pretraining: adapters, and the settings of each objective's loss."""
+"""Sections of a config for fine-tuning: adapters, and the settings of each objective's loss."""
 
 from typing import Annotated, Literal
 
@@ -49,7 +49,9 @@ class PreferenceConfig(Section):
     @model_validator(mode="after")
     def _smoothed(self) -> "PreferenceConfig":
         if self.label_smoothing and self.loss in ("ipo", "orpo"):
-            raise ValueError(f"train.preference.label_smoothing must be 0 for loss {self.loss}, got {self.label_smoothing:g}")
+            raise ValueError(
+                f"train.preference.label_smoothing must be 0 for loss {self.loss}, got {self.label_smoothing:g}"
+            )
         return self
 
 

@@ -179,7 +179,8 @@ class TrainConfig(Section):
     def _of_the_objective(self) -> "TrainConfig":
         if self.reference is not None and not self.has_reference:
             raise ValueError(
-                f"train.reference must be null where objective {self.objective} reads no reference, got {self.reference}"
+                f"train.reference must be null where objective {self.objective} reads no reference, "
+                f"got {self.reference}"
             )
         if self.z_loss and self.objective not in ("pretrain", "sft"):
             raise ValueError(f"train.z_loss must be 0 for objective {self.objective}, got {self.z_loss:g}")
@@ -268,9 +269,9 @@ class FP8Config(Section):
 
     recipe        none; tensor: one scale for a tensor, from its own values; tensor-delayed: from the values of the last
                   steps; row: one scale for a row; block: one for 1x128 or 128x128 elements
-    keep          layers that stay in `train.precision`: lm_head, router, first_block, last_block, and patterns of module
-                  names (*.down)
-    format        of gradients: hybrid (e5m2) or e4m3; None: hybrid for tensor and tensor-delayed, e4m3 for row and block
+    keep          layers that stay in `train.precision`: lm_head, router, first_block, last_block, and patterns of
+                  module names (*.down)
+    format        of gradients: hybrid (e5m2) or e4m3; None: hybrid for tensor and tensor-delayed, e4m3 for the others
     history       tensor-delayed: number of steps whose largest values are kept
     most_recent   tensor-delayed: the last step's largest value counts, not the largest of the history
     margin        tensor-delayed: scales are divided by 2 ** margin

@@ -11,10 +11,10 @@
 A prompt and its completion are both strings, or both lists of messages for the tokenizer's chat template. A completion
 that is a string ends with the end-of-document token.
 
-On disk they are GPT-NeoX's data sets, which have the same number of documents in the same order: PREFIX_document with tokens,
-PREFIX_label_document with labels, PREFIX_reward_document with one float for each document, and of pairs
-PREFIX_chosen_document, PREFIX_chosen_label_document, PREFIX_rejected_document, PREFIX_rejected_label_document. Ours
-beside them: PREFIX_log_prob_document, a float for each token. Source: GPT-NeoX's
+On disk they are GPT-NeoX's data sets, with the same documents in the same order: PREFIX_document with tokens,
+PREFIX_label_document with labels, PREFIX_reward_document with one float for each document; for pairs
+PREFIX_chosen_document, PREFIX_chosen_label_document, PREFIX_rejected_document, PREFIX_rejected_label_document.
+PREFIX_log_prob_document, a float for each token, is an addition of ours. Source: GPT-NeoX's
 tools/datasets/preprocess_data_with_chat_template.py and megatron/data/gpt2_dataset.py, as facts.
 """
 
@@ -68,11 +68,12 @@ class CompletionEncoding:
         return (one,)
 
     def _completion(self, where: str, record: Mapping[str, Any], key: str) -> Completion:
-        completion = record.get(key)
+        completion: Any = record.get(key)
         if not isinstance(completion, (str, list)):
             _bad(where, key, "a string or a list of messages", completion)
-        prompt = record.get("prompt")
-        prompt = type(completion)() if prompt in (None, "", []) else prompt
+        prompt: Any = record.get("prompt")
+        if prompt in (None, "", []):
+            prompt = type(completion)()
         if type(prompt) is not type(completion):
             kind = "a string" if isinstance(completion, str) else "a list of messages"
             _bad(where, "prompt", f"{kind}, as {key} is", prompt)
