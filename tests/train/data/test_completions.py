@@ -252,3 +252,5 @@ def test_preprocess_writes_the_files(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("y*.idx")} == {
         f"y_{side}{label}_document" for side in ("chosen", "rejected") for label in ("", "_label")
     }
+    result = CliRunner().invoke(app, [*arguments, "--completions", "pairs", "--append-eod"])
+    assert result.exit_code == 2 and "got --append-eod" in " ".join(result.output.replace("│", " ").split())
