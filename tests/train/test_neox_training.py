@@ -198,7 +198,7 @@ def _lion(step: Path) -> None:
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (_without_optimizer, r"must hold an optimizer.s state, got weights alone; set no_load_optim: true .* finetune: true"),
+        (_without_optimizer, r"must hold an optimizer.s state, got weights alone; set no_load_optim: true"),
         (lambda s: (s / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(),
          r"must hold zero_pp_rank_1_mp_rank_00_optim_states.pt, got 1 others"),
         (_lion, r"must have exp_avg_sq for each parameter, got exp_avg"),
