@@ -29,7 +29,7 @@ KINDS = {
 class Lion(torch.optim.Optimizer):
     """Lion, with a few launches for all parameters together; the formulas are above.
 
-    params, lr, betas, weight_decay   as in torch.optim.AdamW; the paper recommends lr 3 to 10 times smaller than AdamW's
+    params, lr, betas, weight_decay   as in torch.optim.AdamW; the paper's lr is 3 to 10 times smaller
     State per parameter: exp_avg.
     """
 
@@ -117,7 +117,7 @@ class TorchRule:
         return shown
 
     def loaded(self) -> None:
-        """Call after `state` was filled: copies its values into 8-bit moments, of which it holds dequantized copies."""
+        """Call after `state` was filled: copies its dequantized moments back into the 8-bit ones."""
         for p, shown in self.state.items():
             held = self.inner.state[self.masters[p]]
             for kind in self.kinds:
