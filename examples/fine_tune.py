@@ -1,8 +1,8 @@
-"""Fine-tune a small model by every objective, on records of a made-up task: `python examples/fine_tune.py --steps 20`.
+"""Fine-tune a small model with each objective, on sums such as "7+1=": `python examples/fine_tune.py --steps 20`.
 
-SFT first; on its weights DPO with LoRA, KTO, a reward model and a policy with advantages; then a student that learns
-from them. For your own: name a Hugging Face folder in checkpoint.load, and jsonl, parquet or hf:ORG/NAME in data.train
-(docs/fine-tuning.md has each record's keys).
+SFT starts from random weights. DPO with LoRA, KTO, the reward model and the policy start from the weights of SFT, which
+are also the teacher of the distilled model. For a model and data of your own set checkpoint.load to a Hugging Face
+folder and data.train to jsonl, parquet or hf:ORG/NAME (docs/fine-tuning.md has the keys of a record).
 """
 
 import argparse
@@ -23,14 +23,14 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     "dpo": [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n - 1)} for n in NUMBERS],
     "kto": [{"prompt": f"{n}+1=", "completion": str(n + 1 - n % 2), "label": n % 2 == 0} for n in NUMBERS],
     "reward": [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n - 1)} for n in NUMBERS],
-    # what a sampler and a judge would give
+    # completions as a sampler and advantages as a reward function would give them
     "policy": [{"prompt": f"{n}+1=", "completion": str(n + 1 - n % 2), "advantage": (-1.0) ** n} for n in NUMBERS],
     "distill": [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in NUMBERS],
 }
 
 
 def run(objective: str, load: str | None = None, **settings: Any) -> str:
-    """Train by one objective, from the weights at `load`; the checkpoint's path."""
+    """Train with one objective, from the weights at `load`. Returns the checkpoint's path."""
     folder = options.folder / objective
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "records.jsonl"
@@ -52,7 +52,9 @@ def run(objective: str, load: str | None = None, **settings: Any) -> str:
             "logging": {"folder": str(folder), "tensorboard": False},
         }
     )  # fmt: skip
-    print(f"{objective}: loss {result.loss:.3f}, held out {result.evaluations['validation']:.3f}; {folder}/report.html")
+    print(
+        f"{objective}: loss {result.loss:.3f}, validation {result.evaluations['validation']:.3f}; {folder}/report.html"
+    )
     return str(result.checkpoint)
 
 

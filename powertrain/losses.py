@@ -1,13 +1,13 @@
-"""Losses after pretraining, on log-probabilities that `powertrain.linear_log_probs` computes.
+"""Losses of fine-tuning, as functions of the log-probabilities that `powertrain.linear_log_probs` computes.
 
-Shapes: N tokens in any leading dims, C sequences (completions). `sequence` says which completion a token belongs to,
--1 for tokens that do not count (prompts, padding), so padded and packed batches are the same to every loss:
+Shapes: N tokens in any leading dims, C sequences (completions). `sequence` gives the completion of each token, and -1
+for tokens that do not count (prompts, padding), so padded and packed batches give the same losses:
     sequence [..., N] int64 in [-1, C)
-Losses of preferences take one number a completion, `sum_by_sequence` of its tokens' log-probabilities or the mean, and
-return one loss a pair or completion, which the caller averages. Everything is computed in the dtype of the
-log-probabilities (float32 or float64) and differentiated by autograd.
+Preference losses take one number for each completion, the sum (`sum_by_sequence`) or mean (`mean_by_sequence`) of its
+tokens' log-probabilities, and return one loss for each pair or completion, which the caller averages. Everything is
+computed in the dtype of the log-probabilities (float32 or float64) and differentiated by autograd.
 
-Sources are named in each function. Where TRL and a paper differ, TRL is followed and the difference is stated.
+Each function names its sources. Where TRL and a paper differ, TRL is followed and the difference is stated.
 """
 
 from typing import Literal
@@ -20,9 +20,9 @@ from powertrain.runtime import checks
 
 
 def sum_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
-    """Sums [count] of the values [...] whose sequence [...] is 0, 1, ... count - 1; others are left out.
+    """Sums [count]: element i is the sum of the values [...] whose sequence [...] is i. Values of -1 are left out.
 
-    Deterministic, on a GPU too: no atomics. Memory: count times that of values while it runs.
+    Deterministic, also on a GPU: no atomics. Memory: temporarily count times that of values.
     """
     checks.shape("sum_by_sequence", "sequence", sequence, values.shape, "shape of values")
     member = sequence.flatten() == torch.arange(count, device=sequence.device)[:, None]  # [count, N]
@@ -30,13 +30,13 @@ def sum_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
 
 
 def mean_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
-    """Means [count] likewise; 0 where a sequence has no token."""
+    """Means [count] of the values of each sequence, as in `sum_by_sequence`; 0 for a sequence without tokens."""
     tokens = sum_by_sequence(torch.ones_like(values), sequence, count)
     return sum_by_sequence(values, sequence, count) / tokens.clamp(min=1.0)
 
 
 def _preference(margin: Tensor, label_smoothing: float) -> Tensor:
-    """-log of the probability that the chosen one is preferred; `label_smoothing` of the labels are wrong."""
+    """-log of the probability that the chosen one is preferred, with a share `label_smoothing` of wrong labels."""
     return -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
 
 
@@ -62,7 +62,7 @@ def dpo_loss(
     chosen, rejected, ref_chosen, ref_rejected  [C] summed log-probabilities of policy and reference
     beta             strength of the pull towards the reference
     label_smoothing  share of labels assumed wrong (conservative DPO)
-    robust           subtract the wrong labels' term and rescale instead, which is unbiased (robust DPO)
+    robust           subtract the term of wrong labels and rescale instead, which is unbiased (robust DPO)
     Raises ValueError naming the argument.
     Source: Rafailov et al., arXiv:2305.18290; Mitchell, "A note on DPO with noisy preferences" (2023); Chowdhury et
         al., arXiv:2403.00409. TRL's loss types sigmoid (which takes no smoothing) and robust.
@@ -159,8 +159,8 @@ def kto_loss(
 def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center: float = 0.0) -> Tensor:
     """Bradley-Terry loss of rewards: -log sigmoid(chosen - rejected - margin) + center (chosen + rejected)², [C].
 
-    chosen, rejected [C]: rewards of completions; margin [C]: by how much the chosen one should be ahead; center pulls
-    rewards towards a mean of 0, which the first term leaves open.
+    chosen, rejected [C]: rewards of completions; margin [C]: the least difference wanted; center: weight of the second
+    term, which pulls the mean reward towards 0; the first term does not determine it.
     Source: Ouyang et al., arXiv:2203.02155, equation 1; margin: Touvron et al., arXiv:2307.09288; center: Eisenstein et
         al., arXiv:2312.09244.
     """

@@ -70,6 +70,9 @@ def _kind(field: FieldInfo) -> str:
     kind, limits = field.annotation, list(field.metadata)
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    choices = [choice for part in get_args(kind) if get_origin(part) is Literal for choice in get_args(part)]
+    if choices:  # some words, or None
+        return ", ".join(f"`{choice}`" for choice in choices) + " or None"
     within = [choice for choice in get_args(kind) if get_origin(choice) is Annotated]
     if within and type(None) in get_args(kind):  # an int with limits, or None
         base, about = get_args(within[0])

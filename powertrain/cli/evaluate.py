@@ -1,4 +1,4 @@
-"""`powertrain evaluate`: a model's scores in tasks of lm_eval."""
+"""`powertrain evaluate`: a model's results in tasks of lm_eval."""
 
 import json
 from pathlib import Path
@@ -16,15 +16,17 @@ def evaluate(
     checkpoint: Annotated[
         Path, typer.Argument(help="a run's folder, or a checkpoint: ours, Hugging Face's, GPT-NeoX's")
     ],
-    tasks: Annotated[str, typer.Option(help="names of lm_eval's tasks, a comma between them")],
-    tasks_folder: Annotated[Path | None, typer.Option(help="YAML files of further tasks", show_default=False)] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="examples before each; default: the task's")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="so many documents of each task; default: all")] = None,
+    tasks: Annotated[str, typer.Option(help="names of lm_eval tasks, separated by commas")],
+    tasks_folder: Annotated[
+        Path | None, typer.Option(help="folder of YAML files that define tasks", show_default=False)
+    ] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="examples in the prompt; default: the task's")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="number of documents of each task; default: all")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
-    output: Annotated[Path | None, typer.Option(help="a JSON file of the values", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write the results to", show_default=False)] = None,
     device: Annotated[str | None, typer.Option(help="such as cuda:1; default: the first GPU, or the CPU")] = None,
 ) -> None:
-    """Score a model in tasks of lm_eval, which the extra `evaluate` brings.
+    """Evaluate a model on lm_eval's tasks (pip install 'powertrain[evaluate]').
 
     \b
     powertrain evaluate runs/quickstart --tasks lambada_openai,piqa

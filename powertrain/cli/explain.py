@@ -1,4 +1,4 @@
-"""`powertrain explain attention`: which backend serves an attention on any GPU, and why the others do not; `fp8`."""
+"""`powertrain explain`: which backend an attention uses on any GPU and why, and what FP8 does to a run."""
 
 import os
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 def explain(
     topic: Annotated[str, typer.Argument(help="topic to explain: attention, fp8")],
-    files: Annotated[list[str] | None, typer.Argument(help="fp8: config files and key=value overrides")] = None,
+    files: Annotated[list[str] | None, typer.Argument(help="for fp8: config files and key=value overrides")] = None,
     arch: Annotated[list[str] | None, typer.Option(help="a GPU or arch, or cpu; default: the devices here")] = None,
     head_dim: Annotated[int, typer.Option(help="of query, key and value", min=1)] = 128,
     head_dim_qk: Annotated[int | None, typer.Option(help="of query and key", min=1)] = None,
@@ -59,9 +59,9 @@ def explain(
         list[str] | None, typer.Option("--set", help="NAME=VALUE of the library's environment variables")
     ] = None,
 ) -> None:
-    """Which backend serves an attention, on GPUs present or not, and the requirements of each of the others.
+    """Explain on GPUs present or not: which backend an attention uses and why, or what FP8 does to a run's layers.
 
-    Of fp8: each linear layer of a run, its recipe or why it stays in bf16, and its expected times and memory beside it.
+    fp8: for each linear layer of a config its recipe, or why it stays in bf16, with expected times and memory.
 
     \b
     powertrain explain attention --arch A100 --arch H100 --head-dim-qk 192 --head-dim-v 128 --layout thd
@@ -69,7 +69,7 @@ def explain(
         --as transformer-engine --version 2.3 --cudnn 9.8 --set NVTE_FLASH_ATTN=0 --set NVTE_UNFUSED_ATTN=0
     powertrain explain fp8 run.yml fp8.recipe=block --arch H100
 
-    The exit code is 1 where nothing serves it.
+    The exit code is 1 where no backend can compute the attention.
     """
     if topic == "fp8":
         if not files:

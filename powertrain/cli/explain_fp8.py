@@ -1,4 +1,4 @@
-"""`powertrain explain fp8 run.yml`: the linear layers of a run in FP8, before it, on GPUs present or not."""
+"""`powertrain explain fp8 run.yml`: what FP8 would do to each linear layer of a run, on any GPU, without that GPU."""
 
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ def show(files: list[str], arch: list[str]) -> None:
             raise typer.Exit(2) from None
         tokens = config.train.micro_batch_size * config.train.seq_length
         console.print(f"{target.name}: fp8.recipe {config.fp8.recipe}, {tokens} tokens in a micro-batch; times of one")
-        console.print("layer, forward and backward, expected from rates measured at 8192^3; ranks exchange bf16")
+        console.print("layer, forward and backward, expected from rates measured at 16384x14336x4096 on one H200")
         console.print(_table(lines))
         console.print(_sums(lines, target))
 

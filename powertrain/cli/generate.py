@@ -27,16 +27,18 @@ def generate(
         list[str] | None, typer.Option(help="repeatable: several are a batch", show_default=False)
     ] = None,
     input: Annotated[Path | None, typer.Option(help="a file of prompts", show_default=False)] = None,
-    prompt_end: Annotated[str, typer.Option(help="what stands between the prompts of a file")] = r"\n",
+    prompt_end: Annotated[str, typer.Option(help="separator of the prompts in a file")] = r"\n",
     output: Annotated[
         Path | None, typer.Option(help="answers as JSON lines; default for a file: INPUT.output.jsonl")
     ] = None,
     interactive: Annotated[bool, typer.Option("--interactive", help="prompts from the keyboard, line by line")] = False,
     num_samples: Annotated[int, typer.Option(min=1, help="answers to each prompt")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(help="0: the most likely token, always")] = 0.8,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="only the k most likely tokens; 0: all")] = 0,
-    top_p: Annotated[float, typer.Option(help="only the fewest that make up p; 0: all")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="only the likeliest tokens, up to a probability of p together; 0: all")
+    ] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="a text that ends an answer; repeatable")] = None,
     stop_token: Annotated[list[int] | None, typer.Option(help="a token that ends an answer; repeatable")] = None,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="also each token's log-probability")] = False,
@@ -44,7 +46,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="the same seed gives the same text")] = 0,
     device: Annotated[str | None, typer.Option(help="such as cuda:1; default: the first GPU, or the CPU")] = None,
 ) -> None:
-    """Continue each prompt; without one, begin documents. A single answer is written as it comes.
+    """Continue each prompt; without a prompt, generate whole documents. A single answer is printed token by token.
 
     \b
     powertrain generate runs/quickstart --prompt "def main(" --temperature 0
@@ -54,6 +56,10 @@ def generate(
     must_exist([checkpoint, *([input] if input else [])])
     if sum((bool(prompt), input is not None, interactive)) > 1:
         raise typer.BadParameter("prompts must come from one of --prompt, --input and --interactive, got several")
+    if interactive and output is not None:
+        raise typer.BadParameter(f"--output must be left out with --interactive, which answers on screen, got {output}")
+    if not prompt_end or not all(stop or ["any"]):
+        raise typer.BadParameter("--prompt-end and --stop must not be empty, got an empty text")
     from powertrain.models.generate import Sampler
     from powertrain.train.checkpoint.load import load_model
     from powertrain.train.completion import Completer
@@ -76,7 +82,7 @@ def generate(
 
 
 def _escaped(texts: list[str]) -> list[str]:
-    r"""Texts of the command line with \n and \t for themselves."""
+    r"""Texts of the command line, with \n and \t replaced by a newline and a tab."""
     return [text.replace("\\n", "\n").replace("\\t", "\t") for text in texts]
 
 
@@ -97,7 +103,7 @@ class _Writer:
         self.logprobs, self.num_samples = logprobs, num_samples
 
     def write(self, prompts: list[str]) -> None:
-        """The answers to these; a single one without conditions as it comes."""
+        """Write the answers to these prompts; a single one that nothing else ends is printed token by token."""
         completer = self.completer
         asked = [prompt for prompt in prompts for _ in range(self.num_samples)]
         if len(asked) == 1 and not (self.output or completer.stops or completer.stop_tokens or self.logprobs):
@@ -133,7 +139,7 @@ class _Writer:
 
 
 def _converse(writer: _Writer) -> None:
-    """A prompt a line, each on its own, until an empty one or the end of the input."""
+    """Answer each line of the input by itself, until an empty line or the end of the input."""
     while True:
         try:
             prompt = input("> ")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Records(str, Enum):
-    """What a record has: powertrain/train/data/completions.py."""
+    """Kinds of records of docs/fine-tuning.md: `Format` of powertrain/train/data/completions.py."""
 
     messages = "messages"
     pairs = "pairs"
@@ -39,7 +39,7 @@ def preprocess(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUTPUT if it is there")] = False,
     completions: Annotated[
         Records | None,
-        typer.Option(help="records of prompts with completions, for fine-tuning: OUTPUT_document and others"),
+        typer.Option(help="inputs are records for fine-tuning of this kind; writes OUTPUT_document and others"),
     ] = None,
 ) -> None:
     """Tokenize text into Megatron's and GPT-NeoX's .bin/.idx, byte for byte as GPT-NeoX's preprocess_data.py does.
@@ -52,6 +52,10 @@ def preprocess(
     powertrain preprocess books/ --output data/books --tokenizer books.json --train-tokenizer 8192 --append-eod
     powertrain preprocess pairs.jsonl --output data/dpo --tokenizer tokenizer.json --completions pairs
     """
+    ignored = {"--workers": workers > 1, "--append-eod": append_eod, "--train-tokenizer": train_tokenizer is not None}
+    if completions is not None and any(ignored.values()):
+        names = ", ".join(name for name, is_given in ignored.items() if is_given)
+        raise typer.BadParameter(f"--completions takes none of {', '.join(ignored)}, got {names}")
     from powertrain.train.data.corpus import find_files
     from powertrain.train.data.encode import Encoding
     from powertrain.train.data.indexed import token_dtype

@@ -1,8 +1,8 @@
 """PEFT's adapter folders: adapter_config.json and adapter_model.safetensors, of LoRA, rsLoRA and DoRA, both ways.
 
-A layer of ours can be several of theirs (queries, keys and values are one product here). Written: each gets the shared
-A and its own rows of B. Read: those of one A become that again; others are put side by side, A over A and B in blocks
-of columns, which computes the same with the sum of their ranks.
+A layer of ours can be several of theirs (queries, keys and values are one product here). When written, each has the
+shared A and its own rows of B. When read, adapters with the same A become one again; others are stacked (A over A, B in
+blocks of columns), which computes the same with the sum of their ranks.
 
 Source: the file format of huggingface/peft, src/peft/utils/save_and_load.py and tuners/lora, as facts.
 """
@@ -29,7 +29,7 @@ _PREFIX = "base_model.model."
 
 
 class Adapter(NamedTuple):
-    """Of one layer [N, K]: scale B A beside it; magnitude [N] of DoRA, or None."""
+    """The adapter of one layer [N, K], which adds scale B A; magnitude [N] of DoRA, or None."""
 
     A: Tensor  # [r, K]
     B: Tensor  # [N, r]

@@ -1,4 +1,4 @@
-"""Low-rank adapters for the linear layers of any model: `lora(model, rank=16)`, train, `merge_lora(model)`.
+"""Low-rank adapters for the linear layers of any model: call `lora(model, rank=16)`, train, call `merge_lora(model)`.
 
 Sources: Hu et al., arXiv:2106.09685 (LoRA); Kalajdzievski, arXiv:2312.03732 (rsLoRA); Liu et al., arXiv:2402.09353
 (DoRA).
@@ -101,12 +101,14 @@ def lora(
     dropout       of the adapter's input, while training
     rslora        alpha / sqrt(rank) instead
     dora          a trained magnitude for every output
-    The model computes what it did until the adapters are trained. Parameters are named MODULE.lora_A, lora_B and
-    lora_magnitude; those of the model keep their names. It may be on the meta device: its initialization follows.
+    The model's outputs are the same until the adapters are trained. The new parameters are MODULE.lora_A,
+    MODULE.lora_B and MODULE.lora_magnitude; those of the model keep their names. On the meta device adapters are
+    not initialized: `init_weights` of our models does it, for others `reset_adapter` of each layer.
     Returns the model. Raises ValueError naming the argument: targets that name no layer, or a layer of another kind.
     Memory: rank (K + N) parameters for a layer [N, K], with gradients and optimizer states for them alone.
     """
     checks.require(rank > 0, "lora", "rank", "be above 0", rank)
+    checks.require(len(targets) > 0, "lora", "targets", "name at least one layer", "none")
     checks.require(0 <= dropout < 1, "lora", "dropout", "be in [0, 1)", dropout)
     if isinstance(targets, str) and targets != "all-linear":
         checks.fail("lora", "targets", 'be a list of names, or "all-linear"', repr(targets))

@@ -38,7 +38,7 @@ from powertrain.runtime.flops import Shape
 
 
 class LogProbs(NamedTuple):
-    """What `linear_log_probs` returns; float32, shaped like target, None where it was not asked for."""
+    """What `linear_log_probs` returns: float32, shaped like target; None for results that were not requested."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
@@ -48,7 +48,7 @@ class LogProbs(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """A distribution q to measure the divergence from; constant, as far as gradients go.
+    """A distribution q to measure the divergence from; it gets no gradient.
 
     x [..., E], weight [V, E], bias [V] of one dtype (E may differ from the student's D); softcap of its logits
     beta   0: forward KL(q | p), 1: reverse KL(p | q), between: the generalized Jensen-Shannon divergence
@@ -334,19 +334,21 @@ def linear_log_probs(
         weight     [V, D]    same dtype as x; under autocast both are cast to its dtype, this being a matmul
         target     [...]     int64 or int32 in [0, V), or `ignore_index` to leave a token out
         bias       [V]       same dtype as x, or None
-        softcap              logits become softcap * tanh(logits / softcap); None or 0: they do not
+        softcap              logits become softcap * tanh(logits / softcap); None or 0: unchanged
         temperature          divides the logits, after softcap
-        entropy              give each token's entropy too
-        top_k                give the top_k largest log-probabilities and their indices, of every token
-        teacher              a `Teacher`: give each token's divergence from it, at the same temperature
+        entropy              also return the entropy of each token's distribution
+        top_k                also return the top_k largest log-probabilities of each token, with their indices
+        teacher              a `Teacher`: also return each token's divergence from it, at the same temperature
         main_grad  [V, D]    float32, contiguous, or None: backward adds the weight's gradient here
-        batch_invariant      a token's results have the same bits whatever tokens stand around it and how many; the
-                             logits then come from one fixed tile of our own instead of cuBLAS
+        batch_invariant      on a GPU a token's results have the same bits whatever the number and values of the
+                             other tokens; the logits are then computed by our kernel with one fixed tile, not by
+                             cuBLAS, which takes longer
     Returns `LogProbs`, in nats, float32. log_probs, entropy and divergence are differentiable, and 0 for tokens left
-        out; top_log_probs are not. A target out of range gives nan.
+        out; top_log_probs are not. A target out of range gives nan from the kernels and an error
+        from plain PyTorch (CPU).
     Numerics: logits and their gradients are rounded to x's dtype, as in plain PyTorch; everything else is float32.
-        Deterministic. No host synchronisation. batch_invariant is a promise about results, not about gradients:
-        dweight sums over the tokens.
+        Deterministic. No host synchronisation. batch_invariant holds for results, not for gradients: dweight is a sum
+        over the tokens.
     Memory: about 300 MiB of logits at a time; saves the inputs and 24 bytes a token.
     Raises ValueError naming argument, expected and given value. Double backward and vmap are not implemented and say
         so.
@@ -412,7 +414,8 @@ def check_arguments(
     checks.require(0 <= top_k <= vocab_size, op, "top_k", f"be from 0 to V = {vocab_size}", top_k)
     if main_grad is not None:
         good = main_grad.dtype is torch.float32 and main_grad.is_contiguous()
-        checks.require(good, op, "main_grad", "be float32 and contiguous", checks.name(main_grad.dtype))
+        got = f"{checks.name(main_grad.dtype)}, strides {main_grad.stride()}"
+        checks.require(good, op, "main_grad", "be float32 and contiguous", got)
     if teacher is not None:
         checks.shape(op, "teacher.x", teacher.x, (*target.shape, *teacher.x.shape[-1:]), "[shape of target, E]")
         E = teacher.x.shape[-1]

@@ -1,4 +1,4 @@
-"""Expected times and memory of a linear layer in FP8 and in bf16, from measured rates; no GPU is asked.
+"""Expected times and memory of a linear layer in FP8 and in bf16, from measured rates; needs no GPU.
 
 product    2 M N K operations at the rate of its form
 quantize   bytes of x [M, K], dy [M, N] and W [N, K], read and written, at a share of the memory's bandwidth

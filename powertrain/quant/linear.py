@@ -22,14 +22,14 @@ class FP8Linear(nn.Linear):
     Delayed scaling adds the buffers fp8_amax [3], fp8_amax_history [3, history] and fp8_scale [3]; a state dict without
     them loads too. They stay float32 whatever dtype the model is cast to. Largest magnitudes are recorded in training
     mode; a recomputed forward records the same ones.
-    `quantize_model` turns layers into this class and back; the class is not built directly.
+    `quantize_model` converts layers to this class, `dequantize_model` back; the class is not constructed directly.
     """
 
     recipe: Recipe
     fp8_amax: Tensor
     fp8_amax_history: Tensor
     fp8_scale: Tensor
-    shares: bool = False  # its weight's copies serve until `shared_weights` ends
+    shares: bool = False  # its weight's copies are kept until `shared_weights` ends
     copies: Copies | None = None
 
     @staticmethod

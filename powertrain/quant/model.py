@@ -1,4 +1,4 @@
-"""`quantize_model(model, recipe)`: the linear layers of any model in FP8, from outside and reversibly."""
+"""`quantize_model(model, recipe)`: make the linear layers of any model FP8, in place; `dequantize_model` undoes it."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -53,22 +53,22 @@ def quantize_model(
     keep: Iterable[str] = ("lm_head", "router"),
     target: Target | None = None,
 ) -> Report:
-    """Compute the products of a model's nn.Linear layers in FP8, forward and backward. In place; parameters stay.
+    """Compute the products of a model's nn.Linear layers in FP8, forward and backward. In place; parameters are kept.
 
         model    any nn.Module, on any device, before or after `fully_shard`; before torch.compile
         recipe   `Tensor()`, `Row()` or `Block()` of powertrain.quant
         keep     layers that stay as they are: "lm_head" (output layers, and all that share their weight with an
                  embedding), "router" (of experts), "first_block" and "last_block" (of the longest nn.ModuleList), and
                  patterns of module names such as "*.down_proj"
-        target   the GPU that will compute, for choices; None: that of the weights
+        target   the GPU for which layers are chosen; None: the GPU of the weights
     Returns a Report: which layers were quantized, which were left and why. `dequantize_model(model)` undoes it.
 
-    Left besides: classes derived from nn.Linear (sharded ones, adapters), and on a GPU layers too narrow for FP8 to be
-    faster, and all layers of a GPU without FP8 products. On the CPU FP8 is emulated, for tests.
-    The state dict is the old one; delayed scaling adds its buffers (`FP8Linear`) and loads old ones too.
+    Also left: classes derived from nn.Linear (sharded layers, adapters); on a GPU, layers too narrow for FP8 to be
+    faster; on a GPU without FP8 products, all layers. On the CPU FP8 is emulated, for tests.
+    The state dict does not change, except that delayed scaling adds its buffers (`FP8Linear`); one without them loads.
     Memory: activations are saved in one byte an element instead of two. A weight is quantized in every forward and, its
     transpose, in every backward; see `shared_weights`.
-    Raises ValueError for an entry of keep that no layer has.
+    Raises ValueError for an entry of keep that names no layer.
     """
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     matched = set(GROUPS)
@@ -149,7 +149,7 @@ def _kept(name: str, module: nn.Linear, keep: tuple[str, ...], facts: _Facts, ma
 
 
 def _why_not(module: nn.Linear, target: Target | None) -> str | None:
-    """Why FP8 does not serve a layer, or None."""
+    """Why a layer is not changed to FP8, or None."""
     if type(module) is not nn.Linear:
         # FSDP's own class for a layer that is sharded by itself among them
         return f"it is a {type(module).__name__}, not an nn.Linear"

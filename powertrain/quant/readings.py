@@ -95,8 +95,8 @@ def _measured(layer: FP8Linear, role: int, x: Tensor) -> Tensor:
 def watch(model: nn.Module) -> Iterator[Readings]:
     """Inside, the operands of every FP8 layer's forward and backward are measured; results are the same bits.
 
-    Yields `Readings`. For a step now and then: each operand is quantized once more. Eager calls; nothing is read on the
-    host before `Readings.list()`.
+    Yields `Readings`. Meant for single steps, since each operand is quantized once more. Works in eager mode only. The
+    host does not wait for the device before `Readings.list()`.
     """
     readings, handles = Readings(), []
     for name, layer in model.named_modules():

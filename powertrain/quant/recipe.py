@@ -23,14 +23,14 @@ Format = Literal["hybrid", "e4m3"]
 class Tensor:
     """One scale a tensor.
 
-    scale         "current": of the tensor's own largest magnitude, which is read first. "delayed": of the largest ones
-                  of the last steps, kept in buffers of the layer; a tensor that grew saturates. The first step, which
-                  has none, takes the tensor's own. Call `update_scales(model)` after every optimizer step
+    scale         "current": from the tensor's own largest magnitude, which needs a pass over the tensor. "delayed":
+                  from the largest magnitudes of the last steps, kept in buffers of the layer; larger values saturate.
+                  The first step uses the tensor's own. Call `update_scales(model)` after each optimizer step
     format        "hybrid": gradients in e5m2; "e4m3"
     power_of_two  scales rounded down to powers of two, which change no mantissa; False: TransformerEngine's
     fast          outputs accumulate in the tensor cores alone (about 14 bits on sm_90); gradients never do
-    history       delayed: steps whose magnitudes are kept
-    most_recent   delayed: the last step's magnitude counts, not the largest of the history
+    history       delayed: number of steps whose largest magnitudes are kept
+    most_recent   delayed: the last step's magnitude is used, not the largest of the history
     margin        delayed: scales are divided by 2 ** margin
     """
 

@@ -23,10 +23,10 @@ from powertrain.quant.recipe import Recipe, Tensor, grad_format
 
 @torch.no_grad()
 def update_scales(model: nn.Module, group: Any = None) -> None:
-    """Take the magnitudes of the last step into every delayed scale of a model. Once after each optimizer step.
+    """Update every delayed scale of a model from the magnitudes of the last step. Call once after each optimizer step.
 
     group   a process group over which magnitudes are reduced to their maximum, one all-reduce: ranks that compute on
-            different data then have the same scales. None: none
+            different data then have the same scales. None: no reduction
     Nothing is read on the host, and the work is in a CUDA graph that captures it. Other recipes have nothing to update.
     """
     layers: dict[Recipe, list[FP8Linear]] = defaultdict(list)

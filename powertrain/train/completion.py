@@ -1,4 +1,4 @@
-"""Text out of a model: prompts in batches, strings and tokens that end an answer, log-probabilities."""
+"""Generate text: prompts in batches, strings and tokens that end an answer, log-probabilities."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,9 +38,10 @@ class Completer:
     batch_size: int = 8
 
     def __call__(self, prompts: Sequence[str]) -> Iterator[Completion]:
-        """Each prompt's continuation, in order; an empty prompt stands for the beginning of a document.
+        """Each prompt's continuation, in order; an empty prompt is the beginning of a document.
 
-        Raises ValueError for a prompt that is too long, and for an empty one where the tokenizer ends no document.
+        Raises ValueError for a prompt that is too long, and for an empty one if the tokenizer has no end-of-document
+        token.
         """
         for start in range(0, len(prompts), self.batch_size):
             batch = prompts[start : start + self.batch_size]

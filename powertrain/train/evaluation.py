@@ -1,4 +1,4 @@
-"""Scores of texts by a model: what lm_eval asks of one, from text to log-probabilities.
+"""Scores of texts by a model: the three requests of lm_eval, from text to log-probabilities.
 
     loglikelihood            of a continuation after a context, and whether it is what greedy decoding gives
     loglikelihood_rolling    of a whole text, in windows of the model's length that do not overlap in what they score
@@ -26,11 +26,11 @@ _MOST_GENERATED = 256  # lm_eval's default
 
 
 class Scorer:
-    """A model and its tokenizer, asked for scores.
+    """Scores texts with a model and its tokenizer.
 
     batch_size   texts in one forward;  max_length: tokens of a text, default the model's positions
     Numerics: softmax in float32 of the model's logits, sums in float64.
-    Memory: logits of batch_size texts. With a sharded model every rank must ask the same.
+    Memory: logits of batch_size texts. With a sharded model every rank must make the same calls.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """(log-probability of the scored tokens, whether each is the likeliest) of token pairs, long ones first."""
+        """(log-probability of the scored tokens, whether each is the likeliest) of each pair; long pairs are computed
+        first."""
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]))
         for batch in _batches(order, self.batch_size):
@@ -144,7 +145,7 @@ def _batches(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """A model without dropout meanwhile."""
+    """Inside, the model is in evaluation mode, without dropout."""
     was_training = model.training
     model.eval()
     try:

@@ -1,7 +1,7 @@
-"""What a run minimizes: `objective(batch, counted)` gives a micro-batch's share of the loss and of its metrics.
+"""Objectives of training: `objective(batch, counted)` returns a micro-batch's share of the loss and of its metrics.
 
-Shares of all micro-batches and ranks add up to the mean over what counts in the global batch: tokens, pairs or
-completions. The losses are those of powertrain/losses.py, on log-probabilities that the model's head gives.
+The shares of all micro-batches and ranks add up to the mean over the tokens, pairs or completions that count in the
+global batch. The losses are those of powertrain/losses.py, on log-probabilities that the model's head gives.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ class Objective(Protocol):
     metrics: tuple[str, ...]
 
     def count(self, batch: Batch) -> Tensor:
-        """So many tokens, pairs or completions, float32 []."""
+        """The number of tokens, pairs or completions in the batch, float32 []."""
 
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         """(share of the loss [], share of the metrics [M]), of `counted` in the global batch."""
@@ -53,21 +53,14 @@ def make_objective(model: nn.Module, config: RunConfig, device: torch.device) ->
         return Reward(model, config)
     if name == "distill":
         return Distill(model, config, _teacher(config, device))
-    ref = reference(model, config, device) if _compares(config) else None
+    ref = reference(model, config, device) if config.train.has_reference else None
     compared: dict[str, Callable[..., Objective]] = {"dpo": Preference, "kto": KTO, "policy": Policy}
     return compared[name](model, config, ref)
 
 
-def _compares(config: RunConfig) -> bool:
-    """Whether the objective reads log-probabilities of a reference."""
-    train = config.train
-    preference = train.preference.loss in ("dpo", "robust", "ipo") and not train.preference.reference_free
-    return {"dpo": preference, "kto": True, "policy": train.policy.kl_weight > 0}.get(train.objective, False)
-
-
 def has_frozen_copy(config: RunConfig) -> bool:
     """Whether a second model of this size is in memory: a reference. (A teacher may have another size.)"""
-    return _compares(config) and (config.train.lora is None or config.train.reference is not None)
+    return config.train.has_reference and (config.train.lora is None or config.train.reference is not None)
 
 
 class NextToken:
@@ -95,7 +88,7 @@ def _completions(batch: Batch) -> CompletionBatch:
 
 
 def _number(batch: Batch, value: float) -> Tensor:
-    """On the batch's device; a copy from the host would wait for it."""
+    """A number on the batch's device, without a copy from the host, which would wait for the device."""
     return batch.tokens.new_full((), value, dtype=torch.float32)
 
 
@@ -160,8 +153,7 @@ def reference(model: nn.Module, config: RunConfig, device: torch.device) -> Refe
 
 def _teacher(config: RunConfig, device: torch.device) -> nn.Module:
     path = config.train.distill.teacher
-    if path is None:
-        raise ValueError("train.distill.teacher must name a checkpoint for objective distill, got none")
+    assert path is not None
     weights = open_weights(Path(path))
     if weights.config.vocab_size > config.model.vocab_size:
         raise ValueError(
@@ -176,7 +168,10 @@ def _frozen(model: nn.Module) -> nn.Module:
 
 
 class Preference:
-    """Pairs of a chosen and a rejected completion, by one of powertrain.losses."""
+    """Pairs of a chosen and a rejected completion, with one of powertrain.losses.
+
+    nll: cross entropy of the chosen completions, averaged over the tokens of a micro-batch
+    """
 
     metrics: tuple[str, ...] = ("rewards_chosen", "rewards_rejected", "margin", "accuracy", "nll")
 

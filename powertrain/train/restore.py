@@ -1,4 +1,4 @@
-"""Where a run begins: at a checkpoint of its own, in the midst of a training in GPT-NeoX, or with weights at step 0."""
+"""Where a run begins: at its own checkpoint, at one of an unfinished GPT-NeoX training, or with weights at step 0."""
 
 import math
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from powertrain.train.optim import Optimizer
 class Progress:
     """Progress of a run, as a checkpoint records it beside the tensors.
 
-    skipped   steps by which GPT-NeoX's schedules are behind: those whose gradients overflowed
+    skipped   steps by which the learning-rate schedule of GPT-NeoX configs is behind: those whose gradients overflowed
     """
 
     step: int = 0
@@ -42,7 +42,7 @@ class Progress:
 
 
 class Restored(NamedTuple):
-    """note: a line of the log;  source: of the report, a checkpoint and the settings changed since."""
+    """note: a line for the log;  source: for the report, the checkpoint and the settings that changed since."""
 
     progress: Progress
     note: str
@@ -51,9 +51,9 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True)
 class Restorer:
-    """Fills an optimizer's tensors, its model's among them. An error on one rank is raised on all.
+    """Fills the tensors of an optimizer and of its model. An error on one rank is raised on all.
 
-    samples_per_step   of the whole run
+    samples_per_step   over all ranks
     """
 
     config: RunConfig
@@ -62,7 +62,7 @@ class Restorer:
     group: dist.ProcessGroup | None
 
     def resume(self, checkpoint: Path) -> Restored:
-        """Go on from a run's checkpoint. Raises CheckpointError, or ValueError naming a field that differs."""
+        """Continue from a run's checkpoint. Raises CheckpointError, or ValueError naming a field that differs."""
         facts = done_by_all(lambda: self._facts_of_run(checkpoint), self.group)
         tensors = done_by_all(lambda: self._tensors_in(checkpoint), self.group)
         checkpoint_store.load(checkpoint, tensors, group=self.group)
@@ -72,7 +72,7 @@ class Restorer:
         return _at(progress, checkpoint, changed)
 
     def _tensors_in(self, checkpoint: Path) -> dict[str, Tensor]:
-        """What a checkpoint is to fill: everything, but for delayed scales that a run without them did not save."""
+        """The tensors to read from a checkpoint: all but delayed scaling's, if the checkpoint has none."""
         tensors = self.optimizer.tensors()
         if not any(map(fp8.is_statistic, tensors)):
             return tensors
@@ -80,11 +80,11 @@ class Restorer:
         return {name: t for name, t in tensors.items() if name in stored or not fp8.is_statistic(name)}
 
     def start_from(self, path: Path) -> Restored:
-        """Go on from the checkpoint at `path`, a run's or GPT-NeoX's; or begin at step 0 with the weights there.
+        """Continue from the checkpoint at `path`, a run's or GPT-NeoX's, or begin at step 0 with the weights there.
 
-        With checkpoint.finetune always the latter. Without load_optimizer only the optimizer and its schedule are new.
-        Raises FileNotFoundError where there are none, ValueError naming the mismatch with this run's model, and what of
-        a GPT-NeoX checkpoint cannot go on here.
+        checkpoint.finetune always begins at step 0. Without load_optimizer the optimizer and its schedule are new.
+        Raises FileNotFoundError where there are no weights, and ValueError naming the mismatch with this run's model or
+        the part of a GPT-NeoX checkpoint that cannot be used.
         """
         weights = done_by_all(lambda: open_weights(path), self.group)
         settings = self.config.checkpoint
@@ -120,7 +120,7 @@ class Restorer:
         return _at(progress, weights.path, changed)
 
     def _fill_weights(self, weights: Weights) -> None:
-        # adapters, a value head and FP8 statistics begin anew
+        # adapters, a value head and FP8 statistics are not in the weights: they keep their initial values
         ours = {n: t for n, t in self._named("model.").items() if is_base(n) and not fp8.is_statistic(n)}
         done_by_all(lambda: fill(ours, fitted(weights, self.config.model).tensors()), self.group)
         self.optimizer.weights_from_masters()
@@ -153,12 +153,12 @@ class Restorer:
         if self.config.checkpoint.load_rng and any(rates.values()):
             name, rate = next((name, rate) for name, rate in rates.items() if rate)
             raise ValueError(
-                f"checkpoint.load: the random state of {weights.path} cannot go on here, and {name} is {rate}: set "
-                "no_load_rng: true (checkpoint.load_rng: false) to go on with other draws of dropout"
+                f"checkpoint.load_rng must be false (no_load_rng: true) to continue {weights.path} with {name} {rate}, "
+                "got true: its random state cannot be used here, so dropout draws other values"
             )
 
     def _facts_of_run(self, checkpoint: Path) -> dict[str, Any]:
-        """A checkpoint's facts. Raises CheckpointError, or ValueError naming a field that this run's model has not."""
+        """A checkpoint's facts. Raises CheckpointError, or ValueError naming a field that differs from this run's."""
         facts = checkpoint_store.read_facts(checkpoint)
         if facts.get("weights_only"):
             raise checkpoint_store.CheckpointError(
@@ -187,7 +187,7 @@ def _changed(before: Any, now: Any, name: str = "") -> list[str]:
 
 
 def _other_schedule(theirs: dict[str, Any], config: RunConfig) -> list[str]:
-    """The same of a schedule that GPT-NeoX saved. The config's counts, as with its override_lr_scheduler."""
+    """`key old -> new` for a schedule that GPT-NeoX saved. The config's is used, as with its override_lr_scheduler."""
     schedule = config.schedule
     ours: dict[str, Any] = {
         "start_lr": config.optimizer.lr, "min_lr": schedule.min_lr, "warmup_iter": schedule.warmup_steps,

@@ -1,4 +1,4 @@
-"""Tasks of lm_eval, over a model of ours."""
+"""lm_eval's tasks, on a model of Powertrain."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +21,8 @@ def run_tasks(
     folder   of YAML files that define further tasks;  limit: documents of each task
     Raises MissingExtra without lm_eval, ValueError for a task that it does not know.
     """
+    if not tasks:
+        raise ValueError("tasks must name at least one task of lm_eval, got none")
     require("evaluate", "evaluation by tasks")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

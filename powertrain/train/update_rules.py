@@ -27,9 +27,9 @@ KINDS = {
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion in a few launches for all parameters; the formulas are above.
+    """Lion, with a few launches for all parameters together; the formulas are above.
 
-    params, lr, betas, weight_decay   as in torch.optim.AdamW; a third of AdamW's rate is usual
+    params, lr, betas, weight_decay   as in torch.optim.AdamW; the paper's lr is 3 to 10 times smaller
     State per parameter: exp_avg.
     """
 
@@ -117,7 +117,7 @@ class TorchRule:
         return shown
 
     def loaded(self) -> None:
-        """After `state` was filled: what it showed a copy of (8-bit moments) takes the values."""
+        """Call after `state` was filled: copies its dequantized moments back into the 8-bit ones."""
         for p, shown in self.state.items():
             held = self.inner.state[self.masters[p]]
             for kind in self.kinds:
@@ -125,7 +125,7 @@ class TorchRule:
                     held[kind].copy_(_local(shown[kind]))
 
     def set_rate(self, lr: float) -> None:
-        """The rate of every group; torchao keeps it in a tensor."""
+        """Set the rate of every group; torchao keeps it in a tensor."""
         for group in self.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"] = torch.full_like(group["lr"], lr)

@@ -150,6 +150,8 @@ def test_errors_name_the_argument() -> None:
         powertrain.lora(_Block(), rank=0)
     with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\), got 1"):
         powertrain.lora(_Block(), dropout=1)
+    with pytest.raises(ValueError, match="targets must name at least one layer, got none"):
+        powertrain.lora(_Block(), targets=[])
     with pytest.raises(ValueError, match="targets must be a list of names"):
         powertrain.lora(_Block(), targets="up")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="model must have no adapters yet"):

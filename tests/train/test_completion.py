@@ -102,6 +102,19 @@ def test_prompts_come_from_one_place(run: Path, tmp_path: Path) -> None:
     assert result.exit_code == 2 and "from one of --prompt" in result.output
 
 
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--interactive", "--output", "answers.jsonl"], "--output must be left out with --interactive"),
+        (["--prompt", "a", "--stop", ""], "--stop must not be empty"),
+        (["--prompt", "a", "--prompt-end", ""], "--stop must not be empty"),
+    ],
+)
+def test_options_without_an_effect_are_refused(words: list[str], message: str, run: Path) -> None:
+    result = _said(run, *words)
+    assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())
+
+
 def test_an_empty_prompt_needs_an_end_of_document() -> None:
     class NoEnd(ByteTokenizer):
         eod = None

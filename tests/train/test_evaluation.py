@@ -23,6 +23,7 @@ from powertrain.train.evaluation import Scorer
 from powertrain.train.reporting.metrics import JsonLines, TaskRecord, read_metrics
 from powertrain.train.reporting.progress import task_line
 from powertrain.train.run import start
+from powertrain.train.tasks import run_tasks
 from tests.train.tiny_run import open_trainer, read
 
 HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
@@ -147,6 +148,11 @@ def test_a_task_is_a_line_everywhere(tmp_path: Path) -> None:
     sink.close()
     assert read_metrics(tmp_path / "metrics.jsonl").tasks == [record]
     assert task_line(record) == "step 7: lambada acc 0.5, perplexity 12"
+
+
+def test_a_task_must_be_named() -> None:
+    with pytest.raises(ValueError, match="tasks must name at least one task of lm_eval, got none"):
+        run_tasks(_scorer(), [])
 
 
 def test_without_lm_eval_a_line_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

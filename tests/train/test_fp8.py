@@ -105,6 +105,7 @@ def test_keep_and_errors(tmp_path: Path) -> None:
         ("fp8.recipe=mxfp8", "fp8.recipe"),
         ("fp8.wire=fp8", "fp8.wire"),
         ("fp8.history=0", "fp8.history"),
+        ("fp8.margin=1", r"fp8\.margin must be 0 unless fp8\.recipe is tensor-delayed, got 1 for none"),
     ):
         with pytest.raises(ConfigError, match=words):
             read(tmp_path / "fp8", override)

@@ -16,6 +16,7 @@ from powertrain.train import ranks
 from powertrain.train.checkpoint.convert import convert
 from powertrain.train.checkpoint.load import load_model, open_weights
 from powertrain.train.config.reader import Run, read_config
+from powertrain.train.config.yaml_source import ConfigError
 from powertrain.train.lint import lint, rehearse
 from powertrain.train.objective import token_log_probs
 from powertrain.train.reporting.metrics import JsonLines, StepRecord, read_metrics
@@ -262,8 +263,20 @@ def test_errors_name_the_key(tmp_path: Path) -> None:
         start(run, ranks.read_launch_env(), lambda _: [])
     inside = tmp_path / "distill"
     inside.mkdir()
-    with pytest.raises(ValueError, match=r"train\.distill\.teacher must name a checkpoint"):
-        start(read_run(inside, "distill", "checkpoint.save=false"), ranks.read_launch_env(), lambda _: [])
+    for objective, override, words in (
+        ("distill", "checkpoint.save=false", r"train\.distill\.teacher must name a checkpoint"),
+        (
+            "sft",
+            "train.reference=base",
+            r"train\.reference must be null where objective sft reads no reference, got base",
+        ),
+        ("policy", "train.reference=base", r"train\.reference must be null where objective policy reads no reference"),
+        ("kto", "train.z_loss=0.1", r"train\.z_loss must be 0 for objective kto, got 0\.1"),
+        ("sft", "train.lora.targets=[]", r"train\.lora\.targets"),
+        ("dpo", "train.preference={loss: ipo, label_smoothing: 0.1}", r"train\.preference\.label_smoothing must be 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_run(inside, objective, override)
 
 
 @pytest.mark.parametrize("objective", ["reward", *_slow("sft", "dpo", "kto", "policy")])
@@ -279,7 +292,7 @@ def test_a_poisoned_weight_stops_the_run_by_name(objective: str, tmp_path: Path)
 @pytest.mark.parametrize("objective", ["policy", "distill", *_slow("sft", "dpo", "kto", "reward")])
 def test_kernels_of_a_step_are_known_before_it(objective: str, tmp_path: Path) -> None:
     """What `rehearse` records, for which kernels are built before ranks wait for each other."""
-    run = read_run(tmp_path, objective)
+    run = read_run(tmp_path, objective, *(["train.distill.teacher=teacher"] if objective == "distill" else []))
     config = with_vocabulary(run.config, 256)
     names = {spec.kernel.name for spec in rehearse(config, Target.parse("sm_90"))}
     wanted = {"sft": "_row_stats_kernel", "reward": "_norm_fwd_kernel", "distill": "_divergence_kernel"}

@@ -4,7 +4,7 @@
     entropy = sum over ranks of w_r (entropy_r - log w_r),  log w_r = peak_r - peak + log_total_r - log_total
     the target's z is on one rank; divergence, and the sum that its gradient subtracts: sums over ranks
 
-Four floats a token and rank travel, with a teacher ten; logits never do. dlogits need these statistics alone.
+Each rank sends four floats a token, ten with a teacher, and never logits. These statistics suffice for dlogits.
 
 Source: Shoeybi et al., arXiv:1909.08053, section 3 (vocabulary-parallel loss). Formulas: ops/linear_log_probs.py.
 """
@@ -318,7 +318,7 @@ def vocab_parallel_linear_log_probs(
         target   [...]        T of them, int64 or int32, the same on every rank
         bias     [V / W]
         teacher               its x as x is, its weight and bias this rank's rows
-    Returns `LogProbs` of all tokens, equal on every rank, and each rank is to differentiate all of it.
+    Returns `LogProbs` of all tokens, equal on every rank, and each rank must differentiate all of it.
     Memory: about 300 MiB of logits at a time, and x of all tokens while forward or backward runs; saves the inputs.
     Sends x twice and its gradient once, and at most 40 bytes a token and rank beside top_k.
     Raises ValueError naming the argument.

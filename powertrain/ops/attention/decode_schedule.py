@@ -1,10 +1,11 @@
 """How the keys of a batch of sequences of different lengths are cut into parts, decided on the device from the lengths.
 
-With the same number of parts for each sequence the longest one works alone at the end: 32 sequences of 500 to 32768
-keys took 438 us on one H200, cut by their lengths 329 (copying as many bytes takes 319); one of 131072 among 63 of 1000
-3465 and 235. The host knows shapes only, so it chooses how many parts there may be in all; one program for each tile of
-queries reads the lengths and writes which part of which sequence each program of the decoding kernel works on. No host
-synchronisation, so CUDA graphs hold for all lengths; deterministic.
+With the same number of parts for each sequence, the programs of the longest sequence finish last while the others are
+idle: 32 sequences of 500 to 32768 keys took 438 us on one H200, split by their lengths 338; one of 131072 among 63 of
+1000 took 3465 and 225 (benchmarks/results/2026-11-23_h200_host_and_decode.md). The host knows only shapes, so it
+chooses the total number of parts; one program for each tile of queries reads the lengths and writes which part of which
+sequence each program of the decoding kernel computes. No host synchronisation, so one CUDA graph is right for all
+lengths; deterministic.
 
 Source: a scheduler on the device is the idea of FlashAttention-3's `get_scheduler_metadata`.
 """

@@ -31,7 +31,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 class Quantized(NamedTuple):
-    """One operand of an FP8 product: `data * scale_inv` stands for the values.
+    """One operand of an FP8 product: the values are `data * scale_inv`.
 
     data       [R, C padded to 16] float8_e4m3fn or float8_e5m2, zeros beyond C
     scale_inv  float32: [1], [R], [R, C / 128] or [R / 128, C / 128], rounded up
@@ -42,7 +42,7 @@ class Quantized(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What one quantization gives: an empty tensor for each part that is not wanted.
+    """Results of one quantization: an empty tensor for each part that was not requested.
 
     data, data_t              [R, C padded] and its transpose [C, R padded]
     scale                     of "tensor" and "row": what x was multiplied by, [1] or [R]
@@ -139,7 +139,7 @@ def quantize_ref(
         none = x.new_empty(0)
         return Copies(data[0], data[1], none, 1.0 / scales[0], 1.0 / scales[1], amax)
     own = scale_of(_amax(x, by).reshape(-1), format, power_of_two)
-    # a scale of 0 stands for one that is not known yet: the tensor's own
+    # 0: no scale is known yet, so the tensor's own is used
     scale = own if scale is None else torch.where(scale == 0, own, scale)
     data = [cast(x * spread(scale, x.shape), format).view(torch.uint8)]
     data.append(data[0].T)

@@ -6,9 +6,9 @@
 With scales of tensors and rows they leave the sum over g. An FP8 product keeps about 14 bits of its sum on sm_90
 (DeepGEMM#37, CUTLASS#3149), so the sum of each group is added to a float32 one; `fast` leaves that out.
 
-Backends: `torch`, torch._scaled_mm (cuBLASLt, CUTLASS), where this build and device have the form, which one small
-product finds out; `triton`, our kernel, for the other forms and sizes on GPUs with FP8; `emulated` elsewhere: the
-formula in PyTorch, as slow as float32.
+Backends: `torch`, torch._scaled_mm (cuBLASLt, CUTLASS), where a small test product shows that this build and device
+support the kinds of scales; `triton`, our kernel, for the other kinds and sizes on GPUs with FP8; `emulated` elsewhere:
+the formula in PyTorch, as slow as float32.
 2 M N K operations; M K + N K bytes read, those of out written.
 """
 
@@ -161,7 +161,7 @@ _probes: dict[Any, str | None] = {}
 
 
 def why_not_torch(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> str | None:
-    """Why torch._scaled_mm does not serve this product on a GPU with FP8, or None."""
+    """Why torch._scaled_mm cannot compute this product on a GPU with FP8, or None."""
     form, (N, K) = _form(a, b), b.data.shape
     if form not in _TORCH_FORMS:
         return f"it has no product of scales by {form[0]} and by {form[1]}"

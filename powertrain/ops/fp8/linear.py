@@ -79,7 +79,7 @@ def _outputs(
     wt: Tensor | None, wt_inv: Tensor | None, main_grad: Tensor | None, amaxes: Tensor | None, by: str,
     grad_format: str, power_of_two: bool, fast: bool, keep: bool, kernel: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """keep: a backward may come, which wants the transposed x and W's scales."""
+    """keep: gradients are enabled; backward needs the transposed x and the scales of W."""
     (M, K), N = x.shape, weight.shape[0]
     y = x.new_empty((M, N))
     x_t = x.new_empty((K, padded(M)) if keep else 0, dtype=DTYPES["e4m3"])
@@ -121,7 +121,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _, weight, _, scales, _, w_inv, wt, wt_inv, main_grad, amaxes, *ctx.options = inputs
     _, x_t, x_inv, w_scale, amax = output
     ctx.save_for_backward(weight, w_inv, wt, wt_inv, x_t, x_inv, w_scale)
-    # not saved as tensors of the graph: they may change before backward, which wants their state of then
+    # not saved as tensors of the graph: they may change before backward, which needs their values at that time
     ctx.scales, ctx.amaxes, ctx.main_grad = scales, amaxes, main_grad
     ctx.mark_non_differentiable(x_t, x_inv, w_scale, amax)
     ctx.set_materialize_grads(False)
@@ -241,20 +241,23 @@ def fp8_linear(
         weight         [N, K]    x's dtype; under autocast x, weight and bias are cast to its dtype, this being a matmul
         bias           [N]       x's dtype, or None
         by                       elements that share a scale: "tensor", "row" or "block"; see the module
-        grad_format              of gradients: "e5m2" (None by tensor) or "e4m3" (None by row and block)
+        grad_format              format of dy: "e5m2" or "e4m3"; None: e5m2 with by="tensor", else e4m3
         power_of_two             scales are powers of two
         fast                     y accumulates in the tensor cores alone, about 14 bits on sm_90; gradients never do
-        scales         [3]       float32, by tensor: what x, weight and dy are multiplied by, instead of scales of their
-                                 own amax; 0 stands for one of its own (delayed scaling)
-        amaxes         [3]       float32, by tensor: raised to the largest magnitudes of x, weight and dy, NaN if one is
+        scales         [3]       float32, only with by="tensor" (delayed scaling): x, weight and dy are multiplied by
+                                 these, not by scales of their own amax; 0: by the tensor's own scale
+        amaxes         [3]       float32, only with by="tensor": in place, the maximum of each element and the largest
+                                 magnitude of x, weight or dy; NaN if one of them is
         weight_copies            `quantized_weight(weight, by)`, shared by calls between which weight does not change
         main_grad      [N, K]    float32: backward adds the weight's gradient here, and weight.grad stays None
     Returns y [..., N] in x's dtype.
     Numerics: x, weight and dy are rounded to FP8 (e4m3: 3 mantissa bits, e5m2: 2) by the formulas of
-        ops/fp8/formulas.py; products of FP8 are exact and their sums float32, promoted every 128 but for `fast`; y, dx
-        and dW are rounded once, y twice with a bias by row and block where PyTorch multiplies. dbias is the float32 sum
-        of dy. Deterministic, and the same on one device in eager, compiled, graphed and recomputed calls.
-    Memory: saves one byte an element of x, weight, and scales: a float32 each 128 elements by row and block.
+        ops/fp8/formulas.py. Products of FP8 values are exact. Their sums are in the tensor cores' precision, added to
+        float32 every 128 elements; with `fast` y is not. y, dx and dW are rounded once; y twice with a bias, by "row"
+        or "block" and PyTorch's product. dbias is the float32 sum of dy. Deterministic, and the same on one device in
+        eager, compiled, graphed and recomputed calls.
+    Memory: saves x in one byte an element, the weight itself, and scales: for row and block a float32 for each 128
+        elements.
     Where FP8 products are missing (CPU, before sm_89) the same formulas are computed in float32, slowly.
     Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.

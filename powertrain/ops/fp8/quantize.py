@@ -1,10 +1,10 @@
 """Quantization to FP8: data, its transposed copy, scales and the largest magnitude (formulas: ops/fp8/formulas.py).
 
-A product of FP8 reads both operands along K only, so what one product reads by rows another needs transposed: x [M, K]
-in y = x Wᵀ, xᵀ [K, M] in dW = dyᵀ x. Reads of x, 2 bytes an element of bfloat16, beside the 2 bytes written:
+An FP8 product reads both operands along K only, so forward and backward need an operand and its transpose: x [M, K] in
+y = x Wᵀ, xᵀ [K, M] in dW = dyᵀ x. How often x is read (2 bytes an element of bfloat16; 2 bytes are written):
 
-    tensor   two: for its amax, then for both copies. A scale that is given needs one; 0 in its place stands for "not
-             known yet", and is replaced by the tensor's own on the device
+    tensor   two: for its amax, then for both copies. One where a scale is given; a given scale of 0 means that none is
+             known yet, and is replaced by the tensor's own on the device
     row      one for each copy; rows beyond 16384 elements are read once more
     group    one for each copy: tiles of 128x128, which hold whole groups of both directions, take longer than two reads
     block    one
@@ -363,7 +363,7 @@ _self_tests: dict[torch.dtype, dict[int | None, str | None]] = defaultdict(dict)
 
 
 def kernels_serve(x: Tensor) -> bool:
-    """Whether our FP8 kernels serve x on its device, unless disabled; elsewhere the formulas do, in PyTorch."""
+    """Whether our FP8 kernels can quantize x on its device; elsewhere plain PyTorch computes the formulas."""
     target = Target.of(x.device)
     if not target.has_fp8:
         if tracing.first(("fp8", target.arch)):
@@ -378,7 +378,7 @@ def kernels_serve(x: Tensor) -> bool:
         raise WarmUpFirst(
             f"{what} would have to be tested on {x.device} inside graph capture: run the call once before"
         )
-    otherwise = f"fp8_quantize of {checks.name(x.dtype)}: plain PyTorch serves"
+    otherwise = f"fp8_quantize of {checks.name(x.dtype)}: plain PyTorch is used"
     return self_test.failure(tested, x.device, partial(_self_test, dtype=x.dtype), otherwise) is None
 
 

@@ -32,7 +32,7 @@ Shards = list[dict[int, dict[str, Tensor]]]  # of each tensor-parallel rank: lay
 _ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _NAME = re.compile(r"(?:module\.)?(?:(?:sequential\.)?(\d+)|tied_modules\.embed)\.(.+)")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
-_ADVICE = "set no_load_optim: true to go on with a new optimizer, or finetune: true to begin at step 0"
+_ADVICE = "set no_load_optim: true to continue with a new optimizer, or finetune: true to begin at step 0"
 
 
 class Place(NamedTuple):
@@ -177,7 +177,9 @@ class NeoXTraining:
                         # an embedding that is tied is in the first stage and in the last
                         shards[kind][mp % tp].setdefault(place.layer, {}).setdefault(place.name, tensor)
         if len(steps) != 1:
-            raise ValueError(f"{self.folder}: all parameters must have been updated as often, got {sorted(steps)}")
+            raise ValueError(
+                f"{self.folder}: all parameters must have the same number of optimizer steps, got {sorted(steps)}"
+            )
         return shards, steps.pop()
 
     def _groups(self, mp: int) -> list[_Parameters]:
@@ -185,7 +187,7 @@ class NeoXTraining:
             return _zero_groups(self._zero[mp])
         state = self._ranks[mp].get("optimizer")
         if not isinstance(state, dict) or not state:
-            raise ValueError(f"{self.folder}: there is no optimizer beside its weights; {_ADVICE}")
+            raise ValueError(f"{self.folder} must hold an optimizer's state, got weights alone; {_ADVICE}")
         if "fp32_groups_flat" in state:
             inner = state["optimizer_state_dict"]
             masters = [[flat] for flat in state["fp32_groups_flat"]]

@@ -78,10 +78,10 @@ _HONOURED = """
     num_workers                     int         data.num_workers
     eod_mask_loss                   bool        data.eod_mask_loss
     save                            str         checkpoint.folder
-    load                            str         checkpoint.load: goes on from its step; nothing there: a fresh start
+    load                            str         checkpoint.load: continues at its step; an empty path starts a new run
     finetune                        bool        checkpoint.finetune
     no_load_optim                   bool        checkpoint.load_optimizer, inverted
-    no_load_rng                     bool        checkpoint.load_rng, inverted: dropout draws anew
+    no_load_rng                     bool        checkpoint.load_rng, inverted: dropout draws other values
     checkpoint_factor               int|float   checkpoint.every
     save_interval                   int|float   checkpoint.every: the name of older releases
     gas                             int         train.gradient_accumulation_steps: the name of older releases
@@ -368,13 +368,13 @@ _REFUSED = """
     serve_model_weights             bool        set it to false; there is no online reinforcement learning
 """
 
-# read by config/neox.py value by value; only some values are served
+# read by config/neox.py value by value; only some values are supported
 _CHOSEN = """
     eval_tasks                      list        evaluation.tasks, by lm_eval (pip install 'powertrain[evaluate]')
     use_bnb_optimizer               bool        optimizer.kind: adamw8bit, by torchao
     num_unique_layers               int         every layer has its own parameters
     moe_num_experts                 int         1: no experts
-    train_impl                      str         train.objective; reinforce is not served
+    train_impl                      str         train.objective; reinforce is not supported
     dataset_impl                    str         gpt2: plain token documents; pairwise: of dpo and rm
     pack_impl                       str         data.packing
     allow_chopped                   bool        data.allow_chopped, where samples are whole documents

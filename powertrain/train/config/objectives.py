@@ -1,4 +1,4 @@
-"""Sections of a config for training after pretraining: adapters, and the settings of each objective's loss."""
+"""Sections of a config for fine-tuning: adapters, and the settings of each objective's loss."""
 
 from typing import Annotated, Literal
 
@@ -11,25 +11,32 @@ Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 class LoRAConfig(Section):
-    """targets  ends of module names such as attention.qkv; None: every linear layer but the head
-    rslora      alpha / sqrt(rank) instead of alpha / rank;   dora: a magnitude for every output
+    """Low-rank adapters; the other weights are frozen. powertrain.nn.lora has the formulas.
+
+    targets   ends of module names such as attention.qkv; None: every linear layer but the head
+    dropout   of the adapters' inputs
+    rslora    the adapter is scaled by alpha / sqrt(rank) instead of alpha / rank
+    dora      a trained magnitude for each output
     """
 
     rank: Positive = 16
     alpha: Above0 = 32.0
-    targets: tuple[str, ...] | None = None
+    targets: Annotated[tuple[str, ...] | None, Field(min_length=1)] = None
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     rslora: bool = False
     dora: bool = False
 
 
 class PreferenceConfig(Section):
-    """Of objective dpo, on pairs. powertrain.losses documents the losses.
+    """Objective dpo, on pairs. powertrain.losses documents the losses.
 
-    loss        dpo, robust, ipo: with a reference; simpo, cpo, orpo: without
-    beta, label_smoothing   of all but ipo and orpo, which take no smoothing;   gamma: of simpo
-    nll_weight  adds so much of the chosen completions' mean loss a token; None: 1 for cpo and orpo, else 0
-    reference_free   of dpo, robust and ipo: the reference is 0 (GPT-NeoX's dpo_reference_free)
+    loss              dpo, robust, ipo: with a reference; simpo, cpo, orpo: without
+    beta              of all; powertrain.losses has its meaning and its usual value for each loss
+    label_smoothing   share of wrong labels assumed; not with ipo and orpo
+    gamma             the margin of simpo
+    nll_weight        weight of the chosen completions' cross entropy, averaged over the tokens of a micro-batch;
+                      None: 1 for cpo and orpo, else 0
+    reference_free    dpo, robust and ipo: the reference's log-probabilities are 0 (GPT-NeoX's dpo_reference_free)
     """
 
     loss: Literal["dpo", "robust", "ipo", "simpo", "cpo", "orpo"] = "dpo"
@@ -42,26 +49,41 @@ class PreferenceConfig(Section):
     @model_validator(mode="after")
     def _smoothed(self) -> "PreferenceConfig":
         if self.label_smoothing and self.loss in ("ipo", "orpo"):
-            raise ValueError(f"label_smoothing must be 0 for loss {self.loss}, got {self.label_smoothing:g}")
+            raise ValueError(
+                f"train.preference.label_smoothing must be 0 for loss {self.loss}, got {self.label_smoothing:g}"
+            )
         return self
 
 
 class KTOConfig(Section):
+    """Objective kto, on completions with a label. powertrain.losses.kto_loss has the formula.
+
+    beta                 strength of the pull towards the reference
+    desirable_weight     weight of the loss of completions whose label is true
+    undesirable_weight   weight of the loss of those whose label is false
+    """
+
     beta: Above0 = 0.1
     desirable_weight: NonNegative = 1.0
     undesirable_weight: NonNegative = 1.0
 
 
 class RewardConfig(Section):
-    """center: weight of (chosen + rejected)^2, which pulls rewards towards 0"""
+    """Objective reward, on pairs.
+
+    center   weight of (chosen + rejected)^2, which pulls the mean reward towards 0
+    """
 
     center: NonNegative = 0.0
 
 
 class PolicyConfig(Section):
-    """ratio  of each token (GRPO, DAPO), or of each completion (GSPO);   average: over completions, or over all tokens
-    clip_low, clip_high   of the ratio, below and above 1
-    kl_weight   of the divergence from the reference; 0: there is no reference
+    """Objective policy, on completions with advantages. powertrain.losses.policy_loss has the formula.
+
+    ratio       token: one ratio of probabilities for each token (GRPO, DAPO); sequence: one for each completion (GSPO)
+    average     sequence: the mean over completions of their means; token: the mean over all tokens (DAPO)
+    clip_low, clip_high   the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    kl_weight   weight of the divergence from the reference; 0: no reference is made
     """
 
     ratio: Literal["token", "sequence"] = "token"
@@ -72,8 +94,11 @@ class PolicyConfig(Section):
 
 
 class DistillConfig(Section):
-    """teacher  a checkpoint with the student's vocabulary: a run's, Hugging Face's or GPT-NeoX's
-    beta        0: forward KL, 1: reverse KL, between: generalized Jensen-Shannon divergence
+    """Objective distill.
+
+    teacher       a checkpoint with the student's vocabulary: a run's, Hugging Face's or GPT-NeoX's
+    beta          0: forward KL, 1: reverse KL, between: generalized Jensen-Shannon divergence
+    temperature   divides the logits of both models
     """
 
     teacher: str | None = None

@@ -129,12 +129,13 @@ class ProfileConfig(Section):
 
 class TrainConfig(Section):
     """steps             optimizer steps
-    exit_interval        each start ends after a step that it divides, with a checkpoint; 0: it does not
-    objective            pretrain: next tokens of documents. Others on prompts with completions (docs/fine-tuning.md)
-    reference            weights of the reference of dpo, kto and policy; None: those the run began with, which with
-                         lora need no copy
-    lora                 train adapters, and nothing else
-    preference, kto, reward, policy, distill   settings of objectives
+    exit_interval        the process ends, with a checkpoint, after each step divisible by it; 0: never
+    objective            pretrain: the next token of documents. The others use prompts with completions
+                         (docs/fine-tuning.md)
+    reference            checkpoint of the reference model of dpo, kto and policy; None: the weights at the start of
+                         the run, which need no copy with lora
+    lora                 train adapters only
+    preference, kto, reward, policy, distill   settings of the objectives dpo, kto, reward, policy and distill
     micro_batch_size     sequences in one forward, per data-parallel rank
     activation_checkpointing   none; selective: all but matmuls and attention is computed again; full: whole layers
     deterministic        the same bits every run, on a GPU too
@@ -168,11 +169,33 @@ class TrainConfig(Section):
     recompiles: Literal["warn", "error"] = "warn"
     profile: ProfileConfig = ProfileConfig()
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether the objective reads log-probabilities of a reference model."""
+        preference = self.preference.loss in ("dpo", "robust", "ipo") and not self.preference.reference_free
+        return {"dpo": preference, "kto": True, "policy": self.policy.kl_weight > 0}.get(self.objective, False)
+
+    @model_validator(mode="after")
+    def _of_the_objective(self) -> "TrainConfig":
+        if self.reference is not None and not self.has_reference:
+            raise ValueError(
+                f"train.reference must be null where objective {self.objective} reads no reference, "
+                f"got {self.reference}"
+            )
+        if self.z_loss and self.objective not in ("pretrain", "sft"):
+            raise ValueError(f"train.z_loss must be 0 for objective {self.objective}, got {self.z_loss:g}")
+        if self.objective == "distill" and self.distill.teacher is None:
+            raise ValueError("train.distill.teacher must name a checkpoint for objective distill, got none")
+        return self
+
 
 class OptimizerConfig(Section):
-    """kind       adamw, lion: decoupled weight decay; sgd: torch's; adamw8bit: moments in 8 bits (pip install torchao)
-    momentum      of sgd
-    decay_norms_and_biases   as torch's default; GPT-NeoX leaves them out
+    """kind     adamw and lion: decoupled weight decay; sgd: torch.optim.SGD; adamw8bit: AdamW with moments in 8 bits
+               (pip install 'powertrain[optimizers]')
+    momentum   of sgd
+    betas      of adamw, adamw8bit and lion; lion's usual ones are [0.9, 0.99]
+    eps        of adamw and adamw8bit
+    decay_norms_and_biases   apply weight decay to norms and biases too, as torch does by default; GPT-NeoX does not
     state_dtype   of adamw's moments
     """
 
@@ -244,14 +267,16 @@ class ParallelConfig(Section):
 class FP8Config(Section):
     """Linear layers whose products are FP8 (docs/fp8.md).
 
-    recipe   none; tensor: a scale a tensor, of its own values; tensor-delayed: of the last steps' values; row: a scale
-             a row; block: a scale for 1x128 or 128x128 elements
-    keep     layers that stay in `train.precision`: lm_head, router, first_block, last_block, patterns of names (*.down)
-    format   of gradients: hybrid (e5m2) or e4m3; None: hybrid by tensor, e4m3 by row and block
-    history, most_recent, margin   of tensor-delayed: steps whose largest values are kept; whether the last one counts
-             alone; scales are divided by 2 ** margin
-    watch    so many steps apart every layer's operands are measured, and the worst noted in the log; 0: never
-    wire     what ranks exchange: bf16. FP8 on the wire is not there yet
+    recipe        none; tensor: one scale for a tensor, from its own values; tensor-delayed: from the values of the last
+                  steps; row: one scale for a row; block: one for 1x128 or 128x128 elements
+    keep          layers that stay in `train.precision`: lm_head, router, first_block, last_block, and patterns of
+                  module names (*.down)
+    format        of gradients: hybrid (e5m2) or e4m3; None: hybrid for tensor and tensor-delayed, e4m3 for the others
+    history       tensor-delayed: number of steps whose largest values are kept
+    most_recent   tensor-delayed: the last step's largest value counts, not the largest of the history
+    margin        tensor-delayed: scales are divided by 2 ** margin
+    watch         every so many steps the operands of each layer are measured, and the worst are logged; 0: never
+    wire          the dtype in which ranks exchange parameters and gradients; FP8 is not implemented
     """
 
     recipe: Literal["none", "tensor", "tensor-delayed", "row", "block"] = "none"
@@ -263,12 +288,23 @@ class FP8Config(Section):
     watch: Natural = 0
     wire: Literal["bf16"] = "bf16"
 
+    @model_validator(mode="after")
+    def _of_its_recipe(self) -> "FP8Config":
+        for name in ("history", "most_recent", "margin"):
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if self.recipe != "tensor-delayed" and value != default:
+                raise ValueError(
+                    f"fp8.{name} must be {default} unless fp8.recipe is tensor-delayed, got {value} for {self.recipe}"
+                )
+        return self
+
 
 class CheckpointConfig(Section):
     """save      False: none are written.   folder: where; None: `checkpoints` in the run's folder
     load        where to start from, if `folder` holds none;   finetune: at step 0, with nothing but the weights there
-    load_optimizer   False: of `load` the weights, the step and the place in the data; the optimizer is new
-    load_rng    False: dropout's draws need not go on (those of a GPT-NeoX checkpoint cannot)
+    load_optimizer   False: `load` gives weights, step and place in the data; the optimizer's state is new
+    load_rng    False: dropout may use other random states than the checkpoint's; needed with dropout to resume a
+                GPT-NeoX checkpoint, whose random states cannot be used
     every       steps between checkpoints, 0: at the end only; scale log: after 1, every, every^2 ... steps (GPT-NeoX's)
     keep_last   how many stay; None: all in a `folder` that is named here, else 2
     """
@@ -294,7 +330,8 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """every 0: never; steps: batches of each evaluation
     advance  each evaluation takes the next batches of the set, around and around; else always its first ones
-    tasks    of lm_eval, at each evaluation;  tasks_folder: YAML files of further ones;  task_limit: documents of each
+    tasks    names of lm_eval tasks, run at each evaluation;  tasks_folder: YAML files that define more of them
+    task_limit   number of documents of each task; None: all
     at_end   validation after the last step, and test: data.test, or the third share of data.split
     """
 

@@ -1,4 +1,4 @@
-"""What every section of a config is: frozen, without unknown keys; and the kinds of numbers in them."""
+"""The base class of all sections of a config (frozen, unknown keys are errors), and types of numbers with limits."""
 
 from typing import Annotated, Any
 

@@ -2,18 +2,19 @@
 
     format      a record has                                  completions
     messages    messages; or prompt and completion            one; the loss counts on assistant turns, or the completion
-    pairs       chosen and rejected; prompt, if they lack it  two: chosen, rejected
+    pairs       chosen and rejected; prompt, unless they      two: chosen, rejected
+                begin with it
     labels      prompt, completion, label: true or false      one, with value +1 or -1
     advantages  prompt, completion, advantage;                one, with that value, and the sampler's log-probability
                 log_probs, one for each token, if known       of each of its tokens
 
-A prompt or a completion is a string, or a list of messages for the tokenizer's chat template. A completion that is a
-string ends with the end-of-document token.
+A prompt and its completion are both strings, or both lists of messages for the tokenizer's chat template. A completion
+that is a string ends with the end-of-document token.
 
-On disk they are GPT-NeoX's data sets, document for document beside each other: PREFIX_document with tokens,
-PREFIX_label_document with labels, PREFIX_reward_document with one float for each document, and of pairs
-PREFIX_chosen_document, PREFIX_chosen_label_document, PREFIX_rejected_document, PREFIX_rejected_label_document. Ours
-beside them: PREFIX_log_prob_document, a float for each token. Source: GPT-NeoX's
+On disk they are GPT-NeoX's data sets, with the same documents in the same order: PREFIX_document with tokens,
+PREFIX_label_document with labels, PREFIX_reward_document with one float for each document; for pairs
+PREFIX_chosen_document, PREFIX_chosen_label_document, PREFIX_rejected_document, PREFIX_rejected_label_document.
+PREFIX_log_prob_document, a float for each token, is an addition of ours. Source: GPT-NeoX's
 tools/datasets/preprocess_data_with_chat_template.py and megatron/data/gpt2_dataset.py, as facts.
 """
 
@@ -35,7 +36,7 @@ Format = Literal["messages", "pairs", "labels", "advantages"]
 
 
 class Completion(NamedTuple):
-    """ids of prompt and completion; labels: the id where the loss counts, else IGNORED; both as long."""
+    """ids of prompt and completion; labels, as long as ids: the id where the loss counts, else IGNORED."""
 
     ids: list[int]
     labels: list[int]
@@ -67,19 +68,25 @@ class CompletionEncoding:
         return (one,)
 
     def _completion(self, where: str, record: Mapping[str, Any], key: str) -> Completion:
-        completion, prompt = record.get(key), record.get("prompt", "")
-        if isinstance(completion, str) and isinstance(prompt, str):
-            ids, end = self.tokenizer.encode(prompt), self.tokenizer.eod
-            mine = [*self.tokenizer.encode(completion), *([] if end is None else [end])]
-            return Completion([*ids, *mine], [IGNORED] * len(ids) + mine)
-        if not isinstance(completion, list):
+        completion: Any = record.get(key)
+        if not isinstance(completion, (str, list)):
             _bad(where, key, "a string or a list of messages", completion)
-        return Completion(*self._chat(where, key, completion, prompt if isinstance(prompt, list) else []))
+        prompt: Any = record.get("prompt")
+        if prompt in (None, "", []):
+            prompt = type(completion)()
+        if type(prompt) is not type(completion):
+            kind = "a string" if isinstance(completion, str) else "a list of messages"
+            _bad(where, "prompt", f"{kind}, as {key} is", prompt)
+        if isinstance(completion, list):
+            _check_messages(where, "prompt", prompt)
+            return Completion(*self._chat(where, key, completion, prompt))
+        ids, end = self.tokenizer.encode(prompt), self.tokenizer.eod
+        mine = [*self.tokenizer.encode(completion), *([] if end is None else [end])]
+        return Completion([*ids, *mine], [IGNORED] * len(ids) + mine)
 
     def _chat(self, where: str, key: str, messages: Any, prompt: list[Any]) -> tuple[list[int], list[int]]:
-        """ids of prompt and messages; labels on the turns of the assistant that are not the prompt's."""
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-            _bad(where, key, "a list of messages with a role", messages)
+        """ids of prompt and messages; labels on the assistant's messages that are not the prompt's."""
+        _check_messages(where, key, messages)
         chat = [*prompt, *messages]
         ids = self.tokenizer.encode_chat(chat)
         labels = [IGNORED] * len(ids)
@@ -90,8 +97,8 @@ class CompletionEncoding:
             after = self.tokenizer.encode_chat(chat[: turn + 1])
             if ids[: len(after)] != after or after[: len(before)] != before:
                 raise BadDocument(
-                    f"{where}: {key}: the chat template must render a chat's beginning as the beginning of the chat, "
-                    f"got other tokens at turn {turn}"
+                    f"{where}: {key}: the chat template must render the first messages of a chat to the first tokens "
+                    f"of the whole chat, got other tokens at message {turn}"
                 )
             labels[len(before) : len(after)] = after[len(before) :]
         if all(label == IGNORED for label in labels):
@@ -122,6 +129,11 @@ def _record(raw: Raw) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise BadDocument(f"{raw.where}: must be an object, got {type(record).__name__}")
     return record
+
+
+def _check_messages(where: str, key: str, messages: Any) -> None:
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        _bad(where, key, "a list of messages with a role", messages)
 
 
 def _value(where: str, record: Mapping[str, Any], key: str, kind: Any) -> Any:

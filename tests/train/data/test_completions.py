@@ -86,6 +86,14 @@ def test_only_the_assistants_turns_count() -> None:
             {"completion": "ab", "advantage": 1, "log_probs": [0.0]},
             "log_probs must be one number for each of the completion's 3 tokens, got '1'",
         ),
+        (
+            "messages",
+            {"prompt": "p", "completion": [{"role": "assistant", "content": "a"}]},
+            "prompt must be a list of messages, as completion is, got 'p'",
+        ),
+        ("pairs", {"prompt": [{"role": "user"}], "chosen": "a", "rejected": "b"}, "prompt must be a string, as chosen"),
+        ("messages", {"prompt": 0, "completion": "a"}, "prompt must be a string, as completion is, got '0'"),
+        ("messages", {"prompt": ["p"], "completion": []}, "prompt must be a list of messages with a role"),
         ("messages", ["a"], "must be an object, got list"),
         ("messages", {"messages": [{"role": "user", "content": "u"}]}, "must be a message of the assistant"),
         ("messages", {"messages": "hello"}, "messages must be a list of messages with a role"),
@@ -244,3 +252,5 @@ def test_preprocess_writes_the_files(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("y*.idx")} == {
         f"y_{side}{label}_document" for side in ("chosen", "rejected") for label in ("", "_label")
     }
+    result = CliRunner().invoke(app, [*arguments, "--completions", "pairs", "--append-eod"])
+    assert result.exit_code == 2 and "got --append-eod" in " ".join(result.output.replace("│", " ").split())
