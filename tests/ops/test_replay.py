@@ -1,7 +1,11 @@
 """Replayed calls: the same bits as the whole way, for every op; and what must not be replayed."""
 
+import gc
+import math
 import random
 import sys
+import weakref
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,11 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import powertrain
 from powertrain.ops.cases import Case, cases
-from powertrain.runtime import replay, steering
+from powertrain.runtime import recording, replay, steering
+from powertrain.runtime.dispatch import Op, falls_back
+from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
 
 pytestmark = pytest.mark.skipif(
@@ -239,8 +247,6 @@ def test_checkpointing_and_saved_tensor_hooks(replayed: tuple[Tensor, Tensor]) -
 
 
 def test_modes_see_the_op(replayed: tuple[Tensor, Tensor], counted: _Counted) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     seen = []
 
     class Mode(TorchDispatchMode):
@@ -303,3 +309,164 @@ def test_python_calls_of_a_replayed_forward(replayed: tuple[Tensor, Tensor]) -> 
     _norm(x, weight)
     sys.setprofile(None)
     assert calls <= 20, f"{calls} Python calls"
+
+
+def test_signatures_tell_equal_values_of_other_meaning_apart(device: torch.device) -> None:
+    x = torch.randn(4, 16, device=device)
+    values: list[Any] = [
+        0,
+        False,
+        0.0,
+        -0.0,
+        None,
+        "0.0",
+        "nan",
+        (0,),
+        [0],
+        (False,),
+        (0.0,),
+        (-0.0,),
+        (),
+        (None,),
+        (0, 0),
+    ]
+    keys = [replay.signature_of((x, value)) for value in (*values, math.nan)]
+    assert None not in keys and len({signature.key for signature in keys if signature}) == len(keys)
+    first, again = (replay.signature_of((x, float("nan"), (float("nan"),))) for _ in range(2))
+    assert first is not None and again is not None and first.key == again.key
+
+
+def test_tables_hold_no_tensor_of_a_call(device: torch.device) -> None:
+    kept = []
+    for _ in range(_CALLS):
+        x, weight = torch.randn(6, 32, device=device, requires_grad=True), torch.randn(32, device=device)
+        y = _norm(x, weight)
+        y.square().sum().backward()
+        kept += [weakref.ref(t) for t in (x, weight, y, x.grad)]
+        del x, weight, y
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)
+
+
+def test_modes_see_the_backward(replayed: tuple[Tensor, Tensor], counted: _Counted) -> None:
+    """A FlopCounterMode around the backward alone counts its ops."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    loss = _norm(*replayed).square().sum()
+    before = counted.routes
+    with Mode():
+        loss.backward()
+    assert any("norm_bwd" in name for name in seen) and counted.routes == before
+
+
+def test_a_record_by_another_thread_spoils_a_recording(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within `record()` launches do not run: a call recorded meanwhile lacks them."""
+    x, weight = torch.randn(7, 32, device=device), torch.randn(32, device=device)
+    _norm(x, weight)
+    whole, calls = replay.Recorder.forward, []
+
+    def disturbed(self: Any, op: Any, args: Any) -> Any:
+        calls.append(op)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(_enter_and_leave_record).result()
+        return whole(self, op, args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay.Recorder, "forward", disturbed)
+        _norm(x, weight)
+    assert calls and replay.signature_of((x,)) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(replay.Route, "run", lambda *_: pytest.fail("it is replayed"))
+        _norm(x, weight)
+
+
+def _enter_and_leave_record() -> None:
+    with recording.record():
+        pass
+
+
+def test_recordings_of_the_past_are_dropped(device: torch.device) -> None:
+    table = replay.Table("op", replay.Recorder.route)
+    x = torch.randn(4, 16, device=device)
+    for _ in range(20):
+        steering.changed()
+        signature = replay.signature_of((x,))
+        assert signature is not None
+        table.record(signature.key, signature, lambda: None)
+    assert len(table._calls) == 1
+
+
+@kernel()
+def _copy_kernel(x_ptr, y_ptr, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < N), mask=i < N)
+
+
+def _copy(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    _copy_kernel[(1,)](x, y, x.numel(), BLOCK=64)
+    return y
+
+
+def _op(name: str, schema: str, forward: Callable[..., Any], **options: Any) -> Op:
+    return Op(f"test_{name}{schema}", forward, forward, **options)
+
+
+_one_op = _op("copy", "(Tensor x) -> Tensor", _copy)
+_signal_op = _op("signal", "(Tensor x) -> Tensor", _copy, replays=False)
+_nested_op = _op("nested", "(Tensor x) -> Tensor", lambda x: _copy(_signal_op(x)))
+_unwritten_op = _op("unwritten", "(Tensor x) -> (Tensor, Tensor)", lambda x: (_copy(x), torch.empty_like(x)))
+_shared_op = _op("shared", "(Tensor x) -> (Tensor, Tensor)", lambda x: (y := _copy(x), y.view(2, -1)))
+_half_op = _op("half", "(Tensor x, Tensor y) -> Tensor", lambda x, y: _copy(x[8:]))
+_meta_op = _op("meta", "(Tensor x) -> (Tensor, Tensor)", lambda x: (_copy(x), torch.empty(0, device="meta")))
+_other_op = _op("other", "(Tensor x) -> Tensor", _copy)
+_Pair = namedtuple("_Pair", "first second")
+
+
+def _results_of(function: Callable[..., Any], make: Callable[[], list[Tensor]]) -> list[Any]:
+    """Of calls on new tensors, the arguments kept alive."""
+    kept = [make() for _ in range(_CALLS)]
+    return [(args, function(*args)) for args in kept]
+
+
+@pytest.mark.parametrize("op", [_nested_op, _unwritten_op, _shared_op, _meta_op], ids=lambda op: op.name)
+def test_what_a_recording_does_not_show_is_not_replayed(op: Op, device: torch.device, counted: _Counted) -> None:
+    for (x,), result in _results_of(op, lambda: [torch.randn(16, device=device)]):
+        first = result[0] if isinstance(result, tuple) else result
+        assert torch.equal(first, x)
+    if op is _shared_op:
+        assert result[1].shape == (2, 8)
+    assert not counted.tapes
+
+
+def test_a_view_is_not_taken_for_another_input(device: torch.device) -> None:
+    """Two calls whose second input begins where a view of the first does, then others."""
+    for call in range(_CALLS):
+        x = torch.randn(40, device=device)
+        second = x[8:24] if call < 2 else x[16:32]
+        assert torch.equal(_half_op(x[:16], second), x[8:16])
+
+
+def test_results_of_a_public_function(device: torch.device, counted: _Counted) -> None:
+    """One tensor of an op among several results, 0-d ones too; a named tuple stays one; an unused twin is no base."""
+    several = falls_back("test_several")(lambda x: (None, _one_op(x)))
+    named = falls_back("test_named")(lambda x: _Pair(_other_op(x), None))
+    for shape in ((16,), (4, 4), ()):
+        for (x,), (nothing, copy) in _results_of(several, lambda: [torch.randn(shape, device=device)]):
+            assert nothing is None and torch.equal(copy, x)
+    assert counted.routes == 3 * (_CALLS - 2)
+    for (x,), pair in _results_of(named, lambda: [torch.randn(16, device=device)]):
+        assert torch.equal(pair.first, x)
+    twin = falls_back("test_twin")(lambda x, y: _one_op(y))
+
+    def twins() -> list[Tensor]:
+        x = torch.randn(4, 4, device=device)
+        return [x, x.view(16)]
+
+    for (x, _), copy in _results_of(twin, twins):
+        assert torch.equal(copy, x.view(16))
