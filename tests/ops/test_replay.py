@@ -457,7 +457,7 @@ def test_results_of_a_public_function(device: torch.device, counted: _Counted) -
     several = falls_back("test_several")(lambda x: (None, _one_op(x)))
     named = falls_back("test_named")(lambda x: _Pair(_other_op(x), None))
     for shape in ((16,), (4, 4), ()):
-        for (x,), (nothing, copy) in _results_of(several, lambda: [torch.randn(shape, device=device)]):
+        for (x,), (nothing, copy) in _results_of(several, lambda shape=shape: [torch.randn(shape, device=device)]):
             assert nothing is None and torch.equal(copy, x)
     assert counted.routes == 3 * (_CALLS - 2)
     for (x,), pair in _results_of(named, lambda: [torch.randn(16, device=device)]):
