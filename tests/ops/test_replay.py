@@ -5,9 +5,10 @@ import math
 import random
 import sys
 import weakref
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ from powertrain.runtime import recording, replay, steering
 from powertrain.runtime.dispatch import Op, falls_back
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
+from tests.conftest import SLOW_IN_INTERPRETER
 
 pytestmark = pytest.mark.skipif(
     not (settings().interpret or torch.cuda.is_available()), reason="replays kernels: a GPU or the interpreter"
 )
 _CALLS = 7  # whole, recorded, then replayed; a backward is recorded two calls later
+_CASES = 2  # of each op; the others differ in what the op's own tests cover, and are slow here
 
 
 @pytest.fixture(autouse=True)
@@ -86,19 +89,27 @@ def _results(case: Case, tensors: dict[str, Tensor | None]) -> list[Tensor]:
     return [x.detach() for x in (*outputs, *grads) if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
+def _every_case() -> Iterator[Any]:
+    met: Counter[str] = Counter()
+    for case in cases():
+        met[case.op] += 1
+        yield pytest.param(case, id=case.id, marks=SLOW_IN_INTERPRETER if met[case.op] > _CASES else ())
+
+
+@pytest.mark.parametrize("case", list(_every_case()))
 def test_every_op_gives_the_same_bits(
     case: Case, device: torch.device, counted: _Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other values, at other addresses, at each call."""
     kept = []
-    for call in range(_CALLS):
+    calls = 4 if case.op in _NOT_REPLAYED else _CALLS
+    for call in range(calls):
         torch.manual_seed(call)
         tensors = case.inputs(case.tiny, torch.bfloat16, device)
         random = torch.random.get_rng_state()
         replayed = _results(case, tensors)
         kept.append((tensors, replayed))  # so that no address comes twice
-        if call < _CALLS - 2:
+        if call < calls - 2:
             continue
         torch.random.set_rng_state(random)
         with monkeypatch.context() as patch:
@@ -150,20 +161,45 @@ def _random_call(draws: random.Random, device: torch.device) -> tuple[Callable[.
     return powertrain.attention, [q, k, v], options
 
 
-def test_random_calls_in_any_order(device: torch.device, counted: _Counted) -> None:
+@pytest.mark.parametrize("count", [30, pytest.param(120, marks=pytest.mark.slow)])
+def test_random_calls_in_any_order(count: int, device: torch.device, counted: _Counted) -> None:
     """Signatures come again and again, between others; tensors are distinct, the same, or slices of one storage."""
     draws = random.Random(0)
     torch.manual_seed(0)
-    calls = [_random_call(draws, device) for _ in range(12)]
+    calls = [_random_call(draws, device) for _ in range(count // 6)]
     kept = []
-    for _ in range(40):
+    for _ in range(count):
         function, args, options = draws.choice(calls)
         fresh = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in _tensors(args, options)}
         if draws.random() < 0.5:  # new values at new places, with the strides and sharing they had
             args, options = _replaced(args, fresh), dict(zip(options, _replaced(options.values(), fresh), strict=True))
-        with torch.set_grad_enabled(draws.random() < 0.7):
-            kept.append(_same(function, *args, **options))
+        modes = [
+            torch.set_grad_enabled(draws.random() < 0.9),
+            torch.inference_mode(draws.random() < 0.05),
+            torch.autocast(device.type, torch.bfloat16, enabled=draws.random() < 0.05),
+            torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+            if draws.random() < 0.1
+            else nullcontext(),
+        ]
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            kept.append(_same(_with_gradients, function, args, options, draws.random()))
     assert counted.routes > 10
+
+
+def _with_gradients(function: Callable[..., Any], args: list[Any], options: dict[str, Any], part: float) -> list[Any]:
+    """The results, then the gradients of some of them for some of the tensors."""
+    results = function(*args, **options)
+    results = list(results) if isinstance(results, tuple) else [results]
+    outputs = [out for out in results if out.requires_grad][: 1 if part < 0.3 else None]
+    wanted = list({id(t): t for t in _tensors(args, options) if t.requires_grad}.values())[: 1 if part > 0.8 else None]
+    if not outputs:
+        return [[out.detach() for out in results], []]
+    twice = 0.3 < part < 0.4
+    seeds = [out.detach() if part < 0.9 else torch.ones_like(out[:1, :1]).expand(out.shape) for out in outputs]
+    grads = torch.autograd.grad(outputs, wanted, seeds, create_graph=twice, allow_unused=True)
+    return [[out.detach() for out in results], [None if g is None else g.detach() for g in grads]]
 
 
 def _tensors(args: list[Any], options: dict[str, Any]) -> list[Tensor]:
