@@ -235,7 +235,7 @@ class Op:
         routes = replay.Table(f"{name}'s backward", replay.Recorder.route)
 
         def gradients(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-            if ctx.tape is None:
+            if ctx.tape is None or replay.modes_active():
                 return backward(ctx, *grads)
             saved = ctx.saved_tensors  # once: torch.utils.checkpoint raises at the second reading
             signature = replay.signature_of((*saved, *grads, *ctx.needs_input_grad))

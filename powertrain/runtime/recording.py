@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from powertrain.runtime import steering
 from powertrain.runtime.target import Target, pretended
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class _State:
         with self._counting:
             self.redirected = on
             self.active = on or self._observers > 0
+        if on:  # another thread's call that is being observed loses launches, or launches another target's kernels
+            steering.changed()
 
     @contextmanager
     def observed(self) -> Iterator[None]:

@@ -55,6 +55,7 @@ class Signature(NamedTuple):
 
 def signature_of(values: Sequence[Any]) -> Signature | None:
     """The signature of a call with these arguments; None: the call cannot be replayed."""
+    epoch = steering.epoch  # read first: what changes from here on makes the signature one of the past
     key: list[Any] = []
     tensors: list[Tensor] = []
     addresses: list[int] = []
@@ -76,10 +77,13 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
             addresses.append(address)
             tensors.append(value)
             key += (value.shape, value.stride(), value.dtype, value.requires_grad)
+        # beside their types, as 0 == 0.0 == False; of floats, 0.0 == -0.0 and NaN is equal to nothing
+        elif kind is float:
+            key += (float, value if value > 0 or value < 0 else repr(value))
         elif kind in _PLAIN_TYPES:
-            key.append(value)
+            key += (kind, value)
         elif (kind is tuple or kind is list) and all(type(element) in _PLAIN_TYPES for element in value):
-            key.append(tuple(value))
+            key += (kind, *map(type, value), *(repr(e) if type(e) is float else e for e in value))
         else:
             return None
     if bits & 15 or device == -2 or recording.state.redirected or steering.unsettled:
@@ -94,7 +98,7 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
         stream = torch._C._cuda_getCurrentRawStream(device)
     on = "cuda" if device >= 0 else "cpu"
     key += (
-        device, stream, steering.epoch, torch.is_grad_enabled(), torch._C._get_deterministic_algorithms(),
+        device, stream, epoch, torch.is_grad_enabled(), torch._C._get_deterministic_algorithms(),
         torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on), torch._C._get_float32_matmul_precision(),
         torch._C._get_cublas_allow_tf32(),
     )  # fmt: skip
@@ -106,7 +110,7 @@ class _Ref(NamedTuple):
 
     base: int  # inputs come first, then allocations
     offset: int  # bytes behind the base's first element
-    like: Tensor  # on the meta device: shape, strides, dtype
+    like: tuple[torch.Size, tuple[int, ...], torch.dtype]  # its shape, strides, dtype
 
 
 class _Launch(NamedTuple):
@@ -142,9 +146,20 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self.allocations.append(result)
+            if result.device != self.inputs[0].device:
+                self.failure = f"it allocates on {result.device}"
         elif not any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
             self.failure = f"it calls {func}"
+        else:
+            self._viewed(args[0], result)
         return result
+
+    def _viewed(self, source: Tensor, result: Any) -> None:
+        """A view of one input that begins where another input does would be taken for the other."""
+        inputs = {x.data_ptr() for x in self.inputs}
+        for view in result if isinstance(result, tuple | list) else (result,):
+            if view.data_ptr() != source.data_ptr() and view.data_ptr() in inputs:
+                self.failure = "a view of one input begins where another input does"
 
     def launched(
         self,
@@ -168,6 +183,8 @@ class Recorder(TorchDispatchMode):
 
     def forward(self, op: Any, args: Sequence[Any]) -> Any:
         """An op's forward; ops that it calls belong to it."""
+        if not op.replays:
+            self.failure = f"{op.name} has effects beside its launches"
         self.depth += 1
         try:
             result = op.forward(*args)
@@ -181,8 +198,6 @@ class Recorder(TorchDispatchMode):
         """The forward of the one op that ran, if its recording shows all of its effect."""
         if len(self.ran) != 1:
             self.failure = self.failure or f"it calls {len(self.ran)} ops"
-        elif not self.ran[0][0].replays:
-            self.failure = f"{self.ran[0][0].name} has effects beside its launches"
         if self.failure is not None:
             return None
         tape = Tape(*self.ran[0], self, stream)
@@ -219,7 +234,7 @@ class Recorder(TorchDispatchMode):
 
     def ref(self, x: Tensor) -> Any:
         """Where a tensor comes from. One from outside the call is kept as it is."""
-        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        like = x.shape, x.stride(), x.dtype
         storage = x.untyped_storage()
         for index, base in enumerate(self.allocations):
             if base.untyped_storage()._cdata == storage._cdata:
@@ -235,13 +250,16 @@ class Recorder(TorchDispatchMode):
 
 def _selection(outcome: Any, result: Any) -> Callable[[Any], Any] | None:
     """The result as a function of the op's outcome; None if it is made of anything else."""
+    if isinstance(result, tuple) and type(result) is not tuple:  # a named one: a tape returns plain tuples
+        return None
     if result is outcome:
         return lambda outcome: outcome
-    given = result if isinstance(result, tuple) else (result,)
-    places = [None if part is None else _index_of(outcome, part) for part in given]
+    many = isinstance(outcome, tuple)
+    made, given = outcome if many else (outcome,), result if isinstance(result, tuple) else (result,)
+    places = [None if part is None else _index_of(made, part) for part in given]
     if any(place is None and part is not None for place, part in zip(places, given, strict=True)):
         return None
-    parts = ["None" if place is None else f"outcome[{place}]" for place in places]
+    parts = ["None" if place is None else f"outcome[{place}]" if many else "outcome" for place in places]
     source = f"lambda outcome: ({', '.join(parts)},)" if isinstance(result, tuple) else f"lambda outcome: {parts[0]}"
     selection: Callable[[Any], Any] = eval(source)
     return selection
@@ -284,17 +302,26 @@ class Tape:
         self._inputs = [places.get(id(x)) for x in recorder.inputs]
         build = self._generate if recorder.inputs[0].is_cuda else self._interpret
         self.run = build(isinstance(result, tuple), stream)
+        del self._recorder, self._outputs  # they hold the tensors of the recorded call
 
     def _allocations(self) -> dict[int, tuple[Any, Any, torch.dtype]]:
         """(shape, strides, dtype) of each allocation that is used: as the output that it becomes, if it does."""
         first = len(self._recorder.inputs)
         used = {v.base - first for launch in self._recorder.launches for v in launch.values if isinstance(v, _Ref)}
+        if any(base < 0 and self._inputs[base + first] is None for base in used):
+            self._recorder.failure = "a kernel reads a tensor that is no argument of the op"
         kept = enumerate(self._recorder.allocations)
         made = {index: (tuple(x.shape), x.stride(), x.dtype) for index, x in kept if index in used}
+        returned = []
         for out in self._outputs:
             base = None if out is None else self._whole_allocation(out)
             if base is not None:
                 made[base] = tuple(out.shape), out.stride(), out.dtype
+                returned.append(base)
+                if out.numel() and base not in used:
+                    self._recorder.failure = "no launch shown writes a result"
+        if len(set(returned)) != len(returned):
+            self._recorder.failure = "two results lie in one allocation"
         return made
 
     def _whole_allocation(self, out: Tensor) -> int | None:
@@ -333,7 +360,8 @@ class Tape:
             if isinstance(value, _Ref):
                 values.append(f"p{value.base} + {value.offset}" if value.offset else f"p{value.base}")
             else:
-                values.append(repr(value.data_ptr() if isinstance(value, Tensor) else value or 0))
+                plain = 0 if value is None else value
+                values.append(repr(plain.data_ptr() if isinstance(plain, Tensor) else plain))
         gx, gy, gz = (*launch.grid, 1, 1)[:3]
         lines = []
         if loaded.has_scratch:
@@ -392,10 +420,10 @@ _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_cud
 
 
 def _view(inputs: Sequence[Any], own: dict[int, Tensor], ref: _Ref) -> Tensor:
-    base, like = inputs[ref.base] if ref.base < len(inputs) else own[ref.base - len(inputs)], ref.like
-    view = torch.empty(0, dtype=like.dtype)
+    base = inputs[ref.base] if ref.base < len(inputs) else own[ref.base - len(inputs)]
+    shape, stride, dtype = ref.like
     first = base.storage_offset() * base.element_size() + ref.offset
-    return view.set_(base.untyped_storage(), first // like.element_size(), like.shape, like.stride())
+    return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), first // dtype.itemsize, shape, stride)
 
 
 class Route(NamedTuple):
@@ -424,6 +452,7 @@ class Table:
         self._finish = finish  # (recorder, result, stream) -> the recording, or None
         self._known: dict[Any, Any] = {}
         self._calls: dict[Any, int] = {}  # that went the whole way
+        self._epoch = steering.epoch  # of what is kept
 
     def find(self, key: Any) -> Any:
         """The recording of a signature, or None."""
@@ -434,7 +463,8 @@ class Table:
         kernels, and not if two recordings have failed."""
         calls = self._calls.get(key, 0)
         if not 1 <= calls <= 2:
-            if not calls and len(self._calls) >= _MOST_SIGNATURES:
+            if not calls and (len(self._calls) >= _MOST_SIGNATURES or self._epoch is not steering.epoch):
+                self._epoch = steering.epoch
                 self._known.clear()
                 self._calls.clear()
             self._calls[key] = max(calls, 1)

@@ -1,13 +1,19 @@
-"""Changes to what steers calls for the whole process: settings, `disable`, tuned tiles.
+"""Changes to what steers calls for the whole process: settings, `disable`, tuned tiles, `record` and `emulate`.
 
-What is remembered about a call (runtime/replay.py) holds for one value of `epoch`, and not while `unsettled`.
+What is remembered about a call (runtime/replay.py) holds for one `epoch`, and not while `unsettled`.
 """
 
-epoch = 0
+
+class Epoch:
+    """The time between two changes. No number: two changes at once could set it back to one that was in force before.
+    Of a class of ours, as torch.compile makes no plain `object()` in a function that contains a `disable`."""
+
+
+epoch = Epoch()
 unsettled = False  # plans change from call to call: they are being measured
 
 
 def changed() -> None:
     """Calls may go another way from now on."""
     global epoch
-    epoch += 1
+    epoch = Epoch()

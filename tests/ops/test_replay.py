@@ -1,25 +1,36 @@
 """Replayed calls: the same bits as the whole way, for every op; and what must not be replayed."""
 
+import gc
+import math
 import random
 import sys
+import weakref
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
+import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import powertrain
 from powertrain.ops.cases import Case, cases
-from powertrain.runtime import replay, steering
+from powertrain.runtime import recording, replay, steering
+from powertrain.runtime.dispatch import Op, falls_back
+from powertrain.runtime.launch import kernel
 from powertrain.runtime.settings import settings
+from tests.conftest import SLOW_IN_INTERPRETER
 
 pytestmark = pytest.mark.skipif(
     not (settings().interpret or torch.cuda.is_available()), reason="replays kernels: a GPU or the interpreter"
 )
 _CALLS = 7  # whole, recorded, then replayed; a backward is recorded two calls later
+_CASES = 2  # of each op; the others differ in what the op's own tests cover, and are slow here
 
 
 @pytest.fixture(autouse=True)
@@ -78,19 +89,27 @@ def _results(case: Case, tensors: dict[str, Tensor | None]) -> list[Tensor]:
     return [x.detach() for x in (*outputs, *grads) if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
+def _every_case() -> Iterator[Any]:
+    met: Counter[str] = Counter()
+    for case in cases():
+        met[case.op] += 1
+        yield pytest.param(case, id=case.id, marks=SLOW_IN_INTERPRETER if met[case.op] > _CASES else ())
+
+
+@pytest.mark.parametrize("case", list(_every_case()))
 def test_every_op_gives_the_same_bits(
     case: Case, device: torch.device, counted: _Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other values, at other addresses, at each call."""
     kept = []
-    for call in range(_CALLS):
+    calls = 4 if case.op in _NOT_REPLAYED else _CALLS
+    for call in range(calls):
         torch.manual_seed(call)
         tensors = case.inputs(case.tiny, torch.bfloat16, device)
         random = torch.random.get_rng_state()
         replayed = _results(case, tensors)
         kept.append((tensors, replayed))  # so that no address comes twice
-        if call < _CALLS - 2:
+        if call < calls - 2:
             continue
         torch.random.set_rng_state(random)
         with monkeypatch.context() as patch:
@@ -142,20 +161,45 @@ def _random_call(draws: random.Random, device: torch.device) -> tuple[Callable[.
     return powertrain.attention, [q, k, v], options
 
 
-def test_random_calls_in_any_order(device: torch.device, counted: _Counted) -> None:
+@pytest.mark.parametrize("count", [30, pytest.param(120, marks=pytest.mark.slow)])
+def test_random_calls_in_any_order(count: int, device: torch.device, counted: _Counted) -> None:
     """Signatures come again and again, between others; tensors are distinct, the same, or slices of one storage."""
     draws = random.Random(0)
     torch.manual_seed(0)
-    calls = [_random_call(draws, device) for _ in range(12)]
+    calls = [_random_call(draws, device) for _ in range(count // 6)]
     kept = []
-    for _ in range(40):
+    for _ in range(count):
         function, args, options = draws.choice(calls)
         fresh = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in _tensors(args, options)}
         if draws.random() < 0.5:  # new values at new places, with the strides and sharing they had
             args, options = _replaced(args, fresh), dict(zip(options, _replaced(options.values(), fresh), strict=True))
-        with torch.set_grad_enabled(draws.random() < 0.7):
-            kept.append(_same(function, *args, **options))
+        modes = [
+            torch.set_grad_enabled(draws.random() < 0.9),
+            torch.inference_mode(draws.random() < 0.05),
+            torch.autocast(device.type, torch.bfloat16, enabled=draws.random() < 0.05),
+            torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+            if draws.random() < 0.1
+            else nullcontext(),
+        ]
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            kept.append(_same(_with_gradients, function, args, options, draws.random()))
     assert counted.routes > 10
+
+
+def _with_gradients(function: Callable[..., Any], args: list[Any], options: dict[str, Any], part: float) -> list[Any]:
+    """The results, then the gradients of some of them for some of the tensors."""
+    results = function(*args, **options)
+    results = list(results) if isinstance(results, tuple) else [results]
+    outputs = [out for out in results if out.requires_grad][: 1 if part < 0.3 else None]
+    wanted = list({id(t): t for t in _tensors(args, options) if t.requires_grad}.values())[: 1 if part > 0.8 else None]
+    if not outputs:
+        return [[out.detach() for out in results], []]
+    twice = 0.3 < part < 0.4
+    seeds = [out.detach() if part < 0.9 else torch.ones_like(out[:1, :1]).expand(out.shape) for out in outputs]
+    grads = torch.autograd.grad(outputs, wanted, seeds, create_graph=twice, allow_unused=True)
+    return [[out.detach() for out in results], [None if g is None else g.detach() for g in grads]]
 
 
 def _tensors(args: list[Any], options: dict[str, Any]) -> list[Tensor]:
@@ -239,8 +283,6 @@ def test_checkpointing_and_saved_tensor_hooks(replayed: tuple[Tensor, Tensor]) -
 
 
 def test_modes_see_the_op(replayed: tuple[Tensor, Tensor], counted: _Counted) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     seen = []
 
     class Mode(TorchDispatchMode):
@@ -303,3 +345,164 @@ def test_python_calls_of_a_replayed_forward(replayed: tuple[Tensor, Tensor]) -> 
     _norm(x, weight)
     sys.setprofile(None)
     assert calls <= 20, f"{calls} Python calls"
+
+
+def test_signatures_tell_equal_values_of_other_meaning_apart(device: torch.device) -> None:
+    x = torch.randn(4, 16, device=device)
+    values: list[Any] = [
+        0,
+        False,
+        0.0,
+        -0.0,
+        None,
+        "0.0",
+        "nan",
+        (0,),
+        [0],
+        (False,),
+        (0.0,),
+        (-0.0,),
+        (),
+        (None,),
+        (0, 0),
+    ]
+    keys = [replay.signature_of((x, value)) for value in (*values, math.nan)]
+    assert None not in keys and len({signature.key for signature in keys if signature}) == len(keys)
+    first, again = (replay.signature_of((x, float("nan"), (float("nan"),))) for _ in range(2))
+    assert first is not None and again is not None and first.key == again.key
+
+
+def test_tables_hold_no_tensor_of_a_call(device: torch.device) -> None:
+    kept = []
+    for _ in range(_CALLS):
+        x, weight = torch.randn(6, 32, device=device, requires_grad=True), torch.randn(32, device=device)
+        y = _norm(x, weight)
+        y.square().sum().backward()
+        kept += [weakref.ref(t) for t in (x, weight, y, x.grad)]
+        del x, weight, y
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)
+
+
+def test_modes_see_the_backward(replayed: tuple[Tensor, Tensor], counted: _Counted) -> None:
+    """A FlopCounterMode around the backward alone counts its ops."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    loss = _norm(*replayed).square().sum()
+    before = counted.routes
+    with Mode():
+        loss.backward()
+    assert any("norm_bwd" in name for name in seen) and counted.routes == before
+
+
+def test_a_record_by_another_thread_spoils_a_recording(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within `record()` launches do not run: a call recorded meanwhile lacks them."""
+    x, weight = torch.randn(7, 32, device=device), torch.randn(32, device=device)
+    _norm(x, weight)
+    whole, calls = replay.Recorder.forward, []
+
+    def disturbed(self: Any, op: Any, args: Any) -> Any:
+        calls.append(op)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(_enter_and_leave_record).result()
+        return whole(self, op, args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay.Recorder, "forward", disturbed)
+        _norm(x, weight)
+    assert calls and replay.signature_of((x,)) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(replay.Route, "run", lambda *_: pytest.fail("it is replayed"))
+        _norm(x, weight)
+
+
+def _enter_and_leave_record() -> None:
+    with recording.record():
+        pass
+
+
+def test_recordings_of_the_past_are_dropped(device: torch.device) -> None:
+    table = replay.Table("op", replay.Recorder.route)
+    x = torch.randn(4, 16, device=device)
+    for _ in range(20):
+        steering.changed()
+        signature = replay.signature_of((x,))
+        assert signature is not None
+        table.record(signature.key, signature, lambda: None)
+    assert len(table._calls) == 1
+
+
+@kernel()
+def _copy_kernel(x_ptr, y_ptr, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < N), mask=i < N)
+
+
+def _copy(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    _copy_kernel[(1,)](x, y, x.numel(), BLOCK=64)
+    return y
+
+
+def _op(name: str, schema: str, forward: Callable[..., Any], **options: Any) -> Op:
+    return Op(f"test_{name}{schema}", forward, forward, **options)
+
+
+_one_op = _op("copy", "(Tensor x) -> Tensor", _copy)
+_signal_op = _op("signal", "(Tensor x) -> Tensor", _copy, replays=False)
+_nested_op = _op("nested", "(Tensor x) -> Tensor", lambda x: _copy(_signal_op(x)))
+_unwritten_op = _op("unwritten", "(Tensor x) -> (Tensor, Tensor)", lambda x: (_copy(x), torch.empty_like(x)))
+_shared_op = _op("shared", "(Tensor x) -> (Tensor, Tensor)", lambda x: (y := _copy(x), y.view(2, -1)))
+_half_op = _op("half", "(Tensor x, Tensor y) -> Tensor", lambda x, y: _copy(x[8:]))
+_meta_op = _op("meta", "(Tensor x) -> (Tensor, Tensor)", lambda x: (_copy(x), torch.empty(0, device="meta")))
+_other_op = _op("other", "(Tensor x) -> Tensor", _copy)
+_Pair = namedtuple("_Pair", "first second")
+
+
+def _results_of(function: Callable[..., Any], make: Callable[[], list[Tensor]]) -> list[Any]:
+    """Of calls on new tensors, the arguments kept alive."""
+    kept = [make() for _ in range(_CALLS)]
+    return [(args, function(*args)) for args in kept]
+
+
+@pytest.mark.parametrize("op", [_nested_op, _unwritten_op, _shared_op, _meta_op], ids=lambda op: op.name)
+def test_what_a_recording_does_not_show_is_not_replayed(op: Op, device: torch.device, counted: _Counted) -> None:
+    for (x,), result in _results_of(op, lambda: [torch.randn(16, device=device)]):
+        first = result[0] if isinstance(result, tuple) else result
+        assert torch.equal(first, x)
+    if op is _shared_op:
+        assert result[1].shape == (2, 8)
+    assert not counted.tapes
+
+
+def test_a_view_is_not_taken_for_another_input(device: torch.device) -> None:
+    """Two calls whose second input begins where a view of the first does, then others."""
+    for call in range(_CALLS):
+        x = torch.randn(40, device=device)
+        second = x[8:24] if call < 2 else x[16:32]
+        assert torch.equal(_half_op(x[:16], second), x[8:16])
+
+
+def test_results_of_a_public_function(device: torch.device, counted: _Counted) -> None:
+    """One tensor of an op among several results, 0-d ones too; a named tuple stays one; an unused twin is no base."""
+    several = falls_back("test_several")(lambda x: (None, _one_op(x)))
+    named = falls_back("test_named")(lambda x: _Pair(_other_op(x), None))
+    for shape in ((16,), (4, 4), ()):
+        for (x,), (nothing, copy) in _results_of(several, lambda shape=shape: [torch.randn(shape, device=device)]):
+            assert nothing is None and torch.equal(copy, x)
+    assert counted.routes == 3 * (_CALLS - 2)
+    for (x,), pair in _results_of(named, lambda: [torch.randn(16, device=device)]):
+        assert torch.equal(pair.first, x)
+    twin = falls_back("test_twin")(lambda x, y: _one_op(y))
+
+    def twins() -> list[Tensor]:
+        x = torch.randn(4, 4, device=device)
+        return [x, x.view(16)]
+
+    for (x, _), copy in _results_of(twin, twins):
+        assert torch.equal(copy, x.view(16))
