@@ -119,7 +119,7 @@ def launcher() -> Any:
 class LaunchConfig:
     """A CUlaunchConfig: grid, threads of a block, shared bytes, stream. Valid as long as this object is."""
 
-    _LAYOUT = struct.Struct("@7IQQI")  # sizes, stream, attributes, their number
+    _LAYOUT = struct.Struct("@7IQQI4x")  # sizes, stream, attributes, their number
 
     def __init__(self, grid: tuple[int, int, int], threads: int, shared: int, stream: int) -> None:
         self._buffer = ctypes.create_string_buffer(self._LAYOUT.pack(*grid, threads, 1, 1, shared, stream, 0, 0))

@@ -1,0 +1,143 @@
+"""The code that a tape generates for the driver, without a GPU: what it packs, for which grid, what a refusal does."""
+
+import ctypes
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powertrain.runtime import replay
+from powertrain.runtime.driver import LaunchConfig
+from powertrain.runtime.errors import LaunchError
+from powertrain.runtime.launch import Loaded
+
+STREAM = 77
+
+
+class Driver:
+    """In the place of cuLaunchKernelEx: notes each launch, and refuses those of `refused`."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[int, ...], int, list[Any]]] = []
+        self.refused: set[int] = set()
+        self.formats: dict[int, str] = {}
+
+    def launch(self, config: int, handle: int, params: int, extra: None) -> int:
+        if len(self.launches) in self.refused:
+            self.launches.append(((), handle, []))
+            return 201
+        grid = LaunchConfig._LAYOUT.unpack(ctypes.string_at(config, LaunchConfig._LAYOUT.size))
+        formats = self.formats[handle]
+        addresses = (ctypes.c_void_p * len(formats)).from_address(params)
+        values = [
+            struct.unpack("@" + kind, ctypes.string_at(address, struct.calcsize(kind)))[0]
+            for kind, address in zip(formats, addresses, strict=True)
+        ]
+        self.launches.append((grid[:8], handle, values))
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    monkeypatch.setattr(replay.driver, "configured_launcher", lambda: fake.launch)
+    monkeypatch.setattr(replay.driver, "describe", lambda code: f"CUDA error {code}")
+    monkeypatch.setattr(replay, "_empty_cuda", lambda s, t, d: torch.empty_strided(s, t, dtype=d))
+    monkeypatch.setattr(replay.Tape, "_interpret", replay.Tape._generate)
+    return fake
+
+
+def _loaded(driver: Driver, handle: int, types: list[str], scratch: int = 0) -> Loaded:
+    facts = {"num_warps": 4, "shared": 1024 * handle, "global_scratch": scratch, "profile_scratch": 0}
+    formats = {"i32": "i", "i64": "q", "fp32": "f"}
+    driver.formats[handle] = "".join(formats.get(t, "Q") for t in types if t != "constexpr") + "QQ"
+    return Loaded(types, facts, SimpleNamespace(handle=handle))
+
+
+def _tape(forward: Any, args: tuple[Any, ...], inputs: list[Tensor]) -> replay.Tape:
+    op = SimpleNamespace(name="op", replays=True, forward=forward)
+    with replay._recording(inputs) as recorder:
+        recorder.forward(op, args)
+    tape = recorder.tape(STREAM)
+    assert tape is not None, recorder.failure
+    return tape
+
+
+def test_what_is_launched(driver: Driver) -> None:
+    """Addresses of inputs, of rows behind them, of allocations, of a tensor from outside; constants; no pointer."""
+    kernel, kept = SimpleNamespace(name="kernel"), torch.zeros(1, dtype=torch.int32)
+    types = ["*bf16", "*bf16", "*fp32", "*i32", "constexpr", "i32", "i64", "fp32", "fp32", "fp32"]
+    first, second = _loaded(driver, 3, types), _loaded(driver, 5, ["*fp32", "*bf16"])
+
+    def forward(x: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, None, Tensor]:
+        y, rstd = torch.empty_like(x), x.new_empty(4, dtype=torch.float32)
+        scratch = x.new_empty((2, 8), dtype=torch.float32)
+        values = [x[1:], weight, scratch[1], kept, None, 7, 2**40, eps, float("-inf"), -0.0]
+        replay.recorder().launched(kernel, first, (6,), values, {})  # type: ignore[union-attr]
+        replay.recorder().launched(kernel, second, (2, 3, 4), [rstd, y.view(-1)], {})  # type: ignore[union-attr]
+        return y, None, rstd
+
+    x, weight = torch.randn(4, 8).bfloat16(), torch.ones(8).bfloat16()
+    tape = _tape(forward, (x, 1e-6, weight), [x, weight])
+    for _ in range(2):
+        x, weight = torch.randn(4, 8).bfloat16(), torch.ones(8).bfloat16()
+        driver.launches.clear()
+        y, none, rstd = tape.run(x, 1e-6, weight)
+        (grid, handle, values), (grid_2, handle_2, values_2) = driver.launches
+        assert (handle, handle_2) == (3, 5)
+        assert grid == (6, 1, 1, 128, 1, 1, 3072, STREAM) and grid_2 == (2, 3, 4, 128, 1, 1, 5120, STREAM)
+        assert values[:2] == [x.data_ptr() + 16, weight.data_ptr()] and values[3] == kept.data_ptr()
+        assert values[4:6] == [7, 2**40] and values[6] == pytest.approx(1e-6)
+        assert values[7] == float("-inf") and str(values[8]) == "-0.0" and values[9:] == [0, 0]
+        assert values_2 == [rstd.data_ptr(), y.data_ptr(), 0, 0]
+        assert none is None and y.shape == x.shape and y.dtype is x.dtype and rstd.dtype is torch.float32
+
+
+def test_scratch_memory_is_made_for_each_call(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    loaded = _loaded(driver, 3, ["*fp32"], scratch=64)
+    made: list[tuple[int, int]] = []
+
+    def scratch(programs: int, device: int) -> list[Tensor]:
+        made.append((programs, device))
+        return [torch.empty(programs * 64, dtype=torch.int8), torch.empty(0, dtype=torch.int8)]
+
+    monkeypatch.setattr(loaded, "scratch", scratch)
+
+    def forward(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        replay.recorder().launched(SimpleNamespace(name="k"), loaded, (5, 2), [y], {})  # type: ignore[union-attr]
+        return y
+
+    x = torch.randn(4, 8)
+    tape = _tape(forward, (x,), [x])
+    tape.run(x)
+    tape.run(x)
+    assert made == [(10, 0), (10, 0)] and all(values[1] != 0 for _, _, values in driver.launches)
+
+
+def test_a_refused_launch(driver: Driver) -> None:
+    """The first one goes the whole way, whose launch sets this thread's context; a later one is an error."""
+    loaded = _loaded(driver, 3, ["*fp32"])
+    whole: list[Tensor] = []
+
+    def forward(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        if replay.recorder() is None:
+            whole.append(y)
+            return y
+        for _ in range(2):
+            replay.recorder().launched(SimpleNamespace(name="k"), loaded, (1,), [y], {})  # type: ignore[union-attr]
+        return y
+
+    x = torch.randn(4, 8)
+    tape = _tape(forward, (x,), [x])
+    driver.refused = {0}
+    assert tape.run(x) is whole[0]
+    driver.launches.clear()
+    driver.refused = {1}
+    with pytest.raises(LaunchError, match="launch 1 of a repeated call: CUDA error 201"):
+        tape.run(x)
