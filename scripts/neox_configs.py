@@ -176,8 +176,12 @@ def small(config: RunConfig, folder: Path) -> RunConfig:
     }  # fmt: skip
     checkpoint = {"folder": str(folder / "checkpoints"), "load": None, "extra_steps": (), "every": 2, "scale": "linear"}
     evaluation = {"every": 2 if values["evaluation"]["every"] else 0, "steps": 1, "tasks": ()}
-    labels = str(folder.parent / "labels") if any(source.labels for source in config.data.train) else None
-    data = {"train": [{"path": str(folder.parent / "data"), "labels": labels}], "validation": (), "test": (),
+    # the same prefixes beside the tokens as the config names: labels, rejected completions, rewards
+    documents = folder.parent / ("data" if config.train.objective == "pretrain" else "short/data")
+    prefixes = {"labels": "labels", "rejected": "data", "rejected_labels": "labels", "rewards": "rewards"}
+    named = {key: str(documents.with_name(name)) for key, name in prefixes.items()
+             if any(getattr(source, key) for source in config.data.train)}  # fmt: skip
+    data = {"train": [{"path": str(documents), **named}], "validation": (), "test": (),
             "split": "80,10,10",
             "tokenizer": "CharLevelTokenizer", "num_workers": 0,
             "cache_folder": str(folder.parent / "cache")}  # fmt: skip
@@ -223,13 +227,25 @@ def steps_of(run: Run, folder: Path) -> list[StepRecord]:
 
 
 def write_data(folder: Path) -> None:
-    """Tokens for all of them, and labels: 40 documents."""
+    """Documents for all of them, and short ones that fit into a row with their prompt."""
+    _write_documents(folder, 40, 200)
+    (folder / "short").mkdir()
+    _write_documents(folder / "short", 200, 14)
+
+
+def _write_documents(folder: Path, count: int, length: int) -> None:
+    """Tokens, labels, and a reward for each document."""
     generator = np.random.default_rng(0)
-    with IndexedWriter(folder / "data", "uint16") as texts, IndexedWriter(folder / "labels", "int32") as labels:
-        for _ in range(40):
-            tokens = generator.integers(1, 256, 200)
+    with (
+        IndexedWriter(folder / "data", "uint16") as texts,
+        IndexedWriter(folder / "labels", "int32") as labels,
+        IndexedWriter(folder / "rewards", "float32") as rewards,
+    ):
+        for number in range(count):
+            tokens = generator.integers(1, 256, length)
             texts.add(tokens)
-            labels.add(np.where(np.arange(200) < 10, -100, tokens))
+            labels.add(np.where(np.arange(length) < 10, -100, tokens))
+            rewards.add(np.array([1.0 if number % 2 else -1.0]))
 
 
 def judge(keys: Mapping[str, Any], world: int, folder: Path, *, steps: bool) -> tuple[str, str]:
