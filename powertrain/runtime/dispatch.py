@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from powertrain.runtime import flops as flop_counting
@@ -152,6 +153,8 @@ class Op:
         if torch.compiler.is_compiling() or replay.modes_active():
             active = None if torch.compiler.is_compiling() else replay.recorder()
             if active is None:
+                if forward_ad._current_level >= 0:
+                    self._refuse_forward_mode(args)
                 return self.packet(*args)
         differentiate = False
         for arg in args:
@@ -160,6 +163,9 @@ class Op:
                 if type(arg) not in _PLAIN:
                     dtensors.register(self.name, self.packet, self.sharding)
                     return self.packet(*dtensors.as_dtensors(args))
+                # a lazy minus (the imaginary part of a conjugate) is in no memory; the dispatcher computes it
+                if arg.is_neg():
+                    return self.packet(*args)
                 differentiate = differentiate or arg.requires_grad
         differentiate = differentiate and self.apply is not None and torch.is_grad_enabled()
         if active is not None:
@@ -170,6 +176,15 @@ class Op:
         if settings().on_compile_failure == "reference":
             self._rehearse_backward(args)
         return self.apply(*args, None)
+
+    def _refuse_forward_mode(self, args: tuple[Any, ...]) -> None:
+        """torch.library drops tangents of tensors that want no gradient, without a word."""
+        tensors = [arg for arg in args if type(arg) in _PLAIN]
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            raise NotImplementedError(
+                f"{self.name}: forward-mode differentiation is not implemented; use `with powertrain.disable(...):` "
+                "to take plain PyTorch"
+            )
 
     def run(self, args: tuple[Any, ...], tape: "replay.Tape | None" = None) -> Any:
         """The forward: of the tape, of a recording of an earlier call with this signature, or the whole."""

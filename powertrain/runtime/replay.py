@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,12 +36,13 @@ _MOST_SIGNATURES = 4096  # of one op; beyond, all are forgotten
 
 
 def modes_active() -> bool:
-    """A dispatch mode or functorch is active and must see calls as dispatcher ops."""
+    """A dispatch mode, functorch or forward-mode differentiation is active and must see calls as dispatcher ops."""
     c = torch._C
     return bool(
         c._len_torch_dispatch_stack()
         or c._len_torch_function_stack()
         or c._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
     )
 
 
@@ -67,8 +69,8 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
                 address = value.data_ptr()
             except RuntimeError:  # a wrapper without storage
                 return None
-            if not address or value.get_device() != device:
-                if not address or device != -2:
+            if not address or value.is_neg() or value.get_device() != device:
+                if not address or value.is_neg() or device != -2:
                     return None
                 device = value.get_device()
                 if not (value.is_cuda or (in_interpreter and settings().interpret and value.device.type == "cpu")):

@@ -206,3 +206,35 @@ def test_cuda_graph_and_side_stream(case: Case, device: torch.device) -> None:
     torch.cuda.synchronize()
     for a, b in zip(captured, expected, strict=True):
         assert torch.equal(a, b)
+
+
+@every_case
+def test_lazy_minus(case: Case, device: torch.device) -> None:
+    """Of the imaginary part of a conjugate the sign is a bit of the tensor, not in memory."""
+
+    def lazy(x: Tensor | None) -> Tensor | None:
+        if x is None or not x.is_floating_point():
+            return x
+        y = torch._neg_view(-x.detach())  # as torch.complex(a, b).conj().imag is, which has a stride of 2
+        assert y.is_neg() and torch.equal(y, x)
+        return y
+
+    tensors = _inputs(case, device)
+    plain = {name: x.detach() if isinstance(x, Tensor) else x for name, x in tensors.items()}
+    torch.manual_seed(0)
+    exact = _outputs(case.run(**plain))
+    torch.manual_seed(0)
+    for ours, wanted in zip(_outputs(case.run(**{n: lazy(x) for n, x in tensors.items()})), exact, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_forward_mode_is_refused_and_not_dropped(device: torch.device) -> None:
+    x = torch.randn(4, 16, device=device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        try:
+            out = powertrain.rms_norm(dual, torch.ones(16, device=device))
+        except (NotImplementedError, RuntimeError) as error:
+            assert "forward" in str(error).lower()
+        else:
+            assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None
