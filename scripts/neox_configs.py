@@ -2,13 +2,12 @@
 
 python scripts/neox_configs.py CONFIGS.jsonl [--no-steps]
 
-A line has name, world (number of ranks) and keys (the merged YAML). What a config leaves to a second file (data,
-vocabulary files, the size of the vocabulary) is added. Compared at full size: global batch, precision, number of
-parameters, rates of six steps; at a small size, on the CPU: it starts, and three steps have finite losses and the
-same rates.
-
-Expected numbers are computed here from the keys alone, by the rules of megatron/neox_arguments/arguments.py,
-learning_rates.py, model/transformer.py and model/word_embeddings.py (Apache-2.0; facts, no code).
+Each line of the input has name, world (number of ranks) and keys (the merged YAML). What a config leaves to a second
+file (data, vocabulary files, the size of the vocabulary) is added. Compared at full size: global batch, precision,
+number of parameters, rates of six steps; at a small size, on the CPU: it starts, and three steps have finite losses
+and the same rates. Expected numbers are computed here from the keys alone, by the rules of
+megatron/neox_arguments/arguments.py, learning_rates.py, model/transformer.py and model/word_embeddings.py
+(Apache-2.0; facts, no code).
 """
 
 import argparse

@@ -79,7 +79,7 @@ def _accumulate_(total: Tensor, part: Tensor, dloss: Tensor, scale: Tensor | Non
     _accumulate_kernel[(triton.cdiv(N, 2048),)](total, part, to_aligned(dloss), scale, N, BLOCK=2048, num_warps=4)
 
 
-def _blocks(total: int, others: int, element_size: int, least: int = 1) -> list[slice]:
+def blocks_within_scratch(total: int, others: int, element_size: int, least: int = 1) -> list[slice]:
     """[0, total) in equal blocks of about SCRATCH_BYTES, each index standing for `others` elements."""
     size = max(least, SCRATCH_BYTES // max(1, others * element_size))
     count = max(1, -(-total // size))
@@ -102,12 +102,12 @@ def aligned_blocks(blocks: list[slice]) -> list[slice]:
     return [*blocks[:-1], slice(last.start, cut), slice(cut, last.stop)]
 
 
-def _scratch(x: Tensor, rows: int, cols: int) -> Tensor:
+def new_scratch(x: Tensor, rows: int, cols: int) -> Tensor:
     """[rows, cols], each row 16-byte aligned: cuBLAS is several times slower on rows that are not."""
     return x.new_empty((rows, -(-cols // 64) * 64))[:, :cols]
 
 
-def _matmul(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
     """out = a b, or out += a b; out may be float32 beside 16-bit a and b."""
     if out.dtype == a.dtype:
         out.addmm_(a, b) if add else torch.mm(a, b, out=out)
@@ -120,7 +120,7 @@ def _matmul(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
         out.add_(product) if add else out.copy_(product)
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def logits_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     for cols in aligned_blocks([slice(0, weight.shape[0])]):
         rows = weight[cols].t()
         torch.mm(x, rows, out=out[:, cols]) if bias is None else torch.addmm(bias[cols], x, rows, out=out[:, cols])
@@ -183,10 +183,13 @@ def _linear_cross_entropy_fwd(
     db_sum = db.new_zeros(V, dtype=torch.float32) if makes_grads and need_db else None
 
     rounds = makes_grads and need_dw and dw.dtype is not torch.float32
-    blocks = _blocks(T, V, x.element_size(), least=-(-T // MAX_ROUNDINGS) if rounds else 1)
-    scratch, columns = _scratch(x, max((b.stop - b.start for b in blocks), default=0), V), aligned_blocks([slice(0, V)])
+    blocks = blocks_within_scratch(T, V, x.element_size(), least=-(-T // MAX_ROUNDINGS) if rounds else 1)
+    scratch, columns = (
+        new_scratch(x, max((b.stop - b.start for b in blocks), default=0), V),
+        aligned_blocks([slice(0, V)]),
+    )
     for rows in blocks:
-        logits = _logits(x[rows], weight, bias, scratch[: rows.stop - rows.start])
+        logits = logits_into(x[rows], weight, bias, scratch[: rows.stop - rows.start])
         launch_row_stats(
             logits, target[rows], terms, lse[rows], target_logit[rows], None if logit_sum is None else logit_sum[rows],
             scale=early_scale(x.dtype, mean_scale), dlogits=logits if makes_grads else None,
@@ -194,9 +197,9 @@ def _linear_cross_entropy_fwd(
         # the few last columns first: dx is rounded before the others are added to it
         for cols in reversed(columns) if makes_grads else ():
             if need_dx:
-                _matmul(logits[:, cols], weight[cols], dx[rows], add=cols.stop < V)
+                matmul_into(logits[:, cols], weight[cols], dx[rows], add=cols.stop < V)
             if need_dw:
-                _matmul(logits[:, cols].t(), x[rows], dw[cols], add=rows.start > 0)
+                matmul_into(logits[:, cols].t(), x[rows], dw[cols], add=rows.start > 0)
         if db_sum is not None:
             db_sum += logits.sum(0, dtype=torch.float32)
     if not blocks:
@@ -275,18 +278,18 @@ def grads_by_vocab_blocks(
     """Gradients of `x weightᵀ + bias` from its dlogits, one block of the vocabulary at a time."""
     (dx, dw, db), (need_dx, need_dw, need_db) = grads, needs
     T, V = x.shape[0], weight.shape[0]
-    blocks = aligned_blocks(_blocks(V, T * (1 + other_logits), x.element_size(), least=MIN_VOCAB_BLOCK))
+    blocks = aligned_blocks(blocks_within_scratch(V, T * (1 + other_logits), x.element_size(), least=MIN_VOCAB_BLOCK))
     # blocks of the vocabulary add up in dx: in float32, so that it is rounded once
     dx_sum = dx if len(blocks) == 1 else torch.empty_like(dx, dtype=acc_dtype(dx.dtype))
-    scratch = _scratch(x, T, blocks[0].stop)
+    scratch = new_scratch(x, T, blocks[0].stop)
     for cols in blocks:
         part = None if bias is None else bias[cols]
-        logits = _logits(x, weight[cols], part, scratch[:, : cols.stop - cols.start])
+        logits = logits_into(x, weight[cols], part, scratch[:, : cols.stop - cols.start])
         make_dlogits(logits, cols)
         if need_dx:
-            _matmul(logits, weight[cols], dx_sum, add=cols.start > 0)
+            matmul_into(logits, weight[cols], dx_sum, add=cols.start > 0)
         if need_dw:
-            _matmul(logits.t(), x, (dw if main_grad is None else main_grad)[cols], add=main_grad is not None)
+            matmul_into(logits.t(), x, (dw if main_grad is None else main_grad)[cols], add=main_grad is not None)
         if need_db:
             db[cols] = logits.sum(0, dtype=acc_dtype(x.dtype))
     if need_dx and dx_sum is not dx:
@@ -438,7 +441,7 @@ def linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-class _IntoMainGrad(torch.autograd.Function):
+class IntoMainGrad(torch.autograd.Function):
     """The weight itself; its gradient goes into main_grad."""
 
     @staticmethod
@@ -456,5 +459,5 @@ def _plain(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, main_grad: Tensor | None, *options: Any
 ) -> Tensor:
     with without_autocast(x.device):
-        weight = weight if main_grad is None else _IntoMainGrad.apply(weight, main_grad)
+        weight = weight if main_grad is None else IntoMainGrad.apply(weight, main_grad)
         return cross_entropy_torch(F.linear(x, weight, bias), target, *options)

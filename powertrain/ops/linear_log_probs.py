@@ -29,7 +29,13 @@ from torch import Tensor
 
 from powertrain.ops.cross_entropy import to_aligned
 from powertrain.ops.gemm.row_invariant import RowInvariantLinear, row_invariant_linear_
-from powertrain.ops.linear_cross_entropy import _blocks, _IntoMainGrad, _logits, _scratch, grads_by_vocab_blocks
+from powertrain.ops.linear_cross_entropy import (
+    IntoMainGrad,
+    blocks_within_scratch,
+    grads_by_vocab_blocks,
+    logits_into,
+    new_scratch,
+)
 from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats, new_stats
 from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
 from powertrain.runtime import checks
@@ -111,12 +117,16 @@ def _outputs(
     x: Tensor, weight: Tensor, bias: Any, target: Tensor, teacher_x: Tensor | None, *rest: Any
 ) -> tuple[Tensor | None, ...]:
     *_, entropy, top_k, _ = rest
-    T = target.shape[0]
+    return new_results(x, target.shape[0], teacher_x is not None, entropy, top_k)
+
+
+def new_results(x: Tensor, T: int, divergence: bool, entropy: bool, top_k: int) -> tuple[Tensor | None, ...]:
+    """Uninitialized (log_probs, entropy, divergence, top, top_indices, stats); None where not requested."""
     values = x.new_empty((), dtype=acc_dtype(x.dtype))
     return (
         values.new_empty(T),
         values.new_empty(T) if entropy else None,
-        None if teacher_x is None else values.new_empty(T),
+        values.new_empty(T) if divergence else None,
         values.new_empty((T, top_k)) if top_k else None,
         values.new_empty((T, top_k), dtype=torch.int64) if top_k else None,
         new_stats(values, T),
@@ -145,12 +155,12 @@ def _forward(
     outputs = _outputs(x, weight, bias, target, teacher_x, entropy, top_k, batch_invariant)
     log_probs, _, divergence, top, top_indices, stats = outputs
     assert log_probs is not None and stats is not None
-    linear = row_invariant_linear_ if batch_invariant else _logits
+    linear = row_invariant_linear_ if batch_invariant else logits_into
     target, V = to_aligned(target), weight.shape[0]
     num_logits = 1 if teacher_x is None else 2
-    blocks = _blocks(x.shape[0], num_logits * V, x.element_size())
+    blocks = blocks_within_scratch(x.shape[0], num_logits * V, x.element_size())
     height = max((b.stop - b.start for b in blocks), default=0)
-    scratch, teacher_scratch = _scratch(x, height, V), _scratch(x, height if num_logits == 2 else 0, V)
+    scratch, teacher_scratch = new_scratch(x, height, V), new_scratch(x, height if num_logits == 2 else 0, V)
     for rows in blocks:
         count = rows.stop - rows.start
         logits = linear(x[rows], weight, bias, scratch[:count])
@@ -242,7 +252,7 @@ def _bwd(
         teacher = None
         if taught is not None and teacher_weight is not None:
             part = None if teacher_bias is None else teacher_bias[cols]
-            teacher = _logits(taught, teacher_weight[cols], part, _scratch(x, *logits.shape))
+            teacher = logits_into(taught, teacher_weight[cols], part, new_scratch(x, *logits.shape))
         launch_grads(
             logits, teacher, target, stats, (dlog_probs, dentropy, ddivergence), options, cols.start, weight.shape[0]
         )
@@ -433,7 +443,7 @@ def _plain(
     x: Tensor, weight: Tensor, target: Tensor, main_grad: Tensor | None, batch_invariant: bool, **options: Any
 ) -> LogProbs:
     with without_autocast(x.device):
-        weight = weight if main_grad is None else _IntoMainGrad.apply(weight, main_grad)
+        weight = weight if main_grad is None else IntoMainGrad.apply(weight, main_grad)
         linear = _row_invariant_linear if batch_invariant else F.linear
         return linear_log_probs_ref(x, weight, target, linear=linear, **options)
 

@@ -3,8 +3,8 @@
 Rows of the scratch are padded to whole vectors, so no kernel needs edges as cross_entropy.py's do. Each works on a
 shard of the vocabulary, words [vocab_start, vocab_start + V) of vocab_size, and reads the totals of the whole.
 
-log p = (z - peak) - log_total, with the largest z and the log of the sum of exp(z - peak): z - lse would be rounded at
-the size of the logits, and lose what a token with a probability near 1 has.
+log p = (z - peak) - log_total, with the largest z and the log of the sum of exp(z - peak): z - lse would be rounded
+relative to the size of the logits, so that log p of a token with a probability near 1 would lose its digits.
 """
 
 from typing import NamedTuple

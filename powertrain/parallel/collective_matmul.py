@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powertrain.ops.linear_cross_entropy import _IntoMainGrad
+from powertrain.ops.linear_cross_entropy import IntoMainGrad
 from powertrain.parallel.cost_model import Product
 from powertrain.parallel.matmul_arguments import checked_operands
 from powertrain.parallel.overlap import Overlap, find
@@ -377,7 +377,7 @@ def _as_list(value: Any) -> tuple[list[Any], bool]:
 def _alone(x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> list[Tensor]:
     """The products of a group of one rank."""
     mains = [getattr(w, "main_grad", None) for w in weights]
-    weights = [w if main is None else _IntoMainGrad.apply(w, main) for w, main in zip(weights, mains, strict=True)]
+    weights = [w if main is None else IntoMainGrad.apply(w, main) for w, main in zip(weights, mains, strict=True)]
     return [torch.nn.functional.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True)]
 
 

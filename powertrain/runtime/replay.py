@@ -1,4 +1,4 @@
-"""Repeated calls without their Python: what a call allocates and launches is recorded once and then replayed.
+"""Repeated eager calls skip the op's Python: their allocations and launches are recorded once and then replayed.
 
 Eager calls of one signature (shapes, strides, dtypes, options) make the same checks, take the same plan, allocate the
 same results and launch the same kernels; only addresses differ. The second call of a signature is recorded, and from
@@ -454,7 +454,7 @@ class Table:
         self._finish = finish  # (recorder, result, stream) -> the recording, or None
         self._known: dict[Any, Any] = {}
         self._calls: dict[Any, int] = {}  # that went the whole way
-        self._epoch = steering.epoch  # of what is kept
+        self._epoch = steering.epoch  # in which the recordings were made
 
     def find(self, key: Any) -> Any:
         """The recording of a signature, or None."""

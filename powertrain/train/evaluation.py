@@ -1,7 +1,7 @@
 """Scores of texts by a model: the three requests of lm_eval, from text to log-probabilities.
 
     loglikelihood            of a continuation after a context, and whether it is what greedy decoding gives
-    loglikelihood_rolling    of a whole text, in windows of the model's length that do not overlap in what they score
+    loglikelihood_rolling    of a whole text, in windows of the model's length; each token is scored once
     generate_until           a continuation up to one of some texts
 
 Rules of lm_eval 0.4 (lm_eval/api/model.py, no code): spaces at a context's end belong to the continuation, a text

@@ -12,7 +12,7 @@ from powertrain.nn.tensor_parallel import vocab_log_probs as shards
 from powertrain.ops import linear_cross_entropy as blocks
 from powertrain.ops.cases.cross_entropy import tokens
 from powertrain.ops.cases.linear_log_probs import as_tuple, plain
-from powertrain.ops.linear_cross_entropy import _scratch, linear_cross_entropy
+from powertrain.ops.linear_cross_entropy import linear_cross_entropy, new_scratch
 from powertrain.ops.linear_log_probs import Teacher, linear_log_probs, linear_log_probs_ref
 from powertrain.ops.log_prob_kernels import Options
 from powertrain.testing.numerics import check
@@ -197,7 +197,7 @@ def test_kernels_of_a_shard(beta: float, device: torch.device) -> None:
     options, target, found = Options(-100, 0.7, 3.0, 1.5, beta), made["target"], []
     for off in (False, True):
         with powertrain.disable(*["linear_log_probs"] * off):
-            scratch, taught = _scratch(made["x"], T, V // 3), _scratch(made["x"], T, V // 3)
+            scratch, taught = new_scratch(made["x"], T, V // 3), new_scratch(made["x"], T, V // 3)
             scratch.copy_((made["x"] @ made["weight"][8:16].T).detach())
             taught.copy_(made["teacher_x"] @ made["teacher_weight"][8:16].T)
             total = shards._shard_stats(scratch, target, options, True, 8, V)

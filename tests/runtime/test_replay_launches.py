@@ -1,7 +1,8 @@
-"""The code that a tape generates for the driver, without a GPU: what it packs, for which grid, what a refusal does."""
+"""The code generated for the driver, tested without a GPU: packed arguments, grid, Python calls, refused launches."""
 
 import ctypes
 import struct
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +95,33 @@ def test_what_is_launched(driver: Driver) -> None:
         assert values[7] == float("-inf") and str(values[8]) == "-0.0" and values[9:] == [0, 0]
         assert values_2 == [rstd.data_ptr(), y.data_ptr(), 0, 0]
         assert none is None and y.shape == x.shape and y.dtype is x.dtype and rstd.dtype is torch.float32
+
+
+def test_python_calls_of_a_replay(driver: Driver) -> None:
+    """The host time of a call is its Python calls; their number is what a noisy machine can check."""
+    loaded = _loaded(driver, 3, ["*fp32", "*fp32"])
+
+    def forward(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        replay.recorder().launched(SimpleNamespace(name="k"), loaded, (1,), [x, y], {})  # type: ignore[union-attr]
+        return y
+
+    x, calls = torch.randn(4, 8), []
+    tape = _tape(forward, (x,), [x])
+    tape.run(x)
+    driver.launch = lambda *arguments: 0  # type: ignore[method-assign]
+    tape = _tape(forward, (x,), [x])
+    tape.run(x)
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    tape.run(x)
+    sys.setprofile(None)
+    # the tape, and the two functions of this file that stand for the allocator and the driver
+    assert calls == ["run", "<lambda>", "<lambda>"]
 
 
 def test_scratch_memory_is_made_for_each_call(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

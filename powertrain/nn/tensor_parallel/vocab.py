@@ -38,7 +38,13 @@ from powertrain.ops.cross_entropy import (
     refuse_second_backward,
     to_aligned,
 )
-from powertrain.ops.linear_cross_entropy import MAX_ROUNDINGS, _blocks, _logits, _matmul, _scratch
+from powertrain.ops.linear_cross_entropy import (
+    MAX_ROUNDINGS,
+    blocks_within_scratch,
+    logits_into,
+    matmul_into,
+    new_scratch,
+)
 from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.base import RowCounts
@@ -270,10 +276,10 @@ def _linear_fwd(
     loss = weight.new_zeros((), dtype=acc_dtype(x.dtype))
 
     rounds = dw is not None and dw.dtype.itemsize < 4
-    blocks = _blocks(count, words, x.element_size(), least=-(-count // MAX_ROUNDINGS) if rounds else 1)
-    scratch = _scratch(x, max((b.stop - b.start for b in blocks), default=0), words)
+    blocks = blocks_within_scratch(count, words, x.element_size(), least=-(-count // MAX_ROUNDINGS) if rounds else 1)
+    scratch = new_scratch(x, max((b.stop - b.start for b in blocks), default=0), words)
     for rows in blocks:
-        logits = _logits(whole[rows], weight, bias, scratch[: rows.stop - rows.start])
+        logits = logits_into(whole[rows], weight, bias, scratch[: rows.stop - rows.start])
         stats = _stats(logits, target[rows], terms, overlap)
         loss += _losses(stats, target[rows], terms, words * overlap.size).sum()
         if not makes_grads:
@@ -282,17 +288,17 @@ def _linear_fwd(
         if dx is not None:
             torch.mm(logits, weight, out=dx[rows])
         if dw is not None:
-            _matmul(logits.t(), whole[rows], dw, add=True)
+            matmul_into(logits.t(), whole[rows], dw, add=True)
         if db is not None:
             db += logits.sum(0, dtype=db.dtype)
     if scale is not None:
         loss *= scale
     if dx is not None:
-        dx = _summed_dx(dx, counts, overlap)
+        dx = summed_dx(dx, counts, overlap)
     return loss, loss.new_empty(0) if scale is None else scale, dx, dw, None if db is None else db.to(weight.dtype)
 
 
-def _summed_dx(dx: Tensor, counts: Sequence[int], overlap: Overlap) -> Tensor:
+def summed_dx(dx: Tensor, counts: Sequence[int], overlap: Overlap) -> Tensor:
     """The sum over ranks, each of which has the share of its words: of this rank's tokens, or of all of them."""
     if overlap.size == 1:
         return dx

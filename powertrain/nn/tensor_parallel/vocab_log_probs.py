@@ -17,11 +17,16 @@ import torch
 from torch import Tensor
 
 from powertrain.nn.tensor_parallel.token_shards import even_rows
-from powertrain.nn.tensor_parallel.vocab import _summed_dx
+from powertrain.nn.tensor_parallel.vocab import summed_dx
 from powertrain.ops.cross_entropy import to_aligned
-from powertrain.ops.linear_cross_entropy import _blocks, _logits, _scratch, grads_by_vocab_blocks
-from powertrain.ops.linear_log_probs import LogProbs, Teacher, check_arguments, finish, z_of
-from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats, new_stats
+from powertrain.ops.linear_cross_entropy import (
+    blocks_within_scratch,
+    grads_by_vocab_blocks,
+    logits_into,
+    new_scratch,
+)
+from powertrain.ops.linear_log_probs import LogProbs, Teacher, check_arguments, finish, new_results, z_of
+from powertrain.ops.log_prob_kernels import Options, launch_divergence, launch_grads, launch_stats
 from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
 from powertrain.parallel.overlap import Overlap, find
 from powertrain.parallel.transport.base import RowCounts
@@ -157,16 +162,7 @@ def _whole(x: Tensor, counts: Sequence[int], overlap: Overlap) -> Tensor:
 
 def _outputs(x: Tensor, weight: Any, bias: Any, target: Tensor, teacher_x: Any, *rest: Any) -> tuple[Any, ...]:
     entropy, top_k = rest[-4:-2]
-    values = x.new_empty((), dtype=acc_dtype(x.dtype))
-    T = target.shape[0]
-    return (
-        values.new_empty(T),
-        values.new_empty(T) if entropy else None,
-        None if teacher_x is None else values.new_empty(T),
-        values.new_empty((T, top_k)) if top_k else None,
-        values.new_empty((T, top_k), dtype=torch.int64) if top_k else None,
-        new_stats(values, T),
-    )
+    return new_results(x, target.shape[0], teacher_x is not None, entropy, top_k)
 
 
 def _forward(
@@ -182,18 +178,21 @@ def _forward(
     taught_whole = None if teacher_x is None else _whole(teacher_x, counts, overlap)
     start, size = overlap.rank * words, overlap.size * words
     num_logits = 1 if teacher_x is None else 2
-    blocks = _blocks(target.shape[0], num_logits * words, x.element_size())
+    blocks = blocks_within_scratch(target.shape[0], num_logits * words, x.element_size())
     height = max((b.stop - b.start for b in blocks), default=0)
-    scratch, teacher_scratch = _scratch(x, height, words), _scratch(x, height if num_logits == 2 else 0, words)
+    scratch, teacher_scratch = (
+        new_scratch(x, height, words),
+        new_scratch(x, height if num_logits == 2 else 0, words),
+    )
     for rows in blocks:
         count = rows.stop - rows.start
-        logits = _logits(whole[rows], weight, bias, scratch[:count])
+        logits = logits_into(whole[rows], weight, bias, scratch[:count])
         found = _combined_stats(_shard_stats(logits, target[rows], options, entropy, start, size), overlap)
         stats[0, rows], stats[1, rows], log_probs[rows], stats[2, rows] = found
         if top is not None and top_indices is not None:
             top[rows], top_indices[rows] = _combined_top(logits, top_k, options, start, overlap)
         if taught_whole is not None and teacher_weight is not None and divergence is not None:
-            taught = _logits(taught_whole[rows], teacher_weight, teacher_bias, teacher_scratch[:count])
+            taught = logits_into(taught_whole[rows], teacher_weight, teacher_bias, teacher_scratch[:count])
             own = _shard_stats(taught, target[rows], _of_teacher(options), False, start, size)
             stats[3:5, rows] = _combined_stats(own, overlap)[:2]
             own = _shard_divergence(logits, taught, stats[:, rows], options)
@@ -243,7 +242,7 @@ def _bwd(
         teacher = None
         if taught is not None and teacher_weight is not None:
             part = None if teacher_bias is None else teacher_bias[cols]
-            teacher = _logits(taught, teacher_weight[cols], part, _scratch(x, *logits.shape))
+            teacher = logits_into(taught, teacher_weight[cols], part, new_scratch(x, *logits.shape))
         grads = (dlog_probs, dentropy, ddivergence)
         _shard_grads_(logits, teacher, target, stats, grads, options, start + cols.start, size)
 
@@ -254,7 +253,7 @@ def _bwd(
     grads_by_vocab_blocks(
         make_dlogits, whole, weight, bias, (dx, dw, db), main_grad, needs, other_logits=int(taught is not None)
     )
-    return _summed_dx(dx, counts, overlap) if need_dx else dx, dw, db
+    return summed_dx(dx, counts, overlap) if need_dx else dx, dw, db
 
 
 def _flops(target: Shape, weight: Shape, teacher_weight: Shape | None, **needs: Any) -> int:

@@ -106,7 +106,7 @@ def combine(
 ) -> None:
     """Results of parts of the keys, weighted by their LSE, into `out`, with these strides by batch, query and head, and
     `lse` [B, H, S]. partial [splits, B, S, H, E] and partial_lse [splits, B, H, S], float32; with a table [slots, S, H,
-    E] and [slots, H, S]. What a part with LSE -inf left is not used."""
+    E] and [slots, H, S]. A partial result whose LSE is -inf is ignored."""
     sq, h, head_dim_v = partial.shape[-3:]
     b, block_d = lse.shape[0], min(128, next_power_of_2(head_dim_v))
     parts, ratio, block_m, extra = table or (None, 1, 1, 0)

@@ -197,7 +197,7 @@ class NeoXTraining:
         return _torch_groups(state, self._weights_as_masters(mp, state), is_flat=False)
 
     def _weights_as_masters(self, mp: int, state: Mapping[str, Any]) -> list[list[Tensor]]:
-        """In fp32 the weights themselves are what is trained."""
+        """In fp32 there are no separate master weights: the optimizer updates the weights."""
         if self.opened.dtype is not torch.float32:
             raise ValueError(
                 f"{self.folder}: fp32 masters must be in an optimizer of 16-bit weights, got "
