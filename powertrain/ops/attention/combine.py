@@ -105,10 +105,12 @@ def combine(
     table: PartTable | None = None,
 ) -> None:
     """Results of parts of the keys, weighted by their LSE, into `out`, with these strides by batch, query and head, and
-    `lse` [B, H, S]. partial [splits, B, S, H, E] and partial_lse [splits, B, H, S], float32; with a table [slots, S, H,
+    `lse` [B, H, S], or [H, S] if B is 1. partial [splits, B, S, H, E] and partial_lse [splits, B, H, S], float32; with a table [slots, S, H,
     E] and [slots, H, S]. A partial result whose LSE is -inf is ignored."""
     sq, h, head_dim_v = partial.shape[-3:]
-    b, block_d = lse.shape[0], min(128, next_power_of_2(head_dim_v))
+    # of packed sequences partial results have a batch of one, and lse [H, S] has no batch
+    b = partial.shape[1] if table is None else lse.shape[0]
+    block_d = min(128, next_power_of_2(head_dim_v))
     parts, ratio, block_m, extra = table or (None, 1, 1, 0)
     _combine_kernel[(b * sq * h, cdiv(head_dim_v, block_d))](
         partial, partial_lse, sinks, out, lse, parts, b, sq, h, partial.shape[0], ratio, block_m, extra, *strides,
