@@ -31,6 +31,8 @@ class CausalLM(nn.Module):
         read: called with the head's input [B, S, D], weight [V, D] and bias, its result is returned: here, because
             parameters that FSDP shards are whole only while their module's forward runs
         logits_at [B] int64: the one position of each row whose logits are wanted -> [B, V]
+    A stage of a pipeline (powertrain/models/pipeline.py) has some of the layers: all but the first take the residual
+    stream `stream`, in the shape of `hidden_states`, and all but the last return it.
     Built on the meta device it takes no memory; `to_empty` and `init_weights` follow.
     """
 
@@ -47,7 +49,8 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config, self.dropout = config, dropout
         self.sharding = Unsharded()
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.is_first = self.is_last = True  # of a pipeline's stages
+        self.embed: Any = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned_positions else None
         self.layers = nn.ModuleList(layers)
         self.norm = norm
@@ -71,8 +74,12 @@ class CausalLM(nn.Module):
         logits_at: Tensor | None = None,
         z_loss: float = 0.0,
         read: Read | None = None,
+        stream: Tensor | None = None,
     ) -> Any:
-        states = self.hidden_states(tokens, self.sharding.context(tokens, Context(position_ids, document_ids, cache)))
+        context = self.sharding.context(tokens, Context(position_ids, document_ids, cache))
+        states = self.hidden_states(tokens, context, stream)
+        if not self.is_last:
+            return states
         if cache is not None:
             cache.advance(tokens.shape[1] if lengths is None else lengths)
         head = partial(_head, self.embed.weight, None) if self.head is None else self.head
@@ -86,13 +93,17 @@ class CausalLM(nn.Module):
             return head(states)
         return self.sharding.loss(partial(head, z_loss=z_loss), states, labels)
 
-    def hidden_states(self, tokens: Tensor, context: Context) -> Tensor:
-        """The head's input [B, S, hidden_size]; under tensor parallelism this rank's tokens [t, hidden_size]."""
-        x, residual = self._embedded(tokens, context), None
+    def hidden_states(self, tokens: Tensor, context: Context, stream: Tensor | None = None) -> Tensor:
+        """The head's input [B, S, hidden_size]; under tensor parallelism this rank's tokens [t, hidden_size]. Of a
+        stage that is not the last the residual stream behind its layers."""
+        x, residual = self._embedded(tokens, context) if stream is None else stream, None
         for layer in self.layers:
             x, residual = layer(x, residual, context)
         if residual is not None and self.dropout and self.training:
             x, residual = bias_dropout_add(x, None, residual, self.dropout), None
+        if not self.is_last:
+            # rounded as the next layer's norm would round it: the same bits as without stages
+            return x if residual is None else x + residual
         x, residual = self.sharding.after_layers(x), None if residual is None else self.sharding.after_layers(residual)
         if self.norm is None:
             return x if residual is None else x + residual

@@ -39,7 +39,7 @@ from powertrain.parallel.overlap import Overlap
 # a layer may return its input's residual stream as a view; nothing here writes into it in place
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
-AXES = ("replicate", "shard", "context", "tensor")
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 # of a layer's module. columns, rows: its weight is sharded; replicated: whole on every rank, applied to the rank's
 # tokens or heads; data: tensor ranks are data-parallel in it, and its parameters are sharded over them too
@@ -58,6 +58,9 @@ def parallelize(
 ) -> Overlap | None:
     """Shard a model, on the meta device or not, over a mesh replicate x shard x context x tensor. In place.
 
+    Of a mesh pipeline x ... it is sharded over the ranks of this one's stage: each has its part of the model
+    (powertrain/models/pipeline.py), and all call this equally often.
+
     Parameters become DTensors; in a forward they are gathered in `param_dtype`, and gradients summed in `reduce_dtype`.
     mesh        over all ranks; a missing axis has size one
     transport   of tensor ranks and of ranks that share experts; see Overlap
@@ -69,9 +72,8 @@ def parallelize(
     context = mesh["context"]
     # context ranks need the same parameters for parts of one sequence, so FSDP shards over shard x context
     if context.size() > 1:
-        replicas, shards, sequences, tensors = mesh.shape
-        names = ("replicate", "shard", "tensor")
-        mesh = init_device_mesh(mesh.device_type, (replicas, shards * sequences, tensors), mesh_dim_names=names)
+        _, replicas, shards, sequences, tensors = mesh.shape
+        mesh = _rearranged(mesh, (replicas, shards * sequences, tensors), ("replicate", "shard", "tensor"))
     tensor, shard = mesh["tensor"], mesh["replicate", "shard"]
     whole, overlap, apart = shard, None, []
     if tensor.size() > 1:
@@ -81,7 +83,7 @@ def parallelize(
         name_layers(model)
         model.sharding = TokenSharding(overlap)
         shape = (mesh["replicate"].size(), mesh["shard"].size() * tensor.size())
-        whole = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+        whole = _rearranged(mesh, shape, ("replicate", "shard"))["replicate", "shard"]
     if context.size() > 1:
         check_context(model.config, context.size())
         model.sharding = ContextSharding(context_parallel(context), model.sharding)
@@ -99,7 +101,7 @@ def parallelize(
     # not resharded: the head's backward directly follows its forward, and the embedding's needs no weights. Units of
     # their own, so that the head's gradients are summed while the layers' backward runs (93.0% instead of 92.4% on two
     # GPUs, docs/log/training.md)
-    root_modules = [] if model.head is None else [model.embed, model.head]
+    root_modules = [] if model.config.tie_embeddings else [m for m in (model.embed, model.head) if m is not None]
     for module in (*root_modules, model):
         fully_shard(module, mesh=whole, mp_policy=policy, reshard_after_forward=False)
     return overlap
@@ -112,6 +114,12 @@ def _with_all_axes(mesh: DeviceMesh) -> DeviceMesh:
     if len(sizes) == len(AXES):
         return mesh
     return init_device_mesh(mesh.device_type, tuple(sizes.get(axis, 1) for axis in AXES), mesh_dim_names=AXES)
+
+
+def _rearranged(mesh: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh over all ranks whose stages' ranks have this shape."""
+    stages = mesh["pipeline"].size()
+    return init_device_mesh(mesh.device_type, (stages, *shape), mesh_dim_names=("pipeline", *names))
 
 
 def check_tensor(config: ModelConfig, size: int) -> None:
@@ -128,6 +136,12 @@ def check_context(config: ModelConfig, size: int) -> None:
         raise ValueError(f"parallel.context must be 1 for model.architecture {config.architecture}, got {size}")
     if getattr(config, "attention_dropout", 0.0):
         raise ValueError(f"parallel.context must be 1 with model.attention_dropout, got {size}")
+
+
+def check_pipeline(config: ModelConfig) -> None:
+    """Raise NotImplementedError if a model cannot be cut into stages (parallel.pipeline)."""
+    if config.architecture not in ("gpt_neox", "llama"):
+        raise NotImplementedError(f"parallel.pipeline must be 1 for model.architecture {config.architecture}")
 
 
 def check_expert(config: ModelConfig, size: int, shard: int, tensor: int) -> None:

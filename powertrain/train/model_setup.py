@@ -11,29 +11,38 @@ from powertrain.nn.lora import lora, lora_layers
 from powertrain.parallel.overlap import Overlap
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.optim import DTYPES, Optimizer
+from powertrain.train.pipeline import Pipeline, my_stages
 from powertrain.train.ranks import Ranks
 
 
-def build_model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | None]:
-    """(model, overlap): the model on the device, in float32, initialized, sharded if there are several ranks.
+def build_model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | None, Pipeline | None]:
+    """(model, overlap, pipeline): on the device, in float32, initialized, sharded if there are several ranks.
 
-    overlap   of the tensor ranks; None if there is one
+    model      of a pipeline's rank the modules of its stages
+    overlap    of the tensor ranks; None if there is one
     """
     # on the meta device until it is sharded: no rank allocates the whole model
-    model, overlap = build(config.model), None
+    model, overlap, pipeline = build(config.model), None, None
     add_trained_parts(model, config)
     for block in model.layers:
         block.recompute = config.train.activation_checkpointing
-    if ranks.mesh is not None:
+    parts = [model]
+    if config.parallel.pipeline > 1:
+        assert ranks.mesh is not None
+        parts = my_stages(model, config, ranks.mesh["pipeline"].get_local_rank())
+    for part in parts if ranks.mesh is not None else ():
         overlap = parallelize(
-            model, ranks.mesh, param_dtype=DTYPES[config.train.precision],
+            part, ranks.mesh, param_dtype=DTYPES[config.train.precision],
             reduce_dtype=DTYPES[config.train.reduce_dtype],
             reshard_after_forward=config.parallel.reshard_after_forward, transport=config.parallel.transport,
             expert=config.parallel.expert,
         )  # fmt: skip
-    model.to_empty(device=ranks.device)
+    if config.parallel.pipeline > 1:
+        pipeline = Pipeline(parts, config, ranks.device, ranks.mesh)
+    for part in parts:
+        part.to_empty(device=ranks.device)
     model.init_weights(config.train.seed)
-    return model.train(), overlap
+    return model.train(), overlap, pipeline
 
 
 def to_low_precision(model: nn.Module, optimizer: Optimizer, config: RunConfig, ranks: Ranks) -> None:

@@ -74,11 +74,13 @@ class NextToken:
     def count(self, batch: Batch) -> Tensor:
         return (batch.labels != -100).sum().float()
 
-    def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Batch, counted: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """stream: of a pipeline's last stage, the residual stream before it."""
         labels, weight = normalize_labels(batch.labels, counted)
         loss = self.model(
-            batch.tokens, labels, position_ids=batch.position_ids, document_ids=batch.document_ids, z_loss=self.z_loss
-        )
+            batch.tokens, labels, position_ids=batch.position_ids, document_ids=batch.document_ids, z_loss=self.z_loss,
+            stream=stream,
+        )  # fmt: skip
         return loss * weight, loss.new_empty(0)
 
 

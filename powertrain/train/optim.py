@@ -5,7 +5,7 @@ gradients are not finite changes nothing, which it decides on the device too.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,15 @@ class Stepped(NamedTuple):
 
     grad_norm: Tensor
     skipped: Tensor
+
+
+class Stages(Protocol):
+    """A pipeline as an optimizer sees it. group: its ranks."""
+
+    group: dist.ProcessGroup
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's gradient of the parameter counts in the norm of all: a shared one counts once."""
 
 
 class Scaler:
@@ -63,9 +72,13 @@ class Optimizer:
 
     Parameters in 16 bits (one process) have a float32 master; float32 ones (FSDP casts them itself) are their own.
     Norms and biases have no weight decay unless `decay_norms_and_biases`.
+    pipeline   of stages: the gradients' norm is that of all of them
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, train: TrainConfig) -> None:
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, train: TrainConfig, pipeline: Stages | None = None
+    ) -> None:
+        self.pipeline = pipeline
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.model = model
@@ -93,7 +106,7 @@ class Optimizer:
 
     def step(self, lr: float) -> Stepped:
         """Clip, update every parameter that has a gradient, forget the gradients."""
-        norm = global_norm(p.grad for p in self.parameters if p.grad is not None)
+        norm = self._norm()
         divisor = torch.ones_like(norm) if self.scaler is None else self.scaler.scale
         norm = norm / divisor
         skipped = (~norm.isfinite()).float()
@@ -111,6 +124,14 @@ class Optimizer:
         if self.scaler is not None:
             self.scaler.update(skipped)
         return Stepped(norm, skipped)
+
+    def _norm(self) -> Tensor:
+        if self.pipeline is None:
+            return global_norm(p.grad for p in self.parameters if p.grad is not None)
+        named = zip(self.names, self.parameters, strict=True)
+        return global_norm(
+            (p.grad for name, p in named if p.grad is not None and self.pipeline.counts(name)), self.pipeline.group
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint needs, by name, live: float32 weights, moments, step counts, loss scale."""
@@ -147,8 +168,11 @@ def state_bytes(config: OptimizerConfig) -> float:
     return 4.0 if config.kind == "lion" or config.momentum else 0.0
 
 
-def global_norm(grads: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all gradients, whatever meshes they are sharded over, float32 []; the same on every rank."""
+def global_norm(grads: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
+    """The 2-norm of all gradients, whatever meshes they are sharded over, float32 []; the same on every rank.
+
+    stages   ranks of a pipeline, each with the gradients of other parameters
+    """
     local: dict[Any, list[Tensor]] = {}
     for grad in grads:
         local.setdefault(_sharded_over(grad), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
@@ -161,7 +185,10 @@ def global_norm(grads: Iterable[Tensor]) -> Tensor:
         squares.append(square)
     if not squares:
         return torch.zeros(())
-    return torch.stack(squares).sum().sqrt() if len(squares) > 1 else squares[0].sqrt()
+    total = torch.stack(squares).sum() if len(squares) > 1 else squares[0]
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt()
 
 
 def _sharded_over(grad: Tensor) -> tuple[Any, ...]:

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from powertrain.models.parallelize import check_context, check_expert, check_tensor
+from powertrain.models.parallelize import AXES, check_context, check_expert, check_pipeline, check_tensor
+from powertrain.models.pipeline import layers_of_stages
 from powertrain.parallel.transport.heartbeat import Heartbeat, PeerTimeout, listed
 from powertrain.runtime import tracing
 from powertrain.runtime.reading import one_line
@@ -75,7 +76,7 @@ class LaunchEnv:
 class Ranks:
     """rank, world_size     among all processes;  local_rank: on this host
     dp_rank, dp_size        among those that read different data
-    mesh                    replicate x shard x context x tensor; None: one process, nothing distributed
+    mesh                    pipeline x replicate x shard x context x tensor; None: one process, nothing distributed
     dp_group                those that read different data
     checkpoint_group        a gloo group for checkpoints alone: they are written beside the training, and the order of
                             collectives within a group must be the same on every rank
@@ -245,10 +246,10 @@ def be_deterministic(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def mesh_shape(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int, int]:
-    """replicate x shard x context x tensor of so many processes. Raises ValueError naming the keys."""
+def mesh_shape(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int, int, int]:
+    """pipeline x replicate x shard x context x tensor of so many processes. Raises ValueError naming the keys."""
     replicate, shard, context, tensor = parallel.replicate, parallel.shard, parallel.context, parallel.tensor
-    model = context * tensor
+    model = parallel.pipeline * context * tensor
     if parallel.strategy == "ddp":
         if shard > 1:
             raise ValueError(f"parallel.shard must be 1 with parallel.strategy ddp, got {shard}")
@@ -257,18 +258,24 @@ def mesh_shape(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int
         shard = max(world_size // (replicate * model), 1)
     if replicate * shard * model != world_size:
         raise ValueError(
-            f"parallel.replicate * shard * context * tensor must be the number of processes, {world_size}, "
-            f"got {replicate} * {shard} * {context} * {tensor}"
+            "parallel.pipeline * replicate * shard * context * tensor must be the number of processes, "
+            f"{world_size}, got {parallel.pipeline} * {replicate} * {shard} * {context} * {tensor}"
         )
-    return replicate, shard, context, tensor
+    return parallel.pipeline, replicate, shard, context, tensor
 
 
 def check_parallel(config: RunConfig, world_size: int) -> None:
     """Raise ValueError, naming the key, if so many processes cannot train this model as config.parallel says."""
-    _, shard, context, tensor = mesh_shape(config.parallel, world_size)
+    pipeline, _, shard, context, tensor = mesh_shape(config.parallel, world_size)
     if config.parallel.expert > 1:
         check_expert(config.model, config.parallel.expert, shard, tensor)
     _check_objective(config, world_size, context, tensor)
+    if pipeline > 1:
+        _check_pipeline(config)
+    elif config.parallel.virtual_stages > 1:
+        raise ValueError(
+            f"parallel.virtual_stages must be 1 without parallel.pipeline, got {config.parallel.virtual_stages}"
+        )
     if tensor > 1:
         check_tensor(config.model, tensor)
     if context > 1:
@@ -277,6 +284,35 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
             raise ValueError(
                 f"parallel.context must be at most train.seq_length ({config.train.seq_length}), got {context}"
             )
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    """Raise ValueError, or NotImplementedError, naming the key, for what pipeline stages cannot train."""
+    parallel, train = config.parallel, config.train
+    check_pipeline(config.model)
+    layers_of_stages(config.model, 1, parallel.pipeline * parallel.virtual_stages)
+    micro_batches = train.gradient_accumulation_steps
+    if micro_batches < parallel.pipeline or (parallel.virtual_stages > 1 and micro_batches % parallel.pipeline):
+        raise ValueError(
+            f"train.gradient_accumulation_steps must be at least parallel.pipeline ({parallel.pipeline}), and with "
+            f"virtual_stages a multiple of it, got {micro_batches}"
+        )
+    for key, is_there in (
+        (f"train.objective {train.objective}", train.objective not in ("pretrain", "sft")),
+        ("train.lora", train.lora is not None),
+        (f"fp8.recipe {config.fp8.recipe}", config.fp8.recipe != "none"),
+        ("evaluation.tasks", bool(config.evaluation.tasks)),
+        (
+            "documents of different lengths in parallel.context",
+            parallel.context > 1 and (config.data.document_mask or train.objective == "sft"),
+        ),
+        (
+            "train.activation_checkpointing under pipeline_schedule zero_bubble",
+            train.activation_checkpointing != "none" and parallel.pipeline_schedule == "zero_bubble",
+        ),
+    ):
+        if is_there:
+            raise NotImplementedError(f"parallel.pipeline must be 1 with {key}, got {parallel.pipeline}")
 
 
 def _check_objective(config: RunConfig, world_size: int, context: int, tensor: int) -> None:
@@ -315,7 +351,7 @@ def connect(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
 def arrange(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
     """The mesh that config.parallel asks for, over the process group that is there."""
     shape = mesh_shape(config.parallel, launch_env.world_size)
-    mesh = init_device_mesh(launch_env.device.type, shape, mesh_dim_names=("replicate", "shard", "context", "tensor"))
+    mesh = init_device_mesh(launch_env.device.type, shape, mesh_dim_names=AXES)
     data = mesh["replicate", "shard"]._flatten("data")
     agents = launch_env.rendezvous is None or launch_env.rendezvous.by_agent  # the store
     return Ranks(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from powertrain.models import build
 from powertrain.models.flops import flops_per_token
 from powertrain.quant.model import shared_weights
 from powertrain.quant.scales import update_scales
@@ -70,14 +71,15 @@ class Trainer:
     def __init__(self, config: RunConfig, ranks: Ranks, data: "Data", sinks: Sequence[Sink] = ()) -> None:
         self.config, self.ranks, self.data, self.sinks = config, ranks, data, sinks
         self.progress = Progress()
-        self.model, self.overlap = build_model(config, ranks)
+        self.model, self.overlap, self.pipeline = build_model(config, ranks)
         self.fp8 = fp8.quantize(self.model, config.fp8)
-        self.optimizer = Optimizer(self.model, config.optimizer, config.train)
+        self.optimizer = Optimizer(self.model, config.optimizer, config.train, self.pipeline)
         to_low_precision(self.model, self.optimizer, config, ranks)
         reset_magnitudes(self.model, self.optimizer)
         self.objective = make_objective(self.model, config, ranks.device)
         self.checkpoints = _checkpoints(config, ranks)
-        self.flops_per_token = flops_per_token(self.model, config.train.seq_length)
+        whole = self.model if self.pipeline is None else build(config.model)
+        self.flops_per_token = flops_per_token(whole, config.train.seq_length)
         self.peak_flops = _peak_flops(config, ranks)
         self.resumed_from = ""  # a checkpoint, and the settings changed since
         self.should_stop = False
@@ -162,6 +164,12 @@ class Trainer:
         """
         ranks = self.ranks
         counted = ranks.sum_over_data(torch.stack([self.objective.count(batch) for batch in micro_batches]).sum())
+        if self.pipeline is not None:
+            with self._timed("forward and backward"):
+                loss = self.pipeline.step(
+                    micro_batches, counted, lambda share: self.optimizer.scaled(share * ranks.dp_size)
+                )
+            return self._means(loss * ranks.dp_size, loss.new_empty(0))
         total = torch.zeros((), device=ranks.device)
         metrics = torch.zeros(len(self.objective.metrics), device=ranks.device)
         with shared_weights(self.model) if len(micro_batches) > 1 else contextlib.nullcontext():
@@ -175,6 +183,10 @@ class Trainer:
                     self.optimizer.scaled(loss).backward()
                 total += loss.detach()
                 metrics += seen * ranks.dp_size
+        return self._means(total, metrics)
+
+    def _means(self, total: Tensor, metrics: Tensor) -> Tensor:
+        """Over all ranks: of the loss, of whether one wants to stop, of the metrics."""
         # the stop flag rides on the loss's all-reduce: all ranks see it at the same step without another collective
         stop = torch.full_like(total, float(self.should_stop))
         return self.ranks.mean(torch.cat([torch.stack([total, stop]), metrics]))
@@ -189,7 +201,19 @@ class Trainer:
 
     def _loss(self, batch: Batch) -> Tensor:
         """The mean over this batch alone."""
-        return self.objective(batch, self.objective.count(batch))[0]
+        return self._share(batch, self.objective.count(batch))[0]
+
+    def _share(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """The objective's share of a batch and of its metrics, on every rank of a pipeline; no gradients."""
+        if self.pipeline is not None:
+            share = self.pipeline.forward(batch, counted)
+            return share, share.new_empty(0)
+        return self.objective(batch, counted)
+
+    def _set_training(self, mode: bool) -> None:
+        self.model.train(mode)
+        if self.pipeline is not None:
+            self.pipeline.train(mode)
 
     @torch.no_grad()
     def evaluate(self, name: str) -> float | None:
@@ -198,16 +222,16 @@ class Trainer:
         if source is None:
             return None
         train, ranks = self.config.train, self.ranks
-        self.model.eval()
+        self._set_training(False)
         sums = torch.zeros(2 + len(self.objective.metrics), device=ranks.device)  # losses, what counts, metrics
         limit = min(len(source), self.config.evaluation.steps * train.micro_batch_size * ranks.dp_size)
         count, first = 0, 0 if name == "test" else self._first_evaluated(len(source), limit)
         for batch in self._batches(source, first, first + limit):
             batch = batch.to(ranks.device)
-            loss, metrics = self.objective(batch, torch.ones((), device=ranks.device))
+            loss, metrics = self._share(batch, torch.ones((), device=ranks.device))
             sums += torch.cat([torch.stack([loss, self.objective.count(batch)]), metrics])
             count += 1
-        self.model.train()
+        self._set_training(True)
         if not count:
             return None
         ranks.sum_over_data(sums)

@@ -5,6 +5,7 @@ that the ranks meet with different configs, which every one of them must be told
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +101,7 @@ def fit(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     trainer = Trainer(run_config(case, ranks.dp_size), ranks, data, [sink])
     if "load" in case:
         assert trainer.resume(Path(case["load"]))
-    resumed = {name: whole(tensor) for name, tensor in trainer.optimizer.tensors().items()}
+    resumed = everything(trainer)
     trainer.fit()
     return {
         "losses": [record.loss for record in sink.steps],
@@ -109,7 +110,7 @@ def fit(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         "evaluations": sink.evaluations,
         "notes": sink.notes,
         "resumed": resumed,
-        "tensors": {name: whole(tensor) for name, tensor in trainer.optimizer.tensors().items()},
+        "tensors": everything(trainer),
     }
 
 
@@ -125,6 +126,18 @@ def stopped_by_nan(ranks: Ranks) -> str:
     except TrainingStopped as stopped:
         return str(stopped)
     raise AssertionError("a run with bad weights must stop")
+
+
+def everything(trainer: Trainer) -> dict[str, Tensor]:
+    """Of a pipeline all stages' tensors; those that two have must be equal."""
+    mine = {name: whole(tensor) for name, tensor in trainer.optimizer.tensors().items()}
+    if trainer.pipeline is None:
+        return mine
+    merged: dict[str, Tensor] = {}
+    for stage in trainer.ranks.gather(mine):
+        assert all(torch.equal(tensor, merged.get(name, tensor)) for name, tensor in stage.items())
+        merged |= stage
+    return merged
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -143,7 +156,8 @@ def main(cases: list[dict[str, Any]], out: str) -> None:
     first = connect(here, run_config({"model": "llama"}, here.world_size))
     for case in cases:
         parallel = case.get("parallel", {})
-        dp_size = here.world_size // (parallel.get("tensor", 1) * parallel.get("context", 1))
+        sizes = (parallel.get(axis, 1) for axis in ("pipeline", "tensor", "context"))
+        dp_size = here.world_size // math.prod(sizes)
         results.append(fit(case, arrange(here, run_config(case, dp_size))))
     results.append({"said": stopped_by_nan(first)})
     if here.rank == 0:

@@ -31,7 +31,9 @@ def test_recording_real_tensors_runs_nothing(case: Case) -> None:
     tensors = case.inputs(case.tiny, torch.bfloat16, CUDA)
     with recording.record() as wanted:
         case.step(tensors)
-    assert wanted.specs and {spec.arch for spec in wanted.specs} == {_arch()}
+    with recording.record(torch.cuda.get_device_name()) as foretold:  # none of a few ops, whose products are PyTorch's
+        case.step(case.inputs(case.tiny, torch.bfloat16, torch.device("meta")))
+    assert bool(wanted.specs) == bool(foretold.specs) and {spec.arch for spec in wanted.specs} <= {_arch()}
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)

@@ -218,6 +218,7 @@ def _torch(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dty
         sb = sb.T
     # the one form whose kernels add a bias, of 16 bits
     inside = bias if form[0] == "tensor" and out_dtype is not torch.float32 else None
+    fast = fast and form[0] in ("tensor", "row")  # sums of a group are promoted in any case, and `fast` is an error
     out: Tensor = torch._scaled_mm(a.data, b.data.T, sa, sb, bias=inside, out_dtype=out_dtype, use_fast_accum=fast)
     return out if bias is None or bias is inside else out.add_(bias)
 

@@ -1,0 +1,72 @@
+"""Pipeline stages of a model: consecutive layers, the embedding with the first ones, final norm and head with the last.
+
+A stage is a `CausalLM` that has some of the model's modules under the model's names, so checkpoints, first weights and
+optimizer state do not depend on the number of stages.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from powertrain.models.causal_lm import CausalLM
+from powertrain.models.config import ModelConfig
+
+
+class NumberedLayers(nn.ModuleDict):
+    """Some of a model's layers under their numbers in the whole model; iterates over the layers."""
+
+    def __iter__(self) -> Iterator[nn.Module]:  # type: ignore[override]
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+
+def layers_of_stages(config: ModelConfig, layer_parameters: int, stages: int) -> list[range]:
+    """The layers of each stage, so that the slowest stage is as fast as it can be.
+
+    The head costs as many layers as its weight has layers' weights (both are read once per token and product). The
+    last stage has so many fewer, rounded, and at least one.
+    Raises ValueError naming parallel.pipeline if there are more stages than layers.
+    """
+    count = config.num_layers
+    if stages > count:
+        raise ValueError(
+            f"parallel.pipeline * parallel.virtual_stages must be at most model.num_layers ({count}), got {stages}"
+        )
+    head = config.vocab_size * config.hidden_size / layer_parameters
+    # the largest stage's layers, for every possible number of the last one's
+    sizes = [(max(-(-(count - last) // (stages - 1)), last + head), -last, last) for last in range(1, count - stages + 2)]
+    last = min(sizes)[2] if stages > 1 else count
+    rest, parts = count - last, max(stages - 1, 1)
+    lengths = [rest // parts + (index < rest % parts) for index in range(stages - 1)] + [last]
+    ends = [sum(lengths[: index + 1]) for index in range(stages)]
+    return [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+def keep_layers(model: CausalLM, layers: Sequence[int]) -> None:
+    """Leave a model these layers alone; embedding with the first of all layers, norm and head with the last. In place.
+
+    A tied embedding stays with both.
+    """
+    model.is_first, model.is_last = 0 in layers, model.config.num_layers - 1 in layers
+    model.layers = NumberedLayers({str(n): model.layers[n] for n in layers})
+    if not model.is_first:
+        model.positions = None
+        if model.head is not None or not model.is_last:
+            model.embed = None
+    if not model.is_last:
+        model.norm = model.head = None
+
+
+def stages_of(model: CausalLM, layers: Sequence[range]) -> list[CausalLM]:
+    """A stage for each range of layers; they share the model's modules."""
+    stages = []
+    for part in layers:
+        stage = copy.copy(model)
+        stage._modules, stage._parameters = dict(model._modules), dict(model._parameters)
+        stage._forward_hooks, stage._forward_pre_hooks = (
+            type(model._forward_hooks)(),
+            type(model._forward_pre_hooks)(),
+        )
+        keep_layers(stage, part)
+        stages.append(stage)
+    return stages
