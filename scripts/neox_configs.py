@@ -59,7 +59,7 @@ def found(run: Run, world: int) -> dict[str, Any]:
     """The same of our config."""
     config = run.config
     train, parallel = config.train, config.parallel
-    data_ranks = world // parallel.tensor // parallel.context
+    data_ranks = world // parallel.tensor // parallel.context // parallel.pipeline
     rates = [learning_rate(s, config.optimizer.lr, config.schedule, train.steps) for s in _looked_at(train.steps)]
     return {
         "batch": train.micro_batch_size * train.gradient_accumulation_steps * data_ranks, "precision": train.precision,

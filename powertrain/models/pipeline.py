@@ -6,11 +6,13 @@ optimizer state do not depend on the number of stages.
 
 import copy
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from torch import nn
 
 from powertrain.models.causal_lm import CausalLM
 from powertrain.models.config import ModelConfig
+from powertrain.ops.shapes import cdiv
 
 
 class NumberedLayers(nn.ModuleDict):
@@ -32,14 +34,31 @@ def layers_of_stages(config: ModelConfig, layer_parameters: int, stages: int) ->
         raise ValueError(
             f"parallel.pipeline * parallel.virtual_stages must be at most model.num_layers ({count}), got {stages}"
         )
+    if stages == 1:
+        return [range(count)]
     head = config.vocab_size * config.hidden_size / layer_parameters
-    # the largest stage's layers, for every possible number of the last one's
-    sizes = [(max(-(-(count - last) // (stages - 1)), last + head), -last, last) for last in range(1, count - stages + 2)]
-    last = min(sizes)[2] if stages > 1 else count
-    rest, parts = count - last, max(stages - 1, 1)
-    lengths = [rest // parts + (index < rest % parts) for index in range(stages - 1)] + [last]
-    ends = [sum(lengths[: index + 1]) for index in range(stages)]
-    return [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+    def slowest(last: int) -> tuple[float, int]:
+        return max(cdiv(count - last, stages - 1), last + head), -last  # the more even one of equals
+
+    last = min(range(1, count - stages + 2), key=slowest)
+    each, more = divmod(count - last, stages - 1)
+    starts = [stage * each + min(stage, more) for stage in range(stages)] + [count]
+    return [range(*ends) for ends in pairwise(starts)]
+
+
+def largest_share(model: CausalLM, stages: int) -> float:
+    """The part of a model's parameters that its largest stage has."""
+    if stages == 1:
+        return 1.0
+    by_layer = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
+    rest = sum(p.numel() for p in model.parameters()) - sum(by_layer)
+    ends = {0: model.embed.weight.numel(), stages - 1: rest - (0 if model.head is None else model.embed.weight.numel())}
+    sizes = [
+        sum(by_layer[n] for n in layers) + ends.get(stage, 0)
+        for stage, layers in enumerate(layers_of_stages(model.config, by_layer[0], stages))
+    ]
+    return max(sizes) / (rest + sum(by_layer))
 
 
 def keep_layers(model: CausalLM, layers: Sequence[int]) -> None:

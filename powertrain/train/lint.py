@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from powertrain.models import build
+from powertrain.models.pipeline import largest_share
 from powertrain.ops.attention.explain import Explanation, explain_attention
 from powertrain.ops.linear_log_probs import Teacher, linear_log_probs
 from powertrain.parallel.experts import rehearse_experts
@@ -275,10 +276,11 @@ def _saved(config: RunConfig) -> _Saved:
 def _memory(config: RunConfig, model: nn.Module, activations: dict[str, int], world_size: int) -> Memory:
     """Of one rank. One process: 16-bit weights beside fp32 masters; sharded: fp32 shards, gathered in 16 bits."""
     parallel, train = config.parallel, config.train
-    elements = sum(p.numel() for p in model.parameters()) / parallel.tensor
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / parallel.tensor
+    share = largest_share(model, parallel.pipeline * parallel.virtual_stages) * parallel.virtual_stages
+    elements = sum(p.numel() for p in model.parameters()) * share / parallel.tensor
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) * share / parallel.tensor
     width = DTYPES[train.precision].itemsize
-    ranks = max(world_size // parallel.tensor, 1)
+    ranks = max(world_size // parallel.tensor // parallel.pipeline, 1)
     shards = ranks // parallel.replicate if parallel.shard < 0 else parallel.shard * parallel.context
     shards = 1 if parallel.strategy == "ddp" else shards
     moments = state_bytes(config.optimizer)

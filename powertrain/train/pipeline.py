@@ -73,9 +73,7 @@ class Pipeline:
         """Whether the loss is computed on this rank."""
         return self._stages[-1].part.is_last
 
-    def step(
-        self, micro_batches: list[Batch], counted: Tensor, scaled: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def step(self, micro_batches: list[Batch], counted: Tensor, scaled: Callable[[Tensor], Tensor]) -> Tensor:
         """Gradients of `scaled` (a micro-batch's share of the loss) are accumulated and reduced; returns the loss [] on
         every rank. counted: number of tokens that count in the global batch."""
         if self._schedule is None:
@@ -139,9 +137,14 @@ class Pipeline:
             loss = torch.empty((), device="meta", requires_grad=True)
             stages.append(
                 PipelineStage(
-                    stage, index, self._count, device, group=self.group, input_args=stream if index else number_of,
+                    stage,
+                    index,
+                    self._count,
+                    device,
+                    group=self.group,
+                    input_args=stream if index else number_of,
                     output_args=loss if stage.part.is_last else stream,
-                )  # fmt: skip
+                )
             )
         count = self._config.train.gradient_accumulation_steps
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": lambda loss, _: loss, "scale_grads": False}

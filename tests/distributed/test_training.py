@@ -18,7 +18,12 @@ TWO: dict[str, dict[str, Any]] = {
     "tp-llama": {"model": "llama", "parallel": {"tensor": 2}},
     "cp-gpt_neox": {"model": "gpt_neox", "parallel": {"context": 2}},
     "cp-llama": {"model": "llama", "parallel": {"context": 2}, "train": {"activation_checkpointing": "full"}},
-}
+    "pp-gpt_neox": {"model": "gpt_neox", "parallel": {"pipeline": 2}},
+    "pp-interleaved": {
+        "model": "llama", "parallel": {"pipeline": 2, "virtual_stages": 2}, "sizes": {"num_layers": 4},
+        "train": {"gradient_accumulation_steps": 4, "micro_batch_size": 2},
+    },
+}  # fmt: skip
 TWO_MORE: dict[str, dict[str, Any]] = {
     "fsdp-llama": {"model": "llama", "parallel": {"reshard_after_forward": False}},
     "fsdp-deepseek": {"model": "deepseek", "train": {"activation_checkpointing": "full"}},
@@ -28,8 +33,16 @@ TWO_MORE: dict[str, dict[str, Any]] = {
     "tp-rotary": {"model": "gpt_neox_rotary", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "full"}},
     "ep-deepseek": {"model": "deepseek", "parallel": {"expert": 2}, "train": {"activation_checkpointing": "full"}},
     "tp-deepseek": {"model": "deepseek", "parallel": {"tensor": 2}},
+    "pp-llama": {"model": "llama", "parallel": {"pipeline": 2}, "train": {"activation_checkpointing": "full"}},
+    "pp-zero-bubble": {
+        "model": "gpt_neox", "parallel": {"pipeline": 2, "virtual_stages": 2, "pipeline_schedule": "zero_bubble"},
+        "sizes": {"num_layers": 5}, "train": {"gradient_accumulation_steps": 4, "micro_batch_size": 2},
+    },
+    "pp-zero-bubble-llama": {
+        "model": "llama", "parallel": {"pipeline": 2, "pipeline_schedule": "zero_bubble"}, "sizes": {"num_layers": 3},
+    },
     "tp-selective": {"model": "llama", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "selective"}},
-}
+}  # fmt: skip
 FOUR: dict[str, dict[str, Any]] = {
     "hsdp-gpt_neox": {"model": "gpt_neox", "parallel": {"replicate": 2}},
     "hsdp-llama": {"model": "llama", "parallel": {"replicate": 2}},
@@ -41,7 +54,17 @@ FOUR: dict[str, dict[str, Any]] = {
     "ep-fsdp-deepseek": {"model": "deepseek", "parallel": {"expert": 2}},
     "ep-hsdp-deepseek": {"model": "deepseek", "parallel": {"expert": 2, "replicate": 2}},
     "tp-ddp-llama": {"model": "llama", "parallel": {"tensor": 2, "strategy": "ddp"}},
-}
+    "pp-fsdp-llama": {"model": "llama", "parallel": {"pipeline": 2}},
+    "pp-hsdp-gpt_neox": {"model": "gpt_neox", "parallel": {"pipeline": 2, "replicate": 2}},
+    "pp-ddp-llama": {"model": "llama", "parallel": {"pipeline": 2, "strategy": "ddp"}},
+    "pp-tp-gpt_neox": {"model": "gpt_neox", "parallel": {"pipeline": 2, "tensor": 2}},
+    "pp-tp-llama": {"model": "llama", "parallel": {"pipeline": 2, "tensor": 2}},
+    "pp-cp-llama": {"model": "llama", "parallel": {"pipeline": 2, "context": 2}},
+    "pp-four": {
+        "model": "gpt_neox", "parallel": {"pipeline": 4}, "sizes": {"num_layers": 5},
+        "train": {"gradient_accumulation_steps": 4, "micro_batch_size": 2},
+    },
+}  # fmt: skip
 
 
 def alone(case: dict[str, Any]) -> dict[str, Any]:
@@ -89,6 +112,18 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
             "load": str(folder / "of_one"),
             "parallel": {"tensor": 2},
         },
+        "stages-from-one": {
+            "model": "llama",
+            "train": SHORT,
+            "load": str(folder / "of_one"),
+            "parallel": {"pipeline": 2},
+        },
+        "stages": {
+            "model": "gpt_neox",
+            "train": SHORT,
+            "folder": str(folder / "of_stages"),
+            "parallel": {"pipeline": 2},
+        },
     }
     *found, stopped = together(2, list(cases.values()), folder)
     return {**dict(zip(cases, found, strict=True)), "one": one, "folder": {"path": str(folder)}, "stopped": stopped}
@@ -124,7 +159,7 @@ def same_tensors(got: dict[str, Any], expected: dict[str, Any]) -> None:
     assert [name for name in got if not torch.equal(got[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("name", ["from-one", "tensor-from-one"])
+@pytest.mark.parametrize("name", ["from-one", "tensor-from-one", "stages-from-one"])
 def test_a_checkpoint_of_one_rank_on_two(name: str, two: dict[str, dict[str, Any]]) -> None:
     same_tensors(two[name]["resumed"], two["one"]["tensors"])
 
@@ -132,6 +167,12 @@ def test_a_checkpoint_of_one_rank_on_two(name: str, two: dict[str, dict[str, Any
 def test_a_checkpoint_of_two_ranks_on_one(two: dict[str, dict[str, Any]]) -> None:
     found = alone({"model": "llama", "train": SHORT, "load": two["folder"]["path"] + "/of_two"})
     same_tensors(found["resumed"], two["to-one"]["tensors"])
+
+
+def test_a_checkpoint_of_two_stages_on_one_rank(two: dict[str, dict[str, Any]]) -> None:
+    """The tied embedding, which both stages have, is in it once."""
+    found = alone({"model": "gpt_neox", "train": SHORT, "load": two["folder"]["path"] + "/of_stages"})
+    same_tensors(found["resumed"], two["stages"]["tensors"])
 
 
 def test_what_travels_between_tensor_ranks_is_explained(two: dict[str, dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from powertrain.train.config.reader import Run, read_config
 from powertrain.train.config.schema import RunConfig, ScheduleConfig
 from powertrain.train.config.table import Row, render
 from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
-from powertrain.train.ranks import check_parallel
+from powertrain.train.ranks import check_parallel, mesh_shape
 from powertrain.train.schedule import learning_rate
 
 QUIRKS = Path(__file__).parent / "fixtures/every_quirk.yml"
@@ -478,12 +478,11 @@ def test_mlp_type_llama(activation: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "world, stages, tensor, micro, steps, found",
     [
-        (8, 4, 2, 2, 8, (2, 2, 4, 1)),  # 1 data-parallel rank there, 4 here
-        (8, 2, 1, 4, 2, (4, 1, 8, 1)),
+        (8, 4, 2, 2, 2, (1, 1, 4, 1)),  # 1 data-parallel rank there, 4 here
         (8, 2, 1, 4, 1, (2, 1, 8, 1)),
         (1, 4, 1, 4, 3, (4, 3, 1, 1)),  # fewer ranks than stages
-        (12, 3, 2, 6, 4, (2, 4, 6, 1)),
-        (6, 3, 2, 16, 64, (16, 64, 1, 3)),  # 3 ranks share each sequence
+        (12, 3, 2, 6, 2, (2, 2, 6, 1)),
+        (6, 3, 2, 16, 2, (16, 2, 1, 3)),  # 3 ranks share each sequence
         (24, 12, 2, 4, 8, (4, 2, 4, 3)),  # a quarter of the steps, and 3 ranks share each sequence
         (12, 6, 1, 1, 1, (1, 1, 2, 6)),
     ],
@@ -491,7 +490,7 @@ def test_mlp_type_llama(activation: str, kind: str, tmp_path: Path) -> None:
 def test_stages_become_shards(
     world: int, stages: int, tensor: int, micro: int, steps: int, found: tuple[int, int, int, int], tmp_path: Path
 ) -> None:
-    """The global batch stays what it is there: micro * steps * world / (stages * tensor)."""
+    """With fewer accumulation steps than stages. The global batch stays what it is there."""
     run = _read(
         tmp_path, world, pipe_parallel_size=stages, model_parallel_size=tensor, train_micro_batch_size_per_gpu=micro,
         gradient_accumulation_steps=steps, train_batch_size=...,
@@ -508,9 +507,24 @@ def test_stages_become_shards(
     assert run.config.parallel.strategy == "fsdp" and _row(run, "pipe_parallel_size").disposition == "mapped"
 
 
+@pytest.mark.parametrize("world, stages, tensor, steps", [(8, 4, 2, 8), (8, 2, 1, 2), (6, 3, 2, 64), (4, 4, 1, 5)])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_stages_are_stages(world: int, stages: int, tensor: int, steps: int, zero: int, tmp_path: Path) -> None:
+    run = _read(
+        tmp_path, world, pipe_parallel_size=stages, model_parallel_size=tensor, train_micro_batch_size_per_gpu=2,
+        gradient_accumulation_steps=steps, train_batch_size=..., num_layers=12, zero_optimization={"stage": zero},
+    )  # fmt: skip
+    parallel, train = run.config.parallel, run.config.train
+    assert (parallel.pipeline, parallel.strategy) == (stages, "fsdp" if zero else "ddp")
+    assert (train.micro_batch_size, train.gradient_accumulation_steps) == (2, steps)
+    assert mesh_shape(parallel, world)[1:] == (1, 1, 1, tensor) if world == stages * tensor else True
+    check_parallel(run.config, world)
+    assert _row(run, "pipe_parallel_size").disposition == "honoured"
+
+
 def test_a_batch_that_stages_cannot_share_is_refused(tmp_path: Path) -> None:
     """Ranks that share a sequence have no dropout in attention; and 5 ranks are not so many pairs."""
-    for world, stages, dropout in ((6, 3, 0.1), (5, 2, 0.0)):
+    for world, stages, dropout in ((6, 6, 0.1), (5, 2, 0.0)):
         with pytest.raises(UnsupportedConfig, match=f"{world} ranks cannot share a global batch of"):
             _read(
                 tmp_path, world, pipe_parallel_size=stages, gradient_accumulation_steps=4, attention_dropout=dropout,

@@ -105,8 +105,8 @@ def combine(
     table: PartTable | None = None,
 ) -> None:
     """Results of parts of the keys, weighted by their LSE, into `out`, with these strides by batch, query and head, and
-    `lse` [B, H, S], or [H, S] if B is 1. partial [splits, B, S, H, E] and partial_lse [splits, B, H, S], float32; with a table [slots, S, H,
-    E] and [slots, H, S]. A partial result whose LSE is -inf is ignored."""
+    `lse` [B, H, S], or [H, S] if B is 1. partial [splits, B, S, H, E] and partial_lse [splits, *lse's shape], float32;
+    with a table [slots, S, H, E] and [slots, H, S]. A partial result whose LSE is -inf is ignored."""
     sq, h, head_dim_v = partial.shape[-3:]
     # of packed sequences partial results have a batch of one, and lse [H, S] has no batch
     b = partial.shape[1] if table is None else lse.shape[0]

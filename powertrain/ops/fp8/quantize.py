@@ -397,8 +397,8 @@ def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of float32 or FP8 are equal bit for bit. In float32 any NaN equals any other: a GPU converts a
-    NaN of float16 to 7fffffff, a CPU keeps its payload."""
+    """Whether two tensors of float32 or FP8 are equal bit for bit. In float32 any NaN equals any other: a GPU
+    converts a NaN of float16 to 7fffffff, a CPU keeps its payload."""
     integers = torch.int32 if a.dtype is torch.float32 else torch.uint8
     if a.dtype is b.dtype is torch.float32:
         a, b = (torch.where(t.isnan(), torch.nan, t) for t in (a, b))

@@ -79,6 +79,8 @@ class Checkpoints:
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="powertrain-checkpoint")
         self._rank = 0 if group is None else dist.get_rank(group)
         self._claim: TextIO | None = None
+        self._sizes: dict[str, int] = {}  # bytes of the tensors saved last
+        self._files: dict[str, int] = {}
         if writes:
             decided_by_first(self._begin, group)
 
@@ -96,7 +98,7 @@ class Checkpoints:
         except OSError as error:
             raise _not_written(final, error) from None
         writer = HuggingFaceStorageWriter(
-            str(partial), fqn_to_index_mapping=_files_of(tensors), save_distributed=True, thread_count=1
+            str(partial), fqn_to_index_mapping=self._files_of(tensors), save_distributed=True, thread_count=1
         )
         written: Any = dcp_async_save(
             dict(tensors), storage_writer=writer, process_group=self.group, no_dist=self.group is None
@@ -104,6 +106,16 @@ class Checkpoints:
         self._pending = self._publisher.submit(self._publish, written, partial, final, dict(facts))
         if not asynchronous:
             self.wait()
+
+    def _files_of(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """`_files_of` of all ranks' tensors: pipeline stages have different ones. Exchanged once in a run."""
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        if self._sizes != sizes:
+            self._sizes = sizes
+            self._files = {}
+            for part in from_all(lambda: sizes, self.group):
+                self._files |= {name: n for name, n in _files_of(part).items() if name not in self._files}
+        return self._files
 
     def poll(self) -> bool:
         """Whether a save that was under way has ended well; `wait` without waiting. Its moment differs among ranks."""
@@ -410,11 +422,10 @@ def dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
     return {name: entry.properties.dtype for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def _files_of(sizes: Mapping[str, int]) -> dict[str, int]:
     """Tensor name -> number of the file it goes to, files of about _FILE_BYTES."""
     files, filled, index = {}, 0, 1
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
+    for name, size in sizes.items():
         if filled and filled + size > _FILE_BYTES:
             index, filled = index + 1, 0
         files[name] = index

@@ -100,19 +100,22 @@ def _parallel(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
     }
     keys.add_row("zero_optimization", "mapped", f"parallel.strategy: {words[stage]}", {"stage": 0})
     stages = keys.get("pipe_parallel_size", 0)
-    if stages > 1:
+    _, _, context, pipeline = _batch(keys, world_size)
+    if pipeline > 1:
+        keys.add_row("pipe_parallel_size", "honoured", "parallel.pipeline: as many stages, by 1F1B")
+    elif stages > 1:
         shards = (
             "parallel.shard: stages become shards of FSDP2, with the same global batches in the same order; where a "
         )
         shards += "batch does not divide over them, ranks share its sequences (parallel.context)"
         keys.add_row("pipe_parallel_size", "mapped", shards)
-    strategy = "fsdp" if stage or stages > 1 else "ddp"
-    _, _, context = _batch(keys, world_size)
+    strategy = "fsdp" if stage or stages > pipeline else "ddp"
     parallel: dict[str, Any] = {
-        "strategy": strategy, "tensor": tensor, "context": context, "reshard_after_forward": stage == 3,
+        "strategy": strategy, "pipeline": pipeline, "tensor": tensor, "context": context,
+        "reshard_after_forward": stage == 3,
     }  # fmt: skip
     if strategy == "ddp":
-        parallel |= {"replicate": max(world_size // tensor, 1), "shard": 1}
+        parallel |= {"replicate": max(world_size // tensor // pipeline, 1), "shard": 1}
     return parallel
 
 
@@ -153,8 +156,13 @@ def _zero_stage(keys: NeoXKeys) -> int:
     return int(stage)
 
 
-def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int, int]:
-    """(micro batch, accumulation steps, context ranks) here, from any two of three by GPT-NeoX's integer divisions."""
+def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int, int, int]:
+    """(micro batch, accumulation steps, context ranks, pipeline stages) here, from any two of the first two and the
+    global batch by GPT-NeoX's integer divisions.
+
+    Stages become shards where they would wait more than they compute, with fewer accumulation steps than stages, and
+    where the ranks, the layers or ZeRO's gradients cannot be divided by them.
+    """
     tensor, stages = (max(keys.get(name, 1), 1) for name in ("model_parallel_size", "pipe_parallel_size"))
     ours = max(world_size // tensor, 1)
     ranks = max(ours // stages, 1)  # data-parallel ranks there; here each stage's ranks are some, too
@@ -166,7 +174,7 @@ def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int, int]:
         keys.add_row("gas", "ignored", "gradient_accumulation_steps is set")
     if batch is None and micro is None:
         keys.wrong(names[1:2], "must be given, or train_batch_size; got neither")
-        return 1, 1, 1
+        return 1, 1, 1, 1
     if micro is None:
         steps = steps or 1
         micro = batch // ranks // steps
@@ -179,10 +187,13 @@ def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int, int]:
             f"must equal micro batch ({micro}) * accumulation steps ({steps}) * data-parallel ranks ({ranks}),"
             f" which is {total}, got {batch}",
         )
-        return 1, 1, 1
+        return 1, 1, 1, 1
     if batch is None:
         keys.add_row(names[0], "honoured", f"{micro} * {steps} * {ranks} ranks", total)
-    return _over_more_ranks(keys, int(micro), int(steps), ours, ranks)
+    layers = keys.get("num_layers") or stages
+    if 1 < stages <= min(steps, layers) and ours % stages == 0 and _zero_stage(keys) <= 1:
+        return int(micro), int(steps), 1, stages
+    return *_over_more_ranks(keys, int(micro), int(steps), ours, ranks), 1
 
 
 def _over_more_ranks(keys: NeoXKeys, micro: int, steps: int, ours: int, theirs: int) -> tuple[int, int, int]:
@@ -214,7 +225,7 @@ def _get_rate(keys: NeoXKeys, name: str) -> float:
 
 
 def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
-    micro, steps, _ = _batch(keys, world_size)
+    micro, steps, *_ = _batch(keys, world_size)
     precision = _precision(keys)
     for name in ("train_iters", "seq_length"):
         if keys.get(name) is None:
@@ -448,7 +459,7 @@ def _evaluation(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
     every = keys.number("eval_interval", 1000, least=0)
     if not batches:
         return {"every": 0, "at_end": False}
-    _, accumulation, _ = _batch(keys, world_size)
+    _, accumulation, *_ = _batch(keys, world_size)
     steps = batches * accumulation
     words = f"evaluation.steps: {steps} micro-batches, {accumulation} for each optimizer batch"
     keys.add_row("eval_iters", "honoured", words, 100)

@@ -97,7 +97,7 @@ _HONOURED = """
 
 # key, kind, translation
 _MAPPED = """
-    pipe_parallel_size              int         no pipeline: 0 and 1 train the same
+    pipe_parallel_size              int         parallel.pipeline; 0 and 1 train the same
     model_parallel_size             int         parallel.tensor
     sequence_parallel               bool        on with parallel.tensor, whatever its value (docs/overlap.md)
     output_layer_parallelism        str         column: the head is sharded over parallel.tensor
@@ -221,7 +221,7 @@ _IGNORED = """
     no_ssh_check                    bool        an option of DeepSpeed's launcher; ssh is not used
     comment                         str         an option of DeepSpeed's launcher
     account                         str         an option of DeepSpeed's launcher
-    pipe_partition_method           str         there are no pipeline stages
+    pipe_partition_method           str         layers are divided so that the slowest stage is as fast as it can be
     world_size                      int         set by GPT-NeoX's launcher, not by users; torchrun says it here
     global_num_gpus                 int         set by GPT-NeoX's launcher, not by users; torchrun says it here
     is_pipe_parallel                bool        set by GPT-NeoX, not by users
