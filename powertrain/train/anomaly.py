@@ -28,12 +28,15 @@ class SpikeWatch:
         return None
 
 
-def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
+def diagnose(
+    model: nn.Module, loss_of_batch: Callable[[], Tensor], backward: Callable[[Tensor], Any] = Tensor.backward
+) -> str:
     """One forward and backward under hooks; a sentence with the first module whose output or gradient is not finite.
 
     Slow: it waits for the device at every module. Parameters are not changed; their gradients are dropped. Always one
     forward and one backward, even if the forward gives the answer: on other ranks it may not, and their collectives
     wait for this rank in both.
+    backward   called with the loss; pipeline stages repeat the batch as a step
     """
     outputs: list[tuple[str, Tensor]] = []
     hooks = [
@@ -46,7 +49,7 @@ def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    gradients = _bad_gradients(model, loss)
+    gradients = _bad_gradients(model, loss, backward)
     for name, p in model.named_parameters():
         if not _local(p).isfinite().all():
             return f"the weight {name} is not finite"
@@ -60,9 +63,9 @@ def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
     return f"{summary}; {gradients}"
 
 
-def _bad_gradients(model: nn.Module, loss: Tensor) -> str:
+def _bad_gradients(model: nn.Module, loss: Tensor, backward: Callable[[Tensor], Any]) -> str:
     model.zero_grad()  # another step's may be there
-    loss.backward()
+    backward(loss)
     # backward goes from the last parameter to the first
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not _local(p.grad).isfinite().all()]
     model.zero_grad()

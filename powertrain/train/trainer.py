@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,6 +203,15 @@ class Trainer:
     def _loss(self, batch: Batch) -> Tensor:
         """The mean over this batch alone."""
         return self._share(batch, self.objective.count(batch))[0]
+
+    def _repeat_backward(self, batch: Batch, loss: Tensor) -> None:
+        """Gradients of a batch whose loss was computed; in stages as a step of this batch alone."""
+        if self.pipeline is None:
+            loss.backward()
+            return
+        micro_batches = [batch] * self.config.train.gradient_accumulation_steps
+        counted = self.objective.count(batch) * len(micro_batches)
+        self.pipeline.step(micro_batches, counted, lambda share: share)
 
     def _share(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         """The objective's share of a batch and of its metrics, on every rank of a pipeline; no gradients."""
@@ -409,7 +419,7 @@ class Trainer:
         with torch.no_grad():
             bad = [candidate for candidate in micro_batches if not self._loss(candidate).isfinite()]
         batch = bad[0] if bad else micro_batches[-1]
-        anomaly = diagnose(self.model, lambda: self._loss(batch))
+        anomaly = diagnose(self.model, lambda: self._loss(batch), partial(self._repeat_backward, batch))
         everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {anomaly}")
         newest = checkpoint_store.find(self.checkpoints.folder)
         lines = "\n".join(f"  rank {rank}, {text}" for rank, text in enumerate(everywhere))

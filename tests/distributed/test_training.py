@@ -190,6 +190,12 @@ def test_a_bad_weight_on_one_rank_stops_all(two: dict[str, dict[str, Any]]) -> N
     assert "rank 1, samples " in said and "the weight layers.1.mlp.down.weight is not finite" in said
 
 
+def test_a_bad_weight_of_one_stage_stops_all(two: dict[str, dict[str, Any]]) -> None:
+    said = two["stopped"]["said in stages"]
+    assert "training stopped at step 1" in said and "rank 0, samples [" in said
+    assert "rank 1, samples [" in said and "the weight layers.1.mlp.down.weight is not finite" in said
+
+
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("four")

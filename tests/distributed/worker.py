@@ -114,12 +114,12 @@ def fit(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def stopped_by_nan(ranks: Ranks) -> str:
+def stopped_by_nan(ranks: Ranks, parallel: dict[str, Any]) -> str:
     """What a run says whose second rank has a weight that is not finite."""
     data: Any = SimpleNamespace(train=Tokens(), validation=None, test=None)
-    trainer = Trainer(run_config({"model": "llama"}, ranks.dp_size), ranks, data)
-    weight = trainer.model.get_parameter("layers.1.mlp.down.weight")
+    trainer = Trainer(run_config({"model": "llama", "parallel": parallel}, ranks.dp_size), ranks, data)
     if ranks.rank == 1:
+        weight = trainer.model.get_parameter("layers.1.mlp.down.weight")
         weight.data.to_local().fill_(float("nan"))
     try:
         trainer.fit()
@@ -159,7 +159,11 @@ def main(cases: list[dict[str, Any]], out: str) -> None:
         sizes = (parallel.get(axis, 1) for axis in ("pipeline", "tensor", "context"))
         dp_size = here.world_size // math.prod(sizes)
         results.append(fit(case, arrange(here, run_config(case, dp_size))))
-    results.append({"said": stopped_by_nan(first)})
+    results.append({"said": stopped_by_nan(first, {})})
+    if here.world_size == 2:
+        staged = {"pipeline": 2}
+        ranks = arrange(here, run_config({"model": "llama", "parallel": staged}, 1))
+        results[-1]["said in stages"] = stopped_by_nan(ranks, staged)
     if here.rank == 0:
         torch.save(results, out)
     disconnect(first)
