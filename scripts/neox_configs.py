@@ -25,7 +25,7 @@ import yaml
 
 from powertrain.models.huggingface import shapes
 from powertrain.runtime.extras import MissingExtra
-from powertrain.train import ranks
+from powertrain.train import mesh_shape, ranks
 from powertrain.train.config.reader import Run, read_config
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.indexed import IndexedWriter
@@ -254,7 +254,7 @@ def judge(keys: Mapping[str, Any], world: int, folder: Path, *, steps: bool) -> 
     file.write_text(yaml.safe_dump(dict(keys)))
     try:
         run = read_config([file], [], world_size=world, format="gpt_neox")
-        ranks.check_parallel(run.config, world)
+        mesh_shape.check_parallel(run.config, world)
     except (ValueError, NotImplementedError) as error:
         return "refused", " ".join(str(error).replace(str(file), "").split())[:300]
     different = differences(expected(keys, world), found(run, world))

@@ -43,13 +43,13 @@ def train(
     torchrun --nproc-per-node 8 -m powertrain train run.yml parallel.shard=8
     """
     must_exist(missing_files(files))
-    from powertrain.train import ranks
+    from powertrain.train import mesh_shape, ranks
 
     console = Console()
     try:
         launch_env = ranks.read_launch_env()
         run = read_run(files, world_size=launch_env.world_size, strict=strict, format=format)
-        ranks.check_parallel(run.config, launch_env.world_size)
+        mesh_shape.check_parallel(run.config, launch_env.world_size)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if launch_env.rank == 0:

@@ -52,7 +52,7 @@ class CausalLM(nn.Module):
         self.is_first = self.is_last = True  # of a pipeline's stages
         self.embed: Any = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned_positions else None
-        self.layers = nn.ModuleList(layers)
+        self.layers: Any = nn.ModuleList(layers)
         self.norm = norm
         self.head = None
         if not config.tie_embeddings:

@@ -19,7 +19,7 @@ class NumberedLayers(nn.ModuleDict):
     """Some of a model's layers under their numbers in the whole model; iterates over the layers."""
 
     def __iter__(self) -> Iterator[nn.Module]:  # type: ignore[override]
-        return iter(self._modules.values())  # type: ignore[arg-type]
+        return iter(self._modules.values())
 
 
 def layers_of_stages(config: ModelConfig, layer_parameters: int, stages: int) -> list[range]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from powertrain.train import ranks
+from powertrain.train import mesh_shape, ranks
 from powertrain.train.checkpoint.store import find
 from powertrain.train.config.reader import Run, read_config, run_of
 from powertrain.train.config.schema import RunConfig
@@ -58,7 +58,7 @@ def train(
     """
     launch_env = ranks.read_launch_env()
     run = _read(config, overrides, launch_env.world_size)
-    ranks.check_parallel(run.config, launch_env.world_size)
+    mesh_shape.check_parallel(run.config, launch_env.world_size)
     last = _Last()
     console = Console(quiet=quiet)
 

@@ -273,7 +273,7 @@ def _saved(config: RunConfig) -> _Saved:
     return _Saved(everything, products + config.model.num_layers * _stream_bytes(config))
 
 
-def _memory(config: RunConfig, model: nn.Module, activations: dict[str, int], world_size: int) -> Memory:
+def _memory(config: RunConfig, model: Any, activations: dict[str, int], world_size: int) -> Memory:
     """Of one rank. One process: 16-bit weights beside fp32 masters; sharded: fp32 shards, gathered in 16 bits."""
     parallel, train = config.parallel, config.train
     share = largest_share(model, parallel.pipeline * parallel.virtual_stages) * parallel.virtual_stages

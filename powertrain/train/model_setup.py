@@ -26,19 +26,20 @@ def build_model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | N
     add_trained_parts(model, config)
     for block in model.layers:
         block.recompute = config.train.activation_checkpointing
-    parts = [model]
-    if config.parallel.pipeline > 1:
-        assert ranks.mesh is not None
-        parts = my_stages(model, config, ranks.mesh["pipeline"].get_local_rank())
-    for part in parts if ranks.mesh is not None else ():
+    parts, mesh = [model], ranks.mesh
+    if mesh is not None and config.parallel.pipeline > 1:
+        parts = my_stages(model, config, mesh["pipeline"].get_local_rank())
+    for part in parts:
+        if mesh is None:
+            break
         overlap = parallelize(
-            part, ranks.mesh, param_dtype=DTYPES[config.train.precision],
+            part, mesh, param_dtype=DTYPES[config.train.precision],
             reduce_dtype=DTYPES[config.train.reduce_dtype],
             reshard_after_forward=config.parallel.reshard_after_forward, transport=config.parallel.transport,
             expert=config.parallel.expert,
         )  # fmt: skip
-    if config.parallel.pipeline > 1:
-        pipeline = Pipeline(parts, config, ranks.device, ranks.mesh)
+    if mesh is not None and config.parallel.pipeline > 1:
+        pipeline = Pipeline(parts, config, ranks.device, mesh)
     for part in parts:
         part.to_empty(device=ranks.device)
     model.init_weights(config.train.seed)

@@ -129,7 +129,7 @@ class Pipeline:
 
     def _make_schedule(self, batch: Batch) -> Any:
         parallel, device = self._config.parallel, self.device
-        stages = []
+        stages: list[Any] = []
         for number, stage in enumerate(self._stages):
             index = self.rank + number * self.size
             stream = torch.empty(stage.shape_of(batch), dtype=self._dtype, device="meta", requires_grad=True)

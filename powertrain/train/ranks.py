@@ -23,15 +23,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from powertrain.models.parallelize import AXES, check_context, check_expert, check_pipeline, check_tensor
-from powertrain.models.pipeline import layers_of_stages
+from powertrain.models.parallelize import AXES
 from powertrain.parallel.transport.heartbeat import Heartbeat, PeerTimeout, listed
 from powertrain.runtime import tracing
 from powertrain.runtime.reading import one_line
 from powertrain.train import preflight
 from powertrain.train.agreement import is_on_all
-from powertrain.train.config.schema import ParallelConfig, RunConfig
+from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import UnreadableSample
+from powertrain.train.mesh_shape import check_parallel, mesh_shape
 
 _QUIET = 5.0  # seconds a wait may take before a line names its reason
 # seconds that a process may take to disappear after its connections did
@@ -244,86 +244,6 @@ def be_deterministic(device: torch.device) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-
-
-def mesh_shape(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int, int, int]:
-    """pipeline x replicate x shard x context x tensor of so many processes. Raises ValueError naming the keys."""
-    replicate, shard, context, tensor = parallel.replicate, parallel.shard, parallel.context, parallel.tensor
-    model = parallel.pipeline * context * tensor
-    if parallel.strategy == "ddp":
-        if shard > 1:
-            raise ValueError(f"parallel.shard must be 1 with parallel.strategy ddp, got {shard}")
-        shard, replicate = 1, replicate if replicate > 1 else max(world_size // model, 1)
-    elif shard == -1:
-        shard = max(world_size // (replicate * model), 1)
-    if replicate * shard * model != world_size:
-        raise ValueError(
-            "parallel.pipeline * replicate * shard * context * tensor must be the number of processes, "
-            f"{world_size}, got {parallel.pipeline} * {replicate} * {shard} * {context} * {tensor}"
-        )
-    return parallel.pipeline, replicate, shard, context, tensor
-
-
-def check_parallel(config: RunConfig, world_size: int) -> None:
-    """Raise ValueError, naming the key, if so many processes cannot train this model as config.parallel says."""
-    pipeline, _, shard, context, tensor = mesh_shape(config.parallel, world_size)
-    if config.parallel.expert > 1:
-        check_expert(config.model, config.parallel.expert, shard, tensor)
-    _check_objective(config, world_size, context, tensor)
-    if pipeline > 1:
-        _check_pipeline(config)
-    elif config.parallel.virtual_stages > 1:
-        raise ValueError(
-            f"parallel.virtual_stages must be 1 without parallel.pipeline, got {config.parallel.virtual_stages}"
-        )
-    if tensor > 1:
-        check_tensor(config.model, tensor)
-    if context > 1:
-        check_context(config.model, context)
-        if config.train.seq_length < context:
-            raise ValueError(
-                f"parallel.context must be at most train.seq_length ({config.train.seq_length}), got {context}"
-            )
-
-
-def _check_pipeline(config: RunConfig) -> None:
-    """Raise ValueError, or NotImplementedError, naming the key, for what pipeline stages cannot train."""
-    parallel, train = config.parallel, config.train
-    check_pipeline(config.model)
-    layers_of_stages(config.model, 1, parallel.pipeline * parallel.virtual_stages)
-    micro_batches = train.gradient_accumulation_steps
-    if micro_batches < parallel.pipeline or (parallel.virtual_stages > 1 and micro_batches % parallel.pipeline):
-        raise ValueError(
-            f"train.gradient_accumulation_steps must be at least parallel.pipeline ({parallel.pipeline}), and with "
-            f"virtual_stages a multiple of it, got {micro_batches}"
-        )
-    for key, is_there in (
-        (f"train.objective {train.objective}", train.objective not in ("pretrain", "sft")),
-        ("train.lora", train.lora is not None),
-        (f"fp8.recipe {config.fp8.recipe}", config.fp8.recipe != "none"),
-        ("evaluation.tasks", bool(config.evaluation.tasks)),
-        (
-            "documents of different lengths in parallel.context",
-            parallel.context > 1 and (config.data.document_mask or train.objective == "sft"),
-        ),
-        (
-            "train.activation_checkpointing under pipeline_schedule zero_bubble",
-            train.activation_checkpointing != "none" and parallel.pipeline_schedule == "zero_bubble",
-        ),
-    ):
-        if is_there:
-            raise NotImplementedError(f"parallel.pipeline must be 1 with {key}, got {parallel.pipeline}")
-
-
-def _check_objective(config: RunConfig, world_size: int, context: int, tensor: int) -> None:
-    """Raise NotImplementedError, naming the key, for what training after pretraining does not do yet."""
-    train, name = config.train, config.train.objective
-    if name not in ("pretrain", "sft") and context > 1:
-        raise NotImplementedError(f"parallel.context must be 1 for train.objective {name}, got {context}")
-    if train.lora is not None and tensor > 1:
-        raise NotImplementedError(f"parallel.tensor must be 1 with train.lora, got {tensor}")
-    if train.lora is not None and train.lora.dora and world_size > 1:
-        raise NotImplementedError(f"train.lora.dora must be false with several ranks, got true on {world_size}")
 
 
 def connect(launch_env: LaunchEnv, config: RunConfig) -> Ranks:

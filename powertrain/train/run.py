@@ -24,8 +24,9 @@ from powertrain.train.data.sources import Data, open_data, open_tokenizer
 from powertrain.train.data.tokenizer import Tokenizer, padded_vocab_size
 from powertrain.train.host_memory import keep_freed_memory
 from powertrain.train.lint import rehearse
+from powertrain.train.mesh_shape import check_parallel
 from powertrain.train.objective import FORMATS
-from powertrain.train.ranks import LaunchEnv, be_deterministic, check_parallel, connect
+from powertrain.train.ranks import LaunchEnv, be_deterministic, connect
 from powertrain.train.reporting.metrics import Sink
 from powertrain.train.signals import ENDING
 from powertrain.train.slow_precision import warn_if_slow

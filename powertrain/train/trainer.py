@@ -34,12 +34,13 @@ from powertrain.train.model_setup import (
 )
 from powertrain.train.objective import make_objective
 from powertrain.train.optim import Optimizer, Stepped
+from powertrain.train.pending_step import PendingStep, to_host
 from powertrain.train.ranks import Ranks, disconnect
 from powertrain.train.reporting.kernel_profile import StepWatch
 from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord, TaskRecord
 from powertrain.train.reporting.peak_flops import peak_tflops
 from powertrain.train.reporting.step_trace import StepTrace
-from powertrain.train.reporting.timers import Moment, PhaseTimers, Spans, seconds
+from powertrain.train.reporting.timers import Moment, PhaseTimers, seconds
 from powertrain.train.restore import Progress, Restored, Restorer
 from powertrain.train.schedule import learning_rate
 from powertrain.train.tasks import run_tasks
@@ -93,7 +94,7 @@ class Trainer:
         self._watch = StepWatch(ranks.device, config.train.recompiles, self._emit, profiles=ranks.is_first)
         self._trace = StepTrace(config.train.profile, config.profile_folder(), ranks.device, ranks.rank, self._note)
         self._timed = PhaseTimers(ranks.device, wanted=config.logging.phase_timers)
-        self._pending: _PendingStep | None = None
+        self._pending: PendingStep | None = None
         self._overlap_is_logged = False
         self._clock = Moment(self.ranks.device)
 
@@ -369,8 +370,8 @@ class Trainer:
         progress.tokens += samples * train.seq_length
         scale = self.optimizer.scaler.scale if self.optimizer.scaler else torch.ones((), device=loss.device)
         numbers = torch.cat([loss, torch.stack([stepped.grad_norm, stepped.skipped, scale])])
-        self._pending = _PendingStep(
-            progress.step, progress.tokens, lr, _to_host(numbers), micro_batches, self._timed.take()
+        self._pending = PendingStep(
+            progress.step, progress.tokens, lr, to_host(numbers), micro_batches, self._timed.take()
         )
 
     def _finish_previous_step(self) -> None:
@@ -461,26 +462,6 @@ class Trainer:
 
     def _note(self, text: str) -> None:
         self._emit("note", text)
-
-
-class _PendingStep:
-    """The numbers of a step that may still be computing."""
-
-    def __init__(self, step: int, tokens: int, lr: float, host: Tensor, batches: list[Batch], spans: Spans) -> None:
-        self.step, self.tokens, self.lr, self.host, self.batches = step, tokens, lr, host, batches
-        self.spans = spans
-        self.ended = Moment(batches[0].tokens.device)
-
-    def numbers(self) -> list[float]:
-        self.ended.wait()
-        return self.host.tolist()
-
-
-def _to_host(numbers: Tensor) -> Tensor:
-    if not numbers.is_cuda:
-        return numbers
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    return host.copy_(numbers, non_blocking=True)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -7,7 +7,8 @@ import torch
 
 from powertrain.train import preflight
 from powertrain.train.config.schema import ParallelConfig
-from powertrain.train.ranks import LaunchEnv, Rendezvous, check_parallel, first_host, mesh_shape, read_launch_env
+from powertrain.train.mesh_shape import check_parallel, mesh_shape
+from powertrain.train.ranks import LaunchEnv, Rendezvous, first_host, read_launch_env
 from tests.distributed.launch import clean_environment, run_ranks
 from tests.distributed.worker import run_config
 
@@ -97,12 +98,14 @@ def test_first_host(nodes: str, host: str) -> None:
 @pytest.mark.parametrize(
     "parallel, shape",
     [
-        ({}, (1, 8, 1, 1)),
-        ({"tensor": 2}, (1, 4, 1, 2)),
-        ({"replicate": 2}, (2, 4, 1, 1)),
-        ({"context": 2, "tensor": 2}, (1, 2, 2, 2)),
-        ({"strategy": "ddp"}, (8, 1, 1, 1)),
-        ({"strategy": "ddp", "context": 2, "tensor": 2}, (2, 1, 2, 2)),
+        ({}, (1, 1, 8, 1, 1)),
+        ({"tensor": 2}, (1, 1, 4, 1, 2)),
+        ({"replicate": 2}, (1, 2, 4, 1, 1)),
+        ({"context": 2, "tensor": 2}, (1, 1, 2, 2, 2)),
+        ({"strategy": "ddp"}, (1, 8, 1, 1, 1)),
+        ({"strategy": "ddp", "context": 2, "tensor": 2}, (1, 2, 1, 2, 2)),
+        ({"pipeline": 4}, (4, 1, 2, 1, 1)),
+        ({"pipeline": 2, "strategy": "ddp", "tensor": 2}, (2, 2, 1, 1, 2)),
     ],
 )
 def test_mesh_shape(parallel: dict[str, Any], shape: tuple[int, ...]) -> None:
@@ -114,9 +117,9 @@ def test_mesh_shape(parallel: dict[str, Any], shape: tuple[int, ...]) -> None:
     [
         (
             {"tensor": 3},
-            r"parallel.replicate \* shard \* context \* tensor must .* 8, got 1 \* 2 \* 1 \* 3",
+            r"parallel.pipeline \* replicate \* shard \* context \* tensor must .* 8, got 1 \* 1 \* 2 \* 1 \* 3",
         ),
-        ({"shard": 4}, r"8, got 1 \* 4 \* 1 \* 1"),
+        ({"shard": 4}, r"8, got 1 \* 1 \* 4 \* 1 \* 1"),
         ({"strategy": "ddp", "shard": 8}, "parallel.shard must be 1 with parallel.strategy ddp, got 8"),
     ],
 )
@@ -201,3 +204,30 @@ def test_an_absent_rank_is_named() -> None:
 
 def test_the_environment_of_tests_has_no_launcher() -> None:
     assert read_launch_env(clean_environment()) == LaunchEnv(CPU)
+
+
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ({"model": "deepseek"}, "parallel.pipeline must be 1 for model.architecture deepseek"),
+        ({"model": "llama", "train": {"gradient_accumulation_steps": 1}}, "at least parallel.pipeline .2., .* got 1"),
+        ({"model": "llama", "parallel": {"virtual_stages": 2}}, "must be at most model.num_layers .2., got 4"),
+        (
+            {"model": "llama", "sizes": {"num_layers": 4}, "parallel": {"virtual_stages": 2},
+             "train": {"gradient_accumulation_steps": 3}},
+            "a multiple of it, got 3",
+        ),
+        ({"model": "llama", "train": {"lora": {"rank": 4}}}, "must be 1 with train.lora, got 2"),
+        (
+            {"model": "llama", "parallel": {"pipeline_schedule": "zero_bubble"},
+             "train": {"activation_checkpointing": "full"}},
+            "must be 1 with train.activation_checkpointing under pipeline_schedule zero_bubble, got 2",
+        ),
+    ],
+)  # fmt: skip
+def test_what_stages_cannot_train(case: dict[str, Any], message: str) -> None:
+    parallel = {"pipeline": 2, **case.get("parallel", {})}
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        check_parallel(run_config({**case, "parallel": parallel}, 1), 2)
+    with pytest.raises(ValueError, match=r"virtual_stages must be 1 without parallel\.pipeline, got 2"):
+        check_parallel(run_config({"model": "llama", "parallel": {"virtual_stages": 2}}, 1), 1)

@@ -29,13 +29,19 @@ NAMES = [
 
 
 @pytest.mark.parametrize(
-    "size, dies, moment", [(2, 1, 0.3), *(pytest.param(3, n, 0.1 * n, marks=pytest.mark.slow) for n in (0, 1, 2))]
+    "size, dies, moment, stages",
+    [
+        (2, 1, 0.3, 1),
+        *(pytest.param(3, n, 0.1 * n, 1, marks=pytest.mark.slow) for n in (0, 1, 2)),
+        *(pytest.param(2, n, 0.1 * n, 2, marks=pytest.mark.slow) for n in (0, 1)),
+    ],
 )
-def test_survivors_name_it(size: int, dies: int, moment: float, tmp_path: Path) -> None:
+def test_survivors_name_it(size: int, dies: int, moment: float, stages: int, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Every rank reads the same words, but not at the same time.\n" * 200)
     config = CONFIG.format(folder=tmp_path).replace("steps: 60", "steps: 100000").replace("every: 5,", "every: 1000,")
     (tmp_path / "run.yml").write_text(config + f"  shard: {size}\n" if config.endswith("\n  ") else config)
-    ranks = _started(size, tmp_path / "run.yml")
+    in_stages = "parallel.pipeline=2", "parallel.shard=1", "train.gradient_accumulation_steps=2", "model.num_layers=2"
+    ranks = _started(size, tmp_path / "run.yml", *(in_stages if stages > 1 else ()))
     try:
         deadline = time.monotonic() + 120
         metrics = tmp_path / "run/metrics.jsonl"

@@ -14,7 +14,7 @@ from powertrain.train.config.reader import Run, read_config
 from powertrain.train.config.schema import RunConfig, ScheduleConfig
 from powertrain.train.config.table import Row, render
 from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
-from powertrain.train.ranks import check_parallel, mesh_shape
+from powertrain.train.mesh_shape import check_parallel, mesh_shape
 from powertrain.train.schedule import learning_rate
 
 QUIRKS = Path(__file__).parent / "fixtures/every_quirk.yml"

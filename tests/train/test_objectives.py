@@ -12,7 +12,7 @@ from powertrain import losses
 from powertrain.models.causal_lm import CausalLM
 from powertrain.nn.lora import lora_layers
 from powertrain.runtime.target import Target
-from powertrain.train import ranks
+from powertrain.train import mesh_shape, ranks
 from powertrain.train.checkpoint.convert import convert
 from powertrain.train.checkpoint.load import load_model, open_weights
 from powertrain.train.config.reader import Run, read_config
@@ -307,7 +307,7 @@ def test_what_is_not_there_yet_says_so(tmp_path: Path) -> None:
     ):
         config = with_vocabulary(read_run(tmp_path, objective, *options).config, 256)
         with pytest.raises(NotImplementedError, match=words):
-            ranks.check_parallel(config, 2)
+            mesh_shape.check_parallel(config, 2)
 
 
 def test_lint_counts_a_reference_and_adapters(tmp_path: Path) -> None:
