@@ -22,12 +22,22 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp-gpt_neox": {"model": "gpt_neox_rotary", "parallel": {"strategy": "ddp"}},
     "tp-gpt_neox": {"model": "gpt_neox", "parallel": {"tensor": 2}},
     "tp-llama": {"model": "llama", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "selective"}},
-}
+    "pp-gpt_neox": {"model": "gpt_neox", "parallel": {"pipeline": 2}},
+    "pp-interleaved": {
+        "model": "llama", "parallel": {"pipeline": 2, "virtual_stages": 2}, "layers": 4,
+        "train": {"gradient_accumulation_steps": 4, "micro_batch_size": 2, "activation_checkpointing": "full"},
+    },
+    "pp-zero-bubble": {
+        "model": "llama", "parallel": {"pipeline": 2, "pipeline_schedule": "zero_bubble"},
+        "train": {"gradient_accumulation_steps": 4, "micro_batch_size": 2},
+    },
+}  # fmt: skip
 
 
 def _case(name: str, precision: str) -> dict[str, Any]:
     case = CASES[name]
-    return {**case, "sizes": _SIZES, "train": {**case.get("train", {}), "precision": precision}}
+    sizes = {**_SIZES, "num_layers": case.get("layers", 2)}
+    return {**case, "sizes": sizes, "train": {**case.get("train", {}), "precision": precision}}
 
 
 @pytest.fixture(scope="module")
