@@ -139,8 +139,10 @@ def to_p16(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def as_operand(pairs, dtype: gl.constexpr, o_layout: gl.constexpr):
-    """`to_p16` weights as the left operand of a product of `o_layout`."""
+def as_operand(pairs, v_smem, o):
+    """`to_p16` weights as the left operand of a product with v, to be added to `o`."""
+    dtype: gl.constexpr = v_smem.dtype
+    o_layout: gl.constexpr = o.type.layout
     if dtype == gl.bfloat16:
         even, odd = gl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
@@ -179,18 +181,18 @@ def _rescaling(count: int) -> str:
     ])  # fmt: skip
 
 
-_RESCALING = gl.constexpr({count: _rescaling(count) for count in (32, 64, 128)})
-_RESCALING_OPERANDS = gl.constexpr({count: _operands(count, 2) for count in (32, 64, 128)})
+_RESCALING = gl.constexpr({count: _rescaling(count) for count in (8, 16, 32, 64, 128)})
+_RESCALING_OPERANDS = gl.constexpr({count: _operands(count, 2) for count in (8, 16, 32, 64, 128)})
 
 
 @gluon.jit
 def rescale_o(o, alpha):
-    """`o` times a factor per row: seldom another than 1, and then most warps skip it."""
+    """`o` times a factor per row, [rows, 1]: seldom another than 1, and then most warps skip it."""
     COUNT: gl.constexpr = o.shape[1] // 2
     return gl.inline_asm_elementwise(
         _RESCALING[COUNT],
         _RESCALING_OPERANDS[COUNT],
-        [o, gl.expand_dims(alpha, 1)],
+        [o, alpha],
         dtype=gl.float32,
         is_pure=True,
         pack=COUNT,
