@@ -20,6 +20,7 @@ from torch import Tensor
 
 from powertrain.ops.attention.hopper.backward_kernel import _hopper_attention_bwd_kernel
 from powertrain.ops.attention.hopper.backward_kernel_d256 import _hopper_attention_bwd_d256_kernel
+from powertrain.ops.attention.hopper.plans import pieces_of
 from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operand, Operands
 from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
 from powertrain.ops.attention.triton.tiles import LOG2E, to_int64
@@ -27,7 +28,6 @@ from powertrain.ops.shapes import next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
 
-_BLOCK_N = {64: 128, 128: 128, 256: 64}  # keys of a tile, by padded head dim
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _hopper_attention_bwd_preprocess_kernel(
         storage = storage * 0
         at = to_int64(head) * queries + start
     rows = first + tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, W_V)[None, :]
+    cols = tl.arange(0, triton.next_power_of_2(W_V))[None, :]
     mask = (rows < length)[:, None] & (cols < D_V)
     i = to_int64(start + rows)[:, None]
     o_base = o_ptr + storage * stride_ob + to_int64(kv) * stride_oh + to_int64(repeat) * stride_or
@@ -81,8 +81,13 @@ def _hopper_attention_bwd_preprocess_kernel(
     tl.store(to, tl.where(blind, float("inf"), lse * LOG2E))  # [BLOCK_M]
     tl.store(to + BLOCK_M, tl.where(blind, 0.0, delta))  # [BLOCK_M]
     if sum_ptr is not None:
-        piece = tl.arange(0, BLOCK_M * W_QK)
-        tl.store(sum_ptr + to_int64(t) * (BLOCK_M * W_QK) + piece, tl.zeros([BLOCK_M * W_QK], tl.float32))
+        SIZE: tl.constexpr = triton.next_power_of_2(BLOCK_M * W_QK)
+        piece = tl.arange(0, SIZE)
+        to = sum_ptr + to_int64(t) * (BLOCK_M * W_QK) + piece
+        if SIZE == BLOCK_M * W_QK:
+            tl.store(to, tl.zeros([SIZE], tl.float32))
+        else:
+            tl.store(to, tl.zeros([SIZE], tl.float32), mask=piece < BLOCK_M * W_QK)
     if order_ptr is not None:
         tl.store(order_ptr + to_int64(t) * 4 + tl.arange(0, 4), tl.zeros([4], tl.int32))
 
@@ -102,11 +107,17 @@ def _hopper_attention_dq_kernel(
         storage = to_int64(b)
         if starts_ptr is not None:
             storage = storage * 0
-        x = tl.load(sum_ptr + (to_int64(t) * PARTS + part) * (64 * W_QK) + tl.arange(0, 64 * W_QK))  # [64 * W_QK]
+        WIDTH: tl.constexpr = triton.next_power_of_2(W_QK)
+        place = tl.arange(0, 64 * WIDTH)
+        from_ptr = sum_ptr + (to_int64(t) * PARTS + part) * (64 * W_QK) + place
+        if WIDTH == W_QK:
+            x = tl.load(from_ptr)  # [64 * W_QK]
+        else:
+            x = tl.load(from_ptr, mask=place < 64 * W_QK, other=0.0)  # [64 * WIDTH]
         # 8 columns, warp, row of 8, 2 columns, which 8 rows of the warp's 16, column
-        x = x.reshape(W_QK // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, W_QK)
+        x = x.reshape(WIDTH // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, WIDTH)
         rows = first + tl.arange(0, 64)
-        cols = tl.arange(0, W_QK)[None, :]
+        cols = tl.arange(0, WIDTH)[None, :]
         base = dq_ptr + storage * stride_dqb + to_int64(kv) * stride_dqh + to_int64(repeat) * stride_dqr
         ptrs = base + to_int64(start + rows)[:, None] * stride_dqs + cols
         x = tl.where((rows < length)[:, None], x * scale, 0.0).to(dq_ptr.dtype.element_ty)
@@ -152,15 +163,20 @@ def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: OpArgume
 
 
 def width_of(head_dim: int) -> int:
-    """The padded head dim. No larger one serves: no panel of 64 columns may lie wholly outside a tensor."""
-    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    """The padded head dim. No larger one serves: no piece of columns may lie wholly outside a tensor."""
+    return sum(pieces_of(head_dim))
+
+
+def _is_wide(d_qk: int, d_v: int) -> bool:
+    """Whether backward_kernel_d256.py serves, whose tiles have 64 keys instead of 128."""
+    return max(d_qk, d_v) > 128
 
 
 def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
     """The part of `why_not_backward` that the forward does not share and that needs no tensors."""
     dims = d_qk, d_v
-    if any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 192 < min(dims) <= max(dims) <= 256):
-        return f"head dims must be multiples of 8, both up to 128 or both of 200 to 256, are {d_qk} and {d_v}"
+    if any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 128 < min(dims) <= max(dims) <= 256):
+        return f"head dims must be multiples of 8, both up to 128 or both of 136 to 256, are {d_qk} and {d_v}"
     if unordered:
         return "keys must be of one sequence each, in ascending order (cu_seqlens_k_padded says that they are)"
     return None
@@ -267,8 +283,8 @@ def _launch_main(
 ) -> None:
     args, heads, num_sms = operands.args, operands.heads, operands.target.num_sms
     q, k, v = operands.q, operands.k, operands.v
-    w_qk, w_v = width_of(operands.d_qk), width_of(operands.d_v)
-    blocks = operands.key_blocks(_BLOCK_N[w_qk])
+    block_n = 64 if _is_wide(operands.d_qk, operands.d_v) else 128
+    blocks = operands.key_blocks(block_n)
     group = plan.group
     if scratch.order is not None:
         sequences = max(1, operands.batch) if operands.is_packed else 1
@@ -289,14 +305,15 @@ def _launch_main(
     )  # fmt: skip
     options = {
         "LEFT": args.left >= 0, "RIGHT": args.right >= 0, "BOTTOM_RIGHT": args.bottom_right, "CAP": args.softcap > 0,
-        "D_QK": operands.d_qk, "D_V": operands.d_v, "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PART": plan.part,
+        "D_QK": operands.d_qk, "D_V": operands.d_v, "P_QK": pieces_of(operands.d_qk), "P_V": pieces_of(operands.d_v),
+        "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PART": plan.part,
         "REGISTERS": plan.registers, "num_warps": 4,
     }  # fmt: skip
-    if w_qk > 128:
-        _hopper_attention_bwd_d256_kernel[(count,)](*tensors, *sizes, *rest, W=w_qk, BLOCK_N=_BLOCK_N[w_qk], **options)
+    if _is_wide(operands.d_qk, operands.d_v):
+        _hopper_attention_bwd_d256_kernel[(count,)](*tensors, *sizes, *rest, BLOCK_N=block_n, **options)
     else:
         _hopper_attention_bwd_kernel[(min(num_sms, count),)](
-            *tensors, *sizes, count, *rest, W_QK=w_qk, W_V=w_v, DS_STAGES=plan.ds_stages, **options
+            *tensors, *sizes, count, *rest, DS_STAGES=plan.ds_stages, **options
         )
 
 

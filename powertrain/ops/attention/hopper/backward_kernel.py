@@ -51,12 +51,13 @@ from powertrain.ops.attention.hopper.primitives import (
     Scratch,
     Window,
     alloc_mbarriers,
+    alloc_pieces,
     alloc_pipeline_stages,
     as_tile,
     int32,
     keep_order,
+    pieces_desc_of,
     read_tile_field,
-    rows_desc_of,
     write_tile_field,
 )
 from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
@@ -220,11 +221,21 @@ def _write_tile(
 
 
 @gluon.jit
+def _load_pieces(desc, place, bar, smem, stage):
+    b, head, end, row = place
+    for i in gl.static_range(len(smem)):
+        column = i * smem[0].shape[2]
+        tma_load(desc[i], [b, head, end, row, column], bar, as_tile(smem[i].index(stage)))  # [rows, PIECE]
+
+
+@gluon.jit
 def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, place, tile):
     """Block number `at` of queries, at `place` = (batch entry, head, end, row), when its stage has been given back."""
-    STAGES: gl.constexpr = q_smem.shape[0]
-    BLOCK_M: gl.constexpr = q_smem.shape[1]
-    BYTES: gl.constexpr = (q_smem.shape[2] + do_smem.shape[2]) * q_smem.dtype.primitive_bitwidth // 8 + 2 * 4
+    STAGES: gl.constexpr = q_smem[0].shape[0]
+    BLOCK_M: gl.constexpr = q_smem[0].shape[1]
+    W_QK: gl.constexpr = q_smem[0].shape[2] + (q_smem[1].shape[2] if len(q_smem) > 1 else 0)
+    W_V: gl.constexpr = do_smem[0].shape[2] + (do_smem[1].shape[2] if len(do_smem) > 1 else 0)
+    BYTES: gl.constexpr = (W_QK + W_V) * q_smem[0].dtype.primitive_bitwidth // 8 + 2 * 4
     b, head, end, row = place
     stage = at % STAGES
     if at >= STAGES:
@@ -232,9 +243,9 @@ def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, plac
         named_barrier_sync(BAR_EMPTY + stage, EVERYONE)
     bar = full.index(stage)
     mbarrier.expect(bar, BLOCK_M * BYTES)
-    tma_load(q_desc, [b, head, end, row, 0], bar, as_tile(q_smem.index(stage)))  # [BLOCK_M, W_QK]
+    _load_pieces(q_desc, (b, head, end, row), bar, q_smem, stage)
     tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))  # [2 * BLOCK_M]: LSE, delta
-    tma_load(do_desc, [b, head, end, row, 0], bar, as_tile(do_smem.index(stage)))  # [BLOCK_M, W_V]
+    _load_pieces(do_desc, (b, head, end, row), bar, do_smem, stage)
 
 
 @gluon.jit
@@ -260,9 +271,18 @@ def _load_keys(desc, smem, bar, tile_smem, slot, PACKED: gl.constexpr):
     if not PACKED:
         b = read_tile_field(tile_smem, slot, TILE_B)
     kv = read_tile_field(tile_smem, slot, TILE_KV)
-    place = [b, kv, read_tile_field(tile_smem, slot, TILE_K_END), read_tile_field(tile_smem, slot, TILE_K_ROW), 0]
-    mbarrier.expect(bar, smem.shape[0] * smem.shape[1] * smem.dtype.primitive_bitwidth // 8)
-    tma_load(desc, place, bar, as_tile(smem))
+    place = (b, kv, read_tile_field(tile_smem, slot, TILE_K_END), read_tile_field(tile_smem, slot, TILE_K_ROW))
+    COLS: gl.constexpr = smem[0].shape[2] + (smem[1].shape[2] if len(smem) > 1 else 0)
+    mbarrier.expect(bar, smem[0].shape[1] * COLS * smem[0].dtype.primitive_bitwidth // 8)
+    _load_pieces(desc, place, bar, smem, 0)
+
+
+@gluon.jit
+def ask_for_part(ds, k, n: gl.constexpr, PART: gl.constexpr):
+    """Part n of ds k under way, PART columns at a time: 64 need 72 registers, 32 leave the consumers more."""
+    COLS: gl.constexpr = min(PART, k.shape[1])
+    zeros = gl.zeros([64, COLS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16]))
+    return hopper.warpgroup_mma(ds, k.slice(n * COLS, COLS, 1), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -273,8 +293,7 @@ def _add_to_dq(
     With `order_ptr` after turn `before`, when turn `owed_turn` at the tile `owed` has been passed on."""
     DS_STAGES: gl.constexpr = ds_smem.shape[0]
     BLOCK_M: gl.constexpr = ds_smem.shape[2]
-    W_QK: gl.constexpr = k_smem.shape[2]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    W_QK: gl.constexpr = k_smem[0].shape[2] + (k_smem[1].shape[2] if len(k_smem) > 1 else 0)
     stage = at % DS_STAGES
     if order_ptr is not None:
         last = last_turn(order_ptr, tile)
@@ -282,22 +301,21 @@ def _add_to_dq(
     named_barrier_sync(BAR_DS_FULL + stage, EVERYONE)
     for m in gl.static_range(BLOCK_M // 64):
         ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))  # [64 queries, 128 keys]
-        for n in gl.static_range(W_QK // PART):
-            zeros = gl.zeros([64, PART], gl.float32, layout)
-            # index 0, but not as a constant: addresses computed from a constant would be kept in registers throughout
-            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)  # [128, PART]
-            part = m * (W_QK // PART) + n
-            if sum_ptr is not None:
-                # PART columns at a time: 64 need 72 registers, 32 leave the consumers more
-                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)  # [64, PART]
-                if order_ptr is not None and part == 0:
-                    wait_for_predecessor(order_ptr, tile, last, before, owed, owed_turn)
-                dq = hopper.warpgroup_mma_wait(0, deps=[dq])
-            if part == BLOCK_M // 64 * (W_QK // PART) - 1:
-                # the last product of this block has read ds
-                mbarrier.arrive(ds_empty.index(stage), count=1)
-            if sum_ptr is not None:
-                add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + part * 64 * PART, dq)
+        for piece in gl.static_range(len(k_smem)):
+            for n in gl.static_range(k_smem[piece].shape[2] // min(PART, k_smem[piece].shape[2])):
+                if sum_ptr is not None:
+                    # index 0, but not as a constant: addresses computed from a constant would be kept in registers
+                    # throughout
+                    dq = ask_for_part(ds, k_smem[piece].index(i >> 30), n, PART)  # [64, PART]
+                    if order_ptr is not None and m + piece + n == 0:
+                        wait_for_predecessor(order_ptr, tile, last, before, owed, owed_turn)
+                    dq = hopper.warpgroup_mma_wait(0, deps=[dq])
+                if m == BLOCK_M // 64 - 1 and piece == len(k_smem) - 1 and n == k_smem[piece].shape[2] // min(PART, k_smem[piece].shape[2]) - 1:
+                    # the last product of this block has read ds
+                    mbarrier.arrive(ds_empty.index(stage), count=1)
+                if sum_ptr is not None:
+                    first = m * W_QK + piece * k_smem[0].shape[2] + n * dq.shape[1]  # column
+                    add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + 64 * first, dq)
 
 
 @gluon.jit
@@ -312,9 +330,9 @@ def _produce(
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem.k, smem.v, smem.q, smem.do, smem.rows, smem.ds
     k_full, v_full, full, ds_empty = bars.k_full, bars.v_full, bars.block_full, bars.ds_empty
     tile_full, tile_empty = bars.tile_full, bars.tile_empty
-    STAGES: gl.constexpr = q_smem.shape[0]
-    BLOCK_M: gl.constexpr = q_smem.shape[1]
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    STAGES: gl.constexpr = q_smem[0].shape[0]
+    BLOCK_M: gl.constexpr = q_smem[0].shape[1]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[1]
     PACKED: gl.constexpr = CONFIG.packed
     DETERMINISTIC: gl.constexpr = CONFIG.deterministic
     D_QK: gl.constexpr = CONFIG.d_qk
@@ -327,10 +345,16 @@ def _produce(
     heads = kv_heads * num_q_per_kv
     RAGGED_Q: gl.constexpr = CONFIG.ragged_q
     RAGGED_K: gl.constexpr = CONFIG.ragged_k
-    k_desc = rows_desc_of(inputs.k, storage, kv_heads, keys, D_QK, strides.kb, strides.kh, strides.ks, k_smem, RAGGED_K)
-    v_desc = rows_desc_of(inputs.v, storage, kv_heads, keys, D_V, strides.vb, strides.vh, strides.vs, v_smem, RAGGED_K)
-    q_desc = rows_desc_of(inputs.q, storage, heads, queries, D_QK, strides.qb, strides.qr, strides.qs, q_smem, RAGGED_Q)
-    do_desc = rows_desc_of(
+    k_desc = pieces_desc_of(
+        inputs.k, storage, kv_heads, keys, D_QK, strides.kb, strides.kh, strides.ks, k_smem, RAGGED_K
+    )
+    v_desc = pieces_desc_of(
+        inputs.v, storage, kv_heads, keys, D_V, strides.vb, strides.vh, strides.vs, v_smem, RAGGED_K
+    )
+    q_desc = pieces_desc_of(
+        inputs.q, storage, heads, queries, D_QK, strides.qb, strides.qr, strides.qs, q_smem, RAGGED_Q
+    )
+    do_desc = pieces_desc_of(
         inputs.do, storage, heads, queries, D_V, strides.dob, strides.dor, strides.dos, do_smem, RAGGED_Q
     )
     rows_desc = tma.make_tensor_descriptor(rows_ptr, [sizes.rows_size], [1], [2 * BLOCK_M], rows_layout)
@@ -410,8 +434,8 @@ def _produce(
             todo = count * num_q_per_kv - rest
             # for keys that no query sees too: a branch would cost the consumers registers
             # the keys follow when the last ds k of the tile before is done; consumers store dv and dk meanwhile
-            _load_keys(k_desc, k_smem.index(0), k_full.index(slot), tile_smem, slot, PACKED)
-            _load_keys(v_desc, v_smem.index(0), v_full.index(slot), tile_smem, slot, PACKED)
+            _load_keys(k_desc, k_smem, k_full.index(slot), tile_smem, slot, PACKED)
+            _load_keys(v_desc, v_smem, v_full.index(slot), tile_smem, slot, PACKED)
             mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
             mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         for i in range(kept(todo)):
@@ -450,7 +474,7 @@ def _hopper_attention_bwd_kernel(
     stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
     stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr,
-    D_QK: gl.constexpr, D_V: gl.constexpr, W_QK: gl.constexpr, W_V: gl.constexpr, BLOCK_M: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = 128
@@ -465,17 +489,17 @@ def _hopper_attention_bwd_kernel(
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
     blocks, swizzle, slots, tiles = int32(blocks), int32(swizzle), int32(slots), int32(tiles)
     batch, left, right, rows_size = int32(batch), int32(left), int32(right), int32(rows_size)
-    k_smem = alloc_pipeline_stages(dtype, 1, BLOCK_N, W_QK)
-    v_smem = alloc_pipeline_stages(dtype, 1, BLOCK_N, W_V)
-    q_smem = alloc_pipeline_stages(dtype, STAGES, BLOCK_M, W_QK)
-    do_smem = alloc_pipeline_stages(dtype, STAGES, BLOCK_M, W_V)
+    k_smem = alloc_pieces(dtype, 1, BLOCK_N, P_QK)
+    v_smem = alloc_pieces(dtype, 1, BLOCK_N, P_V)
+    q_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_QK)
+    do_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_V)
     ds_smem = alloc_pipeline_stages(dtype, DS_STAGES, BLOCK_N, BLOCK_M)
     # a consumer's dv leaves through shared memory, then its dk through the same
     # 64 rows for each consumer
-    dk_smem = alloc_pipeline_stages(dtype, 2, 64, W_QK)
+    dk_smem = alloc_pieces(dtype, 2, 64, P_QK)
     dv_smem = dk_smem
-    if W_V != W_QK:
-        dv_smem = alloc_pipeline_stages(dtype, 2, 64, W_V)
+    if P_V != P_QK:
+        dv_smem = alloc_pieces(dtype, 2, 64, P_V)
     rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], gl.NVMMASharedLayout(0, 32, 1))
     tile_smem = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = alloc_mbarriers(2, 1)
