@@ -78,7 +78,7 @@ def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, **
         launch_backward(call, call.operands())
     names = [spec.kernel.name for spec in wanted.specs]
     main = "_hopper_attention_bwd_d256_kernel" if head_dim > 192 else "_hopper_attention_bwd_kernel"
-    every = ["_hopper_attention_bwd_preprocess_kernel", main, "_hopper_attention_dq_kernel"]
+    every = ["_hopper_attention_bwd_preprocess_kernel", main, "_hopper_attention_sums_kernel"]
     assert names == (every if need[0] else every[:2])
     return entry_for(wanted.specs[1])[0]
 

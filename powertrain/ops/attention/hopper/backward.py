@@ -11,6 +11,8 @@ Memory beyond results: for each query and head, 4 bytes a head dim (padded to 64
 FLOPs: five products for each pair that a mask lets see; none twice.
 """
 
+import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -92,12 +94,23 @@ def _hopper_attention_bwd_preprocess_kernel(
         tl.store(order_ptr + to_int64(t) * 4 + tl.arange(0, 4), tl.zeros([4], tl.int32))
 
 
+@triton.jit
+def _sums_of(from_ptr, place, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    if SIZE == PADDED:
+        x = tl.load(from_ptr)  # [SIZE]
+    else:
+        x = tl.load(from_ptr, mask=place < SIZE, other=0.0)  # [PADDED]
+    return x
+
+
 @kernel()
-def _hopper_attention_dq_kernel(
-    sum_ptr, dq_ptr, starts_ptr, used_ptr, batch, queries, slots, heads, num_q_per_kv, scale,
-    stride_dqb, stride_dqs, stride_dqh, stride_dqr, D_QK: tl.constexpr, W_QK: tl.constexpr, BLOCK_M: tl.constexpr,
+def _hopper_attention_sums_kernel(
+    sum_ptr, x_ptr, starts_ptr, used_ptr, batch, queries, slots, heads, num_q_per_kv, num_splits, scale,
+    stride_xb, stride_xs, stride_xh, stride_xr, D: tl.constexpr, W: tl.constexpr, BLOCK_M: tl.constexpr,
+    SPLIT_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """64 rows of dq from the sums in float32, which lie as the threads of a warpgroup hold them."""
+    """64 rows of dq from the sums in float32, which lie as the threads of a warpgroup hold them. Of dk or dv, where
+    `num_splits` tiles have a part of the heads that share keys each: for queries read keys."""
     PARTS: tl.constexpr = BLOCK_M // 64
     t, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     b, index, start, first, length, capacity = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
@@ -107,21 +120,25 @@ def _hopper_attention_dq_kernel(
         storage = to_int64(b)
         if starts_ptr is not None:
             storage = storage * 0
-        WIDTH: tl.constexpr = triton.next_power_of_2(W_QK)
+        WIDTH: tl.constexpr = triton.next_power_of_2(W)
         place = tl.arange(0, 64 * WIDTH)
-        from_ptr = sum_ptr + (to_int64(t) * PARTS + part) * (64 * W_QK) + place
-        if WIDTH == W_QK:
-            x = tl.load(from_ptr)  # [64 * W_QK]
+        if not SPLIT_HEADS:
+            from_ptr = sum_ptr + (to_int64(t) * PARTS + part) * (64 * W) + place
+            x = _sums_of(from_ptr, place, 64 * W, 64 * WIDTH)
         else:
-            x = tl.load(from_ptr, mask=place < 64 * W_QK, other=0.0)  # [64 * WIDTH]
+            x = tl.zeros([64 * WIDTH], tl.float32)
+            for split in range(num_splits):
+                tile = to_int64(t // slots * num_splits + split) * slots + t % slots
+                from_ptr = sum_ptr + (tile * PARTS + part) * (64 * W) + place
+                x += _sums_of(from_ptr, place, 64 * W, 64 * WIDTH)
         # 8 columns, warp, row of 8, 2 columns, which 8 rows of the warp's 16, column
         x = x.reshape(WIDTH // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, WIDTH)
         rows = first + tl.arange(0, 64)
         cols = tl.arange(0, WIDTH)[None, :]
-        base = dq_ptr + storage * stride_dqb + to_int64(kv) * stride_dqh + to_int64(repeat) * stride_dqr
-        ptrs = base + to_int64(start + rows)[:, None] * stride_dqs + cols
-        x = tl.where((rows < length)[:, None], x * scale, 0.0).to(dq_ptr.dtype.element_ty)
-        tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D_QK))  # [64, W_QK]
+        base = x_ptr + storage * stride_xb + to_int64(kv) * stride_xh + to_int64(repeat) * stride_xr
+        ptrs = base + to_int64(start + rows)[:, None] * stride_xs + cols
+        x = tl.where((rows < length)[:, None], x * scale, 0.0).to(x_ptr.dtype.element_ty)
+        tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D))  # [64, W]
 
 
 class Plan(NamedTuple):
@@ -135,6 +152,8 @@ class Plan(NamedTuple):
     registers: int = 224  # of a consumer's thread; the producer has 504 less twice as many
     group: int = 4  # heads at a time
     group_start: int = 2  # in turn: blocks that the tile before is to be ahead
+    ahead: bool = False  # a block's scores are asked for behind the products of the one before
+    early: bool = False  # without masks, queries are waited for and LSE is loaded early
 
 
 def plan_for(d_qk: int, d_v: int) -> Plan:
@@ -144,8 +163,71 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
     if max(d_qk, d_v) > 128:
         return Plan(stages=2, part=64, registers=208, group=2, group_start=4)
     if max(d_qk, d_v) <= 64:
-        return Plan(stages=4, part=64, registers=208, group_start=8)
-    return Plan()
+        return Plan(stages=4, part=64, registers=208, group_start=8, ahead=True)
+    if max(d_qk, d_v) <= 96:
+        return Plan(stages=3, part=64, registers=208, ahead=True)
+    return Plan(early=True)
+
+
+class Schedule(NamedTuple):
+    """Which tile of keys has which heads, and which tile is next."""
+
+    num_splits: int  # parts of the query heads that share keys, a tile each
+    group: int  # heads at a time
+    late_blocks: int  # the last blocks of keys of each head, which come behind all others
+
+
+def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
+    """The schedule of a call whose heads have `blocks` tiles of keys each."""
+    args, heads, num_sms = operands.args, operands.heads, operands.target.num_sms
+    sequences = max(1, operands.batch) if operands.is_packed else 1
+    queries = operands.queries // sequences
+    is_wide = _is_wide(operands.d_qk, operands.d_v)
+    num_splits = 1
+    if not is_wide and heads.q_per_kv > 1:
+        seen = min(queries, args.left + 128) if args.left >= 0 else queries
+        keys_bytes = operands.storage * heads.kv * operands.keys * (operands.d_qk + operands.d_v) * 4
+        num_splits = head_splits_for(
+            operands.storage * heads.kv * blocks, -(-max(1, seen) // plan.block_m), heads.q_per_kv,
+            args.right >= 0 and args.left < 0, keys_bytes, num_sms,
+        )  # fmt: skip
+    repeats = heads.q_per_kv // num_splits
+    group = plan.group
+    if args.deterministic:
+        group = deterministic_swizzle(plan, queries, repeats, args, num_sms)
+    late = 0
+    if args.right >= 0 and not operands.is_packed:
+        late = late_blocks_for(operands.storage * heads.kv * num_splits, blocks, num_sms)
+    return Schedule(num_splits, group, late)
+
+
+@functools.lru_cache(maxsize=1024)
+def head_splits_for(
+    tiles: int, longest: int, repeats: int, is_causal: bool, keys_bytes: int, num_sms: int
+) -> int:
+    """Into how many parts the `repeats` query heads of each of so many tiles are split, a tile each: a divisor.
+    `longest`: blocks of queries of one head in the longest tile; under a causal mask tiles have half of them on
+    average. `keys_bytes`: of dk and dv in float32, which are written and read once more for each part.
+
+    Reckoned in the time of a block, 2.3 us, in which memory moves 8 MB; a tile costs three beside its own, and the
+    kernels that add up the parts five."""
+
+    def cost(splits: int) -> float:
+        tile = repeats // splits * longest + 3
+        count = tiles * splits
+        if is_causal:
+            spent = max(tile, count * ((tile - 3) / 2 + 3) / num_sms)
+        else:
+            spent = -(-count // num_sms) * tile
+        return spent + (5 + 2 * splits * keys_bytes / 8e6 if splits > 1 else 0)
+
+    return min((n for n in range(1, repeats + 1) if repeats % n == 0), key=lambda n: (cost(n), n))
+
+
+def late_blocks_for(heads: int, blocks: int, num_sms: int) -> int:
+    """How many of a head's last blocks of keys come behind those of all heads, under a causal mask: their tiles, n^2
+    blocks of queries a head for n of them, are to fill what the longest tiles leave."""
+    return min(blocks // 2, math.isqrt(num_sms * blocks // max(1, heads)))
 
 
 def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: OpArguments, num_sms: int) -> int:
@@ -269,35 +351,51 @@ def _launch(
         *o_strides, do.b, do.s, do.h, do.r,
         D_V=operands.d_v, W_QK=w_qk, W_V=width_of(operands.d_v), BLOCK_M=plan.block_m,
     )  # fmt: skip
-    _launch_main(operands, do, dk, dv, scratch, plan)
+    block_n = 64 if _is_wide(operands.d_qk, operands.d_v) else 128
+    blocks = operands.key_blocks(block_n)
+    schedule = schedule_of(operands, plan, blocks)
+    if schedule.num_splits == 1:
+        _launch_main(operands, do, dk, dv, scratch, plan, schedule, blocks)
+    else:
+        tiles = operands.storage * heads.kv * blocks
+        outs = [(x, d) for x, d in ((dk, operands.d_qk), (dv, operands.d_v))]
+        sums = [
+            x and Operand(scratch.rows.new_empty(tiles * schedule.num_splits * block_n * width_of(d)), 0, 0, 0, 0)
+            for x, d in outs
+        ]
+        _launch_main(operands, do, *sums, scratch, plan, schedule, blocks)
+        for (x, d), parts, scale in zip(outs, sums, (args.scale, 1.0), strict=True):
+            if x is not None and parts is not None:
+                _hopper_attention_sums_kernel[(tiles * block_n // 64,)](
+                    parts.tensor, x.tensor, args.key_starts, args.key_used, operands.batch, operands.keys, blocks,
+                    heads.kv, 1, schedule.num_splits, scale, x.b, x.s, x.h, 0,
+                    D=d, W=width_of(d), BLOCK_M=block_n, SPLIT_HEADS=True,
+                )  # fmt: skip
     if dq is not None:
-        _hopper_attention_dq_kernel[(scratch.tiles * plan.block_m // 64,)](
+        _hopper_attention_sums_kernel[(scratch.tiles * plan.block_m // 64,)](
             scratch.sums, dq.tensor, args.query_starts, args.query_used, operands.batch, operands.queries,
-            scratch.slots, num_heads, heads.q_per_kv, args.scale, dq.b, dq.s, dq.h, dq.r,
-            D_QK=operands.d_qk, W_QK=w_qk, BLOCK_M=plan.block_m,
+            scratch.slots, num_heads, heads.q_per_kv, 1, args.scale, dq.b, dq.s, dq.h, dq.r,
+            D=operands.d_qk, W=w_qk, BLOCK_M=plan.block_m, SPLIT_HEADS=False,
         )  # fmt: skip
 
 
 def _launch_main(
-    operands: Operands, do: Operand, dk: Operand | None, dv: Operand | None, scratch: _Scratch, plan: Plan
-) -> None:
-    args, heads, num_sms = operands.args, operands.heads, operands.target.num_sms
+    operands: Operands, do: Operand, dk: Operand | None, dv: Operand | None, scratch: _Scratch, plan: Plan,
+    schedule: "Schedule", blocks: int,
+) -> None:  # fmt: skip
+    """dk and dv: gradients, or sums of each part of the heads that share keys."""
+    args, heads, num_splits = operands.args, operands.heads, schedule.num_splits
     q, k, v = operands.q, operands.k, operands.v
-    block_n = 64 if _is_wide(operands.d_qk, operands.d_v) else 128
-    blocks = operands.key_blocks(block_n)
-    group = plan.group
-    if scratch.order is not None:
-        sequences = max(1, operands.batch) if operands.is_packed else 1
-        group = deterministic_swizzle(plan, operands.queries // sequences, heads.q_per_kv, args, num_sms)
     absent = Operand(k.tensor, 0, 0, 0, 0)
-    count = operands.storage * heads.kv * blocks
+    count = operands.storage * heads.kv * num_splits * blocks
     tensors = (
         q.tensor, k.tensor, v.tensor, do.tensor, scratch.sums, scratch.order, dk and dk.tensor, dv and dv.tensor,
         scratch.rows, scratch.counter, args.slopes, args.query_starts, args.key_starts, args.query_used, args.key_used,
     )  # fmt: skip
     sizes = (
-        operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks, group, scratch.slots,
+        operands.batch, operands.queries, operands.keys, heads.kv * num_splits, heads.q_per_kv // num_splits,
     )  # fmt: skip
+    order = blocks, schedule.late_blocks, schedule.group, scratch.slots
     dk, dv = dk or absent, dv or absent
     rest = (
         scratch.rows.numel(), q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, do.b, do.s, do.r, dk.b, dk.s, dk.h,
@@ -306,14 +404,15 @@ def _launch_main(
     options = {
         "LEFT": args.left >= 0, "RIGHT": args.right >= 0, "BOTTOM_RIGHT": args.bottom_right, "CAP": args.softcap > 0,
         "D_QK": operands.d_qk, "D_V": operands.d_v, "P_QK": pieces_of(operands.d_qk), "P_V": pieces_of(operands.d_v),
-        "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PART": plan.part,
-        "REGISTERS": plan.registers, "num_warps": 4,
+        "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PART": plan.part, "REGISTERS": plan.registers, "num_warps": 4,
     }  # fmt: skip
     if _is_wide(operands.d_qk, operands.d_v):
-        _hopper_attention_bwd_d256_kernel[(count,)](*tensors, *sizes, *rest, BLOCK_N=block_n, **options)
+        _hopper_attention_bwd_d256_kernel[(count,)](*tensors, *sizes, *order, *rest, BLOCK_N=64, **options)
     else:
-        _hopper_attention_bwd_kernel[(min(num_sms, count),)](
-            *tensors, *sizes, count, *rest, DS_STAGES=plan.ds_stages, **options
+        _hopper_attention_bwd_kernel[(min(operands.target.num_sms, count),)](
+            *tensors, *sizes, num_splits, *order, count, *rest, DS_STAGES=plan.ds_stages, AHEAD=plan.ahead, EARLY=plan.early,
+            SPLIT_HEADS=num_splits > 1,
+            **options,
         )
 
 

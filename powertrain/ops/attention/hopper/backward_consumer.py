@@ -19,8 +19,10 @@ from powertrain.ops.attention.hopper.primitives import (
     TILE_DK_ROW,
     TILE_K_LEFT,
     TILE_KV,
+    TILE_OUT,
     as_tile,
     here,
+    in_order,
     keep_order,
     pieces_desc_of,
     read_tile_field,
@@ -60,6 +62,24 @@ def _send(desc, place, smem, CONSUMER: gl.constexpr):
     b, kv, end, row = place
     for i in gl.static_range(len(smem)):
         tma_store(desc[i], [b, kv, end, row, i * smem[0].shape[2]], as_tile(smem[i].index(CONSUMER)))
+
+
+@gluon.jit
+def _store_in_order(ptr, tile, x, CONSUMER: gl.constexpr):
+    """A consumer's sums of tile number `tile`, in float32 and in the order in which its threads hold them."""
+    W: gl.constexpr = x[0].shape[1] + (x[1].shape[1] if len(x) > 1 else 0)
+    base = ptr + (tile * 2 + CONSUMER).to(gl.int64) * (64 * W)
+    for i in gl.static_range(len(x)):
+        x0, x1, x2, x3, place = in_order(x[i])
+        ptrs = base + i * (64 * x[0].shape[1]) + place
+        gl.inline_asm_elementwise(
+            "st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
+            "=r,l,f,f,f,f",
+            [ptrs.to(gl.int64), x0, x1, x2, x3],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @gluon.jit
@@ -374,26 +394,24 @@ def consume(
     tile_full, tile_empty = bars.tile_full, bars.tile_empty
     STAGES: gl.constexpr = q_smem[0].shape[0]
     BLOCK_M: gl.constexpr = q_smem[0].shape[1]
-    W_QK: gl.constexpr = k_smem[0].shape[2] + (k_smem[1].shape[2] if len(k_smem) > 1 else 0)
-    W_V: gl.constexpr = v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)
     # AHEAD: a block's scores are asked for behind the products of the one before, where there are registers for both.
     # EARLY: as _consume_block says, where it was measured faster: masks, ALiBi and a softcap need the registers. Where
     # tiles add in turn neither was faster
-    AHEAD: gl.constexpr = W_QK == 64 and W_V == 64 and not CAP and not DETERMINISTIC
+    AHEAD: gl.constexpr = CONFIG.ahead and not CAP and not DETERMINISTIC
     PLAIN: gl.constexpr = not (LEFT or RIGHT or CAP or RAGGED or DETERMINISTIC) and grads.slopes is None
-    EARLY: gl.constexpr = PLAIN and W_QK == 128 and W_V == 128
+    EARLY: gl.constexpr = CONFIG.early and PLAIN
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     k, v = _own_keys(k_smem, CONSUMER), _own_keys(v_smem, CONSUMER)
     storage = batch
     if PACKED:
         storage = gl.to_tensor(1)
-    if grads.dk is not None:
+    if grads.dk is not None and not CONFIG.splits_heads:
         # made here, by the warps that store with it
         dk_desc = pieces_desc_of(
             grads.dk, storage, kv_heads, keys, CONFIG.d_qk, here(strides.dkb), here(strides.dkh), here(strides.dks),
             dk_smem, PACKED,
         )  # fmt: skip
-    if grads.dv is not None:
+    if grads.dv is not None and not CONFIG.splits_heads:
         dv_desc = pieces_desc_of(
             grads.dv, storage, kv_heads, keys, CONFIG.d_v, here(strides.dvb), here(strides.dvh), here(strides.dvs),
             dv_smem, PACKED,
@@ -501,10 +519,17 @@ def consume(
             dv = _first_keys(dv, k_left)
             dk = _first_keys(dk, k_left)
         rows_left = read_tile_field(tile_smem, slot, TILE_DK_LEFT) - CONSUMER * 64
+        if CONFIG.splits_heads:
+            out_tile = read_tile_field(tile_smem, slot, TILE_OUT)
         mbarrier.arrive(tile_empty.index(slot), count=1)
-        if grads.dv is not None:
+        if CONFIG.splits_heads:
+            if grads.dv is not None:
+                _store_in_order(grads.dv, out_tile, dv, CONSUMER)
+            if grads.dk is not None:
+                _store_in_order(grads.dk, out_tile, dk, CONSUMER)
+        if grads.dv is not None and not CONFIG.splits_heads:
             _store(dv_desc, place, rows_left, dv_smem, dv, PACKED, CONSUMER)
-        if grads.dk is not None:
+        if grads.dk is not None and not CONFIG.splits_heads:
             _store(dk_desc, place, rows_left, dk_smem, _scaled(dk, mods.scale), PACKED, CONSUMER)
         taken += 1
         mbarrier.wait(tile_full.index(taken & 1), (taken >> 1) & 1)

@@ -33,6 +33,7 @@ from powertrain.ops.attention.hopper.primitives import (
     TILE_K_LEFT,
     TILE_K_ROW,
     TILE_KV,
+    TILE_OUT,
     TILE_Q_END,
     TILE_Q_ROW,
     TILE_SUMS,
@@ -54,6 +55,7 @@ from powertrain.ops.attention.hopper.primitives import (
     alloc_pieces,
     alloc_pipeline_stages,
     as_tile,
+    in_order,
     int32,
     keep_order,
     pieces_desc_of,
@@ -77,14 +79,10 @@ from powertrain.runtime.launch import gluon_kernel
 @gluon.jit
 def add_in_order(base, x):
     """Add accumulators [64, N] to the float32 at `base`, in the order in which the threads hold them."""
-    N: gl.constexpr = x.shape[1]
     # sums lie in the order of the accumulators, so that each thread adds vectors without a shuffle; the last launch
     # brings them into rows
-    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([16 * N, 2, 2])
-    even, odd = x.split()
-    x0, x2 = even.split()
-    x1, x3 = odd.split()
-    ptrs = base + gl.arange(0, 16 * N, x0.type.layout) * 4
+    x0, x1, x2, x3, place = in_order(x)
+    ptrs = base + place
     gl.inline_asm_elementwise(
         # 16 bytes a thread, no shared memory, no barrier: the L2 takes 3.8 TB/s of such additions, the kernel needs
         # 1.9
@@ -110,26 +108,30 @@ def _place(start, length, row, rows, RAGGED: gl.constexpr):
 
 @gluon.jit
 def keys_of(tile, lengths, sizes, BLOCK_N: gl.constexpr):
-    """A tile of keys: (batch entry, head, first key), then start, length and capacity of its sequence's keys, and start
-    and length of its queries. `swizzle` heads at a time share the L2; of each the first keys, which most queries see,
-    come first."""
-    kv_heads, blocks, swizzle = sizes.kv_heads, sizes.blocks, sizes.swizzle
+    """A tile of keys: (batch entry, head, block of the head's, first key), then start, length and capacity of its
+    sequence's keys, and start and length of its queries. `swizzle` heads at a time share the L2; of each the first
+    keys, which most queries see, come first. The last keys of all heads, whose tiles are short, come last: they fill
+    the SMs that have no long tile any more."""
+    kv_heads, swizzle = sizes.kv_heads, sizes.swizzle
     heads = kv_heads
     if lengths.k_starts is None:
         heads = kv_heads * sizes.batch
-    first_head = tile // (swizzle * blocks) * swizzle
+    early_blocks = sizes.blocks - sizes.late_blocks
+    first_head = tile // (swizzle * early_blocks) * swizzle
     size = gl.minimum(heads - first_head, swizzle)
-    within = tile - first_head * blocks
-    block = within // size
-    kv = first_head + within % size
+    within = tile - first_head * early_blocks
+    late = tile - heads * early_blocks
+    slot = gl.where(late < 0, within // size, early_blocks + late // heads)
+    kv = gl.where(late < 0, first_head + within % size, late % heads)
+    block = slot
     if lengths.k_starts is not None:
-        b, block = find_sequence(lengths.k_starts, sizes.batch, block, BLOCK_N)
+        b, block = find_sequence(lengths.k_starts, sizes.batch, slot, BLOCK_N)
     else:
         b = kv // kv_heads
         kv = kv % kv_heads
     k_start, k_len, k_capacity = sequence_span(lengths.k_starts, lengths.k_used, b, sizes.batch, sizes.keys)
     q_start, q_len, _ = sequence_span(lengths.q_starts, lengths.q_used, b, sizes.batch, sizes.queries)
-    return b, kv, block * BLOCK_N, k_start, k_len, k_capacity, q_start, q_len
+    return b, kv, slot, block * BLOCK_N, k_start, k_len, k_capacity, q_start, q_len
 
 
 @gluon.jit
@@ -175,7 +177,7 @@ def _write_tile(
     if not looks:
         write_tile_field(tile_smem, slot, TILE_KV, -1)
     while looks:
-        b, kv, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(tile, lengths, sizes, BLOCK_N)
+        b, kv, key_slot, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(tile, lengths, sizes, BLOCK_N)
         if first < k_capacity:
             begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
             start = begin
@@ -207,6 +209,11 @@ def _write_tile(
             write_tile_field(tile_smem, slot, TILE_DK_END, end)
             write_tile_field(tile_smem, slot, TILE_DK_ROW, row)
             write_tile_field(tile_smem, slot, TILE_DK_LEFT, k_capacity - first)
+            if sizes.num_splits is not None:
+                head = kv
+                if not CONFIG.packed:
+                    head += b * sizes.kv_heads
+                write_tile_field(tile_smem, slot, TILE_OUT, head * sizes.blocks + key_slot)
             if DETERMINISTIC:
                 before, size, _ = queries_of(first - BLOCK_N, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
                 write_tile_field(tile_smem, slot, TILE_UNSEEN, (begin + count - before - size) * num_q_per_kv)
@@ -266,11 +273,13 @@ def _next(head, row, tile, left, count, num_q_per_kv, slots, BLOCK_M: gl.constex
 
 
 @gluon.jit
-def _load_keys(desc, smem, bar, tile_smem, slot, PACKED: gl.constexpr):
+def _load_keys(desc, smem, bar, tile_smem, slot, num_splits, PACKED: gl.constexpr):
     b = gl.to_tensor(0)
     if not PACKED:
         b = read_tile_field(tile_smem, slot, TILE_B)
     kv = read_tile_field(tile_smem, slot, TILE_KV)
+    if num_splits is not None:
+        kv = kv // num_splits
     place = (b, kv, read_tile_field(tile_smem, slot, TILE_K_END), read_tile_field(tile_smem, slot, TILE_K_ROW))
     COLS: gl.constexpr = smem[0].shape[2] + (smem[1].shape[2] if len(smem) > 1 else 0)
     mbarrier.expect(bar, smem[0].shape[1] * COLS * smem[0].dtype.primitive_bitwidth // 8)
@@ -345,11 +354,14 @@ def _produce(
     heads = kv_heads * num_q_per_kv
     RAGGED_Q: gl.constexpr = CONFIG.ragged_q
     RAGGED_K: gl.constexpr = CONFIG.ragged_k
+    key_heads = kv_heads
+    if sizes.num_splits is not None:
+        key_heads = kv_heads // sizes.num_splits
     k_desc = pieces_desc_of(
-        inputs.k, storage, kv_heads, keys, D_QK, strides.kb, strides.kh, strides.ks, k_smem, RAGGED_K
+        inputs.k, storage, key_heads, keys, D_QK, strides.kb, strides.kh, strides.ks, k_smem, RAGGED_K
     )
     v_desc = pieces_desc_of(
-        inputs.v, storage, kv_heads, keys, D_V, strides.vb, strides.vh, strides.vs, v_smem, RAGGED_K
+        inputs.v, storage, key_heads, keys, D_V, strides.vb, strides.vh, strides.vs, v_smem, RAGGED_K
     )
     q_desc = pieces_desc_of(
         inputs.q, storage, heads, queries, D_QK, strides.qb, strides.qr, strides.qs, q_smem, RAGGED_Q
@@ -434,8 +446,8 @@ def _produce(
             todo = count * num_q_per_kv - rest
             # for keys that no query sees too: a branch would cost the consumers registers
             # the keys follow when the last ds k of the tile before is done; consumers store dv and dk meanwhile
-            _load_keys(k_desc, k_smem, k_full.index(slot), tile_smem, slot, PACKED)
-            _load_keys(v_desc, v_smem, v_full.index(slot), tile_smem, slot, PACKED)
+            _load_keys(k_desc, k_smem, k_full.index(slot), tile_smem, slot, sizes.num_splits, PACKED)
+            _load_keys(v_desc, v_smem, v_full.index(slot), tile_smem, slot, sizes.num_splits, PACKED)
             mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
             mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         for i in range(kept(todo)):
@@ -469,13 +481,14 @@ def _produce(
 def _hopper_attention_bwd_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, rows_size,
+    batch, queries, keys, kv_heads, num_q_per_kv, num_splits, blocks, late_blocks, swizzle, slots, tiles, rows_size,
     stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
     stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr,
     D_QK: gl.constexpr, D_V: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr, EARLY: gl.constexpr, SPLIT_HEADS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = 128
     gl.static_assert(2 <= STAGES and STAGES <= 4 and DS_STAGES <= 2)  # the barriers by number that there are
@@ -483,11 +496,16 @@ def _hopper_attention_bwd_kernel(
     PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = BackwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
-        D_QK, D_V, order_ptr is not None,
+        D_QK, D_V, order_ptr is not None, SPLIT_HEADS, AHEAD, EARLY,
     )  # fmt: skip
     # int64 where a stride needs it
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
     blocks, swizzle, slots, tiles = int32(blocks), int32(swizzle), int32(slots), int32(tiles)
+    late_blocks = int32(late_blocks)
+    if SPLIT_HEADS:
+        splits = int32(num_splits)
+    else:
+        splits: gl.constexpr = None  # type: ignore[no-redef]
     batch, left, right, rows_size = int32(batch), int32(left), int32(right), int32(rows_size)
     k_smem = alloc_pieces(dtype, 1, BLOCK_N, P_QK)
     v_smem = alloc_pieces(dtype, 1, BLOCK_N, P_V)
@@ -518,7 +536,7 @@ def _hopper_attention_bwd_kernel(
     scratch = Scratch(sum_ptr, order_ptr, rows_ptr)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     sizes = BackwardSizes(
-        batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, rows_size
+        batch, queries, keys, kv_heads, num_q_per_kv, splits, blocks, late_blocks, swizzle, slots, tiles, rows_size
     )  # fmt: skip
     strides = BackwardStrides(
         stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,

@@ -389,7 +389,7 @@ def _barrier(arrivals: gl.constexpr):
 def _hopper_attention_bwd_d256_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, rows_size,
+    batch, queries, keys, kv_heads, num_q_per_kv, blocks, late_blocks, swizzle, slots, rows_size,
     stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
     stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
@@ -408,14 +408,17 @@ def _hopper_attention_bwd_d256_kernel(
     if order_ptr is not None:
         number = fetch_next_tile(counter_ptr, True)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
-    sizes = BackwardSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, None, rows_size)
+    sizes = BackwardSizes(
+        batch, queries, keys, kv_heads, num_q_per_kv, None, blocks, int32(late_blocks), swizzle, slots, None,
+        rows_size,
+    )  # fmt: skip
     window = Window(left, right)
     PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = BackwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
-        D_QK, D_V, order_ptr is not None,
+        D_QK, D_V, order_ptr is not None, False, False, False,
     )  # fmt: skip
-    b, kv, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(number, lengths, sizes, BLOCK_N)
+    b, kv, _, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(number, lengths, sizes, BLOCK_N)
     begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
     start = begin
     unseen = gl.to_tensor(0)
