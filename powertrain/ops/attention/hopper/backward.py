@@ -210,7 +210,7 @@ def head_splits_for(
     average. `keys_bytes`: of dk and dv in float32, which are written and read once more for each part.
 
     Reckoned in the time of a block, 2.3 us, in which memory moves 8 MB; a tile costs three beside its own, and the
-    kernels that add up the parts five."""
+    launches that add up the parts ten."""
 
     def cost(splits: int) -> float:
         tile = repeats // splits * longest + 3
@@ -219,7 +219,7 @@ def head_splits_for(
             spent = max(tile, count * ((tile - 3) / 2 + 3) / num_sms)
         else:
             spent = -(-count // num_sms) * tile
-        return spent + (5 + 2 * splits * keys_bytes / 8e6 if splits > 1 else 0)
+        return spent + (10 + 2 * splits * keys_bytes / 8e6 if splits > 1 else 0)
 
     return min((n for n in range(1, repeats + 1) if repeats % n == 0), key=lambda n: (cost(n), n))
 

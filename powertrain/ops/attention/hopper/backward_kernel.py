@@ -62,7 +62,7 @@ from powertrain.ops.attention.hopper.primitives import (
     read_tile_field,
     write_tile_field,
 )
-from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
+from powertrain.ops.attention.triton.sequences import find_sequence, key_tile_coords, sequence_span
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
@@ -108,21 +108,13 @@ def _place(start, length, row, rows, RAGGED: gl.constexpr):
 
 @gluon.jit
 def keys_of(tile, lengths, sizes, BLOCK_N: gl.constexpr):
-    """A tile of keys: (batch entry, head, block of the head's, first key), then start, length and capacity of its
-    sequence's keys, and start and length of its queries. `swizzle` heads at a time share the L2; of each the first
-    keys, which most queries see, come first. The last keys of all heads, whose tiles are short, come last: they fill
-    the SMs that have no long tile any more."""
-    kv_heads, swizzle = sizes.kv_heads, sizes.swizzle
+    """A tile of keys: (batch entry, head, its slot of the head's, first key), then start, length and capacity of its
+    sequence's keys, and start and length of its queries."""
+    kv_heads = sizes.kv_heads
     heads = kv_heads
     if lengths.k_starts is None:
         heads = kv_heads * sizes.batch
-    early_blocks = sizes.blocks - sizes.late_blocks
-    first_head = tile // (swizzle * early_blocks) * swizzle
-    size = gl.minimum(heads - first_head, swizzle)
-    within = tile - first_head * early_blocks
-    late = tile - heads * early_blocks
-    slot = gl.where(late < 0, within // size, early_blocks + late // heads)
-    kv = gl.where(late < 0, first_head + within % size, late % heads)
+    slot, kv = key_tile_coords(tile, sizes.blocks, sizes.late_blocks, heads, sizes.swizzle)
     block = slot
     if lengths.k_starts is not None:
         b, block = find_sequence(lengths.k_starts, sizes.batch, slot, BLOCK_N)
