@@ -47,17 +47,21 @@ def _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, size, BLOCK_M: tl.con
 
 @kernel()
 def _hopper_attention_bwd_preprocess_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, sum_ptr, order_ptr, counter_ptr, starts_ptr, used_ptr,
-    batch, queries, slots, heads, num_q_per_kv, head_of_kv, head_of_repeat,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, sum_ptr, order_ptr, counter_ptr, key_sum_ptr, starts_ptr, used_ptr,
+    batch, queries, slots, heads, num_q_per_kv, head_of_kv, head_of_repeat, key_sums,
     stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,
     D_V: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """For a tile of queries: LSE in base 2 and delta, inf and 0 where a row sees nothing and behind the rows (whose
     weights are then 0, whatever ALiBi makes of their places), and zeros for the sums of dq and for whose turn it is to
-    add. Then a zero to draw tiles from."""
+    add. Then a zero to draw tiles from, and `key_sums` zeros for the sums of dk and dv."""
     t = tl.program_id(0)
     if t == 0:
         tl.store(counter_ptr, 0)
+    if key_sum_ptr is not None:
+        for first in range(t * 4096, key_sums, tl.num_programs(0) * 4096):
+            place = first + tl.arange(0, 4096)
+            tl.store(key_sum_ptr + place, tl.zeros([4096], tl.float32), mask=place < key_sums)
     b, index, start, first, length, _ = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
     kv, repeat = index // num_q_per_kv, index % num_q_per_kv
     head = kv * head_of_kv + repeat * head_of_repeat
@@ -160,12 +164,14 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
     """ms, bf16, one H200, causal: H32 D64 S8192 2.99 with 128 queries a block, 2.71 with 64, 2.59 with 64 columns of dq
     too; H16 D128 S2048 2 heads at a time 0.744, 4 0.737, packed 1.905, 1.855; H8 D256 S8192 64 columns of dq and 208
     registers 3.08, 32 and 224 3.23."""
+    if max(d_qk, d_v) > 192:
+        return Plan(stages=2, part=64, registers=208, group_start=4)
     if max(d_qk, d_v) > 128:
-        return Plan(stages=2, part=64, registers=208, group=2, group_start=4)
+        return Plan(stages=2, group_start=4)
     if max(d_qk, d_v) <= 64:
         return Plan(stages=4, part=64, registers=208, group_start=8, ahead=True)
     if max(d_qk, d_v) <= 96:
-        return Plan(stages=3, part=64, registers=208, ahead=True)
+        return Plan(stages=4 if max(d_qk, d_v) <= 80 else 3, part=64, registers=208, ahead=True)
     return Plan(early=True)
 
 
@@ -196,7 +202,7 @@ def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
     if args.deterministic:
         group = deterministic_swizzle(plan, queries, repeats, args, num_sms)
     late = 0
-    if args.right >= 0 and not operands.is_packed:
+    if args.right >= 0 and args.left < 0 and not operands.is_packed:  # with a window nearly all tiles are equal
         late = late_blocks_for(operands.storage * heads.kv * num_splits, blocks, num_sms)
     return Schedule(num_splits, group, late)
 
@@ -341,35 +347,37 @@ def _launch(
     args, heads = operands.args, operands.heads
     num_heads, w_qk = heads.kv * heads.q_per_kv, width_of(operands.d_qk)
     scratch = _Scratch.of(operands, plan, dq is not None)
+    block_n = 64 if _is_wide(operands.d_qk, operands.d_v) else 128
+    blocks = operands.key_blocks(block_n)
+    schedule = schedule_of(operands, plan, blocks)
+    tiles = operands.storage * heads.kv * blocks
+    outs, key_sums = [(dk, operands.d_qk, args.scale), (dv, operands.d_v, 1.0)], None
+    adds = schedule.num_splits > 1 and not args.deterministic  # in turn each part has sums of its own
+    if schedule.num_splits > 1:
+        parts = 1 if adds else schedule.num_splits
+        sizes = [0 if x is None else tiles * parts * block_n * width_of(d) for x, d, _ in outs]
+        key_sums = torch.empty(sum(sizes), dtype=torch.float32, device=operands.q.tensor.device)
     do = operands.like_query(_for_tma(call.dout))
     dlse = None if call.dlse is None else call.dlse.contiguous()
     _, *o_strides = operands.like_query(call.out)
     _hopper_attention_bwd_preprocess_kernel[(scratch.tiles,)](
         call.out, do.tensor, call.lse, dlse, scratch.rows, scratch.sums, scratch.order, scratch.counter,
-        args.query_starts, args.query_used,
+        key_sums if adds else None, args.query_starts, args.query_used,
         operands.batch, operands.queries, scratch.slots, num_heads, heads.q_per_kv, heads.kv_step, heads.q_step,
-        *o_strides, do.b, do.s, do.h, do.r,
+        key_sums.numel() if adds else 0, *o_strides, do.b, do.s, do.h, do.r,
         D_V=operands.d_v, W_QK=w_qk, W_V=width_of(operands.d_v), BLOCK_M=plan.block_m,
     )  # fmt: skip
-    block_n = 64 if _is_wide(operands.d_qk, operands.d_v) else 128
-    blocks = operands.key_blocks(block_n)
-    schedule = schedule_of(operands, plan, blocks)
-    if schedule.num_splits == 1:
+    if key_sums is None:
         _launch_main(operands, do, dk, dv, scratch, plan, schedule, blocks)
     else:
-        tiles = operands.storage * heads.kv * blocks
-        outs = [(x, d) for x, d in ((dk, operands.d_qk), (dv, operands.d_v))]
-        sums = [
-            x and Operand(scratch.rows.new_empty(tiles * schedule.num_splits * block_n * width_of(d)), 0, 0, 0, 0)
-            for x, d in outs
-        ]
+        sums = [Operand(x, 0, 0, 0, 0) if x.numel() else None for x in key_sums.split(sizes)]
         _launch_main(operands, do, *sums, scratch, plan, schedule, blocks)
-        for (x, d), parts, scale in zip(outs, sums, (args.scale, 1.0), strict=True):
-            if x is not None and parts is not None:
+        for (x, d, scale), of_parts in zip(outs, sums, strict=True):
+            if x is not None and of_parts is not None:
                 _hopper_attention_sums_kernel[(tiles * block_n // 64,)](
-                    parts.tensor, x.tensor, args.key_starts, args.key_used, operands.batch, operands.keys, blocks,
-                    heads.kv, 1, schedule.num_splits, scale, x.b, x.s, x.h, 0,
-                    D=d, W=width_of(d), BLOCK_M=block_n, SPLIT_HEADS=True,
+                    of_parts.tensor, x.tensor, args.key_starts, args.key_used, operands.batch, operands.keys, blocks,
+                    heads.kv, 1, parts, scale, x.b, x.s, x.h, 0,
+                    D=d, W=width_of(d), BLOCK_M=block_n, SPLIT_HEADS=parts > 1,
                 )  # fmt: skip
     if dq is not None:
         _hopper_attention_sums_kernel[(scratch.tiles * plan.block_m // 64,)](

@@ -20,14 +20,16 @@ from powertrain.ops.attention.hopper.primitives import (
     TILE_K_LEFT,
     TILE_KV,
     TILE_OUT,
+    add_in_order,
     as_tile,
     here,
-    in_order,
     keep_order,
     pieces_desc_of,
     read_tile_field,
+    store_in_order,
     tanh,
 )
+from powertrain.ops.attention.hopper.softmax import zero_outside
 from powertrain.runtime.gluon_compat import (
     barrier,
     gl,
@@ -65,21 +67,15 @@ def _send(desc, place, smem, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _store_in_order(ptr, tile, x, CONSUMER: gl.constexpr):
-    """A consumer's sums of tile number `tile`, in float32 and in the order in which its threads hold them."""
+def _leave_sums(ptr, tile, x, ADD: gl.constexpr, CONSUMER: gl.constexpr):
+    """Add a consumer's sums to those of tile number `tile`, in float32, or store them there."""
     W: gl.constexpr = x[0].shape[1] + (x[1].shape[1] if len(x) > 1 else 0)
     base = ptr + (tile * 2 + CONSUMER).to(gl.int64) * (64 * W)
     for i in gl.static_range(len(x)):
-        x0, x1, x2, x3, place = in_order(x[i])
-        ptrs = base + i * (64 * x[0].shape[1]) + place
-        gl.inline_asm_elementwise(
-            "st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
-            "=r,l,f,f,f,f",
-            [ptrs.to(gl.int64), x0, x1, x2, x3],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        if ADD:
+            add_in_order(base + i * (64 * x[0].shape[1]), x[i])
+        else:
+            store_in_order(base + i * (64 * x[0].shape[1]), x[i])
 
 
 @gluon.jit
@@ -239,15 +235,17 @@ def _weights_of(
     if CONFIG.has_left:
         masked = masked | (low + BLOCK_M - 1 - left > 0)
     if masked:
-        j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
-        place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
-        last = k_left - 1
-        if CONFIG.has_right:
-            last = gl.minimum(place + right, last)
-        seen = j <= last
-        if CONFIG.has_left:
-            seen = seen & (j >= place - left)
-        p = gl.where(seen, p, 0.0)
+        key = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+        if CONFIG.has_left:  # with two bounds the compiler's masks cost 20 loads from the stack a block
+            first = key * 0
+            if CONFIG.has_right:
+                first = key - right - low
+            p = zero_outside(p, first, gl.where(key < k_left, key + left - low, -1))
+        else:
+            last = k_left - 1
+            if CONFIG.has_right:
+                last = gl.minimum(gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0) + right, last)
+            p = gl.where(gl.expand_dims(key, 1) <= last, p, 0.0)
     return p, t
 
 
@@ -524,9 +522,9 @@ def consume(
         mbarrier.arrive(tile_empty.index(slot), count=1)
         if CONFIG.splits_heads:
             if grads.dv is not None:
-                _store_in_order(grads.dv, out_tile, dv, CONSUMER)
+                _leave_sums(grads.dv, out_tile, dv, not DETERMINISTIC, CONSUMER)
             if grads.dk is not None:
-                _store_in_order(grads.dk, out_tile, dk, CONSUMER)
+                _leave_sums(grads.dk, out_tile, dk, not DETERMINISTIC, CONSUMER)
         if grads.dv is not None and not CONFIG.splits_heads:
             _store(dv_desc, place, rows_left, dv_smem, dv, PACKED, CONSUMER)
         if grads.dk is not None and not CONFIG.splits_heads:

@@ -51,13 +51,12 @@ from powertrain.ops.attention.hopper.primitives import (
     ScoreArguments,
     Scratch,
     Window,
+    add_in_order,
     alloc_mbarriers,
     alloc_pieces,
     alloc_pipeline_stages,
     as_tile,
-    in_order,
     int32,
-    keep_order,
     pieces_desc_of,
     read_tile_field,
     write_tile_field,
@@ -74,26 +73,6 @@ from powertrain.runtime.gluon_compat import (
     tma_load,
 )
 from powertrain.runtime.launch import gluon_kernel
-
-
-@gluon.jit
-def add_in_order(base, x):
-    """Add accumulators [64, N] to the float32 at `base`, in the order in which the threads hold them."""
-    # sums lie in the order of the accumulators, so that each thread adds vectors without a shuffle; the last launch
-    # brings them into rows
-    x0, x1, x2, x3, place = in_order(x)
-    ptrs = base + place
-    gl.inline_asm_elementwise(
-        # 16 bytes a thread, no shared memory, no barrier: the L2 takes 3.8 TB/s of such additions, the kernel needs
-        # 1.9
-        "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
-        "=r,l,f,f,f,f",
-        [ptrs.to(gl.int64), x0, x1, x2, x3],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    keep_order()  # the next product writes to these registers
 
 
 @gluon.jit
@@ -205,6 +184,8 @@ def _write_tile(
                 head = kv
                 if not CONFIG.packed:
                     head += b * sizes.kv_heads
+                if not DETERMINISTIC:  # all parts add to the same sums
+                    head = head // sizes.num_splits
                 write_tile_field(tile_smem, slot, TILE_OUT, head * sizes.blocks + key_slot)
             if DETERMINISTIC:
                 before, size, _ = queries_of(first - BLOCK_N, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)

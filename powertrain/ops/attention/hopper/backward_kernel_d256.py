@@ -11,7 +11,6 @@ Source: as hopper/backward.py's.
 """
 
 from powertrain.ops.attention.hopper.backward_kernel import (
-    add_in_order,
     ask_for_part,
     fetch_next_tile,
     keys_of,
@@ -24,6 +23,7 @@ from powertrain.ops.attention.hopper.primitives import (
     BackwardSizes,
     Lengths,
     Window,
+    add_in_order,
     alloc_mbarriers,
     alloc_pieces,
     int32,

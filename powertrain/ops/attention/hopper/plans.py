@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 
 def pieces_of(head_dim: int) -> tuple[int, ...]:
     """The padded head dim: a power of 2, or two of which the second begins within the tensor."""
-    widths = ((64,), (64, 32), (128,), (128, 32), (128, 64), (256,))
+    widths = ((64,), (64, 16), (64, 32), (128,), (128, 32), (128, 64), (256,))
     return next(pieces for pieces in widths if head_dim <= sum(pieces))
 
 
@@ -54,6 +54,8 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     if d_qk <= 128 and d_v <= 128:
         return Plan(p_qk, p_v)
     if d_qk <= 192 and d_v <= 128:
+        return Plan(p_qk, p_v, store_parts=2, q_slots=1, q_held=False)
+    if d_qk <= 160 and d_v <= 160:
         return Plan(p_qk, p_v, store_parts=2, q_slots=1, q_held=False)
     if d_qk <= 192 and d_v <= 192:
         return Plan(p_qk, p_v, block_n=64, q_slots=1)
