@@ -67,9 +67,7 @@ def test_tensors() -> None:
     assert reason(_empty(1, 64, 4, 64).expand(2, -1, -1, -1)) is None
 
 
-def _entry(
-    head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, repeats: int = 2, **given: Any
-) -> Any:
+def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, repeats: int = 2, **given: Any) -> Any:
     """The main kernel. With 8 `repeats` heads that share keys are split over tiles."""
     args = _args(**given)
     q, k = _empty(2, 512, 2 * repeats, head_dim, dtype=dtype), _empty(2, 512, 2, head_dim, dtype=dtype)
@@ -195,7 +193,15 @@ def test_products_run_beside_everything_else(
         (136, ALL, IN_TURN),
     ],
     ids=[
-        "causal", "full-d200", "no-dq", "window-softcap", "thd-lengths", "alibi", "in-turn", "d192", "full-d160",
+        "causal",
+        "full-d200",
+        "no-dq",
+        "window-softcap",
+        "thd-lengths",
+        "alibi",
+        "in-turn",
+        "d192",
+        "full-d160",
         "in-turn-d136",
     ],
 )

@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-import triton
 import triton.language as tl
 
 from powertrain.ops.attention.hopper import backward
@@ -62,13 +61,20 @@ def test_sums_of_parts_of_the_heads(width: int, head_dim: int, splits: int, devi
     torch.testing.assert_close(dk, expected)
 
 
-def _time(batch: int, length: int, heads: int, kv_heads: int, splits: int, late: int, swizzle: int) -> tuple[float, float]:
+def _time(
+    batch: int, length: int, heads: int, kv_heads: int, splits: int, late: int, swizzle: int
+) -> tuple[float, float]:
     """(time, share of it that SMs are busy) of a causal backward by SMs that take the next tile when they are free, in
     the time of a block of 64 queries; a tile costs three blocks beside its own."""
     blocks, repeats = cdiv(length, 128), heads // kv_heads // splits
     all_heads = batch * kv_heads * splits
     early = blocks - late
-    order = [n for first in range(0, all_heads, swizzle) for n in range(early) for _ in range(min(swizzle, all_heads - first))]
+    order = [
+        n
+        for first in range(0, all_heads, swizzle)
+        for n in range(early)
+        for _ in range(min(swizzle, all_heads - first))
+    ]
     order += [n for n in range(early, blocks) for _ in range(all_heads)]
     free = [0.0] * SMS
     spent = [3 + repeats * (cdiv(length, 64) - 2 * n) for n in order]

@@ -31,7 +31,6 @@ from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
 
 
-
 @triton.jit
 def _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, size, BLOCK_M: tl.constexpr):
     """(batch entry, head, first row of its storage, the block's first row, length, capacity) of tile t of queries."""
@@ -208,9 +207,7 @@ def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
 
 
 @functools.lru_cache(maxsize=1024)
-def head_splits_for(
-    tiles: int, longest: int, repeats: int, is_causal: bool, keys_bytes: int, num_sms: int
-) -> int:
+def head_splits_for(tiles: int, longest: int, repeats: int, is_causal: bool, keys_bytes: int, num_sms: int) -> int:
     """Into how many parts the `repeats` query heads of each of so many tiles are split, a tile each: a divisor.
     `longest`: blocks of queries of one head in the longest tile; under a causal mask tiles have half of them on
     average. `keys_bytes`: of dk and dv in float32, which are written and read once more for each part.
@@ -418,7 +415,15 @@ def _launch_main(
         _hopper_attention_bwd_d256_kernel[(count,)](*tensors, *sizes, *order, *rest, BLOCK_N=64, **options)
     else:
         _hopper_attention_bwd_kernel[(min(operands.target.num_sms, count),)](
-            *tensors, *sizes, num_splits, *order, count, *rest, DS_STAGES=plan.ds_stages, AHEAD=plan.ahead, EARLY=plan.early,
+            *tensors,
+            *sizes,
+            num_splits,
+            *order,
+            count,
+            *rest,
+            DS_STAGES=plan.ds_stages,
+            AHEAD=plan.ahead,
+            EARLY=plan.early,
             SPLIT_HEADS=num_splits > 1,
             **options,
         )

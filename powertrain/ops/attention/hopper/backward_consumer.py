@@ -4,6 +4,16 @@ A consumer holds dk and dv of its keys in registers and runs over the blocks of 
 rows. Three ways: as _consume_block does, its EARLY form, and AHEAD, one block's scores behind the other's products.
 """
 
+from powertrain.ops.attention.hopper.pieces import (
+    as_operands,
+    first_keys,
+    multiply,
+    no_sums,
+    own_keys,
+    pieces_desc_of,
+    scaled,
+    wait_for_sums,
+)
 from powertrain.ops.attention.hopper.primitives import (
     BAR_DS_FULL,
     BAR_EMPTY,
@@ -24,7 +34,6 @@ from powertrain.ops.attention.hopper.primitives import (
     as_tile,
     here,
     keep_order,
-    pieces_desc_of,
     read_tile_field,
     store_in_order,
     tanh,
@@ -121,93 +130,6 @@ def _ask(keys, b_smem, at, zeros):
 
 
 @gluon.jit
-def _own_keys(smem, CONSUMER: gl.constexpr):
-    """Rows of k or v of the keys of a consumer."""
-    rows = ()
-    for i in gl.static_range(len(smem)):
-        rows += (smem[i].index(0).slice(CONSUMER * 64, 64, 0),)  # type: ignore[assignment]
-    return rows
-
-
-@gluon.jit
-def _zeros_of(smem):
-    COLS: gl.constexpr = smem.shape[2]
-    return gl.zeros([64, COLS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16]))
-
-
-@gluon.jit
-def _no_sums(smem):
-    """Of the keys of a consumer: [64, PIECE] for each piece."""
-    sums = ()
-    for i in gl.static_range(len(smem)):
-        sums += (_zeros_of(smem[i]),)  # type: ignore[assignment]
-    return sums
-
-
-@gluon.jit
-def _as_operand(x, sums):
-    """`x` as the left operand of a product that is added to `sums`: accumulators lie so, and nothing is copied."""
-    sums_layout: gl.constexpr = sums.type.layout
-    return gl.convert_layout(x, gl.DotOperandLayout(0, sums_layout, 2))  # [64, BLOCK_M]
-
-
-@gluon.jit
-def _as_operands(x, sums):
-    operands = ()
-    for i in gl.static_range(len(sums)):
-        operands += (_as_operand(x, sums[i]),)  # type: ignore[assignment]
-    return operands
-
-
-@gluon.jit
-def _multiply(operands, b_smem, at, sums):
-    """sums += operand b, under way: pieces of columns."""
-    STAGES: gl.constexpr = b_smem[0].shape[0]
-    added = ()
-    for i in gl.static_range(len(sums)):
-        b = b_smem[i].index(at % STAGES)
-        added += (hopper.warpgroup_mma(operands[i], b, sums[i], is_async=True),)  # type: ignore[assignment]
-    return added
-
-
-@gluon.jit
-def _wait_for_sums(dk, dv, AHEAD: gl.constexpr):
-    """dk and dv, when no more than AHEAD later products are under way."""
-    waited = hopper.warpgroup_mma_wait(AHEAD, deps=dv + dk)
-    values = ()
-    for i in gl.static_range(len(dv)):
-        values += (waited[i],)  # type: ignore[assignment]
-    keys = ()
-    for i in gl.static_range(len(dk)):
-        keys += (waited[len(dv) + i],)  # type: ignore[assignment]
-    return keys, values
-
-
-@gluon.jit
-def _by_key(x, sums):
-    """The numbers of a consumer's keys, beside the columns of `sums`, of which `x` is the count: whether key j < x."""
-    sums_layout: gl.constexpr = sums.type.layout
-    return gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, sums_layout)) < x, 1)
-
-
-@gluon.jit
-def _first_keys(sums, count):
-    """`sums` with zeros for keys from `count` on: rows behind a sequence, by gradients that are not finite."""
-    kept_sums = ()
-    for i in gl.static_range(len(sums)):
-        kept_sums += (gl.where(_by_key(count, sums[i]), sums[i], 0.0),)  # type: ignore[assignment]
-    return kept_sums
-
-
-@gluon.jit
-def _scaled(sums, scale):
-    scaled_sums = ()
-    for i in gl.static_range(len(sums)):
-        scaled_sums += (sums[i] * scale,)  # type: ignore[assignment]
-    return scaled_sums
-
-
-@gluon.jit
 def _weights_of(
     s, lse, low, slopes, number, blocks, is_sequence, k_left, mods, CONFIG: gl.constexpr
 ):  # fmt: skip
@@ -270,17 +192,17 @@ def _add_products(
     STAGES: gl.constexpr = q_smem[0].shape[0]
     dtype: gl.constexpr = q_smem[0].dtype
     # only the rounding
-    p16 = _as_operands(p.to(dtype), dv)
+    p16 = as_operands(p.to(dtype), dv)
     ds = ds.to(dtype)
-    ds16 = _as_operands(ds, dk)
+    ds16 = as_operands(ds, dk)
     if NEXT:
         mbarrier.wait(full.index((at + 1) % STAGES), ((at + 1) // STAGES) & 1)
     # a store ahead of the turn's barrier: ptxas had moved the computation of ds behind it, into the turn
     if DS_FIRST:
         _hand_over(ds, at, ds_smem, ds_empty, CONSUMER)
     named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
-    dv = _multiply(p16, do_smem, at, dv)
-    dk = _multiply(ds16, q_smem, at, dk)
+    dv = multiply(p16, do_smem, at, dv)
+    dk = multiply(ds16, q_smem, at, dk)
     s = zeros
     if NEXT:
         s = _ask(k, q_smem, at + 1, zeros)
@@ -323,7 +245,7 @@ def _consume_block(
     _, dk, dv = _add_products(dk, dv, p, ds, at, k, zeros, smem, full, ds_empty, CONSUMER, False, False)
     if EARLY:
         mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
-    dk, dv = _wait_for_sums(dk, dv, 0)
+    dk, dv = wait_for_sums(dk, dv, 0)
     named_barrier_arrive(BAR_EMPTY + at % STAGES, EVERYONE)
     return dk, dv
 
@@ -366,9 +288,9 @@ def _products_ahead(
         delta = _row_numbers(smem, at, 1, s_layout)
     s, dk, dv = _add_products(dk, dv, p, p * (dp - delta), at, k, zeros, smem, full, ds_empty, CONSUMER, True, not LAST)
     if LAST:
-        dk, dv = _wait_for_sums(dk, dv, 0)
+        dk, dv = wait_for_sums(dk, dv, 0)
     else:
-        dk, dv = _wait_for_sums(dk, dv, len(k))
+        dk, dv = wait_for_sums(dk, dv, len(k))
     named_barrier_arrive(BAR_EMPTY + at % STAGES, EVERYONE)
     return s, dk, dv
 
@@ -399,7 +321,7 @@ def consume(
     PLAIN: gl.constexpr = not (LEFT or RIGHT or CAP or RAGGED or DETERMINISTIC) and grads.slopes is None
     EARLY: gl.constexpr = CONFIG.early and PLAIN
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    k, v = _own_keys(k_smem, CONSUMER), _own_keys(v_smem, CONSUMER)
+    k, v = own_keys(k_smem, CONSUMER), own_keys(v_smem, CONSUMER)
     storage = batch
     if PACKED:
         storage = gl.to_tensor(1)
@@ -432,7 +354,7 @@ def consume(
             b = read_tile_field(tile_smem, slot, TILE_B)
             slopes = grads.slopes + b * strides.slopes + kv * num_q_per_kv
             is_sequence = b < batch
-        dk, dv = _no_sums(k_smem), _no_sums(v_smem)
+        dk, dv = no_sums(k_smem), no_sums(v_smem)
         # one barrier for each of two tiles in turn: of a barrier that only some tiles use the phase could be two
         # ahead
         mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
@@ -514,8 +436,8 @@ def consume(
         ]  # fmt: skip
         if RAGGED:  # of rows behind a sequence, by gradients that are not finite
             k_left = read_tile_field(tile_smem, slot, TILE_K_LEFT) - CONSUMER * 64
-            dv = _first_keys(dv, k_left)
-            dk = _first_keys(dk, k_left)
+            dv = first_keys(dv, k_left)
+            dk = first_keys(dk, k_left)
         rows_left = read_tile_field(tile_smem, slot, TILE_DK_LEFT) - CONSUMER * 64
         if CONFIG.splits_heads:
             out_tile = read_tile_field(tile_smem, slot, TILE_OUT)
@@ -528,7 +450,7 @@ def consume(
         if grads.dv is not None and not CONFIG.splits_heads:
             _store(dv_desc, place, rows_left, dv_smem, dv, PACKED, CONSUMER)
         if grads.dk is not None and not CONFIG.splits_heads:
-            _store(dk_desc, place, rows_left, dk_smem, _scaled(dk, mods.scale), PACKED, CONSUMER)
+            _store(dk_desc, place, rows_left, dk_smem, scaled(dk, mods.scale), PACKED, CONSUMER)
         taken += 1
         mbarrier.wait(tile_full.index(taken & 1), (taken >> 1) & 1)
         kv = read_tile_field(tile_smem, taken & 1, TILE_KV)

@@ -16,7 +16,9 @@ that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.p
 """
 
 from powertrain.ops.attention.hopper.backward_consumer import consume
-from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor, wait_for_predecessor
+from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, place_of, queries_of
+from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor
+from powertrain.ops.attention.hopper.pieces import add_piece_of_dq, alloc_pieces, load_pieces, pieces_desc_of
 from powertrain.ops.attention.hopper.primitives import (
     BAR_DS_FULL,
     BAR_EMPTY,
@@ -51,17 +53,12 @@ from powertrain.ops.attention.hopper.primitives import (
     ScoreArguments,
     Scratch,
     Window,
-    add_in_order,
     alloc_mbarriers,
-    alloc_pieces,
     alloc_pipeline_stages,
-    as_tile,
     int32,
-    pieces_desc_of,
     read_tile_field,
     write_tile_field,
 )
-from powertrain.ops.attention.triton.sequences import find_sequence, key_tile_coords, sequence_span
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
@@ -73,63 +70,6 @@ from powertrain.runtime.gluon_compat import (
     tma_load,
 )
 from powertrain.runtime.launch import gluon_kernel
-
-
-@gluon.jit
-def _place(start, length, row, rows, RAGGED: gl.constexpr):
-    """(end, row) of row `row` of a sequence of `length` rows from row `start` of a tensor of `rows` on."""
-    end = gl.to_tensor(0)
-    if RAGGED:
-        end = start + length
-        row += rows - length
-    return end, row
-
-
-@gluon.jit
-def keys_of(tile, lengths, sizes, BLOCK_N: gl.constexpr):
-    """A tile of keys: (batch entry, head, its slot of the head's, first key), then start, length and capacity of its
-    sequence's keys, and start and length of its queries."""
-    kv_heads = sizes.kv_heads
-    heads = kv_heads
-    if lengths.k_starts is None:
-        heads = kv_heads * sizes.batch
-    slot, kv = key_tile_coords(tile, sizes.blocks, sizes.late_blocks, heads, sizes.swizzle)
-    block = slot
-    if lengths.k_starts is not None:
-        b, block = find_sequence(lengths.k_starts, sizes.batch, slot, BLOCK_N)
-    else:
-        b = kv // kv_heads
-        kv = kv % kv_heads
-    k_start, k_len, k_capacity = sequence_span(lengths.k_starts, lengths.k_used, b, sizes.batch, sizes.keys)
-    q_start, q_len, _ = sequence_span(lengths.q_starts, lengths.q_used, b, sizes.batch, sizes.queries)
-    return b, kv, slot, block * BLOCK_N, k_start, k_len, k_capacity, q_start, q_len
-
-
-@gluon.jit
-def queries_of(first, k_len, q_len, window, CONFIG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(first block, number) of the blocks of queries that see keys of the tile from key `first` on, and the position
-    of query 0."""
-    offset = gl.to_tensor(0)
-    if CONFIG.bottom_right:
-        offset = k_len - q_len
-    begin = gl.to_tensor(0)
-    end = q_len
-    if CONFIG.has_right:
-        begin = gl.maximum(first - window.right - offset, 0)
-    if CONFIG.has_left:
-        end = gl.minimum(end, gl.minimum(first + BLOCK_N, k_len) + window.left - offset)
-    begin = begin // BLOCK_M
-    return begin, gl.where(first < k_len, gl.maximum(gl.cdiv(end, BLOCK_M) - begin, 0), 0), offset
-
-
-@gluon.jit
-def fetch_next_tile(counter_ptr, DETERMINISTIC: gl.constexpr):
-    """The index of a tile that no other CTA has. The first tile of each CTA has the CTA's own number, except with
-    DETERMINISTIC: there a tile may only wait for one whose CTA is certain to run."""
-    first = gl.num_programs(0)
-    if DETERMINISTIC:
-        first = 0
-    return first + gl.atomic_add(counter_ptr, 1, sem="relaxed")
 
 
 @gluon.jit
@@ -167,16 +107,16 @@ def _write_tile(
             write_tile_field(tile_smem, slot, TILE_SUMS, at)
             write_tile_field(tile_smem, slot, TILE_DISTANCE, start * BLOCK_M + offset - first)
             write_tile_field(tile_smem, slot, TILE_K_LEFT, k_len - first)
-            end, row = _place(q_start, q_len, start * BLOCK_M, sizes.queries, RAGGED_Q)
+            end, row = place_of(q_start, q_len, start * BLOCK_M, sizes.queries, RAGGED_Q)
             write_tile_field(tile_smem, slot, TILE_Q_END, end)
             write_tile_field(tile_smem, slot, TILE_Q_ROW, row)
-            end, row = _place(k_start, k_len, first, sizes.keys, RAGGED_K)
+            end, row = place_of(k_start, k_len, first, sizes.keys, RAGGED_K)
             if RAGGED_K:  # where there is nothing to load, the first rows of all
                 end = gl.where(count > 0, end, sizes.keys)
                 row = gl.where(count > 0, row, 0)
             write_tile_field(tile_smem, slot, TILE_K_END, end)
             write_tile_field(tile_smem, slot, TILE_K_ROW, row)
-            end, row = _place(k_start, k_capacity, first, sizes.keys, CONFIG.packed)
+            end, row = place_of(k_start, k_capacity, first, sizes.keys, CONFIG.packed)
             write_tile_field(tile_smem, slot, TILE_DK_END, end)
             write_tile_field(tile_smem, slot, TILE_DK_ROW, row)
             write_tile_field(tile_smem, slot, TILE_DK_LEFT, k_capacity - first)
@@ -201,14 +141,6 @@ def _write_tile(
 
 
 @gluon.jit
-def _load_pieces(desc, place, bar, smem, stage):
-    b, head, end, row = place
-    for i in gl.static_range(len(smem)):
-        column = i * smem[0].shape[2]
-        tma_load(desc[i], [b, head, end, row, column], bar, as_tile(smem[i].index(stage)))  # [rows, PIECE]
-
-
-@gluon.jit
 def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, place, tile):
     """Block number `at` of queries, at `place` = (batch entry, head, end, row), when its stage has been given back."""
     STAGES: gl.constexpr = q_smem[0].shape[0]
@@ -223,9 +155,9 @@ def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, plac
         named_barrier_sync(BAR_EMPTY + stage, EVERYONE)
     bar = full.index(stage)
     mbarrier.expect(bar, BLOCK_M * BYTES)
-    _load_pieces(q_desc, (b, head, end, row), bar, q_smem, stage)
+    load_pieces(q_desc, (b, head, end, row), bar, q_smem, stage)
     tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))  # [2 * BLOCK_M]: LSE, delta
-    _load_pieces(do_desc, (b, head, end, row), bar, do_smem, stage)
+    load_pieces(do_desc, (b, head, end, row), bar, do_smem, stage)
 
 
 @gluon.jit
@@ -256,15 +188,7 @@ def _load_keys(desc, smem, bar, tile_smem, slot, num_splits, PACKED: gl.constexp
     place = (b, kv, read_tile_field(tile_smem, slot, TILE_K_END), read_tile_field(tile_smem, slot, TILE_K_ROW))
     COLS: gl.constexpr = smem[0].shape[2] + (smem[1].shape[2] if len(smem) > 1 else 0)
     mbarrier.expect(bar, smem[0].shape[1] * COLS * smem[0].dtype.primitive_bitwidth // 8)
-    _load_pieces(desc, place, bar, smem, 0)
-
-
-@gluon.jit
-def ask_for_part(ds, k, n: gl.constexpr, PART: gl.constexpr):
-    """Part n of ds k under way, PART columns at a time: 64 need 72 registers, 32 leave the consumers more."""
-    COLS: gl.constexpr = min(PART, k.shape[1])
-    zeros = gl.zeros([64, COLS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16]))
-    return hopper.warpgroup_mma(ds, k.slice(n * COLS, COLS, 1), zeros, use_acc=False, is_async=True)
+    load_pieces(desc, place, bar, smem, 0)
 
 
 @gluon.jit
@@ -277,27 +201,21 @@ def _add_to_dq(
     BLOCK_M: gl.constexpr = ds_smem.shape[2]
     W_QK: gl.constexpr = k_smem[0].shape[2] + (k_smem[1].shape[2] if len(k_smem) > 1 else 0)
     stage = at % DS_STAGES
+    turn = ()
     if order_ptr is not None:
-        last = last_turn(order_ptr, tile)
+        turn = (tile, last_turn(order_ptr, tile), before, owed, owed_turn)  # type: ignore[assignment]
     # both consumers have stored their half of ds
     named_barrier_sync(BAR_DS_FULL + stage, EVERYONE)
     for m in gl.static_range(BLOCK_M // 64):
         ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))  # [64 queries, 128 keys]
         for piece in gl.static_range(len(k_smem)):
-            for n in gl.static_range(k_smem[piece].shape[2] // min(PART, k_smem[piece].shape[2])):
-                if sum_ptr is not None:
-                    # index 0, but not as a constant: addresses computed from a constant would be kept in registers
-                    # throughout
-                    dq = ask_for_part(ds, k_smem[piece].index(i >> 30), n, PART)  # [64, PART]
-                    if order_ptr is not None and m + piece + n == 0:
-                        wait_for_predecessor(order_ptr, tile, last, before, owed, owed_turn)
-                    dq = hopper.warpgroup_mma_wait(0, deps=[dq])
-                if m == BLOCK_M // 64 - 1 and piece == len(k_smem) - 1 and n == k_smem[piece].shape[2] // min(PART, k_smem[piece].shape[2]) - 1:
-                    # the last product of this block has read ds
-                    mbarrier.arrive(ds_empty.index(stage), count=1)
-                if sum_ptr is not None:
-                    first = m * W_QK + piece * k_smem[0].shape[2] + n * dq.shape[1]  # column
-                    add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + 64 * first, dq)
+            # index 0, but not as a constant: addresses computed from a constant would be kept in registers throughout
+            k = k_smem[piece].index(i >> 30)
+            at_piece = tile.to(gl.int64) * (BLOCK_M * W_QK) + 64 * (m * W_QK + piece * k_smem[0].shape[2])
+            add_piece_of_dq(
+                sum_ptr, at_piece, ds, k, ds_empty.index(stage), order_ptr, turn,
+                m + piece == 0, m == BLOCK_M // 64 - 1 and piece == len(k_smem) - 1, PART,
+            )  # fmt: skip
 
 
 @gluon.jit

@@ -10,22 +10,16 @@ Memory beyond results: for each query and head 1032 bytes; 640 for each CTA; in 
 Source: as hopper/backward.py's.
 """
 
-from powertrain.ops.attention.hopper.backward_kernel import (
-    ask_for_part,
-    fetch_next_tile,
-    keys_of,
-    queries_of,
-)
-from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor, wait_for_predecessor
+from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, queries_of
+from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor
+from powertrain.ops.attention.hopper.pieces import add_piece_of_dq, alloc_pieces, half_of, no_half_sums
 from powertrain.ops.attention.hopper.primitives import (
     LOG2E,
     BackwardConfig,
     BackwardSizes,
     Lengths,
     Window,
-    add_in_order,
     alloc_mbarriers,
-    alloc_pieces,
     int32,
     tanh,
 )
@@ -161,23 +155,19 @@ def _produce(
             _load_grads(do_desc, do_smem, do_full, do_empty, i + 1, do_repeat, do_block)
             do_repeat, do_block = _next(do_repeat, do_block, begin, end, num_q_per_kv, DETERMINISTIC)
         ds = ds_smem.index(stage).permute((1, 0))  # [BLOCK_M, 64]
+        turn = ()
+        if DETERMINISTIC:
+            turn = (tile, last, gl.where(i >= unseen, first, 0), owed, first + BLOCK_N)  # type: ignore[assignment]
         for piece in gl.static_range(len(k_smem)):
-            for n in gl.static_range(k_smem[piece].shape[2] // min(PART, k_smem[piece].shape[2])):
-                if sum_ptr is not None:
-                    # index 0, but not as a constant: addresses computed from a constant would be kept in registers
-                    # throughout
-                    dq = ask_for_part(ds, k_smem[piece].index(i >> 30), n, PART)  # [BLOCK_M, PART]
-                    if DETERMINISTIC and piece + n == 0:
-                        wait_for_predecessor(
-                            order_ptr, tile, last, gl.where(i >= unseen, first, 0), owed, first + BLOCK_N
-                        )
-                        owed = tile
-                    dq = hopper.warpgroup_mma_wait(0, deps=[dq])
-                if piece == len(k_smem) - 1 and n == k_smem[piece].shape[2] // min(PART, k_smem[piece].shape[2]) - 1:
-                    mbarrier.arrive(ds_empty.index(stage), count=1)
-                if sum_ptr is not None:
-                    column = piece * k_smem[0].shape[2] + n * dq.shape[1]
-                    add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W) + 64 * column, dq)
+            # index 0, but not as a constant: addresses computed from a constant would be kept in registers throughout
+            k = k_smem[piece].index(i >> 30)  # [64, PIECE]
+            at_piece = tile.to(gl.int64) * (BLOCK_M * W) + 64 * (piece * k_smem[0].shape[2])
+            add_piece_of_dq(
+                sum_ptr, at_piece, ds, k, ds_empty.index(stage), order_ptr, turn,
+                piece == 0, piece == len(k_smem) - 1, PART,
+            )  # fmt: skip
+        if DETERMINISTIC:
+            owed = tile
         if i + STAGES < total:
             to = tile0 + q_repeat * slots + q_block
             _load_queries(q_desc, rows_desc, q_smem, rows_smem, q_full, q_empty, i + STAGES, q_repeat, q_block, to)
@@ -192,29 +182,6 @@ def _produce(
     mbarrier.wait(dk_full, 0)
     if dk_ptr is not None:
         _store_rows(k_smem, dk_ptr, k_left, k_capacity, stride_dks, D_QK)
-
-
-@gluon.jit
-def _my_half(smem, CONSUMER: gl.constexpr):
-    """A consumer's half of the columns."""
-    COLS: gl.constexpr = smem.shape[1] // 2
-    return smem.slice(CONSUMER * COLS, COLS, 1)
-
-
-@gluon.jit
-def _half_of_sums(smem):
-    KEYS: gl.constexpr = smem.shape[1]
-    COLS: gl.constexpr = smem.shape[2] // 2
-    return gl.zeros([KEYS, COLS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16]))
-
-
-@gluon.jit
-def _no_sums(smem):
-    """Of a consumer's half of each piece of columns."""
-    sums = ()
-    for i in gl.static_range(len(smem)):
-        sums += (_half_of_sums(smem[i]),)  # type: ignore[assignment]
-    return sums
 
 
 @gluon.jit
@@ -235,7 +202,7 @@ def _multiply(weights, b_smem, stage, sums, use_acc, CONSUMER: gl.constexpr):
     """sums += weights b, under way: a consumer's half of each piece of columns."""
     added = ()
     for i in gl.static_range(len(sums)):
-        b = _my_half(b_smem[i].index(stage), CONSUMER)
+        b = half_of(b_smem[i].index(stage), CONSUMER)
         added += (  # type: ignore[assignment]
             hopper.warpgroup_mma(weights, b, sums[i], use_acc=use_acc, is_async=True),
         )
@@ -270,8 +237,8 @@ def _consume(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     zeros = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
-    dk = _no_sums(k_smem)
-    dv = _no_sums(v_smem)
+    dk = no_half_sums(k_smem)
+    dv = no_half_sums(v_smem)
     mbarrier.wait(kv_full, 0)
     distance += MINE
     low = distance
@@ -353,11 +320,11 @@ def _consume(
     # in the place of v, which both have read; and of k, when the producer has
     named_barrier_sync_divergent(_PAIR, 256)
     for i in gl.static_range(len(v_smem)):
-        _my_half(v_smem[i].index(0), CONSUMER).store(dv[i].to(dtype))  # [64, COLS]
+        half_of(v_smem[i].index(0), CONSUMER).store(dv[i].to(dtype))  # [64, COLS]
     mbarrier.arrive(dv_full, count=1)
     mbarrier.wait(drained, 0)
     for i in gl.static_range(len(k_smem)):
-        _my_half(k_smem[i].index(0), CONSUMER).store((dk[i] * scale).to(dtype))  # [64, COLS]
+        half_of(k_smem[i].index(0), CONSUMER).store((dk[i] * scale).to(dtype))  # [64, COLS]
     mbarrier.arrive(dk_full, count=1)
 
 

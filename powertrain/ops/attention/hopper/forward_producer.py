@@ -56,6 +56,13 @@ def _load_queries(
 
 
 @gluon.jit
+def _load_values(v_desc, v_smem, bar, stage, batch, kv, row):
+    for i in gl.static_range(len(v_smem)):
+        place = [batch, kv, row, i * v_smem[0].shape[2]]
+        tma_load(v_desc[i], place, bar, as_tile(v_smem[i].index(stage)))  # [BLOCK_N, PIECE]
+
+
+@gluon.jit
 def _load_tile(
     tile, visited, taken, emptied, counter_ptr, lengths, q_desc, k_desc, v_desc, buffers, sync, sizes, head_groups,
     window, CONFIG: gl.constexpr,
@@ -151,8 +158,7 @@ def _load_tile(
                     take_stage(VALUES_FREE, stage, CONSUMERS)
                 bar = v_full.index(stage)
                 mbarrier.expect(bar, V_BYTES)
-                for i in gl.static_range(len(v_smem)):
-                    tma_load(v_desc[i], [b_at, kv, before, i * v_smem[0].shape[2]], bar, as_tile(v_smem[i].index(stage)))
+                _load_values(v_desc, v_smem, bar, stage, b_at, kv, before)
             before = row
         visited += end - begin
         # late: a tile fetched early would wait for the end of a long one; not last: the answer takes a microsecond
@@ -162,8 +168,7 @@ def _load_tile(
             take_stage(VALUES_FREE, stage, CONSUMERS)
         bar = v_full.index(stage)
         mbarrier.expect(bar, V_BYTES)
-        for i in gl.static_range(len(v_smem)):
-            tma_load(v_desc[i], [b_at, kv, before, i * v_smem[0].shape[2]], bar, as_tile(v_smem[i].index(stage)))
+        _load_values(v_desc, v_smem, bar, stage, b_at, kv, before)
         taken += 1
     else:
         tile_idx = fetch_next_tile_async(counter_ptr)

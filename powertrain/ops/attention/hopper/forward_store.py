@@ -47,7 +47,9 @@ def _store_tiles(
 
 
 @gluon.jit
-def store_split(o, first: gl.constexpr, base, rows, heads, stride, stride_h, D: gl.constexpr, HEADS_PER_TILE: gl.constexpr):
+def store_split(
+    o, first: gl.constexpr, base, rows, heads, stride, stride_h, D: gl.constexpr, HEADS_PER_TILE: gl.constexpr
+):
     """The first `rows` queries and `heads` heads of `o` [rows, columns] to columns `first` on of [rows, heads, D] at
     `base`, in float32."""
     r = gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout))

@@ -103,15 +103,6 @@ def alloc_pipeline_stages(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.con
 
 
 @gluon.jit
-def alloc_pieces(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr):
-    """Pipeline stages of each piece of the columns."""
-    pieces = ()
-    for i in gl.static_range(len(PIECES)):
-        pieces += (alloc_pipeline_stages(dtype, COUNT, ROWS, PIECES[i]),)  # type: ignore[assignment]
-    return pieces
-
-
-@gluon.jit
 def write_tile_field(tile_smem, slot, field: gl.constexpr, value):
     """Write a field of the tile descriptor in `slot`."""
     _write(tile_smem, slot * (tile_smem.shape[0] // 2) + field, value)
@@ -308,16 +299,6 @@ def as_tile(smem):
     COLS: gl.constexpr = smem.shape[1]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, ROWS, COLS], smem.dtype)
     return reinterpret(smem, smem.dtype, [1, 1, 1, ROWS, COLS], layout)
-
-
-@gluon.jit
-def pieces_desc_of(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem, RAGGED: gl.constexpr):
-    """`rows_desc_of` each piece of the columns."""
-    descs = ()
-    for i in gl.static_range(len(smem)):
-        desc = rows_desc_of(ptr, batch, heads, rows, D, stride_b, stride_h, stride_s, smem[i], RAGGED)
-        descs += (desc,)  # type: ignore[assignment]
-    return descs
 
 
 @gluon.jit
