@@ -83,37 +83,53 @@ def _time(
     return max(free), sum(spent) / SMS / max(free)
 
 
-# batch, length, heads, kv heads; parts of the heads
+# batch, length, heads, kv heads; parts of the heads that were the fastest on an H200, or within 1% of it
 SPLITS = [
-    ((3, 3000, 28, 4), 1),
+    ((3, 3000, 28, 4), 7),
     ((4, 2048, 32, 8), 1),
     ((1, 2048, 32, 8), 2),
     ((1, 4096, 28, 4), 7),
     ((1, 1000, 32, 8), 4),
+    ((8, 1000, 28, 4), 1),
     ((8, 2048, 16, 16), 1),
+    ((2, 5000, 32, 8), 1),
     ((2, 8192, 32, 8), 1),
+    ((1, 8192, 28, 4), 7),
     ((1, 16384, 28, 4), 1),
+    ((2, 4096, 64, 8), 2),
 ]
+
+
+def _parts(sizes: tuple[int, int, int, int], is_causal: bool, deterministic: bool = False) -> int:
+    batch, length, heads, kv_heads = sizes
+    return backward.head_splits_for(
+        batch * kv_heads * cdiv(length, 128), cdiv(length, 64), heads // kv_heads, is_causal,
+        batch * length * kv_heads * 256 * 4, deterministic, SMS,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("sizes, splits", SPLITS, ids=lambda x: str(x).replace(" ", ""))
 def test_sms_are_busy(sizes: tuple[int, int, int, int], splits: int) -> None:
-    batch, length, heads, kv_heads = sizes
-    blocks, repeats = cdiv(length, 128), heads // kv_heads
-    keys_bytes = batch * length * kv_heads * 256 * 4
-    chosen = backward.head_splits_for(batch * kv_heads * blocks, cdiv(length, 64), repeats, True, keys_bytes, SMS)
-    assert chosen == splits
+    batch, length, _heads, kv_heads = sizes
+    assert _parts(sizes, True) == splits
+    blocks = cdiv(length, 128)
     late = backward.late_blocks_for(batch * kv_heads * splits, blocks, SMS)
     assert late <= blocks // 2
     time, busy = _time(*sizes, splits, late, 4)
     before, _ = _time(*sizes, 1, 0, 4)
     assert busy > 0.94
-    assert time < 1.02 * before
+    assert time < 1.05 * before
 
 
 def test_heads_are_split_only_where_that_saves_more_than_it_costs() -> None:
-    few = backward.head_splits_for(16, 16, 8, False, 2**20, SMS)
-    assert few == 8  # 16 tiles for 132 SMs
-    assert backward.head_splits_for(16, 16, 8, False, 2**34, SMS) == 1
-    assert backward.head_splits_for(16, 16, 7, False, 2**20, SMS) == 7
-    assert backward.head_splits_for(1000, 16, 8, True, 2**20, SMS) == 1
+    assert _parts((3, 3000, 28, 4), False) == 7  # 288 tiles are three waves
+    assert _parts((1, 2048, 32, 8), False) == 1  # 128 tiles are one
+    assert _parts((1, 128, 32, 8), True) == _parts((1, 128, 32, 8), False) == 1  # launches cost more
+    few = [backward.head_splits_for(16, 16, 8, False, size, False, SMS) for size in (2**20, 2**34)]
+    assert few == [8, 1]  # 16 tiles for 132 SMs; sums of 17 GB
+    assert _parts((8, 4096, 32, 32), True) == 1
+
+
+def test_in_turn_heads_are_split_where_a_tile_is_longer_than_an_sms_share() -> None:
+    """Each part has sums of its own there, to be stored and read."""
+    assert [_parts(sizes, True, True) for sizes, _ in SPLITS[:5]] == [1, 1, 2, 7, 4]

@@ -1,13 +1,16 @@
-"""Backward of attention for Hopper: backward_kernel.py, or backward_kernel_d256.py for head dims above 192, between two
+"""Backward of attention for Hopper: backward_kernel.py, or backward_kernel_d256.py for head dims above 128, between
 kernels in Triton.
 
 The first computes delta_i = o_i do_i - dlse_i and writes the zeros to which the second adds sums of dq, in float32 and
 in the order in which its threads hold them; the third brings these into rows and scales them. Tiles of keys add in no
 fixed order, and the last bits of dq differ from run to run; where the same bits are wanted each time, in turn
-(hopper/dq_order.py).
+(hopper/dq_order.py). Where the query heads that share keys are split over tiles, dk and dv are sums too, to which the
+tiles of all parts add; where the same bits are wanted, the parts have sums of their own, which are added up in order.
 
-Memory beyond results: for each query and head, 4 bytes a head dim (padded to 64, 128 or 256) and 8; 1152 an SM (256:
-640 for each 64 keys of a head); where tiles add in turn, 16 for each 64 queries of a head.
+Memory beyond results: for each query and head, 4 bytes a head dim (padded as plans.py's `pieces_of` says) and 8; 1152
+an SM, 768 more where a head dim has two pieces (above 128: 640, or 1152, for each 64 keys of a head); where tiles add
+in turn, 16 for each 64 queries of a head; where heads are split, 4 bytes for each key, head of keys and head dim of
+keys and values, in turn as often as there are parts.
 FLOPs: five products for each pair that a mask lets see; none twice.
 """
 
@@ -26,7 +29,7 @@ from powertrain.ops.attention.hopper.plans import pieces_of
 from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operand, Operands
 from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
 from powertrain.ops.attention.triton.tiles import LOG2E, to_int64
-from powertrain.ops.shapes import next_power_of_2
+from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
 
@@ -145,7 +148,7 @@ def _hopper_attention_sums_kernel(
 
 
 class Plan(NamedTuple):
-    """Tiles of 128 keys (64 at head dims above 192) by block_m queries, so that a consumer's scores, dp, dk and dv
+    """Tiles of 128 keys (64 at head dims above 128) by block_m queries, so that a consumer's scores, dp, dk and dv
     leave it registers enough."""
 
     block_m: int = 64
@@ -162,7 +165,8 @@ class Plan(NamedTuple):
 def plan_for(d_qk: int, d_v: int) -> Plan:
     """ms, bf16, one H200, causal: H32 D64 S8192 2.99 with 128 queries a block, 2.71 with 64, 2.59 with 64 columns of dq
     too; H16 D128 S2048 2 heads at a time 0.744, 4 0.737, packed 1.905, 1.855; H8 D256 S8192 64 columns of dq and 208
-    registers 3.08, 32 and 224 3.23."""
+    registers 3.08, 32 and 224 3.23; H16 D96 S8192 224 registers 1.833, 208 with `ahead` 1.781; D80 3 stages 1.597, 4
+    1.596, full S4096 0.802, 0.798; H16 D192 64 columns of dq 5.226, 32 5.139."""
     if max(d_qk, d_v) > 192:
         return Plan(stages=2, part=64, registers=208, group_start=4)
     if max(d_qk, d_v) > 128:
@@ -193,36 +197,50 @@ def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
         seen = min(queries, args.left + 128) if args.left >= 0 else queries
         keys_bytes = operands.storage * heads.kv * operands.keys * (operands.d_qk + operands.d_v) * 4
         num_splits = head_splits_for(
-            operands.storage * heads.kv * blocks, -(-max(1, seen) // plan.block_m), heads.q_per_kv,
-            args.right >= 0 and args.left < 0, keys_bytes, num_sms,
+            operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
+            args.right >= 0 and args.left < 0, keys_bytes, args.deterministic, num_sms,
         )  # fmt: skip
     repeats = heads.q_per_kv // num_splits
     group = plan.group
     if args.deterministic:
         group = deterministic_swizzle(plan, queries, repeats, args, num_sms)
     late = 0
-    if args.right >= 0 and args.left < 0 and not operands.is_packed:  # with a window nearly all tiles are equal
+    # with a window nearly all tiles are equal. Wide, S2048 B8 H8 D256: 0.981 without, 0.995
+    if args.right >= 0 and args.left < 0 and not operands.is_packed and not is_wide:
         late = late_blocks_for(operands.storage * heads.kv * num_splits, blocks, num_sms)
     return Schedule(num_splits, group, late)
 
 
 @functools.lru_cache(maxsize=1024)
-def head_splits_for(tiles: int, longest: int, repeats: int, is_causal: bool, keys_bytes: int, num_sms: int) -> int:
+def head_splits_for(
+    tiles: int, longest: int, repeats: int, is_causal: bool, keys_bytes: int, deterministic: bool, num_sms: int
+) -> int:
     """Into how many parts the `repeats` query heads of each of so many tiles are split, a tile each: a divisor.
     `longest`: blocks of queries of one head in the longest tile; under a causal mask tiles have half of them on
-    average. `keys_bytes`: of dk and dv in float32, which are written and read once more for each part.
+    average. `keys_bytes`: of dk and dv in float32, zeroed and read once more; in turn, for each part.
 
-    Reckoned in the time of a block, 2.3 us, in which memory moves 8 MB; a tile costs three beside its own, and the
-    launches that add up the parts ten."""
+    Reckoned in the time of a block, 2.1 us, in which memory moves 6 MB; a tile costs three beside its own, the launches
+    that add up the parts ten. The longest tile, begun first, costs a quarter of itself in SMs that wait at the end, a
+    tenth where heads are split. ms, bf16, one H200, causal D128, whole, in 2 parts, in all: 28/4 B3 S3000 1.078, -,
+    0.986; B1 S4096 0.947, -, 0.581; B1 S8192 2.089, -, 2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S2048 0.304, 0.218,
+    0.225; B4 S2048 0.781, 0.792, 0.813; B2 S8192 4.47, 4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full 28/4 B3 S3000
+    2.07, -, 1.73; 32/8 B1 S2048 0.309, 0.338, 0.351."""
+    mean = tiles * repeats * longest / (2 if is_causal else 1) / num_sms
+    # what an SM has to do in all must not be much more than the longest tile. Of 8 heads and more the least was
+    # measured; in turn, each part's sums cost more
+    share = 1.0 if deterministic else 0.4 if repeats >= 8 else 0.55
+    if is_causal and repeats * longest <= share * mean:
+        return 1
 
     def cost(splits: int) -> float:
         tile = repeats // splits * longest + 3
-        count = tiles * splits
         if is_causal:
-            spent = max(tile, count * ((tile - 3) / 2 + 3) / num_sms)
+            waits = tile / (4 if splits == 1 else 10)
+            spent = max(tile, mean + 3 * tiles * splits / num_sms + waits)
         else:
-            spent = -(-count // num_sms) * tile
-        return spent + (10 + 2 * splits * keys_bytes / 8e6 if splits > 1 else 0)
+            spent = cdiv(tiles * splits, num_sms) * tile
+        copies = splits if deterministic else 1
+        return spent + (10 + 2 * copies * keys_bytes / 6e6 if splits > 1 else 0)
 
     return min((n for n in range(1, repeats + 1) if repeats % n == 0), key=lambda n: (cost(n), n))
 
@@ -248,7 +266,7 @@ def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: OpArgume
 
 
 def width_of(head_dim: int) -> int:
-    """The padded head dim. No larger one serves: no piece of columns may lie wholly outside a tensor."""
+    """The padded head dim."""
     return sum(pieces_of(head_dim))
 
 

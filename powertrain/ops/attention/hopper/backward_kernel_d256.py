@@ -1,4 +1,4 @@
-"""Backward of attention for Hopper at head dims of 193 to 256, in Gluon; docs/hopper.md teaches it.
+"""Backward of attention for Hopper at head dims of 136 to 256, in Gluon; docs/hopper.md teaches it.
 
 The sums are those of hopper/backward.py. dk and dv of 64 keys fill the registers of two warpgroups, so a CTA owns 64
 keys of one head, and its two *consumers* share them by columns: each holds half of dk's and dv's. Of a block's scores
@@ -6,7 +6,7 @@ each computes half of the queries; p and ds meet in shared memory, from where bo
 for dv waits for the next block, whose exponentials run beside it. The *producer* loads, and computes each block's
 contribution to dq, as there.
 
-Memory beyond results: for each query and head 1032 bytes; 640 for each CTA; in turn, 16 for each 64 queries of a head.
+Memory beyond results: hopper/backward.py says.
 Source: as hopper/backward.py's.
 """
 
