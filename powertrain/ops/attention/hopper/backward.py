@@ -275,6 +275,11 @@ def _is_wide(d_qk: int, d_v: int) -> bool:
     return max(d_qk, d_v) > 128
 
 
+def _block_n(operands: Operands) -> int:
+    """Keys of a tile."""
+    return 64 if _is_wide(operands.d_qk, operands.d_v) else 128
+
+
 def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
     """The part of `why_not_backward` that the forward does not share and that needs no tensors."""
     dims = d_qk, d_v
@@ -356,43 +361,57 @@ class _Scratch(NamedTuple):
         return _Scratch(tiles, slots, rows, sums, order, torch.empty(1, dtype=torch.int32, device=device))
 
 
+class _KeySums(NamedTuple):
+    """Sums of dk and dv in float32, where the heads that share keys are split over tiles. They lie as the threads hold
+    them: [storage * kv heads, parts, blocks, 128 * width]."""
+
+    memory: Tensor
+    dk: Operand | None
+    dv: Operand | None
+    parts: int  # that have sums of their own: 1, to which all add, or in turn as many as there are
+
+    @staticmethod
+    def of(operands: Operands, schedule: Schedule, tiles: int, need_dk: bool, need_dv: bool) -> "_KeySums":
+        parts = schedule.num_splits if operands.args.deterministic else 1
+        dims = (need_dk, operands.d_qk), (need_dv, operands.d_v)
+        sizes = [tiles * parts * 128 * width_of(dim) if need else 0 for need, dim in dims]
+        memory = torch.empty(sum(sizes), dtype=torch.float32, device=operands.q.tensor.device)
+        dk, dv = (Operand(x, 0, 0, 0, 0) if x.numel() else None for x in memory.split(sizes))
+        return _KeySums(memory, dk, dv, parts)
+
+
 def _launch(
     call: BackwardCall, operands: Operands, dq: Operand | None, dk: Operand | None, dv: Operand | None, plan: Plan
 ) -> None:
     args, heads = operands.args, operands.heads
     num_heads, w_qk = heads.kv * heads.q_per_kv, width_of(operands.d_qk)
     scratch = _Scratch.of(operands, plan, dq is not None)
-    block_n = 64 if _is_wide(operands.d_qk, operands.d_v) else 128
-    blocks = operands.key_blocks(block_n)
-    schedule = schedule_of(operands, plan, blocks)
+    blocks = operands.key_blocks(_block_n(operands))
     tiles = operands.storage * heads.kv * blocks
-    outs, key_sums = [(dk, operands.d_qk, args.scale), (dv, operands.d_v, 1.0)], None
-    adds = schedule.num_splits > 1 and not args.deterministic  # in turn each part has sums of its own
+    schedule = schedule_of(operands, plan, blocks)
+    sums = None
     if schedule.num_splits > 1:
-        parts = 1 if adds else schedule.num_splits
-        sizes = [0 if x is None else tiles * parts * block_n * width_of(d) for x, d, _ in outs]
-        key_sums = torch.empty(sum(sizes), dtype=torch.float32, device=operands.q.tensor.device)
+        sums = _KeySums.of(operands, schedule, tiles, dk is not None, dv is not None)
+    zeros = sums.memory if sums is not None and sums.parts == 1 else None
     do = operands.like_query(_for_tma(call.dout))
     dlse = None if call.dlse is None else call.dlse.contiguous()
     _, *o_strides = operands.like_query(call.out)
     _hopper_attention_bwd_preprocess_kernel[(scratch.tiles,)](
-        call.out, do.tensor, call.lse, dlse, scratch.rows, scratch.sums, scratch.order, scratch.counter,
-        key_sums if adds else None, args.query_starts, args.query_used,
+        call.out, do.tensor, call.lse, dlse, scratch.rows, scratch.sums, scratch.order, scratch.counter, zeros,
+        args.query_starts, args.query_used,
         operands.batch, operands.queries, scratch.slots, num_heads, heads.q_per_kv, heads.kv_step, heads.q_step,
-        key_sums.numel() if adds else 0, *o_strides, do.b, do.s, do.h, do.r,
+        0 if zeros is None else zeros.numel(), *o_strides, do.b, do.s, do.h, do.r,
         D_V=operands.d_v, W_QK=w_qk, W_V=width_of(operands.d_v), BLOCK_M=plan.block_m,
     )  # fmt: skip
-    if key_sums is None:
-        _launch_main(operands, do, dk, dv, scratch, plan, schedule, blocks)
-    else:
-        sums = [Operand(x, 0, 0, 0, 0) if x.numel() else None for x in key_sums.split(sizes)]
-        _launch_main(operands, do, *sums, scratch, plan, schedule, blocks)
-        for (x, d, scale), of_parts in zip(outs, sums, strict=True):
+    into = (dk, dv) if sums is None else (sums.dk, sums.dv)
+    _launch_main(operands, do, into[0], into[1], scratch, plan, schedule, blocks)
+    if sums is not None:
+        for x, of_parts, dim, scale in ((dk, sums.dk, operands.d_qk, args.scale), (dv, sums.dv, operands.d_v, 1.0)):
             if x is not None and of_parts is not None:
-                _hopper_attention_sums_kernel[(tiles * block_n // 64,)](
+                _hopper_attention_sums_kernel[(tiles * 2,)](
                     of_parts.tensor, x.tensor, args.key_starts, args.key_used, operands.batch, operands.keys, blocks,
-                    heads.kv, 1, parts, scale, x.b, x.s, x.h, 0,
-                    D=d, W=width_of(d), BLOCK_M=block_n, SPLIT_HEADS=parts > 1,
+                    heads.kv, 1, sums.parts, scale, x.b, x.s, x.h, 0,
+                    D=dim, W=width_of(dim), BLOCK_M=128, SPLIT_HEADS=sums.parts > 1,
                 )  # fmt: skip
     if dq is not None:
         _hopper_attention_sums_kernel[(scratch.tiles * plan.block_m // 64,)](
@@ -404,7 +423,7 @@ def _launch(
 
 def _launch_main(
     operands: Operands, do: Operand, dk: Operand | None, dv: Operand | None, scratch: _Scratch, plan: Plan,
-    schedule: "Schedule", blocks: int,
+    schedule: Schedule, blocks: int,
 ) -> None:  # fmt: skip
     """dk and dv: gradients, or sums of each part of the heads that share keys."""
     args, heads, num_splits = operands.args, operands.heads, schedule.num_splits
@@ -430,7 +449,9 @@ def _launch_main(
         "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PART": plan.part, "REGISTERS": plan.registers, "num_warps": 4,
     }  # fmt: skip
     if _is_wide(operands.d_qk, operands.d_v):
-        _hopper_attention_bwd_d256_kernel[(count,)](*tensors, *sizes, *order, *rest, BLOCK_N=64, **options)
+        _hopper_attention_bwd_d256_kernel[(count,)](
+            *tensors, *sizes, *order, *rest, BLOCK_N=_block_n(operands), **options
+        )
     else:
         _hopper_attention_bwd_kernel[(min(operands.target.num_sms, count),)](
             *tensors,

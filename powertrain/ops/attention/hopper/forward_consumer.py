@@ -465,14 +465,15 @@ def consume(
     storage = sizes.batch
     if CONFIG.packed:
         storage = gl.to_tensor(1)
-    o_desc = None
+    o_desc = ()
     if sizes.num_splits is None:
-        o_desc = ()
         for i in gl.static_range(len(o_smem)):
-            o_desc += (packed_desc(
-                results.o, storage, sizes.heads, sizes.queries, CONFIG.d_v, here(strides.ob), here(strides.oh),
-                here(strides.os), o_smem[i], CONFIG.heads_per_tile,
-            ),)  # fmt: skip
+            o_desc += (  # type: ignore[assignment]
+                packed_desc(
+                    results.o, storage, sizes.heads, sizes.queries, CONFIG.d_v, here(strides.ob), here(strides.oh),
+                    here(strides.os), o_smem[i], CONFIG.heads_per_tile,
+                ),
+            )  # fmt: skip
     factors = ScoreScale(scale * LOG2E, softcap)
     if CONFIG.has_softcap:
         factors = ScoreScale(scale / softcap, softcap * LOG2E)
