@@ -31,7 +31,11 @@ pytestmark = [
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16)
 SEEDS = range(8)
-PLANS = ((64, 64, 512), (64, 64, 8192), (128, 128, 512), (192, 128, 512), (256, 256, 512))  # head dims, queries
+# head dims, queries
+PLANS = (
+    (64, 64, 512), (64, 64, 8192), (80, 80, 512), (96, 96, 512), (128, 128, 512), (192, 128, 512), (160, 160, 512),
+    (192, 192, 512), (256, 256, 512),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +98,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (72, 80), (128, 128), (96, 128), (192, 128), (160, 136)], ids=str)
 def test_diagonals_from_corner_to_corner(dims: tuple[int, int]) -> None:
     """Of a tile's masked block the first half of the queries see the first half of the keys, and multiply no more."""
     bad = []
@@ -117,7 +121,7 @@ def test_diagonals_from_corner_to_corner(dims: tuple[int, int]) -> None:
     assert not bad, "\n".join(bad)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160])
 def test_packed_diagonals_are_those_of_each_sequence(head_dim: int) -> None:
     lengths = [1, 127, 128, 129, 64, 300, 0, 193]
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=CUDA)

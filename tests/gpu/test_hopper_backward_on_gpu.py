@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from powertrain.ops.attention import attention, operands, varlen_attention
+from powertrain.ops.attention.hopper import backward
 from powertrain.ops.attention.hopper.backward import launch_backward, why_not_backward
 from powertrain.ops.attention.operands import BackwardCall
 from powertrain.ops.attention.triton import backend as triton_backend
@@ -34,10 +35,16 @@ TAKEN = [
     for config in CONFIGS
     if not any(feature.startswith(REFUSED) for feature in config.features)
     and config.layout != "bmghk"
-    and (max(config.head_dims) <= 128 or 192 < min(config.head_dims) <= max(config.head_dims) <= 256)
+    and (max(config.head_dims) <= 128 or 128 < min(config.head_dims) <= max(config.head_dims) <= 256)
     and not any(dim % 8 for dim in config.head_dims)
 ]
-WIDE = [replace(c, name=f"{c.name}-wide", head_dims=(256, 256)) for c in TAKEN if c.head_dims == (64, 64)]
+# one of each width beside 64 and 128: of one piece of columns, and of two
+OTHERS = [
+    replace(c, name=f"{c.name}-{d}", head_dims=(d, d))
+    for c in TAKEN
+    if c.head_dims == (64, 64)
+    for d in (256, 72, 96, 160, 192)
+]
 ROW_PADDING = 128  # tiles of queries are 64 or 128 rows
 
 
@@ -74,7 +81,7 @@ IN_TURN = pytest.mark.parametrize("taken", [True], ids=["in turn"], indirect=Tru
 
 @pytest.mark.slow
 @BOTH_ORDERS
-@pytest.mark.parametrize("config", [*TAKEN, *WIDE], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*TAKEN, *OTHERS], ids=lambda config: config.name)
 def test_sweep(config: Config, taken: list[str | None]) -> None:
     """Sizes, lengths, strides and values at random; compiled ahead, all of a configuration at once."""
     seeds = SEEDS if config in TAKEN else SEEDS[:5]
@@ -106,7 +113,7 @@ def _close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 
 @BOTH_ORDERS
-@pytest.mark.parametrize("head_dim", [64, 128, 200])
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 136, 192, 200])
 def test_groups_of_heads_and_long_rows(head_dim: int, taken: list[str | None]) -> None:
     """More blocks than stages, heads that share keys, and keys that are not whole blocks."""
     leaves = _leaves((1, 1000, 6, head_dim), (1, 1100, 2, head_dim), (1, 1100, 2, head_dim))
@@ -120,7 +127,7 @@ def test_groups_of_heads_and_long_rows(head_dim: int, taken: list[str | None]) -
 
 
 @BOTH_ORDERS
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (128, 64), (64, 128), (256, 256)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (128, 64), (64, 128), (256, 256), (80, 96), (160, 192)])
 @pytest.mark.parametrize(
     ("starts", "query_used", "key_used"),
     [
@@ -160,6 +167,36 @@ def test_sequences_of_nothing(
     assert taken == [None]
     wide = [x.detach().float().requires_grad_() for x in leaves]
     _close(tuple(x.float() for x in found), grads(wide, dout.float(), "reference"))
+
+
+@BOTH_ORDERS
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("splits", [1, 2, 3, 6])
+def test_parts_of_the_heads_that_share_keys(
+    splits: int, head_dim: int, packed: bool, taken: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tiles they are split over, with few CTAs too."""
+    monkeypatch.setattr(backward, "head_splits_for", lambda *sizes: splits)
+    leaves = _leaves((2 * 500, 12, head_dim), (2 * 500, 2, head_dim), (2 * 500, 2, head_dim))
+    dout = torch.randn(2 * 500, 12, head_dim, device=CUDA, dtype=torch.bfloat16)
+    starts = torch.tensor([0, 70, 70, 601, 1000], dtype=torch.int32, device=CUDA)
+
+    def grads(inputs: Any, gradient: Tensor, backend: str) -> tuple[Tensor, ...]:
+        if packed:
+            out = varlen_attention(*inputs, starts, max_seqlen_q=531, is_causal=True, backend=backend)
+        else:
+            batches = (x.unflatten(0, (2, -1)) for x in inputs)
+            out = attention(*batches, is_causal=True, backend=backend).flatten(0, 1)
+        return torch.autograd.grad(out, inputs, gradient)
+
+    wide = [x.detach().float().requires_grad_() for x in leaves]
+    exact = grads(wide, dout.float(), "reference")
+    for num_sms in (132, 3):
+        _with_sms(num_sms, monkeypatch)
+        found = grads(leaves, dout, "triton")
+        assert set(taken) == {None}
+        _close(tuple(x.float() for x in found), exact)
 
 
 def test_keys_that_all_batch_entries_share(taken: list[str | None]) -> None:
@@ -222,7 +259,7 @@ def _with_sms(num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @IN_TURN
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask", list(MASKS))
 def test_the_same_bits(
     mask: str, head_dim: int, packed: bool, taken: list[str | None], monkeypatch: pytest.MonkeyPatch
@@ -239,7 +276,7 @@ def test_the_same_bits(
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("mask", list(MASKS))
 def test_from_tile_to_tile(
     mask: str, head_dim: int, packed: bool, taken: list[str | None], monkeypatch: pytest.MonkeyPatch

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from powertrain.runtime import tracing, tuning
 
-_DIMS = (64, 96, 128, 192, 256, 512)
+_DIMS = (64, 80, 96, 128, 160, 192, 256, 512)  # as the tiles of the kernels that were measured
 Points = Mapping[int, float]  # queries -> FLOPs per millisecond
 _BEYOND = 2.0  # how many times as many or as few queries as measured a rate holds for
 

@@ -50,9 +50,9 @@ class FixedOrder(NamedTuple):
 
 
 def _fills_tiles(p: AttentionProblem) -> bool:
-    """Head dims that fill most of tiles of 64, 96 or 128 columns."""
+    """Head dims that fill most of the columns of the Hopper kernels' tiles: 64, or 80 and more."""
     dims = p.head_dim_qk, p.head_dim_v
-    return dims == (64, 64) or min(dims) >= 96
+    return dims == (64, 64) or min(dims) > 64
 
 
 def _is_few_beside_long(p: AttentionProblem) -> bool:
@@ -62,6 +62,11 @@ def _is_few_beside_long(p: AttentionProblem) -> bool:
     at_end = p.mask.right == 0 and p.mask.bottom_right
     few = p.lengths.few and p.lengths.size in ("decode", "short")
     return not p.needs_grad and few and at_end and packs and _fills_tiles(p)
+
+
+def _is_80(p: AttentionProblem) -> bool:
+    """Head dims of tiles of 80 columns, where others have 96 or 128."""
+    return 64 < min(p.head_dim_qk, p.head_dim_v) and max(p.head_dim_qk, p.head_dim_v) <= 80
 
 
 def _is_192_128(p: AttentionProblem) -> bool:
@@ -130,7 +135,7 @@ FIXED_ORDERS = (
         ("hopper", "cudnn", "flash-attn-3", "flash-attn-4", *_LAST),
         _BY_HAND,
         (90, 99),
-        lambda p: p.lengths.size == "short",
+        lambda p: p.lengths.size == "short" or _is_80(p),
     ),
     FixedOrder(
         ("hopper", "flash-attn-3", "flash-attn-4", "cudnn", *_LAST),

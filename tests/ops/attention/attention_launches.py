@@ -62,6 +62,10 @@ def launch_hopper_attention(dtype: torch.dtype) -> None:
         for head_dims in ((64, 64), (128, 128), (256, 256)):
             for feature in ("causal", "packed", "softcap"):
                 launch(feature, head_dims, dtype, "hopper")
+        for head_dims in ((80, 80), (160, 160), (192, 192)):  # in two pieces of columns
+            launch("causal", head_dims, dtype, "hopper")
+        x = torch.empty(B, S, H, 128, dtype=dtype, device=META, requires_grad=True)  # heads that are not split
+        attention(x, x, x, is_causal=True, backend="hopper").backward(torch.empty_like(x))
     with any_order(False):
         for head_dims in ((64, 64), (128, 128), (256, 256)):
             launch("causal", head_dims, dtype, "hopper")

@@ -65,12 +65,14 @@ GOLDEN = [
     (90, (64, 64), "full", "all", "cudnn flash cudnn hopper fa3 fa3 fa3 fa3"),
     (90, (64, 64), "alibi", "all", "triton triton hopper hopper triton hopper triton hopper"),
     (90, (64, 64), "window", "all", "flash flash fa3 hopper fa3 fa3 fa3 fa3"),
-    (90, (80, 80), "causal", "none", "cudnn flash cudnn cudnn cudnn cudnn cudnn cudnn"),
-    (90, (80, 80), "causal", "all", "cudnn flash cudnn cudnn cudnn fa3 fa4 fa3"),
-    (90, (80, 80), "full", "none", "cudnn flash cudnn cudnn cudnn cudnn cudnn cudnn"),
-    (90, (80, 80), "full", "all", "cudnn flash cudnn cudnn cudnn fa3 fa4 fa3"),
+    (90, (80, 80), "causal", "none", "cudnn flash hopper hopper hopper hopper hopper hopper"),
+    (90, (80, 80), "causal", "all", "cudnn flash hopper hopper hopper hopper hopper hopper"),
+    (90, (80, 80), "full", "none", "cudnn flash hopper hopper hopper hopper hopper hopper"),
+    (90, (80, 80), "full", "all", "cudnn flash hopper hopper hopper hopper hopper hopper"),
     (90, (96, 96), "causal", "none", "cudnn flash hopper hopper hopper hopper hopper hopper"),
-    (90, (96, 96), "causal", "all", "cudnn flash hopper hopper hopper fa3 hopper fa3"),
+    (90, (80, 80), "window", "all", "flash flash hopper hopper hopper hopper hopper hopper"),
+    (90, (40, 40), "causal", "none", "cudnn flash cudnn cudnn cudnn cudnn cudnn cudnn"),
+    (90, (96, 96), "causal", "all", "cudnn flash hopper hopper fa3 fa3 fa3 fa3"),
     (90, (96, 96), "full", "none", "cudnn flash hopper hopper hopper hopper hopper hopper"),
     (90, (96, 96), "full", "all", "cudnn flash hopper hopper hopper fa3 hopper fa3"),
     (90, (128, 128), "causal", "none", "cudnn flash hopper hopper hopper hopper hopper hopper"),
@@ -85,10 +87,14 @@ GOLDEN = [
     (90, (192, 128), "full", "all", "cudnn fa3 hopper h+triton hopper h+triton hopper h+triton"),
     (90, (192, 128), "alibi", "all", "triton triton hopper h+triton hopper h+triton hopper h+triton"),
     (90, (192, 128), "window", "all", "fa3 fa3 hopper h+triton hopper h+triton hopper h+triton"),
-    (90, (160, 160), "causal", "none", "cudnn flash hopper h+triton hopper h+triton hopper h+triton"),
-    (90, (160, 160), "causal", "all", "cudnn flash hopper h+triton fa3 fa3 fa3 fa3"),
-    (90, (160, 160), "full", "none", "cudnn flash hopper h+triton hopper h+triton hopper h+triton"),
-    (90, (160, 160), "full", "all", "cudnn flash hopper h+triton fa3 fa3 fa3 fa3"),
+    (90, (160, 160), "causal", "none", "cudnn flash hopper hopper hopper hopper hopper hopper"),
+    (90, (160, 160), "causal", "all", "cudnn flash hopper hopper hopper fa3 hopper fa3"),
+    (90, (192, 192), "causal", "none", "cudnn flash hopper hopper hopper hopper hopper hopper"),
+    (90, (192, 192), "causal", "all", "cudnn flash hopper hopper fa3 fa3 fa3 fa3"),
+    (90, (160, 160), "full", "none", "cudnn flash hopper hopper hopper hopper hopper hopper"),
+    (90, (160, 160), "full", "all", "cudnn flash hopper hopper hopper fa3 hopper fa3"),
+    (90, (192, 192), "full", "none", "cudnn flash hopper hopper hopper hopper hopper hopper"),
+    (90, (192, 192), "full", "all", "cudnn flash hopper hopper fa3 fa3 fa3 fa3"),
     (90, (256, 256), "causal", "none", "cudnn flash hopper hopper hopper hopper hopper hopper"),
     (90, (256, 256), "causal", "all", "cudnn flash hopper fa3 fa3 fa3 fa3 fa3"),
     (90, (256, 256), "full", "none", "cudnn flash hopper hopper hopper hopper hopper hopper"),
@@ -201,7 +207,7 @@ def test_who_differentiates_is_decided_once() -> None:
 
 
 def test_no_backward_left_is_a_reason() -> None:
-    problem = AttentionProblem(torch.bfloat16, 160, 160, Target.parse("sm_90"), MASKS["window"])
+    problem = AttentionProblem(torch.bfloat16, 192, 128, Target.parse("sm_90"), MASKS["window"])
     preference = BackendPreference(("hopper",), frozenset({"triton"}), only=True)
     with assume(Installed((2, 11), True, 91900)):
         assert select.decide(problem, preference) is None
@@ -266,7 +272,7 @@ def test_nothing_measured_keeps_the_fixed_order() -> None:
         order = order_of(problem)
         assert order.names == fixed_order(problem).names and not order.estimates
         assert order.known.startswith("fixed, ")
-    padded = AttentionProblem(torch.bfloat16, 80, 80, Target.parse("sm_90"), MASKS["causal"])
+    padded = AttentionProblem(torch.bfloat16, 48, 48, Target.parse("sm_90"), MASKS["causal"])
     assert curves_for(padded)[1] is None
 
 

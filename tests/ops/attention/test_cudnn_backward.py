@@ -197,7 +197,8 @@ def test_wide_heads_are_cudnns_unless_somebody_forbids_it() -> None:
     with assume(PLAIN):
         assert _launched(192, 128) == hopper
         assert "_hopper_attention_bwd_d256_kernel" in _launched(256, 256)
-        assert _launched(192, 128, is_causal=False) == _launched(160, 160) == universal  # where cuDNN is slower
+        assert _launched(192, 128, is_causal=False) == universal  # where cuDNN is slower
+        assert "_hopper_attention_bwd_d256_kernel" in _launched(160, 160)
         assert _launched(192, 128, softcap=30.0) == universal
         assert "_hopper_attention_bwd_kernel" in _launched(128, 128)
         with attention_backend("-cudnn"):

@@ -65,6 +65,10 @@ PLANS = [
     ((64, 64), 8192, False, True, 3),
     ((192, 128), 512, False, True, 2),
     ((256, 256), 512, True, True, 2),
+    ((96, 96), 512, False, True, 2),
+    ((72, 80), 512, True, False, 2),
+    ((160, 160), 512, False, False, 2),
+    ((192, 192), 512, False, True, 2),
 ]
 
 
@@ -83,7 +87,7 @@ class _Products(NamedTuple):
 def _expected(constants: Mapping[str, Any]) -> _Products:
     """Of all consumers. Aligned: no loop with masks; the first consumer's second block has half a product beside it."""
     scores = sum(constants["P_QK"]) // 16
-    products = constants["BLOCK_N"] // 16 * (constants["P_V"] // min(constants["P_V"], 256))
+    products = constants["BLOCK_N"] // 16 * len(constants["P_V"])
     if constants["ALIGNED"]:
         first, second = (_Products.of(blocks, scores, products) for blocks in (2, 1))
         return _Products(

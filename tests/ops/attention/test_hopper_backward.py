@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from powertrain.ops.attention.hopper.backward import launch_backward, plan_for, why_not_backward
+from powertrain.ops.attention.hopper.plans import pieces_of
 from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operands
 from powertrain.runtime.compile.service import entry_for
 from powertrain.runtime.recording import record
@@ -51,9 +52,9 @@ def test_tensors() -> None:
         return why_not_backward(Operands.of(query, key, key, _args()))
 
     assert "not float32" in str(reason(_empty(2, 64, 4, 128, dtype=torch.float32)))
-    assert reason(_empty(2, 64, 4, 256)) is None and reason(_empty(2, 64, 4, 200)) is None
-    for dim in (60, 136, 192, 264):
-        assert f"multiples of 8, both up to 128 or both of 200 to 256, are {dim} and {dim}" in str(
+    assert all(reason(_empty(2, 64, 4, dim)) is None for dim in (72, 136, 192, 200, 256))
+    for dim in (60, 132, 264):
+        assert f"multiples of 8, both up to 128 or both of 136 to 256, are {dim} and {dim}" in str(
             reason(_empty(2, 64, 4, dim))
         )
     assert "query is empty" in str(reason(_empty(2, 0, 4, 64), _empty(2, 8, 4, 64)))
@@ -66,20 +67,24 @@ def test_tensors() -> None:
     assert reason(_empty(1, 64, 4, 64).expand(2, -1, -1, -1)) is None
 
 
-def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, **given: Any) -> Any:
+def _entry(head_dim: int, dtype: torch.dtype, need: list[bool], d_v: int = 0, repeats: int = 2, **given: Any) -> Any:
+    """The main kernel. With 8 `repeats` heads that share keys are split over tiles."""
     args = _args(**given)
-    q, k = _empty(2, 512, 4, head_dim, dtype=dtype), _empty(2, 512, 2, head_dim, dtype=dtype)
+    q, k = _empty(2, 512, 2 * repeats, head_dim, dtype=dtype), _empty(2, 512, 2, head_dim, dtype=dtype)
     out, v = (_empty(*x.shape[:-1], d_v or head_dim, dtype=dtype) for x in (q, k))
     if args.layout == "thd":
         q, k, out, v = (x.flatten(0, 1) for x in (q, k, out, v))
-    lse = _empty(4, 1024, dtype=torch.float32) if args.layout == "thd" else _empty(2, 4, 512, dtype=torch.float32)
+    shape = (2 * repeats, 1024) if args.layout == "thd" else (2, 2 * repeats, 512)
+    lse = _empty(*shape, dtype=torch.float32)
     with record("sm_90") as wanted:
         call = BackwardCall(out, None, q, k, v, out, lse, [*need, False], args)
         launch_backward(call, call.operands())
     names = [spec.kernel.name for spec in wanted.specs]
-    main = "_hopper_attention_bwd_d256_kernel" if head_dim > 192 else "_hopper_attention_bwd_kernel"
-    every = ["_hopper_attention_bwd_preprocess_kernel", main, "_hopper_attention_dq_kernel"]
-    assert names == (every if need[0] else every[:2])
+    is_wide = head_dim > 128
+    main = "_hopper_attention_bwd_d256_kernel" if is_wide else "_hopper_attention_bwd_kernel"
+    sums = need[0] + (repeats == 8 and not is_wide)  # dk and dv are made by the same kernel
+    expected = ["_hopper_attention_bwd_preprocess_kernel", main]
+    assert names == expected + ["_hopper_attention_sums_kernel"] * sums
     return entry_for(wanted.specs[1])[0]
 
 
@@ -110,6 +115,13 @@ IN_TURN = {"deterministic": True}
         (64, torch.bfloat16, [False, True, True], {"left": 100}),
         (64, torch.bfloat16, ALL, {"left": 100, "softcap": 30.0}),
         (64, torch.float16, ALL, {"slopes": _empty(4, dtype=torch.float32), **IN_TURN}),
+        (96, torch.bfloat16, ALL, {}),
+        (96, torch.bfloat16, ALL, {"right": -1}),
+        (72, torch.float16, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS}),
+        (80, torch.bfloat16, ALL, IN_TURN),
+        (128, torch.bfloat16, ALL, {"repeats": 8}),
+        (64, torch.bfloat16, ALL, {"repeats": 8, "right": -1}),
+        (96, torch.bfloat16, [True, False, True], {"repeats": 8, **IN_TURN}),
     ],
     ids=[
         "causal",
@@ -128,6 +140,13 @@ IN_TURN = {"deterministic": True}
         "window-no-dq-d64",
         "window-softcap-d64",
         "in-turn-alibi-d64",
+        "d96",
+        "full-d96",
+        "thd-d72",
+        "in-turn-d80",
+        "split",
+        "split-full-d64",
+        "split-in-turn-no-dk-d96",
     ],
 )
 def test_products_run_beside_everything_else(
@@ -139,19 +158,22 @@ def test_products_run_beside_everything_else(
     assert facts["num_warps"] == 12
     assert facts["shared"] <= 232448
     ptx = zlib.decompress(entry.members["ptx"]).decode()
-    assert ptx.count("cp.async.bulk.tensor.5d.shared") == 6  # q and do, at two places; k and v
-    parts = plan.block_m * (64 if head_dim == 64 else 128) // (64 * plan.part)
+    assert ptx.count("cp.async.bulk.tensor.5d.shared") == 6 * len(pieces_of(head_dim))  # q and do, at two places; k, v
+    pieces = pieces_of(head_dim)
+    parts = sum(piece // min(plan.part, piece) for piece in pieces)
     # 16 bytes a thread: 4 of the part's columns of 64 rows, in each of the parts
-    assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == (parts * plan.part // 8 if need[0] else 0)
+    adds = need[0] + (2 * sum(need[1:]) if given.get("repeats") == 8 and not given.get("deterministic") else 0)
+    assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == adds * sum(pieces) // 8
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(entry.members["cubin"])
     sass = subprocess.run([NDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
     # each consumer waits for scores, dp and both products of them, at 64 in the loop and outside; the server by parts
-    ahead = head_dim <= 64 and not given.get("softcap") and not given.get("deterministic")
+    ahead = head_dim <= 96 and not given.get("softcap") and not given.get("deterministic")
     waits = 2 * (6 if ahead else 3) + (parts if need[0] else 0)
     # the waits for dp ahead of the loop and at its end may be one, at its beginning
     assert waits - 2 * ahead <= sass.count("WARPGROUP.DEPBAR") <= waits
-    assert sass.count("HGMMA") >= (1 + ahead) * (2 * 2 * head_dim // 16 + 2 * 2 * plan.block_m // 16)
+    products = 2 * 2 * sum(pieces) // 16 + 2 * 2 * len(pieces) * plan.block_m // 16
+    assert sass.count("HGMMA") >= (1 + ahead) * products
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
@@ -166,8 +188,22 @@ def test_products_run_beside_everything_else(
         (256, ALL, {"layout": "thd", "query_starts": STARTS, "key_starts": STARTS, "query_used": USED}),
         (256, ALL, {"slopes": _empty(4, dtype=torch.float32)}),
         (256, ALL, IN_TURN),
+        (192, ALL, {}),
+        (160, ALL, {"right": -1}),
+        (136, ALL, IN_TURN),
     ],
-    ids=["causal", "full-d200", "no-dq", "window-softcap", "thd-lengths", "alibi", "in-turn"],
+    ids=[
+        "causal",
+        "full-d200",
+        "no-dq",
+        "window-softcap",
+        "thd-lengths",
+        "alibi",
+        "in-turn",
+        "d192",
+        "full-d160",
+        "in-turn-d136",
+    ],
 )
 def test_wide_products_run_beside_everything_else(
     head_dim: int, need: list[bool], given: dict[str, Any], tmp_path: Path
@@ -181,10 +217,12 @@ def test_wide_products_run_beside_everything_else(
     cubin.write_bytes(entry.members["cubin"])
     sass = subprocess.run([NDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
     # in each consumer scores, dp, dv, dk and the last dv, and in the server one for each part
-    parts = 256 // plan.part
+    pieces = pieces_of(head_dim)
+    parts = sum(piece // min(plan.part, piece) for piece in pieces)
     assert sass.count("WARPGROUP.DEPBAR") <= 2 * 5 + (parts if need[0] else 0)
-    # 64x32 and 64x128 at a time in the consumers, and 64 columns in the server
-    assert sass.count("HGMMA") >= 2 * (2 * 16 + 2 * 4) + (4 * parts if need[0] else 0)
+    # 64x32 and a consumer's half of each piece at a time in the consumers, and up to 64 columns in the server
+    products = 2 * sum(pieces) // 16 + 2 * 4 * len(pieces)
+    assert sass.count("HGMMA") >= 2 * products + (4 * parts if need[0] else 0)
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
@@ -197,7 +235,7 @@ def test_head_dims_on_both_sides_of_64(dims: tuple[int, int]) -> None:
 
 def test_padding_and_plans() -> None:
     """What the barriers by number allow: two stages of ds, four of queries."""
-    for dims in ((64, 64), (72, 64), (128, 128)):
+    for dims in ((64, 64), (72, 64), (96, 96), (128, 128)):
         plan = plan_for(*dims)
         assert plan.stages <= 4
         assert plan.ds_stages <= 2

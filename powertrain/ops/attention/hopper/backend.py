@@ -72,7 +72,7 @@ def fails_here(device: torch.device, plan: Plan) -> str | None:
     """Why the kernel must not be used on this sm_90 device with this plan, or None: it is tried once on a small
     problem."""
     plan = plan._replace(num_splits=min(plan.num_splits, 2))  # how many there are is the same to it
-    results, name = _self_tests.setdefault(plan, {}), f"attention at head dims {sum(plan.p_qk)} and {plan.p_v}"
+    results, name = _self_tests.setdefault(plan, {}), f"attention at head dims {sum(plan.p_qk)} and {sum(plan.p_v)}"
     return self_test.failure(results, device, lambda on: _forward_self_test(on, plan), f"{name}: triton serves")
 
 
@@ -125,7 +125,7 @@ def _wrong(results: list[Tensor], exact: list[Tensor]) -> str | None:
 
 
 def _forward_self_test(device: torch.device, plan: Plan) -> str | None:
-    small = _small(device, sum(plan.p_qk), plan.p_v, plan.heads_per_tile - plan.partial)
+    small = _small(device, sum(plan.p_qk), sum(plan.p_v), plan.heads_per_tile - plan.partial)
     _, query, key, value = small.inputs
     operands = Operands.of(query, key, value, small.args)
     return _wrong(list(launch_forward(operands, plan)), [small.out, small.lse])

@@ -1,16 +1,21 @@
-"""Backward of attention for Hopper: backward_kernel.py, or backward_kernel_d256.py for head dims above 192, between two
+"""Backward of attention for Hopper: backward_kernel.py, or backward_kernel_d256.py for head dims above 128, between
 kernels in Triton.
 
 The first computes delta_i = o_i do_i - dlse_i and writes the zeros to which the second adds sums of dq, in float32 and
 in the order in which its threads hold them; the third brings these into rows and scales them. Tiles of keys add in no
 fixed order, and the last bits of dq differ from run to run; where the same bits are wanted each time, in turn
-(hopper/dq_order.py).
+(hopper/dq_order.py). Where the query heads that share keys are split over tiles, dk and dv are sums too, to which the
+tiles of all parts add; where the same bits are wanted, the parts have sums of their own, which are added up in order.
 
-Memory beyond results: for each query and head, 4 bytes a head dim (padded to 64, 128 or 256) and 8; 1152 an SM (256:
-640 for each 64 keys of a head); where tiles add in turn, 16 for each 64 queries of a head.
+Memory beyond results: for each query and head, 4 bytes a head dim (padded as plans.py's `pieces_of` says) and 8; 1152
+an SM, 768 more where a head dim has two pieces (above 128: 640, or 1152, for each 64 keys of a head); where tiles add
+in turn, 16 for each 64 queries of a head; where heads are split, 4 bytes for each key, head of keys and head dim of
+keys and values, in turn as often as there are parts.
 FLOPs: five products for each pair that a mask lets see; none twice.
 """
 
+import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -20,14 +25,13 @@ from torch import Tensor
 
 from powertrain.ops.attention.hopper.backward_kernel import _hopper_attention_bwd_kernel
 from powertrain.ops.attention.hopper.backward_kernel_d256 import _hopper_attention_bwd_d256_kernel
+from powertrain.ops.attention.hopper.plans import pieces_of
 from powertrain.ops.attention.operands import BackwardCall, OpArguments, Operand, Operands
 from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
 from powertrain.ops.attention.triton.tiles import LOG2E, to_int64
-from powertrain.ops.shapes import next_power_of_2
+from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime import checks
 from powertrain.runtime.launch import kernel
-
-_BLOCK_N = {64: 128, 128: 128, 256: 64}  # keys of a tile, by padded head dim
 
 
 @triton.jit
@@ -45,17 +49,21 @@ def _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, size, BLOCK_M: tl.con
 
 @kernel()
 def _hopper_attention_bwd_preprocess_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, sum_ptr, order_ptr, counter_ptr, starts_ptr, used_ptr,
-    batch, queries, slots, heads, num_q_per_kv, head_of_kv, head_of_repeat,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, sum_ptr, order_ptr, counter_ptr, key_sum_ptr, starts_ptr, used_ptr,
+    batch, queries, slots, heads, num_q_per_kv, head_of_kv, head_of_repeat, key_sums,
     stride_ob, stride_os, stride_oh, stride_or, stride_dob, stride_dos, stride_doh, stride_dor,
     D_V: tl.constexpr, W_QK: tl.constexpr, W_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """For a tile of queries: LSE in base 2 and delta, inf and 0 where a row sees nothing and behind the rows (whose
     weights are then 0, whatever ALiBi makes of their places), and zeros for the sums of dq and for whose turn it is to
-    add. Then a zero to draw tiles from."""
+    add. Then a zero to draw tiles from, and `key_sums` zeros for the sums of dk and dv."""
     t = tl.program_id(0)
     if t == 0:
         tl.store(counter_ptr, 0)
+    if key_sum_ptr is not None:
+        for first in range(t * 4096, key_sums, tl.num_programs(0) * 4096):
+            place = first + tl.arange(0, 4096)
+            tl.store(key_sum_ptr + place, tl.zeros([4096], tl.float32), mask=place < key_sums)
     b, index, start, first, length, _ = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
     kv, repeat = index // num_q_per_kv, index % num_q_per_kv
     head = kv * head_of_kv + repeat * head_of_repeat
@@ -65,7 +73,7 @@ def _hopper_attention_bwd_preprocess_kernel(
         storage = storage * 0
         at = to_int64(head) * queries + start
     rows = first + tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, W_V)[None, :]
+    cols = tl.arange(0, triton.next_power_of_2(W_V))[None, :]
     mask = (rows < length)[:, None] & (cols < D_V)
     i = to_int64(start + rows)[:, None]
     o_base = o_ptr + storage * stride_ob + to_int64(kv) * stride_oh + to_int64(repeat) * stride_or
@@ -81,18 +89,34 @@ def _hopper_attention_bwd_preprocess_kernel(
     tl.store(to, tl.where(blind, float("inf"), lse * LOG2E))  # [BLOCK_M]
     tl.store(to + BLOCK_M, tl.where(blind, 0.0, delta))  # [BLOCK_M]
     if sum_ptr is not None:
-        piece = tl.arange(0, BLOCK_M * W_QK)
-        tl.store(sum_ptr + to_int64(t) * (BLOCK_M * W_QK) + piece, tl.zeros([BLOCK_M * W_QK], tl.float32))
+        SIZE: tl.constexpr = triton.next_power_of_2(BLOCK_M * W_QK)
+        piece = tl.arange(0, SIZE)
+        to = sum_ptr + to_int64(t) * (BLOCK_M * W_QK) + piece
+        if SIZE == BLOCK_M * W_QK:
+            tl.store(to, tl.zeros([SIZE], tl.float32))
+        else:
+            tl.store(to, tl.zeros([SIZE], tl.float32), mask=piece < BLOCK_M * W_QK)
     if order_ptr is not None:
         tl.store(order_ptr + to_int64(t) * 4 + tl.arange(0, 4), tl.zeros([4], tl.int32))
 
 
+@triton.jit
+def _sums_of(from_ptr, place, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    if SIZE == PADDED:
+        x = tl.load(from_ptr)  # [SIZE]
+    else:
+        x = tl.load(from_ptr, mask=place < SIZE, other=0.0)  # [PADDED]
+    return x
+
+
 @kernel()
-def _hopper_attention_dq_kernel(
-    sum_ptr, dq_ptr, starts_ptr, used_ptr, batch, queries, slots, heads, num_q_per_kv, scale,
-    stride_dqb, stride_dqs, stride_dqh, stride_dqr, D_QK: tl.constexpr, W_QK: tl.constexpr, BLOCK_M: tl.constexpr,
+def _hopper_attention_sums_kernel(
+    sum_ptr, x_ptr, starts_ptr, used_ptr, batch, queries, slots, heads, num_q_per_kv, num_splits, scale,
+    stride_xb, stride_xs, stride_xh, stride_xr, D: tl.constexpr, W: tl.constexpr, BLOCK_M: tl.constexpr,
+    SPLIT_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """64 rows of dq from the sums in float32, which lie as the threads of a warpgroup hold them."""
+    """64 rows of dq from the sums in float32, which lie as the threads of a warpgroup hold them. Of dk or dv, where
+    `num_splits` tiles have a part of the heads that share keys each: for queries read keys."""
     PARTS: tl.constexpr = BLOCK_M // 64
     t, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     b, index, start, first, length, capacity = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
@@ -102,19 +126,29 @@ def _hopper_attention_dq_kernel(
         storage = to_int64(b)
         if starts_ptr is not None:
             storage = storage * 0
-        x = tl.load(sum_ptr + (to_int64(t) * PARTS + part) * (64 * W_QK) + tl.arange(0, 64 * W_QK))  # [64 * W_QK]
+        WIDTH: tl.constexpr = triton.next_power_of_2(W)
+        place = tl.arange(0, 64 * WIDTH)
+        if not SPLIT_HEADS:
+            from_ptr = sum_ptr + (to_int64(t) * PARTS + part) * (64 * W) + place
+            x = _sums_of(from_ptr, place, 64 * W, 64 * WIDTH)
+        else:
+            x = tl.zeros([64 * WIDTH], tl.float32)
+            for split in range(num_splits):
+                tile = to_int64(t // slots * num_splits + split) * slots + t % slots
+                from_ptr = sum_ptr + (tile * PARTS + part) * (64 * W) + place
+                x += _sums_of(from_ptr, place, 64 * W, 64 * WIDTH)
         # 8 columns, warp, row of 8, 2 columns, which 8 rows of the warp's 16, column
-        x = x.reshape(W_QK // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, W_QK)
+        x = x.reshape(WIDTH // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, WIDTH)
         rows = first + tl.arange(0, 64)
-        cols = tl.arange(0, W_QK)[None, :]
-        base = dq_ptr + storage * stride_dqb + to_int64(kv) * stride_dqh + to_int64(repeat) * stride_dqr
-        ptrs = base + to_int64(start + rows)[:, None] * stride_dqs + cols
-        x = tl.where((rows < length)[:, None], x * scale, 0.0).to(dq_ptr.dtype.element_ty)
-        tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D_QK))  # [64, W_QK]
+        cols = tl.arange(0, WIDTH)[None, :]
+        base = x_ptr + storage * stride_xb + to_int64(kv) * stride_xh + to_int64(repeat) * stride_xr
+        ptrs = base + to_int64(start + rows)[:, None] * stride_xs + cols
+        x = tl.where((rows < length)[:, None], x * scale, 0.0).to(x_ptr.dtype.element_ty)
+        tl.store(ptrs, x, mask=(rows < capacity)[:, None] & (cols < D))  # [64, W]
 
 
 class Plan(NamedTuple):
-    """Tiles of 128 keys (64 at head dims above 192) by block_m queries, so that a consumer's scores, dp, dk and dv
+    """Tiles of 128 keys (64 at head dims above 128) by block_m queries, so that a consumer's scores, dp, dk and dv
     leave it registers enough."""
 
     block_m: int = 64
@@ -124,17 +158,97 @@ class Plan(NamedTuple):
     registers: int = 224  # of a consumer's thread; the producer has 504 less twice as many
     group: int = 4  # heads at a time
     group_start: int = 2  # in turn: blocks that the tile before is to be ahead
+    ahead: bool = False  # a block's scores are asked for behind the products of the one before
+    early: bool = False  # without masks, queries are waited for and LSE is loaded early
 
 
 def plan_for(d_qk: int, d_v: int) -> Plan:
     """ms, bf16, one H200, causal: H32 D64 S8192 2.99 with 128 queries a block, 2.71 with 64, 2.59 with 64 columns of dq
     too; H16 D128 S2048 2 heads at a time 0.744, 4 0.737, packed 1.905, 1.855; H8 D256 S8192 64 columns of dq and 208
-    registers 3.08, 32 and 224 3.23."""
+    registers 3.08, 32 and 224 3.23; H16 D96 S8192 224 registers 1.833, 208 with `ahead` 1.781; D80 3 stages 1.597, 4
+    1.596, full S4096 0.802, 0.798; H16 D192 64 columns of dq 5.226, 32 5.139."""
+    if max(d_qk, d_v) > 192:
+        return Plan(stages=2, part=64, registers=208, group_start=4)
     if max(d_qk, d_v) > 128:
-        return Plan(stages=2, part=64, registers=208, group=2, group_start=4)
+        return Plan(stages=2, group_start=4)
     if max(d_qk, d_v) <= 64:
-        return Plan(stages=4, part=64, registers=208, group_start=8)
-    return Plan()
+        return Plan(stages=4, part=64, registers=208, group_start=8, ahead=True)
+    if max(d_qk, d_v) <= 96:
+        return Plan(stages=4 if max(d_qk, d_v) <= 80 else 3, part=64, registers=208, ahead=True)
+    return Plan(early=True)
+
+
+class Schedule(NamedTuple):
+    """Which tile of keys has which heads, and which tile is next."""
+
+    num_splits: int  # parts of the query heads that share keys, a tile each
+    group: int  # heads at a time
+    late_blocks: int  # the last blocks of keys of each head, which come behind all others
+
+
+def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
+    """The schedule of a call whose heads have `blocks` tiles of keys each."""
+    args, heads, num_sms = operands.args, operands.heads, operands.target.num_sms
+    sequences = max(1, operands.batch) if operands.is_packed else 1
+    queries = operands.queries // sequences
+    is_wide = _is_wide(operands.d_qk, operands.d_v)
+    num_splits = 1
+    if not is_wide and heads.q_per_kv > 1:
+        seen = min(queries, args.left + 128) if args.left >= 0 else queries
+        keys_bytes = operands.storage * heads.kv * operands.keys * (operands.d_qk + operands.d_v) * 4
+        num_splits = head_splits_for(
+            operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
+            args.right >= 0 and args.left < 0, keys_bytes, args.deterministic, num_sms,
+        )  # fmt: skip
+    repeats = heads.q_per_kv // num_splits
+    group = plan.group
+    if args.deterministic:
+        group = deterministic_swizzle(plan, queries, repeats, args, num_sms)
+    late = 0
+    # with a window nearly all tiles are equal. Wide, S2048 B8 H8 D256: 0.981 without, 0.995
+    if args.right >= 0 and args.left < 0 and not operands.is_packed and not is_wide:
+        late = late_blocks_for(operands.storage * heads.kv * num_splits, blocks, num_sms)
+    return Schedule(num_splits, group, late)
+
+
+@functools.lru_cache(maxsize=1024)
+def head_splits_for(
+    tiles: int, longest: int, repeats: int, is_causal: bool, keys_bytes: int, deterministic: bool, num_sms: int
+) -> int:
+    """Into how many parts the `repeats` query heads of each of so many tiles are split, a tile each: a divisor.
+    `longest`: blocks of queries of one head in the longest tile; under a causal mask tiles have half of them on
+    average. `keys_bytes`: of dk and dv in float32, zeroed and read once more; in turn, for each part.
+
+    Reckoned in the time of a block, 2.1 us, in which memory moves 6 MB; a tile costs three beside its own, the launches
+    that add up the parts ten. The longest tile, begun first, costs a quarter of itself in SMs that wait at the end, a
+    tenth where heads are split. ms, bf16, one H200, causal D128, whole, in 2 parts, in all: 28/4 B3 S3000 1.078, -,
+    0.986; B1 S4096 0.947, -, 0.581; B1 S8192 2.089, -, 2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S2048 0.304, 0.218,
+    0.225; B4 S2048 0.781, 0.792, 0.813; B2 S8192 4.47, 4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full 28/4 B3 S3000
+    2.07, -, 1.73; 32/8 B1 S2048 0.309, 0.338, 0.351."""
+    mean = tiles * repeats * longest / (2 if is_causal else 1) / num_sms
+    # what an SM has to do in all must not be much more than the longest tile. Of 8 heads and more the least was
+    # measured; in turn, each part's sums cost more
+    share = 1.0 if deterministic else 0.4 if repeats >= 8 else 0.55
+    if is_causal and repeats * longest <= share * mean:
+        return 1
+
+    def cost(splits: int) -> float:
+        tile = repeats // splits * longest + 3
+        if is_causal:
+            waits = tile / (4 if splits == 1 else 10)
+            spent = max(tile, mean + 3 * tiles * splits / num_sms + waits)
+        else:
+            spent = cdiv(tiles * splits, num_sms) * tile
+        copies = splits if deterministic else 1
+        return spent + (10 + 2 * copies * keys_bytes / 6e6 if splits > 1 else 0)
+
+    return min((n for n in range(1, repeats + 1) if repeats % n == 0), key=lambda n: (cost(n), n))
+
+
+def late_blocks_for(heads: int, blocks: int, num_sms: int) -> int:
+    """How many of a head's last blocks of keys come behind those of all heads, under a causal mask: their tiles, n^2
+    blocks of queries a head for n of them, are to fill what the longest tiles leave."""
+    return min(blocks // 2, math.isqrt(num_sms * blocks // max(1, heads)))
 
 
 def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: OpArguments, num_sms: int) -> int:
@@ -152,15 +266,25 @@ def deterministic_swizzle(plan: Plan, queries: int, repeats: int, args: OpArgume
 
 
 def width_of(head_dim: int) -> int:
-    """The padded head dim. No larger one serves: no panel of 64 columns may lie wholly outside a tensor."""
-    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    """The padded head dim."""
+    return sum(pieces_of(head_dim))
+
+
+def _is_wide(d_qk: int, d_v: int) -> bool:
+    """Whether backward_kernel_d256.py serves, whose tiles have 64 keys instead of 128."""
+    return max(d_qk, d_v) > 128
+
+
+def _block_n(operands: Operands) -> int:
+    """Keys of a tile."""
+    return 64 if _is_wide(operands.d_qk, operands.d_v) else 128
 
 
 def why_not_of(d_qk: int, d_v: int, unordered: bool) -> str | None:
     """The part of `why_not_backward` that the forward does not share and that needs no tensors."""
     dims = d_qk, d_v
-    if any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 192 < min(dims) <= max(dims) <= 256):
-        return f"head dims must be multiples of 8, both up to 128 or both of 200 to 256, are {d_qk} and {d_v}"
+    if any(dim % 8 for dim in dims) or not (max(dims) <= 128 or 128 < min(dims) <= max(dims) <= 256):
+        return f"head dims must be multiples of 8, both up to 128 or both of 136 to 256, are {d_qk} and {d_v}"
     if unordered:
         return "keys must be of one sequence each, in ascending order (cu_seqlens_k_padded says that they are)"
     return None
@@ -237,51 +361,83 @@ class _Scratch(NamedTuple):
         return _Scratch(tiles, slots, rows, sums, order, torch.empty(1, dtype=torch.int32, device=device))
 
 
+class _KeySums(NamedTuple):
+    """Sums of dk and dv in float32, where the heads that share keys are split over tiles. They lie as the threads hold
+    them: [storage * kv heads, parts, blocks, 128 * width]."""
+
+    memory: Tensor
+    dk: Operand | None
+    dv: Operand | None
+    parts: int  # that have sums of their own: 1, to which all add, or in turn as many as there are
+
+    @staticmethod
+    def of(operands: Operands, schedule: Schedule, tiles: int, need_dk: bool, need_dv: bool) -> "_KeySums":
+        parts = schedule.num_splits if operands.args.deterministic else 1
+        dims = (need_dk, operands.d_qk), (need_dv, operands.d_v)
+        sizes = [tiles * parts * 128 * width_of(dim) if need else 0 for need, dim in dims]
+        memory = torch.empty(sum(sizes), dtype=torch.float32, device=operands.q.tensor.device)
+        dk, dv = (Operand(x, 0, 0, 0, 0) if x.numel() else None for x in memory.split(sizes))
+        return _KeySums(memory, dk, dv, parts)
+
+
 def _launch(
     call: BackwardCall, operands: Operands, dq: Operand | None, dk: Operand | None, dv: Operand | None, plan: Plan
 ) -> None:
     args, heads = operands.args, operands.heads
     num_heads, w_qk = heads.kv * heads.q_per_kv, width_of(operands.d_qk)
     scratch = _Scratch.of(operands, plan, dq is not None)
+    blocks = operands.key_blocks(_block_n(operands))
+    tiles = operands.storage * heads.kv * blocks
+    schedule = schedule_of(operands, plan, blocks)
+    sums = None
+    if schedule.num_splits > 1:
+        sums = _KeySums.of(operands, schedule, tiles, dk is not None, dv is not None)
+    zeros = sums.memory if sums is not None and sums.parts == 1 else None
     do = operands.like_query(_for_tma(call.dout))
     dlse = None if call.dlse is None else call.dlse.contiguous()
     _, *o_strides = operands.like_query(call.out)
     _hopper_attention_bwd_preprocess_kernel[(scratch.tiles,)](
-        call.out, do.tensor, call.lse, dlse, scratch.rows, scratch.sums, scratch.order, scratch.counter,
+        call.out, do.tensor, call.lse, dlse, scratch.rows, scratch.sums, scratch.order, scratch.counter, zeros,
         args.query_starts, args.query_used,
         operands.batch, operands.queries, scratch.slots, num_heads, heads.q_per_kv, heads.kv_step, heads.q_step,
-        *o_strides, do.b, do.s, do.h, do.r,
+        0 if zeros is None else zeros.numel(), *o_strides, do.b, do.s, do.h, do.r,
         D_V=operands.d_v, W_QK=w_qk, W_V=width_of(operands.d_v), BLOCK_M=plan.block_m,
     )  # fmt: skip
-    _launch_main(operands, do, dk, dv, scratch, plan)
+    into = (dk, dv) if sums is None else (sums.dk, sums.dv)
+    _launch_main(operands, do, into[0], into[1], scratch, plan, schedule, blocks)
+    if sums is not None:
+        for x, of_parts, dim, scale in ((dk, sums.dk, operands.d_qk, args.scale), (dv, sums.dv, operands.d_v, 1.0)):
+            if x is not None and of_parts is not None:
+                _hopper_attention_sums_kernel[(tiles * 2,)](
+                    of_parts.tensor, x.tensor, args.key_starts, args.key_used, operands.batch, operands.keys, blocks,
+                    heads.kv, 1, sums.parts, scale, x.b, x.s, x.h, 0,
+                    D=dim, W=width_of(dim), BLOCK_M=128, SPLIT_HEADS=sums.parts > 1,
+                )  # fmt: skip
     if dq is not None:
-        _hopper_attention_dq_kernel[(scratch.tiles * plan.block_m // 64,)](
+        _hopper_attention_sums_kernel[(scratch.tiles * plan.block_m // 64,)](
             scratch.sums, dq.tensor, args.query_starts, args.query_used, operands.batch, operands.queries,
-            scratch.slots, num_heads, heads.q_per_kv, args.scale, dq.b, dq.s, dq.h, dq.r,
-            D_QK=operands.d_qk, W_QK=w_qk, BLOCK_M=plan.block_m,
+            scratch.slots, num_heads, heads.q_per_kv, 1, args.scale, dq.b, dq.s, dq.h, dq.r,
+            D=operands.d_qk, W=w_qk, BLOCK_M=plan.block_m, SPLIT_HEADS=False,
         )  # fmt: skip
 
 
 def _launch_main(
-    operands: Operands, do: Operand, dk: Operand | None, dv: Operand | None, scratch: _Scratch, plan: Plan
-) -> None:
-    args, heads, num_sms = operands.args, operands.heads, operands.target.num_sms
+    operands: Operands, do: Operand, dk: Operand | None, dv: Operand | None, scratch: _Scratch, plan: Plan,
+    schedule: Schedule, blocks: int,
+) -> None:  # fmt: skip
+    """dk and dv: gradients, or sums of each part of the heads that share keys."""
+    args, heads, num_splits = operands.args, operands.heads, schedule.num_splits
     q, k, v = operands.q, operands.k, operands.v
-    w_qk, w_v = width_of(operands.d_qk), width_of(operands.d_v)
-    blocks = operands.key_blocks(_BLOCK_N[w_qk])
-    group = plan.group
-    if scratch.order is not None:
-        sequences = max(1, operands.batch) if operands.is_packed else 1
-        group = deterministic_swizzle(plan, operands.queries // sequences, heads.q_per_kv, args, num_sms)
     absent = Operand(k.tensor, 0, 0, 0, 0)
-    count = operands.storage * heads.kv * blocks
+    count = operands.storage * heads.kv * num_splits * blocks
     tensors = (
         q.tensor, k.tensor, v.tensor, do.tensor, scratch.sums, scratch.order, dk and dk.tensor, dv and dv.tensor,
         scratch.rows, scratch.counter, args.slopes, args.query_starts, args.key_starts, args.query_used, args.key_used,
     )  # fmt: skip
     sizes = (
-        operands.batch, operands.queries, operands.keys, heads.kv, heads.q_per_kv, blocks, group, scratch.slots,
+        operands.batch, operands.queries, operands.keys, heads.kv * num_splits, heads.q_per_kv // num_splits,
     )  # fmt: skip
+    order = blocks, schedule.late_blocks, schedule.group, scratch.slots
     dk, dv = dk or absent, dv or absent
     rest = (
         scratch.rows.numel(), q.b, q.s, q.r, k.b, k.s, k.h, v.b, v.s, v.h, do.b, do.s, do.r, dk.b, dk.s, dk.h,
@@ -289,14 +445,26 @@ def _launch_main(
     )  # fmt: skip
     options = {
         "LEFT": args.left >= 0, "RIGHT": args.right >= 0, "BOTTOM_RIGHT": args.bottom_right, "CAP": args.softcap > 0,
-        "D_QK": operands.d_qk, "D_V": operands.d_v, "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PART": plan.part,
-        "REGISTERS": plan.registers, "num_warps": 4,
+        "D_QK": operands.d_qk, "D_V": operands.d_v, "P_QK": pieces_of(operands.d_qk), "P_V": pieces_of(operands.d_v),
+        "BLOCK_M": plan.block_m, "STAGES": plan.stages, "PART": plan.part, "REGISTERS": plan.registers, "num_warps": 4,
     }  # fmt: skip
-    if w_qk > 128:
-        _hopper_attention_bwd_d256_kernel[(count,)](*tensors, *sizes, *rest, W=w_qk, BLOCK_N=_BLOCK_N[w_qk], **options)
+    if _is_wide(operands.d_qk, operands.d_v):
+        _hopper_attention_bwd_d256_kernel[(count,)](
+            *tensors, *sizes, *order, *rest, BLOCK_N=_block_n(operands), **options
+        )
     else:
-        _hopper_attention_bwd_kernel[(min(num_sms, count),)](
-            *tensors, *sizes, count, *rest, W_QK=w_qk, W_V=w_v, DS_STAGES=plan.ds_stages, **options
+        _hopper_attention_bwd_kernel[(min(operands.target.num_sms, count),)](
+            *tensors,
+            *sizes,
+            num_splits,
+            *order,
+            count,
+            *rest,
+            DS_STAGES=plan.ds_stages,
+            AHEAD=plan.ahead,
+            EARLY=plan.early,
+            SPLIT_HEADS=num_splits > 1,
+            **options,
         )
 
 

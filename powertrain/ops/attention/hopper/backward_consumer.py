@@ -4,6 +4,16 @@ A consumer holds dk and dv of its keys in registers and runs over the blocks of 
 rows. Three ways: as _consume_block does, its EARLY form, and AHEAD, one block's scores behind the other's products.
 """
 
+from powertrain.ops.attention.hopper.pieces import (
+    as_operands,
+    first_keys,
+    multiply,
+    no_sums,
+    own_keys,
+    pieces_desc_of,
+    scaled,
+    wait_for_sums,
+)
 from powertrain.ops.attention.hopper.primitives import (
     BAR_DS_FULL,
     BAR_EMPTY,
@@ -19,13 +29,16 @@ from powertrain.ops.attention.hopper.primitives import (
     TILE_DK_ROW,
     TILE_K_LEFT,
     TILE_KV,
+    TILE_OUT,
+    add_in_order,
     as_tile,
     here,
     keep_order,
     read_tile_field,
-    rows_desc_of,
+    store_in_order,
     tanh,
 )
+from powertrain.ops.attention.hopper.softmax import zero_outside
 from powertrain.runtime.gluon_compat import (
     barrier,
     gl,
@@ -40,18 +53,38 @@ from powertrain.runtime.gluon_compat import (
 
 
 @gluon.jit
-def _store(desc, place, rows_left, tile, x, PACKED: gl.constexpr):
+def _store(desc, place, rows_left, smem, x, PACKED: gl.constexpr, CONSUMER: gl.constexpr):
     """Rows of results through shared memory to memory, by TMA, when the ones before have left."""
     tma.store_wait(0)
     barrier()
-    tile.store(x)  # [64, W_QK or W_V]
+    for i in gl.static_range(len(smem)):
+        smem[i].index(CONSUMER).store(x[i].to(smem[i].dtype))  # [64, PIECE]
     # TMA and wgmma read shared memory by another path than ordinary stores
     hopper.fence_async_shared()
     barrier()
     if not PACKED:
-        tma_store(desc, place, as_tile(tile))
+        _send(desc, place, smem, CONSUMER)
     elif rows_left > 0:
-        tma_store(desc, place, as_tile(tile))
+        _send(desc, place, smem, CONSUMER)
+
+
+@gluon.jit
+def _send(desc, place, smem, CONSUMER: gl.constexpr):
+    b, kv, end, row = place
+    for i in gl.static_range(len(smem)):
+        tma_store(desc[i], [b, kv, end, row, i * smem[0].shape[2]], as_tile(smem[i].index(CONSUMER)))
+
+
+@gluon.jit
+def _leave_sums(ptr, tile, x, ADD: gl.constexpr, CONSUMER: gl.constexpr):
+    """Add a consumer's sums to those of tile number `tile`, in float32, or store them there."""
+    W: gl.constexpr = x[0].shape[1] + (x[1].shape[1] if len(x) > 1 else 0)
+    base = ptr + (tile * 2 + CONSUMER).to(gl.int64) * (64 * W)
+    for i in gl.static_range(len(x)):
+        if ADD:
+            add_in_order(base + i * (64 * x[0].shape[1]), x[i])
+        else:
+            store_in_order(base + i * (64 * x[0].shape[1]), x[i])
 
 
 @gluon.jit
@@ -79,7 +112,7 @@ def _pass_over(ds_smem, full, ds_empty, at, zeros, CONSUMER: gl.constexpr):
 def _row_numbers(smem, at, DELTA: gl.constexpr, layout: gl.constexpr):
     """LSE, or delta where DELTA is 1, of block number `at` of queries, along the columns."""
     _, _, q_smem, _, rows_smem, _ = smem
-    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    BLOCK_M: gl.constexpr = q_smem[0].shape[1]
     rows = rows_smem.index(at % rows_smem.shape[0]).slice(DELTA * BLOCK_M, BLOCK_M)
     return gl.expand_dims(rows.load(gl.SliceLayout(0, layout)), 0)
 
@@ -87,8 +120,13 @@ def _row_numbers(smem, at, DELTA: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _ask(keys, b_smem, at, zeros):
     """keys bᵀ, under way, b being q (for the scores; keys are k) or do (for dp; v) of block number `at` of queries."""
-    b = b_smem.index(at % b_smem.shape[0])
-    return hopper.warpgroup_mma(keys, b.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
+    STAGES: gl.constexpr = b_smem[0].shape[0]
+    b = b_smem[0].index(at % STAGES)
+    s = hopper.warpgroup_mma(keys[0], b.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [64, BLOCK_M]
+    for i in gl.static_range(1, len(keys)):
+        b = b_smem[i].index(at % STAGES)
+        s = hopper.warpgroup_mma(keys[i], b.permute((1, 0)), s, is_async=True)  # [64, BLOCK_M]
+    return s
 
 
 @gluon.jit
@@ -119,15 +157,17 @@ def _weights_of(
     if CONFIG.has_left:
         masked = masked | (low + BLOCK_M - 1 - left > 0)
     if masked:
-        j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
-        place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
-        last = k_left - 1
-        if CONFIG.has_right:
-            last = gl.minimum(place + right, last)
-        seen = j <= last
-        if CONFIG.has_left:
-            seen = seen & (j >= place - left)
-        p = gl.where(seen, p, 0.0)
+        key = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+        if CONFIG.has_left:  # with two bounds the compiler's masks cost 20 loads from the stack a block
+            first = key * 0
+            if CONFIG.has_right:
+                first = key - right - low
+            p = zero_outside(p, first, gl.where(key < k_left, key + left - low, -1))
+        else:
+            last = k_left - 1
+            if CONFIG.has_right:
+                last = gl.minimum(gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0) + right, last)
+            p = gl.where(gl.expand_dims(key, 1) <= last, p, 0.0)
     return p, t
 
 
@@ -149,20 +189,20 @@ def _add_products(
     dk, dv, still under way. DS_FIRST: ds is stored before the products are issued. NEXT: s is the next block's scores,
     issued after them; otherwise s is unused."""
     q_smem, do_smem, ds_smem = smem.q, smem.do, smem.ds
-    STAGES: gl.constexpr = q_smem.shape[0]
-    dtype: gl.constexpr = q_smem.dtype
-    # accumulators lie as wgmma wants its left operand: no copy, only the rounding
-    p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))  # [64, BLOCK_M]
+    STAGES: gl.constexpr = q_smem[0].shape[0]
+    dtype: gl.constexpr = q_smem[0].dtype
+    # only the rounding
+    p16 = as_operands(p.to(dtype), dv)
     ds = ds.to(dtype)
-    ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))  # [64, BLOCK_M]
+    ds16 = as_operands(ds, dk)
     if NEXT:
         mbarrier.wait(full.index((at + 1) % STAGES), ((at + 1) // STAGES) & 1)
     # a store ahead of the turn's barrier: ptxas had moved the computation of ds behind it, into the turn
     if DS_FIRST:
         _hand_over(ds, at, ds_smem, ds_empty, CONSUMER)
     named_barrier_sync(BAR_TURN + CONSUMER, CONSUMERS)
-    dv = hopper.warpgroup_mma(p16, do_smem.index(at % STAGES), dv, is_async=True)  # [64, W_V]
-    dk = hopper.warpgroup_mma(ds16, q_smem.index(at % STAGES), dk, is_async=True)  # [64, W_QK]
+    dv = multiply(p16, do_smem, at, dv)
+    dk = multiply(ds16, q_smem, at, dk)
     s = zeros
     if NEXT:
         s = _ask(k, q_smem, at + 1, zeros)
@@ -181,7 +221,7 @@ def _consume_block(
     """dk and dv with the contribution of block number `at` of queries. EARLY: its queries are there, those of number
     `after` are waited for beside the products, LSE is loaded ahead of the scores, the turn passed on behind them."""
     q_smem, do_smem = smem.q, smem.do
-    STAGES: gl.constexpr = q_smem.shape[0]
+    STAGES: gl.constexpr = q_smem[0].shape[0]
     s_layout: gl.constexpr = zeros.type.layout
     if EARLY:
         lse = _row_numbers(smem, at, 0, s_layout)
@@ -193,7 +233,7 @@ def _consume_block(
     dp = _ask(v, do_smem, at, zeros)  # [64, BLOCK_M]
     if EARLY:
         named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
-    s = hopper.warpgroup_mma_wait(1, deps=[s])
+    s = hopper.warpgroup_mma_wait(len(v), deps=[s])
     if not EARLY:
         named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
         lse = _row_numbers(smem, at, 0, s_layout)
@@ -205,7 +245,7 @@ def _consume_block(
     _, dk, dv = _add_products(dk, dv, p, ds, at, k, zeros, smem, full, ds_empty, CONSUMER, False, False)
     if EARLY:
         mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
-    dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
+    dk, dv = wait_for_sums(dk, dv, 0)
     named_barrier_arrive(BAR_EMPTY + at % STAGES, EVERYONE)
     return dk, dv
 
@@ -224,7 +264,7 @@ def _weigh_ahead(
     keep_order()
     dp = _ask(v, do_smem, at, zeros)  # [64, BLOCK_M]
     named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
-    s = hopper.warpgroup_mma_wait(1, deps=[s])
+    s = hopper.warpgroup_mma_wait(len(v), deps=[s])
     p, _ = _weights_of(s, lse, low, slopes, number, blocks, is_sequence, k_left, mods, CONFIG)
     if CONFIG.has_right:
         dp = hopper.warpgroup_mma_wait(0, deps=[dp])
@@ -248,9 +288,9 @@ def _products_ahead(
         delta = _row_numbers(smem, at, 1, s_layout)
     s, dk, dv = _add_products(dk, dv, p, p * (dp - delta), at, k, zeros, smem, full, ds_empty, CONSUMER, True, not LAST)
     if LAST:
-        dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
+        dk, dv = wait_for_sums(dk, dv, 0)
     else:
-        dv, dk = hopper.warpgroup_mma_wait(1, deps=[dv, dk])
+        dk, dv = wait_for_sums(dk, dv, len(k))
     named_barrier_arrive(BAR_EMPTY + at % STAGES, EVERYONE)
     return s, dk, dv
 
@@ -272,33 +312,27 @@ def consume(
     DETERMINISTIC: gl.constexpr = CONFIG.deterministic
     k_full, v_full, full, ds_empty = bars.k_full, bars.v_full, bars.block_full, bars.ds_empty
     tile_full, tile_empty = bars.tile_full, bars.tile_empty
-    STAGES: gl.constexpr = q_smem.shape[0]
-    BLOCK_M: gl.constexpr = q_smem.shape[1]
-    W_QK: gl.constexpr = k_smem.shape[2]
-    W_V: gl.constexpr = v_smem.shape[2]
-    dtype: gl.constexpr = k_smem.dtype
+    STAGES: gl.constexpr = q_smem[0].shape[0]
+    BLOCK_M: gl.constexpr = q_smem[0].shape[1]
     # AHEAD: a block's scores are asked for behind the products of the one before, where there are registers for both.
     # EARLY: as _consume_block says, where it was measured faster: masks, ALiBi and a softcap need the registers. Where
     # tiles add in turn neither was faster
-    AHEAD: gl.constexpr = W_QK == 64 and W_V == 64 and not CAP and not DETERMINISTIC
+    AHEAD: gl.constexpr = CONFIG.ahead and not CAP and not DETERMINISTIC
     PLAIN: gl.constexpr = not (LEFT or RIGHT or CAP or RAGGED or DETERMINISTIC) and grads.slopes is None
-    EARLY: gl.constexpr = PLAIN and W_QK == 128 and W_V == 128
+    EARLY: gl.constexpr = CONFIG.early and PLAIN
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_QK, 16])
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W_V, 16])
-    k = k_smem.index(0).slice(CONSUMER * 64, 64, 0)
-    v = v_smem.index(0).slice(CONSUMER * 64, 64, 0)
+    k, v = own_keys(k_smem, CONSUMER), own_keys(v_smem, CONSUMER)
     storage = batch
     if PACKED:
         storage = gl.to_tensor(1)
-    if grads.dk is not None:
+    if grads.dk is not None and not CONFIG.splits_heads:
         # made here, by the warps that store with it
-        dk_desc = rows_desc_of(
+        dk_desc = pieces_desc_of(
             grads.dk, storage, kv_heads, keys, CONFIG.d_qk, here(strides.dkb), here(strides.dkh), here(strides.dks),
             dk_smem, PACKED,
         )  # fmt: skip
-    if grads.dv is not None:
-        dv_desc = rows_desc_of(
+    if grads.dv is not None and not CONFIG.splits_heads:
+        dv_desc = pieces_desc_of(
             grads.dv, storage, kv_heads, keys, CONFIG.d_v, here(strides.dvb), here(strides.dvh), here(strides.dvs),
             dv_smem, PACKED,
         )  # fmt: skip
@@ -320,8 +354,7 @@ def consume(
             b = read_tile_field(tile_smem, slot, TILE_B)
             slopes = grads.slopes + b * strides.slopes + kv * num_q_per_kv
             is_sequence = b < batch
-        dk = gl.zeros([64, W_QK], gl.float32, dk_layout)
-        dv = gl.zeros([64, W_V], gl.float32, dv_layout)
+        dk, dv = no_sums(k_smem), no_sums(v_smem)
         # one barrier for each of two tiles in turn: of a barrier that only some tiles use the phase could be two
         # ahead
         mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
@@ -399,18 +432,25 @@ def consume(
             b = read_tile_field(tile_smem, slot, TILE_B)
         place = [
             b, read_tile_field(tile_smem, slot, TILE_KV), read_tile_field(tile_smem, slot, TILE_DK_END),
-            read_tile_field(tile_smem, slot, TILE_DK_ROW) + CONSUMER * 64, 0,
+            read_tile_field(tile_smem, slot, TILE_DK_ROW) + CONSUMER * 64,
         ]  # fmt: skip
         if RAGGED:  # of rows behind a sequence, by gradients that are not finite
             k_left = read_tile_field(tile_smem, slot, TILE_K_LEFT) - CONSUMER * 64
-            dv = gl.where(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, dv_layout)) < k_left, 1), dv, 0.0)
-            dk = gl.where(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, dk_layout)) < k_left, 1), dk, 0.0)
+            dv = first_keys(dv, k_left)
+            dk = first_keys(dk, k_left)
         rows_left = read_tile_field(tile_smem, slot, TILE_DK_LEFT) - CONSUMER * 64
+        if CONFIG.splits_heads:
+            out_tile = read_tile_field(tile_smem, slot, TILE_OUT)
         mbarrier.arrive(tile_empty.index(slot), count=1)
-        if grads.dv is not None:
-            _store(dv_desc, place, rows_left, dv_smem.index(CONSUMER), dv.to(dtype), PACKED)
-        if grads.dk is not None:
-            _store(dk_desc, place, rows_left, dk_smem.index(CONSUMER), (dk * mods.scale).to(dtype), PACKED)
+        if CONFIG.splits_heads:
+            if grads.dv is not None:
+                _leave_sums(grads.dv, out_tile, dv, not DETERMINISTIC, CONSUMER)
+            if grads.dk is not None:
+                _leave_sums(grads.dk, out_tile, dk, not DETERMINISTIC, CONSUMER)
+        if grads.dv is not None and not CONFIG.splits_heads:
+            _store(dv_desc, place, rows_left, dv_smem, dv, PACKED, CONSUMER)
+        if grads.dk is not None and not CONFIG.splits_heads:
+            _store(dk_desc, place, rows_left, dk_smem, scaled(dk, mods.scale), PACKED, CONSUMER)
         taken += 1
         mbarrier.wait(tile_full.index(taken & 1), (taken >> 1) & 1)
         kv = read_tile_field(tile_smem, taken & 1, TILE_KV)

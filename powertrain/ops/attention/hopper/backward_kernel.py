@@ -16,7 +16,9 @@ that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.p
 """
 
 from powertrain.ops.attention.hopper.backward_consumer import consume
-from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor, wait_for_predecessor
+from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, place_of, queries_of
+from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor
+from powertrain.ops.attention.hopper.pieces import add_piece_of_dq, alloc_pieces, load_pieces, pieces_desc_of
 from powertrain.ops.attention.hopper.primitives import (
     BAR_DS_FULL,
     BAR_EMPTY,
@@ -33,6 +35,7 @@ from powertrain.ops.attention.hopper.primitives import (
     TILE_K_LEFT,
     TILE_K_ROW,
     TILE_KV,
+    TILE_OUT,
     TILE_Q_END,
     TILE_Q_ROW,
     TILE_SUMS,
@@ -52,14 +55,10 @@ from powertrain.ops.attention.hopper.primitives import (
     Window,
     alloc_mbarriers,
     alloc_pipeline_stages,
-    as_tile,
     int32,
-    keep_order,
     read_tile_field,
-    rows_desc_of,
     write_tile_field,
 )
-from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
@@ -71,91 +70,6 @@ from powertrain.runtime.gluon_compat import (
     tma_load,
 )
 from powertrain.runtime.launch import gluon_kernel
-
-
-@gluon.jit
-def add_in_order(base, x):
-    """Add accumulators [64, N] to the float32 at `base`, in the order in which the threads hold them."""
-    N: gl.constexpr = x.shape[1]
-    # sums lie in the order of the accumulators, so that each thread adds vectors without a shuffle; the last launch
-    # brings them into rows
-    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([16 * N, 2, 2])
-    even, odd = x.split()
-    x0, x2 = even.split()
-    x1, x3 = odd.split()
-    ptrs = base + gl.arange(0, 16 * N, x0.type.layout) * 4
-    gl.inline_asm_elementwise(
-        # 16 bytes a thread, no shared memory, no barrier: the L2 takes 3.8 TB/s of such additions, the kernel needs
-        # 1.9
-        "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
-        "=r,l,f,f,f,f",
-        [ptrs.to(gl.int64), x0, x1, x2, x3],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    keep_order()  # the next product writes to these registers
-
-
-@gluon.jit
-def _place(start, length, row, rows, RAGGED: gl.constexpr):
-    """(end, row) of row `row` of a sequence of `length` rows from row `start` of a tensor of `rows` on."""
-    end = gl.to_tensor(0)
-    if RAGGED:
-        end = start + length
-        row += rows - length
-    return end, row
-
-
-@gluon.jit
-def keys_of(tile, lengths, sizes, BLOCK_N: gl.constexpr):
-    """A tile of keys: (batch entry, head, first key), then start, length and capacity of its sequence's keys, and start
-    and length of its queries. `swizzle` heads at a time share the L2; of each the first keys, which most queries see,
-    come first."""
-    kv_heads, blocks, swizzle = sizes.kv_heads, sizes.blocks, sizes.swizzle
-    heads = kv_heads
-    if lengths.k_starts is None:
-        heads = kv_heads * sizes.batch
-    first_head = tile // (swizzle * blocks) * swizzle
-    size = gl.minimum(heads - first_head, swizzle)
-    within = tile - first_head * blocks
-    block = within // size
-    kv = first_head + within % size
-    if lengths.k_starts is not None:
-        b, block = find_sequence(lengths.k_starts, sizes.batch, block, BLOCK_N)
-    else:
-        b = kv // kv_heads
-        kv = kv % kv_heads
-    k_start, k_len, k_capacity = sequence_span(lengths.k_starts, lengths.k_used, b, sizes.batch, sizes.keys)
-    q_start, q_len, _ = sequence_span(lengths.q_starts, lengths.q_used, b, sizes.batch, sizes.queries)
-    return b, kv, block * BLOCK_N, k_start, k_len, k_capacity, q_start, q_len
-
-
-@gluon.jit
-def queries_of(first, k_len, q_len, window, CONFIG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(first block, number) of the blocks of queries that see keys of the tile from key `first` on, and the position
-    of query 0."""
-    offset = gl.to_tensor(0)
-    if CONFIG.bottom_right:
-        offset = k_len - q_len
-    begin = gl.to_tensor(0)
-    end = q_len
-    if CONFIG.has_right:
-        begin = gl.maximum(first - window.right - offset, 0)
-    if CONFIG.has_left:
-        end = gl.minimum(end, gl.minimum(first + BLOCK_N, k_len) + window.left - offset)
-    begin = begin // BLOCK_M
-    return begin, gl.where(first < k_len, gl.maximum(gl.cdiv(end, BLOCK_M) - begin, 0), 0), offset
-
-
-@gluon.jit
-def fetch_next_tile(counter_ptr, DETERMINISTIC: gl.constexpr):
-    """The index of a tile that no other CTA has. The first tile of each CTA has the CTA's own number, except with
-    DETERMINISTIC: there a tile may only wait for one whose CTA is certain to run."""
-    first = gl.num_programs(0)
-    if DETERMINISTIC:
-        first = 0
-    return first + gl.atomic_add(counter_ptr, 1, sem="relaxed")
 
 
 @gluon.jit
@@ -174,7 +88,7 @@ def _write_tile(
     if not looks:
         write_tile_field(tile_smem, slot, TILE_KV, -1)
     while looks:
-        b, kv, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(tile, lengths, sizes, BLOCK_N)
+        b, kv, key_slot, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(tile, lengths, sizes, BLOCK_N)
         if first < k_capacity:
             begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
             start = begin
@@ -193,19 +107,26 @@ def _write_tile(
             write_tile_field(tile_smem, slot, TILE_SUMS, at)
             write_tile_field(tile_smem, slot, TILE_DISTANCE, start * BLOCK_M + offset - first)
             write_tile_field(tile_smem, slot, TILE_K_LEFT, k_len - first)
-            end, row = _place(q_start, q_len, start * BLOCK_M, sizes.queries, RAGGED_Q)
+            end, row = place_of(q_start, q_len, start * BLOCK_M, sizes.queries, RAGGED_Q)
             write_tile_field(tile_smem, slot, TILE_Q_END, end)
             write_tile_field(tile_smem, slot, TILE_Q_ROW, row)
-            end, row = _place(k_start, k_len, first, sizes.keys, RAGGED_K)
+            end, row = place_of(k_start, k_len, first, sizes.keys, RAGGED_K)
             if RAGGED_K:  # where there is nothing to load, the first rows of all
                 end = gl.where(count > 0, end, sizes.keys)
                 row = gl.where(count > 0, row, 0)
             write_tile_field(tile_smem, slot, TILE_K_END, end)
             write_tile_field(tile_smem, slot, TILE_K_ROW, row)
-            end, row = _place(k_start, k_capacity, first, sizes.keys, CONFIG.packed)
+            end, row = place_of(k_start, k_capacity, first, sizes.keys, CONFIG.packed)
             write_tile_field(tile_smem, slot, TILE_DK_END, end)
             write_tile_field(tile_smem, slot, TILE_DK_ROW, row)
             write_tile_field(tile_smem, slot, TILE_DK_LEFT, k_capacity - first)
+            if sizes.num_splits is not None:
+                head = kv
+                if not CONFIG.packed:
+                    head += b * sizes.kv_heads
+                if not DETERMINISTIC:  # all parts add to the same sums
+                    head = head // sizes.num_splits
+                write_tile_field(tile_smem, slot, TILE_OUT, head * sizes.blocks + key_slot)
             if DETERMINISTIC:
                 before, size, _ = queries_of(first - BLOCK_N, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
                 write_tile_field(tile_smem, slot, TILE_UNSEEN, (begin + count - before - size) * num_q_per_kv)
@@ -222,9 +143,11 @@ def _write_tile(
 @gluon.jit
 def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, place, tile):
     """Block number `at` of queries, at `place` = (batch entry, head, end, row), when its stage has been given back."""
-    STAGES: gl.constexpr = q_smem.shape[0]
-    BLOCK_M: gl.constexpr = q_smem.shape[1]
-    BYTES: gl.constexpr = (q_smem.shape[2] + do_smem.shape[2]) * q_smem.dtype.primitive_bitwidth // 8 + 2 * 4
+    STAGES: gl.constexpr = q_smem[0].shape[0]
+    BLOCK_M: gl.constexpr = q_smem[0].shape[1]
+    W_QK: gl.constexpr = q_smem[0].shape[2] + (q_smem[1].shape[2] if len(q_smem) > 1 else 0)
+    W_V: gl.constexpr = do_smem[0].shape[2] + (do_smem[1].shape[2] if len(do_smem) > 1 else 0)
+    BYTES: gl.constexpr = (W_QK + W_V) * q_smem[0].dtype.primitive_bitwidth // 8 + 2 * 4
     b, head, end, row = place
     stage = at % STAGES
     if at >= STAGES:
@@ -232,9 +155,9 @@ def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, plac
         named_barrier_sync(BAR_EMPTY + stage, EVERYONE)
     bar = full.index(stage)
     mbarrier.expect(bar, BLOCK_M * BYTES)
-    tma_load(q_desc, [b, head, end, row, 0], bar, as_tile(q_smem.index(stage)))  # [BLOCK_M, W_QK]
+    load_pieces(q_desc, (b, head, end, row), bar, q_smem, stage)
     tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))  # [2 * BLOCK_M]: LSE, delta
-    tma_load(do_desc, [b, head, end, row, 0], bar, as_tile(do_smem.index(stage)))  # [BLOCK_M, W_V]
+    load_pieces(do_desc, (b, head, end, row), bar, do_smem, stage)
 
 
 @gluon.jit
@@ -255,14 +178,17 @@ def _next(head, row, tile, left, count, num_q_per_kv, slots, BLOCK_M: gl.constex
 
 
 @gluon.jit
-def _load_keys(desc, smem, bar, tile_smem, slot, PACKED: gl.constexpr):
+def _load_keys(desc, smem, bar, tile_smem, slot, num_splits, PACKED: gl.constexpr):
     b = gl.to_tensor(0)
     if not PACKED:
         b = read_tile_field(tile_smem, slot, TILE_B)
     kv = read_tile_field(tile_smem, slot, TILE_KV)
-    place = [b, kv, read_tile_field(tile_smem, slot, TILE_K_END), read_tile_field(tile_smem, slot, TILE_K_ROW), 0]
-    mbarrier.expect(bar, smem.shape[0] * smem.shape[1] * smem.dtype.primitive_bitwidth // 8)
-    tma_load(desc, place, bar, as_tile(smem))
+    if num_splits is not None:
+        kv = kv // num_splits
+    place = (b, kv, read_tile_field(tile_smem, slot, TILE_K_END), read_tile_field(tile_smem, slot, TILE_K_ROW))
+    COLS: gl.constexpr = smem[0].shape[2] + (smem[1].shape[2] if len(smem) > 1 else 0)
+    mbarrier.expect(bar, smem[0].shape[1] * COLS * smem[0].dtype.primitive_bitwidth // 8)
+    load_pieces(desc, place, bar, smem, 0)
 
 
 @gluon.jit
@@ -273,31 +199,23 @@ def _add_to_dq(
     With `order_ptr` after turn `before`, when turn `owed_turn` at the tile `owed` has been passed on."""
     DS_STAGES: gl.constexpr = ds_smem.shape[0]
     BLOCK_M: gl.constexpr = ds_smem.shape[2]
-    W_QK: gl.constexpr = k_smem.shape[2]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    W_QK: gl.constexpr = k_smem[0].shape[2] + (k_smem[1].shape[2] if len(k_smem) > 1 else 0)
     stage = at % DS_STAGES
+    turn = ()
     if order_ptr is not None:
-        last = last_turn(order_ptr, tile)
+        turn = (tile, last_turn(order_ptr, tile), before, owed, owed_turn)  # type: ignore[assignment]
     # both consumers have stored their half of ds
     named_barrier_sync(BAR_DS_FULL + stage, EVERYONE)
     for m in gl.static_range(BLOCK_M // 64):
         ds = ds_smem.index(stage).slice(m * 64, 64, 1).permute((1, 0))  # [64 queries, 128 keys]
-        for n in gl.static_range(W_QK // PART):
-            zeros = gl.zeros([64, PART], gl.float32, layout)
+        for piece in gl.static_range(len(k_smem)):
             # index 0, but not as a constant: addresses computed from a constant would be kept in registers throughout
-            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)  # [128, PART]
-            part = m * (W_QK // PART) + n
-            if sum_ptr is not None:
-                # PART columns at a time: 64 need 72 registers, 32 leave the consumers more
-                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)  # [64, PART]
-                if order_ptr is not None and part == 0:
-                    wait_for_predecessor(order_ptr, tile, last, before, owed, owed_turn)
-                dq = hopper.warpgroup_mma_wait(0, deps=[dq])
-            if part == BLOCK_M // 64 * (W_QK // PART) - 1:
-                # the last product of this block has read ds
-                mbarrier.arrive(ds_empty.index(stage), count=1)
-            if sum_ptr is not None:
-                add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W_QK) + part * 64 * PART, dq)
+            k = k_smem[piece].index(i >> 30)
+            at_piece = tile.to(gl.int64) * (BLOCK_M * W_QK) + 64 * (m * W_QK + piece * k_smem[0].shape[2])
+            add_piece_of_dq(
+                sum_ptr, at_piece, ds, k, ds_empty.index(stage), order_ptr, turn,
+                m + piece == 0, m == BLOCK_M // 64 - 1 and piece == len(k_smem) - 1, PART,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -312,9 +230,9 @@ def _produce(
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem = smem.k, smem.v, smem.q, smem.do, smem.rows, smem.ds
     k_full, v_full, full, ds_empty = bars.k_full, bars.v_full, bars.block_full, bars.ds_empty
     tile_full, tile_empty = bars.tile_full, bars.tile_empty
-    STAGES: gl.constexpr = q_smem.shape[0]
-    BLOCK_M: gl.constexpr = q_smem.shape[1]
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    STAGES: gl.constexpr = q_smem[0].shape[0]
+    BLOCK_M: gl.constexpr = q_smem[0].shape[1]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[1]
     PACKED: gl.constexpr = CONFIG.packed
     DETERMINISTIC: gl.constexpr = CONFIG.deterministic
     D_QK: gl.constexpr = CONFIG.d_qk
@@ -327,10 +245,19 @@ def _produce(
     heads = kv_heads * num_q_per_kv
     RAGGED_Q: gl.constexpr = CONFIG.ragged_q
     RAGGED_K: gl.constexpr = CONFIG.ragged_k
-    k_desc = rows_desc_of(inputs.k, storage, kv_heads, keys, D_QK, strides.kb, strides.kh, strides.ks, k_smem, RAGGED_K)
-    v_desc = rows_desc_of(inputs.v, storage, kv_heads, keys, D_V, strides.vb, strides.vh, strides.vs, v_smem, RAGGED_K)
-    q_desc = rows_desc_of(inputs.q, storage, heads, queries, D_QK, strides.qb, strides.qr, strides.qs, q_smem, RAGGED_Q)
-    do_desc = rows_desc_of(
+    key_heads = kv_heads
+    if sizes.num_splits is not None:
+        key_heads = kv_heads // sizes.num_splits
+    k_desc = pieces_desc_of(
+        inputs.k, storage, key_heads, keys, D_QK, strides.kb, strides.kh, strides.ks, k_smem, RAGGED_K
+    )
+    v_desc = pieces_desc_of(
+        inputs.v, storage, key_heads, keys, D_V, strides.vb, strides.vh, strides.vs, v_smem, RAGGED_K
+    )
+    q_desc = pieces_desc_of(
+        inputs.q, storage, heads, queries, D_QK, strides.qb, strides.qr, strides.qs, q_smem, RAGGED_Q
+    )
+    do_desc = pieces_desc_of(
         inputs.do, storage, heads, queries, D_V, strides.dob, strides.dor, strides.dos, do_smem, RAGGED_Q
     )
     rows_desc = tma.make_tensor_descriptor(rows_ptr, [sizes.rows_size], [1], [2 * BLOCK_M], rows_layout)
@@ -410,8 +337,8 @@ def _produce(
             todo = count * num_q_per_kv - rest
             # for keys that no query sees too: a branch would cost the consumers registers
             # the keys follow when the last ds k of the tile before is done; consumers store dv and dk meanwhile
-            _load_keys(k_desc, k_smem.index(0), k_full.index(slot), tile_smem, slot, PACKED)
-            _load_keys(v_desc, v_smem.index(0), v_full.index(slot), tile_smem, slot, PACKED)
+            _load_keys(k_desc, k_smem, k_full.index(slot), tile_smem, slot, sizes.num_splits, PACKED)
+            _load_keys(v_desc, v_smem, v_full.index(slot), tile_smem, slot, sizes.num_splits, PACKED)
             mbarrier.wait(k_full.index(slot), (taken >> 1) & 1)
             mbarrier.wait(v_full.index(slot), (taken >> 1) & 1)
         for i in range(kept(todo)):
@@ -445,13 +372,14 @@ def _produce(
 def _hopper_attention_bwd_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, rows_size,
+    batch, queries, keys, kv_heads, num_q_per_kv, num_splits, blocks, late_blocks, swizzle, slots, tiles, rows_size,
     stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
     stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr,
-    D_QK: gl.constexpr, D_V: gl.constexpr, W_QK: gl.constexpr, W_V: gl.constexpr, BLOCK_M: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr, EARLY: gl.constexpr, SPLIT_HEADS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = 128
     gl.static_assert(2 <= STAGES and STAGES <= 4 and DS_STAGES <= 2)  # the barriers by number that there are
@@ -459,23 +387,28 @@ def _hopper_attention_bwd_kernel(
     PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = BackwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
-        D_QK, D_V, order_ptr is not None,
+        D_QK, D_V, order_ptr is not None, SPLIT_HEADS, AHEAD, EARLY,
     )  # fmt: skip
     # int64 where a stride needs it
     queries, keys, kv_heads, num_q_per_kv = int32(queries), int32(keys), int32(kv_heads), int32(num_q_per_kv)
     blocks, swizzle, slots, tiles = int32(blocks), int32(swizzle), int32(slots), int32(tiles)
+    late_blocks = int32(late_blocks)
+    if SPLIT_HEADS:
+        splits = int32(num_splits)
+    else:
+        splits: gl.constexpr = None  # type: ignore[no-redef]
     batch, left, right, rows_size = int32(batch), int32(left), int32(right), int32(rows_size)
-    k_smem = alloc_pipeline_stages(dtype, 1, BLOCK_N, W_QK)
-    v_smem = alloc_pipeline_stages(dtype, 1, BLOCK_N, W_V)
-    q_smem = alloc_pipeline_stages(dtype, STAGES, BLOCK_M, W_QK)
-    do_smem = alloc_pipeline_stages(dtype, STAGES, BLOCK_M, W_V)
+    k_smem = alloc_pieces(dtype, 1, BLOCK_N, P_QK)
+    v_smem = alloc_pieces(dtype, 1, BLOCK_N, P_V)
+    q_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_QK)
+    do_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_V)
     ds_smem = alloc_pipeline_stages(dtype, DS_STAGES, BLOCK_N, BLOCK_M)
     # a consumer's dv leaves through shared memory, then its dk through the same
     # 64 rows for each consumer
-    dk_smem = alloc_pipeline_stages(dtype, 2, 64, W_QK)
+    dk_smem = alloc_pieces(dtype, 2, 64, P_QK)
     dv_smem = dk_smem
-    if W_V != W_QK:
-        dv_smem = alloc_pipeline_stages(dtype, 2, 64, W_V)
+    if P_V != P_QK:
+        dv_smem = alloc_pieces(dtype, 2, 64, P_V)
     rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], gl.NVMMASharedLayout(0, 32, 1))
     tile_smem = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = alloc_mbarriers(2, 1)
@@ -494,7 +427,7 @@ def _hopper_attention_bwd_kernel(
     scratch = Scratch(sum_ptr, order_ptr, rows_ptr)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
     sizes = BackwardSizes(
-        batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, tiles, rows_size
+        batch, queries, keys, kv_heads, num_q_per_kv, splits, blocks, late_blocks, swizzle, slots, tiles, rows_size
     )  # fmt: skip
     strides = BackwardStrides(
         stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,

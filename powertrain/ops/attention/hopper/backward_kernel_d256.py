@@ -1,4 +1,4 @@
-"""Backward of attention for Hopper at head dims of 193 to 256, in Gluon; docs/hopper.md teaches it.
+"""Backward of attention for Hopper at head dims of 136 to 256, in Gluon; docs/hopper.md teaches it.
 
 The sums are those of hopper/backward.py. dk and dv of 64 keys fill the registers of two warpgroups, so a CTA owns 64
 keys of one head, and its two *consumers* share them by columns: each holds half of dk's and dv's. Of a block's scores
@@ -6,12 +6,13 @@ each computes half of the queries; p and ds meet in shared memory, from where bo
 for dv waits for the next block, whose exponentials run beside it. The *producer* loads, and computes each block's
 contribution to dq, as there.
 
-Memory beyond results: for each query and head 1032 bytes; 640 for each CTA; in turn, 16 for each 64 queries of a head.
+Memory beyond results: hopper/backward.py says.
 Source: as hopper/backward.py's.
 """
 
-from powertrain.ops.attention.hopper.backward_kernel import add_in_order, fetch_next_tile, keys_of, queries_of
-from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor, wait_for_predecessor
+from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, queries_of
+from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor
+from powertrain.ops.attention.hopper.pieces import add_piece_of_dq, alloc_pieces, half_of, no_half_sums
 from powertrain.ops.attention.hopper.primitives import (
     LOG2E,
     BackwardConfig,
@@ -40,34 +41,42 @@ _PAIR = gl.constexpr(8)  # at which the consumers meet
 @gluon.jit
 def _as_tile(smem):
     """[rows, columns] in shared memory as the tile of a descriptor of several heads."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, smem.dtype.primitive_bitwidth, 3)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, smem.shape[0], smem.shape[1]], smem.dtype)
     return reinterpret(smem, smem.dtype, [1, smem.shape[0], smem.shape[1]], layout)
+
+
+@gluon.jit
+def _load_rows(desc, smem, bar, stage, repeat, row):
+    for i in gl.static_range(len(smem)):
+        tma_load(desc[i], [repeat, row, i * smem[0].shape[2]], bar, _as_tile(smem[i].index(stage)))
 
 
 @gluon.jit
 def _load_queries(desc, rows_desc, smem, rows_smem, full, empty, i, repeat, block, tile):
     """Block number i of queries, with their LSE and delta, when its stage has been given back."""
-    STAGES: gl.constexpr = smem.shape[0]
-    BLOCK_M: gl.constexpr = smem.shape[1]
-    BYTES: gl.constexpr = smem.shape[2] * smem.dtype.primitive_bitwidth // 8 + 2 * 4
+    STAGES: gl.constexpr = smem[0].shape[0]
+    BLOCK_M: gl.constexpr = smem[0].shape[1]
+    COLS: gl.constexpr = smem[0].shape[2] + (smem[1].shape[2] if len(smem) > 1 else 0)
+    BYTES: gl.constexpr = COLS * smem[0].dtype.primitive_bitwidth // 8 + 2 * 4
     stage = i % STAGES
     mbarrier.wait(empty.index(stage), (i // STAGES) & 1 ^ 1)
     bar = full.index(stage)
     mbarrier.expect(bar, BLOCK_M * BYTES)
-    tma_load(desc, [repeat, block * BLOCK_M, 0], bar, _as_tile(smem.index(stage)))
+    _load_rows(desc, smem, bar, stage, repeat, block * BLOCK_M)
     tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))  # [2 * BLOCK_M]: LSE, delta
 
 
 @gluon.jit
 def _load_grads(desc, smem, full, empty, i, repeat, block):
     """Block number i of the results' gradients, when its stage has been given back."""
-    STAGES: gl.constexpr = smem.shape[0]
-    BLOCK_M: gl.constexpr = smem.shape[1]
+    STAGES: gl.constexpr = smem[0].shape[0]
+    BLOCK_M: gl.constexpr = smem[0].shape[1]
+    COLS: gl.constexpr = smem[0].shape[2] + (smem[1].shape[2] if len(smem) > 1 else 0)
     stage = i % STAGES
     mbarrier.wait(empty.index(stage), (i // STAGES) & 1 ^ 1)
     bar = full.index(stage)
-    mbarrier.expect(bar, BLOCK_M * smem.shape[2] * smem.dtype.primitive_bitwidth // 8)
-    tma_load(desc, [repeat, block * BLOCK_M, 0], bar, _as_tile(smem.index(stage)))
+    mbarrier.expect(bar, BLOCK_M * COLS * smem[0].dtype.primitive_bitwidth // 8)
+    _load_rows(desc, smem, bar, stage, repeat, block * BLOCK_M)
 
 
 @gluon.jit
@@ -84,13 +93,19 @@ def _next(repeat, block, begin, end, num_q_per_kv, DETERMINISTIC: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(tile, base, length, capacity, stride, D: gl.constexpr):
+def _store_rows(smem, base, length, capacity, stride, D: gl.constexpr):
     """64 rows in shared memory to memory; zeros from `length` to `capacity`."""
+    for i in gl.static_range(len(smem)):
+        _store_piece(smem[i].index(0), i * smem[0].shape[2], base, length, capacity, stride, D)
+
+
+@gluon.jit
+def _store_piece(tile, FIRST: gl.constexpr, base, length, capacity, stride, D: gl.constexpr):
     W: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
     for part in gl.static_range(4):
         rows = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
-        cols = gl.arange(0, W, gl.SliceLayout(0, layout))
+        cols = FIRST + gl.arange(0, W, gl.SliceLayout(0, layout))
         values = tile.slice(part * 16, 16, 0).load(layout)
         values = gl.where(gl.expand_dims(rows < length, 1), values, 0.0)
         ptrs = base + gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
@@ -106,12 +121,11 @@ def _produce(
     """The warpgroup that loads queries, multiplies ds K and adds it to the sums of dq, and stores dk and dv."""
     k_smem, v_smem, q_smem, do_smem, rows_smem, _, ds_smem = smem
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, drained, dv_full, dk_full = bars
-    STAGES: gl.constexpr = q_smem.shape[0]
-    BLOCK_M: gl.constexpr = q_smem.shape[1]
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
-    W: gl.constexpr = k_smem.shape[2]
+    STAGES: gl.constexpr = q_smem[0].shape[0]
+    BLOCK_M: gl.constexpr = q_smem[0].shape[1]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[1]
+    W: gl.constexpr = k_smem[0].shape[2] + (k_smem[1].shape[2] if len(k_smem) > 1 else 0)
     DETERMINISTIC: gl.constexpr = order_ptr is not None
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     total = (end - begin) * num_q_per_kv
     q_repeat = gl.to_tensor(0)
     q_block = begin
@@ -141,21 +155,19 @@ def _produce(
             _load_grads(do_desc, do_smem, do_full, do_empty, i + 1, do_repeat, do_block)
             do_repeat, do_block = _next(do_repeat, do_block, begin, end, num_q_per_kv, DETERMINISTIC)
         ds = ds_smem.index(stage).permute((1, 0))  # [BLOCK_M, 64]
-        for n in gl.static_range(W // PART):
-            zeros = gl.zeros([BLOCK_M, PART], gl.float32, layout)
+        turn = ()
+        if DETERMINISTIC:
+            turn = (tile, last, gl.where(i >= unseen, first, 0), owed, first + BLOCK_N)  # type: ignore[assignment]
+        for piece in gl.static_range(len(k_smem)):
             # index 0, but not as a constant: addresses computed from a constant would be kept in registers throughout
-            k = k_smem.index(i >> 30).slice(n * PART, PART, 1)  # [64, PART]
-            if sum_ptr is not None:
-                # PART columns at a time: registers hold no more
-                dq = hopper.warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)  # [BLOCK_M, PART]
-                if DETERMINISTIC and n == 0:
-                    wait_for_predecessor(order_ptr, tile, last, gl.where(i >= unseen, first, 0), owed, first + BLOCK_N)
-                    owed = tile
-                dq = hopper.warpgroup_mma_wait(0, deps=[dq])
-            if n == W // PART - 1:
-                mbarrier.arrive(ds_empty.index(stage), count=1)
-            if sum_ptr is not None:
-                add_in_order(sum_ptr + tile.to(gl.int64) * (BLOCK_M * W) + n * BLOCK_M * PART, dq)
+            k = k_smem[piece].index(i >> 30)  # [64, PIECE]
+            at_piece = tile.to(gl.int64) * (BLOCK_M * W) + 64 * (piece * k_smem[0].shape[2])
+            add_piece_of_dq(
+                sum_ptr, at_piece, ds, k, ds_empty.index(stage), order_ptr, turn,
+                piece == 0, piece == len(k_smem) - 1, PART,
+            )  # fmt: skip
+        if DETERMINISTIC:
+            owed = tile
         if i + STAGES < total:
             to = tile0 + q_repeat * slots + q_block
             _load_queries(q_desc, rows_desc, q_smem, rows_smem, q_full, q_empty, i + STAGES, q_repeat, q_block, to)
@@ -166,10 +178,44 @@ def _produce(
     mbarrier.arrive(drained, count=1)
     mbarrier.wait(dv_full, 0)
     if dv_ptr is not None:
-        _store_rows(v_smem.index(0), dv_ptr, k_left, k_capacity, stride_dvs, D_V)
+        _store_rows(v_smem, dv_ptr, k_left, k_capacity, stride_dvs, D_V)
     mbarrier.wait(dk_full, 0)
     if dk_ptr is not None:
-        _store_rows(k_smem.index(0), dk_ptr, k_left, k_capacity, stride_dks, D_QK)
+        _store_rows(k_smem, dk_ptr, k_left, k_capacity, stride_dks, D_QK)
+
+
+@gluon.jit
+def _ask(keys, block, b_smem, stage, zeros, CONSUMER: gl.constexpr):
+    """keys bᵀ of a consumer's half of the rows of b, under way: [64, ROWS]."""
+    ROWS: gl.constexpr = zeros.shape[1]
+    # index 0, but not as a constant, as in _produce
+    b = b_smem[0].index(stage).slice(CONSUMER * ROWS, ROWS, 0).permute((1, 0))
+    s = hopper.warpgroup_mma(keys[0].index(block >> 30), b, zeros, use_acc=False, is_async=True)
+    for i in gl.static_range(1, len(keys)):
+        b = b_smem[i].index(stage).slice(CONSUMER * ROWS, ROWS, 0).permute((1, 0))
+        s = hopper.warpgroup_mma(keys[i].index(block >> 30), b, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _multiply(weights, b_smem, stage, sums, use_acc, CONSUMER: gl.constexpr):
+    """sums += weights b, under way: a consumer's half of each piece of columns."""
+    added = ()
+    for i in gl.static_range(len(sums)):
+        b = half_of(b_smem[i].index(stage), CONSUMER)
+        added += (  # type: ignore[assignment]
+            hopper.warpgroup_mma(weights, b, sums[i], use_acc=use_acc, is_async=True),
+        )
+    return added
+
+
+@gluon.jit
+def _wait_for_sums(sums, AHEAD: gl.constexpr):
+    """`sums` when no more than AHEAD later products are under way."""
+    waited = hopper.warpgroup_mma_wait(AHEAD, deps=sums)
+    if len(sums) == 1:
+        waited = (waited,)
+    return waited
 
 
 @gluon.jit
@@ -182,20 +228,17 @@ def _consume(
     distance  position of the first query less that of the CTA's first key;  k_left  keys from that one on"""
     k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem = smem
     kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, drained, dv_full, dk_full = bars
-    STAGES: gl.constexpr = q_smem.shape[0]
-    KEYS: gl.constexpr = k_smem.shape[1]
-    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    STAGES: gl.constexpr = q_smem[0].shape[0]
+    KEYS: gl.constexpr = k_smem[0].shape[1]
+    BLOCK_M: gl.constexpr = q_smem[0].shape[1]
     ROWS: gl.constexpr = BLOCK_M // 2
-    COLS: gl.constexpr = k_smem.shape[2] // 2
     MINE: gl.constexpr = CONSUMER * ROWS
-    MY_COLS: gl.constexpr = CONSUMER * COLS
-    dtype: gl.constexpr = k_smem.dtype
+    dtype: gl.constexpr = k_smem[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     zeros = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
-    dk = gl.zeros([KEYS, COLS], gl.float32, d_layout)
-    dv = gl.zeros([KEYS, COLS], gl.float32, d_layout)
+    dk = no_half_sums(k_smem)
+    dv = no_half_sums(v_smem)
     mbarrier.wait(kv_full, 0)
     distance += MINE
     low = distance
@@ -203,21 +246,16 @@ def _consume(
     for i in range(num_q_per_kv * count):
         stage = i % STAGES
         before = (i + 1) % STAGES  # the stage of the block before, there being two
-        q = q_smem.index(stage)
-        do = do_smem.index(stage)
         rows = rows_smem.index(stage)
-        k = k_smem.index(i >> 30)  # as in _produce
-        v = v_smem.index(i >> 30)
         mbarrier.wait(q_full.index(stage), (i // STAGES) & 1)
-        s = hopper.warpgroup_mma(k, q.slice(MINE, ROWS, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = _ask(k_smem, i, q_smem, stage, zeros, CONSUMER)  # [64, ROWS]
         mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
-        dp = hopper.warpgroup_mma(v, do.slice(MINE, ROWS, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp = _ask(v_smem, i, do_smem, stage, zeros, CONSUMER)  # [64, ROWS]
         # of the block before; at the first there is none: use_acc discards the product
         # dv trails by one block, so that the product runs beside this block's exponentials
-        do_before = do_smem.index(before).slice(MY_COLS, COLS, 1)
-        dv = hopper.warpgroup_mma(p_smem.index(before), do_before, dv, use_acc=i > 1, is_async=True)  # [64, COLS]
+        dv = _multiply(p_smem.index(before), do_smem, before, dv, i > 1, CONSUMER)
         lse = gl.expand_dims(rows.slice(MINE, ROWS).load(row_layout), 0)
-        s = hopper.warpgroup_mma_wait(2, deps=[s])
+        s = hopper.warpgroup_mma_wait(2 * len(v_smem), deps=[s])
         if CAP:
             t = tanh(s * (scale / softcap))
             s = t * (softcap * LOG2E)
@@ -251,7 +289,7 @@ def _consume(
         mbarrier.wait(ds_empty.index(stage), (i // STAGES) & 1 ^ 1)
         # a consumer computes half of the queries' weights and needs all of them for its columns of dv
         p_smem.index(stage).slice(MINE, ROWS, 1).store(p.to(dtype))  # [64, ROWS]
-        dp = hopper.warpgroup_mma_wait(1, deps=[dp])
+        dp = hopper.warpgroup_mma_wait(len(v_smem), deps=[dp])
         delta = gl.expand_dims(rows.slice(BLOCK_M + MINE, ROWS).load(row_layout), 0)
         ds = p * (dp - delta)
         if CAP:
@@ -261,12 +299,12 @@ def _consume(
         # both halves of p and ds are stored
         named_barrier_sync_divergent(_PAIR, 256)
         mbarrier.arrive(ds_full.index(stage), count=1)
-        dk = hopper.warpgroup_mma(ds_smem.index(stage), q.slice(MY_COLS, COLS, 1), dk, is_async=True)  # [64, COLS]
-        dv = hopper.warpgroup_mma_wait(1, deps=[dv])
+        dk = _multiply(ds_smem.index(stage), q_smem, stage, dk, True, CONSUMER)
+        dv = _wait_for_sums(dv, len(k_smem))
         if i > 0:
             mbarrier.arrive(do_empty.index(before), count=1)
             mbarrier.arrive(ds_empty.index(before), count=1)
-        dk = hopper.warpgroup_mma_wait(0, deps=[dk])
+        dk = _wait_for_sums(dk, 0)
         mbarrier.arrive(q_empty.index(stage), count=1)
         if DETERMINISTIC:
             heads_left -= 1
@@ -277,16 +315,34 @@ def _consume(
             low = gl.where(low == distance + count * BLOCK_M, distance, low)
     last_block = num_q_per_kv * count - 1
     if last_block >= 0:
-        do = do_smem.index(last_block % STAGES).slice(MY_COLS, COLS, 1)
-        dv = hopper.warpgroup_mma(p_smem.index(last_block % STAGES), do, dv, use_acc=last_block > 0, is_async=True)
-        dv = hopper.warpgroup_mma_wait(0, deps=[dv])
+        stage = last_block % STAGES
+        dv = _wait_for_sums(_multiply(p_smem.index(stage), do_smem, stage, dv, last_block > 0, CONSUMER), 0)
     # in the place of v, which both have read; and of k, when the producer has
     named_barrier_sync_divergent(_PAIR, 256)
-    v_smem.index(0).slice(MY_COLS, COLS, 1).store(dv.to(dtype))  # [64, COLS]
+    for i in gl.static_range(len(v_smem)):
+        half_of(v_smem[i].index(0), CONSUMER).store(dv[i].to(dtype))  # [64, COLS]
     mbarrier.arrive(dv_full, count=1)
     mbarrier.wait(drained, 0)
-    k_smem.index(0).slice(MY_COLS, COLS, 1).store((dk * scale).to(dtype))  # [64, COLS]
+    for i in gl.static_range(len(k_smem)):
+        half_of(k_smem[i].index(0), CONSUMER).store((dk[i] * scale).to(dtype))  # [64, COLS]
     mbarrier.arrive(dk_full, count=1)
+
+
+@gluon.jit
+def _load_key_rows(ptr, rows, D, stride, COLUMN: gl.constexpr, bar, smem, first):
+    """64 rows of a piece of columns, by a descriptor that serves once."""
+    TILE: gl.constexpr = [smem.shape[1], smem.shape[2]]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, smem.dtype)
+    desc = tma.make_tensor_descriptor(ptr, [rows, D], [stride, 1], TILE, layout)
+    tma_load(desc, [first, COLUMN], bar, smem.index(0))
+
+
+@gluon.jit
+def _heads_desc(ptr, heads, rows, D, stride_h, stride_s, smem):
+    """A descriptor [head, row, column] of the tiles that the stages of `smem` hold."""
+    TILE: gl.constexpr = [1, smem.shape[1], smem.shape[2]]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, smem.dtype)
+    return tma.make_tensor_descriptor(ptr, [heads, rows, D], [stride_h, stride_s, 1], TILE, layout)
 
 
 @gluon.jit
@@ -300,12 +356,13 @@ def _barrier(arrivals: gl.constexpr):
 def _hopper_attention_bwd_d256_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr, order_ptr, dk_ptr, dv_ptr, rows_ptr, counter_ptr, slopes_ptr,
     q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr,
-    batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, rows_size,
+    batch, queries, keys, kv_heads, num_q_per_kv, blocks, late_blocks, swizzle, slots, rows_size,
     stride_qb, stride_qs, stride_qr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_dor, stride_dkb, stride_dks, stride_dkh,
     stride_dvb, stride_dvs, stride_dvh, slopes_stride_b, scale, softcap, left, right,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, CAP: gl.constexpr,
-    D_QK: gl.constexpr, D_V: gl.constexpr, W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, P_QK: gl.constexpr, P_V: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -318,14 +375,17 @@ def _hopper_attention_bwd_d256_kernel(
     if order_ptr is not None:
         number = fetch_next_tile(counter_ptr, True)
     lengths = Lengths(q_starts_ptr, k_starts_ptr, q_used_ptr, k_used_ptr)
-    sizes = BackwardSizes(batch, queries, keys, kv_heads, num_q_per_kv, blocks, swizzle, slots, None, rows_size)
+    sizes = BackwardSizes(
+        batch, queries, keys, kv_heads, num_q_per_kv, None, blocks, int32(late_blocks), swizzle, slots, None,
+        rows_size,
+    )  # fmt: skip
     window = Window(left, right)
     PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = BackwardConfig(
         LEFT, RIGHT, BOTTOM_RIGHT, CAP, PACKED, PACKED or q_used_ptr is not None, PACKED or k_used_ptr is not None,
-        D_QK, D_V, order_ptr is not None,
+        D_QK, D_V, order_ptr is not None, False, False, False,
     )  # fmt: skip
-    b, kv, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(number, lengths, sizes, BLOCK_N)
+    b, kv, _, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(number, lengths, sizes, BLOCK_N)
     begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
     start = begin
     unseen = gl.to_tensor(0)
@@ -357,15 +417,13 @@ def _hopper_attention_bwd_d256_kernel(
     if dv_ptr is not None:
         dv_ptr += storage * stride_dvb + (k64 + first) * stride_dvs + kv64 * stride_dvh
 
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
     # panels of 32 queries, one for each consumer
     half_layout: gl.constexpr = gl.NVMMASharedLayout(64, dtype.primitive_bitwidth, 2)
-    q_layout: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3)
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    k_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_N, W], layout)
-    v_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_N, W], layout)
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, W], layout)
-    do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, W], layout)
+    k_smem = alloc_pieces(dtype, 1, BLOCK_N, P_QK)
+    v_smem = alloc_pieces(dtype, 1, BLOCK_N, P_V)
+    q_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_QK)
+    do_smem = alloc_pieces(dtype, STAGES, BLOCK_M, P_V)
     p_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], half_layout)
     ds_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], half_layout)
     rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], rows_layout)
@@ -383,18 +441,20 @@ def _hopper_attention_bwd_d256_kernel(
 
     # descriptors that end where the sequence ends: behind it are zeros
     rows = gl.maximum(k_len, 1)
-    k_desc = tma.make_tensor_descriptor(k_ptr, [rows, D_QK], [stride_ks, 1], [BLOCK_N, W], layout)
-    v_desc = tma.make_tensor_descriptor(v_ptr, [rows, D_V], [stride_vs, 1], [BLOCK_N, W], layout)
-    mbarrier.expect(kv_full, BLOCK_N * 2 * W * BYTES)
-    tma_load(k_desc, [first, 0], kv_full, k_smem.index(0))  # [64, W]
-    tma_load(v_desc, [first, 0], kv_full, v_smem.index(0))  # [64, W]
+    W_QK: gl.constexpr = P_QK[0] + (P_QK[1] if len(P_QK) > 1 else 0)
+    W_V: gl.constexpr = P_V[0] + (P_V[1] if len(P_V) > 1 else 0)
+    mbarrier.expect(kv_full, BLOCK_N * (W_QK + W_V) * BYTES)
+    for i in gl.static_range(len(P_QK)):
+        _load_key_rows(k_ptr, rows, D_QK, stride_ks, i * P_QK[0], kv_full, k_smem[i], first)
+    for i in gl.static_range(len(P_V)):
+        _load_key_rows(v_ptr, rows, D_V, stride_vs, i * P_V[0], kv_full, v_smem[i], first)
     rows = gl.maximum(q_len, 1)
-    q_desc = tma.make_tensor_descriptor(
-        q_ptr, [num_q_per_kv, rows, D_QK], [stride_qr, stride_qs, 1], [1, BLOCK_M, W], q_layout
-    )
-    do_desc = tma.make_tensor_descriptor(
-        do_ptr, [num_q_per_kv, rows, D_V], [stride_dor, stride_dos, 1], [1, BLOCK_M, W], q_layout
-    )
+    q_desc = ()
+    for i in gl.static_range(len(P_QK)):
+        q_desc += (_heads_desc(q_ptr, num_q_per_kv, rows, D_QK, stride_qr, stride_qs, q_smem[i]),)  # type: ignore[assignment]
+    do_desc = ()
+    for i in gl.static_range(len(P_V)):
+        do_desc += (_heads_desc(do_ptr, num_q_per_kv, rows, D_V, stride_dor, stride_dos, do_smem[i]),)  # type: ignore[assignment]
     rows_desc = tma.make_tensor_descriptor(rows_ptr, [rows_size], [1], [2 * BLOCK_M], rows_layout)
 
     smem = (k_smem, v_smem, q_smem, do_smem, rows_smem, p_smem, ds_smem)

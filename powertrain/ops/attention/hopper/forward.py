@@ -86,8 +86,11 @@ def _hopper_attention_fwd_kernel(
     for i in gl.static_range(len(P_QK)):
         q_smem += (alloc_pipeline_stages(dtype, CONSUMERS * Q_SLOTS, ROWS, P_QK[i]),)  # type: ignore[assignment]
         k_smem += (alloc_pipeline_stages(dtype, STAGES, BLOCK_N, P_QK[i]),)  # type: ignore[assignment]
-    v_smem = alloc_pipeline_stages(dtype, STAGES, BLOCK_N, P_V)
-    o_smem = alloc_pipeline_stages(dtype, CONSUMERS, ROWS, P_V // STORE_PARTS)
+    v_smem = ()
+    o_smem = ()
+    for i in gl.static_range(len(P_V)):
+        v_smem += (alloc_pipeline_stages(dtype, STAGES, BLOCK_N, P_V[i]),)  # type: ignore[assignment]
+        o_smem += (alloc_pipeline_stages(dtype, CONSUMERS, ROWS, P_V[i] // STORE_PARTS),)  # type: ignore[assignment]
     tile_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # two descriptors: the next tile is published while this one is computed
     tile_smem = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], tile_layout)

@@ -103,7 +103,6 @@ def _clear_piece(pieces, first, group, count):
 
 @gluon.jit
 def _clear_behind(v_smem, count):
-    """Zeros in the rows of a block of v from `count` on: rows past a sequence may hold NaN, and 0 times NaN is NaN."""
     ROWS: gl.constexpr = v_smem.shape[0]
     COLS: gl.constexpr = v_smem.shape[1]
     WIDTH: gl.constexpr = min(COLS, 64)
@@ -113,9 +112,62 @@ def _clear_behind(v_smem, count):
     for panel in gl.static_range(COLS // WIDTH):
         for group in range(count // 8, ROWS // 8):
             _clear_piece(pieces, gl.to_tensor(panel * (ROWS // 8)), group, count)
+
+
+@gluon.jit
+def _no_results(v_smem, ROWS: gl.constexpr):
+    COLS: gl.constexpr = v_smem.shape[2]
+    return gl.zeros([ROWS, COLS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16]))
+
+
+@gluon.jit
+def _by_row(x, o):
+    """A number for each row, beside the columns of `o`."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, o.type.layout)), 1)
+
+
+@gluon.jit
+def _clear_values(v_smem, stage, count):
+    """Zeros in the rows of a block of v from `count` on: rows past a sequence may hold NaN, and 0 times NaN is NaN."""
+    for i in gl.static_range(len(v_smem)):
+        _clear_behind(v_smem[i].index(stage), count)
     # wgmma of any warp reads the stores of all, by another path to shared memory
     hopper.fence_async_shared()
     barrier()
+
+
+@gluon.jit
+def _value_operands(o, weights, v_smem, stage):
+    """The operands of o += p v: p, in registers, and v, for each piece of columns. p may be of half a block.
+
+    Ahead of a consumer's turn: addresses computed within it cost 3% at head dim 256."""
+    weights_of = ()
+    values_of = ()
+    for i in gl.static_range(len(o)):
+        # accumulators of s lie as wgmma wants its left operand, so p goes from registers to the product
+        p = as_operand(weights, v_smem[i], o[i])  # [64, BLOCK_N], or half a block's columns
+        weights_of += (p,)  # type: ignore[assignment]
+        values_of += (_first_rows(v_smem[i].index(stage), p.shape[1]),)  # type: ignore[assignment]  # [BLOCK_N, PIECE]
+    return weights_of, values_of
+
+
+@gluon.jit
+def _add_values(p, v, o):
+    """o += p v, under way."""
+    added = ()
+    for i in gl.static_range(len(o)):
+        added += (hopper.warpgroup_mma(p[i], v[i], o[i], is_async=True),)  # type: ignore[assignment]  # [64, PIECE]
+    return added
+
+
+@gluon.jit
+def _added(added, operands, AHEAD: gl.constexpr):
+    """The results of `_add_values`, when no more than AHEAD later products are under way."""
+    waited = hopper.warpgroup_mma_wait(AHEAD, deps=added + operands)
+    o = ()
+    for i in gl.static_range(len(added)):
+        o += (waited[i],)  # type: ignore[assignment]
+    return o
 
 
 @gluon.jit
@@ -126,14 +178,12 @@ def _step(
     """Block number `at`: its scores and its weights, beside the product of the block before."""
     k_smem, v_smem, k_full, v_full = buffers.k, buffers.v, sync.k_full, sync.v_full
     CONSUMERS: gl.constexpr = CONFIG.consumers
-    STAGES: gl.constexpr = v_smem.shape[0]
-    BLOCK_N: gl.constexpr = v_smem.shape[1]
-    o_layout: gl.constexpr = o.type.layout
+    STAGES: gl.constexpr = v_smem[0].shape[0]
+    BLOCK_N: gl.constexpr = v_smem[0].shape[1]
+    dtype: gl.constexpr = v_smem[0].dtype
     stage = at & (STAGES - 1)
     last = (at - 1) & (STAGES - 1)
-    # accumulators of s lie as wgmma wants its left operand, so p goes from registers to the product
-    p = as_operand(weights, v_smem.dtype, o_layout)  # [64, BLOCK_N], or half a block's columns
-    v = _first_rows(v_smem.index(last), p.shape[1])  # [BLOCK_N, D_V], or half of it
+    p, v = _value_operands(o, weights, v_smem, last)
     mbarrier.wait(k_full.index(stage), phase_parity(at, STAGES))
     # consumers take turns at the tensor cores: one's exponentials beside another's products
     if not MASKED:
@@ -141,11 +191,11 @@ def _step(
     # two products are under way: the exponentials of this block run beside the product of the one before
     s_later = _times_keys(q, k_smem, stage, BLOCK_N)  # [64, BLOCK_N]
     mbarrier.wait(v_full.index(last), phase_parity(at - 1, STAGES))
-    o_later = hopper.warpgroup_mma(p, v, o, is_async=True)  # [64, D_V]
+    o_later = _add_values(p, v, o)
     if not MASKED:
         named_barrier_arrive(TURN + (CONSUMER + 1) % CONSUMERS, 256)
     barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
-    s = hopper.warpgroup_mma_wait(1, deps=[s_later])
+    s = hopper.warpgroup_mma_wait(len(v_smem), deps=[s_later])
     # s is complete, so k is no longer read: no need to wait for o
     give_back(KEYS_FREE, stage, CONSUMERS)
     s = apply_softcap_alibi(
@@ -164,16 +214,19 @@ def _step(
         )
     weights, m, l, alpha = softmax(s, m, l, scores.factor, MASKED)  # noqa: E741
     # rounded as it is made: later the tensor cores would wait for it between a turn and its products
-    weights = to_p16(weights, v_smem.dtype)
+    weights = to_p16(weights, dtype)
     # behind the exponentials, which need no o
-    o, _ = hopper.warpgroup_mma_wait(0, deps=[o_later, p])
+    o = _added(o_later, p, 0)
     give_back(VALUES_FREE, last, CONSUMERS)
     if CONFIG.ragged and MASKED:
         if start + BLOCK_N > scores.k_len:
             mbarrier.wait(v_full.index(stage), phase_parity(at, STAGES))
-            _clear_behind(v_smem.index(stage), gl.maximum(scores.k_len - start, 0))
+            _clear_values(v_smem, stage, gl.maximum(scores.k_len - start, 0))
     # m moves only when a row's maximum grew by more than GROWTH, so most warps skip the 64 multiplications
-    return rescale_o(o, gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))), m, l, weights
+    rescaled = ()
+    for i in gl.static_range(len(o)):
+        rescaled += (rescale_o(o[i], _by_row(alpha, o[i])),)  # type: ignore[assignment]
+    return rescaled, m, l, weights
 
 
 @gluon.jit
@@ -205,22 +258,17 @@ def _consume_tile(
     batch, queries, heads, num_splits, num_q_per_kv = sizes
     CONSUMERS: gl.constexpr = CONFIG.consumers
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
-    STAGES: gl.constexpr = v_smem.shape[0]
-    BLOCK_N: gl.constexpr = v_smem.shape[1]
+    STAGES: gl.constexpr = v_smem[0].shape[0]
+    BLOCK_N: gl.constexpr = v_smem[0].shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
-    D_V: gl.constexpr = v_smem.shape[2]
     QUERIES: gl.constexpr = ROWS // HEADS_PER_TILE  # of a consumer
     FIRST_N: gl.constexpr = s.shape[1]
     HALF: gl.constexpr = FIRST_N < BLOCK_N
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_V, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     first_row_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
-    dtype: gl.constexpr = v_smem.dtype
-    COLS: gl.constexpr = o_smem.shape[2]
-    STORE_PARTS: gl.constexpr = D_V // COLS
-    o_tile = o_smem.index(CONSUMER)
+    dtype: gl.constexpr = v_smem[0].dtype
+    STORE_PARTS: gl.constexpr = v_smem[0].shape[2] // o_smem[0].shape[2]
     pair = taken & 1
     first = read_tile_field(tile_smem, pair, TILE_FIRST)
     q_len = read_tile_field(tile_smem, pair, TILE_Q_LEN)
@@ -239,7 +287,10 @@ def _consume_tile(
     q = _queries_at(_slot_of(pair, q_smem, CONSUMERS, CONSUMER), q_smem)
     if CONFIG.q_held:
         # from registers a product reads 64 bytes a clock of shared memory's 128, with q in shared memory 96
-        q = (q[0].load(gl.DotOperandLayout(0, s_layout, 2)),)  # [64, PIECE], in registers
+        held = ()
+        for i in gl.static_range(len(q)):
+            held += (q[i].load(gl.DotOperandLayout(0, s_layout, 2)),)  # type: ignore[assignment]  # [64, PIECE]
+        q = held
     slope = 0.0
     if CONFIG.alibi != "none":
         b = read_tile_field(tile_smem, pair, TILE_B)
@@ -258,13 +309,15 @@ def _consume_tile(
     if CONFIG.ragged:
         if start + BLOCK_N > k_len:
             mbarrier.wait(v_full.index(stage), phase_parity(visited, STAGES))
-            _clear_behind(v_smem.index(stage), gl.maximum(k_len - start, 0))
+            _clear_values(v_smem, stage, gl.maximum(k_len - start, 0))
     m = gl.full([ROWS], MINUS_INF, gl.float32, first_row_layout)
     # sums are per thread: the four threads of a row meet once a tile, at its end
     l = gl.zeros_like(partial_row_sums(s))  # noqa: E741
     weights, m, l, _ = softmax(s, m, l, factor, True)  # noqa: E741
     weights = to_p16(weights, dtype)
-    o = gl.zeros([ROWS, D_V], gl.float32, o_layout)
+    o = ()
+    for i in gl.static_range(len(v_smem)):
+        o += (_no_results(v_smem[i], ROWS),)  # type: ignore[assignment]
 
     done = gl.to_tensor(1)
     if HALF:
@@ -296,8 +349,8 @@ def _consume_tile(
     visited += end - begin
     last = (visited - 1) & (STAGES - 1)
     mbarrier.wait(v_full.index(last), phase_parity(visited - 1, STAGES))
-    p = as_operand(weights, dtype, o_layout)
-    o_later = hopper.warpgroup_mma(p, v_smem.index(last), o, is_async=True)  # [64, D_V]
+    p, v = _value_operands(o, weights, v_smem, last)
+    o_later = _add_values(p, v, o)
 
     # reload from shared memory to keep registers free in the loops
     b = read_tile_field(tile_smem, pair, TILE_B)
@@ -358,9 +411,8 @@ def _consume_tile(
         is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
     gl.store(lse_base + i, lse, mask=is_row)  # [64]
 
-    o, _ = hopper.warpgroup_mma_wait(1, deps=[o_later, p])
+    o = _added(o_later, p, len(k_smem))
     give_back(VALUES_FREE, last, CONSUMERS)
-    o = o * gl.expand_dims(gl.convert_layout(inverse, o_row_layout), 1)
     b_at = b
     if CONFIG.packed:
         b_at = gl.to_tensor(0)
@@ -368,24 +420,28 @@ def _consume_tile(
         base = results.o + (split * storage + b_at).to(gl.int64) * strides.ob
         base += (q_start + row).to(gl.int64) * strides.os
         base += head.to(gl.int64) * strides.oh
-        store_split(
-            o,
-            base,
-            q_capacity - row,
-            num_q_per_kv - head % num_q_per_kv,
-            strides.os,
-            strides.oh,
-            CONFIG.d_v,
-            HEADS_PER_TILE,
-        )
+        for n in gl.static_range(len(o)):
+            store_split(
+                o[n] * _by_row(inverse, o[n]),
+                n * v_smem[0].shape[2],
+                base,
+                q_capacity - row,
+                num_q_per_kv - head % num_q_per_kv,
+                strides.os,
+                strides.oh,
+                CONFIG.d_v,
+                HEADS_PER_TILE,
+            )
     else:
-        if CONFIG.ragged:  # rows of no sequence may hold NaN
-            o = gl.where(gl.expand_dims(gl.convert_layout(i, o_row_layout) < q_len, 1), o, 0.0)
-        parts = _parts(o, STORE_PARTS)
+        parts = ()
+        for n in gl.static_range(len(o)):
+            piece = o[n] * _by_row(inverse, o[n])
+            if CONFIG.ragged:  # rows of no sequence may hold NaN
+                piece = gl.where(_by_row(i, o[n]) < q_len, piece, 0.0)
+            parts += (_parts(piece, STORE_PARTS),)  # type: ignore[assignment]
         for part in gl.static_range(STORE_PARTS):
             store_result(
-                parts[part], gl.to_tensor(part * COLS), o_desc, o_tile, results.o, b_at, head, row, q_start, q_capacity,
-                strides, CONFIG,
+                parts, part, o_desc, o_smem, CONSUMER, results.o, b_at, head, row, q_start, q_capacity, strides, CONFIG,
             )  # fmt: skip
 
     s = hopper.warpgroup_mma_wait(0, deps=[s_later])
@@ -401,7 +457,7 @@ def consume(
     q_smem, k_smem, v_smem = buffers.q, buffers.k, buffers.v
     tile_smem, q_full, k_full, tile_full = sync.tile, sync.q_full, sync.k_full, sync.tile_full
     CONSUMERS: gl.constexpr = CONFIG.consumers
-    BLOCK_N: gl.constexpr = v_smem.shape[1]
+    BLOCK_N: gl.constexpr = v_smem[0].shape[1]
     # of the one masked block of a tile, the first half of the queries see the first half of the keys
     HALF: gl.constexpr = CONFIG.aligned and CONSUMER == 0
     FIRST_N: gl.constexpr = BLOCK_N // 2 if HALF else BLOCK_N
@@ -409,12 +465,15 @@ def consume(
     storage = sizes.batch
     if CONFIG.packed:
         storage = gl.to_tensor(1)
-    o_desc = None
+    o_desc = ()
     if sizes.num_splits is None:
-        o_desc = packed_desc(
-            results.o, storage, sizes.heads, sizes.queries, CONFIG.d_v, here(strides.ob), here(strides.oh),
-            here(strides.os), o_smem, CONFIG.heads_per_tile,
-        )  # fmt: skip
+        for i in gl.static_range(len(o_smem)):
+            o_desc += (  # type: ignore[assignment]
+                packed_desc(
+                    results.o, storage, sizes.heads, sizes.queries, CONFIG.d_v, here(strides.ob), here(strides.oh),
+                    here(strides.os), o_smem[i], CONFIG.heads_per_tile,
+                ),
+            )  # fmt: skip
     factors = ScoreScale(scale * LOG2E, softcap)
     if CONFIG.has_softcap:
         factors = ScoreScale(scale / softcap, softcap * LOG2E)

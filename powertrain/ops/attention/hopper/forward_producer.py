@@ -56,6 +56,13 @@ def _load_queries(
 
 
 @gluon.jit
+def _load_values(v_desc, v_smem, bar, stage, batch, kv, row):
+    for i in gl.static_range(len(v_smem)):
+        place = [batch, kv, row, i * v_smem[0].shape[2]]
+        tma_load(v_desc[i], place, bar, as_tile(v_smem[i].index(stage)))  # [BLOCK_N, PIECE]
+
+
+@gluon.jit
 def _load_tile(
     tile, visited, taken, emptied, counter_ptr, lengths, q_desc, k_desc, v_desc, buffers, sync, sizes, head_groups,
     window, CONFIG: gl.constexpr,
@@ -67,15 +74,15 @@ def _load_tile(
     batch, num_splits, num_q_per_kv = sizes.batch, sizes.num_splits, sizes.num_q_per_kv
     CONSUMERS: gl.constexpr = CONFIG.consumers
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
-    STAGES: gl.constexpr = v_smem.shape[0]
-    BLOCK_N: gl.constexpr = v_smem.shape[1]
+    STAGES: gl.constexpr = v_smem[0].shape[0]
+    BLOCK_N: gl.constexpr = v_smem[0].shape[1]
     ROWS: gl.constexpr = q_smem[0].shape[1]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS_PER_TILE
     PIECES: gl.constexpr = len(q_smem)
     Q_SLOTS: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
-    BYTES: gl.constexpr = v_smem.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = v_smem[0].dtype.primitive_bitwidth // 8
     K_BYTES: gl.constexpr = BLOCK_N * (q_smem[0].shape[2] + (q_smem[1].shape[2] if PIECES > 1 else 0)) * BYTES
-    V_BYTES: gl.constexpr = BLOCK_N * v_smem.shape[2] * BYTES
+    V_BYTES: gl.constexpr = BLOCK_N * (v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)) * BYTES
     if CONFIG.packed:
         slot, head = tile_coords(tile, sizes.blocks, head_groups, sizes.swizzle)
         b, block = find_sequence(lengths.q_starts, batch, slot, QUERIES)
@@ -151,7 +158,7 @@ def _load_tile(
                     take_stage(VALUES_FREE, stage, CONSUMERS)
                 bar = v_full.index(stage)
                 mbarrier.expect(bar, V_BYTES)
-                tma_load(v_desc, [b_at, kv, before, 0], bar, as_tile(v_smem.index(stage)))  # [BLOCK_N, D_V]
+                _load_values(v_desc, v_smem, bar, stage, b_at, kv, before)
             before = row
         visited += end - begin
         # late: a tile fetched early would wait for the end of a long one; not last: the answer takes a microsecond
@@ -161,7 +168,7 @@ def _load_tile(
             take_stage(VALUES_FREE, stage, CONSUMERS)
         bar = v_full.index(stage)
         mbarrier.expect(bar, V_BYTES)
-        tma_load(v_desc, [b_at, kv, before, 0], bar, as_tile(v_smem.index(stage)))  # [BLOCK_N, D_V]
+        _load_values(v_desc, v_smem, bar, stage, b_at, kv, before)
         taken += 1
     else:
         tile_idx = fetch_next_tile_async(counter_ptr)
@@ -223,15 +230,27 @@ def produce(
                 k_smem[i],
             ),
         )
-    v_desc = rows_desc(
-        inputs.v, storage, sizes.kv_heads, sizes.keys, CONFIG.d_v, strides.vb, strides.vh, strides.vs, v_smem
-    )
+    v_desc = ()
+    for i in gl.static_range(len(v_smem)):
+        v_desc += (  # type: ignore[assignment]
+            rows_desc(
+                inputs.v,
+                storage,
+                sizes.kv_heads,
+                sizes.keys,
+                CONFIG.d_v,
+                strides.vb,
+                strides.vh,
+                strides.vs,
+                v_smem[i],
+            ),
+        )
 
     # tiles have 1 to 64 blocks under a causal mask: a counter balances them, a fixed share would not
     tile = gl.program_id(0)
     visited = gl.to_tensor(0)  # blocks so far
     taken = gl.to_tensor(0)  # tiles so far
-    emptied = gl.to_tensor(v_smem.shape[0])  # blocks of keys whose stage is free, counted from the first
+    emptied = gl.to_tensor(v_smem[0].shape[0])  # blocks of keys whose stage is free, counted from the first
     while tile < sizes.tiles:
         tile, visited, taken, emptied = _load_tile(
             tile, visited, taken, emptied, counter_ptr, lengths, q_desc, k_desc, v_desc, buffers, sync, sizes,

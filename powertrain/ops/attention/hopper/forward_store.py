@@ -6,40 +6,54 @@ from powertrain.runtime.gluon_compat import barrier, gl, gluon, hopper, reinterp
 
 @gluon.jit
 def store_result(
-    o, column, o_desc, o_tile, o_ptr, batch, head, row, q_start, q_capacity, strides, CONFIG: gl.constexpr
+    parts, PART: gl.constexpr, o_desc, o_smem, CONSUMER: gl.constexpr, o_ptr, batch, head, row, q_start, q_capacity,
+    strides, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """A part of results, whose columns begin at `column`, through shared memory to memory."""
+    """Part PART of the parts of each piece of results through shared memory to memory."""
     HEADS_PER_TILE: gl.constexpr = CONFIG.heads_per_tile
-    QUERIES: gl.constexpr = o_tile.shape[0] // HEADS_PER_TILE
+    QUERIES: gl.constexpr = o_smem[0].shape[1] // HEADS_PER_TILE
+    PIECE: gl.constexpr = len(parts[0]) * o_smem[0].shape[2]  # columns of the first piece
     # the part before may still be on its way out of the same shared memory
     tma.store_wait(0)
     barrier()
-    o_tile.store(o.to(o_tile.dtype))  # [64, COLS]
+    for i in gl.static_range(len(o_smem)):
+        o_smem[i].index(CONSUMER).store(parts[i][PART].to(o_smem[i].dtype))  # [64, COLS]
     # TMA reads shared memory by another path than the stores above
     hopper.fence_async_shared()
     barrier()
     if not CONFIG.packed:
-        _store_tile(o_desc, o_tile, batch, head, row, column, HEADS_PER_TILE)
+        _store_tiles(o_desc, o_smem, PIECE, PART, CONSUMER, batch, head, row, HEADS_PER_TILE)
     elif row + QUERIES <= q_capacity:
-        _store_tile(o_desc, o_tile, batch, head, q_start + row, column, HEADS_PER_TILE)
+        _store_tiles(o_desc, o_smem, PIECE, PART, CONSUMER, batch, head, q_start + row, HEADS_PER_TILE)
     else:  # the rows behind are another sequence's
         base = o_ptr + (q_start + row).to(gl.int64) * strides.os + head.to(gl.int64) * strides.oh
-        _copy_out(o_tile, base, q_capacity - row, column, strides.os, strides.oh, CONFIG.d_v, HEADS_PER_TILE)
+        for i in gl.static_range(len(o_smem)):
+            column = gl.to_tensor(i * PIECE + PART * o_smem[i].shape[2])
+            o_tile = o_smem[i].index(CONSUMER)
+            _copy_out(o_tile, base, q_capacity - row, column, strides.os, strides.oh, CONFIG.d_v, HEADS_PER_TILE)
 
 
 @gluon.jit
-def _store_tile(o_desc, o_tile, batch, head, row, column, HEADS_PER_TILE: gl.constexpr):
-    if HEADS_PER_TILE == 1:
-        tma_store(o_desc, [batch, head, row, column], as_tile(o_tile))
-    else:
-        tma_store(o_desc, [batch, row, head, column], as_tile(o_tile, HEADS_PER_TILE))
+def _store_tiles(
+    o_desc, o_smem, PIECE: gl.constexpr, PART: gl.constexpr, CONSUMER: gl.constexpr, batch, head, row,
+    HEADS_PER_TILE: gl.constexpr,
+):  # fmt: skip
+    for i in gl.static_range(len(o_smem)):
+        column = i * PIECE + PART * o_smem[i].shape[2]
+        if HEADS_PER_TILE == 1:
+            tma_store(o_desc[i], [batch, head, row, column], as_tile(o_smem[i].index(CONSUMER)))
+        else:
+            tma_store(o_desc[i], [batch, row, head, column], as_tile(o_smem[i].index(CONSUMER), HEADS_PER_TILE))
 
 
 @gluon.jit
-def store_split(o, base, rows, heads, stride, stride_h, D: gl.constexpr, HEADS_PER_TILE: gl.constexpr):
-    """The first `rows` queries and `heads` heads of `o` [rows, columns] to [rows, heads, D] at `base`, in float32."""
+def store_split(
+    o, first: gl.constexpr, base, rows, heads, stride, stride_h, D: gl.constexpr, HEADS_PER_TILE: gl.constexpr
+):
+    """The first `rows` queries and `heads` heads of `o` [rows, columns] to columns `first` on of [rows, heads, D] at
+    `base`, in float32."""
     r = gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout))
-    c = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
+    c = first + gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
     query = query_of(r, HEADS_PER_TILE)
     offset = query * stride.to(gl.int64)
     is_row = query < rows

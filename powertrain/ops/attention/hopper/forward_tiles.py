@@ -106,7 +106,7 @@ class ForwardBuffers(NamedTuple):
 
     q: Any  # one [slots, 64, PIECE] per piece of the head dim
     k: Any  # one [STAGES, BLOCK_N, PIECE] per piece
-    v: Any  # [STAGES, BLOCK_N, D_V]
+    v: Any  # one [STAGES, BLOCK_N, PIECE] per piece
 
 
 class ForwardSync(NamedTuple):

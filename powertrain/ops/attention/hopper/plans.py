@@ -10,8 +10,8 @@ from powertrain.ops.shapes import cdiv, next_power_of_2
 class Plan(NamedTuple):
     """The tiles of a pair of head dims, and of so many queries beside so many keys."""
 
-    p_qk: tuple[int, ...]  # pieces of the head dim of queries and keys
-    p_v: int
+    p_qk: tuple[int, ...]  # one or two pieces of the head dim of queries and keys, powers of 2
+    p_v: tuple[int, ...]  # of that of values
     block_n: int = 128
     stages: int = 2
     consumers: int = 2  # warpgroups, 64 rows each
@@ -36,12 +36,17 @@ class Plan(NamedTuple):
         return self.block_m // self.heads_per_tile
 
 
+def pieces_of(head_dim: int) -> tuple[int, ...]:
+    """The padded head dim: a power of 2, or two of which the second begins within the tensor."""
+    widths = ((64,), (64, 16), (64, 32), (128,), (128, 32), (128, 64), (256,))
+    return next(pieces for pieces in widths if head_dim <= sum(pieces))
+
+
 def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     """For head dims, padded with zeros, which TMA fills in, and so many queries a sequence.
 
     TFLOP/s, bf16, one H200, causal, H32 D64: 2 consumers 475, 3 consumers 532 (S8192); 405, 384 (S2048)."""
-    p_qk: tuple[int, ...] = (64,) if d_qk <= 64 else (128,) if d_qk <= 128 else (128, 64) if d_qk <= 192 else (256,)
-    p_v = 64 if d_v <= 64 else 128 if d_v <= 128 else 256
+    p_qk, p_v = pieces_of(d_qk), pieces_of(d_v)
     if d_qk <= 64 and d_v <= 64:
         if queries > 4096:
             return Plan(p_qk, p_v, consumers=3, q_slots=1, q_held=False)
@@ -50,7 +55,12 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
         return Plan(p_qk, p_v)
     if d_qk <= 192 and d_v <= 128:
         return Plan(p_qk, p_v, store_parts=2, q_slots=1, q_held=False)
-    return Plan(p_qk, p_v, block_n=64, store_parts=p_v // 64, q_slots=1, q_held=False)
+    if d_qk <= 160 and d_v <= 160:
+        return Plan(p_qk, p_v, store_parts=2, q_slots=1, q_held=False)
+    if d_qk <= 192 and d_v <= 192:
+        return Plan(p_qk, p_v, block_n=64, q_slots=1)
+    p_v = (64,) if d_v <= 64 else (128,) if d_v <= 128 else (256,)
+    return Plan((256,), p_v, block_n=64, store_parts=p_v[0] // 64, q_slots=1, q_held=False)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -35,6 +35,52 @@ def keep_order():
 
 
 @gluon.jit
+def _in_order(x):
+    """Accumulators [64, N] in vectors of 4, one a thread, and where each vector stands, counted in float32."""
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([16 * N, 2, 2])
+    even, odd = x.split()
+    x0, x2 = even.split()
+    x1, x3 = odd.split()
+    return x0, x1, x2, x3, gl.arange(0, 16 * N, x0.type.layout) * 4
+
+
+@gluon.jit
+def add_in_order(base, x):
+    """Add accumulators [64, N] to the float32 at `base`, in the order in which the threads hold them."""
+    # sums lie in the order of the accumulators, so that each thread adds vectors without a shuffle; the last launch
+    # brings them into rows
+    x0, x1, x2, x3, place = _in_order(x)
+    ptrs = base + place
+    gl.inline_asm_elementwise(
+        # 16 bytes a thread, no shared memory, no barrier: the L2 takes 3.8 TB/s of such additions, the kernel needs
+        # 1.9
+        "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
+        "=r,l,f,f,f,f",
+        [ptrs.to(gl.int64), x0, x1, x2, x3],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    keep_order()  # the next product writes to these registers
+
+
+@gluon.jit
+def store_in_order(base, x):
+    """Store accumulators [64, N] as float32 at `base`, in the order in which the threads hold them."""
+    x0, x1, x2, x3, place = _in_order(x)
+    ptrs = base + place
+    gl.inline_asm_elementwise(
+        "st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
+        "=r,l,f,f,f,f",
+        [ptrs.to(gl.int64), x0, x1, x2, x3],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def tanh(x):
     """The hardware's instruction, accurate to 2^-11: enough for operands of 16 bits."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
@@ -107,6 +153,7 @@ TILE_DK_END = gl.constexpr(11)
 TILE_DK_ROW = gl.constexpr(12)
 TILE_DK_LEFT = gl.constexpr(13)  # rows of dk from the first one on
 TILE_UNSEEN = gl.constexpr(14)  # blocks that the tile of the keys before does not see, of all heads
+TILE_OUT = gl.constexpr(15)  # where groups of heads are split: of the sums of dk and dv
 
 
 class Lengths(NamedTuple):
@@ -138,6 +185,9 @@ class BackwardConfig(NamedTuple):
     d_qk: int
     d_v: int
     deterministic: bool  # tiles add to dq in a fixed order
+    splits_heads: bool  # a tile has some of the heads that share keys
+    ahead: bool  # a block's scores are asked for behind the products of the one before
+    early: bool  # queries are waited for and LSE is loaded early, where nothing else needs the registers
 
 
 class BackwardInputs(NamedTuple):
@@ -167,9 +217,11 @@ class BackwardSizes(NamedTuple):
     batch: Any
     queries: Any
     keys: Any
-    kv_heads: Any
-    num_q_per_kv: Any
+    kv_heads: Any  # heads of keys, times num_splits
+    num_q_per_kv: Any  # query heads of each
+    num_splits: Any  # parts of the heads that share keys, a tile each; None: they are not split
     blocks: Any
+    late_blocks: Any  # the last blocks of each head, which come behind all others
     swizzle: Any
     slots: Any
     tiles: Any
@@ -219,12 +271,12 @@ class ScoreArguments(NamedTuple):
 
 
 class BackwardBuffers(NamedTuple):
-    """Pipeline stages of the backward in shared memory."""
+    """Pipeline stages of the backward in shared memory; of k, v, q and do one for each piece of the head dim."""
 
-    k: Any  # [1, 128, W_QK]
-    v: Any  # [1, 128, W_V]
-    q: Any  # [STAGES, BLOCK_M, W_QK]
-    do: Any  # [STAGES, BLOCK_M, W_V]
+    k: Any  # [1, 128, PIECE]
+    v: Any  # [1, 128, PIECE]
+    q: Any  # [STAGES, BLOCK_M, PIECE]
+    do: Any  # [STAGES, BLOCK_M, PIECE]
     rows: Any  # [STAGES, 2 * BLOCK_M]: LSE and delta
     ds: Any  # [DS_STAGES, 128, BLOCK_M]
 

@@ -35,8 +35,8 @@ def apply_softcap_alibi(s, start, positions, factors, slope, p_first, CAP: gl.co
     return s
 
 
-def _hiding(count: int, has_first: bool) -> str:
-    """PTX: -inf in place of a thread's scores in columns behind `last` or before `first` of their rows."""
+def _hiding(count: int, has_first: bool, hidden: str = "0fFF800000") -> str:
+    """PTX: `hidden`, -inf, in place of a thread's scores in columns behind `last` or before `first` of their rows."""
     out, s, last, first = (range(n * count, (n + 1) * count) for n in range(4))
     lines = [
         "{ .reg .pred p;",
@@ -54,7 +54,7 @@ def _hiding(count: int, has_first: bool) -> str:
         lines.append(f"setp.ge.s32 p, last{row}, {column};")
         if has_first:
             lines.append(f"setp.le.and.s32 p, first{row}, {column}, p;")
-        lines.append(f"selp.f32 ${out[i]}, ${s[i]}, 0fFF800000, p;")
+        lines.append(f"selp.f32 ${out[i]}, ${s[i]}, {hidden}, p;")
     return "\n".join([*lines, "}"])
 
 
@@ -67,6 +67,24 @@ _HIDING = gl.constexpr({(count, left): _hiding(count, left) for count in (32, 64
 _HIDING_OPERANDS = gl.constexpr(
     {(count, left): _operands(count, 1, 1 + left) for count in (32, 64) for left in (False, True)}
 )
+
+
+_ZEROING = gl.constexpr(_hiding(32, True, "0f00000000"))
+
+
+@gluon.jit
+def zero_outside(p, first, last):
+    """`p` [rows, 64] with zeros in columns before `first` or behind `last` of each row, [rows]. By the compiler it were
+    twice the instructions, and registers that the Hopper backward does not have."""
+    COUNT: gl.constexpr = p.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        _ZEROING,
+        _HIDING_OPERANDS[COUNT, True],
+        [p, gl.expand_dims(last, 1), gl.expand_dims(first, 1)],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=COUNT,
+    )
 
 
 @gluon.jit
@@ -139,8 +157,10 @@ def to_p16(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def as_operand(pairs, dtype: gl.constexpr, o_layout: gl.constexpr):
-    """`to_p16` weights as the left operand of a product of `o_layout`."""
+def as_operand(pairs, v_smem, o):
+    """`to_p16` weights as the left operand of a product with v, to be added to `o`."""
+    dtype: gl.constexpr = v_smem.dtype
+    o_layout: gl.constexpr = o.type.layout
     if dtype == gl.bfloat16:
         even, odd = gl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
@@ -179,18 +199,18 @@ def _rescaling(count: int) -> str:
     ])  # fmt: skip
 
 
-_RESCALING = gl.constexpr({count: _rescaling(count) for count in (32, 64, 128)})
-_RESCALING_OPERANDS = gl.constexpr({count: _operands(count, 2) for count in (32, 64, 128)})
+_RESCALING = gl.constexpr({count: _rescaling(count) for count in (8, 16, 32, 64, 128)})
+_RESCALING_OPERANDS = gl.constexpr({count: _operands(count, 2) for count in (8, 16, 32, 64, 128)})
 
 
 @gluon.jit
 def rescale_o(o, alpha):
-    """`o` times a factor per row: seldom another than 1, and then most warps skip it."""
+    """`o` times a factor per row, [rows, 1]: seldom another than 1, and then most warps skip it."""
     COUNT: gl.constexpr = o.shape[1] // 2
     return gl.inline_asm_elementwise(
         _RESCALING[COUNT],
         _RESCALING_OPERANDS[COUNT],
-        [o, gl.expand_dims(alpha, 1)],
+        [o, alpha],
         dtype=gl.float32,
         is_pure=True,
         pack=COUNT,

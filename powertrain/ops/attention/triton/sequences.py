@@ -59,3 +59,17 @@ def tile_coords(pid, blocks, heads, swizzle):
     size = tl.minimum(heads - first, swizzle)
     within = pid - first * blocks
     return blocks - 1 - within // size, first + within % size
+
+
+@triton.jit
+def key_tile_coords(tile, blocks, late_blocks, heads, swizzle):
+    """(block, head) of a tile of keys. `swizzle` heads at a time share the L2; of each the first keys, which most
+    queries see under a causal mask, come first. The last `late_blocks` blocks of all heads, whose tiles are short, come
+    behind all others: they fill the SMs that the long tiles leave."""
+    early = blocks - late_blocks
+    first = tile // (swizzle * early) * swizzle
+    size = tl.maximum(tl.minimum(heads - first, swizzle), 1)  # of a late tile there are none
+    within = tile - first * early
+    late = tile - heads * early
+    block = tl.where(late < 0, within // size, early + late // heads)
+    return block, tl.where(late < 0, first + within % size, late % heads)

@@ -1,0 +1,135 @@
+"""Which tile of keys has which heads, in which order tiles come, and how sums of split heads become dk and dv."""
+
+import heapq
+import random
+
+import pytest
+import torch
+import triton.language as tl
+
+from powertrain.ops.attention.hopper import backward
+from powertrain.ops.attention.triton.sequences import key_tile_coords
+from powertrain.ops.shapes import cdiv
+from powertrain.runtime.launch import kernel
+
+SMS = 132
+
+
+@kernel()
+def _coords_kernel(to_ptr, blocks, late_blocks, heads, swizzle):
+    tile = tl.program_id(0)
+    block, head = key_tile_coords(tile, blocks, late_blocks, heads, swizzle)
+    tl.store(to_ptr + 2 * tile, block)
+    tl.store(to_ptr + 2 * tile + 1, head)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("seed", range(6))
+def test_every_block_of_every_head_has_one_tile(seed: int, device: torch.device) -> None:
+    draws = random.Random(seed)
+    blocks, heads, swizzle = draws.randint(1, 9), draws.randint(1, 7), draws.randint(1, 9)
+    late = draws.randint(0, blocks // 2)
+    coords = torch.empty(blocks * heads, 2, dtype=torch.int32, device=device)
+    _coords_kernel[(blocks * heads,)](coords, blocks, late, heads, swizzle)
+    places = [(int(block), int(head)) for block, head in coords.tolist()]
+    assert sorted(places) == [(block, head) for block in range(blocks) for head in range(heads)]
+    for head in range(heads):  # tiles that add to dq in turn wait for those of the keys before
+        assert [block for block, h in places if h == head] == list(range(blocks))
+    assert all(block >= blocks - late for block, _ in places[(blocks - late) * heads :])
+
+
+def _order_of_threads(x: torch.Tensor) -> torch.Tensor:
+    """[64, W] as the threads of a warpgroup hold it: 8 columns, warp, row of 8, 2 columns, which 8 rows, column."""
+    return x.view(4, 2, 8, -1, 4, 2).permute(3, 0, 2, 4, 1, 5).flatten()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("width, head_dim, splits", [(64, 64, 2), (96, 72, 3), (128, 128, 1)])
+def test_sums_of_parts_of_the_heads(width: int, head_dim: int, splits: int, device: torch.device) -> None:
+    """Two batch entries, two heads, 150 keys: the second tile is cut off, and an entry has 100 of its keys in use."""
+    torch.manual_seed(0)
+    used = torch.tensor([150, 100], dtype=torch.int32, device=device)
+    parts = torch.randn(2, 2, splits, 2, 2, 64, width, device=device)  # entry, head, part, tile, half
+    sums = torch.stack([_order_of_threads(x) for x in parts.flatten(0, 4)])
+    dk = torch.full((2, 150, 2, head_dim), float("nan"), device=device)
+    backward._hopper_attention_sums_kernel[(2 * 2 * 2 * 2,)](
+        sums, dk, None, used, 2, 150, 2, 2, 1, splits, 0.5, dk.stride(0), dk.stride(1), dk.stride(2), 0,
+        D=head_dim, W=width, BLOCK_M=128, SPLIT_HEADS=splits > 1,
+    )  # fmt: skip
+    expected = 0.5 * parts.sum(2).flatten(2, 4)[:, :, :150, :head_dim].transpose(1, 2)
+    expected[1, 100:] = 0
+    torch.testing.assert_close(dk, expected)
+
+
+def _time(
+    batch: int, length: int, heads: int, kv_heads: int, splits: int, late: int, swizzle: int
+) -> tuple[float, float]:
+    """(time, share of it that SMs are busy) of a causal backward by SMs that take the next tile when they are free, in
+    the time of a block of 64 queries; a tile costs three blocks beside its own."""
+    blocks, repeats = cdiv(length, 128), heads // kv_heads // splits
+    all_heads = batch * kv_heads * splits
+    early = blocks - late
+    order = [
+        n
+        for first in range(0, all_heads, swizzle)
+        for n in range(early)
+        for _ in range(min(swizzle, all_heads - first))
+    ]
+    order += [n for n in range(early, blocks) for _ in range(all_heads)]
+    free = [0.0] * SMS
+    spent = [3 + repeats * (cdiv(length, 64) - 2 * n) for n in order]
+    for each in spent:
+        heapq.heapreplace(free, free[0] + each)
+    return max(free), sum(spent) / SMS / max(free)
+
+
+# batch, length, heads, kv heads; parts of the heads that were the fastest on an H200, or within 1% of it
+SPLITS = [
+    ((3, 3000, 28, 4), 7),
+    ((4, 2048, 32, 8), 1),
+    ((1, 2048, 32, 8), 2),
+    ((1, 4096, 28, 4), 7),
+    ((1, 1000, 32, 8), 4),
+    ((8, 1000, 28, 4), 1),
+    ((8, 2048, 16, 16), 1),
+    ((2, 5000, 32, 8), 1),
+    ((2, 8192, 32, 8), 1),
+    ((1, 8192, 28, 4), 7),
+    ((1, 16384, 28, 4), 1),
+    ((2, 4096, 64, 8), 2),
+]
+
+
+def _parts(sizes: tuple[int, int, int, int], is_causal: bool, deterministic: bool = False) -> int:
+    batch, length, heads, kv_heads = sizes
+    return backward.head_splits_for(
+        batch * kv_heads * cdiv(length, 128), cdiv(length, 64), heads // kv_heads, is_causal,
+        batch * length * kv_heads * 256 * 4, deterministic, SMS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes, splits", SPLITS, ids=lambda x: str(x).replace(" ", ""))
+def test_sms_are_busy(sizes: tuple[int, int, int, int], splits: int) -> None:
+    batch, length, _heads, kv_heads = sizes
+    assert _parts(sizes, True) == splits
+    blocks = cdiv(length, 128)
+    late = backward.late_blocks_for(batch * kv_heads * splits, blocks, SMS)
+    assert late <= blocks // 2
+    time, busy = _time(*sizes, splits, late, 4)
+    before, _ = _time(*sizes, 1, 0, 4)
+    assert busy > 0.94
+    assert time < 1.05 * before
+
+
+def test_heads_are_split_only_where_that_saves_more_than_it_costs() -> None:
+    assert _parts((3, 3000, 28, 4), False) == 7  # 288 tiles are three waves
+    assert _parts((1, 2048, 32, 8), False) == 1  # 128 tiles are one
+    assert _parts((1, 128, 32, 8), True) == _parts((1, 128, 32, 8), False) == 1  # launches cost more
+    few = [backward.head_splits_for(16, 16, 8, False, size, False, SMS) for size in (2**20, 2**34)]
+    assert few == [8, 1]  # 16 tiles for 132 SMs; sums of 17 GB
+    assert _parts((8, 4096, 32, 32), True) == 1
+
+
+def test_in_turn_heads_are_split_where_a_tile_is_longer_than_an_sms_share() -> None:
+    """Each part has sums of its own there, to be stored and read."""
+    assert [_parts(sizes, True, True) for sizes, _ in SPLITS[:5]] == [1, 1, 2, 7, 4]
