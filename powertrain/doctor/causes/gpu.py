@@ -79,7 +79,8 @@ CAUSES = (
     ),
     Cause(
         "xformers-no-operator",
-        r"No operator found for `(?P<function>memory_efficient_attention_\w+)`",
+        r"No operator found for `(?P<function>memory_efficient_attention_\w+)`|"
+        r"but your GPU has capability \((?P<arch>\d+, \d+)\) \((?P<age>too \w+)\)",
         "none of xFormers' attention kernels takes these shapes, types and this GPU; its reasons stand below",
         "powertrain.compat.xformers has a kernel for every one; powertrain explain attention --as xformers says why",
         "xFormers 没有支持这些形状、类型和 GPU 的核函数；原因列在下方",

@@ -239,7 +239,7 @@ CAUSES = (
     Cause(
         "nccl-infiniband",
         r"NET/IB ?: Got completion from peer \S+ with (?:status=|error )\d+|ibv_modify_qp\w* failed|"
-        r"ibv_poll_cq\w* failed|NET/IB : Async fatal event",
+        r"ibv_\w{2,40} failed|NET/IB ?: Async fatal event|NET/IB ?: Got async event ?: (?:port error|local)|NET/IB ?: Unable to open device",
         "InfiniBand or RoCE: the peer did not answer, or is not reached with this device or GID (link, GID index, MTU)",
         "ibstat and ib_write_bw between the hosts; NCCL_IB_HCA, NCCL_IB_GID_INDEX=3 (RoCE v2), NCCL_IB_TIMEOUT=22; "
         "NCCL_IB_DISABLE=1 shows whether it is this",
@@ -338,7 +338,7 @@ CAUSES = (
     ),
     Cause(
         "bus-error",
-        r"exitcode\s{0,9}:? ?-7\b|Signal 7 \(SIGBUS\)|Bus error \(core dumped\)",
+        r"(?:exitcode\s{0,9}:?|return code =) ?-7\b|Signal 7 \(SIGBUS\)|Bus error \(core dumped\)",
         "SIGBUS: /dev/shm is full or too small, or a mapped file was cut short",
         "docker run --shm-size=16g (or --ipc=host); powertrain doctor --only shared-memory, disk",
         "SIGBUS：/dev/shm 已满或太小，或映射的文件被截短",
