@@ -72,8 +72,8 @@ class Diagnosis:
         return self._fill(self.cause.fix if language == "en" else self.cause.fix_zh)
 
     def _fill(self, words: str) -> str:
-        for name, text in self.groups.items():
-            words = words.replace("{" + name + "}", text)
+        for name in re.findall(r"\{(\w+)\}", words):  # of alternatives, one has matched
+            words = words.replace("{" + name + "}", self.groups.get(name, ""))
         return words
 
 
@@ -146,7 +146,8 @@ _COVERS = {
         "bitsandbytes-cpu", "flash-attention-extension", "gdrcopy-missing", "torch-libraries", "nvrtc",
     },
     "import-name": {
-        "pydantic-version", "python-older", "setuptools-version", "pkg-resources", "apex-wrong-package", "megatron-helpers", "triton-version", "torch-attribute",
+        "pydantic-version", "python-older", "setuptools-version", "pkg-resources", "apex-wrong-package",
+        "megatron-helpers", "triton-version", "torch-attribute",
         "partially-initialized",
     },
     "module-missing": {
@@ -176,16 +177,32 @@ _COVERS = {
     "conda-not-found": {"conda-unsolvable"},
     "xformers-no-operator": {"xformers-extension"},
     "quantized-old-gpu": {"fp8-old-gpu", "bf16-old-gpu", "xformers-no-operator"},
+    "no-gpu-visible": {
+        "ray-resources", "torch-without-cuda", "driver-old", "no-driver", "forward-compatibility",
+        "fabric-manager",
+    },
+    "attention-alignment": {"xformers-no-operator"},
     "extension-not-registered": {"torch-libraries", "xformers-extension"},
     "container-hook": {"no-driver", "container-driver"},
     "cuda-start": {"driver-combination", "fabric-manager", "forward-compatibility", "driver-updated", "driver-old"},
     "nvml": {"driver-updated", "nvml-container"},
     "parallel-sizes": {"vllm-parallel"},
-    "package-required": {"apex-wrong-package", "flash-attention-not-installed", "bitsandbytes-missing", "tokenizer-backend"},
+    "package-required": {
+        "apex-wrong-package", "flash-attention-not-installed", "bitsandbytes-missing", "tokenizer-backend",
+    },
+    "torch-symbol": {"undefined-symbol"},
+    "numpy-import": {"numpy-major"},
+    "ray-worker-died": {"ray-resources"},
     "hub-files": {"hub-name", "network"},
+    "master-unreachable": {"rendezvous-lost"},
+    "gpu-memory-full": {"cuda-out-of-memory"},
+    "call-signature": {"setuptools-version", "python-older", "accelerate-config"},
+    "file-missing": {
+        "cuda-home", "ninja-missing", "triton-cache-race", "build-lock-gone", "compiler-missing", "not-a-project",
+        "mpi-launch", "git-missing", "hub-files", "wheel-missing",
+    },
     "forbidden": {"hub-name"},
     "fsdp-state-dict": {"parameter-not-gathered"},
-    "call-signature": {"setuptools-version", "python-older"},
     "windows-program": {"cuda-home", "ninja-missing"},
 }  # fmt: skip
 

@@ -4,9 +4,77 @@ from powertrain.doctor.causes.cause import Cause
 
 CAUSES = (
     Cause(
+        "cmake-nvcc",
+        r"Failed to find nvcc|No CMAKE_CUDA_COMPILER could be found|CMAKE_CUDA_COMPILER-NOTFOUND|"
+        r"Could not find nvcc executable|CUDA_TOOLKIT_ROOT_DIR not found|"
+        r"Could not find nvcc, please set CUDAToolkit_ROOT|"
+        r"Could NOT find CUDAToolkit|Could NOT find CUDA \(missing",
+        "CMake finds no CUDA toolkit: there is none, or nvcc is not on PATH",
+        "install the toolkit of torch's CUDA; export CUDA_HOME=/usr/local/cuda PATH=$CUDA_HOME/bin:$PATH "
+        "CUDACXX=$CUDA_HOME/bin/nvcc",
+        "CMake 找不到 CUDA 工具包：没有安装，或 nvcc 不在 PATH 中",
+        "安装与 torch 相同版本的工具包；export CUDA_HOME=/usr/local/cuda PATH=$CUDA_HOME/bin:$PATH "
+        "CUDACXX=$CUDA_HOME/bin/nvcc",
+        "https://github.com/NVIDIA/TransformerEngine/issues/1216",
+    ),
+    Cause(
+        "cuda-toolkit-incomplete",
+        r"LIBNVTOOLSEXT \(ADVANCED\)|CUDA_\w+_LIBRARY \(ADVANCED\)|cannot find -l(?:cudart|cublas\w*|nvrtc|cusparse|"
+        r"cusolver|curand|cufft|nvToolsExt)\b|target \"CUDA::nvToolsExt\" which may not exist|"
+        r"target CUDA::nvToolsExt",
+        "a library of the CUDA toolkit is missing: only a part of it is installed, or (nvToolsExt) it is newer than "
+        "this "
+        "torch's CMake files know",
+        "install the whole toolkit of torch's CUDA version and set CUDA_HOME to it",
+        "缺少 CUDA 工具包中的库：只安装了一部分，或（nvToolsExt）工具包比该 torch 的 CMake 文件新",
+        "安装与 torch 相同版本的完整工具包并设置 CUDA_HOME",
+        "https://github.com/vllm-project/vllm/issues/3673",
+        confidence="likely",
+    ),
+    Cause(
+        "cmake-cuda-archs",
+        r"CMAKE_CUDA_ARCHITECTURES must be non-empty if set|arch_bin wasn't set for some reason|"
+        r"Failed to detect a default CUDA architecture|Unknown CUDA Architecture Name|"
+        r"Unknown CUDA arch \((?P<arch>[^)]{1,20})\) or GPU not supported",
+        "CMake or torch gets no list of GPU archs that it knows: torch is older than the GPU, or the list is "
+        "misspelled",
+        "export TORCH_CUDA_ARCH_LIST=\"8.6\" CMAKE_CUDA_ARCHITECTURES=86 (of your GPU); a newer torch for a newer GPU",
+        "CMake 或 torch 没有得到可识别的 GPU 架构列表：torch 比 GPU 旧，或列表写错",
+        "export TORCH_CUDA_ARCH_LIST=\"8.6\" CMAKE_CUDA_ARCHITECTURES=86（按您的 GPU）；新 GPU 需要更新的 torch",
+        "https://github.com/vllm-project/vllm/issues/6683",
+        confidence="likely",
+    ),
+    Cause(
+        "arch-list-empty",
+        r"arch_list\[-1\] \+= '\+PTX'",
+        "no GPU is visible where it is built (a Docker build has none), so torch knows no arch to build for",
+        "TORCH_CUDA_ARCH_LIST=\"8.0 8.6 9.0\" <the same command>: the archs of the GPUs it will run on",
+        "编译环境中看不到 GPU（例如 docker build），torch 不知道要为哪种架构编译",
+        "TORCH_CUDA_ARCH_LIST=\"8.0 8.6 9.0\" <原命令>：填写将要使用的 GPU 架构",
+        "https://docs.pytorch.org/docs/stable/cpp_extension.html",
+    ),
+    Cause(
+        "cmake-old",
+        r"CMake (?P<want>[\d.]+) or higher is required\.\s*You are running version (?P<have>[\d.]+\d)",
+        "CMake {have} is older than the project wants ({want})",
+        "pip install --upgrade cmake, and see that it comes first on PATH",
+        "CMake {have} 低于该项目的要求（{want}）",
+        "pip install --upgrade cmake，并确认它在 PATH 最前",
+        "https://cmake.org/cmake/help/latest/command/cmake_minimum_required.html",
+    ),
+    Cause(
+        "cmake-new",
+        r"Compatibility with CMake < (?P<old>[\d.]+\d) has been removed",
+        "this CMake is 4 or newer, and the project asks for one before {old}",
+        "CMAKE_POLICY_VERSION_MINIMUM=3.5 <the same command>, or pip install 'cmake<4'",
+        "当前 CMake 为 4 或更新版本，而该项目面向 {old} 之前的版本",
+        "CMAKE_POLICY_VERSION_MINIMUM=3.5 <原命令>，或 pip install 'cmake<4'",
+        "https://cmake.org/cmake/help/latest/variable/CMAKE_POLICY_VERSION_MINIMUM.html",
+    ),
+    Cause(
         "torch-api-changed",
         r"is not a member of [‘'](?:at|c10|torch)\b|namespace \"(?:at|c10|torch)[\w:]{0,40}\" has no member|"
-        r"class \"(?:at|c10|torch)::\S{1,60}\" has no member|DeprecatedTypeProperties|[‘'](?:at|c10|"
+        r"class \"(?:at|c10|torch)::\S{1,60}\" has no member|DeprecatedTypeProperties|[‘'](?:class |struct )?(?:at|c10|"
         r"torch)[\w:<>]{0,80}[’'] has no member named|[‘'](?:class |struct )?(?:at|c10|"
         r"torch)::[\w:<>]{1,80}[’'] has not been declared|macro \"(?:AT|TORCH)_\w+\" (?:requires|passed)",
         "the source is for another version of torch: its C++ interface changed",
@@ -152,6 +220,7 @@ CAUSES = (
         "setup.py 用 CUDA_HOME 拼路径，而 torch 找不到 CUDA 工具包，其值为 None",
         "安装工具包（conda install -c nvidia cuda-toolkit，或 devel 镜像），再 export CUDA_HOME=/usr/local/cuda",
         "https://github.com/NVIDIA/apex/issues/957",
+        also=r"nvcc|CUDA|cuda_dir|cuda_home|setup\.py|cpp_extension",
         confidence="likely",
     ),
     Cause(
@@ -165,6 +234,22 @@ CAUSES = (
         "某个编译步骤失败；编译器的错误在该行上方",
         "查看上方第一个 error:，将完整日志交给 powertrain diagnose；MAX_JOBS=1 和 pip install -v 更易读",
         "https://docs.pytorch.org/docs/stable/cpp_extension.html",
+        confidence="possible",
+    ),
+    Cause(
+        "undeclared-name",
+        r"error: identifier \"(?P<name>\w{1,80})\" is undefined|"
+        r"error: [‘'](?P<missing>[\w:]{1,80})[’'] (?:was not declared|has not been declared|does not name a type|"
+        r"is not a member of)|error: namespace \"(?P<space>[\w:]{1,60})\" has no member|"
+        r"error C2065: '(?P<msvc>\w+)'|error: no member named '(?P<clang>\w+)'",
+        "the compiler does not know a name ({name}{missing}{space}{msvc}{clang}): the headers are of another "
+        "version (CUDA, CUB, torch, the compiler's), or an #include is missing",
+        "one CUDA toolkit first on every include path (no /usr/include/cub of the distribution beside it); the "
+        "versions that the project names; a newer source",
+        "编译器不认识某个名称（{name}{missing}{space}{msvc}{clang}）：头文件版本不同（CUDA、CUB、torch、编译器），"
+        "或缺少 #include",
+        "所有头文件路径中只用同一个 CUDA 工具包（不要混入发行版的 /usr/include/cub）；使用项目指定的版本；更新源码",
+        "https://github.com/muelea/shapy/issues/36",
         confidence="possible",
     ),
 )  # fmt: skip

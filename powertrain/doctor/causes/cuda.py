@@ -31,7 +31,7 @@ CAUSES = (
     Cause(
         "nvml",
         r"NVML Shared Library Not Found|NVMLError\w*|NVML_SUCCESS == r INTERNAL ASSERT FAILED|Can't initialize NVML|"
-        r"nvidia-smi: command not found|nvmlInit\w* failed",
+        r"nvidia-smi: command not found|NVIDIA-SMI couldn't find|nvmlInit\w* failed",
         "NVML, the library of nvidia-smi, is missing or does not answer: no driver, not in the container, or "
         "updated without a reboot",
         "nvidia-smi on the host and in the container; docker run --gpus all; reboot after a driver update",
@@ -114,7 +114,8 @@ CAUSES = (
     ),
     Cause(
         "sdpa-no-kernel",
-        r"No available kernel\.\s{0,3}Aborting execution|No viable backend for scaled_dot_product_attention",
+        r"No available kernel\.\s{0,3}Aborting execution|No viable backend for scaled_dot_product_attention|"
+        r"no kernel found to launch",
         "every attention kernel that is allowed refuses this call: dtype, head dim, mask or GPU "
         "(torch.nn.attention.sdpa_kernel, or enable_*_sdp(False), forbade the others)",
         "read the warnings above it, one for each kernel; allow SDPBackend.MATH or EFFICIENT_ATTENTION; fp16 or "
@@ -138,5 +139,19 @@ CAUSES = (
         "使用适合该 GPU 的方法或类型（Turing、Volta：fp16，无 Marlin、无 FP8）；用 "
         "torch.cuda.get_device_capability() 查看",
         "https://docs.vllm.ai/en/latest/features/quantization/",
+    ),
+    Cause(
+        "flash-attention-arch",
+        r"flash_(?:fwd|bwd)\w*_template\.h\S{0,6}: ?(?:invalid argument|no kernel image|invalid device function)|"
+        r"hopper/flash_\w+\.\w+:\d+\S{0,3} ",
+        "flash-attn launched a kernel that it was not compiled for on this GPU: FlashAttention 3 is for Hopper "
+        "(sm_90) alone",
+        "FlashAttention 2, PyTorch's attention or powertrain.attention on other GPUs (vLLM: "
+        "VLLM_FLASH_ATTN_VERSION=2); build it for this arch",
+        "flash-attn 启动了没有为该 GPU 编译的核函数：FlashAttention 3 只支持 Hopper（sm_90）",
+        "其他 GPU 使用 FlashAttention 2、PyTorch 注意力或 powertrain.attention（vLLM：VLLM_FLASH_ATTN_VERSION=2）；"
+        "或按该架构编译",
+        "https://github.com/Dao-AILab/flash-attention/issues/1763",
+        confidence="likely",
     ),
 )  # fmt: skip

@@ -105,4 +105,14 @@ CAUSES = (
         "https://docs.open-mpi.org/en/main/launching-apps/",
         confidence="likely",
     ),
+    Cause(
+        "mmap-refused",
+        r"No such device \(os error 19\)|\[Errno 19\]",
+        "the file system cannot map files into memory (FUSE, some network mounts), and safetensors and data sets do",
+        "copy the file to a local disk; or mount with caching (gcsfuse, s3fs options)",
+        "该文件系统不能把文件映射到内存（FUSE、某些网络挂载），而 safetensors 和数据集需要",
+        "把文件复制到本地磁盘；或启用挂载的缓存选项",
+        "https://github.com/zai-org/CogVideo/issues/455",
+        confidence="likely",
+    ),
 )  # fmt: skip

@@ -120,7 +120,7 @@ CAUSES = (
         "ray-resources",
         r"Current node has no GPU available|Cannot provide a placement group|node running low on memory|"
         r"No available node types can fulfill|The current node timed out during startup|"
-        r"The actor died because its (?:node|owner) has died|The actor died unexpectedly before finishing",
+        r"The actor died because its (?:node|owner) has died",
         "Ray has not the GPUs or memory that were asked for, or its worker was ended for memory",
         "ray status; ray stop --force and start again with all GPUs visible; fewer workers, or "
         "RAY_memory_usage_threshold",
@@ -128,5 +128,52 @@ CAUSES = (
         "ray status；ray stop --force 后在所有 GPU 可见时重启；减少 worker，或 RAY_memory_usage_threshold",
         "https://docs.ray.io/en/latest/ray-core/scheduling/ray-oom-prevention.html",
         confidence="likely",
+    ),
+    Cause(
+        "rendezvous-lost",
+        r"has failed to (?:shutdown the rendezvous|send a keep-alive heartbeat)|RendezvousClosedError|"
+        r"RendezvousGracefulExitError",
+        "the rendezvous of the job ended before this node: the node that held it ended, or two jobs share its port "
+        "or id",
+        "another --rdzv-id and port for each job on one host (or --standalone); the first error of the node that "
+        "ended",
+        "作业的 rendezvous 先于本节点结束：持有它的节点退出，或两个作业共用端口或 id",
+        "同一主机上的每个作业使用不同的 --rdzv-id 和端口（或 --standalone）；查看先退出节点的第一个错误",
+        "https://docs.pytorch.org/docs/stable/elastic/rendezvous.html",
+        confidence="likely",
+    ),
+    Cause(
+        "hostfile",
+        r"No slot '\d+' specified on host|[Hh]ostfile .{0,60}(?:not formatted|is empty|contains)|"
+        r"not found in hostfile|bad formatting",
+        "the hostfile or --include names a GPU or host that is not there",
+        "HOST slots=N, one a line, with the GPUs that nvidia-smi -L shows; deepspeed --include localhost:0,1",
+        "hostfile 或 --include 指定了不存在的 GPU 或主机",
+        "每行一个 HOST slots=N，与 nvidia-smi -L 一致；deepspeed --include localhost:0,1",
+        "https://www.deepspeed.ai/getting-started/",
+    ),
+    Cause(
+        "gloo-peer",
+        r"gloo/transport/tcp/\w+\.cc:\d+\] (?:Connection cl|Connection reset|Timed out|Read error|Write error|"
+        r"timeout)",
+        "a rank waited over gloo for another that ended, hangs or is late",
+        "look for the first error of every other rank; raise the timeout if one loads or compiles for long",
+        "某个 rank 通过 gloo 等待另一个已退出、挂起或迟到的 rank",
+        "查看其他各 rank 的第一个错误；若某个 rank 加载或编译较久，增大超时",
+        "https://docs.pytorch.org/docs/stable/distributed.html",
+        confidence="likely",
+    ),
+    Cause(
+        "ray-worker-died",
+        r"A worker died or was killed while executing a task|ActorDiedError|RayActorError|The actor (?:is dead|"
+        r"died)|WorkerCrashedError",
+        "a worker of Ray ended; its own error is in its log, or (killed for memory) in none",
+        "/tmp/ray/session_latest/logs/worker-*.err and raylet.out of that node; free -h, /dev/shm; dmesg | grep -i "
+        "-E 'oom|xid'",
+        "Ray 的某个 worker 退出；其错误在自己的日志中（因内存被终止时则没有）",
+        "查看该节点的 /tmp/ray/session_latest/logs/worker-*.err 和 raylet.out；free -h、/dev/shm；dmesg | grep -i "
+        "-E 'oom|xid'",
+        "https://docs.ray.io/en/latest/ray-observability/user-guides/debug-apps/debug-failures.html",
+        confidence="possible",
     ),
 )  # fmt: skip

@@ -91,4 +91,27 @@ CAUSES = (
         "无需处理；要消除提示，可在 C:\\Windows\\System32\\lxss\\lib 中将前两个改为指向第三个的链接",
         "https://github.com/microsoft/WSL/issues/5663",
     ),
+    Cause(
+        "torch-symbol",
+        r"undefined symbol: (?P<symbol>_Z\w*(?:3c10|N2at|2at\d|5torch|6caffe2)\w+)",
+        "a compiled package was built for another torch than the one installed: {symbol} is one of torch's C++ "
+        "names",
+        "install its build for this torch, or build it again: pip install --no-build-isolation --no-cache-dir "
+        "--force-reinstall --no-deps <package>",
+        "某个编译的包面向另一个版本的 torch：{symbol} 是 torch 的 C++ 符号",
+        "安装对应当前 torch 的版本，或重新编译：pip install --no-build-isolation --no-cache-dir --force-reinstall "
+        "--no-deps <包>",
+        "https://github.com/Dao-AILab/flash-attention/issues/928",
+    ),
+    Cause(
+        "numpy-import",
+        r"numpy\.core\.multiarray failed to import|[Nn]umpy is not available",
+        "NumPy cannot be loaded by a compiled module: it is not installed here, or of another major version than "
+        "the module was built with",
+        "pip install numpy; if it is there: 'numpy<2', or a newer version of that module",
+        "编译的模块无法加载 NumPy：没有安装，或与编译时的主版本不同",
+        "pip install numpy；若已安装：'numpy<2'，或升级该模块",
+        "https://github.com/pytorch/pytorch/issues/2188",
+        confidence="likely",
+    ),
 )  # fmt: skip

@@ -38,6 +38,7 @@ CAUSES = (
     ),
     Cause(
         "network",
+        r"Connection error, and we cannot find|"
         r"Temporary failure in name resolution|Could not resolve host|Failed to establish a new connection|"
         r"Max retries exceeded with url|Failed to connect to \S+ port \d+|ReadTimeoutError|ConnectTimeoutError|"
         r"GnuTLS recv error|RPC failed; (?:curl|HTTP)|unable to access 'https?://|"
@@ -50,7 +51,7 @@ CAUSES = (
         "从本机无法访问服务器：没有网络、需要代理，或被防火墙阻止",
         "设置 https_proxy，或可访问的镜像（pip --index-url，HF_ENDPOINT）；离线时自带 wheel 或目录，HF_HUB_OFFLINE=1",
         "https://github.com/haotian-liu/LLaVA/issues/1165",
-        also=r"https?:|HTTPS?Conn|urlopen|\bpip\b|\bgit\b|huggingface|simple/|urllib|requests|requirement",
+        also=r"cached path|https?:|HTTPS?Conn|urlopen|\bpip\b|\bgit\b|huggingface|simple/|urllib|requests|requirement",
     ),
     Cause(
         "no-distribution",
@@ -283,7 +284,8 @@ CAUSES = (
     ),
     Cause(
         "package-version-required",
-        r"is required for a normal functioning of this module, but found|"
+        r"is required for a normal functioning of this module, but found|Found an incompatible version of|"
+        r"only versions? (?:above|between|below|>=)|"
         r"pkg_resources\.(?:Contextual)?VersionConflict|\bVersionConflict\b|"
         r"requires \S{1,60} version [^ ]{1,40}.{0,20}but found",
         "a package found another version of a requirement than it allows",

@@ -75,7 +75,7 @@ CAUSES = (
     Cause(
         "call-signature",
         r"\b(?P<call>[\w.]{1,100})\(\) got (?:an unexpected keyword argument|"
-        r"multiple values for argument) '(?P<name>\w+)'|"
+        r"multiple values for (?:keyword )?argument) '(?P<name>\w+)'|"
         r"(?P<function>[\w.]{1,100})\(\) takes (?:from )?\d+ (?:to \d+ )?positional arguments? but|"
         r"(?P<missing>[\w.]{1,100})\(\) missing \d+ required (?:positional|keyword-only) argument|"
         r"(?P<callee>[\w.]{1,100})\(\): incompatible function arguments",
@@ -90,8 +90,7 @@ CAUSES = (
     ),
     Cause(
         "object-attribute",
-        r"AttributeError: '(?P<of>(?!NoneType|list|dict|str|tuple|int|float|bytes|"
-        r"function)\w+)' object has no attribute '(?P<name>\w+)'|"
+        r"AttributeError: '(?P<of>(?!NoneType)\w+)' object has no attribute '(?P<name>\w+)'|"
         r"AttributeError: type object '(?P<type>\w+)' has no attribute '(?P<field>\w+)'|"
         r"'(?P<config>\w*Config)' object has no attribute '(?P<key>\w+)'",
         "the object has no such field in the installed version: caller and library are of different versions, or "
@@ -173,6 +172,84 @@ CAUSES = (
         "使用 parquet 数据集（分支 refs/convert/parquet）；pip install --upgrade datasets，脚本则用 'datasets<4'；"
         "检查名称",
         "https://huggingface.co/docs/datasets/index",
+        confidence="likely",
+    ),
+    Cause(
+        "accelerate-config",
+        r"Less than two GPU ids were configured|args\.mixed_precision\.lower\(\)|had unknown keys \(|"
+        r"accelerate/commands/config/config_args\.py",
+        "accelerate's config file is missing, was made by another version, or does not suit the number of GPUs",
+        "accelerate config (or rm ~/.cache/huggingface/accelerate/default_config.yaml); --multi_gpu "
+        "--num_processes=N --gpu_ids=all; or torchrun",
+        "accelerate 的配置文件缺失、由其他版本生成，或与 GPU 数不符",
+        "accelerate config（或删除 ~/.cache/huggingface/accelerate/default_config.yaml）；--multi_gpu "
+        "--num_processes=N --gpu_ids=all；或使用 torchrun",
+        "https://huggingface.co/docs/accelerate/basic_tutorials/launch",
+        confidence="likely",
+    ),
+    Cause(
+        "script-arguments",
+        r"are not used by the HfArgumentParser|error: unrecognized arguments: (?P<arguments>[^\n]{1,200})|"
+        r"error: the following arguments are required|error: argument \S{1,60}: (?:invalid|expected)|"
+        r"[Nn]o such option:? |error: ambiguous option",
+        "the program does not take these options: they are of another version of it, misspelled, or a required one "
+        "is missing",
+        "the program with --help; the script and the library of one time (the example's own requirements)",
+        "程序不接受这些选项：属于另一版本、拼写错误，或缺少必需项",
+        "用 --help 查看；脚本与库使用同一时期的版本（示例自带的 requirements）",
+        "https://docs.python.org/3/library/argparse.html",
+    ),
+    Cause(
+        "tokenizers-old",
+        r"data did not match any variant of untagged enum",
+        "the tokenizer file was written by a newer tokenizers (or transformers) than the installed one",
+        "pip install --upgrade tokenizers transformers",
+        "分词器文件由比所装版本更新的 tokenizers（或 transformers）写成",
+        "pip install --upgrade tokenizers transformers",
+        "https://github.com/huggingface/transformers/issues/31963",
+    ),
+    Cause(
+        "no-labels",
+        r"did not return a loss from the inputs",
+        "the trainer got no loss: the batch has no labels, or their column has another name",
+        "labels in the data set (a collator for the task: DataCollatorForLanguageModeling(mlm=False)); "
+        "label_names; remove_unused_columns=False",
+        "训练器没有得到损失：batch 中没有 labels，或列名不同",
+        "数据集中加入 labels（使用相应的 collator：DataCollatorForLanguageModeling(mlm=False)）；label_names；"
+        "remove_unused_columns=False",
+        "https://huggingface.co/docs/transformers/troubleshooting",
+    ),
+    Cause(
+        "none-value",
+        r"'NoneType' object (?:has no attribute '\w+'|is not (?:callable|subscriptable|iterable))",
+        "a value is None: what should have made it failed earlier or was not configured",
+        "the first warning above it, and what made that variable on the line in the traceback",
+        "某个值为 None：产生它的步骤先前失败或没有配置",
+        "查看上方第一个警告，以及 traceback 中该变量的来源",
+        "https://huggingface.co/docs/transformers/troubleshooting",
+        confidence="possible",
+    ),
+    Cause(
+        "file-missing",
+        r"(?:FileNotFoundError: |"
+        r"\[Errno 2\] )?(?:\[Errno 2\] )?No such file or directory: \W?(?P<path>[^'\"\n]{1,300})|"
+        r"can't open file '(?P<script>[^']{1,300})'",
+        "{path}{script} does not exist where the program runs: the path is relative to another folder, misspelled, "
+        "or not mounted",
+        "pwd and ls in the same place (in the container, on every node); an absolute path",
+        "程序运行之处没有 {path}{script}：路径相对于别的目录、拼写错误或未挂载",
+        "在同一处（容器内、每个节点）运行 pwd 和 ls；使用绝对路径",
+        "https://docs.python.org/3/library/exceptions.html",
+        confidence="likely",
+    ),
+    Cause(
+        "custom-all-reduce",
+        r"custom_all_reduce\.(?:py|cuh?)|register_graph_buffers",
+        "the server's own all-reduce could not share GPU memory between ranks (CUDA IPC)",
+        "--disable-custom-all-reduce; PYTORCH_CUDA_ALLOC_CONF without expandable_segments; docker run --ipc=host",
+        "服务器自带的 all-reduce 无法在 rank 间共享显存（CUDA IPC）",
+        "--disable-custom-all-reduce；PYTORCH_CUDA_ALLOC_CONF 不用 expandable_segments；docker run --ipc=host",
+        "https://github.com/sgl-project/sglang/issues/9706",
         confidence="likely",
     ),
 )  # fmt: skip

@@ -168,4 +168,75 @@ CAUSES = (
         "使用了解绑定关系的 save_pretrained；safetensors.torch.save_model(model, path)；或 safe_serialization=False",
         "https://huggingface.co/docs/safetensors/torch_shared_tensors",
     ),
+    Cause(
+        "recomputation-differs",
+        r"Recomputed values for the following tensors have different metadata|"
+        r"number of tensors was saved during the original forward|"
+        r"saved during (?:the )?(?:original )?forward and recomputation",
+        "gradient checkpointing computed other tensors the second time: autocast, dropout state, a cache or a "
+        "router that changes between the two",
+        "use_cache=False; the same autocast around both; preserve_rng_state=True; for MoE with ZeRO-3 or FSDP: "
+        "use_reentrant=True, or a newer torch",
+        "重计算得到了不同的张量：autocast、dropout 状态、缓存或路由在两次之间变化",
+        "use_cache=False；两次使用相同的 autocast；preserve_rng_state=True；MoE 与 ZeRO-3 或 FSDP："
+        "use_reentrant=True，或升级 torch",
+        "https://docs.pytorch.org/docs/stable/checkpoint.html",
+        confidence="likely",
+    ),
+    Cause(
+        "loss-not-scalar",
+        r"grad can be implicitly created only for scalar outputs|Gather got an input of invalid size|"
+        r"Caught \w+Error in replica \d+|chunk expects at least a 1-dimensional tensor",
+        "nn.DataParallel (Trainer uses it where one process sees several GPUs) gave a loss for each GPU, or split "
+        "an input that cannot be split",
+        "torchrun --nproc-per-node=N, or CUDA_VISIBLE_DEVICES=0; with DataParallel: loss.mean()",
+        "nn.DataParallel（一个进程看到多块 GPU 时 Trainer 会使用）对每块 GPU 给出一个损失，或拆分了不能拆分的输入",
+        "torchrun --nproc-per-node=N，或 CUDA_VISIBLE_DEVICES=0；DataParallel 时 loss.mean()",
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html",
+        confidence="likely",
+    ),
+    Cause(
+        "no-inf-checks",
+        r"No inf checks were recorded for this optimizer",
+        "GradScaler saw no gradient: no parameter of this optimizer took part in the loss",
+        "check that the loss depends on its parameters; build the optimizer after FSDP or PEFT wraps the model; "
+        "bf16 needs no scaler",
+        "GradScaler 没有看到梯度：该优化器的参数都未参与损失",
+        "检查损失是否依赖其参数；在 FSDP 或 PEFT 包装后再建优化器；bf16 不需要 scaler",
+        "https://docs.pytorch.org/docs/stable/amp.html",
+    ),
+    Cause(
+        "mps-missing",
+        r"not (?:currently )?(?:implemented|supported) (?:for|on) the MPS|MPS backend out of memory|"
+        r"MPS framework doesn't support",
+        "Apple's GPU backend (MPS) lacks this operator or dtype, or its memory is full",
+        "PYTORCH_ENABLE_MPS_FALLBACK=1; float32; a smaller batch; PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0",
+        "Apple GPU 后端（MPS）没有该算子或类型，或显存已满",
+        "PYTORCH_ENABLE_MPS_FALLBACK=1；使用 float32；减小 batch；PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0",
+        "https://docs.pytorch.org/docs/stable/mps_environment_variables.html",
+    ),
+    Cause(
+        "attention-alignment",
+        r"is not correctly aligned|attn_bias\.stride\(-\d\) % \d+ != 0",
+        "an attention mask or bias does not lie on the bounds that the kernel reads: its rows must be multiples of "
+        "8 elements apart",
+        "a mask sliced from one whose last dim is padded to a multiple of 8; is_causal instead of a mask",
+        "注意力 mask 或 bias 的地址不满足核函数要求：行距须为 8 个元素的倍数",
+        "从最后一维补齐到 8 的倍数的 mask 上切片；用 is_causal 代替 mask",
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html",
+        confidence="likely",
+    ),
+    Cause(
+        "own-check",
+        r"Error: .{0,300}?(?:\bmust (?:be|have|match|not)\b|\bshould be\b|\b[Pp]lease\b|\bnot supported\b|\bexpected\b|"
+        r"\bonly supports?\b|\bis required\b|\bnot (?:allowed|compatible|recognized|valid)\b|\b[Ii]nvalid\b|"
+        r"\bcannot be\b|\bnot (?:found|set|installed|available|exist)\b)",
+        "the program's own check refused what it was given; the message itself says what it wants",
+        "do what the message says; if it names a version or an option, compare it with the program's documentation "
+        "of that version",
+        "程序自身的检查拒绝了所给的内容；消息已说明要求",
+        "按消息处理；若涉及版本或选项，请对照该版本的文档",
+        "https://docs.python.org/3/library/exceptions.html",
+        confidence="possible",
+    ),
 )  # fmt: skip

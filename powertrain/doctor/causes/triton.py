@@ -95,7 +95,8 @@ CAUSES = (
     ),
     Cause(
         "triton-launcher",
-        r"\['[^']{0,200}(?:gcc|g\+\+|cc|clang|tcc\.exe|cl\.exe)', '[^']{0,200}(?:main|cuda_utils|__triton_launcher|"
+        r"Command '\['[^']{0,200}(?:gcc|g\+\+|cc|clang|tcc\.exe|cl\.exe)', '[^']{0,200}(?:main|cuda_utils|"
+        r"__triton_launcher|"
         r"driver)\.c'",
         "Triton compiles a small launcher in C, and that failed: Python's headers or libcuda are missing, or the "
         "compiler is; its own error stands above",
@@ -202,7 +203,8 @@ CAUSES = (
     ),
     Cause(
         "triton-compiler",
-        r"PassManager::run failed|Internal Triton PTX codegen error|PTXASError|`ptxas` failed|ptxas fatal|LLVM ERROR: Cannot select|"
+        r"PassManager::run failed|Internal Triton PTX codegen error|PTXASError|`ptxas` failed|ptxas fatal|"
+        r"LLVM ERROR: Cannot select|"
         r"triton\.compiler\.errors\.\w+Error|"
         r"Failures have been detected while processing an MLIR pass pipeline",
         "Triton could not compile a kernel: its version, or the kernel on this GPU",
@@ -216,7 +218,8 @@ CAUSES = (
         "inductor-failed",
         r"torch\._inductor\.exc\.\w+|LoweringException|BackendCompilerFailed|backend='\w+' raised",
         "torch.compile could not turn the traced program into kernels; its reason follows on the line or below",
-        "read the reason; a newer torch; torch.compiler.disable on that part, or backend=\"aot_eager\", narrows it down",
+        "read the reason; a newer torch; torch.compiler.disable on that part, or backend=\"aot_eager\", narrows it "
+        "down",
         "torch.compile 无法把跟踪到的程序变成核函数；原因在该行之后或下方",
         "阅读原因；升级 torch；对该部分使用 torch.compiler.disable，或用 backend=\"aot_eager\" 缩小范围",
         "https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html",
