@@ -156,8 +156,8 @@ def _switch_attention(model: Any) -> None:
 
 
 def _restore_attention(model: nn.Module) -> None:
-    for config, former in _formers(model):
-        config._attn_implementation_internal = former
+    for config, implementation in _formers(model):
+        config._attn_implementation_internal = implementation
     for module in model.modules():
         module.__dict__.pop(_FORMER, None)
 
@@ -254,8 +254,8 @@ class _AsWritten:
     def __enter__(self) -> None:
         self.forwards = {m: m.__dict__.pop("forward") for m in self.model.modules() if replace.installed(m)}
         self.formers = _formers(self.model)
-        for config, former in self.formers:
-            config._attn_implementation_internal = former
+        for config, implementation in self.formers:
+            config._attn_implementation_internal = implementation
 
     def __exit__(self, *_: object) -> None:
         for module, forward in self.forwards.items():

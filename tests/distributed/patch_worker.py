@@ -1,4 +1,4 @@
-"""`python -m tests.distributed.patch_worker OUT`, one rank: patched models under DDP and FSDP2, against unpatched ones."""
+"""`python -m tests.distributed.patch_worker OUT`, one rank: DDP and FSDP2 over patched models."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""powertrain.patch with PEFT: before the adapters and after them, all layers or some, saved, merged and generated from."""
+"""powertrain.patch with PEFT: before the adapters and after them; saved, merged, generated from; quantized bases."""
 
 import copy
 from pathlib import Path
