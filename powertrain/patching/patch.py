@@ -260,7 +260,7 @@ class _AsWritten:
     def __exit__(self, *_: object) -> None:
         for module, forward in self.forwards.items():
             module.forward = forward
-        for config, _ in self.formers:
+        for config, _name in self.formers:
             config._attn_implementation_internal = attention.NAME
 
 
