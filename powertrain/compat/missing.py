@@ -70,7 +70,7 @@ WHY_NOT: dict[str, str] = {
     "apex.mlp.*": "powertrain.nn.MLP",
     "apex.normalization.*": "internal",
     "apex.optimizers.*": "not yet; FusedAdam, FusedSGD, or torch.optim",
-    "liger_kernel.chunked_loss.*": "not yet: losses after pre-training (preference, distillation)",
+    "liger_kernel.chunked_loss.*": "not yet; powertrain.linear_log_probs with powertrain.losses",
     "liger_kernel.transformers.*": "not yet; the op in powertrain, or torch",
     "liger_kernel.transformers.*xperts*": "powertrain.nn.Experts",
     "liger_kernel.transformers.*VocabParallel*": "powertrain.nn.tensor_parallel.vocab.vocab_parallel_cross_entropy",
