@@ -23,7 +23,6 @@ WHY_NOT: dict[str, str] = {
     "flash_attn.layers.patch_embed.*": "torch.nn.Conv2d or Linear",
     "flash_attn.models.*": "models of transformers, with powertrain.patch",
     "flash_attn.modules.*": "powertrain.nn has Block, SelfAttention, MLP and GatedMLP",
-    "flash_attn.ops.activations.*": "powertrain.activation and gated_activation",
     "flash_attn.ops.fused_dense.*": "powertrain.linear_activation",
     "flash_attn.ops.layer_norm.*": "rows taken by index: not yet; dropout_add_layer_norm",
     "flash_attn.ops.rms_norm.*": "rows taken by index: not yet; dropout_add_rms_norm",
