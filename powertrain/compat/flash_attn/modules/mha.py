@@ -44,8 +44,9 @@ class FlashSelfAttention(_FlashAttention):
         if cu_seqlens is None:
             result = flash_attn_qkvpacked_func(qkv, p, **options)
         else:
-            lengths = _given("FlashSelfAttention", cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-            result = flash_attn_varlen_qkvpacked_func(qkv, *lengths, dropout_p=p, **options)
+            _require("FlashSelfAttention", max_seqlen=max_seqlen)
+            assert max_seqlen is not None
+            result = flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, p, **options)
         assert isinstance(result, Tensor)
         return result
 
@@ -61,19 +62,18 @@ class FlashCrossAttention(_FlashAttention):
         if cu_seqlens is None:
             result = flash_attn_kvpacked_func(q, kv, p, **options)
         else:
-            lengths = _given(
-                "FlashCrossAttention", cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, max_seqlen=max_seqlen,
-                max_seqlen_k=max_seqlen_k,
-            )  # fmt: skip
-            result = flash_attn_varlen_kvpacked_func(q, kv, *lengths, dropout_p=p, **options)
+            _require("FlashCrossAttention", max_seqlen=max_seqlen, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
+            assert max_seqlen is not None and cu_seqlens_k is not None and max_seqlen_k is not None
+            result = flash_attn_varlen_kvpacked_func(
+                q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, p, **options
+            )
         assert isinstance(result, Tensor)
         return result
 
 
-def _given(op: str, **arguments: Any) -> list[Any]:
+def _require(op: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         checks.require(value is not None, op, name, "be given with cu_seqlens", None)
-    return list(arguments.values())
 
 
 def get_alibi_slopes(nheads: int) -> list[float]:
