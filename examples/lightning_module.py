@@ -21,7 +21,7 @@ class Model(lightning.LightningModule):
 
     def training_step(self, batch: Tensor) -> Tensor:
         loss = self.model(batch[:, :-1], batch[:, 1:])
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -22,7 +22,8 @@ from powertrain.runtime import checks
 def sum_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
     """Sums [count]: element i is the sum of the values [...] whose sequence [...] is i. Values of -1 are left out.
 
-    Deterministic, also on a GPU: no atomics. Memory: temporarily count times that of values.
+    Deterministic, also on a GPU: no atomics. Memory: temporarily count times that of values. Raises ValueError if the
+    shapes differ.
     """
     checks.shape("sum_by_sequence", "sequence", sequence, values.shape, "shape of values")
     member = sequence.flatten() == torch.arange(count, device=sequence.device)[:, None]  # [count, N]
@@ -161,6 +162,7 @@ def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = Non
 
     chosen, rejected [C]: rewards of completions; margin [C]: the least difference wanted; center: weight of the second
     term, which pulls the mean reward towards 0; the first term does not determine it.
+    Raises ValueError if the shapes differ.
     Source: Ouyang et al., arXiv:2203.02155, equation 1; margin: Touvron et al., arXiv:2307.09288; center: Eisenstein et
         al., arXiv:2312.09244.
     """
@@ -227,6 +229,7 @@ def distillation_loss(divergence: Tensor, sequence: Tensor, *, divisor: Tensor |
                 forward KL divergence, 1 the reverse one, between them the generalized Jensen-Shannon divergence
     sequence    [..., N]: -1 leaves a token out
     divisor     instead of the number of tokens, such as that of all ranks
+    Raises ValueError if the shapes differ.
     Source: Agarwal et al., arXiv:2306.13649; TRL's GKD, whose beta this is.
     """
     checks.shape("distillation_loss", "sequence", sequence, divergence.shape, "shape of divergence")

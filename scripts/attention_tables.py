@@ -48,7 +48,7 @@ def transformer_engine_masks() -> str:
     for name in transformer_engine._MASKS:
         ours = transformer_engine._positions(name, None, None)
         words = ["is_causal=True", f'causal_align="{ours["causal_align"]}"'] if ours["window_size"][1] == 0 else []
-        words += ["query_lengths, key_lengths, or cu_seqlens_q, cu_seqlens_k"] if "padding" in name else []
+        words += ["seqused_q, seqused_k, or cu_seqlens_q, cu_seqlens_k"] if "padding" in name else []
         words += ["attn_bias (bool, True: seen; there True: masked out)"] if name == "arbitrary" else []
         rows.append((code(name), ", ".join(words) or "nothing"))
     return table(("`attn_mask_type`", "here"), rows)

@@ -150,7 +150,7 @@ def test_explanation_of_a_call() -> None:
 
 
 def test_explanation_of_facts() -> None:
-    arguments: dict[str, Any] = {"alibi_slopes": True, "sinks": True, "attn_bias": "float", "key_lengths": True}
+    arguments: dict[str, Any] = {"alibi_slopes": True, "sinks": True, "attn_bias": "float", "seqused_k": True}
     explanation = explain_attention(arch="H100", is_causal=True, **arguments)
     assert explanation.chosen == "triton"
     packed = explain_attention(arch="A100", layout="thd", is_causal=True, seqused_k=True)

@@ -27,7 +27,7 @@ def run() -> Iterator[str]:
     cases: dict[str, tuple[float, float, dict[str, Any]]] = {
         # what lies above the diagonal is written, not read
         "upper-triangular": (1.5 * full * e, 2 * full * e, {
-            "powertrain": lambda x: scaled_softmax(x, scale=0.1, causal="upper_triangular"),
+            "powertrain": lambda x: scaled_softmax(x, scale=0.1, is_causal=True),
             "torch.compile": causal,
         }),
         "masked": (2 * full * e + mask.numel(), 3 * full * e, {

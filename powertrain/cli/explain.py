@@ -105,7 +105,7 @@ def explain(
     }
     if window is not None:
         arguments["window_size"] = _window(window)
-    flags = {"alibi_slopes": alibi, "sinks": sinks, "key_lengths": padded and layout != "thd"}
+    flags = {"alibi_slopes": alibi, "sinks": sinks, "seqused_k": padded and layout != "thd"}
     arguments |= {name: True for name, given in flags.items() if given}
     if bias or mask == "arbitrary":
         arguments["attn_bias"] = bias or "bool"

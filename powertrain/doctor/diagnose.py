@@ -35,7 +35,7 @@ _REAL = re.compile(
     rf"^\s*{_PREFIX}(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b\s*(?::|$)|\berror\s*:|"
     r"\bCMake Error\b|"
     r"\bfatal\b\s*:?|\bwhat\(\):|\bundefined reference\b|NCCL WARN|Memory access fault|"
-    r"Assertion .{0,200} failed|\bCUDA error\b",
+    r"Assertion .{0,200} failed|\bCUDA error\b|\bError response from daemon:|^OMP: Error|^\s*Error \d{3}:",
     re.I,
 )
 _SOURCE = re.compile(r"\s*(?:raise|assert|except|return)\b|.*\bwarning:", re.I)  # a line of a program
@@ -72,8 +72,8 @@ class Diagnosis:
         return self._fill(self.cause.fix if language == "en" else self.cause.fix_zh)
 
     def _fill(self, words: str) -> str:
-        for name, text in self.groups.items():
-            words = words.replace("{" + name + "}", text)
+        for name in re.findall(r"\{(\w+)\}", words):  # of alternatives, one has matched
+            words = words.replace("{" + name + "}", self.groups.get(name, ""))
         return words
 
 
@@ -143,20 +143,24 @@ _COVERS = {
     },
     "shared-library": {
         "library-of-another-cuda", "cudnn-not-found", "cudnn-library", "no-driver", "bitsandbytes-library",
-        "bitsandbytes-cpu", "flash-attention-extension", "gdrcopy-missing",
+        "bitsandbytes-cpu", "flash-attention-extension", "gdrcopy-missing", "torch-libraries", "nvrtc",
     },
     "import-name": {
-        "pkg-resources", "apex-wrong-package", "megatron-helpers", "triton-version", "torch-attribute",
+        "pydantic-version", "python-older", "setuptools-version", "pkg-resources", "apex-wrong-package",
+        "megatron-helpers", "triton-version", "torch-attribute",
         "partially-initialized",
     },
     "module-missing": {
         "build-package-missing", "pkg-resources", "torch-missing-at-build", "flash-attention-extension",
         "triton-version", "flash-attention-extras", "apex-extensions", "triton-missing", "deepspeed-no-launcher",
-        "megatron-helpers", "deepspeed-extension",
+        "megatron-helpers", "deepspeed-extension", "te-extension-missing", "distutils-gone", "build-backend",
+        "ssl-module",
     },
-    "module-attribute": {"triton-version", "torch-attribute", "partially-initialized", "numpy-names"},
+    "module-attribute": {
+        "triton-version", "torch-attribute", "partially-initialized", "numpy-names", "te-extension-missing",
+        "distutils-gone", "setuptools-version",
+    },
     "torch-attribute": {"triton-version", "partially-initialized"},
-    "xformers-no-operator": {"xformers-extension"},
     "no-distribution": {"network", "certificate", "python-version"},
     "network": {"certificate"},
     "triton-missing": {"triton-version"},
@@ -168,6 +172,38 @@ _COVERS = {
     "undefined-symbol": {"cudnn-library"},
     "cuda-toolkit-incomplete": {"cmake-nvcc"},
     "deepspeed-op": {"cuda-home", "deepspeed-cuda-mismatch", "libaio"},
+    "linker-library": {"cuda-toolkit-incomplete", "libaio", "libcuda-link"},
+    "cmake-package": {"cmake-nvcc", "nccl-headers", "cudnn-headers"},
+    "conda-not-found": {"conda-unsolvable"},
+    "xformers-no-operator": {"xformers-extension"},
+    "quantized-old-gpu": {"fp8-old-gpu", "bf16-old-gpu", "xformers-no-operator"},
+    "no-gpu-visible": {
+        "ray-resources", "torch-without-cuda", "driver-old", "no-driver", "forward-compatibility",
+        "fabric-manager",
+    },
+    "attention-alignment": {"xformers-no-operator"},
+    "extension-not-registered": {"torch-libraries", "xformers-extension"},
+    "container-hook": {"no-driver", "container-driver"},
+    "cuda-start": {"driver-combination", "fabric-manager", "forward-compatibility", "driver-updated", "driver-old"},
+    "nvml": {"driver-updated", "nvml-container"},
+    "parallel-sizes": {"vllm-parallel"},
+    "package-required": {
+        "apex-wrong-package", "flash-attention-not-installed", "bitsandbytes-missing", "tokenizer-backend",
+    },
+    "torch-symbol": {"undefined-symbol"},
+    "numpy-import": {"numpy-major"},
+    "ray-worker-died": {"ray-resources"},
+    "hub-files": {"hub-name", "network"},
+    "master-unreachable": {"rendezvous-lost"},
+    "gpu-memory-full": {"cuda-out-of-memory"},
+    "call-signature": {"setuptools-version", "python-older", "accelerate-config"},
+    "file-missing": {
+        "cuda-home", "ninja-missing", "triton-cache-race", "build-lock-gone", "compiler-missing", "not-a-project",
+        "mpi-launch", "git-missing", "hub-files", "wheel-missing",
+    },
+    "forbidden": {"hub-name"},
+    "fsdp-state-dict": {"parameter-not-gathered"},
+    "windows-program": {"cuda-home", "ninja-missing"},
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from powertrain.models.causal_lm import Unsharded
+from powertrain.models.causal_lm import CausalLM, Unsharded
 from powertrain.models.config import ModelConfig
 from powertrain.models.registry import architecture
 from powertrain.models.sequence_sharding import ContextSharding, mean_of_ranks, normalize_labels
@@ -47,7 +47,7 @@ Style = Literal["columns", "rows", "replicated", "data"]
 
 
 def parallelize(
-    model: Any,
+    model: CausalLM,
     mesh: DeviceMesh,
     *,
     param_dtype: torch.dtype,

@@ -1,9 +1,15 @@
 """The architectures and presets, by name."""
 
 import importlib
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from powertrain.models.config import ModelConfig
+
+if TYPE_CHECKING:  # names and presets are read without torch
+    import torch
+
+    from powertrain.models.causal_lm import CausalLM
 
 # architecture -> the module that holds its config, model, presets and parallelize()
 ARCHITECTURES = {
@@ -13,18 +19,25 @@ ARCHITECTURES = {
 }
 
 
-def build(config: ModelConfig, device: Any = None) -> Any:
-    """The model of a config. On the meta device unless another is given: `to_empty` and `init_weights` follow."""
+def build(config: ModelConfig, device: "torch.device | str | None" = None) -> "CausalLM":
+    """The model of a config. On the meta device unless another is given: `to_empty` and `init_weights` follow.
+
+    Raises ValueError if the vocabulary size is 0, which stands for the tokenizer's.
+    """
     import torch
 
     if not config.vocab_size:
         raise ValueError("model.vocab_size must be known to build the model, got 0 (the tokenizer's)")
     with torch.device("meta" if device is None else device):
-        return architecture(config.architecture).Model(config)
+        model: CausalLM = architecture(config.architecture).Model(config)
+        return model
 
 
-def architecture(name: str) -> Any:
-    """The module of an architecture: Config, Model, PRESETS, divided_by_tensor, and TENSOR_PLAN if that has keys."""
+def architecture(name: str) -> ModuleType:
+    """The module of an architecture: Config, Model, PRESETS, divided_by_tensor, and TENSOR_PLAN if that has keys.
+
+    Raises ValueError for a name that is not in ARCHITECTURES.
+    """
     if name not in ARCHITECTURES:
         raise ValueError(f"model.architecture must be one of {', '.join(ARCHITECTURES)}, got {name!r}")
     return importlib.import_module(ARCHITECTURES[name])

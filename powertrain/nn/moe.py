@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -137,7 +138,7 @@ class MoE(nn.Module):
         return y if self.shared is None else y + self.shared(x, context)
 
     @torch.no_grad()
-    def balance(self, rate: float, group: Any = None) -> None:
+    def balance(self, rate: float, group: ProcessGroup | None = None) -> None:
         """After an optimizer step: move the correction bias towards an even load and count anew.
 
         group   the process group whose ranks saw other tokens; None: this rank alone

@@ -17,13 +17,14 @@ Sources: Loshchilov and Hutter, arXiv:1711.05101; semantics of torch.optim.AdamW
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.optim.adamw import adamw as _adamw_functional
+from torch.optim.optimizer import ParamsT
 
 from powertrain.ops.shapes import acc_dtype
 from powertrain.ops.tensor_tables import DeviceTable, chunk_table, distances_of, is_dense, tensor_at
@@ -214,7 +215,7 @@ class AdamW(torch.optim.AdamW):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -292,8 +293,12 @@ class AdamW(torch.optim.AdamW):
             state["master"] = like(saved.get("master", p.detach()), torch.float32)
         return state
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every parameter that has a gradient. Returns the result of `closure`."""
         loss = None
         if closure is not None:

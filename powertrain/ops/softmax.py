@@ -28,7 +28,6 @@ from powertrain.runtime.sharding import placements
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
 
-Causal = Literal["upper_triangular", "aligned"]
 FullyMasked = Literal["zero", "uniform"]
 
 _SMALLEST = 1e-30  # stands for a scale of 0, which would turn the -inf of masked elements into NaN
@@ -39,14 +38,14 @@ def scaled_softmax_ref(
     *,
     scale: float = 1.0,
     mask: Tensor | None = None,
-    causal: Causal | None = None,
+    is_causal: bool = False,
     fully_masked: FullyMasked = "zero",
 ) -> Tensor:
     """The specification of `scaled_softmax`, in plain PyTorch."""
     z = x.to(acc_dtype(x.dtype)) * scale
     if mask is not None:
         z = z.masked_fill(mask, float("-inf"))
-    if causal is not None:
+    if is_causal:
         z = z.masked_fill(_above_diagonal(x), float("-inf"))
     empty = (z == float("-inf")).all(-1, keepdim=True)
     y = torch.softmax(z.masked_fill(empty, 0.0), -1)
@@ -419,18 +418,15 @@ def scaled_softmax(
     scale: float = 1.0,
     mask: Tensor | None = None,
     is_causal: bool = False,
-    causal: Causal | None = None,
     fully_masked: FullyMasked = "zero",
 ) -> Tensor:
     """Softmax of `scale * x` over the last dim, of all keys or of those a mask or the causal order leaves.
 
     Shapes: Sq queries, Sk keys, any leading dims, any sizes.
         x             [..., Sq, Sk]  float32, float16 or bfloat16 (float64 on the CPU); any strides; without mask and
-                      causal also [Sk]
+                      is_causal also [Sk]
         mask          bool, broadcastable to x ([1 or B, 1, Sq, Sk] in GPT-NeoX and Apex); True is masked out
-        is_causal     keys after the query are masked out, the last query at the last key: causal="aligned"
-        causal        "upper_triangular": keys after the query are masked out, Sq == Sk;
-                      "aligned": the same with the last query at the last key, for any Sq and Sk
+        is_causal     keys after the query are masked out, the last query at the last key; any Sq and Sk
         fully_masked  values of a row without a key: "zero" (Apex), or "uniform": 1/Sk (GPT-NeoX)
     Returns y like x, contiguous.
     Numerics: float32, rounded once; exact zeros where masked out. A row of nothing but -inf counts as fully masked.
@@ -442,22 +438,14 @@ def scaled_softmax(
     Source: Megatron-LM's fused softmaxes.
     """
     checks.floating("scaled_softmax", x=x)
-    checks.one_of("scaled_softmax", "causal", causal, (None, "upper_triangular", "aligned"))
-    checks.require(not (is_causal and causal), "scaled_softmax", "is_causal", "be False where causal is given", causal)
-    causal = "aligned" if is_causal else causal
     checks.one_of("scaled_softmax", "fully_masked", fully_masked, ("zero", "uniform"))
     checks.same_device("scaled_softmax", "x", x, mask=mask)
-    dims = 1 if causal is None and mask is None else 2
+    dims = 2 if is_causal or mask is not None else 1
     checks.require(x.dim() >= dims, "scaled_softmax", "x", f"have at least {dims} dims", x.dim())
-    if causal == "upper_triangular":
-        checks.require(
-            x.shape[-2] == x.shape[-1], "scaled_softmax", "x",
-            'be square for causal="upper_triangular" (else "aligned")', list(x.shape),
-        )  # fmt: skip
     mask = None if mask is None else _keywise(mask, x)
     if not use_kernel("scaled_softmax", x):
-        return _softmax_torch(x, mask, float(scale), causal is not None, fully_masked == "uniform")
-    return _softmax_op(x, mask, float(scale), causal is not None, fully_masked == "uniform")
+        return _softmax_torch(x, mask, float(scale), is_causal, fully_masked == "uniform")
+    return _softmax_op(x, mask, float(scale), is_causal, fully_masked == "uniform")
 
 
 def _keywise(mask: Tensor, x: Tensor) -> Tensor:

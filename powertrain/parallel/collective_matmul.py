@@ -17,7 +17,7 @@ are reproducible (the sequential reduce-scatter: as the library does it).
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -381,6 +381,21 @@ def _alone(x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> list[Tensor]
     return [torch.nn.functional.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True)]
 
 
+@overload
+def all_gather_gemm(
+    x: Tensor,
+    weight: Tensor,
+    overlap: Overlap,
+    *,
+    bias: Maybe = None,
+    rows: Sequence[int] | None = None,
+    layer: str = "",
+) -> Tensor: ...
+@overload
+def all_gather_gemm(
+    x: Tensor, weight: Tensors, overlap: Overlap, *, bias: Sequence[Maybe] | None = None,
+    rows: Sequence[int] | None = None, layer: str = "",
+) -> list[Tensor]: ...  # fmt: skip
 def all_gather_gemm(
     x: Tensor,
     weight: Tensor | Tensors,
@@ -389,7 +404,7 @@ def all_gather_gemm(
     bias: Maybe | Sequence[Maybe] = None,
     rows: Sequence[int] | None = None,
     layer: str = "",
-) -> Any:
+) -> Tensor | list[Tensor]:
     """`gather(x) @ weight.T + bias`, where x's rows are sharded over the ranks: a column-parallel layer's forward.
 
     Shapes: m rows here, M on all ranks, K features in, N features out on this rank.
@@ -466,9 +481,15 @@ def gemm_all_reduce(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe 
     return y
 
 
+@overload
+def replicated_gemm(x: Tensor, weight: Tensor, overlap: Overlap, *, bias: Maybe = None, layer: str = "") -> Tensor: ...
+@overload
+def replicated_gemm(
+    x: Tensor, weight: Tensors, overlap: Overlap, *, bias: Sequence[Maybe] | None = None, layer: str = ""
+) -> list[Tensor]: ...
 def replicated_gemm(
     x: Tensor, weight: Tensor | Tensors, overlap: Overlap, *, bias: Maybe | Sequence[Maybe] = None, layer: str = ""
-) -> Any:
+) -> Tensor | list[Tensor]:
     """`x @ weight.T + bias` for an x that every rank has: a column-parallel layer without sequence parallelism.
 
     x [M, K], weight [N, K] or up to three, this rank's rows; returns y [M, N], or a list. Only backward communicates:

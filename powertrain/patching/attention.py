@@ -78,7 +78,7 @@ def attention_forward(
         causal = queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         options |= _window(sliding_window, causal, queries)
         if attention_mask is not None:
-            options["key_lengths"] = attention_mask
+            options["seqused_k"] = attention_mask
             attention_mask = None
     bias = _combined(attention_mask, position_bias)
     query, key, value = unit_stride(query, key, value)

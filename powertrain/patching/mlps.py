@@ -11,7 +11,7 @@ Which of the linear layers is which, and the activation, is found by trying.
 import inspect
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,12 @@ _GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu", "relu_squared
 
 
 def linears(module: nn.Module) -> dict[str, nn.Linear]:
-    return {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+    """Its linear layers, adapted and quantized ones of any class among them."""
+    return {
+        name: cast(nn.Linear, child)
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear) or {"in_features", "out_features"} <= vars(child).keys()
+    }
 
 
 def is_mlp(module: nn.Module) -> bool:

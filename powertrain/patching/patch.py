@@ -150,14 +150,28 @@ def _switch_attention(model: Any) -> None:
     former = [(config, config._attn_implementation) for config in _configs(model)]
     model.set_attn_implementation(attention.NAME)
     # on the model, since a config's own attributes are saved with it
-    model.__dict__.setdefault(_FORMER, []).extend(
+    _inner(model).__dict__.setdefault(_FORMER, []).extend(
         (config, name) for config, name in former if config._attn_implementation == attention.NAME != name
     )
 
 
-def _restore_attention(model: Any) -> None:
-    for config, former in model.__dict__.pop(_FORMER, ()):
-        config._attn_implementation_internal = former
+def _restore_attention(model: nn.Module) -> None:
+    for config, implementation in _formers(model):
+        config._attn_implementation_internal = implementation
+    for module in model.modules():
+        module.__dict__.pop(_FORMER, None)
+
+
+def _formers(model: nn.Module) -> list[tuple[Any, str]]:
+    """The configs that were switched, and their implementations before, wherever in the model they are kept."""
+    return [pair for module in model.modules() for pair in module.__dict__.get(_FORMER, ())]
+
+
+def _inner(model: nn.Module) -> Any:
+    """The model of transformers inside a wrapper such as PEFT's, whose class has the forward with the loss."""
+    from transformers import PreTrainedModel
+
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
 def _configs(model: Any) -> list[Any]:
@@ -167,7 +181,10 @@ def _configs(model: Any) -> list[Any]:
 
 
 def _patch_loss(model: Any, report: Report) -> None:
-    if not hasattr(model, "loss_function") or replace.installed(model):
+    if not hasattr(model, "loss_function"):
+        return
+    model = _inner(model)
+    if replace.installed(model):
         return
     name = type(model).__name__
     reason = replace.OTHERS if "forward" in model.__dict__ else loss.why_not(model)
@@ -236,14 +253,14 @@ class _AsWritten:
 
     def __enter__(self) -> None:
         self.forwards = {m: m.__dict__.pop("forward") for m in self.model.modules() if replace.installed(m)}
-        self.formers = self.model.__dict__.get(_FORMER, [])
-        for config, former in self.formers:
-            config._attn_implementation_internal = former
+        self.formers = _formers(self.model)
+        for config, implementation in self.formers:
+            config._attn_implementation_internal = implementation
 
     def __exit__(self, *_: object) -> None:
         for module, forward in self.forwards.items():
             module.forward = forward
-        for config, _ in self.formers:
+        for config, _name in self.formers:
             config._attn_implementation_internal = attention.NAME
 
 

@@ -9,12 +9,12 @@ Source: TransformerEngine's DelayedScaling, which keeps a scale while the histor
 """
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor as Values
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from powertrain.ops.fp8.formulas import scale_of
 from powertrain.quant.linear import FP8Linear
@@ -22,7 +22,7 @@ from powertrain.quant.recipe import Recipe, Tensor, grad_format
 
 
 @torch.no_grad()
-def update_scales(model: nn.Module, group: Any = None) -> None:
+def update_scales(model: nn.Module, group: ProcessGroup | None = None) -> None:
     """Update every delayed scale of a model from the magnitudes of the last step. Call once after each optimizer step.
 
     group   a process group over which magnitudes are reduced to their maximum, one all-reduce: ranks that compute on

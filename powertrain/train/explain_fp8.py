@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -40,7 +41,7 @@ def explain(config: RunConfig, target: Target) -> tuple[Line, ...]:
     parts = {part.name: part for part in (*report.quantized, *report.left)}
     found: dict[tuple[object, ...], Line] = {}
     for name, part in _in_order(model, parts):
-        layer = model.get_submodule(name)
+        layer: Any = model.get_submodule(name)
         N, K = layer.out_features, layer.in_features
         figures = expected(tokens, N, K, part.recipe, target) if part.recipe else None
         recipe = str(part.recipe or config.train.precision)

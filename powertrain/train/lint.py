@@ -163,7 +163,7 @@ def _with_layers(config: RunConfig, layers: int) -> RunConfig:
 
 
 def _model(config: RunConfig) -> Any:
-    model = build(config.model).train()
+    model: Any = build(config.model).train()
     fp8.quantize_part(model, config.fp8, Target.of(torch.device("meta")))
     for block in model.layers:
         block.recompute = config.train.activation_checkpointing

@@ -22,7 +22,8 @@ def build_model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | N
     overlap    of the tensor ranks; None if there is one
     """
     # on the meta device until it is sharded: no rank allocates the whole model
-    model, overlap, pipeline = build(config.model), None, None
+    model: Any = build(config.model)
+    overlap, pipeline = None, None
     add_trained_parts(model, config)
     for block in model.layers:
         block.recompute = config.train.activation_checkpointing

@@ -139,3 +139,66 @@ def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"LlamaRMSNorm", "LlamaAttention"} <= kinds(later) and "LlamaMLP" not in kinds(later)
     with pytest.raises(ImportError, match="apply_liger_kernel_to_llama"):
         from powertrain.compat.liger_kernel.transformers import apply_liger_kernel_to_lama  # noqa: F401
+
+
+LABELS = torch.tensor([1, -100, 0, 3, -100])
+KEPT = LABELS != -100
+
+
+@pytest.mark.parametrize("labels", [None, LABELS], ids=["all rows", "some"])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_jensen_shannon(beta: float, labels: Tensor | None) -> None:
+    """Rows with ignored labels are left out; the teacher has no gradient."""
+    x, y = tensors((5, 7), (5, 7))
+    p = y.detach().log_softmax(-1)
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return F.kl_div(b, a, log_target=True, reduction="none").sum(-1)
+
+    def plain(x: Tensor) -> Tensor:
+        q = x.log_softmax(-1)
+        m = (beta * p.exp() + (1 - beta) * q.exp()).log()
+        rows = {0.0: kl(p, q), 1.0: kl(q, p)}.get(beta, beta * kl(p, m) + (1 - beta) * kl(q, m))
+        return (rows if labels is None else rows[KEPT]).mean()
+
+    same(lambda x: liger.LigerJSD(beta)(x.log_softmax(-1), y.log_softmax(-1), labels), plain, [x])
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "mean", "sum", "none"])
+def test_total_variation_and_kl(reduction: str) -> None:
+    x, y = tensors((5, 7), (5, 7))
+    q = y.detach().softmax(-1)
+
+    def plain(x: Tensor) -> Tensor:
+        distance = (x.softmax(-1) - q).abs() / 2 * KEPT[:, None]
+        return distance if reduction == "none" else distance.sum() / {"batchmean": 3, "mean": 21, "sum": 1}[reduction]
+
+    same(lambda x: liger.LigerTVDLoss(reduction)(x.softmax(-1), q, LABELS), plain, [x])
+    kl = liger.LigerKLDIVLoss(reduction=reduction)
+    same(lambda x: kl(x.log_softmax(-1), q), lambda x: F.kl_div(x.log_softmax(-1), q, reduction=reduction), [x])
+
+
+def test_divergence_errors() -> None:
+    (x,) = tensors((5, 7))
+    with pytest.raises(ValueError, match="beta must be between 0 and 1, got 2"):
+        lf.liger_jsd(x, x, beta=2)
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        lf.liger_tvd(x, x, reduction="max")
+
+
+def test_dyt_and_group_norm() -> None:
+    x, alpha, gamma, beta = tensors((2, 3, 8), (1,), (8,), (8,))
+    same(lf.liger_dyt, lambda x, a, g, b: (a * x).tanh() * g + b, [x, alpha, gamma, beta])
+    assert liger.LigerDyT(8, beta=False).double()(x).shape == x.shape and liger.LigerDyT(8).alpha.item() == 0.5
+    (x,) = tensors((2, 6, 5))
+    module = liger.LigerGroupNorm(6, 3, bias=True).double()
+
+    def plain(x: Tensor) -> Tensor:
+        groups = x.reshape(2, 3, -1)
+        mean, var = groups.mean(-1, keepdim=True), groups.var(-1, correction=0, keepdim=True)
+        normed = ((groups - mean) / (var + 1e-6).sqrt()).reshape(x.shape)
+        return normed * module.weight[:, None] + module.bias[:, None]
+
+    same(module, plain, [x])
+    with pytest.raises(ValueError, match=r"X must be \[B, 6, ...\], got \[2, 5, 6\]"):
+        module(x.mT)

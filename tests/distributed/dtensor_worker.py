@@ -117,7 +117,7 @@ def rotary(mesh: DeviceMesh) -> None:
 def softmax(mesh: DeviceMesh) -> None:
     x = randn(B, H, S, S)
     for dim in (0, 1):
-        agrees(mesh, lambda x: scaled_softmax(x, scale=0.5, causal="aligned"), (x, Shard(dim)))
+        agrees(mesh, lambda x: scaled_softmax(x, scale=0.5, is_causal=True), (x, Shard(dim)))
 
 
 @check

@@ -433,7 +433,8 @@ MESSAGES = [
     ),
     (
         "hub-name",
-        "OSError: lama-3 is not a local folder and is not a valid model identifier listed on 'https://huggingface.co/models'",
+        "OSError: lama-3 is not a local folder and is not a valid model identifier listed on "
+        "'https://huggingface.co/models'",
     ),
     ("unscale-fp16", "ValueError: Attempting to unscale FP16 gradients."),
     ("dtype-mismatch", "RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16"),
@@ -480,4 +481,281 @@ MESSAGES = [
     ("meta-tensor", "NotImplementedError: Cannot copy out of meta tensor; no data!"),
     ("tokenizer-backend", "ImportError: LlamaTokenizer requires the SentencePiece library but it was not found"),
     ("model-unknown", "ValueError: Model architectures ['Qwen3ForCausalLM'] are not supported for now."),
+    (
+        "conda-unsolvable",
+        "UnsatisfiableError: The following specifications were found to be incompatible with each other:",
+    ),
+    ("conda-not-found", "PackagesNotFoundError: The following packages are not available from current channels:"),
+    ("conda-shell", "CommandNotFoundError: Your shell has not been properly configured to use 'conda activate'."),
+    ("distutils-gone", "AttributeError: module 'pkgutil' has no attribute 'ImpImporter'. Did you mean: 'zipimporter'?"),
+    (
+        "setuptools-version",
+        "TypeError: canonicalize_version() got an unexpected keyword argument 'strip_trailing_zero'",
+    ),
+    ("wheel-missing", "error: invalid command 'bdist_wheel'"),
+    ("build-backend", "pip._vendor.pyproject_hooks._impl.BackendUnavailable: Cannot import 'setuptools.build_meta'"),
+    ("package-metadata", "WARNING: Ignoring version 1.8.0 of pytorch-lightning since it has invalid metadata:"),
+    ("pip-hashes", "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE."),
+    (
+        "not-a-project",
+        "ERROR: file:///root/apex does not appear to be a Python project: neither 'setup.py' nor "
+        "'pyproject.toml' found.",
+    ),
+    ("pip-uninstall", "ERROR: Cannot uninstall 'PyYAML'. It is a distutils installed project"),
+    ("git-missing", "ERROR: Cannot find command 'git' - do you have 'git' installed and in your PATH?"),
+    ("archive-broken", "zipfile.BadZipFile: File is not a zip file"),
+    (
+        "package-version-required",
+        "ImportError: tokenizers>=0.14,<0.19 is required for a normal functioning of this module, but found "
+        "tokenizers==0.19.1.",
+    ),
+    (
+        "package-required",
+        "ImportError: Using `low_cpu_mem_usage=True` or a `device_map` requires Accelerate: `pip install accelerate`",
+    ),
+    ("python-older", "TypeError: unsupported operand type(s) for |: 'type' and 'NoneType'"),
+    (
+        "pydantic-version",
+        "pydantic.errors.PydanticImportError: `BaseSettings` has been moved to the `pydantic-settings` package.",
+    ),
+    (
+        "keras-3",
+        "ValueError: Your currently installed version of Keras is Keras 3, but this is not yet supported in "
+        "Transformers.",
+    ),
+    (
+        "ssl-module",
+        "WARNING: pip is configured with locations that require TLS/SSL, however the ssl module in Python is "
+        "not available.",
+    ),
+    ("no-pip", "/usr/bin/python3: No module named pip"),
+    ("windows-program", "FileNotFoundError: [WinError 2] 系统找不到指定的文件。"),
+    (
+        "windows-dll",
+        "ImportError: DLL load failed while importing flash_attn_2_cuda: The specified procedure could not be found.",
+    ),
+    ("windows-path-length", "FileNotFoundError: [WinError 206] The filename or extension is too long"),
+    ("windows-access", "OSError: [WinError 1314] A required privilege is not held by the client"),
+    ("no-locks", "OSError: [Errno 116] Stale file handle"),
+    ("input-output", "OSError: [Errno 5] Input/output error"),
+    ("too-many-requests", "huggingface_hub.errors.HfHubHTTPError: 429 Client Error: Too Many Requests for url"),
+    ("forbidden", "docker: Error response from daemon: pull access denied for nvcr.io/x, repository does not exist"),
+    ("torch-libraries", "RuntimeError: operator torchvision::nms does not exist"),
+    ("library-file-broken", "OSError: /usr/lib/libcudart.so.12: invalid ELF header"),
+    ("static-tls", "ImportError: /lib/libgomp-d22c30c5.so.1: cannot allocate memory in static TLS block"),
+    (
+        "executable-stack",
+        "ImportError: libctranslate2-bc15bf3f.so.4.5.0: cannot enable executable stack as shared object "
+        "requires: Invalid argument",
+    ),
+    ("openmp-twice", "OMP: Error #15: Initializing libiomp5md.dll, but found libiomp5md.dll already initialized."),
+    (
+        "mkl-loading",
+        "Error: mkl-service + Intel(R) MKL: MKL_THREADING_LAYER=INTEL is incompatible with libgomp.so.1 library.",
+    ),
+    ("extension-not-registered", "AttributeError: '_OpNamespace' '_C' object has no attribute 'rms_norm'"),
+    ("wsl-libcuda-link", "/sbin/ldconfig.real: /usr/lib/wsl/lib/libcuda.so.1 is not a symbolic link"),
+    ("container-runtime", "docker: Error response from daemon: unknown or invalid runtime name: nvidia."),
+    (
+        "container-driver",
+        "nvidia-container-cli: requirement error: unsatisfied condition: cuda>=12.4, please update your "
+        "driver to a newer version",
+    ),
+    ("container-hook", "nvidia-container-cli: mount error: file creation failed: /usr/bin/nvidia-smi"),
+    (
+        "docker-daemon",
+        "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
+    ),
+    ("cpu-architecture", "exec /usr/local/bin/python: exec format error"),
+    ("singularity", "INFO:    Could not find any nv files on this host!"),
+    ("environment-module", 'Lmod has detected the following error: The following module(s) are unknown: "cuda/12.1"'),
+    ("slurm-refused", "sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification"),
+    (
+        "mpi-launch",
+        "There are not enough slots available in the system to satisfy the 8 slots that were requested by "
+        "the application",
+    ),
+    ("driver-combination", "Error 803: system has unsupported display driver / cuda driver combination"),
+    ("cuda-start", "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment"),
+    ("nvml", "pynvml.NVMLError_LibraryNotFound: NVML Shared Library Not Found"),
+    ("launch-timeout", "RuntimeError: CUDA error: the launch timed out and was terminated"),
+    ("cuda-not-supported", "RuntimeError: CUDA error: operation not supported"),
+    ("invalid-handle", "RuntimeError: CUDA error: invalid resource handle"),
+    ("invalid-argument", "RuntimeError: CUDA error: invalid argument"),
+    ("nvrtc", "RuntimeError: nvrtc: error: invalid value for --gpu-architecture (-arch)"),
+    (
+        "cuda-math-library",
+        "RuntimeError: cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`",
+    ),
+    ("sdpa-no-kernel", "RuntimeError: No available kernel.  Aborting execution."),
+    (
+        "quantized-old-gpu",
+        "ValueError: The quantization method awq_marlin is not supported for the current GPU. Minimum "
+        "capability: 80. Current capability: 75.",
+    ),
+    ("dtype-not-implemented", "RuntimeError: \"addmm_impl_cpu_\" not implemented for 'Half'"),
+    ("parameter-not-gathered", "RuntimeError: 'weight' must be 2-D"),
+    ("fsdp-state-dict", "RuntimeError: Trying to resize storage that is not resizable"),
+    ("fsdp-wrapping", "ValueError: Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32"),
+    (
+        "dtensor-mixed",
+        "RuntimeError: aten.mm.default: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor "
+        "to DTensor",
+    ),
+    ("ready-twice", "RuntimeError: Expected to mark a variable ready only once."),
+    (
+        "inplace-modified",
+        "RuntimeError: one of the variables needed for gradient computation has been modified by an inplace operation",
+    ),
+    ("backward-twice", "RuntimeError: Trying to backward through the graph a second time"),
+    ("index-range", "IndexError: index out of range in self"),
+    ("shape-mismatch", "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x1024 and 2048x512)"),
+    ("batch-not-padded", "ValueError: Unable to create tensor, you should probably activate truncation and/or padding"),
+    ("no-parameters", "ValueError: optimizer got an empty parameter list"),
+    ("shared-tensors", "RuntimeError: Some tensors share memory, this will lead to duplicate memory on disk"),
+    ("dynamo-source", "OSError: could not get source code"),
+    ("ptx-version", "ptxas /tmp/k.ptx, line 5; fatal   : Unsupported .version 8.4; current version is '7.8'"),
+    (
+        "triton-launcher",
+        "subprocess.CalledProcessError: Command '['/usr/bin/gcc', '/tmp/tmpx/main.c', '-O3', '-shared']' "
+        "returned non-zero exit status 1.",
+    ),
+    ("triton-cpu-tensor", "ValueError: Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"),
+    ("triton-no-driver", "RuntimeError: 0 active drivers ([]). There should only be one."),
+    (
+        "triton-resources",
+        "triton.runtime.errors.OutOfResources: out of resource: threads, Required: 2048, Hardware limit: 1024.",
+    ),
+    ("inductor-compiler", "RuntimeError: Compiler: cl is not found."),
+    (
+        "dynamo-data",
+        "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode: Could not guard on "
+        "data-dependent expression u0 > 1",
+    ),
+    ("collective-device", "RuntimeError: No backend type associated with device type cpu"),
+    (
+        "collective-mismatch",
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective",
+    ),
+    (
+        "gloo-address",
+        "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error",
+    ),
+    ("nccl-p2p", "NCCL WARN Call to posix_fallocate failed : No space left"),
+    ("nccl-nvls", "transport/nvls.cc:241 NCCL WARN Cuda failure 1 'invalid argument'"),
+    ("parallel-sizes", "AssertionError: world size (6) is not divisible by tensor_model_parallel_size (4)"),
+    (
+        "max-connections",
+        "RuntimeError: Using sequence parallelism requires setting the environment variable "
+        "CUDA_DEVICE_MAX_CONNECTIONS to 1",
+    ),
+    (
+        "main-guard",
+        "An attempt has been made to start a new process before the current process has finished its "
+        "bootstrapping phase.",
+    ),
+    ("pickle-spawn", "AttributeError: Can't pickle local object 'main.<locals>.collate'"),
+    ("dataloader-worker", "RuntimeError: DataLoader worker (pid(s) 12345) exited unexpectedly"),
+    ("ray-resources", "ValueError: Current node has no GPU available. current_node_resource={'CPU': 8.0}"),
+    ("vllm-engine", "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"),
+    ("vllm-device", "RuntimeError: Failed to infer device type"),
+    ("vllm-length", "ValueError: User-specified max_model_len (32768) is greater than the derived max_model_len"),
+    ("bitsandbytes-setup", "CUDA SETUP: CUDA detection failed! Possible reasons:"),
+    (
+        "hub-files",
+        "OSError: ./out does not appear to have a file named pytorch_model.bin, tf_model.h5, model.ckpt or "
+        "flax_model.msgpack.",
+    ),
+    ("call-signature", "TypeError: LlamaRotaryEmbedding.__init__() got an unexpected keyword argument 'config'"),
+    ("object-attribute", "AttributeError: 'DynamicCache' object has no attribute 'seen_tokens'"),
+    ("peft-targets", "ValueError: Target modules {'q_proj', 'v_proj'} not found in the base model."),
+    (
+        "quantized-training",
+        "ValueError: You cannot perform fine-tuning on purely quantized models. Please attach trainable adapters",
+    ),
+    (
+        "deepspeed-settings",
+        "ValueError: Please correct the following DeepSpeed config values that mismatch TrainingArguments values:",
+    ),
+    (
+        "sharded-checkpoint",
+        "Unable to find latest file at ./checkpoints/latest, if trying to load latest checkpoint please "
+        "ensure this file exists",
+    ),
+    ("datasets-script", "RuntimeError: Dataset scripts are no longer supported, but found c4.py"),
+    ("torch-api-changed", "error: ‘class at::Tensor’ has no member named ‘is_symint’"),
+    (
+        "glibc-cuda-headers",
+        "/usr/include/math.h(79): error: exception specification is incompatibl"
+        'e with that of previous function "cospi"',
+    ),
+    (
+        "visual-studio-version",
+        "fatal error C1189: #error:  -- unsupported Microsoft Visual Studio version! Only the versions "
+        "between 2017 and 2022 (inclusive) are supported!",
+    ),
+    ("linker-library", "/usr/bin/ld: cannot find -lcusparseLt: No such file or directory"),
+    ("visual-c-include", "fatal error C1083: Cannot open include file: 'io.h': No such file or directory"),
+    ("compiler-memory", "virtual memory exhausted: Cannot allocate memory"),
+    ("compiler-input", "ninja: error: '/root/csrc/a.cu', needed by 'a.o', missing and no known rule to make it"),
+    ("nvcc-crashed", "nvcc error   : 'cudafe++' died with status 0xC0000005 (ACCESS_VIOLATION)"),
+    ("cmake-compiler-broken", "The CUDA compiler identification is unknown"),
+    (
+        "cmake-package",
+        'Could not find a package configuration file provided by "Torch" with any of the following names:',
+    ),
+    (
+        "cmake-stale",
+        "CMake Error: The current CMakeCache.txt directory /a/build/CMakeCache.txt is different than the "
+        "directory /b/build",
+    ),
+    (
+        "cuda-home-none",
+        '    raw_output = subprocess.check_output([cuda_dir + "/bin/nvcc", "-V"])\nTypeError: '
+        "unsupported operand type(s) for +: 'NoneType' and 'str'",
+    ),
+    ("extension-objects", "RuntimeError: Error compiling objects for extension"),
+    ("accelerate-config", "ValueError: Less than two GPU ids were configured and tried to run on on multiple GPUs."),
+    ("script-arguments", "train.py: error: the following arguments are required: --data_path"),
+    (
+        "tokenizers-old",
+        "Exception: data did not match any variant of untagged enum ModelWrapper at line 757443 column 3",
+    ),
+    ("no-labels", "ValueError: The model did not return a loss from the inputs, only the following keys: logits."),
+    (
+        "recomputation-differs",
+        "torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: Recomputed values for the following "
+        "tensors have different metadata",
+    ),
+    ("loss-not-scalar", "RuntimeError: grad can be implicitly created only for scalar outputs"),
+    ("no-inf-checks", "AssertionError: No inf checks were recorded for this optimizer."),
+    ("mps-missing", "NotImplementedError: The operator 'aten::isin' is not currently implemented for the MPS device."),
+    ("attention-alignment", "RuntimeError: p.attn_bias_ptr is not correctly aligned"),
+    (
+        "flash-attention-arch",
+        "CUDA error (/root/flash-attention/hopper/flash_fwd_launch_template.h:188): invalid argument",
+    ),
+    (
+        "rendezvous-lost",
+        "The node 'a_1_0' has failed to send a keep-alive heartbeat to the rendezvous 'none' due to an error "
+        "of type RendezvousConnectionError.",
+    ),
+    ("hostfile", "ValueError: No slot '4' specified on host 'localhost'"),
+    ("mmap-refused", "OSError: [Errno 19] No such device"),
+    ("undeclared-name", 'kernel.cu(9): error: identifier "int32_t" is undefined'),
+    ("none-value", "AttributeError: 'NoneType' object has no attribute 'lower'"),
+    ("file-missing", "FileNotFoundError: [Errno 2] No such file or directory: 'data/train.json'"),
+    ("own-check", "ValueError: head_dim must be a multiple of 8, got 36"),
+    ("inductor-failed", "torch._inductor.exc.LoweringException: AssertionError:"),
+    ("torch-symbol", "undefined symbol: _ZNK3c1010TensorImpl36is_contiguous_nondefault_policy_implENS_12MemoryFormatE"),
+    ("numpy-import", "RuntimeError: Numpy is not available"),
+    (
+        "gloo-peer",
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:34567",
+    ),
+    ("ray-worker-died", "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."),
+    (
+        "custom-all-reduce",
+        '  File "/root/custom_all_reduce.py", line 307, in register_graph_buffers\nRuntimeError: invalid argument',
+    ),
 ]

@@ -170,7 +170,7 @@ def test_nothing_leaks_from_behind_packed_sequences(backend: str | None) -> None
 
 @pytest.mark.parametrize("backend", [None, "triton"])
 def test_nothing_leaks_from_behind_lengths(backend: str | None) -> None:
-    """NaN beyond query_lengths and key_lengths."""
+    """NaN beyond seqused_q and seqused_k."""
     used = torch.tensor([130, 0, 77], dtype=torch.int32, device=CUDA)
     behind_all = torch.arange(150, device=CUDA)[None] >= used[:, None]
 
@@ -181,7 +181,7 @@ def test_nothing_leaks_from_behind_lengths(backend: str | None) -> None:
         with torch.no_grad():
             for x in (*leaves, dout):
                 x[behind_all] = behind
-        out = attention(*leaves, query_lengths=used, key_lengths=used, is_causal=True, backend=backend)
+        out = attention(*leaves, seqused_q=used, seqused_k=used, is_causal=True, backend=backend)
         return [out, *torch.autograd.grad(out, leaves, dout)]
 
     found = results(float("nan"))

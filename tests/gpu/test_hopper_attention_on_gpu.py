@@ -232,7 +232,7 @@ def test_nothing_leaks_from_behind_lengths() -> None:
         q, k, v = (torch.randn(3, 300, 4, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(3))
         for x in (q, k, v):
             x[behind] = value
-        return attention(q, k, v, query_lengths=lengths, key_lengths=lengths, is_causal=True, backend="hopper")
+        return attention(q, k, v, seqused_q=lengths, seqused_k=lengths, is_causal=True, backend="hopper")
 
     found = results(float("nan"))
     assert not found[behind].any()

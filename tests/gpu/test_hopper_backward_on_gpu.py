@@ -333,7 +333,7 @@ def test_nothing_leaks(packed: bool, taken: list[str | None]) -> None:
         if packed:
             out = varlen_attention(*leaves, starts, max_seqlen_q=131, is_causal=True, backend="triton")
         else:
-            out = attention(*leaves, query_lengths=used, key_lengths=used, is_causal=True, backend="triton")
+            out = attention(*leaves, seqused_q=used, seqused_k=used, is_causal=True, backend="triton")
         return torch.autograd.grad(out, leaves, dout)
 
     def outside(x: Tensor) -> Any:

@@ -43,8 +43,8 @@ class Case(NamedTuple):
 
 
 LENGTHS = {
-    "key_lengths": torch.tensor([77, 0, 611], dtype=torch.int32),
-    "query_lengths": torch.tensor([5, 9, 17], dtype=torch.int32),
+    "seqused_k": torch.tensor([77, 0, 611], dtype=torch.int32),
+    "seqused_q": torch.tensor([5, 9, 17], dtype=torch.int32),
 }
 CASES = [
     Case(1, 700, (8, 2)),

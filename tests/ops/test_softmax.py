@@ -19,18 +19,18 @@ def _check(x: Tensor, mask: Tensor | None = None, **options: Any) -> None:
 
 
 # 1: one key; 300: several rows a tile; 2050: past a power of two; 32768: the widest block; 32780: looped, ragged
-@pytest.mark.parametrize("causal", [None, "aligned"])
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("sk", [1, 300, 2050, 32768, 32780], ids=lambda n: f"K{n}")
-def test_sizes(sk: int, causal: str | None, device: torch.device) -> None:
-    _check(torch.randn(2, 3, sk, device=device) * 3, scale=0.7, causal=causal)
+def test_sizes(sk: int, is_causal: bool, device: torch.device) -> None:
+    _check(torch.randn(2, 3, sk, device=device) * 3, scale=0.7, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("sq, sk", [(5, 3), (1, 7), (7, 20)])
 @pytest.mark.parametrize("fully_masked", ["zero", "uniform"])
 def test_aligned(sq: int, sk: int, fully_masked: str, device: torch.device) -> None:
     x = torch.randn(3, 5, sq, sk, device=device)
-    _check(x, causal="aligned", fully_masked=fully_masked)
-    y = scaled_softmax(x, causal="aligned", fully_masked=fully_masked)
+    _check(x, is_causal=True, fully_masked=fully_masked)
+    y = scaled_softmax(x, is_causal=True, fully_masked=fully_masked)
     assert not (y[..., -1, :] == 0).any() and (sq < 2 or not y[..., -2, sk - 1].any())
     if sq > sk:
         assert torch.equal(y[..., 0, :], torch.full_like(y[..., 0, :], 1 / sk if fully_masked == "uniform" else 0.0))
@@ -53,7 +53,7 @@ def test_masks(shape: tuple[int, ...], fully_masked: str, device: torch.device) 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 2, 3)], ids=str)
 def test_leading_dims_mask_and_causal_together(lead: tuple[int, ...], device: torch.device) -> None:
     mask = torch.rand(*lead[-1:], 33, 33, device=device) < 0.4
-    _check(torch.randn(*lead, 33, 33, device=device), mask, causal="upper_triangular")
+    _check(torch.randn(*lead, 33, 33, device=device), mask, is_causal=True)
 
 
 def test_mask_with_strides(device: torch.device) -> None:
@@ -73,7 +73,7 @@ def test_looped_mask(fully_masked: str, device: torch.device) -> None:
 @pytest.mark.parametrize("scale", [0.0, -2.0, 1e-3])
 @pytest.mark.parametrize("sk", [9, 32800])
 def test_scale(sk: int, scale: float, device: torch.device) -> None:
-    _check(torch.randn(4, sk, device=device), scale=scale, causal="aligned")
+    _check(torch.randn(4, sk, device=device), scale=scale, is_causal=True)
 
 
 @pytest.mark.parametrize("sk", [9, 32800])
@@ -93,8 +93,8 @@ def test_causal_reads_nothing_above_the_diagonal(sk: int, device: torch.device) 
     x = torch.randn(2, 3, sk, device=device)
     above = torch.arange(sk, device=device) > torch.arange(3, device=device)[:, None] + sk - 3
     poisoned = x.masked_fill(above, float("nan")).requires_grad_()
-    y = scaled_softmax(poisoned, causal="aligned")
-    torch.testing.assert_close(y, scaled_softmax_ref(x, causal="aligned"))
+    y = scaled_softmax(poisoned, is_causal=True)
+    torch.testing.assert_close(y, scaled_softmax_ref(x, is_causal=True))
     (dx,) = torch.autograd.grad(y, poisoned, torch.ones_like(y).masked_fill(above, float("nan")))
     assert dx.isfinite().all() and not dx[:, above].any()
 
@@ -111,23 +111,19 @@ def test_saves_only_the_output(device: torch.device) -> None:
 @pytest.mark.parametrize("shape", [(0, 4, 4), (2, 0, 4), (2, 4, 0), (0,)])
 def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
     x = torch.randn(shape, device=device, requires_grad=True)
-    y = scaled_softmax(x, causal="aligned" if len(shape) > 1 else None)
+    y = scaled_softmax(x, is_causal=len(shape) > 1)
     y.sum().backward()
     assert y.shape == shape and x.grad.shape == shape
 
 
 def test_errors(device: torch.device) -> None:
     x = torch.randn(2, 3, 4, device=device)
-    with pytest.raises(ValueError, match=r"scaled_softmax: x must be square .*, got \[2, 3, 4\]"):
-        scaled_softmax(x, causal="upper_triangular")
-    with pytest.raises(ValueError, match="causal must be one of None, 'upper_triangular', 'aligned', got True"):
-        scaled_softmax(x, causal=True)
     with pytest.raises(ValueError, match="mask must be bool, got float32"):
         scaled_softmax(x, mask=x)
     with pytest.raises(ValueError, match=r"mask must broadcast to x's shape \[2, 3, 4\], got \[2, 4\]"):
         scaled_softmax(x, mask=torch.zeros(2, 4, dtype=torch.bool, device=device))
     with pytest.raises(ValueError, match="x must have at least 2 dims, got 1"):
-        scaled_softmax(x[0, 0], causal="aligned")
+        scaled_softmax(x[0, 0], is_causal=True)
     with pytest.raises(ValueError, match="fully_masked must be one of 'zero', 'uniform', got 'nan'"):
         scaled_softmax(x, fully_masked="nan")
 
@@ -135,9 +131,9 @@ def test_errors(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_more_than_2_31_elements(device: torch.device) -> None:
     x = torch.randn(1025, 1024, 2048, device=device, dtype=torch.bfloat16).requires_grad_()
-    y = scaled_softmax(x, causal="aligned")
+    y = scaled_softmax(x, is_causal=True)
     y.backward(x.detach())
     tail = x.detach()[-1:].clone().requires_grad_()
-    expected = scaled_softmax(tail, causal="aligned")
+    expected = scaled_softmax(tail, is_causal=True)
     expected.backward(tail.detach())
     assert torch.equal(y[-1:], expected) and torch.equal(x.grad[-1:], tail.grad)

@@ -65,7 +65,7 @@ def test_modules_are_ours_and_not_copies(environment: dict[str, str], tmp_path: 
     assert ours.__spec__.name == ours.__name__
     assert not hasattr(flash_attn, "nothing") and importlib.util.find_spec("flash_attn.models") is None
     for statement, words in {
-        "import flash_attn.models": ["flash_attn.models", "layers, losses, ops"],
+        "import flash_attn.models": ["flash_attn.models", "layers, losses, modules, ops"],
         "from flash_attn.models.gpt import GPTLMHeadModel": ["flash_attn.models"],
         "from flash_attn import flash_attn_fun": ["flash_attn.flash_attn_fun is not in Powertrain", "flash_attn_func"],
         "from flash_attn.layers.rotary import nothing": ["flash_attn.layers.rotary.nothing", "apply_rotary_emb"],

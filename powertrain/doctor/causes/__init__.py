@@ -6,16 +6,40 @@ found, the one that stands first here is said first: causes before their consequ
 tests/doctor/cases.jsonl have a text for each.
 """
 
-from powertrain.doctor.causes import builds, gpu, loading, ranks, stops, training, triton
+from powertrain.doctor.causes import (
+    builds,
+    compilers,
+    cuda,
+    gpu,
+    hosts,
+    launching,
+    libraries,
+    loading,
+    packages,
+    programs,
+    ranks,
+    stops,
+    tensors,
+    training,
+    triton,
+)
 from powertrain.doctor.causes.cause import Cause, Confidence
 
 CAUSES = (
     *builds.CAUSES,
+    *compilers.CAUSES,
+    *packages.CAUSES,
     *loading.CAUSES,
+    *libraries.CAUSES,
     *gpu.CAUSES,
+    *cuda.CAUSES,
+    *hosts.CAUSES,
     *triton.CAUSES,
     *ranks.CAUSES,
+    *launching.CAUSES,
     *training.CAUSES,
+    *programs.CAUSES,
+    *tensors.CAUSES,
     *stops.CAUSES,
 )
 

@@ -237,7 +237,8 @@ CAUSES = (
     ),
     Cause(
         "pybind11-nvcc",
-        r"pybind11/cast\.h[:(]\d+.{0,12} error: (?:expected template-name|expected identifier|too few arguments)",
+        r"pybind11/cast\.h[:(]\d+.{0,12} error: (?:expected template-name|expected identifier|too few arguments|"
+        r"no matching function)",
         "nvcc and the pybind11 that torch brings do not go together: nvcc 12.0 and 12.1 fail on its templates with an "
         "older host compiler",
         "a toolkit of another version (12.4 or newer), or g++ 11 or newer as host compiler, or a torch of your own "
@@ -342,6 +343,7 @@ CAUSES = (
     ),
     Cause(
         "thc-removed",
+        r"\bAT_CHECK\(|\bTHCudaCheck\b|\bTHCState_\w+|"
         r"fatal error: THC/\S+: No such file|[`'‘\"]?AT_CHECK[`'’\"]? was not declared|identifier \"AT_CHECK\"",
         "the source is for torch before 1.11, which still had THC and AT_CHECK",
         "a newer version of the project, or torch 1.10; in its source: AT_CHECK is TORCH_CHECK, THCudaMalloc is "
@@ -367,74 +369,6 @@ CAUSES = (
         "没有安装 {header}，或编译器不在其目录中查找",
         "安装包含它的开发包（apt-file search {header}），或把其目录加入 CPATH",
         "https://gcc.gnu.org/onlinedocs/gcc/Environment-Variables.html",
-    ),
-    Cause(
-        "cmake-nvcc",
-        r"Failed to find nvcc|No CMAKE_CUDA_COMPILER could be found|CMAKE_CUDA_COMPILER-NOTFOUND|"
-        r"Could not find nvcc executable|CUDA_TOOLKIT_ROOT_DIR not found|"
-        r"Could not find nvcc, please set CUDAToolkit_ROOT|"
-        r"Could NOT find CUDAToolkit|Could NOT find CUDA \(missing",
-        "CMake finds no CUDA toolkit: there is none, or nvcc is not on PATH",
-        "install the toolkit of torch's CUDA; export CUDA_HOME=/usr/local/cuda PATH=$CUDA_HOME/bin:$PATH "
-        "CUDACXX=$CUDA_HOME/bin/nvcc",
-        "CMake 找不到 CUDA 工具包：没有安装，或 nvcc 不在 PATH 中",
-        "安装与 torch 相同版本的工具包；export CUDA_HOME=/usr/local/cuda PATH=$CUDA_HOME/bin:$PATH "
-        "CUDACXX=$CUDA_HOME/bin/nvcc",
-        _TE + "1216",
-    ),
-    Cause(
-        "cuda-toolkit-incomplete",
-        r"LIBNVTOOLSEXT \(ADVANCED\)|CUDA_\w+_LIBRARY \(ADVANCED\)|cannot find -l(?:cudart|cublas\w*|nvrtc|cusparse|"
-        r"cusolver|curand|cufft|nvToolsExt)\b|target \"CUDA::nvToolsExt\" which may not exist|"
-        r"target CUDA::nvToolsExt",
-        "a library of the CUDA toolkit is missing: only a part of it is installed, or (nvToolsExt) it is newer than "
-        "this "
-        "torch's CMake files know",
-        "install the whole toolkit of torch's CUDA version and set CUDA_HOME to it",
-        "缺少 CUDA 工具包中的库：只安装了一部分，或（nvToolsExt）工具包比该 torch 的 CMake 文件新",
-        "安装与 torch 相同版本的完整工具包并设置 CUDA_HOME",
-        "https://github.com/vllm-project/vllm/issues/3673",
-        confidence="likely",
-    ),
-    Cause(
-        "cmake-cuda-archs",
-        r"CMAKE_CUDA_ARCHITECTURES must be non-empty if set|arch_bin wasn't set for some reason|"
-        r"Failed to detect a default CUDA architecture|Unknown CUDA Architecture Name|"
-        r"Unknown CUDA arch \((?P<arch>[^)]{1,20})\) or GPU not supported",
-        "CMake or torch gets no list of GPU archs that it knows: torch is older than the GPU, or the list is "
-        "misspelled",
-        "export TORCH_CUDA_ARCH_LIST=\"8.6\" CMAKE_CUDA_ARCHITECTURES=86 (of your GPU); a newer torch for a newer GPU",
-        "CMake 或 torch 没有得到可识别的 GPU 架构列表：torch 比 GPU 旧，或列表写错",
-        "export TORCH_CUDA_ARCH_LIST=\"8.6\" CMAKE_CUDA_ARCHITECTURES=86（按您的 GPU）；新 GPU 需要更新的 torch",
-        "https://github.com/vllm-project/vllm/issues/6683",
-        confidence="likely",
-    ),
-    Cause(
-        "arch-list-empty",
-        r"arch_list\[-1\] \+= '\+PTX'",
-        "no GPU is visible where it is built (a Docker build has none), so torch knows no arch to build for",
-        "TORCH_CUDA_ARCH_LIST=\"8.0 8.6 9.0\" <the same command>: the archs of the GPUs it will run on",
-        "编译环境中看不到 GPU（例如 docker build），torch 不知道要为哪种架构编译",
-        "TORCH_CUDA_ARCH_LIST=\"8.0 8.6 9.0\" <原命令>：填写将要使用的 GPU 架构",
-        "https://docs.pytorch.org/docs/stable/cpp_extension.html",
-    ),
-    Cause(
-        "cmake-old",
-        r"CMake (?P<want>[\d.]+) or higher is required\.\s*You are running version (?P<have>[\d.]+\d)",
-        "CMake {have} is older than the project wants ({want})",
-        "pip install --upgrade cmake, and see that it comes first on PATH",
-        "CMake {have} 低于该项目的要求（{want}）",
-        "pip install --upgrade cmake，并确认它在 PATH 最前",
-        "https://cmake.org/cmake/help/latest/command/cmake_minimum_required.html",
-    ),
-    Cause(
-        "cmake-new",
-        r"Compatibility with CMake < (?P<old>[\d.]+\d) has been removed",
-        "this CMake is 4 or newer, and the project asks for one before {old}",
-        "CMAKE_POLICY_VERSION_MINIMUM=3.5 <the same command>, or pip install 'cmake<4'",
-        "当前 CMake 为 4 或更新版本，而该项目面向 {old} 之前的版本",
-        "CMAKE_POLICY_VERSION_MINIMUM=3.5 <原命令>，或 pip install 'cmake<4'",
-        "https://cmake.org/cmake/help/latest/variable/CMAKE_POLICY_VERSION_MINIMUM.html",
     ),
     Cause(
         "apex-cuda-mismatch",
@@ -508,132 +442,6 @@ CAUSES = (
         "pip install --no-cache-dir，或将 TMPDIR 设在 ~/.cache 所在的文件系统",
         "https://github.com/Dao-AILab/flash-attention/blob/main/setup.py",
         confidence="likely",
-    ),
-    Cause(
-        "dubious-ownership",
-        r"detected dubious ownership in repository at '(?P<path>[^']{1,200})'",
-        "git refuses {path}, because another user owns it (a mounted folder in a container)",
-        "git config --global --add safe.directory {path}",
-        "git 拒绝 {path}，因为它属于另一个用户（容器中挂载的目录）",
-        "git config --global --add safe.directory {path}",
-        _FA + "224",
-    ),
-    Cause(
-        "ssh-key",
-        r"Permission denied \(publickey|Host key verification failed",
-        "ssh does not let this user in: no key is known there, or the host's key is not known here",
-        "use the https address of the repository, or ssh-add your key; ssh-keyscan HOST >> ~/.ssh/known_hosts",
-        "ssh 拒绝登录：对方没有您的公钥，或本机不认识对方的主机密钥",
-        "改用仓库的 https 地址，或 ssh-add 您的密钥；ssh-keyscan HOST >> ~/.ssh/known_hosts",
-        "https://docs.github.com/en/authentication/troubleshooting-ssh",
-    ),
-    Cause(
-        "certificate",
-        r"CERTIFICATE_VERIFY_FAILED|certificate verify failed",
-        "a certificate cannot be verified: a proxy puts its own in, or this Python has no certificates",
-        "SSL_CERT_FILE=<the proxy's CA file> (pip: PIP_CERT), or pip install --upgrade certifi; for flash-attn: "
-        "download "
-        "the wheel and pip install the file",
-        "无法验证证书：代理替换了证书，或当前 Python 没有证书",
-        "SSL_CERT_FILE=<代理的 CA 文件>（pip：PIP_CERT），或 pip install --upgrade certifi；flash-attn 可先下载 wheel "
-        "再安装",
-        _FA + "756",
-    ),
-    Cause(
-        "network",
-        r"Temporary failure in name resolution|Could not resolve host|Failed to establish a new connection|"
-        r"Max retries exceeded with url|Failed to connect to \S+ port \d+|ReadTimeoutError|ConnectTimeoutError|"
-        r"GnuTLS recv error|RPC failed; (?:curl|HTTP)|unable to access 'https?://|"
-        r"We couldn't connect to 'https?://|outgoing traffic has been disabled",
-        "the server could not be reached from here: no network, a proxy, or a firewall",
-        "set https_proxy, or an index or mirror that can be reached (pip --index-url, HF_ENDPOINT); offline: bring the "
-        "wheels or the folder, HF_HUB_OFFLINE=1",
-        "从本机无法访问服务器：没有网络、需要代理，或被防火墙阻止",
-        "设置 https_proxy，或可访问的镜像（pip --index-url，HF_ENDPOINT）；离线时自带 wheel 或目录，HF_HUB_OFFLINE=1",
-        "https://github.com/haotian-liu/LLaVA/issues/1165",
-        also=r"https?://|\bpip\b|\bgit\b|huggingface|simple/|urllib|requests|requirement",
-    ),
-    Cause(
-        "no-distribution",
-        r"No matching distribution found for (?P<package>[^\s;]+)",
-        "the index has no {package} for this Python and platform: such a version does not exist there, or another "
-        "index "
-        "has it",
-        "a version that the message lists; torch with +cuXXX: --index-url https://download.pytorch.org/whl/cuXXX; or "
-        "another Python version",
-        "索引中没有适合当前 Python 和平台的 {package}：该版本不存在，或在另一个索引中",
-        "使用消息中列出的版本；带 +cuXXX 的 torch：--index-url https://download.pytorch.org/whl/cuXXX；或更换 Python "
-        "版本",
-        "https://github.com/wusongbai139/controlnet_train_webUI/issues/1",
-    ),
-    Cause(
-        "wheel-platform",
-        r"(?P<wheel>[\w.+-]{1,200}\.whl) is not a supported wheel on this platform",
-        "{wheel} is for another Python version or system",
-        "the wheel whose name has this Python's tag (cp312: python -V) and linux_x86_64; pip debug --verbose lists "
-        "them",
-        "{wheel} 面向另一个 Python 版本或系统",
-        "选择名称中含当前 Python 标记（cp312：python -V）和 linux_x86_64 的 wheel；pip debug --verbose 列出可用标记",
-        "https://pip.pypa.io/en/stable/cli/pip_debug/",
-    ),
-    Cause(
-        "python-version",
-        r"requires a different Python: (?P<have>[\d.]+) not in '(?P<want>[^']{1,60})'|"
-        r"requires Python '?[<>=~!][^']{1,40}'? but the running Python is",
-        "the package does not support this Python version",
-        "an environment with a Python that it supports (uv venv --python 3.11), or an older version of the package",
-        "该包不支持当前的 Python 版本",
-        "使用其支持的 Python 建立环境（uv venv --python 3.11），或安装该包的旧版本",
-        "https://pip.pypa.io/en/stable/cli/pip_install/",
-    ),
-    Cause(
-        "pip-conflict",
-        r"ResolutionImpossible|which is incompatible\.|these package versions have conflicting dependencies",
-        "the requirements contradict each other: two packages want different versions of a third (often torch)",
-        "versions made for each other (powertrain doctor --only versions); the pinned one with --no-deps",
-        "依赖互相矛盾：两个包要求第三个包（常为 torch）的不同版本",
-        "选择相互匹配的版本（powertrain doctor --only versions）；对固定版本的包使用 --no-deps",
-        "https://pip.pypa.io/en/stable/topics/dependency-resolution/",
-        confidence="likely",
-    ),
-    Cause(
-        "externally-managed",
-        r"externally-managed-environment",
-        "this Python belongs to the system, and pip may not install into it",
-        "python3 -m venv env && . env/bin/activate, then the same command",
-        "当前 Python 属于系统，pip 不能向其中安装",
-        "python3 -m venv env && . env/bin/activate，然后执行原命令",
-        "https://peps.python.org/pep-0668/",
-    ),
-    Cause(
-        "disk-quota",
-        r"Disk quota exceeded",
-        "your share of this file system is used up",
-        "quota -s; set HF_HOME, TMPDIR, TRITON_CACHE_DIR and PIP_CACHE_DIR to a larger file system",
-        "您在该文件系统上的配额已用完",
-        "quota -s；将 HF_HOME、TMPDIR、TRITON_CACHE_DIR、PIP_CACHE_DIR 设到更大的文件系统",
-        "https://man7.org/linux/man-pages/man1/quota.1.html",
-    ),
-    Cause(
-        "read-only",
-        r"Read-only file system:? ?'?(?P<path>[^'\s]{0,200})",
-        "the file system may only be read: {path}",
-        "TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR, TORCH_EXTENSIONS_DIR, HF_HOME, TMPDIR in a folder that can be "
-        "written",
-        "文件系统为只读：{path}",
-        "将 TRITON_CACHE_DIR、TORCHINDUCTOR_CACHE_DIR、TORCH_EXTENSIONS_DIR、HF_HOME、TMPDIR 设到可写目录",
-        "https://github.com/foundation-model-stack/fms-hf-tuning/issues/367",
-    ),
-    Cause(
-        "permission",
-        r"\[Errno 13\] Permission denied: '(?P<path>[^']{1,300})'",
-        "this user may not write {path}: another user made it, or HOME is / in a container",
-        "chown it, or set HOME, TRITON_CACHE_DIR, TORCH_EXTENSIONS_DIR, HF_HOME or TMPDIR to a folder of your own; for "
-        "pip: an environment of your own",
-        "当前用户不能写入 {path}：由其他用户创建，或容器中的 HOME 为 /",
-        "修改其所有者，或将 HOME、TRITON_CACHE_DIR、TORCH_EXTENSIONS_DIR、HF_HOME、TMPDIR 设为自己的目录；pip "
-        "请使用自己的环境",
-        _TORCH + "34238",
     ),
     Cause(
         "build-lock-gone",

@@ -58,6 +58,7 @@ CAUSES = (
     ),
     Cause(
         "no-kernel-image",
+        r"HIP error: invalid device function|hipErrorNoBinaryForGpu|"
         r"no kernel image is available for execution on the device|CUDA error: invalid device function",
         "the library has no code for this GPU's arch, nor PTX that the driver could compile",
         "powertrain doctor --only code names the library; install a build with your arch, or build it with "
@@ -79,7 +80,8 @@ CAUSES = (
     ),
     Cause(
         "xformers-no-operator",
-        r"No operator found for `(?P<function>memory_efficient_attention_\w+)`",
+        r"No operator found for `(?P<function>memory_efficient_attention_\w+)`|"
+        r"but your GPU has capability \((?P<arch>\d+, \d+)\) \((?P<age>too \w+)\)",
         "none of xFormers' attention kernels takes these shapes, types and this GPU; its reasons stand below",
         "powertrain.compat.xformers has a kernel for every one; powertrain explain attention --as xformers says why",
         "xFormers 没有支持这些形状、类型和 GPU 的核函数；原因列在下方",
@@ -111,6 +113,7 @@ CAUSES = (
     ),
     Cause(
         "cudnn-execution",
+        r"cuDNN Error: |\[cudnn_frontend\] Error|No valid (?:execution plans|engine configs)|"
         r"CUDNN_STATUS_(?:EXECUTION_FAILED|NOT_SUPPORTED|INTERNAL_ERROR)",
         "cuDNN refuses or fails on this call; often another cuDNN is loaded than TransformerEngine was built with",
         "powertrain doctor --only twice, versions; NVTE_FUSED_ATTN=0 takes another backend meanwhile",
@@ -130,6 +133,7 @@ CAUSES = (
     ),
     Cause(
         "illegal-memory-access",
+        r"Memory access fault by GPU|"
         r"an illegal memory access was encountered",
         "a kernel read or wrote outside its memory; the line that reports it is seldom the one that did it",
         "CUDA_LAUNCH_BLOCKING=1 <the same command> names the call; compute-sanitizer names the kernel",
@@ -236,6 +240,10 @@ CAUSES = (
     ),
     Cause(
         "no-gpu-visible",
+        r"But your machine only has: \[\]|Torch is not able to use GPU|[Nn]o GPUs? (?:is |are )?(?:found|available|"
+        r"detected)|No HIP GPUs are available|"
+        r"cannot find any torch accelerator|CUDA is not available\b|requires? an? (?:NVIDIA )?GPU\b|"
+        r"No (?:NVIDIA )?GPU found|"
         r"No CUDA GPUs are available|no CUDA-capable device is detected|CUDA_ERROR_NO_DEVICE",
         "the process sees no GPU: CUDA_VISIBLE_DEVICES names none that exists, or the job or container has none",
         "echo $CUDA_VISIBLE_DEVICES (and what the program sets in os.environ); nvidia-smi -L in the same place",
@@ -246,7 +254,7 @@ CAUSES = (
     ),
     Cause(
         "device-ordinal",
-        r"CUDA error: invalid device ordinal|device >= 0 && device < num_gpus",
+        r"CUDA error: invalid device ordinal|device >= 0 && device < num_gpus|CUDAContext\.cpp\W{1,3}\d",
         "a GPU of a number that is not there was asked for: more processes than GPUs, or CUDA_VISIBLE_DEVICES hides "
         "some",
         "--nproc-per-node = GPUs of the host; LOCAL_RANK, not RANK, in set_device; nvidia-smi -L",
@@ -367,6 +375,7 @@ CAUSES = (
     ),
     Cause(
         "gpu-memory-full",
+        r"OutOfMemoryError: Allocation on device|HIP out of memory|"
         r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|"
         r"Cuda failure (?:2 )?'out of memory'",
         "the GPU's memory is full, outside of torch's allocator: other processes on it, or torch reserved all of it",
@@ -450,6 +459,7 @@ CAUSES = (
     ),
     Cause(
         "cublas-failed",
+        r"cuBLAS Error: |!!!! kernel execution error|"
         r"Unable to find suitable cuBLAS GEMM algorithm|CUBLAS_STATUS_(?P<status>EXECUTION_FAILED|INVALID_VALUE|"
         r"NOT_SUPPORTED|INTERNAL_ERROR|ARCH_MISMATCH)",
         "cuBLAS refused or failed: another cuBLAS than torch's is loaded, the GPU lacks the dtype, or an "

@@ -50,7 +50,9 @@ CAUSES = (
     ),
     Cause(
         "te-extension-missing",
-        r"Could not find shared object file for Transformer Engine|Could not find libtransformer_engine\.so",
+        r"Could not find shared object file for Transformer Engine|Could not find libtransformer_engine\.so|"
+        r"so_path = next\(so_dir\.glob|No module named '?transformer_engine_(?:extensions|torch)|"
+        r"module 'transformer_engine' has no attribute 'pytorch'",
         "TransformerEngine's core is installed without its torch part, or it is imported from its own source folder",
         "leave the source folder; pip install --no-build-isolation 'transformer_engine[pytorch]' at the core's version",
         "只安装了 TransformerEngine 的核心而没有 torch 部分，或在其源码目录中导入",
@@ -77,8 +79,7 @@ CAUSES = (
     ),
     Cause(
         "numpy-major",
-        r"compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found|numpy\.dtype size changed|"
-        r"numpy\.core\.multiarray failed to import",
+        r"compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found|numpy\.dtype size changed",
         "a module was compiled against NumPy 1, and NumPy 2 is installed",
         "pip install 'numpy<2', or a newer version of that module",
         "某模块是针对 NumPy 1 编译的，而安装的是 NumPy 2",
@@ -425,7 +426,7 @@ CAUSES = (
     ),
     Cause(
         "module-missing",
-        r"(?:ModuleNotFound|Import)Error: No module named '?(?P<module>[\w.]{1,80})",
+        r"(?:(?:ModuleNotFound|Import)Error: |^)No module named '?(?P<module>[\w.]{1,80})",
         "{module} is not installed in the Python that runs here, though it may be in another; pip builds in one of "
         "its own",
         "python -m pip install it with this very Python (which python; sys.executable); if it is missing while pip "
@@ -440,16 +441,17 @@ CAUSES = (
     Cause(
         "no-driver",
         r"Found no NVIDIA driver on your system|libcuda\.so(?:\.1)?: cannot open shared object|"
-        r"libcuda\.so cannot found|"
+        r"libcuda\.so cannot found|(?:dlopen|open|find|load) libcuda\.so|"
         r"nvidia-container-cli: initialization error|"
         r"could not select device driver \"\"? with capabilities: \[\[gpu\]\]|"
         r"NVIDIA-SMI has failed because it couldn't",
         "there is no NVIDIA driver here: none is installed, its module is not loaded, or the container was started "
         "without GPUs",
         "nvidia-smi on the host; docker run --gpus all with nvidia-container-toolkit installed; on a cluster: ask for "
-        "a GPU",
+        "a GPU; in WSL: export LD_LIBRARY_PATH=/usr/lib/wsl/lib",
         "这里没有 NVIDIA 驱动：未安装、模块未加载，或容器启动时没有 GPU",
-        "在主机上运行 nvidia-smi；安装 nvidia-container-toolkit 并使用 docker run --gpus all；集群上请申请 GPU",
+        "在主机上运行 nvidia-smi；安装 nvidia-container-toolkit 并使用 docker run --gpus all；集群上请申请 GPU；"
+        "WSL：export LD_LIBRARY_PATH=/usr/lib/wsl/lib",
         "https://github.com/facebookresearch/pytorch3d/issues/1259",
     ),
     Cause(

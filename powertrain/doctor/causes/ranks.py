@@ -209,6 +209,7 @@ CAUSES = (
     ),
     Cause(
         "store-timeout",
+        r"retrieving ncclUniqueId|"
         r"wait timeout after \d+ ?ms|Socket Timeout|failed to recv, got 0 bytes",
         "a rank waited at the store for another that died, hangs, or never came",
         "look for the first error in the logs of the other ranks (torchrun --log-dir); a longer timeout= only if one "
@@ -239,7 +240,8 @@ CAUSES = (
     Cause(
         "nccl-infiniband",
         r"NET/IB ?: Got completion from peer \S+ with (?:status=|error )\d+|ibv_modify_qp\w* failed|"
-        r"ibv_poll_cq\w* failed|NET/IB : Async fatal event",
+        r"ibv_\w{2,40} failed|NET/IB ?: Async fatal event|NET/IB ?: Got async event ?: (?:port error|local)|"
+        r"NET/IB ?: Unable to open device",
         "InfiniBand or RoCE: the peer did not answer, or is not reached with this device or GID (link, GID index, MTU)",
         "ibstat and ib_write_bw between the hosts; NCCL_IB_HCA, NCCL_IB_GID_INDEX=3 (RoCE v2), NCCL_IB_TIMEOUT=22; "
         "NCCL_IB_DISABLE=1 shows whether it is this",
@@ -294,7 +296,7 @@ CAUSES = (
     ),
     Cause(
         "fork-cuda",
-        r"Cannot re-initialize CUDA in forked subprocess",
+        r"Cannot re-initialize CUDA in forked subprocess|can't create new processes if CUDA is already",
         "CUDA was used before a process forked, and cannot be used in its children",
         "start method spawn (mp.set_start_method('spawn'), VLLM_WORKER_MULTIPROCESSING_METHOD=spawn), or touch CUDA "
         "only in "
@@ -338,7 +340,7 @@ CAUSES = (
     ),
     Cause(
         "bus-error",
-        r"exitcode\s{0,9}:? ?-7\b|Signal 7 \(SIGBUS\)|Bus error \(core dumped\)",
+        r"(?:exitcode\s{0,9}:?|return code =) ?-7\b|Signal 7 \(SIGBUS\)|Bus error \(core dumped\)",
         "SIGBUS: /dev/shm is full or too small, or a mapped file was cut short",
         "docker run --shm-size=16g (or --ipc=host); powertrain doctor --only shared-memory, disk",
         "SIGBUS：/dev/shm 已满或太小，或映射的文件被截短",
@@ -426,6 +428,7 @@ CAUSES = (
     ),
     Cause(
         "segmentation-fault",
+        r"double free or corruption|free\(\): invalid|malloc\(\): |corrupted (?:size|double-linked)|munmap_chunk\(\)|"
         r"Segmentation fault|Signal 11 \(SIGSEGV\)|exitcode\s{0,9}:? ?-11\b|return code = -11\b|SIGSEGV\b",
         "a compiled library crashed: two versions of one library, or an extension that does not fit the torch, are "
         "the most frequent",

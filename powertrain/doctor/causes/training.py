@@ -41,6 +41,7 @@ CAUSES = (
     ),
     Cause(
         "checkpoint-broken",
+        r"Invalid magic number; corrupt file|EOFError: Ran out of input|storage has wrong byte size|"
         r"PytorchStreamReader failed|Error while deserializing header|invalid load key, '(?P<key>[^']{1,4})'|"
         r"MetadataIncompleteBuffer|HeaderTooLarge|pickle data was truncated|unexpected EOF, expected \d+ more bytes",
         "the checkpoint file is not whole: a download or a save was cut short, or it is a pointer of git-lfs",
@@ -85,6 +86,8 @@ CAUSES = (
     ),
     Cause(
         "model-unknown",
+        r"Unrecognized configuration class|Unrecognized model in |[`']?rope_scaling[`']? must be a dictionary|"
+        r"Should have a `model_type` key|Tokenizer class \w+ does not exist|"
         r"model type `(?P<type>[\w-]+)` but Transformers does not recognize|KeyError: '(?P<key>qwen\w*|llama\w*|"
         r"mistral\w*|gemma\w*|"
         r"phi\w*|deepseek\w*|glm\w*|gptj|mixtral)'|"
@@ -168,6 +171,7 @@ CAUSES = (
     ),
     Cause(
         "dtype-mismatch",
+        r"Expected tensor for argument .{1,60} scalar type|Expected query, key, and value to have the same dtype|"
         r"expected scalar type \w+ but found \w+|must have the same dtype|"
         r"should be the same or input should be a MKLDNN tensor|"
         r"mat1 and mat2 (?:must|to) have the same dtype",

@@ -74,8 +74,93 @@ CAUSES = (
         "https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html",
     ),
     Cause(
+        "dynamo-source",
+        r"source code not available|could not get source code",
+        "torch.compile or Triton reads the function's source, which a notebook cell, exec or an interactive prompt "
+        "may not have",
+        "put the function into a .py file and import it",
+        "torch.compile 或 Triton 要读取函数源码，而 notebook 单元、exec 或交互式提示符中可能没有",
+        "把该函数写入 .py 文件再导入",
+        "https://github.com/pytorch/pytorch/issues/111328",
+    ),
+    Cause(
+        "ptx-version",
+        r"Unsupported \.version (?P<want>[\d.]+\d); current version is '(?P<have>[\d.]+\d)'",
+        "the PTX is of version {want}, and this ptxas knows only {have}: it is of an older CUDA than the compiler "
+        "that wrote it",
+        "TRITON_PTXAS_PATH and PATH without the older CUDA (Triton brings a ptxas of its own), or a newer toolkit",
+        "PTX 版本为 {want}，而该 ptxas 只支持 {have}：它比生成 PTX 的编译器旧",
+        "不要让 TRITON_PTXAS_PATH 和 PATH 指向旧 CUDA（Triton 自带 ptxas），或升级工具包",
+        "https://github.com/triton-lang/triton/issues/5385",
+    ),
+    Cause(
+        "triton-launcher",
+        r"Command '\['[^']{0,200}(?:gcc|g\+\+|cc|clang|tcc\.exe|cl\.exe)', '[^']{0,200}(?:main|cuda_utils|"
+        r"__triton_launcher|"
+        r"driver)\.c'",
+        "Triton compiles a small launcher in C, and that failed: Python's headers or libcuda are missing, or the "
+        "compiler is; its own error stands above",
+        "apt install gcc python3-dev; ldconfig -p | grep libcuda (a link libcuda.so); Windows: a newer "
+        "triton-windows",
+        "Triton 用 C 编译启动器失败：缺少 Python 头文件、libcuda 或编译器；其错误在上方",
+        "apt install gcc python3-dev；ldconfig -p | grep libcuda（需要 libcuda.so 链接）；Windows：升级 "
+        "triton-windows",
+        "https://github.com/triton-lang/triton/issues/4034",
+        confidence="likely",
+    ),
+    Cause(
+        "triton-cpu-tensor",
+        r"cannot be accessed from Triton \(cpu tensor\?\)",
+        "a Triton kernel got a tensor that is on the CPU, or on another GPU than the current one",
+        "move it to the GPU; with torch.cuda.device(x.device): around the call (device_map models on several GPUs)",
+        "Triton 核函数得到了 CPU 上或其他 GPU 上的张量",
+        "移到 GPU；调用处加 with torch.cuda.device(x.device)（多 GPU 的 device_map 模型）",
+        "https://github.com/Dao-AILab/flash-attention/issues/523",
+    ),
+    Cause(
+        "triton-no-driver",
+        r"\d+ active drivers \(|No supported gpu backend found",
+        "Triton finds no GPU driver: no GPU is visible to this process, torch is a build for the CPU, or it is "
+        "imported where there is none (a login node, a build)",
+        "nvidia-smi in the same place; a torch with CUDA; TRITON_INTERPRET=1 runs kernels on a CPU",
+        "Triton 找不到 GPU 驱动：进程看不到 GPU、torch 为 CPU 版，或在没有 GPU 的地方导入",
+        "在同一处运行 nvidia-smi；安装 CUDA 版 torch；TRITON_INTERPRET=1 可在 CPU 上运行",
+        "https://github.com/triton-lang/triton/issues/5388",
+    ),
+    Cause(
+        "triton-resources",
+        r"out of resource: (?P<what>threads|registers|tensor memory)",
+        "a Triton kernel's tile wants more {what} than this GPU has",
+        "a smaller block or fewer warps or stages in that kernel's configs; a newer version of its package",
+        "Triton 核函数的 tile 所需 {what} 超过该 GPU",
+        "减小该核函数配置中的 block、warp 或 stage；升级其所属的包",
+        "https://github.com/triton-lang/triton/issues/2689",
+    ),
+    Cause(
+        "inductor-compiler",
+        r"Compiler: \S{1,80} is not found|InvalidCxxCompiler|No working C\+\+ compiler found|"
+        r"clang\+\+: command not found",
+        "torch.compile writes C++ and finds no compiler for it",
+        "apt install g++; Windows: the x64 Native Tools prompt of Visual Studio; CXX=<a C++ compiler>",
+        "torch.compile 生成 C++ 但找不到编译器",
+        "apt install g++；Windows：Visual Studio 的 x64 Native Tools 提示符；设置 CXX",
+        "https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html",
+    ),
+    Cause(
+        "dynamo-data",
+        r"Could not guard on data-dependent expression|GuardOnDataDependentSymNode|DataDependentOutputException|"
+        r"data dependent operator",
+        "compiled code branches on, or is shaped by, a value that is known only when it runs",
+        "torch._check on the size; torch._dynamo.config.capture_scalar_outputs=True; keep .item(), nonzero and "
+        "masks with lengths out of the compiled function",
+        "编译的代码依赖运行时才知道的数值来分支或决定形状",
+        "对大小使用 torch._check；torch._dynamo.config.capture_scalar_outputs=True；将 .item()、nonzero "
+        "移出编译函数",
+        "https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html",
+    ),
+    Cause(
         "dynamo-unsupported",
-        r"torch\._dynamo\.exc\.(?:Unsupported|UserError|TorchRuntimeError|InternalTorchDynamoError)",
+        r"torch\._dynamo\.exc\.(?!BackendCompilerFailed)\w+|InternalTorchDynamoError",
         "torch.compile cannot trace this piece of code; its reason follows on the line",
         "read the reason; fullgraph=False, or torch.compiler.disable on that function; a newer torch",
         "torch.compile 无法跟踪这段代码；原因在该行之后",
@@ -118,7 +203,8 @@ CAUSES = (
     ),
     Cause(
         "triton-compiler",
-        r"PassManager::run failed|Internal Triton PTX codegen error|LLVM ERROR: Cannot select|"
+        r"PassManager::run failed|Internal Triton PTX codegen error|PTXASError|`ptxas` failed|ptxas fatal|"
+        r"LLVM ERROR: Cannot select|"
         r"triton\.compiler\.errors\.\w+Error|"
         r"Failures have been detected while processing an MLIR pass pipeline",
         "Triton could not compile a kernel: its version, or the kernel on this GPU",
@@ -126,6 +212,17 @@ CAUSES = (
         "Triton 无法编译某个核函数：与其版本或该 GPU 有关",
         "查看上方的错误；使用 torch 要求的 Triton，或连同 torch 一起升级；rm -r ~/.triton/cache",
         "https://github.com/intel/intel-xpu-backend-for-triton/issues/5654",
+        confidence="possible",
+    ),
+    Cause(
+        "inductor-failed",
+        r"torch\._inductor\.exc\.\w+|LoweringException|BackendCompilerFailed|backend='\w+' raised",
+        "torch.compile could not turn the traced program into kernels; its reason follows on the line or below",
+        "read the reason; a newer torch; torch.compiler.disable on that part, or backend=\"aot_eager\", narrows it "
+        "down",
+        "torch.compile 无法把跟踪到的程序变成核函数；原因在该行之后或下方",
+        "阅读原因；升级 torch；对该部分使用 torch.compiler.disable，或用 backend=\"aot_eager\" 缩小范围",
+        "https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html",
         confidence="possible",
     ),
 )  # fmt: skip

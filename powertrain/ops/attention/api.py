@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from operator import index
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -26,10 +26,56 @@ from powertrain.runtime import checks
 from powertrain.runtime.dispatch import falls_back, is_traced, refuse_vmap, use_kernel
 from powertrain.runtime.target import Target
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _MASK_FIELDS = tuple(field.name for field in fields(MaskSpec))
 _DENSE = tuple(name for name in LAYOUTS if name != "thd")
 
 
+class _Options(TypedDict, total=False):
+    """Keywords of both functions, for type checkers: `return_lse` decides what they return."""
+
+    is_causal: bool
+    causal_align: Alignment
+    window_size: tuple[int, int]
+    chunk_size: int
+    prefix_lengths: Tensor | None
+    alibi_slopes: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    scale: float | None
+    dropout_p: float
+    dropout_seed: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    deterministic: bool | None
+    backend: str | Sequence[str] | None
+
+
+class _Dense(_Options, total=False):
+    attn_bias: Tensor | None
+    document_ids: Tensor | tuple[Tensor, Tensor] | None
+    layout: Layout
+
+
+class _Packed(_Options, total=False):
+    cu_seqlens_q_padded: Tensor | None
+    cu_seqlens_k_padded: Tensor | None
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **options: "Unpack[_Dense]"
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: "Unpack[_Dense]"
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: "Unpack[_Dense]"
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @falls_back("attention", steering)
 def attention(
     query: Tensor,
@@ -49,20 +95,20 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
-    query_lengths: Tensor | None = None,
-    key_lengths: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     layout: Layout = "bshd",
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | Sequence[str] | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention for every mask, layout and head dim, by the fastest backend that takes the call.
 
         s = scale * q k^T;  s = softcap * tanh(s / softcap);  s -= slope * |p - j|;  s += attn_bias
         out = dropout(softmax(s over the keys that the mask lets see)) v
 
-    Query i stands at position p = i, or with causal_align "bottom_right" at p = i + Sk - Sq, where query_lengths and
-    key_lengths replace Sq and Sk if given. masks.py says which keys j it sees.
+    Query i stands at position p = i, or with causal_align "bottom_right" at p = i + Sk - Sq, where seqused_q and
+    seqused_k replace Sq and Sk if given. masks.py says which keys j it sees.
 
     Shapes: B batch, Sq queries, Sk keys, H heads (a multiple of K key heads), D and E head dims, 1 to 512 each.
         layout           query             key               value
@@ -90,7 +136,7 @@ def attention(
         dropout_seed     [2] int64 on the device: drops the same elements whatever backend, tiles and packing; backends
                          that draw their own are not taken then. None: from PyTorch's generator of the device, so that
                          torch.manual_seed, checkpointing and CUDA graphs act as on F.dropout
-        query_lengths, key_lengths   [B] int: how many of Sq and Sk count, the first ones. Never read by the host but on
+        seqused_q, seqused_k   [B] int: how many of Sq and Sk count, the first ones. Never read by the host but on
                          the CPU; rows behind them are not read either (NaN does not leak), their results are 0
         return_lse       (out, lse): also the log-sum-exp of the scores, differentiable
         deterministic    backward must give the same bits every time; None: as torch.use_deterministic_algorithms says.
@@ -125,10 +171,49 @@ def attention(
         softcap, sinks,
     )  # fmt: skip
     options = CallOptions(scale, dropout_p, dropout_seed, return_lse, deterministic)
-    call = dense_call(op, query, key, value, layout, (query_lengths, key_lengths), mask, options)
+    call = dense_call(op, query, key, value, layout, (seqused_q, seqused_k), mask, options)
     return _run(call, backend)
 
 
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    return_lse: Literal[False] = False,
+    **options: "Unpack[_Packed]",
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: "Unpack[_Packed]",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    return_lse: bool,
+    **options: "Unpack[_Packed]",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @falls_back("varlen_attention", steering)
 def varlen_attention(
     query: Tensor,
@@ -157,7 +242,7 @@ def varlen_attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | Sequence[str] | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` over sequences of different lengths that are packed one behind the other, layout "thd".
 
     Shapes: T tokens of all B sequences, for queries Tq, for keys Tk; H heads (a multiple of K key heads), D and E head

@@ -107,13 +107,13 @@ def dense_call(
 ) -> AttentionCall:
     """A checked call in a dense layout; `lengths` of queries and keys by batch entry."""
     sizes = check_qkv(op, query, key, value, layout)
-    query_lengths, key_lengths = lengths
-    for name, x in (("query_lengths", query_lengths), ("key_lengths", key_lengths)):
+    seqused_q, seqused_k = lengths
+    for name, x in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         checks.shape(op, name, x, (sizes.batch,), "batch")
-    checks.same_device(op, "query", query, query_lengths=query_lengths, key_lengths=key_lengths)
-    query_lengths = as_int32(op, "query_lengths", query_lengths)
-    key_lengths = as_int32(op, "key_lengths", key_lengths)
-    varlen = Varlen(None, None, query_lengths, key_lengths, sizes.queries, sizes.keys)
+    checks.same_device(op, "query", query, seqused_q=seqused_q, seqused_k=seqused_k)
+    seqused_q = as_int32(op, "seqused_q", seqused_q)
+    seqused_k = as_int32(op, "seqused_k", seqused_k)
+    varlen = Varlen(None, None, seqused_q, seqused_k, sizes.queries, sizes.keys)
     return _checked_call(op, query, key, value, layout, sizes, varlen, mask, options)
 
 

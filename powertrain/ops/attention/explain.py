@@ -113,7 +113,7 @@ def explain_attention(
     arch               GPUs to answer for, "A100" or "sm_80"; "cpu"; none: the tensors' device, else the CPU
     software           versions to answer for; none: those here (with a usual cuDNN where PyTorch has no CUDA)
     arguments          those of `attention`, or of `varlen_attention` for layout thd; in place of a tensor (attn_bias,
-                       alibi_slopes, sinks, key_lengths ...) True will do, or "bool" and "float" for attn_bias
+                       alibi_slopes, sinks, seqused_k ...) True will do, or "bool" and "float" for attn_bias
     Raises ValueError as the call itself would.
     """
     if query is None or key is None or value is None:
@@ -207,7 +207,7 @@ def _estimates(order: Order, problem: AttentionProblem, case: dict[str, Any]) ->
 
 
 _SHAPES = {
-    "prefix_lengths": "b", "query_lengths": "b", "key_lengths": "b", "seqused_q": "b", "seqused_k": "b",
+    "prefix_lengths": "b", "seqused_q": "b", "seqused_k": "b",
     "alibi_slopes": "h", "sinks": "h", "document_ids": "bq", "attn_bias": "11qk", "cu_seqlens_q_padded": "c",
     "cu_seqlens_k_padded": "c", "dropout_seed": "2",
 }  # fmt: skip

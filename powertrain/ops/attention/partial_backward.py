@@ -44,8 +44,6 @@ def attention_backward(
     seqused_k: Tensor | None = None,
     cu_seqlens_q_padded: Tensor | None = None,
     cu_seqlens_k_padded: Tensor | None = None,
-    query_lengths: Tensor | None = None,
-    key_lengths: Tensor | None = None,
     attn_bias: Tensor | None = None,
     is_causal: bool = False,
     causal_align: Alignment = "bottom_right",
@@ -70,7 +68,7 @@ def attention_backward(
         grad_lse  gradient of that LSE, float32, the same shape
         cu_seqlens_q to cu_seqlens_k_padded   thd only, as in varlen_attention; cu_seqlens_k is cu_seqlens_q unless
                   given
-        query_lengths, key_lengths, attn_bias, document_ids   the other layouts only
+        seqused_q, seqused_k, attn_bias, document_ids   the other layouts only
     Returns the gradients of query, key and value, in their shapes and dtypes. dq is this part's share: sum the shares
         of all parts, in float32 if they are many. Along a dim of key or value that is expanded, gradients sum to the
         right one; how they are spread over the copies is not said. A sink is in lse already; its gradient and the
@@ -104,10 +102,7 @@ def attention_backward(
     )
     options = CallOptions(scale, dropout_p, dropout_seed, grad_lse is not None)
     if layout == "thd":
-        dense = dict(
-            query_lengths=query_lengths, key_lengths=key_lengths, attn_bias=attn_bias, document_ids=document_ids
-        )
-        _refuse(op, "thd", **dense)
+        _refuse(op, "thd", attn_bias=attn_bias, document_ids=document_ids)
         if cu_seqlens_q is None:
             checks.fail(op, "cu_seqlens_q", "be given for thd", None)
         sequences = PackedSequences(
@@ -115,9 +110,11 @@ def attention_backward(
         )
         call = packed_call(op, query, key, value, sequences, mask, options)
     else:
-        packed = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
-        _refuse(op, layout, **packed, cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_k_padded=cu_seqlens_k_padded)
-        call = dense_call(op, query, key, value, layout, (query_lengths, key_lengths), mask, options)
+        _refuse(
+            op, layout, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_k_padded=cu_seqlens_k_padded,
+        )  # fmt: skip
+        call = dense_call(op, query, key, value, layout, (seqused_q, seqused_k), mask, options)
     _check_results(op, call, grad_out, out, lse, grad_lse)
     with torch.no_grad():
         if not use_kernel("attention", query) or query.dtype is torch.float64:

@@ -32,6 +32,6 @@ CASES = [
     _case("", _inputs, (2, 3, 5, 21), (4, 16, 2048, 2048)),
     _case("masked", _inputs_mask, (2, 2, 3, 21), (4, 16, 2048, 2048)),
     _case("masked-uniform", _inputs_mask, (2, 2, 3, 21), (4, 16, 2048, 2048), fully_masked="uniform"),
-    _case("upper-triangular", _inputs, (3, 9, 9), (64, 2048, 2048), causal="upper_triangular"),
-    _case("aligned", _inputs, (2, 5, 12), (64, 1024, 2048), causal="aligned"),
+    _case("causal", _inputs, (3, 9, 9), (64, 2048, 2048), is_causal=True),
+    _case("causal, fewer queries", _inputs, (2, 5, 12), (64, 1024, 2048), is_causal=True),
 ]

@@ -323,6 +323,7 @@ def context_parallel(group: dist.ProcessGroup | DeviceMesh) -> ContextParallel:
     """Context parallelism over a process group, or over a mesh of one axis such as `mesh["cp"]`. See the module.
 
     Any backend that sends tensors of the device in use: NCCL, gloo. Nothing is sent before the first call.
+    Raises ValueError for a mesh of several axes, and for what is no group.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:

@@ -227,7 +227,7 @@ def _add(
         options["dropout_p"] = 0.25
         options["dropout_seed"] = torch.tensor([rng.getrandbits(62), rng.getrandbits(62)], device=device)
     elif feature == "lengths":
-        options["query_lengths"], options["key_lengths"] = (integers(_lengths(rng, batch, n)) for n in (queries, keys))
+        options["seqused_q"], options["seqused_k"] = (integers(_lengths(rng, batch, n)) for n in (queries, keys))
 
 
 def errors(

@@ -72,9 +72,9 @@ DENSE: list[tuple[dict[str, Any], str, str, str]] = [
     ({"alibi_slopes": torch.ones(H).requires_grad_()}, "alibi_slopes", "not require a gradient", "one that does"),
     ({"sinks": torch.ones(3)}, "sinks", "have shape [4] (heads)", "[3]"),
     ({"sinks": _meta(H)}, "sinks", "be on query's device cpu", "meta"),
-    ({"key_lengths": [8, 8]}, "key_lengths", "be a tensor of shape [2] (batch)", "[8, 8]"),
-    ({"key_lengths": _meta(B, dtype=INT)}, "key_lengths", "be on query's device cpu", "meta"),
-    ({"query_lengths": torch.ones(B)}, "query_lengths", "be int32 or int64", "float32"),
+    ({"seqused_k": [8, 8]}, "seqused_k", "be a tensor of shape [2] (batch)", "[8, 8]"),
+    ({"seqused_k": _meta(B, dtype=INT)}, "seqused_k", "be on query's device cpu", "meta"),
+    ({"seqused_q": torch.ones(B)}, "seqused_q", "be int32 or int64", "float32"),
 ]
 
 PACKED: list[tuple[dict[str, Any], str, str, str]] = [
@@ -138,7 +138,7 @@ def test_small_tensors_may_have_strides(dtype: torch.dtype) -> None:
         "seqused_k": starts.diff() - 1,
     }
     dense: dict[str, Any] = {
-        "key_lengths": lengths,
+        "seqused_k": lengths,
         "prefix_lengths": lengths - 4,
         "document_ids": torch.arange(B * S).view(B, S) // 5,
     }

@@ -245,9 +245,9 @@ def test_errors(device: torch.device) -> None:
         ("cu_seqlens_q must be None for layout bshd, got one", (q, q, q, q, q, lse), {"cu_seqlens_q": starts}),
         ("cu_seqlens_q must be given for thd", (q[0],) * 5 + (lse[0],), {"layout": "thd"}),
         (
-            "key_lengths must be None for layout thd, got one",
+            r"seqused_k must have shape \[1\] \(batch\), got \[2\]",
             (q[0],) * 5 + (lse[0],),
-            {"layout": "thd", "cu_seqlens_q": starts, "key_lengths": starts},
+            {"layout": "thd", "cu_seqlens_q": starts, "seqused_k": starts},
         ),
         ("dropout_seed must be that of the forward", (q, q, q, q, q, lse), {"dropout_p": 0.5}),
         ("attn_bias must not require a gradient", (q, q, q, q, q, lse), {"attn_bias": q[0, :, 0, :5].requires_grad_()}),

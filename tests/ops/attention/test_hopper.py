@@ -234,7 +234,7 @@ def test_diagonals_from_corner_to_corner() -> None:
     assert _aligned(300, 999, causal_align="top_left") and not _aligned(301, 300, causal_align="top_left")
     assert not _aligned(300, 300, is_causal=False) and not _aligned(300, 300, is_causal=False, window_size=(64, 0))
     assert not _aligned(300, 300, is_causal=False, window_size=(-1, 1))
-    assert not _aligned(300, 300, key_lengths=lengths) and not _aligned(300, 300, query_lengths=lengths)
+    assert not _aligned(300, 300, seqused_k=lengths) and not _aligned(300, 300, seqused_q=lengths)
 
 
 @compiled
@@ -263,8 +263,8 @@ def test_packed_diagonals_are_aligned_where_queries_and_keys_have_the_same_lengt
         {"softcap": 30.0},
         {"alibi_slopes": torch.empty(4, device=META)},
         {"sinks": torch.empty(4, device=META)},
-        {"key_lengths": torch.empty(2, dtype=torch.int32, device=META)},
-        {"query_lengths": torch.empty(2, dtype=torch.int32, device=META)},
+        {"seqused_k": torch.empty(2, dtype=torch.int32, device=META)},
+        {"seqused_q": torch.empty(2, dtype=torch.int32, device=META)},
         {"layout": "sbhd"},
     ],
     ids=lambda options: "-".join(options),

@@ -2,9 +2,13 @@
 
 from powertrain.compat.liger_kernel.transformers.auto_model import AutoLigerKernelForCausalLM
 from powertrain.compat.liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
+from powertrain.compat.liger_kernel.transformers.dyt import LigerDyT
 from powertrain.compat.liger_kernel.transformers.fused_add_rms_norm import LigerFusedAddRMSNorm
 from powertrain.compat.liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 from powertrain.compat.liger_kernel.transformers.geglu import LigerGEGLUMLP
+from powertrain.compat.liger_kernel.transformers.group_norm import LigerGroupNorm
+from powertrain.compat.liger_kernel.transformers.jsd import LigerJSD
+from powertrain.compat.liger_kernel.transformers.kl_div import LigerKLDIVLoss
 from powertrain.compat.liger_kernel.transformers.layer_norm import LigerLayerNorm
 from powertrain.compat.liger_kernel.transformers.monkey_patch import (
     _apply_liger_kernel,
@@ -65,14 +69,19 @@ from powertrain.compat.liger_kernel.transformers.swiglu import (
     LigerQwen3MoeSwiGLUMLP,
     LigerSwiGLUMLP,
 )
+from powertrain.compat.liger_kernel.transformers.tvd import LigerTVDLoss
 from powertrain.compat.missing import unknown
 
 __all__ = [
     "AutoLigerKernelForCausalLM",
     "LigerCrossEntropyLoss",
+    "LigerDyT",
     "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
+    "LigerGroupNorm",
+    "LigerJSD",
+    "LigerKLDIVLoss",
     "LigerLayerNorm",
     "LigerPhi3SwiGLUMLP",
     "LigerQwen3MoeSwiGLUMLP",
@@ -80,6 +89,7 @@ __all__ = [
     "LigerReLUSquared",
     "LigerSoftmax",
     "LigerSwiGLUMLP",
+    "LigerTVDLoss",
     "_apply_liger_kernel",
     "_apply_liger_kernel_to_instance",
     "apply_liger_kernel_to_deepseek_v2",

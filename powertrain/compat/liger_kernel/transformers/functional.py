@@ -3,9 +3,11 @@
 in_place and accum_dtype are hints on memory there; they are taken and change nothing here.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from powertrain.compat.missing import unknown
@@ -15,21 +17,27 @@ from powertrain.ops.cross_entropy import cross_entropy
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
+from powertrain.ops.shapes import acc_dtype
 from powertrain.ops.softmax import scaled_softmax
 from powertrain.runtime import checks
 
 __all__ = [
     "CrossEntropyOutput",
     "liger_cross_entropy",
+    "liger_dyt",
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
     "liger_geglu",
+    "liger_group_norm",
+    "liger_jsd",
+    "liger_kl_div",
     "liger_layer_norm",
     "liger_relu_squared",
     "liger_rms_norm",
     "liger_rope",
     "liger_softmax",
     "liger_swiglu",
+    "liger_tvd",
 ]
 
 
@@ -197,6 +205,87 @@ def liger_rope(
 def liger_softmax(x: Tensor) -> Tensor:
     """Softmax over the last dim."""
     return scaled_softmax(x)
+
+
+def liger_kl_div(
+    input: Tensor, target: Tensor, size_average: bool = True, reduce: bool = True, reduction: str = "mean",
+    log_target: bool = False, eps: float = 1e-10,
+) -> Tensor:  # fmt: skip
+    """KL divergence of log-probabilities `input` [N, V] from `target`, by PyTorch; no gradient of target."""
+    return F.kl_div(input, target.detach(), reduction=reduction, log_target=log_target)
+
+
+def liger_jsd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
+) -> Tensor:
+    """Generalized Jensen-Shannon divergence of log-probabilities, the mean over rows; no gradient of target.
+
+        input, target  [N, V]  log-probabilities of student Q and teacher P
+        shift_labels   [N]     rows of `ignore_index` are left out
+        beta           0: KL(P || Q); 1: KL(Q || P); between: beta KL(P || M) + (1 - beta) KL(Q || M), M their mixture
+    Memory: a few times the input. `powertrain.linear_log_probs` with a Teacher does without logits.
+    Raises ValueError for a beta outside of [0, 1].
+    Source: Agarwal et al., arXiv:2306.13649.
+    """
+    checks.require(0 <= beta <= 1, "liger_jsd", "beta", "be between 0 and 1", beta)
+    q, p = input.to(acc_dtype(input.dtype)), target.detach().to(acc_dtype(input.dtype))
+    if beta == 0:
+        by_row = _kl(p, q)
+    elif beta == 1:
+        by_row = _kl(q, p)
+    else:
+        mixture = torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))
+        by_row = beta * _kl(p, mixture) + (1 - beta) * _kl(q, mixture)
+    return _mean_of_rows(by_row, shift_labels, ignore_index)
+
+
+def liger_tvd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """Total variation distance |p - q| / 2 of probabilities [N, V]; no gradient of target.
+
+    reduction: "batchmean" (sum over V, mean over rows), "mean" (over elements), "sum" or "none" [N, V]. Rows whose
+    `shift_labels` are `ignore_index` count as 0 and are not counted.
+    """
+    checks.one_of("liger_tvd", "reduction", reduction, ("batchmean", "mean", "sum", "none"))
+    kind = acc_dtype(input.dtype)
+    distance = (input.to(kind) - target.detach().to(kind)).abs() / 2
+    if reduction == "batchmean":
+        return _mean_of_rows(distance.sum(-1), shift_labels, ignore_index)
+    if reduction == "mean":
+        return _mean_of_rows(distance.mean(-1), shift_labels, ignore_index)
+    if shift_labels is not None:
+        distance = torch.where((shift_labels != ignore_index)[:, None], distance, 0.0)
+    return distance.sum() if reduction == "sum" else distance
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL(P || Q) of each row of log-probabilities."""
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def _mean_of_rows(values: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+    if labels is None:
+        return values.mean()
+    kept = labels != ignore_index
+    return torch.where(kept, values, 0.0).sum() / kept.sum().clamp(min=1)
+
+
+def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+    """tanh(alpha x) gamma + beta, in place of a norm. Source: Zhu et al., arXiv:2503.10622."""
+    y = torch.tanh(alpha * x) * gamma
+    return y if beta is None else y + beta
+
+
+def liger_group_norm(
+    X: Tensor, affine_scaling_weight: Tensor, affine_shifting_bias: Tensor, num_channels: int, num_groups: int,
+    eps: float,
+) -> Tensor:  # fmt: skip
+    """Group norm of [B, num_channels, ...], by PyTorch."""
+    checks.require(X.dim() >= 3 and X.shape[1] == num_channels, "liger_group_norm", "X", f"be [B, {num_channels}, ...]",
+                   list(X.shape))  # fmt: skip
+    return F.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
 
 
 __getattr__ = unknown(__name__)

@@ -85,7 +85,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         if self.fused:
             return scaled_softmax(
                 input, scale=1.0 if self.scale is None else self.scale, mask=mask,
-                causal="aligned" if self.is_causal else None, fully_masked=self.fully_masked,
+                is_causal=bool(self.is_causal), fully_masked=self.fully_masked,
             )  # fmt: skip
         return self._plain(input, mask)
 

@@ -389,10 +389,10 @@ def _masked(
     kept = [None if x is None else ~x.flatten(1) for x in masks]
     if cu_q is not None or cu_kv is not None:  # a side without one takes its mask's
         lengths = [x.sum(1) if cu is None else cu.diff() for cu, x in zip(cu_seqlens, kept, strict=True)]  # type: ignore[union-attr]
-        return {"query_lengths": lengths[0], "key_lengths": lengths[1]}
+        return {"seqused_q": lengths[0], "seqused_k": lengths[1]}
     positional = options["window_size"] != (-1, -1) or options["alibi_slopes"] is not None
     if positional and options["causal_align"] == "bottom_right":
-        return {"query_lengths": kept[0].sum(1), "key_lengths": kept[1].sum(1)}  # type: ignore[union-attr]
+        return {"seqused_q": kept[0].sum(1), "seqused_k": kept[1].sum(1)}  # type: ignore[union-attr]
     # as documents: 0 for every token and -1 for padding, which is masked, wherever it is
     queries, keys = (x.to(torch.int32) - 1 for x in kept if x is not None)
     return {"document_ids": (queries, keys)}

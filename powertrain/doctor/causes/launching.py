@@ -1,0 +1,179 @@
+"""Processes that do not start together, or disagree."""
+
+from powertrain.doctor.causes.cause import Cause
+
+CAUSES = (
+    Cause(
+        "collective-device",
+        r"Tensors must be CUDA and dense|No backend type associated with device type (?P<device>\w+)|"
+        r"does not support (?:device )?CPU tensors",
+        "a collective got a tensor on a device that its group's backend does not serve: NCCL takes GPU tensors, "
+        "gloo CPU tensors",
+        "init_process_group(\"cpu:gloo,cuda:nccl\"); move the tensor to the GPU of the rank first",
+        "集合通信的张量所在设备不被其后端支持：NCCL 用 GPU 张量，gloo 用 CPU 张量",
+        "init_process_group(\"cpu:gloo,cuda:nccl\")；先把张量移到该 rank 的 GPU",
+        "https://docs.pytorch.org/docs/stable/distributed.html",
+    ),
+    Cause(
+        "collective-mismatch",
+        r"Detected mismatch between collectives|op\.preamble\.length <= op\.nbytes|"
+        r"ranks are running different collectives|appears not to match|Mismatched? (?:sizes|shapes) across ranks",
+        "ranks called different collectives, or the same one with different shapes",
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL names both; look for branches on the rank or on data, and batches of "
+        "unequal number",
+        "各 rank 调用了不同的集合通信，或形状不同",
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL 会列出双方；检查依赖 rank 或数据的分支，以及数量不等的 batch",
+        "https://docs.pytorch.org/docs/stable/distributed.html",
+    ),
+    Cause(
+        "gloo-address",
+        r"gloo connectFullMesh failed|Gloo connectFullMesh failed|makeDeviceForHostname\(\)|"
+        r"makeDeviceForInterface\(\)|unable to resolve hostname to a \(local\) address|Unable to find address for",
+        "gloo finds no address of this host that the others can reach: its name resolves to nothing, or to "
+        "127.0.0.1",
+        "GLOO_SOCKET_IFNAME=eth0 (ip addr shows the names); the host's real address in /etc/hosts",
+        "gloo 找不到其他主机可达的本机地址：主机名无法解析或解析为 127.0.0.1",
+        "GLOO_SOCKET_IFNAME=eth0（ip addr 查看）；在 /etc/hosts 中写入真实地址",
+        "https://docs.pytorch.org/docs/stable/distributed.html#common-environment-variables",
+    ),
+    Cause(
+        "nccl-p2p",
+        r"cudaIpcOpenMemHandle|failed to open CUDA IPC|Call to posix_fallocate failed|[Cc]ould not enable P2P|"
+        r"ncclP2pImportShareableBuffer|pidfd_getfd|cuMemImportFromShareableHandle",
+        "ranks of one host cannot share GPU memory: P2P is off (IOMMU, container, another user's namespace), or "
+        "/dev/shm is full",
+        "docker run --ipc=host --shm-size=16g; NCCL_P2P_DISABLE=1 or NCCL_CUMEM_ENABLE=0 shows whether it is that; "
+        "nvidia-smi topo -p2p r",
+        "同一主机的 rank 无法共享显存：P2P 不可用（IOMMU、容器、命名空间），或 /dev/shm 已满",
+        "docker run --ipc=host --shm-size=16g；用 NCCL_P2P_DISABLE=1 或 NCCL_CUMEM_ENABLE=0 验证；nvidia-smi topo "
+        "-p2p r",
+        "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
+        confidence="likely",
+    ),
+    Cause(
+        "nccl-nvls",
+        r"transport/nvls\.cc|NVLS (?:multicast|bind|group)|cuMulticast\w+|Failed to bind NVLink SHARP",
+        "NVLink SHARP (multicast) does not work here: the fabric manager, a part of the GPUs, or a virtual machine",
+        "NCCL_NVLS_ENABLE=0; systemctl status nvidia-fabricmanager; reboot after a driver update",
+        "NVLink SHARP（multicast）在此无法工作：fabric manager、只用部分 GPU，或虚拟机",
+        "NCCL_NVLS_ENABLE=0；systemctl status nvidia-fabricmanager；更新驱动后重启",
+        "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
+        confidence="likely",
+    ),
+    Cause(
+        "parallel-sizes",
+        r"world[ _]size\W{0,3}\(?\d{0,6}\)? ?is not divisible|not divisible by (?:\(?tensor|pipeline|context|model|"
+        r"data)|must be divisible by (?:tensor|pipeline|model|the (?:tensor|number))|[Ii]nvalid (?:mesh|"
+        r"device mesh)|Mesh should not be bigger than default world size",
+        "the parallel sizes do not fit the number of ranks, heads or layers",
+        "tensor * pipeline * context * data = ranks; heads and key heads divisible by the tensor size, layers by "
+        "the pipeline's",
+        "并行大小与 rank 数、head 数或层数不匹配",
+        "tensor × pipeline × context × data = rank 数；head 与 key head 能被 tensor 大小整除，层数能被 pipeline "
+        "整除",
+        "https://docs.pytorch.org/docs/stable/distributed.tensor.html",
+    ),
+    Cause(
+        "max-connections",
+        r"CUDA_DEVICE_MAX_CONNECTIONS\W? (?:environment variable )?(?:must be|should be|to) |"
+        r"set (?:the environment variable )?CUDA_DEVICE_MAX_CONNECTIONS",
+        "Megatron's sequence parallelism wants CUDA_DEVICE_MAX_CONNECTIONS=1, so that the collective is launched "
+        "before the product",
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1 (on Blackwell and newer, as the message says)",
+        "Megatron 的序列并行要求 CUDA_DEVICE_MAX_CONNECTIONS=1，使通信先于矩阵乘启动",
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1（Blackwell 及更新按消息设置）",
+        "https://github.com/NVIDIA/Megatron-LM",
+    ),
+    Cause(
+        "main-guard",
+        r"before the current process has finished its bootstrapping phase",
+        "the program starts processes when it is imported, and each of them imports it again",
+        "put the start into if __name__ == \"__main__\":",
+        "程序在导入时启动进程，而每个子进程又会导入它",
+        "将启动代码放入 if __name__ == \"__main__\":",
+        "https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-forkserver-start-methods",
+    ),
+    Cause(
+        "pickle-spawn",
+        r"Can't pickle local object|cannot pickle '(?P<what>[^']{1,80})'|Can't get local object|Can't pickle <",
+        "what is handed to another process (a data set, a collate function, a model) holds an object that cannot "
+        "be pickled: a lambda, an inner function, a lock, a generator",
+        "a function at the top of a module instead of a lambda; num_workers=0 shows whether it is that; open files "
+        "and clients in the worker",
+        "传给另一进程的对象（数据集、collate 函数、模型）中有无法序列化的内容：lambda、内部函数、锁、生成器",
+        "用模块顶层函数代替 lambda；num_workers=0 可验证；在 worker 中打开文件和客户端",
+        "https://docs.python.org/3/library/pickle.html",
+    ),
+    Cause(
+        "dataloader-worker",
+        r"DataLoader worker \(pid\(?s?\)?:? [\d, ]+\)",
+        "a worker of the DataLoader ended; its own reason (memory, /dev/shm, an error in the data set) is not on "
+        "this line",
+        "num_workers=0 shows the error itself; free memory and /dev/shm: powertrain doctor --only shared-memory, "
+        "container",
+        "DataLoader 的某个 worker 退出；该行没有其原因（内存、/dev/shm、数据集错误）",
+        "num_workers=0 可显示错误本身；检查内存与 /dev/shm：powertrain doctor --only shared-memory",
+        "https://docs.pytorch.org/docs/stable/data.html",
+        confidence="possible",
+    ),
+    Cause(
+        "ray-resources",
+        r"Current node has no GPU available|Cannot provide a placement group|node running low on memory|"
+        r"No available node types can fulfill|The current node timed out during startup|"
+        r"The actor died because its (?:node|owner) has died",
+        "Ray has not the GPUs or memory that were asked for, or its worker was ended for memory",
+        "ray status; ray stop --force and start again with all GPUs visible; fewer workers, or "
+        "RAY_memory_usage_threshold",
+        "Ray 没有所需的 GPU 或内存，或其 worker 因内存被终止",
+        "ray status；ray stop --force 后在所有 GPU 可见时重启；减少 worker，或 RAY_memory_usage_threshold",
+        "https://docs.ray.io/en/latest/ray-core/scheduling/ray-oom-prevention.html",
+        confidence="likely",
+    ),
+    Cause(
+        "rendezvous-lost",
+        r"has failed to (?:shutdown the rendezvous|send a keep-alive heartbeat)|RendezvousClosedError|"
+        r"RendezvousGracefulExitError",
+        "the rendezvous of the job ended before this node: the node that held it ended, or two jobs share its port "
+        "or id",
+        "another --rdzv-id and port for each job on one host (or --standalone); the first error of the node that "
+        "ended",
+        "作业的 rendezvous 先于本节点结束：持有它的节点退出，或两个作业共用端口或 id",
+        "同一主机上的每个作业使用不同的 --rdzv-id 和端口（或 --standalone）；查看先退出节点的第一个错误",
+        "https://docs.pytorch.org/docs/stable/elastic/rendezvous.html",
+        confidence="likely",
+    ),
+    Cause(
+        "hostfile",
+        r"No slot '\d+' specified on host|[Hh]ostfile .{0,60}(?:not formatted|is empty|contains)|"
+        r"not found in hostfile|bad formatting",
+        "the hostfile or --include names a GPU or host that is not there",
+        "HOST slots=N, one a line, with the GPUs that nvidia-smi -L shows; deepspeed --include localhost:0,1",
+        "hostfile 或 --include 指定了不存在的 GPU 或主机",
+        "每行一个 HOST slots=N，与 nvidia-smi -L 一致；deepspeed --include localhost:0,1",
+        "https://www.deepspeed.ai/getting-started/",
+    ),
+    Cause(
+        "gloo-peer",
+        r"gloo/transport/tcp/\w+\.cc:\d+\] (?:Connection cl|Connection reset|Timed out|Read error|Write error|"
+        r"timeout)",
+        "a rank waited over gloo for another that ended, hangs or is late",
+        "look for the first error of every other rank; raise the timeout if one loads or compiles for long",
+        "某个 rank 通过 gloo 等待另一个已退出、挂起或迟到的 rank",
+        "查看其他各 rank 的第一个错误；若某个 rank 加载或编译较久，增大超时",
+        "https://docs.pytorch.org/docs/stable/distributed.html",
+        confidence="likely",
+    ),
+    Cause(
+        "ray-worker-died",
+        r"A worker died or was killed while executing a task|ActorDiedError|RayActorError|The actor (?:is dead|"
+        r"died)|WorkerCrashedError",
+        "a worker of Ray ended; its own error is in its log, or (killed for memory) in none",
+        "/tmp/ray/session_latest/logs/worker-*.err and raylet.out of that node; free -h, /dev/shm; dmesg | grep -i "
+        "-E 'oom|xid'",
+        "Ray 的某个 worker 退出；其错误在自己的日志中（因内存被终止时则没有）",
+        "查看该节点的 /tmp/ray/session_latest/logs/worker-*.err 和 raylet.out；free -h、/dev/shm；dmesg | grep -i "
+        "-E 'oom|xid'",
+        "https://docs.ray.io/en/latest/ray-observability/user-guides/debug-apps/debug-failures.html",
+        confidence="possible",
+    ),
+)  # fmt: skip
