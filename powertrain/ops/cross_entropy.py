@@ -91,7 +91,7 @@ def cross_entropy_bwd_ref(
 
 
 @triton.jit
-def _softcap(x, softcap):
+def capped_logits(x, softcap):
     """softcap * tanh(x / softcap), accurate near 0 too (where 1 - 2 / (exp + 1) cancels)."""
     u = x / softcap
     v = u * u
@@ -126,7 +126,7 @@ def _edges(start, end, VEC: tl.constexpr):
 def _load_logits(ptr, mask, softcap, CAPPED: tl.constexpr):
     x = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)  # the shape of mask
     if CAPPED:
-        x = tl.where(mask, _softcap(x, softcap), float("-inf"))
+        x = tl.where(mask, capped_logits(x, softcap), float("-inf"))
     return x
 
 
@@ -210,7 +210,7 @@ def _row_stats_kernel(
     here = kept & (local_target >= 0) & (local_target < V)
     z_target = tl.load(logits_ptr + start + local_target, mask=here, other=0.0).to(tl.float32)  # scalar
     if CAPPED:
-        z_target = _softcap(z_target, softcap)
+        z_target = capped_logits(z_target, softcap)
     in_vocab = (target >= 0) & (target < vocab_size)
     tl.store(target_logit_ptr + row, tl.where(in_vocab | (target == ignore_index), z_target, float("nan")))  # scalar
 

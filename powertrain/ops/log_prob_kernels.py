@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.cross_entropy import _softcap
+from powertrain.ops.cross_entropy import capped_logits
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 
@@ -41,7 +41,7 @@ def _load_z(row_ptr, cols, V, padded, softcap, temperature, CAPPED: tl.constexpr
     """Logits over temperature, -inf outside the vocabulary; whole vectors of the padded row are read."""
     z = tl.load(row_ptr + cols, mask=cols < padded, other=0.0).to(tl.float32)  # the shape of cols
     if CAPPED:
-        z = _softcap(z, softcap)
+        z = capped_logits(z, softcap)
     return tl.where(cols < V, z / temperature, float("-inf"))
 
 
@@ -105,7 +105,7 @@ def _log_prob_stats_kernel(
         here = (target != ignore_index) & (local >= 0) & (local < V)
         z = tl.load(base + local, mask=here, other=0.0).to(tl.float32)  # scalar
         if CAPPED:
-            z = _softcap(z, softcap)
+            z = capped_logits(z, softcap)
         valid = ((target >= 0) & (target < vocab_size)) | (target == ignore_index)
         tl.store(hit_ptr + row, tl.where(valid, z / temperature, float("nan")))  # scalar
 

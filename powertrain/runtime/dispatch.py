@@ -286,21 +286,21 @@ class Op:
 
 
 # sorted and without duplicates, so that it can be part of a cache key
-_disabled: tuple[str, ...] = ()
+disabled_ops: tuple[str, ...] = ()
 _holds: list[tuple[str, ...]] = []  # the names that each `disable` in force keeps off
 
 
-def _is_disabled(name: str) -> bool:
-    names = _disabled + settings().disable
+def is_disabled(name: str) -> bool:
+    names = disabled_ops + settings().disable
     return bool(names) and (name in names or "all" in names)
 
 
 def _changed() -> None:
-    """Recompute `_disabled`, again if another thread enters or leaves a `disable` meanwhile."""
-    global _disabled
+    """Recompute `disabled_ops`, again if another thread enters or leaves a `disable` meanwhile."""
+    global disabled_ops
     seen = None
     while seen != (seen := list(_holds)):
-        _disabled = tuple(sorted({name for names in seen for name in names}))
+        disabled_ops = tuple(sorted({name for names in seen for name in names}))
     steering.changed()
 
 
@@ -410,7 +410,7 @@ def use_kernel(name: str, x: Tensor) -> bool:
     """Whether op `name` on x takes our kernel (CUDA, meta, or the CPU under the interpreter) or plain PyTorch."""
     kind = x.device.type
     if kind == "cuda" or kind == "meta" or (kind == "cpu" and settings().interpret and x.dtype is not torch.float64):
-        if not _is_disabled(name):
+        if not is_disabled(name):
             return True
         kind = "disabled"
     if not torch.compiler.is_compiling() and tracing.first((name, kind)):

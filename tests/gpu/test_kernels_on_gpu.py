@@ -181,7 +181,7 @@ def test_a_kernel_that_cannot_be_compiled_falls_back_as_a_whole(broken: str, mon
         return entry_for(spec, **options)
 
     monkeypatch.setattr(compile_service, "entry_for", refuse)
-    monkeypatch.setattr(dispatch, "_disabled", ())
+    monkeypatch.setattr(dispatch, "disabled_ops", ())
     monkeypatch.setattr(dispatch, "_holds", [])
     monkeypatch.setenv("POWERTRAIN_ON_COMPILE_FAILURE", "reference")
     for kernel in (norm._norm_fwd_kernel, norm._norm_bwd_kernel):

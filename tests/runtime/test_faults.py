@@ -268,7 +268,7 @@ def test_fallback_to_plain_pytorch(fresh: Path, monkeypatch: pytest.MonkeyPatch)
 
     @dispatch.falls_back("some_op")
     def some_op() -> str:
-        calls.append(dispatch._is_disabled("some_op"))
+        calls.append(dispatch.is_disabled("some_op"))
         if not calls[-1]:
             raise CompileTimeout("_k for sm_80 did not compile")
         return "plain"

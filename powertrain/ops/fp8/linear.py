@@ -28,7 +28,7 @@ from torch import Tensor
 
 from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, padded
 from powertrain.ops.fp8.gemm import fp8_gemm_into_op, fp8_gemm_op
-from powertrain.ops.fp8.quantize import _quantize_op, fp8_quantize
+from powertrain.ops.fp8.quantize import fp8_quantize, quantize_op
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
@@ -60,7 +60,7 @@ def quantized_weight(weight: Tensor, by: By, *, power_of_two: bool = True, scale
 def _quantized(x: Tensor, by: str, format: str, power_of_two: bool, kernel: bool, **options: Any) -> Copies:
     scale, fold = options.get("scale"), options.get("fold")
     rows, columns, measure = (options.get(name, False) for name in ("rows", "columns", "measure"))
-    return Copies(*_quantize_op(x, scale, fold, by, format, power_of_two, rows, columns, measure, kernel))
+    return Copies(*quantize_op(x, scale, fold, by, format, power_of_two, rows, columns, measure, kernel))
 
 
 def _product(

@@ -352,7 +352,7 @@ def _launch_tiles(
     )  # fmt: skip
 
 
-_quantize_op = Op(
+quantize_op = Op(
     "fp8_quantize(Tensor x, Tensor? scale, Tensor? fold, str by, str format, bool power_of_two, bool rows, "
     "bool columns, bool measure, bool kernel) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize,
@@ -454,7 +454,7 @@ def fp8_quantize(
     if fold is not None:
         checks.one_of(op, "by", by, ("row",))
         checks.shape(op, "fold", fold, x.shape[1:], "columns of x")
-    found = _quantize_op(
+    found = quantize_op(
         x.detach(), scale, fold, by, format, power_of_two, rows, columns, measure, use_kernel("fp8_linear", x)
     )
     return Copies(*found)

@@ -82,7 +82,7 @@ def choose(
     #   gelu   16384 16384 4096  3.10 / 2.93     16384 8192 2048  0.889 / 0.819   residual 0.897 / 0.775
     # and where it is not chosen, since three warps are slower with all of a tile than its product is:
     #   gelu   16384 5120 1280   0.401 / 0.415
-    reason = gemms._why_not_hopper(M, 2 * N if gated else N, K, dtype, target, 1024 if gated else 2048)
+    reason = gemms.why_not_hopper(M, 2 * N if gated else N, K, dtype, target, 1024 if gated else 2048)
     return Choice("apart", {"hopper": reason}) if reason else Choice("hopper", {})
 
 
@@ -115,12 +115,12 @@ def fails_here(device: torch.device) -> str | None:
 def _self_test(device: torch.device) -> str | None:
     """A tile of relu(a bᵀ) * (a upᵀ) + residual, and all that is kept of it, to the bit: products and sums of
     multiples of 1/8 are exact, and every rounding is known."""
-    a, b = gemms._pattern(128, 192, 7, device), gemms._pattern(128, 192, 5, device)
-    up, residual = gemms._pattern(128, 192, 11, device), gemms._pattern(128, 128, 13, device)
+    a, b = gemms.exact_operand(128, 192, 7, device), gemms.exact_operand(128, 192, 5, device)
+    up, residual = gemms.exact_operand(128, 192, 11, device), gemms.exact_operand(128, 128, 13, device)
     y, z, up_z = (torch.full((128, 128), float("nan"), device=device, dtype=a.dtype) for _ in range(3))
     amax = torch.zeros(1, device=device)
     hopper_epilogue(a, b, y, Epilogue("relu", up, residual=residual, amax=amax, z=z, up_z=up_z))
-    gate, other = (gemms._exact(a, x).to(a.dtype) for x in (b, up))
+    gate, other = (gemms.exact_product(a, x).to(a.dtype) for x in (b, up))
     exact = (gate.float().relu() * other.float() + residual.float()).to(a.dtype)
     pairs = ((y, exact), (z, gate), (up_z, other), (amax, exact.float().abs().amax()[None]))
     wrong = sum(int((result != right).sum()) for result, right in pairs)
