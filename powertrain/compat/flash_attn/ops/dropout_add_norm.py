@@ -65,6 +65,7 @@ class DropoutAddNorm(nn.Module):
     """`dropout_add_norm` with its parameters; dropout in training only."""
 
     is_rms_norm: bool  # of each subclass; the root-mean-square norm has no bias
+    bias: nn.Parameter | None
 
     def __init__(
         self,
