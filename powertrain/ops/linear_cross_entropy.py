@@ -28,18 +28,20 @@ from torch import Tensor
 
 from powertrain.ops.cross_entropy import (
     Reduction,
-    Terms,
     check_loss_arguments,
     cross_entropy_ref,
     cross_entropy_torch,
     early_scale,
     late_scale,
+    refuse_second_backward,
+    scale_op,
+)
+from powertrain.ops.cross_entropy_kernels import (
+    Terms,
     launch_dlogits,
     launch_losses,
     launch_row_stats,
-    refuse_second_backward,
     scale_of_mean,
-    scale_op,
     to_aligned,
 )
 from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powertrain.ops.cross_entropy import to_aligned
+from powertrain.ops.cross_entropy_kernels import to_aligned
 from powertrain.ops.gemm.row_invariant import RowInvariantLinear, row_invariant_linear_
 from powertrain.ops.linear_cross_entropy import (
     IntoMainGrad,

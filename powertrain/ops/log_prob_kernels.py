@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.cross_entropy import capped_logits
+from powertrain.ops.cross_entropy_kernels import capped_logits
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 

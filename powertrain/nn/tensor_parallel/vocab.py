@@ -29,15 +29,12 @@ from powertrain.nn.tensor_parallel.linear import (
 from powertrain.nn.tensor_parallel.token_shards import even_rows, scatter_tokens, sum_ranks
 from powertrain.ops.cross_entropy import (
     Reduction,
-    Terms,
     check_loss_arguments,
     early_scale,
     late_scale,
-    launch_dlogits,
-    launch_row_stats,
     refuse_second_backward,
-    to_aligned,
 )
+from powertrain.ops.cross_entropy_kernels import Terms, launch_dlogits, launch_row_stats, to_aligned
 from powertrain.ops.linear_cross_entropy import (
     MAX_ROUNDINGS,
     blocks_within_scratch,

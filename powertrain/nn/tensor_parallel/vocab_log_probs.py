@@ -18,7 +18,7 @@ from torch import Tensor
 
 from powertrain.nn.tensor_parallel.token_shards import even_rows
 from powertrain.nn.tensor_parallel.vocab import summed_dx
-from powertrain.ops.cross_entropy import to_aligned
+from powertrain.ops.cross_entropy_kernels import to_aligned
 from powertrain.ops.linear_cross_entropy import (
     blocks_within_scratch,
     grads_by_vocab_blocks,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from powertrain.ops.activations import activate, activate_gated
+from powertrain.ops.activation_kernels import activate, activate_gated
 from powertrain.ops.gemm.hopper import why_not
 from powertrain.ops.gemm.hopper_warps import (
     Arrival,
