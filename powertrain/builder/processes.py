@@ -53,7 +53,8 @@ def _read(process: psutil.Process) -> Process | None:
                 process.pid, process.ppid(), process.name(), status, own_memory(process.pid), cpu, _io(process)
             )
     except psutil.Error:
-        return None  # it ended, or belongs to another user
+        # it ended, or belongs to another user
+        return None
 
 
 def own_memory(pid: int) -> int:
@@ -71,7 +72,8 @@ def _io(process: psutil.Process) -> int:
     try:
         counters = process.io_counters()
     except (psutil.Error, AttributeError, OSError, NotImplementedError):
-        return 0  # no permission, or not counted by this kernel
+        # no permission, or not counted by this kernel
+        return 0
     return int(counters.read_chars + counters.write_chars) if hasattr(counters, "read_chars") else 0
 
 

@@ -255,7 +255,8 @@ class Builder:
         self.watchdog = subprocess.Popen(
             [sys.executable, "-IS", watchdog.__file__], stdin=subprocess.PIPE, start_new_session=True
         )
-        self._tell_watchdog(f"mark {self.mark}")  # before there is a process that could be left
+        # before there is a process that could be left
+        self._tell_watchdog(f"mark {self.mark}")
         self.build = subprocess.Popen(
             verbose(self.plan.command),
             env=self.environment,
@@ -281,7 +282,8 @@ class Builder:
             self.watchdog.stdin.write(f"{line}\n".encode())
             self.watchdog.stdin.flush()
         except OSError:
-            pass  # another process ended it; we are still here
+            # another process ended it; we are still here
+            pass
 
     def _over(self) -> bool:
         return self.build.poll() is not None and (self.ended_output or self.selector_is_quiet)
@@ -367,11 +369,13 @@ class Builder:
     def _on_ended(self, launcher: _Launcher, status: int, most: int) -> None:
         unit = launcher.unit
         assert unit
-        unit.peak = max(unit.peak, most)  # samples miss short peaks
+        # samples miss short peaks
+        unit.peak = max(unit.peak, most)
         starved = status and (status in (-signal.SIGKILL, 128 + signal.SIGKILL) or oom_kills() > launcher.kills)
         if unit.state == "killed" or (starved and unit.tries < _RETRIES and not self.signals):
             if unit.state != "killed":
-                unit.expected, unit.seen = self.plan.host.memory, True  # alone, the next time
+                # alone, the next time
+                unit.expected, unit.seen = self.plan.host.memory, True
                 self.view.say(f"{unit.name} was killed at {_gib(unit.peak)}: it runs again, alone")
             unit.state, unit.pid, unit.pids = "waiting", 0, []
             self.rerun += 1
@@ -382,7 +386,8 @@ class Builder:
         if not status or starved:
             self.finished.append(UnitRecord(unit.name, seconds, unit.peak))
         if not status:
-            self.timed += [seconds] if self.progress.total else []  # a configuration's probes are small
+            # a configuration's probes are small
+            self.timed += [seconds] if self.progress.total else []
             self.peaks.setdefault(Path(unit.name).suffix, []).append(unit.peak)
             for other in self._units():
                 if other.state == "waiting" and not other.tries:
@@ -446,7 +451,8 @@ class Builder:
         try:
             launcher.connection.sendall(f"{word}\n".encode())
         except OSError:
-            pass  # it is gone; its end of file is read next
+            # it is gone; its end of file is read next
+            pass
 
     # sampling
 
@@ -508,7 +514,8 @@ class Builder:
             self.stall_reported = now
             self._report_stall(moving, still)
         if self._is_asked(moving, now):
-            return  # a redrawn table would overwrite the prompt
+            # a redrawn table would overwrite the prompt
+            return
         running = [unit for unit in self._units() if unit.state == "running"]
         seconds = [now - unit.since for unit in running]
         estimate = self.plan.estimate
@@ -550,7 +557,8 @@ class Builder:
         *lines, rest = part.replace(b"\r", b"\n").split(b"\n")
         if lines:
             lines[0], self.text = self.text + lines[0], b""
-        self.text = (self.text + rest)[:LONGEST_LINE]  # of one without end, no more
+        # of one without end, no more
+        self.text = (self.text + rest)[:LONGEST_LINE]
         for line in lines:
             text = line[:LONGEST_LINE].decode(errors="replace")
             if self.progress.feed(text):
@@ -612,14 +620,16 @@ class Builder:
             self.listener.close()
             self.address.unlink(missing_ok=True)
         for directory in self.temporary:
-            if directory != self.folder:  # where the log is
+            # where the log is
+            if directory != self.folder:
                 shutil.rmtree(directory, ignore_errors=True)
 
     def _wait_for_build(self) -> None:
         try:
             self.build.wait(watchdog.GIVE_UP)
         except subprocess.TimeoutExpired:
-            self.build.returncode = -signal.SIGKILL  # another user's, or it waits for a disk: named above
+            # another user's, or it waits for a disk: named above
+            self.build.returncode = -signal.SIGKILL
 
     def _outcome(self, cpu: float, overhead: float) -> Outcome:
         code = self.build.returncode

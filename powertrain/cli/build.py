@@ -123,7 +123,8 @@ def _run(
 def _text(command: Sequence[str]) -> str:
     """Key of a build in the history: `ninja` means another one in another folder."""
     text = f"{shlex.join(command)} (in {Path.cwd()})"
-    return text.encode(errors="replace").decode()  # words and folders may be of any bytes
+    # words and folders may be of any bytes
+    return text.encode(errors="replace").decode()
 
 
 def _archs(archs: Sequence[int]) -> str:

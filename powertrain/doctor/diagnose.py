@@ -265,7 +265,8 @@ _MOST_TRACEBACKS, _MOST_FRAME_LINES = 20, 400
 def _tracebacks(log: Log) -> Iterator[tuple[int, int]]:
     """(start of the heading, start of the line with the exception) of Python's first tracebacks."""
     for begin in islice(log.lines_with(b"Traceback (most recent call last)"), _MOST_TRACEBACKS):
-        before = log.line_at(begin).partition("Traceback (")[0]  # "[rank0]: ", an indentation
+        # "[rank0]: ", an indentation
+        before = log.line_at(begin).partition("Traceback (")[0]
         start = begin
         for _ in range(_MOST_FRAME_LINES):
             start = log.data.find(b"\n", start) + 1

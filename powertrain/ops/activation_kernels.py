@@ -227,7 +227,8 @@ def _plan(M: int, N: int, per_thread: int, target: Target) -> _Plan:
     thread, 0.235 with 16 and 0.264 with 8 (a copy 0.223)."""
     block_n = min(next_power_of_2(N), 2048)
     if 256 <= N & -N < block_n:
-        block_n = N & -N  # no part of a block beyond the row: 3072 is 3 x 1024
+        # no part of a block beyond the row: 3072 is 3 x 1024
+        block_n = N & -N
     block_m = max(1, min(2048 // block_n, next_power_of_2(M)))
     warps = max(1, block_m * block_n // (32 * per_thread))
     return _Plan(block_m, block_n, warps, triton.cdiv(M, block_m), triton.cdiv(N, block_n))

@@ -239,7 +239,8 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     (seed,) = ctx.saved_tensors
     dx = dbias = None
     if dy is not None and (need_x or need_bias):
-        if seed is None:  # nothing is dropped
+        # nothing is dropped
+        if seed is None:
             dx = dy.to(ctx.x_dtype)
             dbias = as_rows(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_bias else None
         else:

@@ -212,7 +212,8 @@ def refuse_second_backward(ctx: Any, op: str, instead: str) -> None:
 def _fwd_sharding(reduction: str, with_grad: bool, **_: Any) -> Any:
     R, P, S = placements()
     yield [R] * 4, {}
-    if reduction != "mean":  # a mean's divisor counts all tokens
+    # a mean's divisor counts all tokens
+    if reduction != "mean":
         loss = S(0) if reduction == "none" else P
         yield [loss, S(0), R, S(0) if with_grad else R], {"logits": S(0), "target": S(0)}
 

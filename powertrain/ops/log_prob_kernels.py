@@ -79,7 +79,8 @@ def _log_prob_stats_kernel(
     # as in cross_entropy.py each lane keeps its own maximum and sums
     peak = tl.full([BLOCK], -1e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)  # sum of exp(z - peak) (z - peak): no cancellation, as sum p z has
+    # sum of exp(z - peak) (z - peak): no cancellation, as sum p z has
+    weighted = tl.zeros([BLOCK], tl.float32)
     for block in range(0, padded, BLOCK * VEC):
         z = _load_z(base, block + vectors * VEC + lanes, V, padded, softcap, temperature, CAPPED)  # [BLOCK, VEC]
         new_peak = tl.maximum(peak, tl.max(z, axis=1))
@@ -238,7 +239,8 @@ def _log_prob_grads_kernel(
         elif KIND == 1:
             d += tl.where(p > 0.0, grad * p * (log_p - log_q - center), 0.0)
         else:
-            above = -tl.log(1.0 - beta + beta / _ratio(log_p, log_q))  # log p - log m
+            # log p - log m
+            above = -tl.log(1.0 - beta + beta / _ratio(log_p, log_q))
             d += tl.where(p > 0.0, grad * (1.0 - beta) * p * (above - center), 0.0)
     slope = 1.0 / temperature + tl.zeros([BLOCK, VEC], tl.float32)
     if CAPPED:

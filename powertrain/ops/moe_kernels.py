@@ -47,7 +47,8 @@ def _moe_route_kernel(
     z = tl.load(logits_ptr + tokens[:, None] * stride_lt + experts[None, :], mask=mask, other=0.0).to(tl.float32)
     choice, top, total = _scores(z, exists, SIGMOID)
     if bias_ptr is not None:
-        choice += tl.load(bias_ptr + experts, mask=exists, other=0.0).to(tl.float32)[None, :]  # bias: [BLOCK_P]
+        # bias: [BLOCK_P]
+        choice += tl.load(bias_ptr + experts, mask=exists, other=0.0).to(tl.float32)[None, :]
     # a NaN loses against every number, and a padding column against a NaN: the result always names an expert
     lowest = -3.0e38
     choice = tl.where(exists[None, :], tl.where(choice == choice, choice, lowest), float("-inf"))
@@ -223,7 +224,8 @@ def _moe_scatter_kernel(
             if out_ptr is not None:
                 y = x
                 if weights_ptr is not None:
-                    y *= tl.load(weights_ptr + token * top_k + j).to(tl.float32)  # weight: scalar
+                    # weight: scalar
+                    y *= tl.load(weights_ptr + token * top_k + j).to(tl.float32)
                 tl.store(out_ptr + position * H + cols, y.to(out_ptr.dtype.element_ty), mask=cols < H)  # [BLOCK_H]
     if dweights_ptr is not None:
         # [BLOCK_K]
@@ -242,7 +244,8 @@ def _moe_gather_kernel(
         position = tl.load(positions_ptr + token * top_k + j).to(tl.int64)  # scalar
         row = tl.load(rows_ptr + position * stride_rt + cols, mask=cols < H, other=0.0).to(tl.float32)  # [BLOCK_H]
         if weights_ptr is not None:
-            row *= tl.load(weights_ptr + token * top_k + j).to(tl.float32)  # weight: scalar
+            # weight: scalar
+            row *= tl.load(weights_ptr + token * top_k + j).to(tl.float32)
         total += row
     tl.store(out_ptr + token * H + cols, total.to(out_ptr.dtype.element_ty), mask=cols < H)  # [BLOCK_H]
 

@@ -283,7 +283,8 @@ def _norm_dw_looped_kernel(
         h = tl.load(h_ptr + row * stride_hm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
         if IS_LAYER:
             h -= tl.load(mean_ptr + row)  # scalar
-        dw += dy * h * tl.load(rstd_ptr + row)  # rstd: scalar
+        # rstd: scalar
+        dw += dy * h * tl.load(rstd_ptr + row)
         db += dy
     partial = tl.program_id(1).to(tl.int64) * N + cols
     if dw_partial_ptr is not None:

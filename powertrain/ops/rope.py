@@ -155,7 +155,8 @@ def _rope_qkv_bwd(dq: Tensor, dk: Tensor, dv: Tensor, grouped: bool, *positions:
     at = Positions(*positions)
     q_out, k_out, v_out = _unpack(as_4d(dqkv, at.layout), dq.shape[-2], dk.shape[-2], grouped)
     dq, dk, dv = (as_4d(unit_of(t), at.layout) for t in (dq, dk, dv))
-    if dk.stride() != dv.stride():  # the kernel has one set of strides for both
+    # the kernel has one set of strides for both
+    if dk.stride() != dv.stride():
         dk, dv = dk.contiguous(), dv.contiguous()
     launch_rope((dq.unflatten(2, q_out.shape[2:4]), dk, dv), (q_out, k_out, v_out), at, True)
     return dqkv
@@ -373,7 +374,8 @@ def _per_token(op: str, position_ids: Tensor, x: Tensor, layout: Layout, axes: T
     batch, seqlen = {"bshd": (0, 1), "sbhd": (1, 0), "thd": (None, 0)}[layout]
     tokens = (1 if batch is None else x.shape[batch], x.shape[seqlen])
     ids = position_ids if axes is not None else position_ids[None]
-    ids = ids.unsqueeze(1) if ids.dim() == 2 else ids  # the same for every sequence
+    # the same for every sequence
+    ids = ids.unsqueeze(1) if ids.dim() == 2 else ids
     if ids.dim() != 3 or any(n not in (1, m) for n, m in zip(ids.shape[1:], tokens, strict=True)):
         must = [*(["A"] if axes is not None else []), *tokens[batch is None :]]
         checks.fail(op, "position_ids", f"have shape [{', '.join(map(str, must))}]", list(position_ids.shape))
@@ -392,7 +394,8 @@ def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Ten
     cos, sin = (t.to(acc)[0] if x.dim() == 3 else t.to(acc) for t in (cos, sin))
     # split, since the backward of a slice fills a tensor of x's size with zeros
     turning, rest = x.split((2 * pairs, x.shape[-1] - 2 * pairs), -1)
-    turning = turning.to(acc)  # once, so that gradients are summed ahead of rounding
+    # once, so that gradients are summed ahead of rounding
+    turning = turning.to(acc)
     a, b = turning.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else turning.split(pairs, -1)
     a, b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     parts = [torch.stack((a, b), -1).flatten(-2)] if interleaved else [a, b]

@@ -114,7 +114,8 @@ class Route(NamedTuple):
         ends = torch.cat([self.ends, lengths], 1)  # [W, E/W + 1]: rows of no expert come last
         counts = ends.diff(dim=1, prepend=torch.zeros_like(lengths))
         totals = counts.sum(0, dtype=torch.int32)
-        first = totals.cumsum(0) - totals + counts.cumsum(0) - counts  # of each source's rows of each expert
+        # of each source's rows of each expert
+        first = totals.cumsum(0) - totals + counts.cumsum(0) - counts
         shift = first - (ends - counts)
         positions = []
         for source, size in enumerate(sizes):
@@ -126,7 +127,8 @@ class Route(NamedTuple):
 
 def _with_capacity(ends: Tensor, num_rows: int, size: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Route.source_rows and Route.slots where each rank gets `capacity` rows."""
-    stops = ends.view(size, -1)[:, -1].long().contiguous()  # of each rank's rows
+    # of each rank's rows
+    stops = ends.view(size, -1)[:, -1].long().contiguous()
     starts = torch.cat([stops.new_zeros(1), stops[:-1]])
     source_rows = starts[:, None] + torch.arange(capacity, device=ends.device)
     source_rows = torch.where(source_rows < stops[:, None], source_rows, 0).flatten()

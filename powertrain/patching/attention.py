@@ -183,7 +183,8 @@ def attention_mask(
     marks["causal_align"] = "bottom_right" if q_offset + q_length == kv_offset + kv_length else "top_left"
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
-        keys = padding[:, kv_offset : kv_offset + kv_length].to(torch.int32) - 1  # 0 for a token, -1 for none
+        # 0 for a token, -1 for none
+        keys = padding[:, kv_offset : kv_offset + kv_length].to(torch.int32) - 1
         marks["document_ids"] = (keys.new_zeros(batch_size, q_length), keys.expand(batch_size, -1))
     setattr(mask, _MARK, marks)
     return mask

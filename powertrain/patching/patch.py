@@ -177,7 +177,8 @@ def _patch_loss(model: Any, report: Report) -> None:
         return
     replace.install(model, loss.KIND, found[1])
     vocabulary = model.get_output_embeddings().out_features
-    saved = vocabulary * 12 * 8192 / 2**30  # logits and their gradient, 16 and 32 bits each
+    # logits and their gradient, 16 and 32 bits each
+    saved = vocabulary * 12 * 8192 / 2**30
     report.add(Part(loss.KIND, name, found[0], gain=f"about {saved:.1f} GiB of logits less at 8192 tokens"))
 
 

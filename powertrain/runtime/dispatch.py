@@ -252,11 +252,13 @@ class Op:
         def gradients(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
             if ctx.tape is None or replay.modes_active():
                 return backward(ctx, *grads)
-            saved = ctx.saved_tensors  # once: torch.utils.checkpoint raises at the second reading
+            # once: torch.utils.checkpoint raises at the second reading
+            saved = ctx.saved_tensors
             signature = replay.signature_of((*saved, *grads, *ctx.needs_input_grad))
             if signature is None:
                 return backward(_WithSaved(ctx, saved), *grads)
-            key = signature.key, ctx.tape  # which stands for the options
+            # which stands for the options
+            key = signature.key, ctx.tape
             route = routes.find(key)
             if route is not None:
                 return route.run(signature.tensors)
@@ -274,7 +276,8 @@ class Op:
             twice = torch.is_grad_enabled()
             with torch.no_grad() if twice else _as_it_is:
                 out = gradients(ctx, grads)
-            out += (None,) * (len(ctx.needs_input_grad) - len(out))  # the tape has none
+            # the tape has none
+            out += (None,) * (len(ctx.needs_input_grad) - len(out))
             if not twice:
                 return out
             sources = (t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad)

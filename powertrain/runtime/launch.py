@@ -135,7 +135,8 @@ class Kernel:
             named = dict(zip(self.parameters, args, strict=False)) | constants
             values = [named.pop(name) for name in self.arguments]
             observer.launched(self, None, grid, values, named)
-        with _disable_current_modes():  # the interpreter copies tensors
+        # the interpreter copies tensors
+        with _disable_current_modes():
             self.jit[grid](*args, **constants)
 
     def _device(self, tensors: dict[str, Tensor]) -> torch.device:

@@ -57,7 +57,8 @@ class Signature(NamedTuple):
 
 def signature_of(values: Sequence[Any]) -> Signature | None:
     """The signature of a call with these arguments; None: the call cannot be replayed."""
-    epoch = steering.epoch  # read first: what changes from here on makes the signature one of the past
+    # read first: what changes from here on makes the signature one of the past
+    epoch = steering.epoch
     key: list[Any] = []
     tensors: list[Tensor] = []
     addresses: list[int] = []
@@ -90,7 +91,8 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
             return None
     if bits & 15 or device == -2 or recording.state.redirected or steering.unsettled:
         return None
-    if len(set(addresses)) != len(addresses):  # one tensor twice, or two at one address
+    # one tensor twice, or two at one address
+    if len(set(addresses)) != len(addresses):
         key.append(tuple(map(addresses.index, addresses)))
         key.append(tuple(_index_of(tensors, x) for x in tensors))
     stream = 0
@@ -245,14 +247,16 @@ class Recorder(TorchDispatchMode):
         for index in owners:
             if self.inputs[index].data_ptr() == x.data_ptr():
                 return _Ref(index, 0, like)
-        if len(owners) > 1:  # the distance between two inputs in one storage is no fact of the signature
+        # the distance between two inputs in one storage is no fact of the signature
+        if len(owners) > 1:
             self.failure = "an argument of a kernel lies between two inputs of one storage"
         return _Ref(owners[0], x.data_ptr() - self.inputs[owners[0]].data_ptr(), like) if owners else x
 
 
 def _selection(outcome: Any, result: Any) -> Callable[[Any], Any] | None:
     """The result as a function of the op's outcome; None if it is made of anything else."""
-    if isinstance(result, tuple) and type(result) is not tuple:  # a named one: a tape returns plain tuples
+    # a named one: a tape returns plain tuples
+    if isinstance(result, tuple) and type(result) is not tuple:
         return None
     if result is outcome:
         return lambda outcome: outcome

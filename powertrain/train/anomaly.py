@@ -61,7 +61,8 @@ def diagnose(model: nn.Module, loss_of_batch: Callable[[], Tensor]) -> str:
 
 
 def _bad_gradients(model: nn.Module, loss: Tensor) -> str:
-    model.zero_grad()  # another step's may be there
+    # another step's may be there
+    model.zero_grad()
     loss.backward()
     # backward goes from the last parameter to the first
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not _local(p.grad).isfinite().all()]

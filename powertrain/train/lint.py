@@ -129,7 +129,8 @@ def rehearse(config: RunConfig, target: Target, *, world_size: int = 1, layers: 
         _narrow(model, config)
         if world_size == 1 and config.train.gradient_accumulation_steps > 1:
             for p in model.parameters():
-                p.grad_dtype = torch.float32  # as the trainer does
+                # as the trainer does
+                p.grad_dtype = torch.float32
         optimizer.scaled(_loss(model, config)).backward()
         if config.parallel.expert > 1:
             _rehearse_experts(model, config)
@@ -224,7 +225,8 @@ def _activations(config: RunConfig, model: nn.Module) -> dict[str, int]:
     everything = some.everything + (layers - measured) * each.everything
     products = some.products + (layers - measured) * each.products
     outside = max(everything - layers * each.everything, 0)
-    inputs = layers * 2 * _stream_bytes(config)  # x and the residual
+    # x and the residual
+    inputs = layers * 2 * _stream_bytes(config)
     return {
         "none": everything,
         "selective": outside + inputs + products + max(each.everything - each.products, 0),
@@ -296,7 +298,8 @@ def _memory(config: RunConfig, model: nn.Module, activations: dict[str, int], wo
         kept = trained * DTYPES[train.reduce_dtype].itemsize if train.gradient_accumulation_steps > 1 else 0
         sizes = (elements * 4 / shards + gathered * width, trained * 4 / shards + kept, trained * moments / shards)
     weights, gradients, optimizer = (int(size) for size in sizes)
-    if has_frozen_copy(config):  # whole on every rank
+    # whole on every rank
+    if has_frozen_copy(config):
         weights += int(elements * parallel.tensor * width)
     return Memory(weights, gradients, optimizer, activations, train.activation_checkpointing)
 

@@ -143,7 +143,8 @@ def state_bytes(config: OptimizerConfig) -> float:
     if config.kind == "adamw":
         return 2 * DTYPES[config.state_dtype].itemsize
     if config.kind == "adamw8bit":
-        return 2 * (1 + 4 / 256)  # a scale of 4 bytes for each block
+        # a scale of 4 bytes for each block
+        return 2 * (1 + 4 / 256)
     return 4.0 if config.kind == "lion" or config.momentum else 0.0
 
 

@@ -194,7 +194,8 @@ def _device(local_rank: int, local_size: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 1 and local_size > 1:
-        return torch.device("cuda", 0)  # the launcher shows each process its own; preflight sees it if not
+        # the launcher shows each process its own; preflight sees it if not
+        return torch.device("cuda", 0)
     if local_rank >= count:
         raise ValueError(
             f"local rank must be below the {count} GPUs that this process sees, got {local_rank}: "
@@ -317,7 +318,8 @@ def arrange(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
     shape = mesh_shape(config.parallel, launch_env.world_size)
     mesh = init_device_mesh(launch_env.device.type, shape, mesh_dim_names=("replicate", "shard", "context", "tensor"))
     data = mesh["replicate", "shard"]._flatten("data")
-    agents = launch_env.rendezvous is None or launch_env.rendezvous.by_agent  # the store
+    # the store
+    agents = launch_env.rendezvous is None or launch_env.rendezvous.by_agent
     return Ranks(
         launch_env.device, launch_env.rank, launch_env.world_size, launch_env.local_rank, data.get_local_rank(),
         data.size(), mesh, data.get_group(),
@@ -371,7 +373,8 @@ def _lost_ranks(peers: Heartbeat) -> str | None:
     """Given a moment to disappear; a survivor that ended for the same reason has reported it before."""
     deadline = time.monotonic() + _DYING
     while time.monotonic() < deadline:
-        time.sleep(0.05)  # its connections end before it does
+        # its connections end before it does
+        time.sleep(0.05)
         gone = peers.gone()
         if reason := peers.reported_failure():
             return reason

@@ -199,7 +199,8 @@ class Trainer:
             return None
         train, ranks = self.config.train, self.ranks
         self.model.eval()
-        sums = torch.zeros(2 + len(self.objective.metrics), device=ranks.device)  # losses, what counts, metrics
+        # losses, what counts, metrics
+        sums = torch.zeros(2 + len(self.objective.metrics), device=ranks.device)
         limit = min(len(source), self.config.evaluation.steps * train.micro_batch_size * ranks.dp_size)
         count, first = 0, 0 if name == "test" else self._first_evaluated(len(source), limit)
         for batch in self._batches(source, first, first + limit):
@@ -375,7 +376,8 @@ class Trainer:
         elif record.skipped and not (may_shrink and config.loss_scale.minimum < record.loss_scale < math.inf):
             reason = f"loss {record.loss:.4g} and gradient norm {record.grad_norm:.4g}; nothing was updated"
         elif record.skipped:
-            return  # fp16's scale falls; a loss that is not finite would spoil the median of spikes
+            # fp16's scale falls; a loss that is not finite would spoil the median of spikes
+            return
         else:
             median = self._spikes.median_if_spike(record.loss)
             if median is None:
@@ -422,7 +424,8 @@ class Trainer:
         except Exception as error:
             if sink not in self._failed_sinks:
                 self._failed_sinks.add(sink)
-                with contextlib.suppress(OSError):  # where stderr is full or closed too
+                # where stderr is full or closed too
+                with contextlib.suppress(OSError):
                     tracing.warn(f"{type(sink).__name__}: {one_line(error)}; the training goes on without it")
 
     def _note(self, text: str) -> None:

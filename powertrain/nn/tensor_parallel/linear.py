@@ -46,7 +46,8 @@ def shard_parameter(p: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Par
     """A parameter that is equal on all ranks, as a DTensor with one shard per rank; meta tensors stay meta."""
     local = p.detach()
     if isinstance(placement, Shard):
-        size = -(-p.shape[placement.dim] // mesh.size())  # DTensor's rule, torch.chunk's
+        # DTensor's rule, torch.chunk's
+        size = -(-p.shape[placement.dim] // mesh.size())
         start = min(mesh.get_local_rank() * size, p.shape[placement.dim])
         local = local.narrow(placement.dim, start, min(size, p.shape[placement.dim] - start))
     local = local.clone(memory_format=torch.contiguous_format)

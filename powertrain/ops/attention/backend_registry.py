@@ -47,7 +47,8 @@ class _Lazy:
                 yield Reason(f'switched off by powertrain.disable("{name}") or POWERTRAIN_DISABLE', "leave that out")
             if problem.target is None and not settings().interpret:
                 yield Reason("our kernels run on GPUs", "use chunked or cpu, or move the tensors to a GPU")
-                return  # no need to import Triton for that
+                # no need to import Triton for that
+                return
         yield from self._load().why_not(problem)
 
     def run(self, call: AttentionCall, **options: Any) -> tuple[Tensor, Tensor | None]:

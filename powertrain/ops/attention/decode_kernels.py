@@ -218,7 +218,8 @@ def _decode_kernel(
 
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E  # [BLOCK_M]
-        sink = tl.where(parts == 1, sink, float("-inf"))  # else the combination adds it
+        # else the combination adds it
+        sink = tl.where(parts == 1, sink, float("-inf"))
         new_top = tl.maximum(top, sink)
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         alpha = tl.exp2(top - safe)
@@ -287,7 +288,8 @@ def _plan(
     # 64 rows take wgmma on Hopper, which errs there where values come in by single elements (Triton 3.6, dv of 7 or 16)
     most = 64 if aligned and not (is_wide and not (shares and target.has_wgmma)) else 32
     block_m = max(16, min(most, rows))
-    in_pages = page_size > 0 and page_size % 64 == 0  # blocks of keys lie in a page each
+    # blocks of keys lie in a page each
+    in_pages = page_size > 0 and page_size % 64 == 0
     if page_size == 0 or is_wide:
         block_n = max(16, min(256 if key_bytes >= 256 else 128, 1 << ((72 << 10) // key_bytes).bit_length() - 1))
         block_n = block_n if block_m == 16 or is_wide else min(block_n, 64)
@@ -323,7 +325,8 @@ def _choose_splits(programs: int, keys: int, per_sm: int, target: Target) -> int
     """The fewest splits, of 256 keys or more, that fill the last wave of programs nearly as well as any would."""
     slots = target.num_sms * per_sm
     if programs == 0 or (per_sm > 1 and programs >= slots):
-        return 1  # programs that share an SM hide the last wave
+        # programs that share an SM hide the last wave
+        return 1
     choices = range(1, max(1, min(cdiv(keys, 256), cdiv(2 * slots, programs), 128)) + 1)
     filled = [programs * splits / (cdiv(programs * splits, slots) * slots) for splits in choices]
     return next(splits for splits, share in zip(choices, filled, strict=True) if share >= 0.95 * max(filled))

@@ -13,7 +13,8 @@ from powertrain.ops.linear_log_probs import LogProbs, Teacher, linear_log_probs,
 
 def _inputs_teacher(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor | None]:
     T, D, V = shape
-    wide = D + 8  # a teacher of another width
+    # a teacher of another width
+    wide = D + 8
     teacher_weight = (randn(V, wide, dtype=torch.float32, device=device, grad=False) * wide**-0.5).to(dtype)
     teacher_x = randn(T, wide, dtype=dtype, device=device, grad=False)
     return {**linear_inputs(shape, dtype, device), "teacher_x": teacher_x, "teacher_weight": teacher_weight}

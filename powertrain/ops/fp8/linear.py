@@ -131,7 +131,8 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     if dy is None:
         return (None,) * 16
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-    weight, w_inv, wt, wt_inv, x_t, x_inv, w_scale = ctx.saved_tensors  # once: recomputation unpacks them once
+    # once: recomputation unpacks them once
+    weight, w_inv, wt, wt_inv, x_t, x_inv, w_scale = ctx.saved_tensors
     kernel, dy = ctx.options[-1], as_rows(dy)
     dx = dw = db = None
     with without_autocast(dy.device):
@@ -142,7 +143,8 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
         if need_dx:
             transposed = _transposed(ctx, weight, w_scale) if wt is None else Quantized(wt, wt_inv)
             if fold is not None:
-                transposed = transposed._replace(scale_inv=fold.new_ones(weight.shape[1]))  # W's are in dy
+                # W's are in dy
+                transposed = transposed._replace(scale_inv=fold.new_ones(weight.shape[1]))
             dx = _product(rows, transposed, weight.dtype, False, kernel)
         if need_dw and ctx.main_grad is None:
             dw = _product(columns, Quantized(x_t, x_inv), weight.dtype, False, kernel)

@@ -304,7 +304,8 @@ def _quantize(
     else:
         exact = quantize_ref(x, by, format, power_of_two=power_of_two, scale=scale, fold=fold)
         for ours, right in zip(out, exact, strict=True):
-            if ours.numel():  # the CPU copies no FP8 from a transposed view, but its bytes
+            # the CPU copies no FP8 from a transposed view, but its bytes
+            if ours.numel():
                 is_data = ours.dtype is not torch.float32
                 (ours.view(torch.uint8) if is_data else ours).copy_(right.view(torch.uint8) if is_data else right)
     return out
@@ -406,7 +407,8 @@ def special_values() -> Tensor:
     """[144, 272] bfloat16: rows of ties, denormals, zeros, infinities and NaN between rows of ordinary values."""
     at = torch.arange(144 * 272, dtype=torch.int32)
     x = ((at * 7919 % 10007).float() / 5003 - 1).view(144, 272)
-    x[5] = (at[:272] % 64 - 32) / 16 + 1 / 32  # ties of e4m3, once scaled by a power of two
+    # ties of e4m3, once scaled by a power of two
+    x[5] = (at[:272] % 64 - 32) / 16 + 1 / 32
     x[6], x[7], x[8, ::3], x[9, 200], x[140, 3] = x[6] * 1e-38, 0.0, 0.0, torch.inf, torch.nan
     x[10], x[11] = x[10] * 3e38, -x[11] * 1e-30
     return x.to(torch.bfloat16)

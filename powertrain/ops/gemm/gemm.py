@@ -171,7 +171,8 @@ def _torch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, layout: str, 
         else:
             torch.mm(a, b, out=out)
         return
-    if a.device.type == "cpu":  # PyTorch has no products of 16 bits in 32 there
+    # PyTorch has no products of 16 bits in 32 there
+    if a.device.type == "cpu":
         product = a.float() @ b.float()
         out.add_(product) if accumulate else out.copy_(product)
     elif accumulate:

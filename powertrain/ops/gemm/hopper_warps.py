@@ -290,7 +290,8 @@ def consume(buffers, bias_ptr, up_bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG
     phase = gl.to_tensor(0)
     c_phase = gl.to_tensor(1)
     if CONSUMER == 1:
-        named_barrier_arrive(_TURN, 256)  # the first turn is consumer 0's
+        # the first turn is consumer 0's
+        named_barrier_arrive(_TURN, 256)
     _, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
     for position in range(chunks):
         # asked for now, used after this chunk's tiles
@@ -385,7 +386,8 @@ def store(
         # a descriptor that ends where the chunk ends: a tile that reaches beyond writes nothing there
         base = c_ptr + start.to(gl.int64) * stride_cm
         if CHUNKED:
-            stores_landed(chunk)  # the one before may still be read by stores under way
+            # the one before may still be read by stores under way
+            stores_landed(chunk)
         desc = tma.make_tensor_descriptor(base, [end - start, N], [stride_cm, 1], [ROWS, COLS], layout)
         for t in range(tile, tiles, gl.num_programs(0)):
             tile_m, tile_n = tile_coords(t, tiles_m, tiles_n, GROUP_M)

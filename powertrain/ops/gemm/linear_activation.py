@@ -90,7 +90,8 @@ def _is_one_kernel(x: Tensor, weight: Tensor, epilogue: Epilogue) -> bool:
     """Whether the Hopper kernel serves this call."""
     tensors = [x, weight, *(t for t in epilogue if isinstance(t, Tensor))]
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False  # Inductor, and modes that count or choose by operators, see the product and the activation
+        # Inductor, and modes that count or choose by operators, see the product and the activation
+        return False
     if any(type(t) not in (Tensor, Parameter) for t in tensors) or not use_kernel("linear_activation", x):
         return False
     if any(t.dtype is not x.dtype for t in tensors) or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
@@ -241,7 +242,8 @@ def linear_activation(
 @falls_back("linear_activation")
 def _in_one(act: str, biases: list[Tensor | None], rows: Tensor | None, options: tuple[Any, ...]) -> Tensor:
     x, weight, _, bias, up_weight, up_bias, residual, amax, limit, alpha = options
-    if not use_kernel("linear_activation", x):  # it could not be compiled
+    # it could not be compiled
+    if not use_kernel("linear_activation", x):
         return _apart(*options)
     differentiable = (x, weight, bias, up_weight, up_bias, residual)
     wants_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)

@@ -163,7 +163,8 @@ class Heartbeat:
                 key = f"gave up {peer.rank}"
                 if peer.rank != self.rank and self._store.check([key]):
                     why = self._store.get(key).decode()
-                    self._reason = f"{peer} gave up: {why}"  # kept: once it is heard, the store may go
+                    # kept: once it is heard, the store may go
+                    self._reason = f"{peer} gave up: {why}"
                     self._store.set(f"heard {self.rank}", "")
                     break
         return self._reason

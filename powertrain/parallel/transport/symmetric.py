@@ -185,7 +185,8 @@ class SymmetricTransport(CollectiveTransport):
             self._shared[use] = shared = Shared(slot_bytes, SLOTS_OF[use], self.group, self.device)
             self._wait_for_all()
         if capturing:
-            self._captured.add(shared)  # replays go on there, whatever later calls need
+            # replays go on there, whatever later calls need
+            self._captured.add(shared)
         return shared
 
     def _wait_for_all(self) -> None:
@@ -294,7 +295,8 @@ class SymmetricTransport(CollectiveTransport):
         try:
             if self.watch.failure is None:
                 torch.cuda.synchronize(self.device)
-            if self.watch.failure is None:  # else a rank is lost
+            # else a rank is lost
+            if self.watch.failure is None:
                 dist.barrier(self.group)
         finally:
             self.watch.close()

@@ -184,7 +184,8 @@ class Store:
             self._trust(path.parent)
             write_whole(path, entry.to_bytes(), 0o600)
         except StoreError:
-            return False  # logged when the entry was read
+            # logged when the entry was read
+            return False
         except OSError as error:
             self.give_up(error)
             return False

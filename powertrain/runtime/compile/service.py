@@ -151,7 +151,8 @@ class _Worker:
         try:
             self._write(worker.frame(request), wait)
         except BrokenPipeError:
-            pass  # output written before it ended can still be read
+            # output written before it ended can still be read
+            pass
         reply = worker.parse_frame(lambda count: self._read(count, wait))
         return reply, self._read(reply["entry"], wait)
 
@@ -331,7 +332,8 @@ class Service:
             ) from None
         except BaseException:
             if active:
-                self._end(active)  # interrupted: its reply would answer the next question
+                # interrupted: its reply would answer the next question
+                self._end(active)
             raise
         self._idle.append(active)
         return reply, body

@@ -39,7 +39,8 @@ def _encode(values: np.ndarray, dtype: Any) -> np.ndarray:
     dtype = dtype.scalar
     if dtype not in _TORCH_DTYPE:
         return values.astype(interpreter._get_np_dtype(dtype))
-    x = torch.from_numpy(np.array(values, dtype=np.float32, order="C"))  # a copy: torch wants writable memory
+    # a copy: torch wants writable memory
+    x = torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
     if dtype == tl.bfloat16:
         return x.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     limits = torch.finfo(_TORCH_DTYPE[dtype])
@@ -126,7 +127,8 @@ def _patch_once() -> None:
     def patch(fn: Any) -> Any:
         modules = {value for value in fn.__globals__.values() if value is tl or value is tl.core}
         if modules and modules <= patched:
-            return interpreter._LangPatchScope()  # nothing to restore
+            # nothing to restore
+            return interpreter._LangPatchScope()
         scope = patch_lang(fn)
         patched.update(modules)
         restore = scope.restore

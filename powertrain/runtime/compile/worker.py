@@ -72,7 +72,8 @@ def _die_with_parent(number: int = signal.SIGKILL) -> None:
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     except (OSError, AttributeError):
-        pass  # not Linux: the end of file on stdin remains
+        # not Linux: the end of file on stdin remains
+        pass
 
 
 def _children_die_with_us() -> None:
@@ -114,7 +115,8 @@ def _remove_if_dead(folder: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
     except OSError:
-        pass  # its owner lives, or locks do not work here
+        # its owner lives, or locks do not work here
+        pass
     finally:
         os.close(descriptor)
 
@@ -136,7 +138,8 @@ def _same_file(path: Path, descriptor: int) -> bool:
     try:
         return os.fstat(descriptor).st_ino == path.stat().st_ino
     except FileNotFoundError:
-        return False  # who held the lock before has just removed it
+        # who held the lock before has just removed it
+        return False
 
 
 @contextmanager
@@ -157,7 +160,8 @@ def key_lock(path: Path, deadline: float) -> Any:
             except BlockingIOError:
                 pass
             except OSError:
-                break  # read-only, full, or a file system without flock: no lock
+                # read-only, full, or a file system without flock: no lock
+                break
             if not held:
                 os.close(descriptor)
                 descriptor = -1

@@ -218,7 +218,8 @@ class NeoXTraining:
         """The same from the weights, which a module lists in the order in which an optimizer takes them."""
         stage, shard = divmod(mp, self.opened.num_ranks)
         places = self._places_of_stages(shard)[stage]
-        if num_groups == 1:  # without weight decay there is one
+        # without weight decay there is one
+        if num_groups == 1:
             return [places]
         return [[place for place in places if place.decays], [place for place in places if not place.decays]]
 

@@ -250,7 +250,8 @@ def claim(folder: Path) -> TextIO | None:
 def checkpoints_in(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first; one that is being replaced is listed until the new one has its name."""
     by_step: dict[int, Path] = {}
-    for path in sorted(folder.glob("step_*")):  # a step comes before the one it replaced
+    # a step comes before the one it replaced
+    for path in sorted(folder.glob("step_*")):
         if _NAME.fullmatch(path.name) and (path / "checkpoint.json").is_file():
             by_step.setdefault(step_of(path), path)
     return [by_step[step] for step in sorted(by_step)]

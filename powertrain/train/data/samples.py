@@ -160,7 +160,8 @@ def _is_whole(entry: Path) -> bool:
     except (OSError, ValueError) as error:
         tracing.warn(f"the order of samples is built anew: {one_line(error)}")
         aside = _aside(entry)
-        with contextlib.suppress(OSError):  # another rank did the same
+        # another rank did the same
+        with contextlib.suppress(OSError):
             entry.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
         return False

@@ -124,7 +124,8 @@ def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
 
 
 def _is_whole_tokenizer(path: Path, sums: Path) -> bool:
-    if not path.is_file() or not sums.is_file():  # the checksum comes last
+    # the checksum comes last
+    if not path.is_file() or not sums.is_file():
         return False
     try:
         compare(path, *read_sums(sums).get(path.name, (-1, None)))
@@ -313,7 +314,8 @@ def _is_whole(prefix: Path) -> bool:
         return False
     try:
         IndexedData(prefix)
-        if sums_path(prefix).is_file():  # an earlier version wrote none
+        # an earlier version wrote none
+        if sums_path(prefix).is_file():
             verify(prefix)
     except (OSError, ValueError) as error:
         tracing.warn(f"tokenized text in the cache is made anew: {one_line(error)}")

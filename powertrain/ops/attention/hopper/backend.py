@@ -71,7 +71,8 @@ _backward_self_tests: dict[tuple[int, bool], dict[int | None, str | None]] = {}
 def fails_here(device: torch.device, plan: Plan) -> str | None:
     """Why the kernel must not be used on this sm_90 device with this plan, or None: it is tried once on a small
     problem."""
-    plan = plan._replace(num_splits=min(plan.num_splits, 2))  # how many there are is the same to it
+    # how many there are is the same to it
+    plan = plan._replace(num_splits=min(plan.num_splits, 2))
     results, name = _self_tests.setdefault(plan, {}), f"attention at head dims {sum(plan.p_qk)} and {plan.p_v}"
     return self_test.failure(results, device, lambda on: _forward_self_test(on, plan), f"{name}: triton serves")
 
@@ -96,7 +97,8 @@ class _Small(NamedTuple):
 
 
 def _small(device: torch.device, d_qk: int, d_v: int, heads: int = 1) -> _Small:
-    draws = torch.Generator(device).manual_seed(0)  # the caller's own are left as they are
+    # the caller's own are left as they are
+    draws = torch.Generator(device).manual_seed(0)
     queries, keys = 192 // heads, 192
     shapes = (queries, heads, d_v), (queries, heads, d_qk), (keys, 1, d_qk), (keys, 1, d_v)
     inputs = [torch.randn(1, *shape, device=device, generator=draws).to(torch.bfloat16) for shape in shapes]
@@ -151,7 +153,8 @@ def _why_not_tensors(operands: Operands) -> str | None:
             return "an address is not a multiple of 16"
         if (b | s | h | r) % (16 // x.element_size()):
             return f"strides must be multiples of 16 bytes, are {tuple(x.stride())}"
-        if index:  # the copies that the caller expanded are not read
+        # the copies that the caller expanded are not read
+        if index:
             x = one_head(x, args.layout, heads)
         if 0 in x.stride() and is_expanded(x):
             return f"a tensor is expanded, strides {tuple(x.stride())}"

@@ -94,7 +94,8 @@ def add_in_order(base, x):
         is_pure=False,
         pack=1,
     )
-    keep_order()  # the next product writes to these registers
+    # the next product writes to these registers
+    keep_order()
 
 
 @gluon.jit
@@ -197,7 +198,8 @@ def _write_tile(
             write_tile_field(tile_smem, slot, TILE_Q_END, end)
             write_tile_field(tile_smem, slot, TILE_Q_ROW, row)
             end, row = _place(k_start, k_len, first, sizes.keys, RAGGED_K)
-            if RAGGED_K:  # where there is nothing to load, the first rows of all
+            # where there is nothing to load, the first rows of all
+            if RAGGED_K:
                 end = gl.where(count > 0, end, sizes.keys)
                 row = gl.where(count > 0, row, 0)
             write_tile_field(tile_smem, slot, TILE_K_END, end)
@@ -209,7 +211,8 @@ def _write_tile(
             if DETERMINISTIC:
                 before, size, _ = queries_of(first - BLOCK_N, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
                 write_tile_field(tile_smem, slot, TILE_UNSEEN, (begin + count - before - size) * num_q_per_kv)
-            looks = tile < 0  # no longer
+            # no longer
+            looks = tile < 0
         else:
             tile = fetch_next_tile(counter_ptr, DETERMINISTIC)
             looks = tile < tiles
@@ -335,9 +338,12 @@ def _produce(
     )
     rows_desc = tma.make_tensor_descriptor(rows_ptr, [sizes.rows_size], [1], [2 * BLOCK_M], rows_layout)
 
-    taken = gl.to_tensor(0)  # tiles begun
-    at = gl.to_tensor(0)  # blocks multiplied, of all tiles
-    loaded = gl.to_tensor(0)  # blocks asked for
+    # tiles begun
+    taken = gl.to_tensor(0)
+    # blocks multiplied, of all tiles
+    at = gl.to_tensor(0)
+    # blocks asked for
+    loaded = gl.to_tensor(0)
     kv = gl.to_tensor(0)
     b = gl.to_tensor(0)
     # the blocks to load next: place, count a head, how many are left of the head and of the tile
@@ -354,8 +360,10 @@ def _produce(
     left_over = gl.to_tensor(1)
     rest = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    waits_from = gl.to_tensor(0)  # the first block to which another tile adds before this one
-    owed = gl.to_tensor(-1)  # the tile of sums that the next one waits for, and whose turn it was
+    # the first block to which another tile adds before this one
+    waits_from = gl.to_tensor(0)
+    # the tile of sums that the next one waits for, and whose turn it was
+    owed = gl.to_tensor(-1)
     owed_turn = gl.to_tensor(0)
     begins = gl.to_tensor(1)
     while kv >= 0:
@@ -454,7 +462,8 @@ def _hopper_attention_bwd_kernel(
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PART: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = 128
-    gl.static_assert(2 <= STAGES and STAGES <= 4 and DS_STAGES <= 2)  # the barriers by number that there are
+    # the barriers by number that there are
+    gl.static_assert(2 <= STAGES and STAGES <= 4 and DS_STAGES <= 2)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     PACKED: gl.constexpr = q_starts_ptr is not None
     CONFIG: gl.constexpr = BackwardConfig(

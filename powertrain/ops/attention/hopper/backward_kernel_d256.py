@@ -130,14 +130,16 @@ def _produce(
     block = begin
     if DETERMINISTIC:
         block = end - 1
-    owed = gl.to_tensor(-1)  # the tile of sums that the next one waits for
+    # the tile of sums that the next one waits for
+    owed = gl.to_tensor(-1)
     for i in range(total):
         tile = tile0 + repeat * slots + block
         stage = i % STAGES
         if DETERMINISTIC:
             last = last_turn(order_ptr, tile)
         mbarrier.wait(ds_full.index(stage), (i // STAGES) & 1)
-        if (i > 0) & (i + 1 < total):  # the stage of the block before, whose dv has been computed by now
+        # the stage of the block before, whose dv has been computed by now
+        if (i > 0) & (i + 1 < total):
             _load_grads(do_desc, do_smem, do_full, do_empty, i + 1, do_repeat, do_block)
             do_repeat, do_block = _next(do_repeat, do_block, begin, end, num_q_per_kv, DETERMINISTIC)
         ds = ds_smem.index(stage).permute((1, 0))  # [BLOCK_M, 64]
@@ -202,11 +204,13 @@ def _consume(
     heads_left = num_q_per_kv + 0
     for i in range(num_q_per_kv * count):
         stage = i % STAGES
-        before = (i + 1) % STAGES  # the stage of the block before, there being two
+        # the stage of the block before, there being two
+        before = (i + 1) % STAGES
         q = q_smem.index(stage)
         do = do_smem.index(stage)
         rows = rows_smem.index(stage)
-        k = k_smem.index(i >> 30)  # as in _produce
+        # as in _produce
+        k = k_smem.index(i >> 30)
         v = v_smem.index(i >> 30)
         mbarrier.wait(q_full.index(stage), (i // STAGES) & 1)
         s = hopper.warpgroup_mma(k, q.slice(MINE, ROWS, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)

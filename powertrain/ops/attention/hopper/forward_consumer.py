@@ -144,7 +144,8 @@ def _step(
     o_later = hopper.warpgroup_mma(p, v, o, is_async=True)  # [64, D_V]
     if not MASKED:
         named_barrier_arrive(TURN + (CONSUMER + 1) % CONSUMERS, 256)
-    barrier()  # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
+    # nobody waits longer for it here; Triton 3.6 puts one ahead of each wait for an mbarrier otherwise
+    barrier()
     s = hopper.warpgroup_mma_wait(1, deps=[s_later])
     # s is complete, so k is no longer read: no need to wait for o
     give_back(KEYS_FREE, stage, CONSUMERS)
@@ -336,7 +337,8 @@ def _consume_tile(
         with_sink = gl.maximum(m, sink)
         rescale = gl.exp2(m - with_sink)
         weight = gl.exp2(sink - with_sink)
-        if num_splits is not None:  # once in all
+        # once in all
+        if num_splits is not None:
             weight = gl.where(split == 0, weight, 0.0)
         total = total * rescale + weight
         m = with_sink
@@ -354,7 +356,8 @@ def _consume_tile(
     if HEADS_PER_TILE > 1:
         lse_base += lane * queries
     is_row = i < q_capacity
-    if HEADS_PER_TILE > 1 and num_splits is not None:  # the last tile of a group may have fewer heads
+    # the last tile of a group may have fewer heads
+    if HEADS_PER_TILE > 1 and num_splits is not None:
         is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
     gl.store(lse_base + i, lse, mask=is_row)  # [64]
 
@@ -379,7 +382,8 @@ def _consume_tile(
             HEADS_PER_TILE,
         )
     else:
-        if CONFIG.ragged:  # rows of no sequence may hold NaN
+        # rows of no sequence may hold NaN
+        if CONFIG.ragged:
             o = gl.where(gl.expand_dims(gl.convert_layout(i, o_row_layout) < q_len, 1), o, 0.0)
         parts = _parts(o, STORE_PARTS)
         for part in gl.static_range(STORE_PARTS):

@@ -119,7 +119,8 @@ def _load_tile(
         b_at = b
         if CONFIG.packed:
             b_at = gl.to_tensor(0)
-        if Q_SLOTS == 2:  # the tile before the last, which had this slot, is done: its place in tile_smem was free
+        # the tile before the last, which had this slot, is done: its place in tile_smem was free
+        if Q_SLOTS == 2:
             _load_queries(
                 q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS, HEADS_PER_TILE
             )
@@ -229,9 +230,12 @@ def produce(
 
     # tiles have 1 to 64 blocks under a causal mask: a counter balances them, a fixed share would not
     tile = gl.program_id(0)
-    visited = gl.to_tensor(0)  # blocks so far
-    taken = gl.to_tensor(0)  # tiles so far
-    emptied = gl.to_tensor(v_smem.shape[0])  # blocks of keys whose stage is free, counted from the first
+    # blocks so far
+    visited = gl.to_tensor(0)
+    # tiles so far
+    taken = gl.to_tensor(0)
+    # blocks of keys whose stage is free, counted from the first
+    emptied = gl.to_tensor(v_smem.shape[0])
     while tile < sizes.tiles:
         tile, visited, taken, emptied = _load_tile(
             tile, visited, taken, emptied, counter_ptr, lengths, q_desc, k_desc, v_desc, buffers, sync, sizes,

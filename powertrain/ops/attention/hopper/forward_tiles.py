@@ -153,7 +153,8 @@ def blocks_of(
         full_end = gl.maximum(gl.minimum(k_len, p_first + window.right + 1), 0)
     begin = begin // BLOCK_N
     end = gl.maximum(gl.cdiv(end, BLOCK_N), begin + 1)
-    if num_splits is not None:  # a split past the end gets one fully masked block
+    # a split past the end gets one fully masked block
+    if num_splits is not None:
         share = gl.cdiv(end - begin, num_splits)
         begin = gl.minimum(begin + split * share, end)
         end = gl.maximum(gl.minimum(begin + share, end), begin + 1)

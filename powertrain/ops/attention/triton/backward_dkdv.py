@@ -182,7 +182,8 @@ def _add_dkdv(dk, dv, tile, sequence, q_rows, do_rows, rows_ptr, size, mods, kee
                 dp = dot_rows_fma(tile.v_rows, tile.first, do_rows, start, D_V, P_V, BLOCK_N, BLOCK_M)
             else:
                 dp = dot_rows(tile.v, do, CONFIG.precision)  # [BLOCK_N, BLOCK_M]
-        if CONFIG.late:  # loaded after the products, lse holds no registers during them
+        # loaded after the products, lse holds no registers during them
+        if CONFIG.late:
             lse = row_values(rows_ptr, i, mods.q_len, float("inf"), CONFIG.varlen)[None, :]  # [1, BLOCK_M]
         delta = row_values(rows_ptr + size, i, mods.q_len, 0.0, CONFIG.varlen)[None, :]  # [1, BLOCK_M]
         i = i[None, :]
@@ -245,7 +246,8 @@ def _add_sequence(
     if FEATURES.has_documents:
         end = tl.minimum(end, high)
         begin = tl.minimum(tl.maximum(begin, low // BLOCK_M * BLOCK_M), end)
-    end = tl.where(first < k_len, end, begin)  # no query sees keys past the sequence: their gradients are zeros
+    # no query sees keys past the sequence: their gradients are zeros
+    end = tl.where(first < k_len, end, begin)
     score_factors = score_scale(numbers.scale, numbers.softcap, FEATURES)
     tile = KeyTile(k, v, k_rows, v_rows, first, j)
     sequence = Sequence(b, storage, q64, q_len, k_len, offset, begin, end)
@@ -319,7 +321,8 @@ def _attention_dkdv_kernel(
             b, block = find_sequence(k_starts_ptr, batch, slot, BLOCK_N)
     else:
         block, index = tile_coords(tl.program_id(0), blocks, batch * kv_heads * outer, swizzle)
-        block = blocks - 1 - block  # first keys first: under a causal mask most queries see them
+        # first keys first: under a causal mask most queries see them
+        block = blocks - 1 - block
         b = index // (kv_heads * outer)
         index = index % (kv_heads * outer)
     kv, first_repeat = index // outer, index % outer
@@ -389,7 +392,8 @@ def launch_dkdv(
     if args.unordered and operands.batch > 0:
         assert args.key_starts is not None and args.key_used is not None
         segments = _segments(args.key_starts, args.key_used, operands.keys)
-        use_tma = False  # the keys of one program are those of several sequences, each with its own descriptor
+        # the keys of one program are those of several sequences, each with its own descriptor
+        use_tma = False
     in_blocks = operands if segments is None else operands._replace(batch=segments.shape[0] - 1)
     queries_bytes = operands.queries * (operands.d_qk + operands.d_v) * key.element_size()
     ranges, absent = document_ranges(args.key_documents, args.query_documents), Operand(key, 0, 0, 0, 0)

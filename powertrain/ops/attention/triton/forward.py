@@ -123,7 +123,8 @@ def _attention_fwd_kernel(
         b = head_index // heads
         head_index = head_index % heads
     kv, repeat = head_index // num_q_per_kv, head_index % num_q_per_kv
-    head = kv * head_of_kv + repeat * head_of_repeat  # in the caller's order of heads
+    # in the caller's order of heads
+    head = kv * head_of_kv + repeat * head_of_repeat
     q_start, q_len, q_capacity = sequence_span(q_starts_ptr, q_used_ptr, b, batch, queries)
     k_start, k_len, _ = sequence_span(k_starts_ptr, k_used_ptr, b, batch, keys)
     first = block * BLOCK_M
@@ -131,7 +132,8 @@ def _attention_fwd_kernel(
         if first >= q_capacity:
             return
     b64, kv64, repeat64, q64, k64 = to_int64(b), to_int64(kv), to_int64(repeat), to_int64(q_start), to_int64(k_start)
-    storage = b64  # the batch entry in memory: packed sequences share one
+    # the batch entry in memory: packed sequences share one
+    storage = b64
     if q_starts_ptr is not None:
         storage = storage * 0
     q_base = q_ptr + storage * stride_qb + q64 * stride_qs + kv64 * stride_qh + repeat64 * stride_qr
@@ -140,7 +142,8 @@ def _attention_fwd_kernel(
     o_base = o_ptr + storage * stride_ob + q64 * stride_os + kv64 * stride_oh + repeat64 * stride_or
 
     i = first + tl.arange(0, BLOCK_M)
-    offset = q_len * 0  # of a query's position from its index
+    # of a query's position from its index
+    offset = q_len * 0
     if FEATURES.bottom_right:
         offset = k_len - q_len
     p = i[:, None] + offset
@@ -151,8 +154,10 @@ def _attention_fwd_kernel(
     if qdoc_ptr is not None:
         end = tl.minimum(end, high)
         begin = tl.minimum(tl.maximum(begin, low // BLOCK_N * BLOCK_N), end)
-        full_begin, full_end = begin, begin  # every block is masked
-    end = tl.where(first < q_len, end, full_end)  # a block past the sequence sees nothing: its results are zeros
+        # every block is masked
+        full_begin, full_end = begin, begin
+    # a block past the sequence sees nothing: its results are zeros
+    end = tl.where(first < q_len, end, full_end)
 
     bias_strides = BiasStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
     bias = bias_of(
@@ -194,7 +199,8 @@ def _attention_fwd_kernel(
     )  # fmt: skip
 
     if FEATURES.alibi == "one_sided":
-        m -= bias.slope * (i * 1.0 - first)  # the part of ALiBi that add_bias left out
+        # the part of ALiBi that add_bias left out
+        m -= bias.slope * (i * 1.0 - first)
     lse = tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("-inf"))  # [BLOCK_M]
     inverse = tl.where(l > 0, keep_scale / tl.where(l > 0, l, 1.0), 0.0)
     o_rows = TiledRows((o_base,), q_len, stride_os)

@@ -240,7 +240,8 @@ class DotProductAttention(nn.Module):
             numbers = self.rng_states_tracker.fork()
 
         def run(q: Tensor, k: Tensor, v: Tensor, **seed: Any) -> Tensor:
-            with _switches():  # in the recomputation too
+            # in the recomputation too
+            with _switches():
                 out: Tensor = call(q, k, v, dropout_p=p, **options, **seed)
             return out
 
@@ -387,7 +388,8 @@ def _masked(
             checks.require(cu is not None, _OP, f"attention_mask or {name}", f"be given for {mask_type!r}", None)
     masks = mask if isinstance(mask, tuple) else (mask, mask)
     kept = [None if x is None else ~x.flatten(1) for x in masks]
-    if cu_q is not None or cu_kv is not None:  # a side without one takes its mask's
+    # a side without one takes its mask's
+    if cu_q is not None or cu_kv is not None:
         lengths = [x.sum(1) if cu is None else cu.diff() for cu, x in zip(cu_seqlens, kept, strict=True)]  # type: ignore[union-attr]
         return {"query_lengths": lengths[0], "key_lengths": lengths[1]}
     positional = options["window_size"] != (-1, -1) or options["alibi_slopes"] is not None
