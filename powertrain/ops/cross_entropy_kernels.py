@@ -25,6 +25,7 @@ def capped_logits(x, softcap):
     near = u + u * v * (
         -0.333332819422 + v * (0.133314422036 + v * (-0.0537397155531 + v * (0.0206390887954 - 0.00570498872745 * v)))
     )
+    # of |u|, so that exp can overflow to inf only, whose quotient is 0
     far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(u)) + 1.0)
     return softcap * tl.where(tl.abs(u) < 0.625, near, tl.where(u < 0, -far, far))
 
@@ -77,6 +78,7 @@ def _target_gradient(z, lse, slope, offset, hit, softcap, CAPPED: tl.constexpr):
 @triton.jit
 def _row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss):
     """dlogit = softmax * slope - offset, and hit less at the target. All are 0 where ignored, nan out of range."""
+    # a kernel raises no error: a target out of range makes the row NaN, which is seen
     factor = tl.where((target >= 0) & (target < vocab_size), grad, float("nan"))
     factor = tl.where(target == ignore_index, 0.0, factor)
     return (1.0 + 2.0 * z_loss * lse) * factor, label_smoothing / vocab_size * factor, (1.0 - label_smoothing) * factor
@@ -142,6 +144,7 @@ def _row_stats_kernel(
 
     # each lane keeps its own maximum and sum, so that the loop needs no exchange between threads, and takes one
     # exponential an element and 1 / VEC for the rescaling
+    # not -inf: exp(-inf - -inf) of lanes that read nothing would be NaN
     peak = tl.full([BLOCK], -1e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     z_sum = tl.zeros([BLOCK], tl.float32)
@@ -150,6 +153,7 @@ def _row_stats_kernel(
         mask = tl.broadcast_to(block + vectors < reads, (BLOCK, VEC))
         z = _load_logits(base + (block + vectors) * VEC + lanes, mask, softcap, CAPPED)
         if sum_ptr is not None:
+            # masked lanes hold -inf, which a sum would not survive
             z_sum += tl.sum(tl.where(mask, z, 0.0), axis=1)
         new_peak = tl.maximum(peak, tl.max(z, axis=1))
         total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(z - new_peak[:, None]), axis=1)
@@ -270,6 +274,7 @@ def _mean_scale_kernel(target_ptr, scale_ptr, T, ignore_index, BLOCK: tl.constex
     for start in range(0, T, BLOCK):
         rows = start + tl.arange(0, BLOCK)
         target = tl.load(target_ptr + rows, mask=rows < T, other=ignore_index)  # [BLOCK]
+        # counted as integers: float32 counts are exact to 2^24 only
         kept += (target != ignore_index).to(tl.int32)
     tl.store(scale_ptr, 1.0 / tl.sum(kept, axis=0).to(tl.float32))  # scalar
 
@@ -322,6 +327,7 @@ def _scale_kernel(x_ptr, grad_ptr, scale_ptr, M, N, stride_grad, BLOCK: tl.const
         factor = tl.load(grad_ptr + row * stride_grad).to(tl.float32)  # scalar
         if scale_ptr is not None:
             factor *= tl.load(scale_ptr)  # scalar
+        # a mean's gradient is most often 1 already: the check costs one load a tile, the product a pass over dlogits
         if factor != 1.0:
             cols = tile % blocks * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)  # [BLOCK]

@@ -57,6 +57,7 @@ def _moe_route_kernel(
         best, where = tl.max(grouped, 2, return_indices=True)
         is_best = tl.arange(0, BLOCK_S)[None, None, :] == where[:, :, None]
         two = best + tl.max(tl.where(is_best, float("-inf"), grouped), 2)
+        # of groups with equal sums the one with the lower index is ahead, so the choice is unique
         ids = tl.arange(0, BLOCK_G)
         two = tl.where((ids < G)[None, :], two, float("-inf"))
         ahead = (two[:, None, :] > two[:, :, None]) | (
@@ -69,6 +70,7 @@ def _moe_route_kernel(
     slots = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
     for j in range(top_k):
+        # the first of equal scores: a round a slot, since Triton has no top-k with indices for any k
         place = tl.argmax(choice, 1)[:, None]
         chosen = tl.where(slots == j, place // BLOCK_S * S + place % BLOCK_S, chosen)
         choice = tl.where(places[None, :] == place, float("-inf"), choice)
@@ -128,14 +130,17 @@ def _moe_route_bwd_kernel(
         dw = tl.load(dweights_ptr + tokens * top_k + j, mask=tokens < T, other=0.0).to(tl.float32)  # [BLOCK_T]
         here = experts[None, :] == expert[:, None]
         ds = tl.where(here, dw[:, None], ds)
+        # a count, not a flag: an expert could be named twice by a caller's own indices
         chosen += here.to(tl.int32)
     if NORMALIZE:
+        # the scores are computed again from the logits: saving them would cost a tensor [T, E]
         total = tl.sum(tl.where(chosen > 0, s, 0.0), 1)[:, None] + 1e-20
         ds = tl.where(chosen > 0, (ds - tl.sum(ds * s, 1)[:, None] / total) / total, 0.0)
     ds *= scaling_factor
     if SIGMOID:
         dz = ds * s * (1.0 - s)
     else:
+        # softmax's Jacobian over all experts: those not chosen have ds 0, but not dz
         dz = s * (ds - tl.sum(ds * s, 1)[:, None])
     out = dlogits_ptr + tokens[:, None] * E + experts[None, :]
     tl.store(out, dz.to(dlogits_ptr.dtype.element_ty), mask=mask)  # [BLOCK_T, BLOCK_E]
@@ -189,6 +194,7 @@ def _moe_sort_kernel(
         position = tl.sum(one_hot * (tl.cumsum(one_hot, 0) - 1 + free[None, :]), 1)
         places = start + tl.arange(0, BLOCK)
         tl.store(positions_ptr + places, position, mask=places < A)  # [BLOCK]
+        # assignments of one expert keep the order of tokens, so the sort is stable and its result unique
         free += tl.sum(one_hot, 0)
     tl.store(offsets_ptr + ids, free, mask=(ids < E) & (program == programs - 1))  # [BLOCK_E]
 
@@ -337,6 +343,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     counts = experts.new_empty((num_experts, programs), dtype=torch.int32)
     blocks = {"CHUNK": _CHUNK, "BLOCK": _BLOCK, "BLOCK_E": next_power_of_2(num_experts)}
     _moe_count_kernel[(programs,)](experts, counts, A, num_experts, programs, **blocks)
+    # counts lie expert by expert, so one running sum gives every program the first row of each expert
     sums = counts.view(-1).cumsum(0, dtype=torch.int32)
     _moe_sort_kernel[(programs,)](experts, counts, sums, positions, offsets, A, num_experts, programs, **blocks)
     return positions, offsets

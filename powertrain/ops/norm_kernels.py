@@ -45,6 +45,7 @@ def _norm_fwd_kernel(
         tl.store(h_ptr + rows * N + cols, h, mask=mask)  # [BLOCK_M, BLOCK_N]
         h = h.to(tl.float32)
     if IS_LAYER:
+        # two passes over registers: E[h²] - mean² would lose the digits of a row whose mean is large
         mean = tl.sum(h, axis=1, keep_dims=True) / N
         h = tl.where(mask, h - mean, 0.0)
         tl.store(mean_ptr + rows, mean, mask=rows < M)  # [BLOCK_M, 1]
@@ -56,6 +57,7 @@ def _norm_fwd_kernel(
 
 @triton.jit
 def _affine(y, weight_ptr, bias_ptr, y_ptr, cols, N, ZERO_CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr):
+    # as Hugging Face's Llama does: the normalized row is rounded to its dtype ahead of the weight
     if ROUND_FIRST:
         y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
     if weight_ptr is not None:
@@ -109,6 +111,7 @@ def _norm_fwd_looped_kernel(
             h = h.to(tl.float32)
         if IS_LAYER:
             count += tl.where(mask, 1.0, 0.0)
+            # Welford's update, lane by lane; the lanes are combined behind the loop by Chan's formula
             delta = tl.where(mask, h - mean, 0.0)
             mean += delta / tl.maximum(count, 1.0)
             squares += delta * tl.where(mask, h - mean, 0.0)
@@ -126,6 +129,7 @@ def _norm_fwd_looped_kernel(
         cols = start + lanes
         mask = cols < N
         if residual_ptr is not None:
+            # this program wrote h itself, and each lane reads only what it wrote
             h = tl.load(h_ptr + row * N + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
         else:
             h = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
@@ -173,6 +177,7 @@ def _norm_bwd_kernel(
             h = tl.where(mask, h - tl.load(mean_ptr + rows, mask=rows < M, other=0.0), 0.0)  # [BLOCK_M, 1]
         xhat = h * rstd
         if dw_partial_ptr is not None:
+            # kept over all rows of the program and written once: no atomics, so the same bits every time
             dw += tl.sum(dy * xhat, axis=0, keep_dims=True)
         if db_partial_ptr is not None:
             db += tl.sum(dy, axis=0, keep_dims=True)
@@ -255,6 +260,7 @@ def _wdy_xhat(dy_ptr, h_ptr, weight_ptr, mean, rstd, cols, N, ZERO_CENTERED: tl.
     wdy = tl.load(dy_ptr + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
     if weight_ptr is not None:
         wdy *= _weight(weight_ptr, cols, N, ZERO_CENTERED)
+    # columns past the row would hold -mean * rstd
     return wdy, tl.where(mask, (h - mean) * rstd, 0.0)
 
 
@@ -278,6 +284,7 @@ def _norm_dw_looped_kernel(
     dw = tl.zeros([BLOCK_N], tl.float32)
     db = tl.zeros([BLOCK_N], tl.float32)
     for step in range(tl.program_id(1), M, tl.num_programs(1)):
+        # row * stride passes 2^31 for long tensors
         row = step + tl.zeros([], tl.int64)
         dy = tl.load(dy_ptr + row * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
         h = tl.load(h_ptr + row * stride_hm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]

@@ -76,6 +76,7 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
                 device = value.get_device()
                 if not (value.is_cuda or (in_interpreter and settings().interpret and value.device.type == "cpu")):
                     return None
+            # one test of the low bits at the end instead of one a tensor
             bits |= address
             addresses.append(address)
             tensors.append(value)
@@ -89,6 +90,7 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
             key += (kind, *map(type, value), *(repr(e) if type(e) is float else e for e in value))
         else:
             return None
+    # kernels are specialized on 16-byte alignment, which a recording fixes
     if bits & 15 or device == -2 or recording.state.redirected or steering.unsettled:
         return None
     # one tensor twice, or two at one address
@@ -99,6 +101,7 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
     if device >= 0:
         if torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing():
             return None
+        # part of the key: the launches of a recording go to the stream they were recorded on
         stream = torch._C._cuda_getCurrentRawStream(device)
     on = "cuda" if device >= 0 else "cpu"
     key += (

@@ -112,6 +112,7 @@ def _weights_of(
         j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
         place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
         s -= slope * gl.abs(place - j).to(gl.float32)
+    # rows past the sequence have an LSE of +inf, so their p is 0 without a mask
     p = gl.exp2(s - lse)
     # most blocks are fully visible: the comparison of all scores is skipped for them
     masked = k_left < 64
@@ -221,7 +222,6 @@ def _weigh_ahead(
     do_smem = smem.do
     s_layout: gl.constexpr = zeros.type.layout
     # loads and products of a warp go through one queue: behind dp's products the load would wait for the tensor cores
-    # behind dp's products it would wait for them
     lse = _row_numbers(smem, at, 0, s_layout)
     keep_order()
     dp = _ask(v, do_smem, at, zeros)  # [64, BLOCK_M]
@@ -252,6 +252,7 @@ def _products_ahead(
     if LAST:
         dv, dk = hopper.warpgroup_mma_wait(0, deps=[dv, dk])
     else:
+        # the scores of the next block, issued last, stay under way beside the exponentials
         dv, dk = hopper.warpgroup_mma_wait(1, deps=[dv, dk])
     named_barrier_arrive(BAR_EMPTY + at % STAGES, EVERYONE)
     return s, dk, dv
@@ -304,6 +305,7 @@ def consume(
             grads.dv, storage, kv_heads, keys, CONFIG.d_v, here(strides.dvb), here(strides.dvh), here(strides.dvs),
             dv_smem, PACKED,
         )  # fmt: skip
+    # the type of accumulators; use_acc=False never reads them
     zeros = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
     taken = gl.to_tensor(0)
     # blocks
@@ -409,6 +411,7 @@ def consume(
             k_left = read_tile_field(tile_smem, slot, TILE_K_LEFT) - CONSUMER * 64
             dv = gl.where(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, dv_layout)) < k_left, 1), dv, 0.0)
             dk = gl.where(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, dk_layout)) < k_left, 1), dk, 0.0)
+        # the last field that is read: the producer may write the tile after the next here
         rows_left = read_tile_field(tile_smem, slot, TILE_DK_LEFT) - CONSUMER * 64
         mbarrier.arrive(tile_empty.index(slot), count=1)
         if grads.dv is not None:
