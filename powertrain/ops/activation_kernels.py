@@ -69,6 +69,7 @@ def activate(z, KIND: tl.constexpr):
         value = z * s
         slope = s + value * rest
     elif KIND == "relu":
+        # max(z, 0) would turn NaN into 0; PyTorch keeps it
         value = tl.where(z > 0, z, tl.where(z == z, 0.0, z))
         slope = tl.where(z > 0, 1.0, 0.0)
     else:
@@ -143,6 +144,7 @@ def _activation_bwd_tile(
     dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
     x = _load(x_ptr, bias_ptr, rows, cols, stride_xm, mask, N)
     if up_ptr is not None:
+        # computed anew from the inputs: saving the activation would cost a tensor as large as the result
         _, by_gate, by_up = activate_gated(
             x, _load(up_ptr, up_bias_ptr, rows, cols, stride_um, mask, N), limit, alpha, KIND
         )
@@ -191,6 +193,7 @@ def _activation_bwd_kernel(
         programs = tl.num_programs(0) // col_blocks
         dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         dup_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        # a bias's gradient is summed over rows by one program as far as possible: no atomics, the same bits every time
         for block in range(first, tl.cdiv(M, BLOCK_M), programs):
             dx, dup = _activation_bwd_tile(
                 dy_ptr, x_ptr, up_ptr, bias_ptr, up_bias_ptr, dx_ptr, dup_ptr,

@@ -76,7 +76,7 @@ def _log_prob_stats_kernel(
     base = logits_ptr + row * stride_lm
     vectors = tl.arange(0, BLOCK)[:, None]
     lanes = tl.arange(0, VEC)[None, :]
-    # as in cross_entropy.py each lane keeps its own maximum and sums
+    # as in cross_entropy_kernels.py each lane keeps its own maximum and sums
     peak = tl.full([BLOCK], -1e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     # sum of exp(z - peak) (z - peak): no cancellation, as sum p z has
@@ -148,10 +148,12 @@ def _divergence_kernel(
         cols = block + lanes
         z = _load_z(logits_ptr + row * stride_lm, cols, V, padded, softcap, temperature, CAPPED)
         y = _load_z(teacher_ptr + row * stride_tm, cols, V, padded, teacher_softcap, temperature, TEACHER_CAPPED)
+        # in this order: z - (peak + log_total) would round at the size of the sum
         log_p = (z - peak) - log_total
         log_q = (y - teacher_peak) - teacher_log_total
         if KIND == 0:
             q = tl.exp(log_q)
+            # 0 * inf of entries that underflow, or lie outside the vocabulary, counts as the limit 0
             from_q += tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0), axis=1)
         elif KIND == 1:
             p = tl.exp(log_p)
@@ -223,6 +225,7 @@ def _log_prob_grads_kernel(
     d = tl.zeros([BLOCK, VEC], tl.float32)
     if dlog_prob_ptr is not None:
         hit = tl.load(dlog_prob_ptr + row * stride_glog_prob)  # scalar
+        # a target out of range is seen as NaN; a kernel raises no error
         hit = tl.where((target >= 0) & (target < vocab_size), hit, float("nan"))
         d -= hit * p
     if dentropy_ptr is not None:
@@ -244,13 +247,14 @@ def _log_prob_grads_kernel(
             d += tl.where(p > 0.0, grad * (1.0 - beta) * p * (above - center), 0.0)
     slope = 1.0 / temperature + tl.zeros([BLOCK, VEC], tl.float32)
     if CAPPED:
+        # z is the capped logit over the temperature, so tanh is known without another exponential
         capped = z * temperature / softcap
         slope *= 1.0 - capped * capped
     out = logits_ptr + row * stride_lm + cols
     dtype = logits_ptr.dtype.element_ty
     tl.store(out, tl.where(kept, d * slope, 0.0).to(dtype), mask=cols < padded)  # [BLOCK, VEC]
     if dlog_prob_ptr is not None:
-        # the target's element apart, as in cross_entropy.py
+        # the target's element apart, as in cross_entropy_kernels.py
         local = target - vocab_start
         ahead = local - block * (BLOCK * VEC)
         if kept & (ahead >= 0) & (ahead < BLOCK * VEC) & (local < V):

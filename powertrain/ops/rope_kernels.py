@@ -76,6 +76,7 @@ def _rope_kernel(
     block = program % blocks
     tokens = (program // blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = tokens < num_outer * num_inner
+    # int64 before the strides: an offset of a long batch passes 2^31
     outer, inner = (tokens // num_inner).to(tl.int64), (tokens % num_inner).to(tl.int64)
 
     pairs = tl.arange(0, BLOCK_C)[None, :]
@@ -144,6 +145,7 @@ def _position(
         # the number of sequences that end at or before this token, by bisection
         sequence = tl.zeros([BLOCK_T], tl.int32)
         high = tl.full([BLOCK_T], 0, tl.int32) + num_seqs
+        # a fixed number of steps for the launch: lanes of one tile end at different ones, and `open` stops them
         for _ in range(search_steps):
             middle = (sequence + high) // 2
             open = sequence < high
@@ -154,6 +156,7 @@ def _position(
         position = inner - tl.load(cu_seqlens_ptr + sequence, mask=in_sequence, other=0) + offset  # the shape of live
         if offsets_ptr is not None:
             position += tl.load(offsets_ptr + sequence, mask=in_sequence, other=0)  # the shape of live
+        # rows of no sequence get position 0, which the table has: their values matter to nobody, NaN would
         position = tl.where(in_sequence, position, 0)
     else:
         batch = outer if SEQ_INNER else inner
@@ -185,6 +188,8 @@ def _rotate(
         inside = mask[:, :, None] & (cols < 2 * PAIRS)
         x = tl.load(x_ptr + source[:, :, None] + cols, mask=inside, other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(x, [BLOCK_T, BLOCK_H, BLOCK_C, 2]))
+        # pairs lie side by side: one load of both halves and a split in registers, where two strided loads would use
+        # half of each sector
         y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), [BLOCK_T, BLOCK_H, 2 * BLOCK_C])
         tl.store(y_ptr + target[:, :, None] + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
     else:
@@ -194,6 +199,7 @@ def _rotate(
         b = tl.load(x_ptr + source[:, :, None] + PAIRS + cols, mask=inside, other=0.0).to(tl.float32)
         tl.store(y_ptr + target[:, :, None] + cols, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=inside)
         tl.store(y_ptr + target[:, :, None] + PAIRS + cols, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=inside)
+    # dims behind the rotary ones are copied, since the result is a tensor of its own
     if 2 * PAIRS < HEAD_DIM:
         _copy(x_ptr, y_ptr, source, target, mask, 2 * PAIRS, HEAD_DIM, BLOCK_REST)
 

@@ -93,6 +93,7 @@ def _attend(
         alpha = tl.exp2(m - shift)
         m = m_new
         l = l * alpha + tl.sum(weights, 1)  # noqa: E741
+        # ahead of the product, so that it adds to scaled sums in place
         acc = scale_tile(acc, alpha[:, None])
         if FEATURES.has_dropout:
             # after the sum: dropout acts on the normalized weights
@@ -129,6 +130,7 @@ def _attention_fwd_kernel(
     k_start, k_len, _ = sequence_span(k_starts_ptr, k_used_ptr, b, batch, keys)
     first = block * BLOCK_M
     if q_starts_ptr is not None:
+        # slots are enough for any lengths, so some have no block
         if first >= q_capacity:
             return
     b64, kv64, repeat64, q64, k64 = to_int64(b), to_int64(kv), to_int64(repeat), to_int64(q_start), to_int64(k_start)
@@ -175,11 +177,13 @@ def _attention_fwd_kernel(
         m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         if FEATURES.alibi == "one_sided":
             m += bias.slope * (i * 1.0 - first)
+        # the sink's own weight, exp2(m - m)
         l += 1.0  # noqa: E741
     state = (zeros_tile(BLOCK_M, P_V), m, l)
     q_rows = tiled_rows(q_base, q_len, stride_qs, D_QK, P_QK, BLOCK_M, TMA)
     k_rows = tiled_rows(k_base, k_len, stride_ks, D_QK, P_QK, BLOCK_N, TMA)
     v_rows = tiled_rows(v_base, k_len, stride_vs, D_V, P_V, BLOCK_N, TMA)
+    # without tensor cores q is loaded piece by piece with each block of keys: held, it would fill the registers
     q = q_rows.handles
     if not FMA:
         q = load_tile(q_rows, first, D_QK, P_QK, BLOCK_M, TMA, True)  # tile of [BLOCK_M, D_QK]
@@ -202,6 +206,7 @@ def _attention_fwd_kernel(
         # the part of ALiBi that add_bias left out
         m -= bias.slope * (i * 1.0 - first)
     lse = tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("-inf"))  # [BLOCK_M]
+    # dropout's 1 / (1 - p) once a row instead of once a weight
     inverse = tl.where(l > 0, keep_scale / tl.where(l > 0, l, 1.0), 0.0)
     o_rows = TiledRows((o_base,), q_len, stride_os)
     store_tile(o_rows, scale_tile(acc, inverse[:, None]), first, q_capacity, D_V, P_V, BLOCK_M)
