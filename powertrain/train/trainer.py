@@ -62,7 +62,7 @@ class Trainer:
     config    the run's, with the vocabulary's size known
     ranks     which process this is
     data      from `open_data`
-    sinks     who is method of each step (on the first rank)
+    sinks     destinations of each step's metrics (on the first rank)
     Nothing in a step waits for the device: a step's numbers are read while the next one computes, before that updates
     anything. A step whose gradients are not finite changes no weight; a spike is seen after its own update.
     """
@@ -112,6 +112,7 @@ class Trainer:
         while self.progress.step < train.steps and not self._ends():
             step = self.progress.step
             with self._trace.step(step + 1), self._watch.step(step + 1):
+                # dropout depends on the step alone: a resumed run draws the same numbers, and no generator is saved
                 seed_step(train.seed, step, self.ranks.rank)
                 with self._timed("data"):
                     micro_batches = [
@@ -141,6 +142,7 @@ class Trainer:
                 self.save()
             self._poll_save()
         self._finish_previous_step()
+        # a run that was asked to end keeps what it has done
         if self._ends() and self.config.checkpoint.save and not self._save_is_due():
             self.save()
         self._poll_save(wait=True)
@@ -212,6 +214,7 @@ class Trainer:
         if not count:
             return None
         ranks.sum_over_data(sums)
+        # one transfer for all sums; the host waits once an evaluation
         mean, _, *numbers = (sums / sums[1]).tolist()
         seen = dict(zip(self.objective.metrics, numbers, strict=True)) or None
         self._emit("evaluation", EvaluationRecord(self.progress.step, name, mean, count, seen))
@@ -313,6 +316,7 @@ class Trainer:
         return train.micro_batch_size * train.gradient_accumulation_steps * self.ranks.dp_size
 
     def _stream(self) -> Iterator[Batch]:
+        # the loader's workers read ahead; samples behind the last step are never read
         limit = self.progress.samples + (self.config.train.steps - self.progress.step) * self._samples_per_step()
         return self._batches(self.data.train, self.progress.samples, limit)
 
@@ -353,6 +357,7 @@ class Trainer:
         tokens = self.config.train.seq_length * len(pending.batches) * pending.batches[0].tokens.shape[0]
         rate = tokens * self.ranks.dp_size / spent
         mfu = None
+        # None for a GPU whose peak is not known: no MFU rather than a wrong one
         if self.peak_flops:
             mfu = rate * self.flops_per_token / (self.peak_flops * self.ranks.world_size)
         record = StepRecord(
@@ -387,7 +392,9 @@ class Trainer:
         with torch.no_grad():
             bad = [candidate for candidate in micro_batches if not self._loss(candidate).isfinite()]
         batch = bad[0] if bad else micro_batches[-1]
+        # a forward again with hooks: during training they would cost every step
         anomaly = diagnose(self.model, lambda: self._loss(batch))
+        # each rank has other samples, and only one of them may be bad
         everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {anomaly}")
         newest = checkpoint_store.find(self.checkpoints.folder)
         lines = "\n".join(f"  rank {rank}, {text}" for rank, text in enumerate(everywhere))
