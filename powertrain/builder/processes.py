@@ -1,13 +1,16 @@
 """Processes: state and memory of a build's process tree, sampled."""
 
+import ctypes
 import os
 import re
+import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
 
 _COMPILERS = re.compile(r"(cicc|ptxas|fatbinary|cudafe\+\+|nvcc|cc1|cc1plus|lto1|clang(\+\+)?(-\d+)?|rustc)$")
+_PR_SET_CHILD_SUBREAPER = 36
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LINKERS = re.compile(r"(ld|ld\.\w+|collect2|lld|mold|nvlink)$")
 
@@ -29,6 +32,14 @@ class Process:
     @property
     def links(self) -> bool:
         return bool(_LINKERS.match(self.name))
+
+
+NOBODY = Process(0, 0, "", "", 0, 0.0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent ended, so that the process tree stays complete."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def tree(root: int, without: Iterable[int] = ()) -> dict[int, Process]:
@@ -147,6 +158,29 @@ def swap_ins() -> int:
         return psutil.swap_memory().sin // os.sysconf("SC_PAGE_SIZE")
     except (OSError, RuntimeError):
         return 0
+
+
+def cpu_since(who: int, before: resource.struct_rusage) -> float:
+    now = resource.getrusage(who)
+    return now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
+
+
+def send_signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def reap(*but: int) -> None:
+    """Collect orphans that ended in our care."""
+    for child in psutil.Process().children():
+        try:
+            if child.pid not in but and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+        except (psutil.Error, ChildProcessError):
+            continue
 
 
 class Pace:
