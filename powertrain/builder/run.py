@@ -111,8 +111,7 @@ class Builder:
         self.reaped = self.memory_sampled = 0.0
         self.fresh = False  # no action was taken since the last sample
         self.signals: list[int] = []
-        self.asked_to_end = 0.0
-        self.stall_reported = 0.0
+        self.asked_to_end = self.stall_reported = 0.0
         self.text = b""
         self.ended_output = self.selector_is_quiet = False
         self.other_users: set[int] = set()  # processes of other users that were reported
