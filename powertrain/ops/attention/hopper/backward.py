@@ -76,11 +76,13 @@ def _hopper_attention_bwd_preprocess_kernel(
     lse = tl.load(lse_ptr + at + rows, mask=rows < length, other=float("-inf"))  # [BLOCK_M]
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at + rows, mask=rows < length, other=0.0)  # [BLOCK_M]
+    # a row that sees no key: with +inf for its LSE every p is 2^-inf = 0
     blind = lse == float("-inf")
     to = rows_ptr + to_int64(t) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(to, tl.where(blind, float("inf"), lse * LOG2E))  # [BLOCK_M]
     tl.store(to + BLOCK_M, tl.where(blind, 0.0, delta))  # [BLOCK_M]
     if sum_ptr is not None:
+        # zeros here, in a pass over memory that is made anyway, instead of a memset
         piece = tl.arange(0, BLOCK_M * W_QK)
         tl.store(sum_ptr + to_int64(t) * (BLOCK_M * W_QK) + piece, tl.zeros([BLOCK_M * W_QK], tl.float32))
     if order_ptr is not None:
@@ -271,8 +273,10 @@ def _launch_main(
     blocks = operands.key_blocks(_BLOCK_N[w_qk])
     group = plan.group
     if scratch.order is not None:
+        # of packed sequences only the mean length is known to the host
         sequences = max(1, operands.batch) if operands.is_packed else 1
         group = deterministic_swizzle(plan, operands.queries // sequences, heads.q_per_kv, args, num_sms)
+    # any address and no stride: the kernel is compiled without what it would use
     absent = Operand(k.tensor, 0, 0, 0, 0)
     count = operands.storage * heads.kv * blocks
     tensors = (
@@ -303,6 +307,7 @@ def _launch_main(
 def _for_tma(x: Tensor) -> Tensor:
     """`x`, or a copy of it in rows that TMA can read."""
     elements = 16 // x.element_size()
+    # a stride of 0 too: TMA wants strides that are multiples of 16 bytes, and more than 0
     fits = x.stride(-1) == 1 and all(s and s % elements == 0 for s in x.stride()[:-1])
     fits = fits and (x.is_meta or x.data_ptr() % 16 == 0)
     return x if fits else x.clone(memory_format=torch.contiguous_format)

@@ -106,7 +106,7 @@ def _weights_of(
         s = t * (mods.softcap * LOG2E)
     else:
         s = s * (mods.scale * LOG2E)
-    # of head number // blocks
+    # block `number` of a tile's queries is of head number // blocks
     if slopes is not None:
         slope = gl.load(slopes + number // blocks, mask=is_sequence, other=0.0) * LOG2E
         j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
@@ -308,7 +308,7 @@ def consume(
     # the type of accumulators; use_acc=False never reads them
     zeros = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
     taken = gl.to_tensor(0)
-    # blocks
+    # blocks so far
     done = gl.to_tensor(0)
     if CONSUMER == 1:
         named_barrier_arrive(BAR_TURN, CONSUMERS)

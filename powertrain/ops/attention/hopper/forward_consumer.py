@@ -339,7 +339,7 @@ def _consume_tile(
         with_sink = gl.maximum(m, sink)
         rescale = gl.exp2(m - with_sink)
         weight = gl.exp2(sink - with_sink)
-        # once in all
+        # a sink counts once, though every split sees it
         if num_splits is not None:
             weight = gl.where(split == 0, weight, 0.0)
         total = total * rescale + weight
