@@ -357,7 +357,6 @@ class Trainer:
         tokens = self.config.train.seq_length * len(pending.batches) * pending.batches[0].tokens.shape[0]
         rate = tokens * self.ranks.dp_size / spent
         mfu = None
-        # None for a GPU whose peak is not known: no MFU rather than a wrong one
         if self.peak_flops:
             mfu = rate * self.flops_per_token / (self.peak_flops * self.ranks.world_size)
         record = StepRecord(
@@ -392,7 +391,6 @@ class Trainer:
         with torch.no_grad():
             bad = [candidate for candidate in micro_batches if not self._loss(candidate).isfinite()]
         batch = bad[0] if bad else micro_batches[-1]
-        # a forward again with hooks: during training they would cost every step
         anomaly = diagnose(self.model, lambda: self._loss(batch))
         # each rank has other samples, and only one of them may be bad
         everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {anomaly}")

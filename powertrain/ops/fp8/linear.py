@@ -98,6 +98,7 @@ def _forward(
     in_x, in_w, _, in_wgrad = GRANULARITIES[by]
     options = ("e4m3", power_of_two, kernel)
     measure, none = amaxes is not None, x.new_empty(0, dtype=torch.float32)
+    # one pass over x for both copies, where their scales are the same
     both = keep and in_x == in_wgrad
     ours = _quantized(x, in_x, *options, scale=_role(scales, _INPUT), rows=True, columns=both, measure=measure)
     transposed = ours if both or not keep else _quantized(x, in_wgrad, *options, columns=True)
@@ -138,6 +139,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     with without_autocast(dy.device):
         fold = None
         if ctx.options[0] == "row":
+            # a row's scale of W is a column's of Wᵀ, along the sum of dgrad: no product takes it there, so dy takes it
             fold = w_scale.reciprocal() if w_inv is None else w_inv
         rows, columns = _grads(ctx, dy, need_dx, need_dw, fold)
         if need_dx:
@@ -147,10 +149,12 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
                 transposed = transposed._replace(scale_inv=fold.new_ones(weight.shape[1]))
             dx = _product(rows, transposed, weight.dtype, False, kernel)
         if need_dw and ctx.main_grad is None:
+            # never with fast accumulation: gradients keep float32 sums
             dw = _product(columns, Quantized(x_t, x_inv), weight.dtype, False, kernel)
         elif need_dw:
             fp8_gemm_into_op(*columns, x_t, x_inv, None, ctx.main_grad, True, False, None, kernel)
         if need_db:
+            # of dy as it is: quantizing would lose digits for nothing
             db = dy.sum(0, dtype=acc_dtype(dy.dtype)).to(dy.dtype)
     return dx, dw, db, *(None,) * 13
 
@@ -178,6 +182,7 @@ def _grads(ctx: Any, dy: Tensor, need_dx: bool, need_dw: bool, fold: Tensor | No
 def _transposed(ctx: Any, weight: Tensor, w_scale: Tensor) -> Quantized:
     """Wᵀ, by the scales of the forward."""
     by, _, power_of_two, *_, kernel = ctx.options
+    # a block's scale is the same for both copies, and costs less to find again than to save
     scale = None if by == "block" else w_scale
     return _quantized(
         weight, GRANULARITIES[by][_WEIGHT], "e4m3", power_of_two, kernel, scale=scale, columns=True

@@ -47,6 +47,7 @@ def _scale_of(bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
         return (power << 23).to(tl.float32, bitcast=True)
     else:
         scale = tl.div_rn(MAX, tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True)))
+        # MAX / a denormal overflows; the largest finite scale still gives a finite product
         scale = tl.where(scale.to(tl.int32, bitcast=True) == _INF_BITS, _FLT_MAX, scale)
         return tl.where(is_plain, scale, 1.0)
 
@@ -88,6 +89,7 @@ def _amax_kernel(
         cols = (tile % tiles_c * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
         x = tl.load(x_ptr + rows * stride_xm + cols, mask=(rows < R) & (cols < C), other=0.0)  # [BLOCK_R, BLOCK_C]
         found = tl.maximum(found, _bits(x.to(tl.float32)))
+    # bit patterns of absolute values: integers order them as floats do, NaN above all, and atomics take them
     most = tl.max(tl.max(found, 1), 0)
     if most > 0:
         tl.atomic_max(amax_ptr, most)
@@ -320,6 +322,7 @@ def _launch(
     options: dict[str, Any] = {"MAX": MAX[format], "POWER_OF_TWO": power_of_two}
     own_amax = None
     if by == "tensor":
+        # the maximum of the whole tensor comes first: its scale multiplies every element
         own_amax = x.new_zeros(1, dtype=torch.int32)
         programs = min(cdiv(R, 16) * cdiv(C, 512), 8 * target.num_sms)
         _amax_kernel[(programs,)](x, scale, own_amax, R, C, x.stride(0), BLOCK_R=16, BLOCK_C=512, num_warps=8)
@@ -331,10 +334,12 @@ def _launch(
         )  # fmt: skip
         if data_t is None:
             return
+        # the copy by columns uses the scales of rows, which are known now
         scale, data, amax = own, None, None
     for part in [(data, None), (None, data_t)] if by == "group" else [(data, data_t)]:
         if part != (None, None):
             _launch_tiles(x, fold, scale, own_amax, part, own, inverse, inverse_t, amax, by, options)
+            # measured by the first launch
             amax = None
 
 

@@ -16,6 +16,10 @@ that hold p and ds. Bounds that move by coordinates: Triton's tools/ragged_tma.p
 """
 
 from powertrain.ops.attention.hopper.backward_consumer import consume
+from powertrain.ops.attention.hopper.backward_tiles import (
+    fetch_next_tile,
+    publish_tile,
+)
 from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor, wait_for_predecessor
 from powertrain.ops.attention.hopper.primitives import (
     BAR_DS_FULL,
@@ -23,14 +27,9 @@ from powertrain.ops.attention.hopper.primitives import (
     EVERYONE,
     TILE_B,
     TILE_COUNT,
-    TILE_DISTANCE,
-    TILE_DK_END,
-    TILE_DK_LEFT,
-    TILE_DK_ROW,
     TILE_FIELDS,
     TILE_FIRST,
     TILE_K_END,
-    TILE_K_LEFT,
     TILE_K_ROW,
     TILE_KV,
     TILE_Q_END,
@@ -57,9 +56,7 @@ from powertrain.ops.attention.hopper.primitives import (
     keep_order,
     read_tile_field,
     rows_desc_of,
-    write_tile_field,
 )
-from powertrain.ops.attention.triton.sequences import find_sequence, sequence_span
 from powertrain.runtime.gluon_compat import (
     gl,
     gluon,
@@ -99,130 +96,6 @@ def add_in_order(base, x):
 
 
 @gluon.jit
-def _place(start, length, row, rows, RAGGED: gl.constexpr):
-    """(end, row) of row `row` of a sequence of `length` rows from row `start` of a tensor of `rows` on."""
-    end = gl.to_tensor(0)
-    if RAGGED:
-        end = start + length
-        row += rows - length
-    return end, row
-
-
-@gluon.jit
-def keys_of(tile, lengths, sizes, BLOCK_N: gl.constexpr):
-    """A tile of keys: (batch entry, head, first key), then start, length and capacity of its sequence's keys, and start
-    and length of its queries. `swizzle` heads at a time share the L2; of each the first keys, which most queries see,
-    come first."""
-    kv_heads, blocks, swizzle = sizes.kv_heads, sizes.blocks, sizes.swizzle
-    heads = kv_heads
-    if lengths.k_starts is None:
-        heads = kv_heads * sizes.batch
-    first_head = tile // (swizzle * blocks) * swizzle
-    size = gl.minimum(heads - first_head, swizzle)
-    within = tile - first_head * blocks
-    block = within // size
-    kv = first_head + within % size
-    if lengths.k_starts is not None:
-        b, block = find_sequence(lengths.k_starts, sizes.batch, block, BLOCK_N)
-    else:
-        b = kv // kv_heads
-        kv = kv % kv_heads
-    k_start, k_len, k_capacity = sequence_span(lengths.k_starts, lengths.k_used, b, sizes.batch, sizes.keys)
-    q_start, q_len, _ = sequence_span(lengths.q_starts, lengths.q_used, b, sizes.batch, sizes.queries)
-    return b, kv, block * BLOCK_N, k_start, k_len, k_capacity, q_start, q_len
-
-
-@gluon.jit
-def queries_of(first, k_len, q_len, window, CONFIG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(first block, number) of the blocks of queries that see keys of the tile from key `first` on, and the position
-    of query 0."""
-    offset = gl.to_tensor(0)
-    if CONFIG.bottom_right:
-        offset = k_len - q_len
-    begin = gl.to_tensor(0)
-    end = q_len
-    if CONFIG.has_right:
-        begin = gl.maximum(first - window.right - offset, 0)
-    if CONFIG.has_left:
-        end = gl.minimum(end, gl.minimum(first + BLOCK_N, k_len) + window.left - offset)
-    begin = begin // BLOCK_M
-    return begin, gl.where(first < k_len, gl.maximum(gl.cdiv(end, BLOCK_M) - begin, 0), 0), offset
-
-
-@gluon.jit
-def fetch_next_tile(counter_ptr, DETERMINISTIC: gl.constexpr):
-    """The index of a tile that no other CTA has. The first tile of each CTA has the CTA's own number, except with
-    DETERMINISTIC: there a tile may only wait for one whose CTA is certain to run."""
-    first = gl.num_programs(0)
-    if DETERMINISTIC:
-        first = 0
-    return first + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-
-
-@gluon.jit
-def _write_tile(
-    tile, taken, tile_smem, tile_full, tile_empty, counter_ptr, lengths, sizes, window,
-    CONFIG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Publish the tile descriptor of `tile`, or of the next fetched tile that has keys, or that none is left."""
-    slot = taken & 1
-    mbarrier.wait(tile_empty.index(slot), (taken >> 1) & 1 ^ 1)
-    num_q_per_kv, slots, tiles = sizes.num_q_per_kv, sizes.slots, sizes.tiles
-    RAGGED_Q: gl.constexpr = CONFIG.ragged_q
-    RAGGED_K: gl.constexpr = CONFIG.ragged_k
-    DETERMINISTIC: gl.constexpr = CONFIG.deterministic
-    looks = tile < tiles
-    if not looks:
-        write_tile_field(tile_smem, slot, TILE_KV, -1)
-    while looks:
-        b, kv, first, k_start, k_len, k_capacity, q_start, q_len = keys_of(tile, lengths, sizes, BLOCK_N)
-        if first < k_capacity:
-            begin, count, offset = queries_of(first, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
-            start = begin
-            if DETERMINISTIC:
-                start = begin + count - 1
-            at = kv * num_q_per_kv * slots + start
-            if CONFIG.packed:
-                at += gl.cdiv(q_start, BLOCK_M) + b
-            else:
-                at += b * sizes.kv_heads * num_q_per_kv * slots
-            # consumers read a field where they need it, which keeps registers free over their loop
-            write_tile_field(tile_smem, slot, TILE_KV, kv)
-            write_tile_field(tile_smem, slot, TILE_B, b)
-            write_tile_field(tile_smem, slot, TILE_COUNT, count)
-            write_tile_field(tile_smem, slot, TILE_FIRST, first)
-            write_tile_field(tile_smem, slot, TILE_SUMS, at)
-            write_tile_field(tile_smem, slot, TILE_DISTANCE, start * BLOCK_M + offset - first)
-            write_tile_field(tile_smem, slot, TILE_K_LEFT, k_len - first)
-            end, row = _place(q_start, q_len, start * BLOCK_M, sizes.queries, RAGGED_Q)
-            write_tile_field(tile_smem, slot, TILE_Q_END, end)
-            write_tile_field(tile_smem, slot, TILE_Q_ROW, row)
-            end, row = _place(k_start, k_len, first, sizes.keys, RAGGED_K)
-            # where there is nothing to load, the first rows of all
-            if RAGGED_K:
-                end = gl.where(count > 0, end, sizes.keys)
-                row = gl.where(count > 0, row, 0)
-            write_tile_field(tile_smem, slot, TILE_K_END, end)
-            write_tile_field(tile_smem, slot, TILE_K_ROW, row)
-            end, row = _place(k_start, k_capacity, first, sizes.keys, CONFIG.packed)
-            write_tile_field(tile_smem, slot, TILE_DK_END, end)
-            write_tile_field(tile_smem, slot, TILE_DK_ROW, row)
-            write_tile_field(tile_smem, slot, TILE_DK_LEFT, k_capacity - first)
-            if DETERMINISTIC:
-                before, size, _ = queries_of(first - BLOCK_N, k_len, q_len, window, CONFIG, BLOCK_M, BLOCK_N)
-                write_tile_field(tile_smem, slot, TILE_UNSEEN, (begin + count - before - size) * num_q_per_kv)
-            # no longer
-            looks = tile < 0
-        else:
-            tile = fetch_next_tile(counter_ptr, DETERMINISTIC)
-            looks = tile < tiles
-            if not looks:
-                write_tile_field(tile_smem, slot, TILE_KV, -1)
-    mbarrier.arrive(tile_full.index(slot), count=1)
-    mbarrier.wait(tile_full.index(slot), (taken >> 1) & 1)
-
-
-@gluon.jit
 def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, place, tile):
     """Block number `at` of queries, at `place` = (batch entry, head, end, row), when its stage has been given back."""
     STAGES: gl.constexpr = q_smem.shape[0]
@@ -234,6 +107,7 @@ def _load(q_desc, do_desc, rows_desc, q_smem, do_smem, rows_smem, full, at, plac
         # both consumers have given the stage back
         named_barrier_sync(BAR_EMPTY + stage, EVERYONE)
     bar = full.index(stage)
+    # one phase for q, do, LSE and delta: a consumer waits once a block
     mbarrier.expect(bar, BLOCK_M * BYTES)
     tma_load(q_desc, [b, head, end, row, 0], bar, as_tile(q_smem.index(stage)))  # [BLOCK_M, W_QK]
     tma_load(rows_desc, [tile * 2 * BLOCK_M], bar, rows_smem.index(stage))  # [2 * BLOCK_M]: LSE, delta
@@ -280,6 +154,7 @@ def _add_to_dq(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     stage = at % DS_STAGES
     if order_ptr is not None:
+        # read ahead of the product, which hides the trip to the L2
         last = last_turn(order_ptr, tile)
     # both consumers have stored their half of ds
     named_barrier_sync(BAR_DS_FULL + stage, EVERYONE)
@@ -377,7 +252,7 @@ def _produce(
                 number = gl.program_id(0)
                 if taken > 0:
                     number = fetch_next_tile(counter_ptr, DETERMINISTIC)
-            _write_tile(
+            publish_tile(
                 number, taken, tile_smem, tile_full, tile_empty, counter_ptr, lengths, sizes, window,
                 CONFIG, BLOCK_M, BLOCK_N,
             )  # fmt: skip
@@ -446,6 +321,7 @@ def _produce(
         taken += 1 - begins
         begins = 1 - begins
     if DETERMINISTIC:
+        # of the last block; the others were signalled with the block after them
         signal_successor(order_ptr, owed, owed_turn)
 
 
@@ -494,6 +370,7 @@ def _hopper_attention_bwd_kernel(
     tile_full = alloc_mbarriers(2, 1)
     # each of the two consumers says when it has read a descriptor
     tile_empty = alloc_mbarriers(2, 2)
+    # TMA must see the barriers initialized
     hopper.fence_async_shared()
 
     smem = BackwardBuffers(k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem)

@@ -10,7 +10,8 @@ Memory beyond results: for each query and head 1032 bytes; 640 for each CTA; in 
 Source: as hopper/backward.py's.
 """
 
-from powertrain.ops.attention.hopper.backward_kernel import add_in_order, fetch_next_tile, keys_of, queries_of
+from powertrain.ops.attention.hopper.backward_kernel import add_in_order
+from powertrain.ops.attention.hopper.backward_tiles import fetch_next_tile, keys_of, queries_of
 from powertrain.ops.attention.hopper.dq_order import last_turn, signal_successor, wait_for_predecessor
 from powertrain.ops.attention.hopper.primitives import (
     LOG2E,
@@ -92,6 +93,7 @@ def _store_rows(tile, base, length, capacity, stride, D: gl.constexpr):
         rows = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
         cols = gl.arange(0, W, gl.SliceLayout(0, layout))
         values = tile.slice(part * 16, 16, 0).load(layout)
+        # gradients of rows past the sequence are promised to be 0
         values = gl.where(gl.expand_dims(rows < length, 1), values, 0.0)
         ptrs = base + gl.expand_dims(rows.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
         gl.store(ptrs, values, mask=gl.expand_dims(rows < capacity, 1) & gl.expand_dims(cols < D, 0))  # [16, W]
