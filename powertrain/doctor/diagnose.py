@@ -82,6 +82,7 @@ class Log:
 
     def __init__(self, text: str | bytes) -> None:
         data = text.encode(errors="replace") if isinstance(text, str) else text
+        # a search is cheaper than the substitution, and most logs have no colors
         data = _COLORS.sub(b"", data) if b"\x1b" in data else data
         self.data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").rstrip()
 
@@ -190,12 +191,14 @@ def _search_tail(cause: Cause, log: Log) -> Diagnosis | None:
     for index, start in enumerate(tail):
         if match := re.search(cause.pattern, log.line_at(start)):
             later = map(log.line_at, tail[index + 1 :])
+            # the last error is the cause only if none follows it
             return None if any(map(_is_error, later)) else _diagnosis(cause, log, start, match)
     return None
 
 
 def _matching(pattern: str, log: Log) -> Iterator[tuple[int, re.Match[str]]]:
     """(where the line starts, the match) of the first line that each literal leads to."""
+    # bytes.find over the whole log, then the expression on single lines: 100 MB take seconds
     for literal in literals_of(pattern):
         for start in log.lines_with(literal):
             if match := re.search(pattern, log.line_at(start)):

@@ -139,6 +139,7 @@ class Cudnn:
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         q, k, v = (to_bhsd(x, call.layout) for x in (call.query, call.key, call.value))
+        # the operator itself: scaled_dot_product_attention returns no LSE, and may take another backend
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, _added(call, q), call.return_lse or _needs_grad(q, k, v), call.dropout_p, call.mask.is_causal,
             False, scale=call.scale,

@@ -228,6 +228,7 @@ class DotProductAttention(nn.Module):
 
     def _sinks(self, q: Tensor) -> Tensor | None:
         if self.softmax_type == "off-by-one":
+            # softmax with 1 + sum in its divisor is a sink of score 0
             return q.new_zeros(q.shape[-2], dtype=torch.float32)
         return self.softmax_offset
 
@@ -237,6 +238,7 @@ class DotProductAttention(nn.Module):
         p = self.attention_dropout if self.training else 0.0
         numbers: AbstractContextManager[Any] = nullcontext()
         if p > 0 and self.rng_states_tracker is not None:
+            # tensor-parallel ranks drop different elements: each has a generator of its own
             numbers = self.rng_states_tracker.fork()
 
         def run(q: Tensor, k: Tensor, v: Tensor, **seed: Any) -> Tensor:
@@ -393,6 +395,7 @@ def _masked(
         lengths = [x.sum(1) if cu is None else cu.diff() for cu, x in zip(cu_seqlens, kept, strict=True)]  # type: ignore[union-attr]
         return {"query_lengths": lengths[0], "key_lengths": lengths[1]}
     positional = options["window_size"] != (-1, -1) or options["alibi_slopes"] is not None
+    # counted from the end of each sequence, so positions need its length; a mask of documents has none
     if positional and options["causal_align"] == "bottom_right":
         return {"query_lengths": kept[0].sum(1), "key_lengths": kept[1].sum(1)}  # type: ignore[union-attr]
     # as documents: 0 for every token and -1 for padding, which is masked, wherever it is

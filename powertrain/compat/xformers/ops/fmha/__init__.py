@@ -172,6 +172,7 @@ def memory_efficient_attention_backward(
         return out_lse
 
     (own, own_lse), differentiate = _vjp(attend, query, key, value)
+    # rows that see none of these keys have a share of 0, where -inf - -inf is NaN
     share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0.0)  # [B, H, Mq]
     towards = grad.to(share.dtype)
     d_lse = share * (towards * (own.detach() - output)).sum(-1).movedim(1, -1).reshape(share.shape)
