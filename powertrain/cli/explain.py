@@ -82,6 +82,7 @@ def explain(
     _check_mask(mask, dtype, bias, layout)
     if like is None and (version or switch):
         raise typer.BadParameter("--version and --set are of the library that --as names")
+    # imported after the checks: a wrong option is said without waiting for torch
     import torch
 
     from powertrain.ops.attention.explain import explain_attention

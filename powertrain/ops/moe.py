@@ -67,6 +67,7 @@ def moe_route_ref(
     experts = choice.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     weights = s.gather(-1, experts)
     if normalize:
+        # sigmoids of very negative logits may all be 0
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
     return weights * scaling_factor, experts.to(torch.int32)
 
@@ -254,6 +255,7 @@ def moe_permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, T
     if use_kernel(op, x):
         positions, offsets = _sort_op(experts, num_experts)
         return _permute_op(x, positions), offsets, positions
+    # a trace has no values to look at
     if not is_traced(x) and experts.numel():
         for worst in (experts.min().item(), experts.max().item()):
             checks.require(0 <= worst < num_experts, op, "experts", f"be in [0, {num_experts})", worst)
