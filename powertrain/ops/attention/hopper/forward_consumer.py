@@ -85,6 +85,7 @@ def _times_keys(q, k_smem, stage, KEYS: gl.constexpr):
     ROWS: gl.constexpr = q[0].shape[0]
     s = gl.zeros([ROWS, KEYS], gl.float32, layout)
     k = _first_rows(k_smem[0].index(stage), KEYS)  # [KEYS, PIECE]
+    # use_acc=False: the zeros are never read, they only give the accumulators their layout
     s = hopper.warpgroup_mma(q[0], k.permute((1, 0)), s, use_acc=False, is_async=True)  # [64, KEYS]
     for i in gl.static_range(1, len(k_smem)):
         k = _first_rows(k_smem[i].index(stage), KEYS)  # [KEYS, PIECE]
@@ -361,6 +362,7 @@ def _consume_tile(
     q_capacity = read_tile_field(tile_smem, pair, TILE_Q_CAPACITY)
     if num_splits is not None:
         split = read_tile_field(tile_smem, pair, TILE_SPLIT)
+    # every field has been read: the loader may write the descriptor of the tile after the next here
     mbarrier.arrive(tile_empty.index(pair), count=1)
     # the next tile's first scores, while this one's results are finished; after the last tile they are unused
     taken += 1
@@ -389,16 +391,20 @@ def _consume_tile(
         with_sink = gl.maximum(m, sink)
         rescale = gl.exp2(m - with_sink)
         weight = gl.exp2(sink - with_sink)
-        if num_splits is not None:  # once in all
+        # a sink counts once, though every split sees it
+        if num_splits is not None:
             weight = gl.where(split == 0, weight, 0.0)
         total = total * rescale + weight
         m = with_sink
+    # a row that sees no key has a total of 0: its LSE is -inf and its result 0, not NaN
     lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
     inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
     i = row + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
+    # rows past the sequence's queries are promised to be 0, with an LSE of -inf
     inverse = gl.where(i < q_len, inverse, 0.0)
     lse = gl.where(i < q_len, lse, MINUS_INF)
     if CONFIG.packed:
+        # int64: batch * heads * queries passes 2^31 where one sequence's queries do not
         lse_base = results.lse + head.to(gl.int64) * queries + q_start
     else:
         lse_base = results.lse + (b.to(gl.int64) * heads + head) * queries
@@ -407,7 +413,8 @@ def _consume_tile(
     if HEADS_PER_TILE > 1:
         lse_base += lane * queries
     is_row = i < q_capacity
-    if HEADS_PER_TILE > 1 and num_splits is not None:  # the last tile of a group may have fewer heads
+    # the last tile of a group may have fewer heads
+    if HEADS_PER_TILE > 1 and num_splits is not None:
         is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
     gl.store(lse_base + i, lse, mask=is_row)  # [64]
 
@@ -495,8 +502,11 @@ def consume(
     barrier()
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     while head >= 0:
+        # s crosses the loop as finished registers: with a wgmma under way at the loop's back edge ptxas waits after
+        # each one
         visited, taken, head, s = _consume_tile(
             visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides,
             window, CONFIG, CONSUMER,
         )  # fmt: skip
+    # shared memory is the CTA's until it ends, and TMA may still be reading results from it
     tma.store_wait(0)

@@ -152,11 +152,14 @@ def blocks_of(
         end = gl.maximum(gl.minimum(k_len, p_last + window.right + 1), 0)
         full_end = gl.maximum(gl.minimum(k_len, p_first + window.right + 1), 0)
     begin = begin // BLOCK_N
+    # one block even where nothing is visible: a tile's first scores are issued before its length is known
     end = gl.maximum(gl.cdiv(end, BLOCK_N), begin + 1)
-    if num_splits is not None:  # a split past the end gets one fully masked block
+    # a split past the end gets one fully masked block
+    if num_splits is not None:
         share = gl.cdiv(end - begin, num_splits)
         begin = gl.minimum(begin + split * share, end)
         end = gl.maximum(gl.minimum(begin + share, end), begin + 1)
+    # clamped, since bounds of the first and of the last row may cross in a narrow window
     full_begin = gl.maximum(gl.minimum(gl.cdiv(full_begin, BLOCK_N), end), begin)
     full_end = gl.maximum(gl.minimum(full_end // BLOCK_N, end), full_begin)
     return begin, end, full_end, end - full_end, end - full_end + full_begin - begin
