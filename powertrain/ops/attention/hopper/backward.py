@@ -61,8 +61,8 @@ def _hopper_attention_bwd_preprocess_kernel(
     if t == 0:
         tl.store(counter_ptr, 0)
     if key_sum_ptr is not None:
-        for first in range(t * 4096, key_sums, tl.num_programs(0) * 4096):
-            place = first + tl.arange(0, 4096)
+        for block in range(t, tl.cdiv(key_sums, 4096), tl.num_programs(0)):
+            place = to_int64(t * 0 + block) * 4096 + tl.arange(0, 4096)
             tl.store(key_sum_ptr + place, tl.zeros([4096], tl.float32), mask=place < key_sums)
     b, index, start, first, length, _ = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
     kv, repeat = index // num_q_per_kv, index % num_q_per_kv
