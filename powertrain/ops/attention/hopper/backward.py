@@ -175,7 +175,8 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
         return Plan(stages=4, part=64, registers=208, group_start=8, ahead=True)
     if max(d_qk, d_v) <= 96:
         return Plan(stages=4 if max(d_qk, d_v) <= 80 else 3, part=64, registers=208, ahead=True)
-    return Plan(early=True)
+    # where dk and dv have not the same width they leave through memory of their own
+    return Plan(stages=2 if 80 < min(d_qk, d_v) <= 96 else 3, early=True)
 
 
 class Schedule(NamedTuple):
