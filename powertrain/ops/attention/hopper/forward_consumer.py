@@ -16,6 +16,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     Scores,
     block_at,
     blocks_of,
+    clear_values,
     give_back,
     packed_desc,
     phase_parity,
@@ -48,7 +49,6 @@ from powertrain.runtime.gluon_compat import (
     mbarrier,
     named_barrier_arrive,
     named_barrier_sync,
-    reinterpret,
     tma,
 )
 
@@ -94,28 +94,6 @@ def _times_keys(q, k_smem, stage, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _clear_piece(pieces, first, group, count):
-    WIDTH: gl.constexpr = pieces.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
-    piece = pieces.index(first + group)
-    row = group * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
-    piece.store(gl.where(gl.expand_dims(row < count, 1), piece.load(layout), 0.0).to(pieces.dtype))
-
-
-@gluon.jit
-def _clear_behind(v_smem, count):
-    ROWS: gl.constexpr = v_smem.shape[0]
-    COLS: gl.constexpr = v_smem.shape[1]
-    WIDTH: gl.constexpr = min(COLS, 64)
-    # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
-    swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, WIDTH], v_smem.dtype)
-    pieces = reinterpret(v_smem, v_smem.dtype, [COLS // WIDTH * ROWS // 8, 8, WIDTH], swizzle)
-    for panel in gl.static_range(COLS // WIDTH):
-        for group in range(count // 8, ROWS // 8):
-            _clear_piece(pieces, gl.to_tensor(panel * (ROWS // 8)), group, count)
-
-
-@gluon.jit
 def _no_results(v_smem, ROWS: gl.constexpr):
     COLS: gl.constexpr = v_smem.shape[2]
     return gl.zeros([ROWS, COLS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16]))
@@ -125,16 +103,6 @@ def _no_results(v_smem, ROWS: gl.constexpr):
 def _by_row(x, o):
     """A number for each row, beside the columns of `o`."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, o.type.layout)), 1)
-
-
-@gluon.jit
-def _clear_values(v_smem, stage, count):
-    """Zeros in the rows of a block of v from `count` on: rows past a sequence may hold NaN, and 0 times NaN is NaN."""
-    for i in gl.static_range(len(v_smem)):
-        _clear_behind(v_smem[i].index(stage), count)
-    # wgmma of any warp reads the stores of all, by another path to shared memory
-    hopper.fence_async_shared()
-    barrier()
 
 
 @gluon.jit
@@ -222,7 +190,7 @@ def _step(
     if CONFIG.ragged and MASKED:
         if start + BLOCK_N > scores.k_len:
             mbarrier.wait(v_full.index(stage), phase_parity(at, STAGES))
-            _clear_values(v_smem, stage, gl.maximum(scores.k_len - start, 0))
+            clear_values(v_smem, stage, gl.maximum(scores.k_len - start, 0))
     # m moves only when a row's maximum grew by more than GROWTH, so most warps skip the 64 multiplications
     rescaled = ()
     for i in gl.static_range(len(o)):
@@ -310,7 +278,7 @@ def _consume_tile(
     if CONFIG.ragged:
         if start + BLOCK_N > k_len:
             mbarrier.wait(v_full.index(stage), phase_parity(visited, STAGES))
-            _clear_values(v_smem, stage, gl.maximum(k_len - start, 0))
+            clear_values(v_smem, stage, gl.maximum(k_len - start, 0))
     m = gl.full([ROWS], MINUS_INF, gl.float32, first_row_layout)
     # sums are per thread: the four threads of a row meet once a tile, at its end
     l = gl.zeros_like(partial_row_sums(s))  # noqa: E741

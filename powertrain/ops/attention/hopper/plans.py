@@ -54,7 +54,7 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     if d_qk <= 128 and d_v <= 128:
         return Plan(p_qk, p_v)
     if d_qk <= 192 and d_v <= 128:
-        return Plan(p_qk, p_v, store_parts=2, q_slots=1, q_held=False)
+        return Plan(p_qk, p_v, store_parts=1 if 64 < d_v <= 96 else 2, q_slots=1, q_held=False)
     if d_qk <= 160 and d_v <= 160:
         return Plan(p_qk, p_v, store_parts=2, q_slots=1, q_held=False)
     if d_qk <= 192 and d_v <= 192:
