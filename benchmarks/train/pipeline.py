@@ -23,7 +23,7 @@ MICRO_BATCHES = 16  # of the pipeline, in a step
 MICRO_BATCH = 2  # samples
 
 
-def measure(name: str, rounds: int = 3, steps: int = 2) -> list[str]:
+def measure(name: str, rounds: int = 3, steps: int = 1) -> list[str]:
     here, case = read_launch_env(), replace(CASES[name], batch=MICRO_BATCH)
     size = here.world_size
     if here.device.type == "cuda":
