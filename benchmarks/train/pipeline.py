@@ -33,7 +33,6 @@ def measure(name: str, rounds: int = 3, steps: int = 1) -> list[str]:
         "1f1b": ParallelConfig(pipeline=size),
         "1f1b, 2 virtual": ParallelConfig(pipeline=size, virtual_stages=2),
         "1f1b, 4 virtual": ParallelConfig(pipeline=size, virtual_stages=4),
-        "zero bubble": ParallelConfig(pipeline=size, pipeline_schedule="zero_bubble"),
     }
     first = connect(here, run_config(case))
     made, facts = {}, {}
