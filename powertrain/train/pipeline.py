@@ -5,7 +5,9 @@ gradient are sent. Gradients of a step are accumulated and reduced over the shar
 
 The schedule is 1F1B: one forward, one backward (Narayanan et al., arXiv:2104.04473), interleaved with several stages a
 rank. Zero-bubble schedules walk the autograd graph twice, which an op that computes both gradients in one backward
-refuses. Of a step's time (p - 1) / (v m + p - 1) is the bubble of 1f1b, with p ranks, v stages a rank and m micro-batches.
+refuses.
+
+The bubble is (p - 1) / (v m + p - 1) of a step's time, with p ranks, v stages a rank and m micro-batches.
 """
 
 from collections.abc import Callable, Sequence
