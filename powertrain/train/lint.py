@@ -293,7 +293,7 @@ def _memory(config: RunConfig, model: Any, activations: dict[str, int], world_si
     else:
         layers: Any = model.layers
         layer = max(sum(p.numel() for p in block.parameters()) for block in layers) / parallel.tensor
-        gathered = 2 * layer if parallel.reshard_after_forward else elements
+        gathered = 2 * layer if parallel.reshards else elements
         # between micro-batches FSDP2 keeps a rank's gradients whole, in the dtype that they are summed in
         kept = trained * DTYPES[train.reduce_dtype].itemsize if train.gradient_accumulation_steps > 1 else 0
         sizes = (elements * 4 / shards + gathered * width, trained * 4 / shards + kept, trained * moments / shards)

@@ -36,7 +36,7 @@ def build_model(config: RunConfig, ranks: Ranks) -> tuple[nn.Module, Overlap | N
         overlap = parallelize(
             part, mesh, param_dtype=DTYPES[config.train.precision],
             reduce_dtype=DTYPES[config.train.reduce_dtype],
-            reshard_after_forward=config.parallel.reshard_after_forward, transport=config.parallel.transport,
+            reshard_after_forward=config.parallel.reshards, transport=config.parallel.transport,
             expert=config.parallel.expert,
         )  # fmt: skip
     if mesh is not None and config.parallel.pipeline > 1:

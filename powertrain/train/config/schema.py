@@ -252,7 +252,8 @@ class ParallelConfig(Section):
     pipeline_schedule       zero_bubble: weights' gradients are computed where a rank would wait
     context                 so many ranks share each sequence (docs/context_parallel.md), and the shards of parameters
     expert                  so many of the shard ranks share each layer's experts (docs/expert_parallel.md)
-    reshard_after_forward   False: parameters stay gathered from forward to backward (ZeRO 1 and 2)
+    reshard_after_forward   False: parameters stay gathered from forward to backward (ZeRO 1 and 2); always under
+                            zero_bubble
     transport               of states between tensor ranks and rows to experts: auto takes the best (docs/overlap.md)
     """
 
@@ -268,6 +269,13 @@ class ParallelConfig(Section):
     reshard_after_forward: bool = True
     transport: Literal["auto", "symmetric", "pipelined", "sequential"] = "auto"
     timeout_minutes: Above0 = 30.0
+
+    @property
+    def reshards(self) -> bool:
+        """Whether a layer's parameters are sharded again between its forward and its backward."""
+        # torch looks up whose gradients a stage computes before the backward that gathers parameters: gradients of
+        # sharded ones were left out, without an error (torch 2.11 and 2.13)
+        return self.reshard_after_forward and self.pipeline_schedule != "zero_bubble"
 
 
 class FP8Config(Section):
