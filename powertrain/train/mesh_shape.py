@@ -31,10 +31,13 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
     _check_objective(config, world_size, context, tensor)
     if pipeline > 1:
         _check_pipeline(config)
-    elif config.parallel.virtual_stages > 1:
-        raise ValueError(
-            f"parallel.virtual_stages must be 1 without parallel.pipeline, got {config.parallel.virtual_stages}"
-        )
+    else:
+        for name, value, alone in (
+            ("virtual_stages", config.parallel.virtual_stages, 1),
+            ("pipeline_schedule", config.parallel.pipeline_schedule, "1f1b"),
+        ):
+            if value != alone:
+                raise ValueError(f"parallel.{name} must be {alone} without parallel.pipeline, got {value}")
     if tensor > 1:
         check_tensor(config.model, tensor)
     if context > 1:
@@ -51,10 +54,11 @@ def _check_pipeline(config: RunConfig) -> None:
     check_pipeline(config.model)
     layers_of_stages(config.model, 1, parallel.pipeline * parallel.virtual_stages)
     micro_batches = train.gradient_accumulation_steps
-    if micro_batches < parallel.pipeline or (parallel.virtual_stages > 1 and micro_batches % parallel.pipeline):
+    in_rounds = parallel.virtual_stages > 1 or parallel.pipeline_schedule == "zero_bubble"
+    if micro_batches < parallel.pipeline or (in_rounds and micro_batches % parallel.pipeline):
         raise ValueError(
             f"train.gradient_accumulation_steps must be at least parallel.pipeline ({parallel.pipeline}), and with "
-            f"virtual_stages a multiple of it, got {micro_batches}"
+            f"virtual_stages or zero_bubble a multiple of it, got {micro_batches}"
         )
     for key, is_there in (
         (f"train.objective {train.objective}", train.objective not in ("pretrain", "sft")),

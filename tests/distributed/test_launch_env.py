@@ -8,6 +8,7 @@ import torch
 from powertrain.train import preflight
 from powertrain.train.config.schema import ParallelConfig
 from powertrain.train.mesh_shape import check_parallel, mesh_shape
+from powertrain.train.pipeline import own_error
 from powertrain.train.ranks import LaunchEnv, Rendezvous, first_host, read_launch_env
 from tests.distributed.launch import clean_environment, run_ranks
 from tests.distributed.worker import run_config
@@ -213,6 +214,11 @@ def test_the_environment_of_tests_has_no_launcher() -> None:
         ({"model": "llama", "train": {"gradient_accumulation_steps": 1}}, "at least parallel.pipeline .2., .* got 1"),
         ({"model": "llama", "parallel": {"virtual_stages": 2}}, "must be at most model.num_layers .2., got 4"),
         (
+            {"model": "llama", "parallel": {"pipeline_schedule": "zero_bubble"},
+             "train": {"gradient_accumulation_steps": 3}},
+            "with virtual_stages or zero_bubble a multiple of it, got 3",
+        ),
+        (
             {"model": "llama", "sizes": {"num_layers": 4}, "parallel": {"virtual_stages": 2},
              "train": {"gradient_accumulation_steps": 3}},
             "a multiple of it, got 3",
@@ -229,5 +235,30 @@ def test_what_stages_cannot_train(case: dict[str, Any], message: str) -> None:
     parallel = {"pipeline": 2, **case.get("parallel", {})}
     with pytest.raises((ValueError, NotImplementedError), match=message):
         check_parallel(run_config({**case, "parallel": parallel}, 1), 2)
-    with pytest.raises(ValueError, match=r"virtual_stages must be 1 without parallel\.pipeline, got 2"):
-        check_parallel(run_config({"model": "llama", "parallel": {"virtual_stages": 2}}, 1), 1)
+
+
+@pytest.mark.parametrize(
+    "parallel, message",
+    [
+        ({"virtual_stages": 2}, "virtual_stages must be 1 without parallel.pipeline, got 2"),
+        ({"pipeline_schedule": "zero_bubble"}, "pipeline_schedule must be 1f1b without parallel.pipeline, got zero_bu"),
+    ],
+)
+def test_settings_of_stages_without_stages(parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_parallel(run_config({"model": "llama", "parallel": parallel}, 1), 1)
+
+
+def test_zero_bubble_keeps_parameters_gathered() -> None:
+    """Gradients of parameters that were sharded again would be left out."""
+    assert ParallelConfig().reshards and not ParallelConfig(reshard_after_forward=False).reshards
+    assert not ParallelConfig(pipeline=2, pipeline_schedule="zero_bubble").reshards
+
+
+def test_the_error_of_a_stage_is_its_own() -> None:
+    """Not torch's, which prints the stage's tensors; another error with a cause stays itself."""
+    own, torchs = ValueError("bad"), RuntimeError("[Stage 1] failed to run forward: args: ...")
+    torchs.__cause__ = own
+    ours = RuntimeError("no kernel")
+    ours.__cause__ = own
+    assert own_error(torchs) is own and own_error(ours) is ours
