@@ -156,7 +156,7 @@ class Pipeline:
 
 
 def own_error(error: RuntimeError) -> BaseException:
-    """The error of a stage's forward or backward, which torch makes the cause of one that prints the stage's tensors."""
+    """The error of a stage's forward or backward, the cause of torch's, which prints the stage's tensors."""
     is_torchs = "failed to run" in str(error).lower()
     return error.__cause__ if is_torchs and error.__cause__ is not None else error
 

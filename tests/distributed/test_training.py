@@ -43,7 +43,8 @@ TWO_MORE: dict[str, dict[str, Any]] = {
     },
     "pp-selective": {"model": "llama", "parallel": {"pipeline": 2}, "train": {"activation_checkpointing": "selective"}},
     "pp-fp16": {
-        "model": "llama", "parallel": {"pipeline": 2}, "train": {"precision": "fp16", "loss_scale": {"initial_power": 10}},
+        "model": "llama", "parallel": {"pipeline": 2},
+        "train": {"precision": "fp16", "loss_scale": {"initial_power": 10}},
     },
     "pp-fp16-overflow": {
         "model": "gpt_neox", "parallel": {"pipeline": 2},

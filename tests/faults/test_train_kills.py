@@ -54,8 +54,8 @@ def steps_of(folder: Path) -> int:
 
 
 STAGES = (
-    "parallel.pipeline=2", "train.gradient_accumulation_steps=3", "model.architecture=gpt_neox", "model.hidden_dropout=0.1",
-    "model.tie_embeddings=true",
+    "parallel.pipeline=2", "train.gradient_accumulation_steps=3", "model.architecture=gpt_neox",
+    "model.hidden_dropout=0.1", "model.tie_embeddings=true",
 )  # fmt: skip
 
 

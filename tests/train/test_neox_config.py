@@ -526,7 +526,13 @@ def test_stages_are_stages(world: int, stages: int, tensor: int, steps: int, zer
     "keys", [{"eval_tasks": ["piqa"]}, {"te_fp8_mha": True}, {"zero_optimization": {"stage": 2}}, {"num_layers": 3}]
 )
 def test_what_stages_do_not_train_is_sharded(keys: dict[str, Any], tmp_path: Path) -> None:
-    keys = {"num_layers": 12, "pipe_parallel_size": 4, "gradient_accumulation_steps": 8, "train_batch_size": ..., **keys}
+    keys = {
+        "num_layers": 12,
+        "pipe_parallel_size": 4,
+        "gradient_accumulation_steps": 8,
+        "train_batch_size": ...,
+        **keys,
+    }
     parallel = (run := _read(tmp_path, 4, **keys)).config.parallel
     assert (parallel.pipeline, parallel.strategy) == (1, "fsdp")
     check_parallel(run.config, 4)

@@ -191,7 +191,9 @@ def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int, int, int]:
     if batch is None:
         keys.add_row(names[0], "honoured", f"{micro} * {steps} * {ranks} ranks", total)
     layers = keys.get("num_layers") or stages
-    is_plain = keys.get("train_impl", "normal") == "normal" and not keys.get("te_fp8_mha") and not keys.get("eval_tasks")
+    is_plain = (
+        keys.get("train_impl", "normal") == "normal" and not keys.get("te_fp8_mha") and not keys.get("eval_tasks")
+    )
     if is_plain and 1 < stages <= min(steps, layers) and ours % stages == 0 and _zero_stage(keys) <= 1:
         return int(micro), int(steps), 1, stages
     return *_over_more_ranks(keys, int(micro), int(steps), ours, ranks), 1
