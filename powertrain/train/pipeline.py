@@ -82,8 +82,8 @@ class Pipeline:
         try:
             self._schedule.step(*[index] * (self.rank == 0), **losses, return_outputs=False)
         except RuntimeError as error:
-            # torch reports the error of a stage's forward as the cause of one that prints its tensors
-            raise (error if error.__cause__ is None else error.__cause__) from None
+            own = own_error(error)
+            raise own from own.__cause__
         self._sum_tied_gradients()
         return self._loss()
 
@@ -148,6 +148,12 @@ class Pipeline:
         if len(stages) > 1:
             return ScheduleInterleaved1F1B(stages, **options)
         return Schedule1F1B(stages[0], **options)
+
+
+def own_error(error: RuntimeError) -> BaseException:
+    """The error of a stage's forward or backward, the cause of torch's, which prints the stage's tensors."""
+    is_torchs = "failed to run" in str(error).lower()
+    return error.__cause__ if is_torchs and error.__cause__ is not None else error
 
 
 def _ends(mesh: DeviceMesh) -> dist.ProcessGroup | None:
