@@ -43,7 +43,13 @@ def _storage(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
+def _encoded(text: str, _: str) -> bytes:
+    """Bytes of protocols before 3."""
+    return text.encode("latin1")
+
+
 _KNOWN = {
+    ("_codecs", "encode"): _encoded,
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
     ("torch.storage", "_load_from_bytes"): _storage,

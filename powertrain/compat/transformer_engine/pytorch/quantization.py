@@ -64,8 +64,11 @@ def run_with(state: FP8State, quantizing: Quantizing, device: torch.device) -> N
     if before != recipe or moved:
         state.set_recipe(recipe, device)
         state.copies = None
-    if recipe.is_delayed:
-        _State.delayed.setdefault(state, quantizing.group)
+    if recipe.is_delayed and state not in _State.delayed:
+        _State.delayed[state] = quantizing.group
+        # the last step of a checkpoint: the update at the beginning of this autocast did not know this layer
+        if state.__dict__.pop("is_loaded", False) and state.training and torch.is_grad_enabled():
+            update_states([state], quantizing.group)
 
 
 def _update_delayed() -> None:

@@ -17,7 +17,7 @@ from powertrain.ops.conversion import unsupported
 from powertrain.ops.linear_cross_entropy import matmul_into
 from powertrain.ops.norm import layer_norm, rms_norm
 from powertrain.ops.shapes import as_rows
-from powertrain.quant.linear import FP8State
+from powertrain.quant.linear import BUFFERS, FP8State
 from powertrain.runtime import checks, tracing
 from powertrain.runtime.dispatch import without_autocast
 
@@ -125,25 +125,25 @@ class ProductModule(nn.Module):
         key = f"{prefix}_extra_state"
         is_missing = key not in state_dict
         state_dict.setdefault(key, _NO_STATE)
+        for gemm in self.gemms:
+            self.get_submodule(gemm).__dict__["is_loaded"] = f"{prefix}{gemm}.fp8_scale" in state_dict
         try:
             for gemm, buffers in zip(self.gemms, delayed_buffers(state_dict[key], len(self.gemms)), strict=False):
                 state_dict.update({f"{prefix}{gemm}.{name}": tensor for name, tensor in buffers.items()})
         except Unreadable as error:
             tracing.warn(f"{key} of the checkpoint is ignored: {error}; delayed scales begin anew")
-        for gemm in self.gemms:
-            if f"{prefix}{gemm}.fp8_scale" in state_dict:
-                self._expect(gemm, state_dict, f"{prefix}{gemm}.")
+        self._expect_buffers(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if is_missing:
             del state_dict[key]
 
-    def _expect(self, gemm: str, state_dict: dict[str, Any], prefix: str) -> None:
-        """Delayed scaling's buffers of a checkpoint, for a module that has not run with it yet."""
-        state = self.get_submodule(gemm)
+    def _expect_buffers(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Delayed scaling's buffers of a checkpoint, which a module that has not run with it yet has not."""
         device = next(self.parameters()).device
-        for name in ("fp8_amax", "fp8_amax_history", "fp8_scale"):
-            if (value := state_dict.get(prefix + name)) is not None:
-                state.register_buffer(name, torch.zeros(value.shape, device=device))
+        for gemm in self.gemms:
+            for name in BUFFERS:
+                if (value := state_dict.get(f"{prefix}{gemm}.{name}")) is not None:
+                    self.get_submodule(gemm).register_buffer(name, torch.zeros(value.shape, device=device))
 
 
 class Norm(ProductModule):
