@@ -324,7 +324,9 @@ def test_initialization() -> None:
         drawn.append(te.Linear(4, 6, get_rng_state_tracker=lambda: tracker, device="cpu").weight)
     assert torch.equal(*drawn)
     ones = te.LayerNormMLP(4, 6, init_method=nn.init.ones_, output_layer_init_method=nn.init.zeros_, **HERE)
-    assert bool((ones.fc1_weight == 1).all()) and not ones.fc2_weight.any() and bool((ones.layer_norm_weight == 1).all())
+    assert (
+        bool((ones.fc1_weight == 1).all()) and not ones.fc2_weight.any() and bool((ones.layer_norm_weight == 1).all())
+    )
 
 
 def test_torch_autocast() -> None:

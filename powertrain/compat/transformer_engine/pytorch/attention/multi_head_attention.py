@@ -28,7 +28,7 @@ class MultiheadAttention(nn.Module):
     Submodules: layernorm_qkv or qkv; of cross attention layernorm_query or query_layer, and key_value; q_norm and
     k_norm with qk_norm_type; core_attention; proj. Without fuse_qkv_params their weights are query_weight, key_weight
     and value_weight. With it one weight, whose rows are, for each group of heads, its queries, key and value
-    (qkv_weight_interleaved), or all of the first query of every group, ..., all keys, all values.
+    (qkv_weight_interleaved), or all queries, all keys, all values.
     Results: the output, then proj's bias with return_bias, then the norm's output with return_layernorm_output and
     input_layernorm. The attention itself is never FP8. Arguments of attention: `DotProductAttention`; of parallelism:
     `Linear`. inference_params is refused; seq_length and micro_batch_size are hints.

@@ -149,12 +149,14 @@ class ProductModule(nn.Module):
 class Norm(ProductModule):
     """A module that begins with a norm: parameters layer_norm_weight and, of a LayerNorm, layer_norm_bias."""
 
+    layer_norm_weight: Tensor
+    layer_norm_bias: Tensor | None
+
     def _norm_parameters(self, size: int, eps: float, normalization: str, zero_centered_gamma: bool) -> None:
         checks.one_of(type(self).__name__, "normalization", normalization, ("LayerNorm", "RMSNorm"))
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         first = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
         self._parameter("layer_norm_weight", (size,), first, None)
-        self.layer_norm_bias: nn.Parameter | None
         if normalization == "LayerNorm":
             self._parameter("layer_norm_bias", (size,), nn.init.zeros_, None)
         else:

@@ -96,7 +96,7 @@ class GroupedLinear(ProductModule):
                 unsupported("GroupedLinear", argument, list(value.shape), "None: a new tensor")
         if active() is not None:
             tracing.warn("GroupedLinear: there is no grouped FP8 product; it computes in the dtype of its input")
-        x = self._input(inp, self.weight0)
+        x = self._input(inp, self.get_parameter("weight0"))
         splits = torch.as_tensor(m_splits)
         checks.shape("GroupedLinear", "m_splits", splits, (self.num_gemms,), "num_gemms")
         rows = x.reshape(-1, self.in_features)
@@ -158,7 +158,8 @@ def _padded(module: Fp8Padding | Fp8Unpadding, m_splits: list[int]) -> list[int]
 
 def _places(m_splits: list[int], padded: list[int], device: torch.device) -> Tensor:
     """Where each row is among the padded ones."""
-    places, start = [], 0
+    places: list[int] = []
+    start = 0
     for m, wide in zip(m_splits, padded, strict=True):
         places += range(start, start + m)
         start += wide

@@ -40,6 +40,10 @@ class LayerNormMLP(Norm):
     """
 
     gemms = ("fc1_fp8", "fc2_fp8")
+    fc1_weight: Tensor
+    fc1_bias: Tensor
+    fc2_weight: Tensor
+    fc2_bias: Tensor
 
     def __init__(
         self,
@@ -122,7 +126,13 @@ class LayerNormMLP(Norm):
         gate, up = self.fc1_weight.chunk(2)
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
         return linear_activation(
-            x, gate, _GATED[self.activation], bias=gate_bias, up_weight=up, up_bias=up_bias, **self.activation_params
+            x,
+            gate,
+            _GATED[self.activation],
+            bias=gate_bias,
+            up_weight=up,
+            up_bias=up_bias,
+            **self.activation_params,  # type: ignore[arg-type]
         )
 
     def _act(self, x: Tensor) -> Tensor:
