@@ -309,6 +309,7 @@ def test_what_is_available(card: str, has: bool, monkeypatch: pytest.MonkeyPatch
         found = asked(return_reason=True)
         assert isinstance(found, tuple) and not found[0] and f"sm_{target.arch}" in found[1]
     assert isinstance(te.get_default_recipe(), Float8CurrentScaling if card == "B200" else DelayedScaling)
+    assert te.is_bf16_available()
     if not has:
         with pytest.raises(RuntimeError, match="autocast: sm_80 has no FP8 products; they begin with sm_89"):
             te.autocast()

@@ -1,4 +1,4 @@
-"""TransformerEngine's modules outside of FP8, against plain PyTorch in float64: values, every gradient, layout, errors."""
+"""TransformerEngine's modules outside of FP8, against PyTorch in float64: values, every gradient, layout, errors."""
 
 import random
 from typing import Any

@@ -23,8 +23,9 @@ from powertrain.runtime import tracing
 from powertrain.runtime.target import Target
 
 __all__ = [
-    "autocast", "fp8_autocast", "fp8_model_init", "get_default_fp8_recipe", "get_default_recipe", "is_fp8_available",
-    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "quantized_model_init",
+    "autocast", "fp8_autocast", "fp8_model_init", "get_default_fp8_recipe", "get_default_recipe", "is_bf16_available",
+    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
+    "quantized_model_init",
 ]  # fmt: skip
 
 
@@ -177,6 +178,13 @@ def get_default_recipe() -> Recipe:
 def get_default_fp8_recipe() -> Recipe:
     """`get_default_recipe` under its older name."""
     return get_default_recipe()
+
+
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether products in bfloat16 are there: from sm_80 on, and on the CPU."""
+    target = _target()
+    reason = "" if target is None or target.arch >= 80 else f"sm_{target.arch} has no bfloat16 products"
+    return (not reason, reason) if return_reason else not reason
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
