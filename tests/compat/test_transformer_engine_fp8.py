@@ -196,24 +196,35 @@ def test_same_bits(recipe: Any) -> None:
 
 
 def test_a_resumed_run_has_the_same_bits() -> None:
-    recipe = DelayedScaling(amax_history_len=3)
-    torch.manual_seed(0)
-    batches = [torch.randn(4, 2, 16) * 2.0**i for i in range(5)]
+    """From its first step on: the magnitudes of the last step before are in the checkpoint."""
+    recipe = DelayedScaling(amax_history_len=2)
+    batches = [torch.randn(4, 2, 16) * 2.0**i for i in (0, 3, -2, 1, -1)]
 
-    def steps(module: nn.Module, some: list[Tensor]) -> Tensor:
+    def steps(module: nn.Module, some: list[Tensor]) -> list[Tensor]:
+        outputs = []
         for x in some:
             with te.fp8_autocast(fp8_recipe=recipe):
                 y = module(x)
-            y.square().sum().backward()
-        return y.detach()
+            (y * 2.0 ** len(outputs)).square().sum().backward()
+            outputs.append(y.detach())
+        return outputs
 
-    whole, (first, second) = layers()[2][0], (layers()[2][0] for _ in range(2))
-    first.load_state_dict(whole.state_dict())
+    whole, first, second, other = (layers()[1][0] for _ in range(4))
+    for module in (first, other):
+        module.load_state_dict(whole.state_dict())
     expected = steps(whole, batches)
-    steps(first, batches[:3])
+    steps(first, batches[:2])
     second.load_state_dict(first.state_dict())
-    assert torch.equal(steps(second, batches[3:]), expected)
-    assert not torch.equal(steps(layers()[2][0], batches[3:]), expected)
+    resumed = steps(second, batches[2:])
+    assert all(torch.equal(a, b) for a, b in zip(resumed, expected[2:], strict=True))
+    assert not torch.equal(steps(other, batches[2:])[0], resumed[0])  # without the scales
+
+
+def test_compiled_before_its_first_step() -> None:
+    layer = te.Linear(4, 6, device="cpu")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with te.autocast(recipe=DelayedScaling()), pytest.raises(RuntimeError, match="first forward .* must be eager"):
+        compiled(torch.ones(2, 4))
 
 
 def test_scales_are_reduced_over_the_group(tmp_path: Any) -> None:

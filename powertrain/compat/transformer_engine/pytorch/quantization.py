@@ -63,6 +63,8 @@ def run_with(state: FP8State, quantizing: Quantizing, device: torch.device) -> N
     recipe, before = quantizing.recipe, getattr(state, "recipe", None)
     moved = recipe.is_delayed and "fp8_scale" in state._buffers and state.fp8_scale.device != device
     if before != recipe or moved:
+        if recipe.is_delayed and torch.compiler.is_compiling():
+            raise RuntimeError("autocast: a module's first forward with DelayedScaling must be eager, it makes buffers")
         state.set_recipe(recipe, device)
         state.copies = None
     if recipe.is_delayed and state not in _State.delayed:
