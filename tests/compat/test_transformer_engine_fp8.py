@@ -223,7 +223,7 @@ def test_a_resumed_run_has_the_same_bits() -> None:
 def test_compiled_before_its_first_step() -> None:
     layer = te.Linear(4, 6, device="cpu")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    with te.autocast(recipe=DelayedScaling()), pytest.raises(RuntimeError, match="first forward .* must be eager"):
+    with te.autocast(recipe=DelayedScaling()), pytest.raises(RuntimeError, match=r"first forward .* must be eager"):
         compiled(torch.ones(2, 4))
 
 

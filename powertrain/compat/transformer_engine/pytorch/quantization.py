@@ -67,11 +67,15 @@ def run_with(state: FP8State, quantizing: Quantizing, device: torch.device) -> N
             raise RuntimeError("autocast: a module's first forward with DelayedScaling must be eager, it makes buffers")
         state.set_recipe(recipe, device)
         state.copies = None
-    if recipe.is_delayed and state not in _State.delayed:
+    if not recipe.is_delayed:
+        return
+    if state not in _State.delayed:
         _State.delayed[state] = quantizing.group
         # the last step of a checkpoint: the update at the beginning of this autocast did not know this layer
         if state.__dict__.pop("is_loaded", False) and state.training and torch.is_grad_enabled():
             update_states([state], quantizing.group)
+    elif _State.delayed[state] is not quantizing.group:
+        _State.delayed[state] = quantizing.group
 
 
 def _update_delayed() -> None:

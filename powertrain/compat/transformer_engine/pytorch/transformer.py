@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from powertrain.compat.missing import unknown
 from powertrain.compat.transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
+from powertrain.compat.transformer_engine.pytorch.module.base import in_autocast
 from powertrain.compat.transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from powertrain.compat.transformer_engine.pytorch.module.norms import LayerNorm, RMSNorm
 from powertrain.ops.bias_dropout_add import bias_dropout_add
@@ -145,7 +146,9 @@ class TransformerLayer(nn.Module):
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
         """Takes no group, or one of a single rank."""
-        self.self_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        for attention in self.children():
+            if isinstance(attention, MultiheadAttention):
+                attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(
         self,
@@ -176,9 +179,7 @@ class TransformerLayer(nn.Module):
         pad_between_seqs: bool | None = None,
     ) -> Tensor:
         """The layer's output; arguments of `MultiheadAttention`, those of cross attention begin with enc_dec."""
-        x = hidden_states
-        if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = in_autocast(hidden_states)
         common: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": checkpoint_core_attention,
             "inference_params": inference_params, "rotary_pos_emb": rotary_pos_emb,

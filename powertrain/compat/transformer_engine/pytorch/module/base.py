@@ -88,13 +88,11 @@ class ProductModule(nn.Module):
 
     def _input(self, inp: Tensor, weight: Tensor) -> Tensor:
         """The input in the dtype of the products."""
-        kind = inp.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind) and inp.dtype is not torch.float64:
-            return inp.to(torch.get_autocast_dtype(kind))
-        if inp.dtype is not weight.dtype:
+        x = in_autocast(inp)
+        if x is inp and inp.dtype is not weight.dtype and not _is_autocast(inp):
             must = f"have the parameters' dtype {checks.name(weight.dtype)} outside of torch.autocast"
             checks.fail(type(self).__name__, "inp", must, checks.name(inp.dtype))
-        return inp
+        return x
 
     def _product(
         self, gemm: str, x: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
@@ -168,6 +166,16 @@ class Norm(ProductModule):
         y = norm(x, self.layer_norm_weight, self.layer_norm_bias, **options)
         assert isinstance(y, Tensor)
         return y
+
+
+def _is_autocast(x: Tensor) -> bool:
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64
+
+
+def in_autocast(x: Tensor) -> Tensor:
+    """x in the dtype of torch.autocast; itself outside of it."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if _is_autocast(x) else x
 
 
 def results(output: Tensor, *more: tuple[bool, Any]) -> Any:
