@@ -1,4 +1,4 @@
-"""`python scripts/test.py [--slow | --gpu] [pytest options]`: the test runs, the slowest tests, and one closing line.
+"""`python scripts/test.py [--slow | --gpu] [pytest options]`: the test runs, what took longest, and one closing line.
 
 Without options: the kernels through Triton's interpreter, then everything on the CPU, GPUs hidden. --slow: the slow
 tests too. --gpu: everything on the GPU's own kernels, 14 processes at once where cores and memory allow.
@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
+from collections import Counter, defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,9 +20,10 @@ PER_PROCESS = 1 << 30  # torch, and what a test allocates
 HIDE_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-SLOWEST = 20  # tests whose time is printed at the end
+SLOWEST = 20  # tests whose time is printed at the end, and files whose CPU time is
 GPU_PROCESSES = 14  # each holds a CUDA context and at most a few GiB: less than an eighth of an 80 GiB card
 _seconds: list[tuple[float, str]] = []  # of every test that ran
+_cpu_seconds: defaultdict[str, float] = defaultdict(float)  # by file, those of child processes included
 
 
 def run(title: str, arguments: list[str], environment: dict[str, str]) -> Counter[str]:
@@ -32,7 +33,9 @@ def run(title: str, arguments: list[str], environment: dict[str, str]) -> Counte
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"]
-        code = subprocess.run(command, env={**os.environ, **environment}).returncode
+        # Tests start hundreds of processes, and each would compile the package again: 0.6 of 3.5 s for the trainer.
+        bytecode = {"PYTHONDONTWRITEBYTECODE": ""}
+        code = subprocess.run(command, env={**os.environ, **bytecode, **environment}).returncode
         counts = _counts(report, title) if report.exists() else Counter()
     if code not in (0, 5) and not counts["failed"]:  # 5: no test was selected
         counts["failed"] = 1
@@ -45,6 +48,8 @@ def _counts(report: Path, title: str) -> Counter[str]:
     root = ElementTree.parse(report).getroot()
     for case in root.iter("testcase"):
         _seconds.append((float(case.get("time", 0)), f"{case.get('classname')}::{case.get('name')} ({title})"))
+        for cpu in case.iterfind("properties/property[@name='cpu_seconds']"):
+            _cpu_seconds[f"{case.get('classname')} ({title})"] += float(cpu.get("value", 0))
     for suite in root.iter("testsuite"):
         tests, failed, errors, skipped = (
             int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
@@ -66,7 +71,8 @@ def main(options: list[str]) -> int:
     count = min(processes.count, GPU_PROCESSES) if gpu else processes.count
     if count > 1 and find_spec("xdist"):
         print(f"test processes: {count} ({processes.why})")
-        rest = ["-n", str(count), *rest]
+        # Each process has tests that lie together, so module fixtures are made once; one that is idle takes others'.
+        rest = ["-n", str(count), "--dist", "worksteal", *rest]
     if gpu:
         return _close(run("on the GPU", rest, {}))
     interpreted = run(
@@ -78,6 +84,9 @@ def main(options: list[str]) -> int:
 def _close(counts: Counter[str]) -> int:
     print(f"\nthe slowest {SLOWEST} tests:")
     for seconds, name in sorted(_seconds, reverse=True)[:SLOWEST]:
+        print(f"{seconds:7.1f} s  {name}")
+    print(f"\nCPU seconds, {sum(_cpu_seconds.values()):.0f} in all:")
+    for seconds, name in sorted(((s, n) for n, s in _cpu_seconds.items()), reverse=True)[:SLOWEST]:
         print(f"{seconds:7.1f} s  {name}")
     print(f"\n{_line(counts)}")
     return 1 if counts["failed"] else 0

@@ -1,6 +1,7 @@
 """Seeds, poisoned memory, and the device the kernels run on."""
 
 import os
+from collections.abc import Iterator
 
 INTERPRET = os.environ.get("POWERTRAIN_INTERPRET") == "1"
 if INTERPRET:
@@ -18,6 +19,27 @@ HAS_GPU = torch.cuda.is_available()
 
 # of cases that a GPU and plain PyTorch compute in milliseconds
 SLOW_IN_INTERPRETER = pytest.mark.slow if INTERPRET else ()
+
+
+def _cpu_seconds() -> float:
+    """Of this process, and of the children that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+_STARTED = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    item.stash[_STARTED] = _cpu_seconds()
+    yield
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield
+    item.user_properties.append(("cpu_seconds", _cpu_seconds() - item.stash[_STARTED]))  # scripts/test.py adds them up
 
 
 @pytest.fixture(autouse=True)

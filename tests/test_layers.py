@@ -1,6 +1,7 @@
 """Packages import downwards only and without cycles, lazily or by a string too; one file reads the environment."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,13 +39,19 @@ ENVIRONMENT = {
 FILES = sorted(ROOT.rglob("*.py"))
 
 
+@functools.cache
+def _nodes(source: str) -> tuple[ast.AST, ...]:
+    """Of all three tests that read every file, the first parses it."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def _layer(file: Path) -> str:
     return file.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def _imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+def _imports(source: str, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
     """(line, dotted name under powertrain) of every import and importlib.import_module of a constant."""
-    for node in ast.walk(tree):
+    for node in _nodes(source):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -63,7 +70,7 @@ def _violations(file: Path, source: str) -> list[str]:
     layer = _layer(file)
     package = ("powertrain", *file.relative_to(ROOT).parts[:-1])
     bad = []
-    for line, name in _imports(ast.parse(source), package):
+    for line, name in _imports(source, package):
         imported = name.split(".")[0]
         if imported in BELOW and imported not in BELOW[layer]:
             bad.append(f"{file.relative_to(ROOT)}:{line} imports powertrain.{name}; {layer} is below {imported}")
@@ -104,9 +111,8 @@ def _module(file: Path) -> str:
 
 def _imported(source: str, package: tuple[str, ...], modules: set[str]) -> set[str]:
     """Our modules that a file imports, also lazily, by importlib or by a name in a string."""
-    tree = ast.parse(source)
-    names = [f"powertrain.{name}" for _, name in _imports(tree, package)]
-    texts = [str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant)]
+    names = [f"powertrain.{name}" for _, name in _imports(source, package)]
+    texts = [str(n.value) for n in _nodes(source) if isinstance(n, ast.Constant)]
     names += [text for text in texts if text.startswith("powertrain.")]
     found = set()
     for name in names:
@@ -151,13 +157,14 @@ def test_environment_is_read_in_one_place() -> None:
     for file in FILES:
         if str(file.relative_to(ROOT)) in ENVIRONMENT:
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in _nodes(file.read_text()):
             touched = {
                 getattr(node, "attr", None),
                 *(alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)),
             }
-            where = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-            assert not touched & {"environ", "environb", "getenv", "putenv"}, f"{where}: use runtime/settings.py"
+            if not touched & {"environ", "environb", "getenv", "putenv"}:
+                continue
+            pytest.fail(f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: use runtime/settings.py")
 
 
 def test_no_file_here_is_excused_in_vain() -> None:

@@ -36,7 +36,8 @@ def main(sockets: str, command: list[str]) -> int:
     name = source(command)
     builder = name and _builder(sockets)
     if not name or not builder:
-        os.execv(command[0], command)  # not a compilation, or no supervisor
+        # not a compilation, or no supervisor
+        os.execv(command[0], command)
     kind = "gcc" if is_gcc(command[0]) else "-"
     builder.sendall(f"want {os.getpid()} {name} {kind}\n".encode())
     return _Launch(builder, command).run()
@@ -119,7 +120,8 @@ class _Launch:
         """The compiler's exit code, or minus the signal that ended it; None if the builder went away."""
         self.child = os.fork()
         if not self.child:
-            os.setpgid(0, 0)  # so that all of it can be ended at once
+            # so that all of it can be ended at once
+            os.setpgid(0, 0)
             self._become(command)
         self.builder.sendall(f"started {self.child}\n".encode())
         while True:
@@ -164,14 +166,16 @@ class _Launch:
         """A signal that ends us ends the compiler."""
         if not self.child:
             if number != signal.SIGKILL:
-                os._exit(128 + number)  # still waiting for memory
+                # still waiting for memory
+                os._exit(128 + number)
             return
         try:
             os.killpg(self.child, number)
             # a stopped process acts on a signal only when it is continued
             os.killpg(self.child, signal.SIGCONT)
         except ProcessLookupError:
-            os.kill(self.child, number)  # its own group is not there yet
+            # its own group is not there yet
+            os.kill(self.child, number)
 
 
 def _like(status: int) -> int:

@@ -59,7 +59,8 @@ def decide(units: Sequence[CompileJob], available: int, memory: int, jobs: int) 
     paused = [unit for unit in units if unit.state == "paused"]
     left = available - reserve(memory)
     if any(unit.state == "killed" for unit in units):
-        return  # its memory is not free yet, and soon will be
+        # its memory is not free yet, and soon will be
+        return
     if left < 0 and running:
         yield from _shrink(running, [unit for unit in paused if unit.launched])
         return
@@ -67,7 +68,8 @@ def decide(units: Sequence[CompileJob], available: int, memory: int, jobs: int) 
     busy = len(running)
     for unit in sorted(paused, key=lambda unit: unit.since) + [unit for unit in units if unit.state == "waiting"]:
         if busy and (left < unit.growth or busy >= jobs):
-            return  # in order: a large one is not overtaken for ever
+            # in order: a large one is not overtaken for ever
+            return
         # for files measured before only: for every file that might not fit it cost 1.7 times the CPU time
         start: Act = "go low_memory" if unit.has_low_memory_mode and unit.seen and left < unit.growth else "go"
         yield ("resume" if unit.state == "paused" else start), unit

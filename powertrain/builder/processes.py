@@ -1,13 +1,16 @@
 """Processes: state and memory of a build's process tree, sampled."""
 
+import ctypes
 import os
 import re
+import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
 
 _COMPILERS = re.compile(r"(cicc|ptxas|fatbinary|cudafe\+\+|nvcc|cc1|cc1plus|lto1|clang(\+\+)?(-\d+)?|rustc)$")
+_PR_SET_CHILD_SUBREAPER = 36
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LINKERS = re.compile(r"(ld|ld\.\w+|collect2|lld|mold|nvlink)$")
 
@@ -29,6 +32,14 @@ class Process:
     @property
     def links(self) -> bool:
         return bool(_LINKERS.match(self.name))
+
+
+NOBODY = Process(0, 0, "", "", 0, 0.0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent ended, so that the process tree stays complete."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def tree(root: int, without: Iterable[int] = ()) -> dict[int, Process]:
@@ -53,7 +64,8 @@ def _read(process: psutil.Process) -> Process | None:
                 process.pid, process.ppid(), process.name(), status, own_memory(process.pid), cpu, _io(process)
             )
     except psutil.Error:
-        return None  # it ended, or belongs to another user
+        # it ended, or belongs to another user
+        return None
 
 
 def own_memory(pid: int) -> int:
@@ -71,7 +83,8 @@ def _io(process: psutil.Process) -> int:
     try:
         counters = process.io_counters()
     except (psutil.Error, AttributeError, OSError, NotImplementedError):
-        return 0  # no permission, or not counted by this kernel
+        # no permission, or not counted by this kernel
+        return 0
     return int(counters.read_chars + counters.write_chars) if hasattr(counters, "read_chars") else 0
 
 
@@ -145,6 +158,29 @@ def swap_ins() -> int:
         return psutil.swap_memory().sin // os.sysconf("SC_PAGE_SIZE")
     except (OSError, RuntimeError):
         return 0
+
+
+def cpu_since(who: int, before: resource.struct_rusage) -> float:
+    now = resource.getrusage(who)
+    return now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
+
+
+def send_signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def reap(*but: int) -> None:
+    """Collect orphans that ended in our care."""
+    for child in psutil.Process().children():
+        try:
+            if child.pid not in but and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+        except (psutil.Error, ChildProcessError):
+            continue
 
 
 class Pace:

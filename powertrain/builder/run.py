@@ -1,47 +1,49 @@
 """Runs one build: shows its progress, schedules its compilers by memory, explains stalls, ends every process."""
 
-import ctypes
+import contextlib
 import os
 import resource
 import selectors
-import shutil
 import signal
 import socket
-import stat
 import subprocess
-import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import IO, Protocol
 
 import psutil
 
 from powertrain.builder import stall, watchdog
-from powertrain.builder.ending import LONGEST_LINE, Failure, first_error, lines_of
+from powertrain.builder.build_files import BuildFiles
+from powertrain.builder.ending import LONGEST_LINE, first_error, lines_of
 from powertrain.builder.history import UnitRecord
+from powertrain.builder.launcher_connection import LauncherConnection
 from powertrain.builder.memory_scheduler import Act, CompileJob, decide, reserve
 from powertrain.builder.plan import Plan
 from powertrain.builder.processes import (
+    NOBODY,
     Pace,
     Process,
+    adopt_orphans,
     below,
     called_by_compiler,
+    cpu_since,
     oom_kills,
     own_memory,
+    reap,
+    send_signal,
     tree,
     unmanaged_compilers,
 )
 from powertrain.builder.progress import Progress, is_pip, verbose
 from powertrain.builder.shims import make_shims, shimmed
+from powertrain.builder.status import Outcome, Status, View, size_text
 from powertrain.builder.terminal import Terminal
+from powertrain.builder.watchdog_process import WatchdogProcess
 from powertrain.runtime.jobs import available_memory
 
-_PR_SET_CHILD_SUBREAPER = 36
 # bytes a second by which a compiler may grow: cicc on flash-attention was seen to grow by half of that
 _GROWTH = 256 * 2**20
 # seconds between memory samples when memory is nearly exhausted
@@ -57,53 +59,6 @@ _RETRIES = 3
 # the variable by which the watchdog knows a build's processes
 _MARK = "POWERTRAIN_BUILD"
 _LEAST = 32 * 2**20  # lower bound of a compiler's expected bytes
-
-
-@dataclass
-class Status:
-    """State of a build for a view. Sizes in bytes, times in seconds."""
-
-    phase: str
-    done: int
-    total: int
-    elapsed: float
-    eta: float | None
-    used: int
-    memory: int
-    units: list[CompileJob]
-    now: float
-
-
-class View(Protocol):
-    def say(self, text: str) -> None: ...
-    def show(self, status: Status) -> None: ...
-
-
-@dataclass
-class Outcome:
-    """Outcome of a build. Sizes in bytes, times in seconds."""
-
-    code: int  # the command's exit code; 128 + the signal that ended it
-    seconds: float
-    cpu: float  # of the build
-    overhead: float  # CPU of the builder itself
-    peak: int
-    log: Path
-    units: list[UnitRecord]
-    wheels: list[str]
-    failure: Failure | None
-    paused: int  # how often a compiler was paused
-    rerun: int  # how often one was killed and run again
-
-
-@dataclass(eq=False)
-class _Launcher:
-    """A connection from a launcher.py, with the compiler that it runs or wants to run."""
-
-    connection: socket.socket
-    text: bytes = b""
-    unit: CompileJob | None = None
-    kills: int = 0  # out-of-memory kills since boot when the compiler started
 
 
 class Builder:
@@ -132,11 +87,8 @@ class Builder:
     ) -> None:
         self.plan, self.view, self.known = plan, view, known
         self.stall_seconds, self.fix = stall_seconds, fix
-        self.temporary: list[Path] = []  # folders of this build alone
-        self.folder = folder = self._writable(folder)
-        self.log = folder / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
-        self.sockets = self._sockets()
-        self.shims = make_shims(folder / "shims", self.sockets, environment, plan.host.nvcc)
+        self.files = BuildFiles(folder, view.say)
+        self.shims = make_shims(self.files.folder / "shims", self.files.sockets, environment, plan.host.nvcc)
         self.mark = f"{_MARK}={uuid.uuid4().hex}"
         self.terminal = None if keyboard is None else Terminal(keyboard)
         defaults = {"PYTHONUNBUFFERED": "1"}
@@ -148,7 +100,7 @@ class Builder:
         self.environment |= shimmed(self.environment, self.shims, plan.host.nvcc)
         self.selector = selectors.DefaultSelector()
         self.progress, self.pace = Progress(), Pace()
-        self.launchers: list[_Launcher] = []
+        self.launchers: list[LauncherConnection] = []
         self.unmanaged: dict[int, CompileJob] = {}
         self.processes: dict[int, Process] = {}
         self.finished: list[UnitRecord] = []
@@ -159,44 +111,10 @@ class Builder:
         self.reaped = self.memory_sampled = 0.0
         self.fresh = False  # no action was taken since the last sample
         self.signals: list[int] = []
-        self.asked_to_end = 0.0
-        self.stall_reported = 0.0
+        self.asked_to_end = self.stall_reported = 0.0
         self.text = b""
-        self.ended_output = False
-        self.file: IO[bytes] | None = None
-        self.watched: set[int] = set()  # processes reported to the watchdog
+        self.ended_output = self.selector_is_quiet = False
         self.other_users: set[int] = set()  # processes of other users that were reported
-
-    def _writable(self, folder: Path) -> Path:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as probe:
-                probe.write(b"x" * 4096)
-            return folder
-        except OSError as error:
-            directory = self._temporary(None)
-            self.view.say(f"{folder} cannot be written ({error.strerror}): log and shims are in {directory}")
-            return directory
-
-    def _sockets(self) -> Path:
-        """Folder of the socket for launchers: constant, so that a build folder which remembers them works; a new one
-        where that belongs to another user."""
-        usual = Path("/tmp", f"powertrain-build-{os.getuid()}")
-        try:
-            usual.mkdir(mode=0o700, exist_ok=True)
-            facts = usual.lstat()
-            if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & stat.S_IWOTH:
-                return usual
-        except OSError:
-            pass
-        directory = self._temporary("/tmp" if os.access("/tmp", os.W_OK) else None)
-        self.view.say(f"{usual} is not this user's folder: {directory} is used instead")
-        return directory
-
-    def _temporary(self, parent: str | None) -> Path:
-        directory = Path(tempfile.mkdtemp(prefix="powertrain-build-", dir=parent))
-        self.temporary.append(directory)
-        return directory
 
     def run(self) -> Outcome:
         """Run the command to its end. SIGINT and SIGTERM end it and everything it started."""
@@ -204,7 +122,7 @@ class Builder:
         before = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
         handlers = {number: signal.signal(number, self._on_signal) for number in _ENDING}
         try:
-            self._open_log()
+            self.files.open_log()
             self._start()
             self.stillness = stall.Stillness(time.time())
             while not self._over():
@@ -213,49 +131,22 @@ class Builder:
             self._finish()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        return self._outcome(_spent(resource.RUSAGE_CHILDREN, before[0]), _spent(resource.RUSAGE_SELF, before[1]))
-
-    def _open_log(self) -> None:
-        try:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            self.file = self.log.open("wb", buffering=0)
-        except OSError as error:
-            self._stop_log(error)
-
-    def _write_log(self, part: bytes) -> None:
-        """Write to the log; a full disk ends the log, not the build."""
-        if not self.file:
-            return
-        try:
-            while part:
-                part = part[self.file.write(part) :]
-        except OSError as error:
-            self._stop_log(error)
-
-    def _stop_log(self, error: OSError) -> None:
-        if self.file:
-            self.file.close()
-        self.file = None
-        self.view.say(f"{self.log} cannot be written ({error.strerror}): the build goes on without its log")
+        return self._outcome(cpu_since(resource.RUSAGE_CHILDREN, before[0]), cpu_since(resource.RUSAGE_SELF, before[1]))
 
     def _start(self) -> None:
-        # orphans become our children, so that the process tree stays complete
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         # sockets of builders that were killed
-        for left in self.sockets.iterdir():
+        for left in self.files.sockets.iterdir():
             if left.name.isdecimal() and not psutil.pid_exists(int(left.name)):
                 left.unlink(missing_ok=True)
-        self.address = self.sockets / str(os.getpid())
+        self.address = self.files.sockets / str(os.getpid())
         self.address.unlink(missing_ok=True)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(str(self.address))
         self.listener.listen(256)
         self.selector.register(self.listener, selectors.EVENT_READ)
-        # a session of its own: Ctrl-C in the terminal must not reach it
-        self.watchdog = subprocess.Popen(
-            [sys.executable, "-IS", watchdog.__file__], stdin=subprocess.PIPE, start_new_session=True
-        )
-        self._tell_watchdog(f"mark {self.mark}")  # before there is a process that could be left
+        # before there is a process that could be left
+        self.watchdog = WatchdogProcess(self.mark)
         self.build = subprocess.Popen(
             verbose(self.plan.command),
             env=self.environment,
@@ -265,7 +156,7 @@ class Builder:
             start_new_session=True,
             preexec_fn=self.terminal.take if self.terminal else None,
         )
-        self._tell_watchdog(f"session {self.build.pid}")
+        self.watchdog.tell(f"session {self.build.pid}")
         assert self.build.stdout
         os.set_blocking(self.build.stdout.fileno(), False)
         self.selector.register(self.build.stdout, selectors.EVENT_READ)
@@ -275,18 +166,8 @@ class Builder:
         self.sampled = 0.0
         self._sample()
 
-    def _tell_watchdog(self, line: str) -> None:
-        assert self.watchdog.stdin
-        try:
-            self.watchdog.stdin.write(f"{line}\n".encode())
-            self.watchdog.stdin.flush()
-        except OSError:
-            pass  # another process ended it; we are still here
-
     def _over(self) -> bool:
         return self.build.poll() is not None and (self.ended_output or self.selector_is_quiet)
-
-    selector_is_quiet = False
 
     def _step(self) -> None:
         pause = self._pause()
@@ -296,13 +177,13 @@ class Builder:
         for key, _ in events:
             if key.fileobj is self.listener:
                 connection, _ = self.listener.accept()
-                launcher = _Launcher(connection)
+                launcher = LauncherConnection(connection)
                 self.launchers.append(launcher)
                 self.selector.register(connection, selectors.EVENT_READ, launcher)
-            elif isinstance(key.data, _Launcher):
+            elif isinstance(key.data, LauncherConnection):
                 self._receive(key.data)
             elif self.terminal and key.fileobj == self.terminal.ours:
-                self._write_log(self.terminal.hear())
+                self.files.write(self.terminal.hear())
                 self.stillness.spoke(time.time())
             elif self.terminal and key.fileobj == self.terminal.keyboard:
                 self.terminal.type()
@@ -326,18 +207,12 @@ class Builder:
 
     # requests of compilers
 
-    def _receive(self, launcher: _Launcher) -> None:
-        try:
-            part = launcher.connection.recv(4096)
-        except OSError:
-            part = b""
-        if not part:
+    def _receive(self, launcher: LauncherConnection) -> None:
+        requests = launcher.receive()
+        if requests is None:
             self._on_disconnect(launcher)
             return
-        launcher.text += part
-        while b"\n" in launcher.text:
-            line, _, launcher.text = launcher.text.partition(b"\n")
-            word, *rest = line.decode(errors="replace").split(" ")
+        for word, *rest in requests:
             if word == "want":
                 self._on_want(launcher, int(rest[0]), rest[1], rest[2] == "gcc")
             elif word == "started" and launcher.unit:
@@ -346,11 +221,11 @@ class Builder:
             elif word == "ended":
                 self._on_ended(launcher, int(rest[0]), int(rest[1]))
 
-    def _on_want(self, launcher: _Launcher, pid: int, name: str, has_low_memory_mode: bool) -> None:
+    def _on_want(self, launcher: LauncherConnection, pid: int, name: str, has_low_memory_mode: bool) -> None:
         running = [each.unit.pid for each in self.launchers if each.unit and each.unit.pid]
         # its caller waits for it, so it must not wait for its caller's memory
         if called_by_compiler(pid, running):
-            self._send(launcher, "pass")
+            launcher.send("pass")
             return
         launcher.unit = CompileJob(
             name, self._expected(name), seen=name in self.known, has_low_memory_mode=has_low_memory_mode
@@ -364,39 +239,42 @@ class Builder:
             return max(_LEAST, int(max(peaks) * _MARGIN))
         return self.plan.estimate.bytes
 
-    def _on_ended(self, launcher: _Launcher, status: int, most: int) -> None:
+    def _on_ended(self, launcher: LauncherConnection, status: int, most: int) -> None:
         unit = launcher.unit
         assert unit
-        unit.peak = max(unit.peak, most)  # samples miss short peaks
+        # samples miss short peaks
+        unit.peak = max(unit.peak, most)
         starved = status and (status in (-signal.SIGKILL, 128 + signal.SIGKILL) or oom_kills() > launcher.kills)
         if unit.state == "killed" or (starved and unit.tries < _RETRIES and not self.signals):
             if unit.state != "killed":
-                unit.expected, unit.seen = self.plan.host.memory, True  # alone, the next time
-                self.view.say(f"{unit.name} was killed at {_gib(unit.peak)}: it runs again, alone")
+                # alone, the next time
+                unit.expected, unit.seen = self.plan.host.memory, True
+                self.view.say(f"{unit.name} was killed at {size_text(unit.peak)}: it runs again, alone")
             unit.state, unit.pid, unit.pids = "waiting", 0, []
             self.rerun += 1
-            self._send(launcher, "again")
+            launcher.send("again")
             return
         seconds = time.time() - unit.since
         # the next plan must know units that did not fit, too
         if not status or starved:
             self.finished.append(UnitRecord(unit.name, seconds, unit.peak))
         if not status:
-            self.timed += [seconds] if self.progress.total else []  # a configuration's probes are small
+            # a configuration's probes are small
+            self.timed += [seconds] if self.progress.total else []
             self.peaks.setdefault(Path(unit.name).suffix, []).append(unit.peak)
             for other in self._units():
                 if other.state == "waiting" and not other.tries:
                     other.expected = self._expected(other.name)
         launcher.unit = None
-        self._send(launcher, "done")
+        launcher.send("done")
 
-    def _on_disconnect(self, launcher: _Launcher) -> None:
+    def _on_disconnect(self, launcher: LauncherConnection) -> None:
         """A launcher closed its connection; if it was killed, its compiler goes too, which may be paused."""
         self.selector.unregister(launcher.connection)
         launcher.connection.close()
         self.launchers.remove(launcher)
         if launcher.unit and launcher.unit.pid:
-            _signal([*launcher.unit.pids, -launcher.unit.pid], signal.SIGKILL)
+            send_signal([*launcher.unit.pids, -launcher.unit.pid], signal.SIGKILL)
 
     def _schedule(self) -> None:
         if not (units := self._units()):
@@ -410,43 +288,38 @@ class Builder:
         # effect was measured
         self.fresh = False
 
-    def _act(self, act: Act, unit: CompileJob, launcher: _Launcher | None) -> None:
+    def _act(self, act: Act, unit: CompileJob, launcher: LauncherConnection | None) -> None:
         if act in ("go", "go low_memory") and launcher:
             unit.state, unit.since, unit.memory, unit.peak = "running", time.time(), 0, 0
             unit.low_memory = act == "go low_memory"
             unit.tries += 1
-            self._send(launcher, act)
+            launcher.send(act)
             if unit.low_memory:
                 self.view.say(
                     f"{unit.name} may not fit: gcc collects its garbage early, which is slower and takes less memory"
                 )
         elif act == "resume":
             unit.state = "running"
-            _signal(unit.pids, signal.SIGCONT)
+            send_signal(unit.pids, signal.SIGCONT)
             self.view.say(f"resumed {unit.name}")
         elif act == "pause" and unit.pids:
             unit.state = "paused"
             unit.expected = max(unit.expected, unit.memory * 3 // 2)
-            _signal(unit.pids, signal.SIGSTOP)
+            send_signal(unit.pids, signal.SIGSTOP)
             self.paused += 1
-            self.view.say(f"paused {unit.name} at {_gib(unit.memory)}: {_gib(self.available)} left")
+            self.view.say(f"paused {unit.name} at {size_text(unit.memory)}: {size_text(self.available)} left")
         elif act == "kill" and launcher:
             unit.state, unit.seen = "killed", True
             unit.expected = max(unit.expected, unit.memory * 3 // 2)
-            self._send(launcher, "kill")
-            self.view.say(f"killed {unit.name} at {_gib(unit.memory)} to free memory: it will run again")
+            launcher.send("kill")
+            self.view.say(f"killed {unit.name} at {size_text(unit.memory)} to free memory: it will run again")
         elif act == "alone":
             unit.reported_alone = True
             self.view.say(
-                f"even one job does not fit: {unit.name} has {_gib(unit.memory)} of {_gib(self.plan.host.memory)} "
-                f"({self.plan.host.memory_why}) and wants more. Fix: more memory or swap, or fewer archs"
+                f"even one job does not fit: {unit.name} has {size_text(unit.memory)} of "
+                f"{size_text(self.plan.host.memory)} ({self.plan.host.memory_why}) and wants more. Fix: more memory or "
+                "swap, or fewer archs"
             )
-
-    def _send(self, launcher: _Launcher, word: str) -> None:
-        try:
-            launcher.connection.sendall(f"{word}\n".encode())
-        except OSError:
-            pass  # it is gone; its end of file is read next
 
     # sampling
 
@@ -455,33 +328,28 @@ class Builder:
 
     def _sample(self) -> None:
         self.processes = tree(os.getpid(), [self.watchdog.pid])
-        self._report_processes()
+        self.watchdog.report(self.processes)
         self.sampled, self.fresh = time.time(), True
         self.used = sum(process.memory for process in self.processes.values())
         self.peak = max(self.peak, self.used)
         self.available_without_build = available_memory()[0] + self.used
         self.available = min(self.available_without_build, self.plan.host.memory) - self.used
         launched = [each.unit.pid for each in self.launchers if each.unit and each.unit.pid]
-        foreign = {process.pid: process for process in unmanaged_compilers(self.processes, launched)}
-        self.unmanaged = {pid: self.unmanaged.get(pid) or self._unmanaged(process) for pid, process in foreign.items()}
+        self.unmanaged = {
+            each.pid: self.unmanaged.get(each.pid)
+            or CompileJob(f"{each.name} {each.pid}", 0, each.pid, "running", time.time(), launched=False)
+            for each in unmanaged_compilers(self.processes, launched)
+        }
         for unit in self._units():
             of = below(unit.pid, self.processes)
             unit.pids = [process.pid for process in of]
             unit.memory = sum(process.memory for process in of)
             unit.peak = max(unit.peak, unit.memory)
             unit.cpu = sum(process.cpu for process in of)
-            unit.doing = max((p for p in of if p.compiles), key=lambda p: p.memory, default=_NOBODY).name
+            unit.doing = max((p for p in of if p.compiles), key=lambda p: p.memory, default=NOBODY).name
         if self.sampled - self.reaped > _REAP:
             self.reaped = self.sampled
-            _reap(self.build.pid, self.watchdog.pid)
-
-    def _report_processes(self) -> None:
-        new = [pid for pid in self.processes if pid not in self.watched]
-        starts = watchdog.running() if new else {}
-        for pid in new:
-            if pid in starts:
-                self._tell_watchdog(f"seen {pid} {starts[pid].start}")
-        self.watched = set(self.processes)
+            reap(self.build.pid, self.watchdog.pid)
 
     def _sample_memory(self) -> None:
         """Memory of the processes of the last sample: 8 us each, so that shortage between samples is noticed."""
@@ -494,11 +362,6 @@ class Builder:
         self.peak = max(self.peak, self.used)
         self.available = min(self.available_without_build, self.plan.host.memory) - self.used
 
-    def _unmanaged(self, process: Process) -> CompileJob:
-        """A running compiler that no launcher started."""
-        name = f"{process.name} {process.pid}"
-        return CompileJob(name, 0, process.pid, "running", time.time(), launched=False)
-
     def _watch(self) -> None:
         now = time.time()
         paused = {pid for unit in self._units() if unit.state == "paused" for pid in unit.pids}
@@ -508,7 +371,8 @@ class Builder:
             self.stall_reported = now
             self._report_stall(moving, still)
         if self._is_asked(moving, now):
-            return  # a redrawn table would overwrite the prompt
+            # a redrawn table would overwrite the prompt
+            return
         running = [unit for unit in self._units() if unit.state == "running"]
         seconds = [now - unit.since for unit in running]
         estimate = self.plan.estimate
@@ -545,12 +409,13 @@ class Builder:
             self.selector.unregister(self.build.stdout)
             self.ended_output = True
             return
-        self._write_log(part)
+        self.files.write(part)
         self.stillness.spoke(time.time())
         *lines, rest = part.replace(b"\r", b"\n").split(b"\n")
         if lines:
             lines[0], self.text = self.text + lines[0], b""
-        self.text = (self.text + rest)[:LONGEST_LINE]  # of one without end, no more
+        # of one without end, no more
+        self.text = (self.text + rest)[:LONGEST_LINE]
         for line in lines:
             text = line[:LONGEST_LINE].decode(errors="replace")
             if self.progress.feed(text):
@@ -591,18 +456,15 @@ class Builder:
         if hasattr(self, "build"):
             deadline = time.time() + (_GRACE if self.build.poll() is not None and not self.signals else 0)
             while left := self._end_all(signal.SIGTERM if time.time() < deadline else signal.SIGKILL):
-                _reap(self.build.pid, self.watchdog.pid)
+                reap(self.build.pid, self.watchdog.pid)
                 if time.time() > deadline + watchdog.GIVE_UP:
                     self.view.say(f"these do not end: processes {' '.join(str(each.pid) for each in left)}")
                     break
                 time.sleep(0.05)
             self._wait_for_build()
-            _reap(self.build.pid, self.watchdog.pid)
+            reap(self.build.pid, self.watchdog.pid)
         if hasattr(self, "watchdog"):
-            self._tell_watchdog("over")
-            self.watchdog.wait()
-        if self.file:
-            self.file.close()
+            self.watchdog.end()
         self.selector.close()
         if self.terminal:
             self.terminal.close()
@@ -611,57 +473,28 @@ class Builder:
         if hasattr(self, "listener"):
             self.listener.close()
             self.address.unlink(missing_ok=True)
-        for directory in self.temporary:
-            if directory != self.folder:  # where the log is
-                shutil.rmtree(directory, ignore_errors=True)
+        self.files.close()
 
     def _wait_for_build(self) -> None:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.build.wait(watchdog.GIVE_UP)
-        except subprocess.TimeoutExpired:
-            self.build.returncode = -signal.SIGKILL  # another user's, or it waits for a disk: named above
+            return
+        # another user's, or it waits for a disk: named above
+        self.build.returncode = -signal.SIGKILL
 
     def _outcome(self, cpu: float, overhead: float) -> Outcome:
         code = self.build.returncode
         if self.signals:
             code = -self.signals[0]
         failure = None
-        if code and self.log.is_file():
-            with self.log.open("rb") as log:
+        if code and self.files.log.is_file():
+            with self.files.log.open("rb") as log:
                 failure = first_error(lines_of(log))
         seconds = time.time() - self.started
         return Outcome(
-            *(128 - code if code < 0 else code, seconds, cpu, overhead, self.peak, self.log),
+            *(128 - code if code < 0 else code, seconds, cpu, overhead, self.peak, self.files.log),
             *(self.finished, self.progress.wheels, failure, self.paused, self.rerun),
         )
 
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_NOBODY = Process(0, 0, "", "", 0, 0.0, 0)
-
-
-def _spent(who: int, before: resource.struct_rusage) -> float:
-    now = resource.getrusage(who)
-    return now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
-
-
-def _signal(pids: Iterable[int], number: int) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except (ProcessLookupError, PermissionError):
-            continue
-
-
-def _reap(*but: int) -> None:
-    """Collect orphans that ended in our care."""
-    for child in psutil.Process().children():
-        try:
-            if child.pid not in but and child.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(child.pid, os.WNOHANG)
-        except (psutil.Error, ChildProcessError):
-            continue
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -75,7 +75,8 @@ def _write(target: Path, files: Mapping[str, str]) -> None:
         file.chmod(0o755)
     try:
         aside.rename(target)
-    except OSError:  # another build has made the same folder meanwhile
+    except OSError:
+        # another build has made the same folder meanwhile
         shutil.rmtree(aside)
 
 

@@ -105,7 +105,8 @@ def find_locks(folders: Iterable[Path]) -> list[Path]:
             try:
                 locks += [file for file in folder.glob(pattern) if file.is_file() and not file.stat().st_size]
             except OSError:
-                continue  # no permission, or deleted meanwhile
+                # no permission, or deleted meanwhile
+                continue
     return list(dict.fromkeys(file.resolve() for file in locks))
 
 
@@ -119,12 +120,14 @@ def _opened(pid: str) -> Iterator[str]:
     try:
         numbers = os.listdir(f"/proc/{pid}/fd")
     except OSError:
-        return  # not ours to see, or gone
+        # not ours to see, or gone
+        return
     for number in numbers:
         try:
             yield os.readlink(f"/proc/{pid}/fd/{number}")
         except OSError:
-            continue  # closed meanwhile
+            # closed meanwhile
+            continue
 
 
 def set_aside(lock: Path) -> Path:
@@ -156,7 +159,8 @@ def waits_for_input(pid: int) -> str | None:
     try:
         channel = Path(f"/proc/{pid}/wchan").read_text()
         call = Path(f"/proc/{pid}/syscall").read_text().split()
-        if len(call) < 2 or call[0] not in ("0", "63"):  # read on x86-64, on aarch64
+        # read on x86-64, on aarch64
+        if len(call) < 2 or call[0] not in ("0", "63"):
             return None
         number = int(call[1], 16)
         target = os.readlink(f"/proc/{pid}/fd/{number}")
@@ -172,7 +176,8 @@ def waits_for_input(pid: int) -> str | None:
 def _peer(pid: int) -> str | None:
     try:
         process = psutil.Process(pid)
-        ask = getattr(process, "net_connections", None) or process.connections  # its name before psutil 6
+        # its name before psutil 6
+        ask = getattr(process, "net_connections", None) or process.connections
         connections = ask("inet")
     except (psutil.Error, OSError):
         return None

@@ -30,7 +30,8 @@ def _in_front(terminal: int) -> bool:
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()
     except OSError:
-        return True  # a terminal, but not the one that controls us
+        # a terminal, but not the one that controls us
+        return True
 
 
 class Terminal:
@@ -79,7 +80,8 @@ class Terminal:
         output  output of the build since the last newline: pip prompts there
         """
         if self.waits and not _at_terminal(self.asker or 0):
-            self.open, self.text = False, b""  # it gave up, or ended
+            # it gave up, or ended
+            self.open, self.text = False, b""
         self._show_typing()
         text = (self.text.strip() or output.strip()).decode(errors="replace")[-_LONGEST:]
         if not text or text == self.said:

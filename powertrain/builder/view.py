@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from powertrain.builder.memory_scheduler import CompileJob
-from powertrain.builder.run import Status
 from powertrain.builder.stall import slow_but_working
+from powertrain.builder.status import Status
 
 _EVERY = 15  # seconds between plain lines
 _REDRAW = 1  # seconds; drawing takes more than watching

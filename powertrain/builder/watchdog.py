@@ -92,12 +92,14 @@ def _has(pid: int, mark: str) -> bool:
         with open(f"/proc/{pid}/environ", "rb") as environment:
             return mark.encode() in environment.read()
     except OSError:
-        return False  # not ours to read
+        # not ours to read
+        return False
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends when the builder does
+        # it ends when the builder does
+        signal.signal(number, signal.SIG_IGN)
     session, mark = 0, ""
     seen: dict[int, int] = {}
     for line in sys.stdin:

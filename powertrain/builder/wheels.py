@@ -55,7 +55,8 @@ def find(
                 forced = any(name.endswith("_FORCE_BUILD") and value == "TRUE" for name, value in environment.items())
                 by_itself = _by_name(recipe, command) and not forced
                 return Wheel(url.rpartition("/")[2], f"pip install {url}", by_itself, by_setup=True)
-        except NotAnswered as why:  # the index may have one all the same
+        except NotAnswered as why:
+            # the index may have one all the same
             unanswered = why
     versions = _versions(recipe.package, python, options, end, binary=True)
     version = wanted if wanted in versions else None if wanted else _newest(versions)
@@ -145,8 +146,10 @@ def _last_line(said: str) -> str:
 
 def _exists(url: str, end: float) -> bool:
     """Whether there is a file at this address. Raises NotAnswered if its server does not say."""
+    # in a process, which can be ended: the timeout of urllib does not cover name resolution
     asks = [sys.executable, "-c", _HEAD, url, str(max(0.1, end - time.monotonic()))]
     status = _run(asks, end, url).stdout.strip()
+    # another answer, a proxy's 403 say, tells nothing about the file
     if status not in ("200", "404"):
         raise NotAnswered(f"{url} cannot be asked for" + (f" (HTTP {status})" if status else ""))
     return status == "200"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from powertrain.builder.history import History, Record
     from powertrain.builder.host import BuildHost
     from powertrain.builder.plan import Plan
-    from powertrain.builder.run import Outcome
+    from powertrain.builder.status import Outcome
     from powertrain.builder.wheels import Wheel
 
 REFUSED = 2  # exit code of a build that was not begun
@@ -108,7 +108,7 @@ def _run(
             fix=fix,
             keyboard=keyboard_here(),
         )
-        console.print(f"full output: {builder.log}", markup=False, soft_wrap=True)
+        console.print(f"full output: {builder.files.log}", markup=False, soft_wrap=True)
         outcome = builder.run()
     finally:
         if isinstance(view, LiveView):
@@ -123,7 +123,8 @@ def _run(
 def _text(command: Sequence[str]) -> str:
     """Key of a build in the history: `ninja` means another one in another folder."""
     text = f"{shlex.join(command)} (in {Path.cwd()})"
-    return text.encode(errors="replace").decode()  # words and folders may be of any bytes
+    # words and folders may be of any bytes
+    return text.encode(errors="replace").decode()
 
 
 def _archs(archs: Sequence[int]) -> str:

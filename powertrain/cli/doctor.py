@@ -107,7 +107,8 @@ def _overlap(machine: "Machine") -> "Iterator[Finding]":
 def _attention(machine: "Machine") -> "Iterator[Finding]":
     from powertrain.doctor.finding import Finding
 
-    seconds = 300.0  # a first run compiles kernels
+    # a first run compiles kernels
+    seconds = 300.0
     ran = machine.run([machine.python, "-m", "powertrain", "doctor", "--kernels"], seconds)
     if ran is not None and ran.status == 0:
         yield Finding("ok", ran.output[ran.output.rindex(_GOOD) :].strip())

@@ -79,16 +79,10 @@ def explain(
         raise typer.BadParameter(f"must be attention or fp8, got {topic!r}")
     if files:
         raise typer.BadParameter(f"attention takes options only, got {files[0]!r}")
-    if mask not in _MASKS:
-        raise typer.BadParameter(f"mask must be one of {', '.join(_MASKS)}, got {mask!r}")
-    if dtype not in _DTYPES:
-        raise typer.BadParameter(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    if bias not in (None, "bool", "float"):
-        raise typer.BadParameter(f"bias must be bool or float, got {bias!r}")
-    if layout == "thd" and (bias or mask == "arbitrary"):
-        raise typer.BadParameter("packed sequences (thd) take no dense mask: leave out --bias and --mask arbitrary")
+    _check_mask(mask, dtype, bias, layout)
     if like is None and (version or switch):
         raise typer.BadParameter("--version and --set are of the library that --as names")
+    # imported after the checks: a wrong option is said without waiting for torch
     import torch
 
     from powertrain.ops.attention.explain import explain_attention
@@ -122,6 +116,22 @@ def explain(
             explanation = explained_as(like, explanation, seqlen, keys, versions, switch or [])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    _show(explanation)
+
+
+def _check_mask(mask: str, dtype: str, bias: str | None, layout: str) -> None:
+    if mask not in _MASKS:
+        raise typer.BadParameter(f"mask must be one of {', '.join(_MASKS)}, got {mask!r}")
+    if dtype not in _DTYPES:
+        raise typer.BadParameter(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    if bias not in (None, "bool", "float"):
+        raise typer.BadParameter(f"bias must be bool or float, got {bias!r}")
+    if layout == "thd" and (bias or mask == "arbitrary"):
+        raise typer.BadParameter("packed sequences (thd) take no dense mask: leave out --bias and --mask arbitrary")
+
+
+def _show(explanation: "Explanation") -> None:
+    """Print it; exit code 1 where no backend can compute the attention."""
     console = Console(soft_wrap=True, highlight=False)
     console.print(str(explanation), markup=False)
     if None in explanation.by_gpu.values():

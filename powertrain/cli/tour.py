@@ -128,7 +128,8 @@ def _hang(console: Console) -> None:
         before = time.monotonic()
         process = _start(_TORCH_EXTENSION, folder)
         try:
-            process.wait(STUCK_SECONDS + 4)  # the imports take some seconds
+            # the imports take some seconds
+            process.wait(STUCK_SECONDS + 4)
             words = f"ended with exit status {process.returncode}"
         except subprocess.TimeoutExpired:
             words = "still waiting for the dead process's lock file, having said nothing"
@@ -345,7 +346,8 @@ def _compiled(
     from powertrain.runtime.target import Target
 
     dtype = torch.float16 if Target.parse(card).arch < 80 else torch.bfloat16
-    shape = (length, heads) if thd else (1, length, 1, heads)  # packed, or 5-D
+    # packed, or 5-D
+    shape = (length, heads) if thd else (1, length, 1, heads)
     q, k, v = (
         torch.empty(*shape, d, dtype=dtype, device="meta", requires_grad=True)
         for d in (head_dims[0], head_dims[0], head_dims[1])

@@ -101,7 +101,8 @@ def _fit(run: "Run", launch_env: Any, console: Console, *, quiet: bool = False, 
         except (TrainingStopped, LateCompile, NotWritten) as error:
             stopped = error
         except (UnreadableSample, OSError, PeerTimeout) as error:
-            stopped, is_reporter = error, True  # the other ranks know nothing of it
+            # the other ranks know nothing of it
+            stopped, is_reporter = error, True
         finally:
             trainer.close()
     if stopped and is_reporter:

@@ -91,7 +91,8 @@ def _tune_case(case: "Case", shape: tuple[int, ...], dtype: Dtype, deadline: flo
                 try:
                     times.append((measure({"": lambda: case.step(tensors)}, seconds=0.1)[""].ms, changes))
                 except (PowertrainError, RuntimeError):
-                    continue  # too much shared memory, say: not a choice
+                    # too much shared memory, say: not a choice
+                    continue
             tuning.forced.pop(name)
             before, (after, changes) = times[0][0], min(times, key=lambda pair: pair[0])
             results.append((name, key, changes if after < 0.98 * before else {}, before, after))
@@ -102,7 +103,8 @@ def _shipped() -> Table:
     from powertrain.ops.cases import cases
     from powertrain.runtime import tuning
 
-    cases()  # imports every op
+    # imports every op
+    cases()
     table = Table("plan", "shipped values were measured")
     for name, (where, _) in sorted(tuning.shipped.items()):
         table.add_row(name, where)

@@ -72,7 +72,8 @@ def measure_case(case: dict[str, Any], dtype: torch.dtype, device: torch.device)
         try:
             forward, backward = _measure(verdict.name, query, key, value, dout, options)
         except (PowertrainError, RuntimeError):
-            continue  # too much memory, say: this backend has no place in the table
+            # too much memory, say: this backend has no place in the table
+            continue
         times.setdefault(verdict.name, [None, None])[0] = forward
         times.setdefault(_differentiates(verdict.name, problem), [None, None])[1] = backward
     return times

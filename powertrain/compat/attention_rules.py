@@ -36,7 +36,8 @@ class Versions:
     def __str__(self) -> str:
         name = ".".join(map(str, self.library))
         flash = f", flash-attn {self.flash_attn}" if self.flash_attn else ", no flash-attn"
-        flash = "" if self.flash_attn == name else flash  # it is the library itself
+        # it is the library itself
+        flash = "" if self.flash_attn == name else flash
         return f"{name} with torch {self.torch}, cuDNN {cudnn_name(self.cudnn)}{flash}"
 
 

@@ -82,6 +82,7 @@ class Log:
 
     def __init__(self, text: str | bytes) -> None:
         data = text.encode(errors="replace") if isinstance(text, str) else text
+        # a search is cheaper than the substitution, and most logs have no colors
         data = _COLORS.sub(b"", data) if b"\x1b" in data else data
         self.data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").rstrip()
 
@@ -226,12 +227,14 @@ def _search_tail(cause: Cause, log: Log) -> Diagnosis | None:
     for index, start in enumerate(tail):
         if match := re.search(cause.pattern, log.line_at(start)):
             later = map(log.line_at, tail[index + 1 :])
+            # the last error is the cause only if none follows it
             return None if any(map(_is_error, later)) else _diagnosis(cause, log, start, match)
     return None
 
 
 def _matching(pattern: str, log: Log) -> Iterator[tuple[int, re.Match[str]]]:
     """(where the line starts, the match) of the first line that each literal leads to."""
+    # bytes.find over the whole log, then the expression on single lines: 100 MB take seconds
     for literal in literals_of(pattern):
         for start in log.lines_with(literal):
             if match := re.search(pattern, log.line_at(start)):
@@ -301,7 +304,8 @@ _MOST_TRACEBACKS, _MOST_FRAME_LINES = 20, 400
 def _tracebacks(log: Log) -> Iterator[tuple[int, int]]:
     """(start of the heading, start of the line with the exception) of Python's first tracebacks."""
     for begin in islice(log.lines_with(b"Traceback (most recent call last)"), _MOST_TRACEBACKS):
-        before = log.line_at(begin).partition("Traceback (")[0]  # "[rank0]: ", an indentation
+        # "[rank0]: ", an indentation
+        before = log.line_at(begin).partition("Traceback (")[0]
         start = begin
         for _ in range(_MOST_FRAME_LINES):
             start = log.data.find(b"\n", start) + 1

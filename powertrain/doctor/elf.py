@@ -27,7 +27,8 @@ class Section(NamedTuple):
 @contextmanager
 def opened(path: Path) -> Iterator[mmap.mmap | None]:
     """The file's bytes, or None: it is no ELF file of ours. One cut short or damaged raises ValueError naming it."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a pipe is not waited for
+    # a pipe is not waited for
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode) or file.read(6) != b"\x7fELF\x02\x01":
             yield None
             return
@@ -52,7 +53,8 @@ def sections(data: mmap.mmap) -> list[Section]:
     if entry < _HEADER.size or names >= count:
         raise _Damaged(f"got sections of {entry} bytes, their names in {names} of {count}, at byte {0x28 + 18}")
     if table + entry * count > len(data):
-        raise struct.error  # where a file was cut, most often
+        # where a file was cut, most often
+        raise struct.error
     rows = [_HEADER.unpack_from(data, table + index * entry) for index in range(count)]
     names_at = rows[names][4]
     for index, row in enumerate(rows):

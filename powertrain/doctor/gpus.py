@@ -102,7 +102,8 @@ def clocks(machine: Machine) -> Iterator[Finding]:
     """Why each GPU's clock is below its maximum, as NVML gives it."""
     if not machine.gpus:
         return
-    for word in ("event", "throttle"):  # the name before driver 535
+    # the name before driver 535
+    for word in ("event", "throttle"):
         query = f"--query-gpu=index,clocks_{word}_reasons.active,temperature.gpu,clocks.sm,clocks.max.sm"
         ran = machine.run(["nvidia-smi", query, "--format=csv,noheader,nounits"], 20.0)
         if ran and not ran.status:

@@ -20,6 +20,7 @@ from powertrain.runtime.machine import Machine
 
 SSH_SECONDS = 5
 _MOST = 4 << 20  # bytes of a hostfile
+# BatchMode: without it ssh asks for a password and waits
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS}")
 
 # the program each host runs with its own Python: versions without importing torch, the arch of its GPUs

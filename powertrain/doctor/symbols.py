@@ -67,7 +67,8 @@ def _names(file: Path, defined: bool) -> list[bytes]:
         with opened(file) as data:
             return [name for name in symbols(data, defined) if _OURS.match(name)] if data is not None else []
     except (ValueError, OSError):
-        return []  # cut short: the check `code` says so
+        # cut short: the check `code` says so
+        return []
 
 
 CHECKS = (Check("symbols", "do compiled extensions fit the installed torch?", undefined),)

@@ -88,6 +88,7 @@ class Config(ModelConfig):
         factor, all_dim = scaling.get("factor", 1.0), scaling.get("mscale_all_dim")
         if not all_dim or factor <= 1:
             return scale
+        # squared, since cos and sin would carry it on queries and on keys
         return float(scale * (0.1 * all_dim * math.log(factor) + 1.0) ** 2)
 
 
@@ -111,6 +112,7 @@ class Model(CausalLM):
     def init_weights(self, seed: int) -> None:
         super().init_weights(seed)
         for moe in self.moe_layers:
+            # buffers, which the initialization of parameters leaves as the meta device made them
             moe.router.correction_bias.zero_()
             moe.load.zero_()
 

@@ -35,6 +35,7 @@ class Sampler:
         """[B, V] -> [B] int64."""
         if self.temperature == 0:
             return logits.argmax(-1)
+        # made here because a generator belongs to a device, and the first logits tell which
         if self._generator is None:
             self._generator = torch.Generator(logits.device).manual_seed(self.seed)
         chances = self._kept(logits.float() / self.temperature).softmax(-1)
@@ -43,6 +44,7 @@ class Sampler:
     def _kept(self, logits: Tensor) -> Tensor:
         """Logits with -inf where top_k and top_p leave out."""
         if self.top_k is not None and self.top_k < logits.shape[-1]:
+            # compared by value: tokens as likely as the k-th stay, whatever the order that topk gives them
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -torch.inf)
         if self.top_p is not None and self.top_p < 1:
             ordered, order = logits.sort(descending=True)

@@ -38,6 +38,7 @@ def read_config(folder: Path) -> ModelConfig:
     with reading(file, "describe a model"):
         try:
             return from_hf_config(values)
+        # pydantic's is a ValueError too, and names the fields already
         except ValidationError:
             raise
         except ValueError as error:
@@ -91,6 +92,7 @@ def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tupl
 
 def _check_names(config: ModelConfig, module: Any, wanted: set[str], present: set[str]) -> None:
     left_out = re.compile(module.HF_LEFT_OUT.format(num_layers=config.num_layers))
+    # some files hold the head though it is tied to the embedding
     heads = ("lm_head.weight", "embed_out.weight") if config.tie_embeddings else ()
     unknown = sorted(name for name in present - wanted if name not in heads and not left_out.search(name))
     missing = sorted(wanted - present)
@@ -133,6 +135,7 @@ def _indexed(index: Path) -> list[Path]:
     with reading(index, "be an index with a weight_map"):
         names = sorted(set(values["weight_map"].values()))
     for name in names:
+        # an index comes with the checkpoint and could name any path; only files of its folder are opened
         if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
             raise ValueError(f"{index}: weight_map must name files beside it, got {name!r}")
     return [index.parent / name for name in names]
@@ -195,6 +198,7 @@ def write(
         number = plan[name]
         names[name] = _shard_name(number, len(lacking))
         size += tensor.numel() * tensor.element_size()
+        # safetensors refuses strided views
         open_shards[number][name] = tensor.contiguous()
         lacking[number] -= 1
         if not lacking[number]:

@@ -136,6 +136,7 @@ def from_hf_config(values: Mapping[str, Any]) -> Config:
     """The config of a Llama's, Mistral's, Qwen 2's or Qwen 3's config.json; raises ValueError naming the key."""
     kind = chosen(values, "model_type", None, {name: name for name in _HF_CLASSES})
     _, always, defaults = _HF_CLASSES[kind]
+    # config.json leaves out what is its class's default
     values = {**defaults, **values}
     only(values, attention_dropout=0.0, pretraining_tp=1, use_mrope=False)
     rope = from_hf_rope(values)
@@ -178,6 +179,7 @@ def _hf_window(kind: str, values: Mapping[str, Any], layers: int) -> int | None:
     kinds = set(types or ["full_attention"])
     if kinds == {"full_attention"}:
         return None
+    # our layers share one window; a model of both kinds would compute something else
     if kinds != {"sliding_attention"} or window is None:
         raise ValueError(
             "config.json: layer_types (or max_window_layers) must give all layers full_attention, or all "
@@ -189,6 +191,7 @@ def _hf_window(kind: str, values: Mapping[str, Any], layers: int) -> int | None:
 def to_hf_config(config: Config) -> dict[str, Any]:
     """config.json of the class with this model's features; raises ValueError if none has them."""
     kind = _hf_kind(config)
+    # several of their names are one activation: the first of them is written
     acts = {ours: theirs for theirs, ours in reversed(_HF_ACTIVATIONS.items())}
     if config.activation not in acts:
         raise ValueError(f"model.activation must be one of {', '.join(acts)} to be written, got {config.activation}")

@@ -222,6 +222,7 @@ def _joined(
     if with_magnitude and len(with_magnitude) < len(rows):
         raise ValueError(f"{file}: all of {', '.join(rows)} must have a magnitude, or none, got {len(with_magnitude)}")
     first = found[0]
+    # parts with one A keep its rank; others get columns of their own, so the ranks add up
     shared = len(found) == len(rows) and all(torch.equal(p.A, first.A) and p.scale == first.scale for p in found)
     rank = len(first.A) if shared else sum(len(p.A) for p in found)
     blocks, column = [], 0

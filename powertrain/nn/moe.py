@@ -60,6 +60,7 @@ class Router(nn.Module):
         self.expert_weights_per_token = num_experts * hidden_size
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # autocast would compute the product in 16 bits, and close scores would choose other experts
         with without_autocast(x.device):
             logits = F.linear(x.float(), self.weight.float())
         weights, experts = moe_route(logits.flatten(0, -2), self.correction_bias, **self.options)
@@ -69,6 +70,7 @@ class Router(nn.Module):
         before = self.correction_bias
         super()._apply(fn, recurse)
         if self.correction_bias.dtype is not torch.float32:
+            # from the one before the cast, which has lost its low bits
             self.correction_bias = before.to(self.correction_bias.device)
         return self
 
@@ -124,6 +126,7 @@ class MoE(nn.Module):
         self.router = router
         self.experts = Experts(hidden_size, intermediate_size, num_experts, top_k)
         self.shared = GatedMLP(hidden_size, shared_size) if shared_size else None
+        # not in checkpoints: it is zero after each optimizer step, and only then is one written
         self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.balance_loss: Tensor | None = None
 
@@ -144,6 +147,7 @@ class MoE(nn.Module):
         group   the process group whose ranks saw other tokens; None: this rank alone
         """
         if group is not None:
+            # the bias stays equal on all ranks only if all of them see one load
             torch.distributed.all_reduce(self.load, group=group)
         moe_update_bias_(self.router.correction_bias, self.load, rate)
         self.load.zero_()

@@ -97,6 +97,7 @@ def _adamw_step_kernel(
     steps = step_ptr + tl.load(table_ptr + _STEP * count + tensors, mask=mask, other=0)  # [BLOCK]
     advance = 1.0
     if found_inf_ptr is not None:
+        # decided on the device: the host does not wait to learn whether the step is skipped
         advance = tl.where(tl.load(found_inf_ptr) == 0.0, 1.0, 0.0)  # scalar
     step = tl.load(steps, mask=mask, other=1.0) + advance  # [BLOCK]
     tl.store(steps, step, mask=mask)  # [BLOCK]
@@ -123,6 +124,7 @@ def _update_block(
         p = tl.load(p_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK]
     if grad_scale_ptr is not None:
         g /= tl.load(grad_scale_ptr)  # scalar
+        # as torch's fused optimizers: the caller finds unscaled gradients
         tl.store(g_ptr + offsets, g.to(g_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
     if MAXIMIZE:
         g = -g
@@ -162,6 +164,7 @@ def _adamw_kernel(
     # param_ptr … master_ptr are the first tensors of their rows
     chunk = tl.program_id(0)
     tensor = tl.load(chunks_ptr + 2 * chunk)  # scalar
+    # chunks of all tensors in one launch: hundreds of small launches cost more than the updates
     start = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK  # scalar
     table_ptr += tensor
     p_ptr = tensor_at(table_ptr, _PARAM, count, param_ptr, ALIGNED) + start
@@ -173,6 +176,7 @@ def _adamw_kernel(
         w_ptr = tensor_at(table_ptr, _MASTER, count, master_ptr, ALIGNED) + start
     size = tl.minimum(tl.load(table_ptr + _NUMEL * count) - start, CHUNK).to(tl.int32)  # scalar
     if found_inf_ptr is not None:
+        # a skipped step touches no parameter; an update by 0 would still read and write all of them
         size = tl.where(tl.load(found_inf_ptr) == 0.0, size, 0)  # scalar
     step_size = tl.load(factors_ptr + tensor)  # scalar
     root = tl.load(factors_ptr + count + tensor)  # scalar
@@ -287,6 +291,7 @@ class AdamW(torch.optim.AdamW):
         def like(value: Tensor, dtype: torch.dtype) -> Tensor:
             return torch.empty_like(p, dtype=dtype).copy_(value)
 
+        # a copy: the caller's state dict must not change with later steps
         step = torch.as_tensor(saved["step"], dtype=torch.float32).to(p.device, copy=True).reshape(())
         state = {"step": step, **{k: like(saved[k], self._dtype_of(p)) for k in ("exp_avg", "exp_avg_sq")}}
         if self._has_master(p):

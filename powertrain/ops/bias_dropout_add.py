@@ -98,6 +98,7 @@ def _draw(seed_ptr, group, BLOCK_N: tl.constexpr):
     """The four words of every counter of a group of columns of each row."""
     if seed_ptr is not None:
         high = tl.load(seed_ptr + 1)
+        # by position in the tensor, not by program: backward, with other tiles, draws the same mask again
         counter = group * 256 + tl.arange(0, BLOCK_N)[None, :]
         c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
         c2, c3 = high.to(tl.uint32), (high >> 32).to(tl.uint32)
@@ -109,6 +110,7 @@ def _draw(seed_ptr, group, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _keep(drawn, word: tl.constexpr, threshold):
+    # 31 bits, so that the comparison is one of signed integers
     return (drawn[word] >> 1).to(tl.int32) >= threshold
 
 
@@ -239,7 +241,8 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     (seed,) = ctx.saved_tensors
     dx = dbias = None
     if dy is not None and (need_x or need_bias):
-        if seed is None:  # nothing is dropped
+        # nothing is dropped
+        if seed is None:
             dx = dy.to(ctx.x_dtype)
             dbias = as_rows(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_bias else None
         else:

@@ -23,26 +23,27 @@ Sources: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2
 Milakov and Gimelshein, arXiv:1805.02867.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.shapes import acc_dtype, as_rows, empty, next_power_of_2
+from powertrain.ops.cross_entropy_kernels import (
+    Terms,
+    launch_dlogits,
+    launch_losses,
+    launch_row_stats,
+    scale_of_mean,
+    scale_rows_,
+    to_aligned,
+)
+from powertrain.ops.shapes import acc_dtype, as_rows, empty
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
-from powertrain.runtime.launch import kernel
 from powertrain.runtime.sharding import placements
-from powertrain.runtime.target import Target
 
 Reduction = Literal["mean", "sum", "none"]
-
-# longer rows are not in the L2 cache any more when their gradient is made: 8192 x 128256 bf16 took 1.48 to 1.56 ms on
-# an H200 with statistics and gradient in one kernel, 1.49 in two; 8192 x 50257 0.55 in one and 0.62 in two
-FUSED_ROW_BYTES = 128 << 10
 
 
 def cross_entropy_ref(
@@ -88,443 +89,6 @@ def cross_entropy_bwd_ref(
     one_hot = torch.zeros_like(z).scatter(-1, torch.where(kept, target.unsqueeze(-1), 0).long(), 1.0)
     dz = torch.exp(z - lse) * (1 + 2 * z_loss * lse) - (1 - label_smoothing) * one_hot - label_smoothing / z.shape[-1]
     return torch.where(kept, dz * (1 - t * t) * dloss.unsqueeze(-1), 0.0)
-
-
-@triton.jit
-def _softcap(x, softcap):
-    """softcap * tanh(x / softcap), accurate near 0 too (where 1 - 2 / (exp + 1) cancels)."""
-    u = x / softcap
-    v = u * u
-    # minimax polynomial of tanh on ±0.625, as in Cephes
-    near = u + u * v * (
-        -0.333332819422 + v * (0.133314422036 + v * (-0.0537397155531 + v * (0.0206390887954 - 0.00570498872745 * v)))
-    )
-    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(u)) + 1.0)
-    return softcap * tl.where(tl.abs(u) < 0.625, near, tl.where(u < 0, -far, far))
-
-
-@triton.jit
-def _vectors(start, end, VEC: tl.constexpr):
-    """The whole aligned vectors in [start, end): offset of the first, and how many."""
-    first = (start + (VEC - 1)) // VEC * VEC
-    last = end // VEC * VEC
-    return first, ((last - first) // VEC).to(tl.int32)
-
-
-@triton.jit
-def _edges(start, end, VEC: tl.constexpr):
-    """The elements of [start, end) before and after its whole vectors: offsets [2 * VEC] and which of them exist."""
-    lanes = tl.arange(0, 2 * VEC)
-    head_end = (start + (VEC - 1)) // VEC * VEC
-    tail_start = tl.maximum(end // VEC * VEC, head_end)
-    is_head = lanes < VEC
-    offsets = tl.where(is_head, start + lanes, tail_start + lanes - VEC)
-    return offsets, offsets < tl.where(is_head, tl.minimum(head_end, end), end)
-
-
-@triton.jit
-def _load_logits(ptr, mask, softcap, CAPPED: tl.constexpr):
-    x = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)  # the shape of mask
-    if CAPPED:
-        x = tl.where(mask, _softcap(x, softcap), float("-inf"))
-    return x
-
-
-@triton.jit
-def _other_gradient(z, lse, slope, offset, softcap, CAPPED: tl.constexpr):
-    """The gradient of logits that are not the target."""
-    d = tl.exp(z - lse) * slope - offset
-    if CAPPED:
-        # -inf stands for logits that were not read
-        d = tl.where(z == float("-inf"), 0.0, d * (1.0 - (z / softcap) * (z / softcap)))
-    return d
-
-
-@triton.jit
-def _target_gradient(z, lse, slope, offset, hit, softcap, CAPPED: tl.constexpr):
-    d = tl.exp(z - lse) * slope - offset - hit
-    if CAPPED:
-        d *= 1.0 - (z / softcap) * (z / softcap)
-    return d
-
-
-@triton.jit
-def _row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss):
-    """dlogit = softmax * slope - offset, and hit less at the target. All are 0 where ignored, nan out of range."""
-    factor = tl.where((target >= 0) & (target < vocab_size), grad, float("nan"))
-    factor = tl.where(target == ignore_index, 0.0, factor)
-    return (1.0 + 2.0 * z_loss * lse) * factor, label_smoothing / vocab_size * factor, (1.0 - label_smoothing) * factor
-
-
-@triton.jit
-def _edge_gradients(
-    logits_ptr, dlogits_ptr, start, shift, V, local_target, kept, lse, slope, offset, hit, softcap,
-    CAPPED: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    edge, exists = _edges(start, start + V, VEC)
-    z = _load_logits(logits_ptr + edge, exists & kept, softcap, CAPPED)
-    at_target = edge - start == local_target
-    d = tl.where(
-        at_target & kept,
-        _target_gradient(z, lse, slope, offset, hit, softcap, CAPPED),
-        _other_gradient(z, lse, slope, offset, softcap, CAPPED),
-    )
-    tl.store(dlogits_ptr + shift + edge, d.to(dlogits_ptr.dtype.element_ty), mask=exists)  # [2 * VEC]
-
-
-@kernel()
-def _row_stats_kernel(
-    logits_ptr,
-    target_ptr,
-    scale_ptr,
-    lse_ptr,
-    target_logit_ptr,
-    sum_ptr,
-    dlogits_ptr,
-    V,
-    vocab_start,
-    vocab_size,
-    stride_lm,
-    stride_dm,
-    ignore_index,
-    label_smoothing,
-    z_loss,
-    softcap,
-    CAPPED: tl.constexpr,
-    EDGES: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One row a program. With dlogits_ptr (which may be logits_ptr) it also makes the gradient, if dloss is 1."""
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row).to(tl.int64)  # scalar
-    kept = target != ignore_index
-    local_target = target - vocab_start
-    start = row * stride_lm
-    first, count = _vectors(start, start + V, VEC)
-    base = logits_ptr + first
-    vectors = tl.arange(0, BLOCK)[:, None]
-    lanes = tl.arange(0, VEC)[None, :]
-
-    # an ignored row is not read
-    here = kept & (local_target >= 0) & (local_target < V)
-    z_target = tl.load(logits_ptr + start + local_target, mask=here, other=0.0).to(tl.float32)  # scalar
-    if CAPPED:
-        z_target = _softcap(z_target, softcap)
-    in_vocab = (target >= 0) & (target < vocab_size)
-    tl.store(target_logit_ptr + row, tl.where(in_vocab | (target == ignore_index), z_target, float("nan")))  # scalar
-
-    # each lane keeps its own maximum and sum, so that the loop needs no exchange between threads, and takes one
-    # exponential an element and 1 / VEC for the rescaling
-    peak = tl.full([BLOCK], -1e38, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    z_sum = tl.zeros([BLOCK], tl.float32)
-    reads = tl.where(kept, count, 0)
-    for block in range(0, reads, BLOCK):
-        mask = tl.broadcast_to(block + vectors < reads, (BLOCK, VEC))
-        z = _load_logits(base + (block + vectors) * VEC + lanes, mask, softcap, CAPPED)
-        if sum_ptr is not None:
-            z_sum += tl.sum(tl.where(mask, z, 0.0), axis=1)
-        new_peak = tl.maximum(peak, tl.max(z, axis=1))
-        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(z - new_peak[:, None]), axis=1)
-        peak = new_peak
-    row_peak = tl.max(peak, axis=0)
-    row_total = tl.sum(total * tl.exp(peak - row_peak), axis=0)
-    row_sum = tl.sum(z_sum, axis=0)
-    if EDGES:
-        edge, exists = _edges(start, start + V, VEC)
-        edge_z = _load_logits(logits_ptr + edge, exists & kept, softcap, CAPPED)
-        new_peak = tl.maximum(row_peak, tl.max(edge_z, axis=0))
-        row_total = row_total * tl.exp(row_peak - new_peak) + tl.sum(tl.exp(edge_z - new_peak), axis=0)
-        row_peak = new_peak
-        row_sum += tl.sum(tl.where(exists & kept, edge_z, 0.0), axis=0)
-    lse = tl.where(kept, row_peak + tl.log(tl.where(kept, row_total, 1.0)), 0.0)
-    tl.store(lse_ptr + row, lse)  # scalar
-    if sum_ptr is not None:
-        tl.store(sum_ptr + row, row_sum)  # scalar
-
-    if dlogits_ptr is not None:
-        grad = 1.0
-        if scale_ptr is not None:
-            grad = tl.load(scale_ptr)  # scalar
-        slope, offset, hit = _row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss)
-        dtype = dlogits_ptr.dtype.element_ty
-        shift = row * stride_dm - start
-        # first + shift is a multiple of VEC; so written, the compiler knows
-        out = dlogits_ptr + (first + shift) // VEC * VEC
-        # from the end, where the row's latest blocks are still in the caches
-        blocks = tl.cdiv(count, BLOCK)
-        for step in range(0, blocks):
-            vector = (blocks - 1 - step) * BLOCK + vectors
-            mask = tl.broadcast_to(vector < count, (BLOCK, VEC))
-            z = _load_logits(base + vector * VEC + lanes, mask & kept, softcap, CAPPED)
-            d = _other_gradient(z, lse, slope, offset, softcap, CAPPED)
-            tl.store(out + vector * VEC + lanes, d.to(dtype), mask=mask)  # [BLOCK, VEC]
-        if EDGES:
-            _edge_gradients(
-                logits_ptr, dlogits_ptr, start, shift, V, local_target, kept, lse, slope, offset, hit, softcap,
-                CAPPED, VEC,
-            )  # fmt: skip
-        # the target's element apart: comparing every column with it costs as much as the rest
-        if here:
-            tl.debug_barrier()
-            d_target = _target_gradient(z_target, lse, slope, offset, hit, softcap, CAPPED)
-            tl.store(dlogits_ptr + shift + start + local_target, d_target.to(dtype))  # scalar
-
-
-@kernel()
-def _dlogits_kernel(
-    logits_ptr,
-    target_ptr,
-    lse_ptr,
-    grad_ptr,
-    scale_ptr,
-    dlogits_ptr,
-    V,
-    vocab_start,
-    vocab_size,
-    blocks,
-    stride_lm,
-    stride_dm,
-    stride_grad,
-    ignore_index,
-    label_smoothing,
-    z_loss,
-    softcap,
-    CAPPED: tl.constexpr,
-    EDGES: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) // blocks
-    block = tl.program_id(0) % blocks
-    target = tl.load(target_ptr + row).to(tl.int64)  # scalar
-    kept = target != ignore_index
-    local_target = target - vocab_start
-    lse = tl.load(lse_ptr + row)  # scalar
-    grad = 1.0
-    if grad_ptr is not None:
-        grad = tl.load(grad_ptr + row * stride_grad)  # scalar
-    if scale_ptr is not None:
-        grad *= tl.load(scale_ptr)  # scalar
-    slope, offset, hit = _row_factors(target, grad, lse, vocab_size, ignore_index, label_smoothing, z_loss)
-    dtype = dlogits_ptr.dtype.element_ty
-    start = row * stride_lm
-    shift = row * stride_dm - start
-    first, count = _vectors(start, start + V, VEC)
-
-    vectors = block * BLOCK + tl.arange(0, BLOCK)[:, None]
-    mask = tl.broadcast_to(vectors < count, (BLOCK, VEC))
-    columns = vectors * VEC + tl.arange(0, VEC)[None, :]
-    z = _load_logits(logits_ptr + first + columns, mask & kept, softcap, CAPPED)
-    d = _other_gradient(z, lse, slope, offset, softcap, CAPPED)
-    # first + shift is a multiple of VEC; so written, the compiler knows
-    out = dlogits_ptr + (first + shift) // VEC * VEC
-    tl.store(out + columns, d.to(dtype), mask=mask)  # [BLOCK, VEC]
-    # the target's element apart: comparing every column with it costs as much as the rest
-    target_column = local_target - (first - start)
-    ahead = target_column - block * (BLOCK * VEC)
-    if kept & (ahead >= 0) & (ahead < BLOCK * VEC) & (target_column < count.to(tl.int64) * VEC):
-        z_target = tl.sum(tl.sum(tl.where(columns == target_column, z, 0.0), axis=1), axis=0)
-        d_target = _target_gradient(z_target, lse, slope, offset, hit, softcap, CAPPED)
-        tl.debug_barrier()
-        tl.store(out + target_column, d_target.to(dtype))  # scalar
-    if EDGES:
-        if block == 0:
-            _edge_gradients(
-                logits_ptr, dlogits_ptr, start, shift, V, local_target, kept, lse, slope, offset, hit, softcap,
-                CAPPED, VEC,
-            )  # fmt: skip
-
-
-@kernel()
-def _mean_scale_kernel(target_ptr, scale_ptr, T, ignore_index, BLOCK: tl.constexpr):
-    """1 / number of kept tokens. One program: 8 bytes a row are nothing beside the row."""
-    kept = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, T, BLOCK):
-        rows = start + tl.arange(0, BLOCK)
-        target = tl.load(target_ptr + rows, mask=rows < T, other=ignore_index)  # [BLOCK]
-        kept += (target != ignore_index).to(tl.int32)
-    tl.store(scale_ptr, 1.0 / tl.sum(kept, axis=0).to(tl.float32))  # scalar
-
-
-@kernel()
-def _loss_kernel(
-    lse_ptr,
-    target_logit_ptr,
-    sum_ptr,
-    target_ptr,
-    scale_ptr,
-    losses_ptr,
-    loss_ptr,
-    T,
-    vocab_size,
-    ignore_index,
-    label_smoothing,
-    z_loss,
-    BLOCK: tl.constexpr,
-):
-    """Every row's loss, or their sum times the scale (one program then)."""
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(tl.program_id(0) * BLOCK, T, tl.num_programs(0) * BLOCK):
-        rows = start + tl.arange(0, BLOCK)
-        mask = rows < T
-        lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)  # [BLOCK]
-        loss = (lse - tl.load(target_logit_ptr + rows, mask=mask, other=0.0)) * (1.0 - label_smoothing)  # [BLOCK]
-        if sum_ptr is not None:
-            loss += (lse - tl.load(sum_ptr + rows, mask=mask, other=0.0) / vocab_size) * label_smoothing  # [BLOCK]
-        loss += z_loss * lse * lse
-        target = tl.load(target_ptr + rows, mask=mask, other=ignore_index)  # [BLOCK]
-        loss = tl.where(target == ignore_index, 0.0, loss)
-        if losses_ptr is not None:
-            tl.store(losses_ptr + rows, loss, mask=mask)  # [BLOCK]
-        total += loss
-    if loss_ptr is not None:
-        loss_sum = tl.sum(total, axis=0)
-        if scale_ptr is not None:
-            loss_sum *= tl.load(scale_ptr)  # scalar
-        tl.store(loss_ptr, loss_sum)  # scalar
-
-
-@kernel(aligned=("N",))
-def _scale_kernel(x_ptr, grad_ptr, scale_ptr, M, N, stride_grad, BLOCK: tl.constexpr):
-    """x [M, N] times one factor a row (or one for all). A factor of 1 costs nothing: no memory is touched."""
-    blocks = tl.cdiv(N, BLOCK)
-    for step in range(tl.program_id(0), M * blocks, tl.num_programs(0)):
-        tile = step + tl.zeros([], tl.int64)
-        row = tile // blocks
-        factor = tl.load(grad_ptr + row * stride_grad).to(tl.float32)  # scalar
-        if scale_ptr is not None:
-            factor *= tl.load(scale_ptr)  # scalar
-        if factor != 1.0:
-            cols = tile % blocks * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)  # [BLOCK]
-            tl.store(x_ptr + row * N + cols, (x * factor).to(x_ptr.dtype.element_ty), mask=cols < N)  # [BLOCK]
-
-
-class Terms(NamedTuple):
-    """Options of the loss."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float  # 0 for none
-
-    @property
-    def modes(self) -> dict[str, Any]:
-        return dict(CAPPED=self.softcap != 0.0)
-
-
-def _vector(logits: Tensor, dlogits: Tensor) -> dict[str, Any]:
-    """VEC, how many elements the kernels take as one 16-byte vector, and EDGES, whether a row has others beside."""
-    size = logits.element_size()
-    vec = 16 // size
-    if dlogits.element_size() != size or any(t.data_ptr() % 16 for t in (logits, dlogits)):
-        return dict(VEC=1, EDGES=False)
-    if (logits.stride(0) - dlogits.stride(0)) % vec and logits.shape[0] > 1:
-        return dict(VEC=1, EDGES=False)
-    return dict(VEC=vec, EDGES=bool((logits.stride(0) % vec and logits.shape[0] > 1) or logits.shape[1] % vec))
-
-
-def launch_row_stats(
-    logits: Tensor,  # [T, V], rows
-    target: Tensor,  # [T]
-    terms: Terms,
-    lse: Tensor,  # [T] float32, written
-    target_logit: Tensor,  # [T] float32, written
-    logit_sum: Tensor | None,  # [T] float32, written; only smoothing needs it
-    *,
-    scale: Tensor | None = None,  # [] float32
-    dlogits: Tensor | None = None,  # [T, V], written: the gradient for dloss = scale; may be logits
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-) -> None:
-    """Each row's lse, target logit (0 if it is in another shard, nan if out of range) and sum of logits."""
-    if dlogits is not None and logits.shape[1] * logits.element_size() > FUSED_ROW_BYTES:
-        where: dict[str, Any] = dict(vocab_start=vocab_start, vocab_size=vocab_size)
-        launch_row_stats(logits, target, terms, lse, target_logit, logit_sum, **where)
-        launch_dlogits(logits, target, lse, None, terms, dlogits, scale=scale, **where)
-        return
-    T, V = logits.shape
-    vector = _vector(logits, logits if dlogits is None else dlogits)
-    # one H200, 8192 x 128256 bf16, ms (x 50257): 256 vectors by 4 warps 0.481 (0.207), 512 by 8 0.480 (0.215), 1024 by
-    # 16 0.489 (0.249); with the gradient, x 50257: 1024 by 16 0.55, 1024 by 32 0.60, 512 by 8 0.60
-    block = min(256 if dlogits is None else 1024, next_power_of_2(max(1, V // vector["VEC"])))
-    _row_stats_kernel[(T,)](
-        logits, target, scale, lse, target_logit, logit_sum, dlogits,
-        V, vocab_start, vocab_size or V, logits.stride(0), 0 if dlogits is None else dlogits.stride(0), *terms,
-        **terms.modes, **vector, BLOCK=block, num_warps=max(1, block // 64),
-    )  # fmt: skip
-
-
-def launch_losses(
-    lse: Tensor,
-    target_logit: Tensor,
-    logit_sum: Tensor | None,
-    target: Tensor,
-    terms: Terms,
-    vocab_size: int,
-    *,
-    scale: Tensor | None,
-    losses: Tensor | None = None,  # [T], written
-    loss: Tensor | None = None,  # [], written: their sum times scale
-) -> None:
-    """The loss from the results of `launch_row_stats` for the whole vocabulary."""
-    T = target.shape[0]
-    _loss_kernel[(1 if losses is None else triton.cdiv(T, 1024),)](
-        lse, target_logit, logit_sum, target, scale, losses, loss,
-        T, vocab_size, terms.ignore_index, terms.label_smoothing, terms.z_loss, BLOCK=1024, num_warps=4,
-    )  # fmt: skip
-
-
-def launch_dlogits(
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    dloss: Tensor | None,  # [T], [], or None for 1
-    terms: Terms,
-    dlogits: Tensor,  # [T, V], written; may be logits
-    *,
-    scale: Tensor | None,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-) -> None:
-    """The gradient of this shard's logits."""
-    T, V = logits.shape
-    vector = _vector(logits, dlogits)
-    # one H200, 8192 x 128256 bf16, ms: 256 vectors by 2 warps 1.005, by 4 1.068, 512 by 8 1.091, 1024 by 16 1.064
-    block = min(256, next_power_of_2(max(1, V // vector["VEC"])))
-    blocks = triton.cdiv(max(1, V // vector["VEC"]), block)
-    _dlogits_kernel[(T * blocks,)](
-        logits, target, lse, dloss, scale, dlogits,
-        V, vocab_start, vocab_size or V, blocks, logits.stride(0), dlogits.stride(0), _row_stride(dloss), *terms,
-        **terms.modes, **vector, BLOCK=block, num_warps=max(1, block // 128),
-    )  # fmt: skip
-
-
-def to_aligned(x: Tensor) -> Tensor:
-    """x where kernels take 16-byte vectors: one misaligned pointer would cost all of a launch's tensors theirs."""
-    return x.clone() if x.data_ptr() % 16 else x
-
-
-def _row_stride(dloss: Tensor | None) -> int:
-    return dloss.stride(0) if dloss is not None and dloss.dim() else 0
-
-
-def scale_of_mean(target: Tensor, terms: Terms) -> Tensor:
-    scale = target.new_empty((), dtype=torch.float32)
-    _mean_scale_kernel[(1,)](target, scale, target.shape[0], terms.ignore_index, BLOCK=4096, num_warps=8)
-    return scale
-
-
-def _scale_(x: Tensor, dloss: Tensor, scale: Tensor | None) -> None:
-    """x *= dloss * scale, in place, one factor for all or one a row; no synchronization; x is not read if it is 1."""
-    M, N = (1, x.numel()) if dloss.dim() == 0 else (dloss.shape[0], x.numel() // max(1, dloss.shape[0]))
-    block = min(8192, next_power_of_2(max(1, N)))
-    grid = min(M * triton.cdiv(N, block), Target.of(x.device).num_sms * 8)
-    _scale_kernel[(grid,)](
-        x, dloss, scale, M, N, _row_stride(dloss), BLOCK=block, num_warps=max(1, min(8, block // 256))
-    )
 
 
 def _cross_entropy_fwd_outputs(
@@ -648,7 +212,8 @@ def refuse_second_backward(ctx: Any, op: str, instead: str) -> None:
 def _fwd_sharding(reduction: str, with_grad: bool, **_: Any) -> Any:
     R, P, S = placements()
     yield [R] * 4, {}
-    if reduction != "mean":  # a mean's divisor counts all tokens
+    # a mean's divisor counts all tokens
+    if reduction != "mean":
         loss = S(0) if reduction == "none" else P
         yield [loss, S(0), R, S(0) if with_grad else R], {"logits": S(0), "target": S(0)}
 
@@ -676,7 +241,7 @@ _cross_entropy_bwd_op = Op(
     _cross_entropy_bwd_outputs,
     sharding=_bwd_sharding,
 )
-scale_op = Op("scale_(Tensor(a!) x, Tensor dloss, Tensor? scale) -> ()", _scale_, lambda x, dloss, scale: None)
+scale_op = Op("scale_(Tensor(a!) x, Tensor dloss, Tensor? scale) -> ()", scale_rows_, lambda x, dloss, scale: None)
 
 
 @falls_back("cross_entropy")

@@ -28,18 +28,20 @@ from torch import Tensor
 
 from powertrain.ops.cross_entropy import (
     Reduction,
-    Terms,
     check_loss_arguments,
     cross_entropy_ref,
     cross_entropy_torch,
     early_scale,
     late_scale,
+    refuse_second_backward,
+    scale_op,
+)
+from powertrain.ops.cross_entropy_kernels import (
+    Terms,
     launch_dlogits,
     launch_losses,
     launch_row_stats,
-    refuse_second_backward,
     scale_of_mean,
-    scale_op,
     to_aligned,
 )
 from powertrain.ops.shapes import acc_dtype, as_rows, empty, wanted
@@ -111,11 +113,13 @@ def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
     """out = a b, or out += a b; out may be float32 beside 16-bit a and b."""
     if out.dtype == a.dtype:
         out.addmm_(a, b) if add else torch.mm(a, b, out=out)
+    # cuBLAS adds 16-bit products to float32 itself: no float32 copy of a or b
     elif a.device.type == "cuda" and add:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     elif a.device.type == "cuda":
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
+        # CPU products have no out_dtype
         product = a.to(out.dtype) @ b.to(out.dtype)
         out.add_(product) if add else out.copy_(product)
 
@@ -180,8 +184,10 @@ def _linear_cross_entropy_fwd(
     logit_sum = torch.empty_like(lse) if label_smoothing else None
     mean_scale = scale.copy_(scale_of_mean(target, terms)) if reduction == "mean" else None
     makes_grads = reduction != "none" and (need_dx or need_dw or need_db)
+    # float32 over all blocks, rounded once
     db_sum = db.new_zeros(V, dtype=torch.float32) if makes_grads and need_db else None
 
+    # each block of rows rounds dw once, so there are at most MAX_ROUNDINGS blocks
     rounds = makes_grads and need_dw and dw.dtype is not torch.float32
     blocks = blocks_within_scratch(T, V, x.element_size(), least=-(-T // MAX_ROUNDINGS) if rounds else 1)
     scratch, columns = (
@@ -192,6 +198,7 @@ def _linear_cross_entropy_fwd(
         logits = logits_into(x[rows], weight, bias, scratch[: rows.stop - rows.start])
         launch_row_stats(
             logits, target[rows], terms, lse[rows], target_logit[rows], None if logit_sum is None else logit_sum[rows],
+            # the gradient overwrites the logits: one scratch serves both
             scale=early_scale(x.dtype, mean_scale), dlogits=logits if makes_grads else None,
         )  # fmt: skip
         # the few last columns first: dx is rounded before the others are added to it
@@ -202,6 +209,7 @@ def _linear_cross_entropy_fwd(
                 matmul_into(logits[:, cols].t(), x[rows], dw[cols], add=rows.start > 0)
         if db_sum is not None:
             db_sum += logits.sum(0, dtype=torch.float32)
+    # no token: nothing was added to dw, whose memory is not initialized
     if not blocks:
         dw.zero_()
     if db_sum is not None:
@@ -302,6 +310,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.terms = (ignore_index, *terms[:3])
     ctx.used = False
     ctx.save_for_backward(*((x, weight, bias, target, lse) if ctx.reduction == "none" else (scale, dx, dw, db)))
+    # outputs only so that a traced graph can save them
     ctx.mark_non_differentiable(lse, scale, dx, dw, db)
     ctx.set_materialize_grads(False)
 

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powertrain.ops.cross_entropy import to_aligned
+from powertrain.ops.cross_entropy_kernels import to_aligned
 from powertrain.ops.gemm.row_invariant import RowInvariantLinear, row_invariant_linear_
 from powertrain.ops.linear_cross_entropy import (
     IntoMainGrad,
@@ -83,6 +83,7 @@ def linear_log_probs_ref(
 ) -> LogProbs:
     """The specification of `linear_log_probs`, in plain PyTorch."""
     log_p = _log_softmax(linear(x, weight, bias), temperature, softcap)
+    # an ignored target may be any number, so the gather reads column 0 in its place
     kept = target != ignore_index
     picked = log_p.gather(-1, torch.where(kept, target, 0).long().unsqueeze(-1)).squeeze(-1)
     results: list[Tensor | None] = [torch.where(kept, picked, 0.0), None, None]
@@ -188,6 +189,7 @@ def finish(outputs: tuple[Tensor | None, ...], target: Tensor, ignore_index: int
     log_probs, entropy, divergence, top, _, stats = outputs
     assert log_probs is not None and stats is not None
     left_out = target == ignore_index
+    # maximum first: their sum would be rounded at the size of the larger one
     log_probs.sub_(stats[0]).sub_(stats[1]).masked_fill_(left_out, 0.0)
     if entropy is not None:
         entropy.copy_(stats[2]).masked_fill_(left_out, 0.0)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.cross_entropy import _softcap
+from powertrain.ops.cross_entropy_kernels import capped_logits
 from powertrain.ops.shapes import cdiv, next_power_of_2
 from powertrain.runtime.launch import kernel
 
@@ -41,7 +41,7 @@ def _load_z(row_ptr, cols, V, padded, softcap, temperature, CAPPED: tl.constexpr
     """Logits over temperature, -inf outside the vocabulary; whole vectors of the padded row are read."""
     z = tl.load(row_ptr + cols, mask=cols < padded, other=0.0).to(tl.float32)  # the shape of cols
     if CAPPED:
-        z = _softcap(z, softcap)
+        z = capped_logits(z, softcap)
     return tl.where(cols < V, z / temperature, float("-inf"))
 
 
@@ -76,10 +76,11 @@ def _log_prob_stats_kernel(
     base = logits_ptr + row * stride_lm
     vectors = tl.arange(0, BLOCK)[:, None]
     lanes = tl.arange(0, VEC)[None, :]
-    # as in cross_entropy.py each lane keeps its own maximum and sums
+    # as in cross_entropy_kernels.py each lane keeps its own maximum and sums
     peak = tl.full([BLOCK], -1e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)  # sum of exp(z - peak) (z - peak): no cancellation, as sum p z has
+    # sum of exp(z - peak) (z - peak): no cancellation, as sum p z has
+    weighted = tl.zeros([BLOCK], tl.float32)
     for block in range(0, padded, BLOCK * VEC):
         z = _load_z(base, block + vectors * VEC + lanes, V, padded, softcap, temperature, CAPPED)  # [BLOCK, VEC]
         new_peak = tl.maximum(peak, tl.max(z, axis=1))
@@ -105,7 +106,7 @@ def _log_prob_stats_kernel(
         here = (target != ignore_index) & (local >= 0) & (local < V)
         z = tl.load(base + local, mask=here, other=0.0).to(tl.float32)  # scalar
         if CAPPED:
-            z = _softcap(z, softcap)
+            z = capped_logits(z, softcap)
         valid = ((target >= 0) & (target < vocab_size)) | (target == ignore_index)
         tl.store(hit_ptr + row, tl.where(valid, z / temperature, float("nan")))  # scalar
 
@@ -147,10 +148,12 @@ def _divergence_kernel(
         cols = block + lanes
         z = _load_z(logits_ptr + row * stride_lm, cols, V, padded, softcap, temperature, CAPPED)
         y = _load_z(teacher_ptr + row * stride_tm, cols, V, padded, teacher_softcap, temperature, TEACHER_CAPPED)
+        # in this order: z - (peak + log_total) would round at the size of the sum
         log_p = (z - peak) - log_total
         log_q = (y - teacher_peak) - teacher_log_total
         if KIND == 0:
             q = tl.exp(log_q)
+            # 0 * inf of entries that underflow, or lie outside the vocabulary, counts as the limit 0
             from_q += tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0), axis=1)
         elif KIND == 1:
             p = tl.exp(log_p)
@@ -222,6 +225,7 @@ def _log_prob_grads_kernel(
     d = tl.zeros([BLOCK, VEC], tl.float32)
     if dlog_prob_ptr is not None:
         hit = tl.load(dlog_prob_ptr + row * stride_glog_prob)  # scalar
+        # a target out of range is seen as NaN; a kernel raises no error
         hit = tl.where((target >= 0) & (target < vocab_size), hit, float("nan"))
         d -= hit * p
     if dentropy_ptr is not None:
@@ -238,17 +242,19 @@ def _log_prob_grads_kernel(
         elif KIND == 1:
             d += tl.where(p > 0.0, grad * p * (log_p - log_q - center), 0.0)
         else:
-            above = -tl.log(1.0 - beta + beta / _ratio(log_p, log_q))  # log p - log m
+            # log p - log m
+            above = -tl.log(1.0 - beta + beta / _ratio(log_p, log_q))
             d += tl.where(p > 0.0, grad * (1.0 - beta) * p * (above - center), 0.0)
     slope = 1.0 / temperature + tl.zeros([BLOCK, VEC], tl.float32)
     if CAPPED:
+        # z is the capped logit over the temperature, so tanh is known without another exponential
         capped = z * temperature / softcap
         slope *= 1.0 - capped * capped
     out = logits_ptr + row * stride_lm + cols
     dtype = logits_ptr.dtype.element_ty
     tl.store(out, tl.where(kept, d * slope, 0.0).to(dtype), mask=cols < padded)  # [BLOCK, VEC]
     if dlog_prob_ptr is not None:
-        # the target's element apart, as in cross_entropy.py
+        # the target's element apart, as in cross_entropy_kernels.py
         local = target - vocab_start
         ahead = local - block * (BLOCK * VEC)
         if kept & (ahead >= 0) & (ahead < BLOCK * VEC) & (local < V):

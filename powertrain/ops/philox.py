@@ -16,7 +16,8 @@ def philox(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: 
     c0, c1, c2, c3 = counter
     k0, k1 = key & _LOW, key >> 32 & _LOW
     for _ in range(rounds):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # int64 wraps: the 64 bits are right
+        # int64 wraps: the 64 bits are right
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (b >> 32 & _LOW) ^ c1 ^ k0, b & _LOW, (a >> 32 & _LOW) ^ c3 ^ k1, a & _LOW
         k0, k1 = k0 + 0x9E3779B9 & _LOW, k1 + 0xBB67AE85 & _LOW
     return [c0, c1, c2, c3]

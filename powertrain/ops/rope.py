@@ -11,22 +11,24 @@ bytes, plus rows of the table from cache, and does 3 operations an element.
 Source: Su et al., arXiv:2104.09864.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.rope_kernels import (
+    POSITIONS,
+    Positions,
+    as_4d,
+    launch_rope,
+    unit_of,
+)
 from powertrain.ops.rope_table import RopeTable
-from powertrain.ops.shapes import acc_dtype, cdiv, empty, next_power_of_2
+from powertrain.ops.shapes import acc_dtype, empty
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
-from powertrain.runtime.launch import kernel
 from powertrain.runtime.sharding import placements
-from powertrain.runtime.target import Target
-from powertrain.runtime.tuning import tunable
 
 Layout = Literal["bshd", "sbhd", "thd"]
 Packing = Literal["concat", "grouped"]
@@ -45,12 +47,12 @@ def rope_ref(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The specification of `rope`, in plain PyTorch: a product of complex numbers."""
     at = _place("rope", q, table, layout, interleaved, offset, position_ids, cu_seqlens)
-    cos, sin = _cos_sin(_as_4d(q, layout), at)
+    cos, sin = _cos_sin(as_4d(q, layout), at)
     pairs = cos.shape[-1]
 
     def rotate(x: Tensor) -> Tensor:
         acc = acc_dtype(x.dtype)
-        turning, rest = _as_4d(x, layout)[..., : 2 * pairs].to(acc), x[..., 2 * pairs :]
+        turning, rest = as_4d(x, layout)[..., : 2 * pairs].to(acc), x[..., 2 * pairs :]
         a, b = turning.unflatten(-1, (pairs, 2) if interleaved else (2, pairs)).unbind(-1 if interleaved else -2)
         turned = torch.complex(a, b) * torch.complex(cos.to(acc), sin.to(acc))
         turned = torch.stack((turned.real, turned.imag), -1 if interleaved else -2).flatten(-2)
@@ -64,278 +66,6 @@ def rope_bwd_ref(dq: Tensor, dk: Tensor | None = None, *, table: RopeTable, **op
     return rope_ref(dq, dk, table=table._replace(sin=-table.sin), **options)
 
 
-@kernel()
-def _rope_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    v_out_ptr,
-    cos_ptr,
-    sin_ptr,
-    axes_ptr,
-    position_ids_ptr,
-    offsets_ptr,
-    cu_seqlens_ptr,
-    num_outer,
-    num_inner,
-    num_heads,
-    num_kv_heads,
-    group_size,
-    max_seqlen,
-    offset,
-    num_seqs,
-    search_steps,
-    direction,
-    stride_qo,
-    stride_qi,
-    stride_qg,
-    stride_qh,
-    stride_ko,
-    stride_ki,
-    stride_kh,
-    stride_q_out_o,
-    stride_q_out_i,
-    stride_q_out_g,
-    stride_q_out_h,
-    stride_k_out_o,
-    stride_k_out_i,
-    stride_k_out_h,
-    stride_pa,
-    stride_po,
-    stride_pi,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    SEQ_INNER: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
-    # a program takes BLOCK_T tokens and BLOCK_H heads of q, of k or of v; head blocks vary fastest, as in memory
-    q_blocks = tl.cdiv(num_heads, BLOCK_H)
-    kv_blocks = tl.cdiv(num_kv_heads, BLOCK_H)
-    blocks = q_blocks
-    if k_ptr is not None:
-        blocks += kv_blocks
-    if v_ptr is not None:
-        blocks += kv_blocks
-    program = tl.program_id(0)
-    block = program % blocks
-    tokens = (program // blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
-    live = tokens < num_outer * num_inner
-    outer, inner = (tokens // num_inner).to(tl.int64), (tokens % num_inner).to(tl.int64)
-
-    pairs = tl.arange(0, BLOCK_C)[None, :]
-    if position_ids_ptr is not None:
-        position_ids_ptr += outer[:, None] * stride_po + inner[:, None] * stride_pi
-        if axes_ptr is not None:
-            axes = tl.load(axes_ptr + pairs, mask=pairs < PAIRS, other=0).to(tl.int64)
-            position = tl.load(position_ids_ptr + axes * stride_pa, mask=live[:, None] & (pairs < PAIRS), other=0)
-        else:
-            position = tl.load(position_ids_ptr, mask=live[:, None], other=0)
-    else:
-        position = _position(
-            outer, inner, live, offsets_ptr, cu_seqlens_ptr, offset, num_seqs, search_steps, SEQ_INNER, BLOCK_T
-        )[:, None]
-    # a position the table does not have gives NaN, not memory of others
-    rows = position.to(tl.int64) * PAIRS + pairs
-    known = (position >= 0) & (position < max_seqlen) & (pairs < PAIRS)
-    cos = tl.load(cos_ptr + rows, mask=known, other=float("nan")).to(tl.float32)[:, None, :]
-    sin = tl.load(sin_ptr + rows, mask=known, other=float("nan")).to(tl.float32)[:, None, :] * direction
-
-    if block < q_blocks:
-        heads = block * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
-        mask = live[:, None] & (heads < num_heads)
-        heads = heads.to(tl.int64)
-        source = outer[:, None] * stride_qo + inner[:, None] * stride_qi
-        target = outer[:, None] * stride_q_out_o + inner[:, None] * stride_q_out_i
-        if GROUPED:
-            source += (heads // group_size) * stride_qg + (heads % group_size) * stride_qh
-            target += (heads // group_size) * stride_q_out_g + (heads % group_size) * stride_q_out_h
-        else:
-            source += heads * stride_qh
-            target += heads * stride_q_out_h
-        _rotate(
-            q_ptr, q_out_ptr, source, target, mask, cos, sin,
-            HEAD_DIM, PAIRS, INTERLEAVED, BLOCK_T, BLOCK_H, BLOCK_C, BLOCK_REST,
-        )  # fmt: skip
-    elif k_ptr is not None:
-        heads = (block - q_blocks) % kv_blocks * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
-        mask = live[:, None] & (heads < num_kv_heads)
-        heads = heads.to(tl.int64)
-        source = outer[:, None] * stride_ko + inner[:, None] * stride_ki + heads * stride_kh
-        target = outer[:, None] * stride_k_out_o + inner[:, None] * stride_k_out_i + heads * stride_k_out_h
-        if block < q_blocks + kv_blocks:
-            _rotate(
-                k_ptr, k_out_ptr, source, target, mask, cos, sin,
-                HEAD_DIM, PAIRS, INTERLEAVED, BLOCK_T, BLOCK_H, BLOCK_C, BLOCK_REST,
-            )  # fmt: skip
-        elif v_ptr is not None:
-            _copy(v_ptr, v_out_ptr, source, target, mask, 0, HEAD_DIM, BLOCK_D)
-
-
-@triton.jit
-def _position(
-    outer,
-    inner,
-    live,
-    offsets_ptr,
-    cu_seqlens_ptr,
-    offset,
-    num_seqs,
-    search_steps,
-    SEQ_INNER: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    if cu_seqlens_ptr is not None:
-        # the number of sequences that end at or before this token, by bisection
-        sequence = tl.zeros([BLOCK_T], tl.int32)
-        high = tl.full([BLOCK_T], 0, tl.int32) + num_seqs
-        for _ in range(search_steps):
-            middle = (sequence + high) // 2
-            open = sequence < high
-            ended = open & (tl.load(cu_seqlens_ptr + middle + 1, mask=open, other=0) <= inner)  # the shape of live
-            sequence = tl.where(ended, middle + 1, sequence)
-            high = tl.where(open & ~ended, middle, high)
-        in_sequence = live & (sequence < num_seqs) & (inner >= tl.load(cu_seqlens_ptr))  # scalar
-        position = inner - tl.load(cu_seqlens_ptr + sequence, mask=in_sequence, other=0) + offset  # the shape of live
-        if offsets_ptr is not None:
-            position += tl.load(offsets_ptr + sequence, mask=in_sequence, other=0)  # the shape of live
-        position = tl.where(in_sequence, position, 0)
-    else:
-        batch = outer if SEQ_INNER else inner
-        position = (inner if SEQ_INNER else outer) + offset
-        if offsets_ptr is not None:
-            position += tl.load(offsets_ptr + batch, mask=live, other=0)  # the shape of live
-    return position
-
-
-@triton.jit
-def _rotate(
-    x_ptr,
-    y_ptr,
-    source,
-    target,
-    mask,
-    cos,
-    sin,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
-    if INTERLEAVED:
-        cols = tl.arange(0, 2 * BLOCK_C)
-        inside = mask[:, :, None] & (cols < 2 * PAIRS)
-        x = tl.load(x_ptr + source[:, :, None] + cols, mask=inside, other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(x, [BLOCK_T, BLOCK_H, BLOCK_C, 2]))
-        y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), [BLOCK_T, BLOCK_H, 2 * BLOCK_C])
-        tl.store(y_ptr + target[:, :, None] + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
-    else:
-        cols = tl.arange(0, BLOCK_C)
-        inside = mask[:, :, None] & (cols < PAIRS)
-        a = tl.load(x_ptr + source[:, :, None] + cols, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(x_ptr + source[:, :, None] + PAIRS + cols, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y_ptr + target[:, :, None] + cols, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=inside)
-        tl.store(y_ptr + target[:, :, None] + PAIRS + cols, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=inside)
-    if 2 * PAIRS < HEAD_DIM:
-        _copy(x_ptr, y_ptr, source, target, mask, 2 * PAIRS, HEAD_DIM, BLOCK_REST)
-
-
-@triton.jit
-def _copy(x_ptr, y_ptr, source, target, mask, first, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    cols = first + tl.arange(0, BLOCK)
-    inside = mask[:, :, None] & (cols < HEAD_DIM)
-    x = tl.load(x_ptr + source[:, :, None] + cols, mask=inside, other=0.0)
-    tl.store(y_ptr + target[:, :, None] + cols, x, mask=inside)
-
-
-class _Plan(NamedTuple):
-    block_t: int
-    block_h: int
-    num_warps: int
-
-
-@tunable("NVIDIA H200, 2026-11-21", ("block_t", "block_h", "num_warps"))
-def _plan(num_heads: int, head_dim: int, target: Target) -> _Plan:
-    # a warp for 1024 elements: q + k of B4 S4096 H32/8 D128 bf16 took 0.0840 ms on an H200, on two warps 0.0868, on
-    # four 0.0931; more heads or tokens on as many more warps 0.0843 to 0.0860
-    block_d = next_power_of_2(head_dim)
-    block_h = min(next_power_of_2(num_heads), max(1, 1024 // block_d))
-    block_t = max(1, min(16, 1024 // (block_h * block_d)))
-    return _Plan(block_t, block_h, max(1, block_t * block_h * block_d // 1024))
-
-
-class _Positions(NamedTuple):
-    """Token positions given to `rope`, in the form that every op takes."""
-
-    cos: Tensor
-    sin: Tensor
-    axes: Tensor | None
-    position_ids: Tensor | None  # [axes or 1, outer, inner]
-    offsets: Tensor | None  # one per sequence
-    cu_seqlens: Tensor | None
-    offset: int
-    layout: str
-    interleaved: bool
-
-
-_POSITIONS = (
-    "Tensor cos, Tensor sin, Tensor? axes, Tensor? position_ids, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, "
-    "str layout, bool interleaved"
-)
-
-
-def _launch(
-    sources: tuple[Tensor, Tensor | None, Tensor | None],
-    targets: tuple[Tensor, Tensor | None, Tensor | None],
-    at: _Positions,
-    inverse: bool,
-) -> None:
-    """Rotate q [outer, inner, groups, group_size, D] and k [outer, inner, H, D], copy v [outer, inner, H, D]."""
-    (q, k, v), (q_out, k_out, v_out) = sources, targets
-    num_outer, num_inner, groups, group_size, head_dim = q.shape
-    num_kv_heads = 0 if k is None else k.shape[2]
-    pairs = at.cos.shape[1]
-    plan = _plan(groups * group_size, head_dim, Target.of(q.device))
-    blocks = cdiv(groups * group_size, plan.block_h)
-    blocks += ((k is not None) + (v is not None)) * cdiv(num_kv_heads, plan.block_h)
-    num_seqs = 0 if at.cu_seqlens is None else at.cu_seqlens.shape[0] - 1
-    q_strides = q.stride()[:4]
-    q_out_strides = q_out.stride()[:4]
-    k_strides = (0, 0, 0) if k is None else k.stride()[:3]
-    k_out_strides = (0, 0, 0) if k_out is None else k_out.stride()[:3]
-    position_strides = (0, 0, 0) if at.position_ids is None else at.position_ids.stride()
-    _rope_kernel[(blocks * cdiv(num_outer * num_inner, plan.block_t),)](
-        q, k, v, q_out, k_out, v_out, at.cos, at.sin, None if at.position_ids is None else at.axes, at.position_ids,
-        at.offsets, at.cu_seqlens,
-        num_outer, num_inner, groups * group_size, num_kv_heads, group_size, at.cos.shape[0], at.offset, num_seqs,
-        num_seqs.bit_length(), -1.0 if inverse else 1.0,
-        *q_strides, *k_strides, *q_out_strides, *k_out_strides, *position_strides,
-        HEAD_DIM=head_dim, PAIRS=pairs, INTERLEAVED=at.interleaved, GROUPED=groups > 1,
-        SEQ_INNER=at.layout != "sbhd", BLOCK_T=plan.block_t, BLOCK_H=plan.block_h, BLOCK_C=next_power_of_2(pairs),
-        BLOCK_D=next_power_of_2(head_dim), BLOCK_REST=next_power_of_2(head_dim - 2 * pairs), num_warps=plan.num_warps,
-    )  # fmt: skip
-
-
-def _as_4d(x: Tensor, layout: str) -> Tensor:
-    """[dim 0, dim 1, H, D], one outer dim for thd."""
-    return x[None] if layout == "thd" else x
-
-
-def _unit(x: Tensor) -> Tensor:
-    """With a unit stride along the head dim."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _rope_outputs(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return q_out, empty(q) if k is None else torch.empty_like(k, memory_format=torch.contiguous_format)
@@ -343,15 +73,15 @@ def _rope_outputs(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]
 
 def _rope_fwd(q: Tensor, k: Tensor | None, *positions: Any) -> tuple[Tensor, Tensor]:
     q_out, k_out = outputs = _rope_outputs(q, k)
-    at, inverse = _Positions(*positions[:-1]), positions[-1]
-    q_pair = _as_4d(_unit(q), at.layout).unsqueeze(2), _as_4d(q_out, at.layout).unsqueeze(2)
-    k_pair = (None, None) if k is None else (_as_4d(_unit(k), at.layout), _as_4d(k_out, at.layout))
-    _launch((q_pair[0], k_pair[0], None), (q_pair[1], k_pair[1], None), at, inverse)
+    at, inverse = Positions(*positions[:-1]), positions[-1]
+    q_pair = as_4d(unit_of(q), at.layout).unsqueeze(2), as_4d(q_out, at.layout).unsqueeze(2)
+    k_pair = (None, None) if k is None else (as_4d(unit_of(k), at.layout), as_4d(k_out, at.layout))
+    launch_rope((q_pair[0], k_pair[0], None), (q_pair[1], k_pair[1], None), at, inverse)
     return outputs
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    at = _Positions(*inputs[-10:-1])
+    at = Positions(*inputs[-10:-1])
     ctx.save_for_backward(*at[:6])
     ctx.options, ctx.inverse = at[6:], inputs[-1]
     ctx.set_materialize_grads(False)
@@ -379,7 +109,7 @@ def _batch_dims(layout: str, position_ids: Any, offsets: Any, **_: Any) -> list[
 
 
 _rope_op = Op(
-    f"rope(Tensor q, Tensor? k, {_POSITIONS}, bool inverse) -> (Tensor, Tensor)",
+    f"rope(Tensor q, Tensor? k, {POSITIONS}, bool inverse) -> (Tensor, Tensor)",
     _rope_fwd,
     _rope_outputs,
     backward=_backward,
@@ -409,10 +139,10 @@ def _rope_qkv_fwd(
     qkv: Tensor, num_heads: int, num_kv_heads: int, grouped: bool, *positions: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     outputs = _rope_qkv_outputs(qkv, num_heads, num_kv_heads, grouped)
-    at = _Positions(*positions)
-    q, k, v = _unpack(_as_4d(_unit(qkv), at.layout), num_heads, num_kv_heads, grouped)
-    q_out, k_out, v_out = (_as_4d(t, at.layout) for t in outputs)
-    _launch((q, k, v), (q_out.unflatten(2, q.shape[2:4]), k_out, v_out), at, False)
+    at = Positions(*positions)
+    q, k, v = _unpack(as_4d(unit_of(qkv), at.layout), num_heads, num_kv_heads, grouped)
+    q_out, k_out, v_out = (as_4d(t, at.layout) for t in outputs)
+    launch_rope((q, k, v), (q_out.unflatten(2, q.shape[2:4]), k_out, v_out), at, False)
     return outputs
 
 
@@ -422,17 +152,18 @@ def _rope_qkv_bwd_outputs(dq: Tensor, dk: Tensor, dv: Tensor, grouped: bool, *_:
 
 def _rope_qkv_bwd(dq: Tensor, dk: Tensor, dv: Tensor, grouped: bool, *positions: Any) -> Tensor:
     dqkv = _rope_qkv_bwd_outputs(dq, dk, dv, grouped)
-    at = _Positions(*positions)
-    q_out, k_out, v_out = _unpack(_as_4d(dqkv, at.layout), dq.shape[-2], dk.shape[-2], grouped)
-    dq, dk, dv = (_as_4d(_unit(t), at.layout) for t in (dq, dk, dv))
-    if dk.stride() != dv.stride():  # the kernel has one set of strides for both
+    at = Positions(*positions)
+    q_out, k_out, v_out = _unpack(as_4d(dqkv, at.layout), dq.shape[-2], dk.shape[-2], grouped)
+    dq, dk, dv = (as_4d(unit_of(t), at.layout) for t in (dq, dk, dv))
+    # the kernel has one set of strides for both
+    if dk.stride() != dv.stride():
         dk, dv = dk.contiguous(), dv.contiguous()
-    _launch((dq.unflatten(2, q_out.shape[2:4]), dk, dv), (q_out, k_out, v_out), at, True)
+    launch_rope((dq.unflatten(2, q_out.shape[2:4]), dk, dv), (q_out, k_out, v_out), at, True)
     return dqkv
 
 
 def _setup_qkv_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    at = _Positions(*inputs[4:])
+    at = Positions(*inputs[4:])
     ctx.save_for_backward(*at[:6])
     ctx.options, ctx.grouped, ctx.like = at[6:], inputs[3], [(t.shape, t.dtype, t.device) for t in output]
     ctx.set_materialize_grads(False)
@@ -462,7 +193,7 @@ def _qkv_bwd_sharding(**arguments: Any) -> Any:
 
 
 _rope_qkv_op = Op(
-    f"rope_qkv(Tensor qkv, SymInt num_heads, SymInt num_kv_heads, bool grouped, {_POSITIONS}) "
+    f"rope_qkv(Tensor qkv, SymInt num_heads, SymInt num_kv_heads, bool grouped, {POSITIONS}) "
     "-> (Tensor, Tensor, Tensor)",
     _rope_qkv_fwd,
     _rope_qkv_outputs,
@@ -471,7 +202,7 @@ _rope_qkv_op = Op(
     sharding=_qkv_sharding,
 )
 _rope_qkv_bwd_op = Op(
-    f"rope_qkv_bwd(Tensor dq, Tensor dk, Tensor dv, bool grouped, {_POSITIONS}) -> Tensor",
+    f"rope_qkv_bwd(Tensor dq, Tensor dk, Tensor dv, bool grouped, {POSITIONS}) -> Tensor",
     _rope_qkv_bwd,
     _rope_qkv_bwd_outputs,
     sharding=_qkv_bwd_sharding,
@@ -580,7 +311,7 @@ def _place(
     offset: int | Tensor,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> _Positions:
+) -> Positions:
     """Check the arguments for token positions, and convert them to the form that the ops take."""
     cos, sin, axes = table
     checks.one_of(op, "layout", layout, ("bshd", "sbhd", "thd"))
@@ -598,7 +329,7 @@ def _place(
     if position_ids is not None:
         position_ids = _per_token(op, position_ids, x, layout, axes)
     number = 0 if isinstance(offset, Tensor) else offset
-    return _Positions(
+    return Positions(
         cos.contiguous(), sin.contiguous(), axes, position_ids, None if offsets is None else offsets.contiguous(),
         None if cu_seqlens is None else cu_seqlens.contiguous(), number, layout, interleaved,
     )  # fmt: skip
@@ -643,7 +374,8 @@ def _per_token(op: str, position_ids: Tensor, x: Tensor, layout: Layout, axes: T
     batch, seqlen = {"bshd": (0, 1), "sbhd": (1, 0), "thd": (None, 0)}[layout]
     tokens = (1 if batch is None else x.shape[batch], x.shape[seqlen])
     ids = position_ids if axes is not None else position_ids[None]
-    ids = ids.unsqueeze(1) if ids.dim() == 2 else ids  # the same for every sequence
+    # the same for every sequence
+    ids = ids.unsqueeze(1) if ids.dim() == 2 else ids
     if ids.dim() != 3 or any(n not in (1, m) for n, m in zip(ids.shape[1:], tokens, strict=True)):
         must = [*(["A"] if axes is not None else []), *tokens[batch is None :]]
         checks.fail(op, "position_ids", f"have shape [{', '.join(map(str, must))}]", list(position_ids.shape))
@@ -651,9 +383,9 @@ def _per_token(op: str, position_ids: Tensor, x: Tensor, layout: Layout, axes: T
     return ids.mT if layout == "sbhd" else ids
 
 
-def _rope_torch(tensors: tuple[Tensor, Tensor | None], at: _Positions) -> tuple[Tensor, ...]:
+def _rope_torch(tensors: tuple[Tensor, Tensor | None], at: Positions) -> tuple[Tensor, ...]:
     with without_autocast(tensors[0].device):
-        cos, sin = _cos_sin(_as_4d(tensors[0], at.layout), at)
+        cos, sin = _cos_sin(as_4d(tensors[0], at.layout), at)
         return tuple(_rotate_torch(x, cos, sin, at.interleaved) for x in tensors if x is not None)
 
 
@@ -662,14 +394,15 @@ def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Ten
     cos, sin = (t.to(acc)[0] if x.dim() == 3 else t.to(acc) for t in (cos, sin))
     # split, since the backward of a slice fills a tensor of x's size with zeros
     turning, rest = x.split((2 * pairs, x.shape[-1] - 2 * pairs), -1)
-    turning = turning.to(acc)  # once, so that gradients are summed ahead of rounding
+    # once, so that gradients are summed ahead of rounding
+    turning = turning.to(acc)
     a, b = turning.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else turning.split(pairs, -1)
     a, b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     parts = [torch.stack((a, b), -1).flatten(-2)] if interleaved else [a, b]
     return torch.cat((*parts, rest), -1)
 
 
-def _cos_sin(x: Tensor, at: _Positions) -> tuple[Tensor, Tensor]:
+def _cos_sin(x: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
     """cos and sin of every token of x [outer, inner, H, D]: [outer, inner, 1, pairs]."""
     if at.position_ids is None:
         position = _positions(x, at).unsqueeze(-1)
@@ -682,7 +415,7 @@ def _cos_sin(x: Tensor, at: _Positions) -> tuple[Tensor, Tensor]:
     return F.embedding(position, at.cos), F.embedding(position, at.sin)
 
 
-def _positions(x: Tensor, at: _Positions) -> Tensor:
+def _positions(x: Tensor, at: Positions) -> Tensor:
     """The position [outer, inner] of every token of x, where no position_ids are given."""
     index = torch.arange(x.shape[0 if at.layout == "sbhd" else 1], device=x.device)
     if at.cu_seqlens is not None:

@@ -110,6 +110,7 @@ class YaRN:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rotary_dim - 1)
+        # as transformers does, so that the ramp is not divided by 0
         high = high + 0.001 if low == high else high
         keep = 1 - ((torch.arange(rotary_dim // 2).float() - low) / (high - low)).clamp(0, 1)
         wavelength = base ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)

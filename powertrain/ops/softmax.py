@@ -93,6 +93,7 @@ def _softmax_fwd_kernel(
     if CAUSAL:
         keep, read = _below_diagonal(queries, num_queries, cols, N, inside)
     x = _scores(x_ptr, mask_ptr, cols, keep, read, NEGATIVE)
+    # exp2 is one instruction; log2(e) is part of `scale`, which the host multiplied
     e = tl.exp2((x - _shift(tl.max(x, axis=1, keep_dims=True))) * scale)
     y = _normalized(e, tl.sum(e, axis=1, keep_dims=True), N, UNIFORM)
     tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -111,6 +112,7 @@ def _scores(x_ptr, mask_ptr, cols, keep, read, NEGATIVE: tl.constexpr):
     if mask_ptr is not None:
         keep &= tl.load(mask_ptr + cols, mask=read, other=1) == 0
     if NEGATIVE:
+        # the largest exponent belongs to the smallest x then; -x lets one maximum serve both signs
         x = -x
     return tl.where(keep, x, float("-inf"))
 
@@ -186,6 +188,7 @@ def _softmax_fwd_looped_kernel(
     for start in range(0, end, BLOCK_N):
         cols = start + lanes
         x = _scores(x_ptr, mask_ptr, cols, cols < end, _read(cols, end, N), NEGATIVE)
+        # a maximum and a sum a lane: the lanes meet once, behind the loop
         higher = tl.maximum(top, x)
         total = total * tl.exp2((top - _shift(higher)) * scale) + tl.exp2((x - _shift(higher)) * scale)
         top = higher
@@ -225,6 +228,7 @@ def _softmax_bwd_kernel(
     y = tl.load(y_ptr + rows * N + cols, mask=read, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
     dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=read, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
     if CAUSAL:
+        # read up to a multiple of 16, so keys past the diagonal came in too; y is 0 there, dy may be NaN
         dy = tl.where(keep, dy, 0.0)
     dx = scale * y * (dy - tl.sum(dy * y, axis=1, keep_dims=True))
     if mask_ptr is not None:
@@ -315,6 +319,7 @@ def _as_matrices(x: Tensor, mask: Tensor | None, causal: bool) -> _Matrices:
         rows = x.shape[:-1].numel()
         return _Matrices(rows // sq if causal and sq else 1, sq if causal else rows, 1, None, (0, 0, 0))
     # [any leading dims, head, query, key]: a view of the mask unless its leading dims broadcast unevenly
+    # Triton has no pointers to bool
     mask = mask.expand(x.shape).view(torch.uint8)
     mask = mask.reshape(-1, lead[-1], sq, x.shape[-1]) if x.dim() > 3 else mask[(None,) * (4 - x.dim())]
     return _Matrices(torch.Size(lead).numel(), sq, lead[-1], mask, mask.stride()[:3])
@@ -345,6 +350,7 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool, uni
     rows, flat = _as_matrices(x, mask, causal), as_rows(x)
     _launch(
         _softmax_fwd_looped_kernel, _softmax_fwd_kernel, (flat, rows.mask, y), rows, flat.shape[1], flat.stride(0),
+        # never 0: -inf * 0 is NaN, and masked scores are -inf
         max(abs(scale), _SMALLEST) * math.log2(math.e), CAUSAL=causal, UNIFORM=uniform, NEGATIVE=scale < 0,
     )  # fmt: skip
     return y

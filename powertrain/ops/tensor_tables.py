@@ -47,7 +47,8 @@ class DeviceTable:
             if on_gpu:
                 host = host.pin_memory()
                 if torch.cuda.is_current_stream_capturing():
-                    self.captured.append(host)  # every replay copies from it
+                    # every replay copies from it
+                    self.captured.append(host)
             self.table, self.values = host.to(device, non_blocking=True), values
         return self.table
 

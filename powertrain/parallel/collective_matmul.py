@@ -98,6 +98,7 @@ def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
         product = Product("gather", rows.total, sum(w.shape[0] for _, w, _ in terms), x.shape[1], x.dtype)
         in_sequence = overlap.planner.choose(product).way == "sequential"
         transport = overlap.transport
+        # saved x is this rank's rows only: gathering again costs less memory than keeping [M, K]
         gathering = Collected(transport, x, rows) if in_sequence else transport.gather(x, rows, keep=True)
 
     def weight_grads() -> None:
@@ -112,6 +113,7 @@ def _all_gather_grads(x: Tensor, *rest: Any) -> tuple[Maybe, ...]:
     dx = None
     if need_x and terms:
         weights = [w.T for _, w, _ in terms]
+        # one scatter for the sum over all weights, instead of one each
         dx = multiply_scatter([dy for *_, dy in terms], weights, None, rows, overlap, weight_grads)
     else:
         weight_grads()
@@ -376,6 +378,7 @@ def _as_list(value: Any) -> tuple[list[Any], bool]:
 
 def _alone(x: Tensor, weights: Tensors, biases: Sequence[Maybe]) -> list[Tensor]:
     """The products of a group of one rank."""
+    # autograd's own linear knows no main_grad
     mains = [getattr(w, "main_grad", None) for w in weights]
     weights = [w if main is None else IntoMainGrad.apply(w, main) for w, main in zip(weights, mains, strict=True)]
     return [torch.nn.functional.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True)]

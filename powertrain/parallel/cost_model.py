@@ -67,6 +67,8 @@ class Planner:
             return Choice("sequential", "asked for")
         if product.rows < self.transport.size:
             return Choice("sequential", "fewer rows than ranks")
+        # without rates that all ranks measured together, ranks could choose differently and wait for each other for
+        # ever
         if self.rates is None:
             small = self.transport.on_gpus and _bytes_per_peer(product, self.transport.size) < _MIN_BYTES_UNMEASURED
             why = "too little to send in pieces" if small else "nothing is known of this device's speed"
@@ -80,6 +82,7 @@ class Planner:
 
 def product_seconds(rows: int, width: int, depth: int, rates: Rates) -> float:
     """Of [rows, depth] x [depth, width], by whole waves of tiles."""
+    # a product's time grows by whole waves: a few tiles more than the SMs cost as much as twice the tiles
     waves = -(-(-(-rows // _TILE_M) * -(-width // _TILE_N)) // rates.sms)
     return waves * 2 * _TILE_M * _TILE_N * depth / (rates.flops / rates.sms)
 
@@ -92,6 +95,7 @@ def predict(product: Product, size: int, rates: Rates) -> Choice:
     collective = _COLLECTIVE_START + (size - 1) * nbytes / (_COLLECTIVE_RATE * rates.link)
     step = _COPY_START + nbytes / (_SERIAL_COPY_RATE * rates.link)
     chunked = _CALL_OVERHEAD + _pipeline(product_seconds(chunk, width, depth, rates), step, size)
+    # the GPU would wait for the host's launches, so nothing would be hidden
     if chunked < _HOST_OVERHEAD:
         why = f"overlapped it would take {chunked * 1e3:.3f} ms, less than the host takes to launch it"
         return Choice("sequential", why, alone, collective, chunked)
@@ -114,6 +118,7 @@ def _pipeline(product: float, step: float, size: int) -> float:
     """Seconds until the last of `size` products ends, one of which needs nothing to travel, the others a step each."""
     ended = product + _PRODUCT_START
     for peer in range(1, size):
+        # a product begins when the one before is done and its rows are here
         ended = max(ended, peer * step) + product + _PRODUCT_START
     return ended
 

@@ -75,10 +75,12 @@ class Route(NamedTuple):
         """ends [E]: where each expert's rows end among this rank's num_rows."""
         size, rank = overlap.size, overlap.rank
         counts = ends.diff(prepend=ends.new_zeros(1))
+        # one exchange of W * E counts, from which every rank knows all splits
         everyone = find(overlap.key).transport.all_gather(counts[None], RowCounts((1,) * size)).view(size, size, -1)
         theirs = everyone[:, rank].cumsum(1, dtype=torch.int32)
         if capacity is None:
             first = everyone[rank, rank, : everyone.shape[2] // 2].sum()
+            # the call's only synchronization: the host needs the counts to size buffers and copies
             *matrix, first_rows = torch.cat([everyone.sum(2).flatten(), first[None]]).tolist()
             splits = SplitSizes(tuple(tuple(matrix[i : i + size]) for i in range(0, size * size, size)))
             sent = sum(splits.sent(rank))
@@ -102,6 +104,7 @@ class Route(NamedTuple):
         if self.first is None or count == 1:
             return whole
         (own, rows, _, ends), *others = whole
+        # this rank's own rows in two products: the first results of others arrive behind the first one
         half = count // 2
         before = ExpertRows(own, slice(0, self.first), slice(0, half), ends[:half])
         after = ExpertRows(own, slice(self.first, rows.stop), slice(half, count), ends[half:] - self.first)
@@ -114,7 +117,9 @@ class Route(NamedTuple):
         ends = torch.cat([self.ends, lengths], 1)  # [W, E/W + 1]: rows of no expert come last
         counts = ends.diff(dim=1, prepend=torch.zeros_like(lengths))
         totals = counts.sum(0, dtype=torch.int32)
-        first = totals.cumsum(0) - totals + counts.cumsum(0) - counts  # of each source's rows of each expert
+        # of each source's rows of each expert
+        first = totals.cumsum(0) - totals + counts.cumsum(0) - counts
+        # added to a row's index in its source's block, it gives the row's place among its expert's
         shift = first - (ends - counts)
         positions = []
         for source, size in enumerate(sizes):
@@ -126,7 +131,8 @@ class Route(NamedTuple):
 
 def _with_capacity(ends: Tensor, num_rows: int, size: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Route.source_rows and Route.slots where each rank gets `capacity` rows."""
-    stops = ends.view(size, -1)[:, -1].long().contiguous()  # of each rank's rows
+    # of each rank's rows
+    stops = ends.view(size, -1)[:, -1].long().contiguous()
     starts = torch.cat([stops.new_zeros(1), stops[:-1]])
     source_rows = starts[:, None] + torch.arange(capacity, device=ends.device)
     source_rows = torch.where(source_rows < stops[:, None], source_rows, 0).flatten()
@@ -280,6 +286,7 @@ class _Overlapped(torch.autograd.Function):
         dzs: list[Tensor] = []
 
         def product(piece: ExpertRows, dy: Tensor) -> Tensor:
+            # pieces come in the same order as in forward, so the saved inputs are taken one by one
             z = zs[len(dzs)].detach().requires_grad_()
             with torch.enable_grad():
                 a = gated_activation(z, "swiglu")
@@ -297,6 +304,7 @@ class _Overlapped(torch.autograd.Function):
             order, dgate_up, ddown = _inverse(expert_positions), None, None
             if need_down:
                 a = moe_unpermute(_in_order(activations, pieces), order)
+                # over all sources at once, in the order of experts: one rounding, whatever the order of arrival
                 ddown = grouped_gemm_wgrad(moe_unpermute(dy, order), a, offsets)
             if need_gate_up:
                 dz = moe_unpermute(_in_order(dzs, pieces), order)
@@ -322,6 +330,7 @@ def _exchange_experts(
     """
     transport, splits = find(overlap.key).transport, route.splits
     dispatched = transport.all_to_all_async(DISPATCH, rows, splits, rows.shape[1])
+    # both before anything is sent: a receive buffer that must grow waits for all ranks
     combined = transport.all_to_all_async(COMBINE, rows, splits.back, rows.shape[1])
     parts = rows.split(splits.sent(overlap.rank))
     # all sends first: the copy engines work through them while the products below run
@@ -350,6 +359,7 @@ def _overlaps(
     if way != "auto":
         return way == "overlapped"
     rows = sum(map(sum, route.splits.rows))
+    # from numbers that all ranks have, so all choose alike
     if overlap.transport.name == "sequential" or rows < _MIN_ROWS_PER_EXPERT * overlap.size * num_experts:
         return False
     return not wants_gradients or rows * row_bytes >= _MIN_BYTES_WITH_GRADIENTS * overlap.size

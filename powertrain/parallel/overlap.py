@@ -46,6 +46,7 @@ class Overlap:
     ) -> "Overlap":
         group = _process_group(group)
         existing = _open.get(group.group_name)
+        # a name may come again for another group, once the first one is destroyed
         if existing is not None and existing.group is group:
             existing._check_serves(transport, strict, debug)
             return existing

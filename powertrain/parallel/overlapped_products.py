@@ -69,6 +69,7 @@ def multiply_scatter(
     if choice.way == "sequential":
         whole = xs[0].new_empty((rows.total, width))
         for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
+            # the sum over weights is made before the transfer: one scatter for all of them
             multiply(x, w.T, None, whole, add=i > 0)
         y = overlap.transport.reduce_scatter(whole, rows)
         if meanwhile is not None:
@@ -126,6 +127,7 @@ def save_for_backward(ctx: Any, x: Tensor, *weights: Maybe) -> None:
     ctx.mains = [getattr(w, "main_grad", None) for w in weights]
     # a traced weight has none, and the graph must return gradients when it runs on weights that have one
     ctx.into_main = any(main is not None for main in ctx.mains)
+    # None tells which outputs have no gradient; zeros would be multiplied
     ctx.set_materialize_grads(False)
 
 
@@ -141,7 +143,9 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
 def multiply_all_reduce(xs: Tensors, weights: Tensors, bias: Maybe, overlap: Overlap, meanwhile: Any = None) -> Tensor:
     """A reduce-scatter of the products, then an all-gather of the sums."""
     count, size = xs[0].shape[0], overlap.size
+    # any number of rows: the first ranks take one more
     rows = RowCounts(tuple(count // size + (rank < count % size) for rank in range(size)))
+    # in two halves, since the first overlaps with its products; an all-reduce begins when all are done
     mine = multiply_scatter(xs, weights, bias, rows, overlap, meanwhile)
     return overlap.transport.all_gather(mine, rows)
 

@@ -75,6 +75,7 @@ def attention_forward(
         options |= marked
         attention_mask = None
     elif attention_mask is None or attention_mask.dim() == 1:
+        # one query stands behind all keys, which it sees all
         causal = queries > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         options |= _window(sliding_window, causal, queries)
         if attention_mask is not None:
@@ -104,6 +105,7 @@ def _refuse(output_attentions: bool, cache: Any, head_mask: Tensor | None) -> No
 
 def _window(sliding_window: int | None, causal: bool, queries: int) -> dict[str, Any]:
     """Meaning of a missing mask: as many keys as queries, or a single query."""
+    # theirs counts the query's own key, ours those before it
     left = -1 if sliding_window is None else sliding_window - 1
     right = 0 if causal or (queries == 1 and sliding_window is not None) else left
     return {"window_size": (left, right), "causal_align": "bottom_right" if queries == 1 else "top_left"}
@@ -165,6 +167,7 @@ def attention_mask(
         is_short, short = _short_form(attention_mask, kv_length)
         if is_short:
             return short
+    # also where arguments would do: other code of the model may read the mask
     mask: Tensor | None = masking_utils.sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
         allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
@@ -183,8 +186,10 @@ def attention_mask(
     marks["causal_align"] = "bottom_right" if q_offset + q_length == kv_offset + kv_length else "top_left"
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
-        keys = padding[:, kv_offset : kv_offset + kv_length].to(torch.int32) - 1  # 0 for a token, -1 for none
+        # 0 for a token, -1 for none
+        keys = padding[:, kv_offset : kv_offset + kv_length].to(torch.int32) - 1
         marks["document_ids"] = (keys.new_zeros(batch_size, q_length), keys.expand(batch_size, -1))
+    # on the tensor, which passes through every layer of a model unchanged
     setattr(mask, _MARK, marks)
     return mask
 

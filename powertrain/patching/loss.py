@@ -156,7 +156,8 @@ def _difference(model: Any, fused: _Loss) -> float | str:
     trained = weight.requires_grad
     base.forward = lambda *args, **options: _hidden_states(hidden)
     try:
-        weight.requires_grad_(False)  # or its gradient, as large as the weight, would be made too
+        # or its gradient, as large as the weight, would be made too
+        weight.requires_grad_(False)
         with torch.enable_grad():
             outputs = type(model).forward(model, input_ids=torch.zeros_like(labels), labels=labels)
             fused.returns(type(outputs))

@@ -41,7 +41,8 @@ def is_mlp(module: nn.Module) -> bool:
     if not 1 <= len(inner) <= 3 or next(module.parameters(recurse=False), None) is not None:
         return False
     taken = inspect.signature(type(module).forward).parameters.values()
-    if sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in taken) != 2:  # self, x
+    # self, x
+    if sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in taken) != 2:
         return False
     others = [child for name, child in module.named_children() if name not in inner]
     if any(list(child.parameters()) or list(child.children()) for child in others):

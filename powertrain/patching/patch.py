@@ -73,6 +73,7 @@ def _replace_modules(
             report.add(Part(kind, name, why=reason))
             continue
         key = verify.key(module)
+        # a model has many modules of few kinds: one of each is compared
         if key not in judged:
             tried = candidates(module)
             index, why = verify.first_equal(module, width(module), tried)
@@ -147,6 +148,7 @@ def _calls_registry(module: nn.Module) -> bool:
 
 def _switch_attention(model: Any) -> None:
     attention.register()
+    # parts of a model (vision, text) may have configs, and implementations, of their own
     former = [(config, config._attn_implementation) for config in _configs(model)]
     model.set_attn_implementation(attention.NAME)
     # on the model, since a config's own attributes are saved with it
@@ -194,7 +196,8 @@ def _patch_loss(model: Any, report: Report) -> None:
         return
     replace.install(model, loss.KIND, found[1])
     vocabulary = model.get_output_embeddings().out_features
-    saved = vocabulary * 12 * 8192 / 2**30  # logits and their gradient, 16 and 32 bits each
+    # logits and their gradient, 16 and 32 bits each
+    saved = vocabulary * 12 * 8192 / 2**30
     report.add(Part(loss.KIND, name, found[0], gain=f"about {saved:.1f} GiB of logits less at 8192 tokens"))
 
 
@@ -219,6 +222,7 @@ def _judge_whole(model: nn.Module, report: Report) -> None:
         right = _logits(model)
     if right is None:
         return
+    # rounding through all layers; a part that is wrong differs by far more
     bound = 0.05 if right.dtype is not torch.float32 else 1e-3
     for kind in (None, attention.KIND, rotary.KIND, mlps.KIND, norms.KIND):
         if kind is not None:

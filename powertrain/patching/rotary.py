@@ -47,7 +47,8 @@ def angles(model: nn.Module, head_dim: int) -> tuple[Tensor, Tensor] | str:
     x = torch.zeros(1, 7, head_dim, device=frequencies.device)
     made, errors = None, []
     for layer_type in (None, *dict.fromkeys(getattr(getattr(maker, "config", None), "layer_types", None) or ())):
-        try:  # models with several frequencies want the kind of layer too
+        # models with several frequencies want the kind of layer too
+        try:
             positions = torch.arange(7, device=x.device)[None] + 3
             made = maker(x, positions) if layer_type is None else maker(x, positions, layer_type)
             break
@@ -77,7 +78,8 @@ def find(
 
 def _find(rotate: Rotate, cos: Tensor, sin: Tensor, heads: tuple[int, int, int]) -> Rotate | str:
     reason = "it rotates other pairs of channels than ours"
-    for head_dim in dict.fromkeys((heads[2], cos.shape[-1], 2 * cos.shape[-1])):  # a part may be cut out before
+    # a part may be cut out before
+    for head_dim in dict.fromkeys((heads[2], cos.shape[-1], 2 * cos.shape[-1])):
         q, k = _random((heads[0], heads[1]), head_dim, cos)
         for ours in [_Rotation(rotate, interleaved, angles) for interleaved in (False, True) for angles in ANGLES]:
             try:

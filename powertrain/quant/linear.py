@@ -85,10 +85,12 @@ class FP8State(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # a checkpoint written before the layer was quantized has no statistics: 0, none known yet, is right
         missing = {name: b for name, b in self._buffers.items() if name in BUFFERS and prefix + name not in state_dict}
         state_dict.update({prefix + name: torch.zeros_like(b) for name, b in missing.items() if b is not None})
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name in missing:
+            # the dictionary is the caller's
             del state_dict[prefix + name]
 
 

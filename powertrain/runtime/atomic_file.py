@@ -94,4 +94,5 @@ def _remove_stale(folder: Path) -> None:
             if time.time() - stale.stat().st_mtime > _STALE:
                 stale.unlink()
         except OSError:
-            continue  # its writer has just renamed or removed it; or it is not ours to remove
+            # its writer has just renamed or removed it; or it is not ours to remove
+            continue

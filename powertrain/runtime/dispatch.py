@@ -167,6 +167,7 @@ class Op:
                 if arg.is_neg():
                     return self.packet(*args)
                 differentiate = differentiate or arg.requires_grad
+        # without gradients no autograd.Function: it costs 34 us in backward alone, and some in forward
         differentiate = differentiate and self.apply is not None and torch.is_grad_enabled()
         if active is not None:
             return active.call(self, args, differentiate)
@@ -252,11 +253,13 @@ class Op:
         def gradients(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
             if ctx.tape is None or replay.modes_active():
                 return backward(ctx, *grads)
-            saved = ctx.saved_tensors  # once: torch.utils.checkpoint raises at the second reading
+            # once: torch.utils.checkpoint raises at the second reading
+            saved = ctx.saved_tensors
             signature = replay.signature_of((*saved, *grads, *ctx.needs_input_grad))
             if signature is None:
                 return backward(_WithSaved(ctx, saved), *grads)
-            key = signature.key, ctx.tape  # which stands for the options
+            # a tape is of one set of options, so it stands for them in the key
+            key = signature.key, ctx.tape
             route = routes.find(key)
             if route is not None:
                 return route.run(signature.tensors)
@@ -272,9 +275,11 @@ class Op:
 
         def checked_backward(ctx: Any, *grads: Any) -> Any:
             twice = torch.is_grad_enabled()
+            # autograd turns gradients on for create_graph=True; our backward would then record its own graph
             with torch.no_grad() if twice else _as_it_is:
                 out = gradients(ctx, grads)
-            out += (None,) * (len(ctx.needs_input_grad) - len(out))  # the tape has none
+            # the tape, the last argument, has no gradient
+            out += (None,) * (len(ctx.needs_input_grad) - len(out))
             if not twice:
                 return out
             sources = (t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad)
@@ -286,21 +291,21 @@ class Op:
 
 
 # sorted and without duplicates, so that it can be part of a cache key
-_disabled: tuple[str, ...] = ()
+disabled_ops: tuple[str, ...] = ()
 _holds: list[tuple[str, ...]] = []  # the names that each `disable` in force keeps off
 
 
-def _is_disabled(name: str) -> bool:
-    names = _disabled + settings().disable
+def is_disabled(name: str) -> bool:
+    names = disabled_ops + settings().disable
     return bool(names) and (name in names or "all" in names)
 
 
 def _changed() -> None:
-    """Recompute `_disabled`, again if another thread enters or leaves a `disable` meanwhile."""
-    global _disabled
+    """Recompute `disabled_ops`, again if another thread enters or leaves a `disable` meanwhile."""
+    global disabled_ops
     seen = None
     while seen != (seen := list(_holds)):
-        _disabled = tuple(sorted({name for names in seen for name in names}))
+        disabled_ops = tuple(sorted({name for names in seen for name in names}))
     steering.changed()
 
 
@@ -410,7 +415,7 @@ def use_kernel(name: str, x: Tensor) -> bool:
     """Whether op `name` on x takes our kernel (CUDA, meta, or the CPU under the interpreter) or plain PyTorch."""
     kind = x.device.type
     if kind == "cuda" or kind == "meta" or (kind == "cpu" and settings().interpret and x.dtype is not torch.float64):
-        if not _is_disabled(name):
+        if not is_disabled(name):
             return True
         kind = "disabled"
     if not torch.compiler.is_compiling() and tracing.first((name, kind)):

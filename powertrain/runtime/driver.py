@@ -33,7 +33,9 @@ class ImageError(LaunchError):
 
 @cache
 def _cuda() -> Any:
+    # with the number: libcuda.so alone is a link that only the toolkit's packages bring, often to a stub
     library = ctypes.CDLL("libcuda.so.1")
+    # without argument types ctypes passes an integer as a C int and cuts addresses to 32 bits
     pointer, uint = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [pointer, uint, uint, uint, uint, uint, uint, uint, pointer, pointer, pointer]
     library.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
@@ -64,6 +66,7 @@ def version() -> int:
 @cache
 def _context(device: int) -> int:
     context = ctypes.c_void_p()
+    # never released, so that the kernels' modules live as long as the process
     code = _cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
     if code or context.value is None:
         raise LaunchError(f"cannot use the context of cuda:{device}: {describe(code)}")

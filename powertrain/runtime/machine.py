@@ -149,7 +149,8 @@ def _nvml_gpu(nvml: ctypes.CDLL, index: int) -> Gpu | None:
     device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
     major, minor = ctypes.c_int(), ctypes.c_int()
     if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
-        return None  # lost or not ours
+        # lost or not ours
+        return None
     nvml.nvmlDeviceGetName(device, name, len(name))
     if nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)):
         return None

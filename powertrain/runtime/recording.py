@@ -45,7 +45,8 @@ class _State:
         with self._counting:
             self.redirected = on
             self.active = on or self._observers > 0
-        if on:  # another thread's call that is being observed loses launches, or launches another target's kernels
+        # another thread's call that is being observed loses launches, or launches another target's kernels
+        if on:
             steering.changed()
 
     @contextmanager

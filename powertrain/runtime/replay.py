@@ -57,7 +57,8 @@ class Signature(NamedTuple):
 
 def signature_of(values: Sequence[Any]) -> Signature | None:
     """The signature of a call with these arguments; None: the call cannot be replayed."""
-    epoch = steering.epoch  # read first: what changes from here on makes the signature one of the past
+    # read first: what changes from here on makes the signature one of the past
+    epoch = steering.epoch
     key: list[Any] = []
     tensors: list[Tensor] = []
     addresses: list[int] = []
@@ -75,6 +76,7 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
                 device = value.get_device()
                 if not (value.is_cuda or (in_interpreter and settings().interpret and value.device.type == "cpu")):
                     return None
+            # one test of the low bits at the end instead of one a tensor
             bits |= address
             addresses.append(address)
             tensors.append(value)
@@ -88,15 +90,18 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
             key += (kind, *map(type, value), *(repr(e) if type(e) is float else e for e in value))
         else:
             return None
+    # kernels are specialized on 16-byte alignment, which a recording fixes
     if bits & 15 or device == -2 or recording.state.redirected or steering.unsettled:
         return None
-    if len(set(addresses)) != len(addresses):  # one tensor twice, or two at one address
+    # one tensor twice, or two at one address
+    if len(set(addresses)) != len(addresses):
         key.append(tuple(map(addresses.index, addresses)))
         key.append(tuple(_index_of(tensors, x) for x in tensors))
     stream = 0
     if device >= 0:
         if torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing():
             return None
+        # part of the key: the launches of a recording go to the stream they were recorded on
         stream = torch._C._cuda_getCurrentRawStream(device)
     on = "cuda" if device >= 0 else "cpu"
     key += (
@@ -245,14 +250,16 @@ class Recorder(TorchDispatchMode):
         for index in owners:
             if self.inputs[index].data_ptr() == x.data_ptr():
                 return _Ref(index, 0, like)
-        if len(owners) > 1:  # the distance between two inputs in one storage is no fact of the signature
+        # the distance between two inputs in one storage is no fact of the signature
+        if len(owners) > 1:
             self.failure = "an argument of a kernel lies between two inputs of one storage"
         return _Ref(owners[0], x.data_ptr() - self.inputs[owners[0]].data_ptr(), like) if owners else x
 
 
 def _selection(outcome: Any, result: Any) -> Callable[[Any], Any] | None:
     """The result as a function of the op's outcome; None if it is made of anything else."""
-    if isinstance(result, tuple) and type(result) is not tuple:  # a named one: a tape returns plain tuples
+    # a named one: a tape returns plain tuples
+    if isinstance(result, tuple) and type(result) is not tuple:
         return None
     if result is outcome:
         return lambda outcome: outcome

@@ -348,7 +348,8 @@ def _card(name: str) -> Target:
     if best is not None:
         rest = words - _words(best.name)
         if best.arch == 75:
-            rest -= {"laptop"}  # Turing's laptop chips are the desktop's
+            # Turing's laptop chips are the desktop's
+            rest -= {"laptop"}
         if all(_FORM.fullmatch(word) for word in rest):
             return best
     close = _close_names(name, words)
@@ -399,5 +400,6 @@ def _bandwidth(p: "torch.cuda._CudaDeviceProperties", otherwise: float) -> float
     try:
         return Target.parse(p.name).bandwidth
     except ValueError:
-        clock, width = getattr(p, "memory_clock_rate", 0), getattr(p, "memory_bus_width", 0)  # kHz, bits
+        # kHz, bits
+        clock, width = getattr(p, "memory_clock_rate", 0), getattr(p, "memory_bus_width", 0)
         return 2.0 * clock * 1e3 * width / 8 or otherwise

@@ -26,7 +26,8 @@ _lock = threading.Lock()
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()  # another thread may have held it
+    # another thread may have held it
+    _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

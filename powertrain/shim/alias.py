@@ -52,7 +52,8 @@ class _Loader(Loader):
         return spec.loader.get_code(self.ours)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec  # importlib has replaced it by the alias's
+        # importlib has replaced it by the alias's
+        module.__spec__ = self.spec
 
 
 def _what_there_is(fullname: str, ours: str) -> str:

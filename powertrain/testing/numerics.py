@@ -21,7 +21,8 @@ class Error:
 
     @property
     def ok(self) -> bool:
-        return self.ours <= self.allowed  # NaN is never ok
+        # NaN is never ok
+        return self.ours <= self.allowed
 
 
 def _as_tuple(result: Any) -> tuple[Tensor, ...]:

@@ -64,7 +64,8 @@ def diagnose(
 
 
 def _bad_gradients(model: nn.Module, loss: Tensor, backward: Callable[[Tensor], Any]) -> str:
-    model.zero_grad()  # another step's may be there
+    # another step's may be there
+    model.zero_grad()
     backward(loss)
     # backward goes from the last parameter to the first
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not _local(p.grad).isfinite().all()]

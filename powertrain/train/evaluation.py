@@ -110,7 +110,8 @@ class Scorer:
         return (first + scored)[-(self.max_length + 1) :][:-1], scored
 
     def _windows(self, tokens: list[int]) -> Iterator[Pair]:
-        before = [self._end(), *tokens]  # before[i] is seen before tokens[i]
+        # before[i] is seen before tokens[i]
+        before = [self._end(), *tokens]
         for start in range(0, len(tokens), self.max_length):
             end = min(start + self.max_length, len(tokens))
             yield before[max(0, end - self.max_length) : end], tokens[start:end]

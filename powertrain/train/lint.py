@@ -130,7 +130,8 @@ def rehearse(config: RunConfig, target: Target, *, world_size: int = 1, layers: 
         _narrow(model, config)
         if world_size == 1 and config.train.gradient_accumulation_steps > 1:
             for p in model.parameters():
-                p.grad_dtype = torch.float32  # as the trainer does
+                # as the trainer does
+                p.grad_dtype = torch.float32
         optimizer.scaled(_loss(model, config)).backward()
         if config.parallel.expert > 1:
             _rehearse_experts(model, config)
@@ -153,6 +154,7 @@ def _rehearse_experts(model: Any, config: RunConfig) -> None:
 def memory_of(target: Target) -> int | None:
     """Bytes of a card's memory, by its name; None: not known."""
     name = _EXAMPLES.get(target.arch, "") if target.name.startswith("sm_") else target.name
+    # "H100 80GB HBM3" begins with H100; "H100 NVL", longer, has another size
     fitting = [known for known in _MEMORY_GB if name == known or name.startswith(f"{known} ")]
     return _MEMORY_GB[max(fitting, key=len)] * 10**9 if fitting else None
 
@@ -176,6 +178,7 @@ def _narrow(model: nn.Module, config: RunConfig) -> None:
 
 def _loss(model: nn.Module, config: RunConfig) -> Tensor:
     objective = config.train.objective
+    # a pair of answers, chosen and rejected, is two rows
     rows = config.train.micro_batch_size * (2 if objective in ("dpo", "reward") else 1)
     shape = (rows, config.train.seq_length)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
@@ -196,6 +199,7 @@ def _completion_loss(config: RunConfig, labels: Tensor, states: Tensor, weight: 
         teacher = Teacher(states.detach(), weight.detach(), beta=config.train.distill.beta)
         temperature = config.train.distill.temperature
     with torch.no_grad():
+        # the reference's log-probabilities, which need no gradient
         linear_log_probs(states, weight, labels, bias=bias)
     found = linear_log_probs(
         states, weight, labels, bias=bias, entropy=objective in ("policy", "distill"), teacher=teacher,
@@ -219,13 +223,15 @@ def _activations(config: RunConfig, model: nn.Module) -> dict[str, int]:
     selective   outputs of matrix products and of attention, and each layer's input; one layer while it is recomputed
     full        each layer's input; one layer while it is recomputed
     """
+    # the difference between one layer more and one less is a layer of the last kind, without embedding, head and loss
     layers, measured = config.model.num_layers, _kinds_of_layers(model)
     some, more = (_saved(_with_layers(config, n)) for n in (measured, measured + 1))
     each = _Saved(more.everything - some.everything, more.products - some.products)
     everything = some.everything + (layers - measured) * each.everything
     products = some.products + (layers - measured) * each.products
     outside = max(everything - layers * each.everything, 0)
-    inputs = layers * 2 * _stream_bytes(config)  # x and the residual
+    # x and the residual
+    inputs = layers * 2 * _stream_bytes(config)
     return {
         "none": everything,
         "selective": outside + inputs + products + max(each.everything - each.products, 0),
@@ -258,10 +264,12 @@ def _saved(config: RunConfig) -> _Saved:
     with record(Target.parse("sm_80")):
         model = _model(config)
         _narrow(model, config)
+        # autograd saves the weights of products too; they are counted among the weights, not the activations
         weights = {p.untyped_storage()._cdata for p in model.parameters()}
         storages: dict[int, Any] = {}
 
         def keep(t: Tensor) -> Tensor:
+            # by storage: several views of one tensor occupy its memory once
             storages.setdefault(t.untyped_storage()._cdata, t.untyped_storage())
             return t
 
@@ -285,20 +293,24 @@ def _memory(config: RunConfig, model: Any, activations: dict[str, int], world_si
     shards = 1 if parallel.strategy == "ddp" else shards
     moments = state_bytes(config.optimizer)
     if world_size == 1:
+        # an fp32 model is its own master
         master = 4 if width < 4 else 0
+        # sums over micro-batches are float32, so that small ones are not lost in 16 bits
         gradient = 4 if train.gradient_accumulation_steps > 1 else width
         sizes = (elements * width, trained * gradient, trained * (master + moments))
     elif parallel.strategy == "ddp":
         sizes = (elements * (4 + (width if width < 4 else 0)), trained * 4, trained * moments)
     else:
         layers: Any = model.layers
+        # with reshard_after_forward two layers are whole at once: one computes while the next is gathered
         layer = max(sum(p.numel() for p in block.parameters()) for block in layers) / parallel.tensor
         gathered = 2 * layer if parallel.reshard_after_forward else elements
         # between micro-batches FSDP2 keeps a rank's gradients whole, in the dtype that they are summed in
         kept = trained * DTYPES[train.reduce_dtype].itemsize if train.gradient_accumulation_steps > 1 else 0
         sizes = (elements * 4 / shards + gathered * width, trained * 4 / shards + kept, trained * moments / shards)
     weights, gradients, optimizer = (int(size) for size in sizes)
-    if has_frozen_copy(config):  # whole on every rank
+    # whole on every rank
+    if has_frozen_copy(config):
         weights += int(elements * parallel.tensor * width)
     return Memory(weights, gradients, optimizer, activations, train.activation_checkpointing)
 

@@ -76,6 +76,7 @@ class NextToken:
 
     def __call__(self, batch: Batch, counted: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """stream: of a pipeline's last stage, the residual stream before it."""
+        # the model divides by this batch's tokens; the share is by those of the global batch
         labels, weight = normalize_labels(batch.labels, counted)
         loss = self.model(
             batch.tokens, labels, position_ids=batch.position_ids, document_ids=batch.document_ids, z_loss=self.z_loss,
@@ -114,6 +115,7 @@ class Reference:
     def __call__(self, batch: Batch) -> Tensor:
         if not self.is_base:
             return token_log_probs(self.model, batch).log_probs
+        # the base of LoRA is the reference: no second model in memory
         with without_lora(self.model), _evaluating(self.model):
             return token_log_probs(self.model, batch).log_probs
 
@@ -149,6 +151,7 @@ def reference(model: nn.Module, config: RunConfig, device: torch.device) -> Refe
         return Reference(_frozen(build_from(weights, device, dtype)), is_base=False)
     copy = build(config.model)
     copy.to_empty(device=device)
+    # weights depend on the seed and names only, so the copy needs no communication and no file
     copy.init_weights(config.train.seed)
     return Reference(_frozen(copy.to(dtype)), is_base=False)
 
@@ -235,6 +238,7 @@ class KTO:
         ratio, half = (given - ref).detach(), total // 2
         kl = torch.zeros_like(ratio)
         if half:
+            # the other half's, so that no completion is compared with itself
             kl[:half], kl[half:] = ratio[half:].mean().clamp(min=0), ratio[:half].mean().clamp(min=0)
         options, desirable = self.options, values > 0
         each = losses.kto_loss(
@@ -261,6 +265,7 @@ class Reward:
         sequence, total = _completions(batch).sequence.flatten(), len(_completions(batch).values)
         places = torch.arange(len(sequence), device=sequence.device)
         member = sequence == torch.arange(total, device=sequence.device)[:, None]
+        # positions in the flat batch: packed rows hold several completions
         last = torch.where(member, places, -1).amax(1)  # [C]
         model: Any = self.model
 

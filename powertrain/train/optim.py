@@ -54,7 +54,9 @@ class Scaler:
         if self.config.static is not None:
             return
         bad = skipped > 0
+        # tensors and `where`, no branch: the host does not wait to learn whether the step was skipped
         lower = bad & (self.patience <= 1)
+        # in place: the kernel of the next step reads these very addresses
         self.scale.copy_(torch.where(lower, (self.scale / 2).clamp(min=self.config.minimum), self.scale))
         self.patience.copy_(torch.where(bad & ~lower, self.patience - 1, self.patience))
         self.good.copy_(torch.where(bad, 0.0, self.good + 1))
@@ -108,6 +110,7 @@ class Optimizer:
         """Clip, update every parameter that has a gradient, forget the gradients."""
         norm = self._norm()
         divisor = torch.ones_like(norm) if self.scaler is None else self.scaler.scale
+        # gradients are still multiplied by fp16's scale; the norm that is reported and clipped is not
         norm = norm / divisor
         skipped = (~norm.isfinite()).float()
         if self.max_norm:
@@ -141,6 +144,7 @@ class Optimizer:
         by_name = {f"model.{name}": t for name, t in self.model.state_dict().items() if name not in trained}
         for name, p in zip(self.names, self.parameters, strict=True):
             state = self.rule.state[p]
+            # float32 masters, so that a checkpoint loses nothing and loads in any precision
             by_name[f"model.{name}"] = state.get("master", p.detach())
             by_name |= {f"{kind}.{name}": state[kind] for kind in self.kinds}
             if "step" in state:
@@ -164,7 +168,8 @@ def state_bytes(config: OptimizerConfig) -> float:
     if config.kind == "adamw":
         return 2 * DTYPES[config.state_dtype].itemsize
     if config.kind == "adamw8bit":
-        return 2 * (1 + 4 / 256)  # a scale of 4 bytes for each block
+        # a scale of 4 bytes for each block
+        return 2 * (1 + 4 / 256)
     return 4.0 if config.kind == "lion" or config.momentum else 0.0
 
 
@@ -181,6 +186,7 @@ def global_norm(grads: Iterable[Tensor], stages: dist.ProcessGroup | None = None
         # squares add over shards, norms do not; replicated gradients are counted once
         square = grad_norm([t for t in tensors if t.numel()]).to(tensors[0].device).square()
         for group in groups:
+            # one number a mesh; gradients stay where they are
             dist.all_reduce(square, group=group)
         squares.append(square)
     if not squares:

@@ -105,6 +105,7 @@ class Ranks:
         """
         if self.world_size > 1:
             dist.all_reduce(value, op=dist.ReduceOp.SUM)
+            # a sum and a division, since gloo has no mean
             value /= self.world_size
         return value
 
@@ -195,7 +196,8 @@ def _device(local_rank: int, local_size: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 1 and local_size > 1:
-        return torch.device("cuda", 0)  # the launcher shows each process its own; preflight sees it if not
+        # the launcher shows each process its own; preflight sees it if not
+        return torch.device("cuda", 0)
     if local_rank >= count:
         raise ValueError(
             f"local rank must be below the {count} GPUs that this process sees, got {local_rank}: "
@@ -218,6 +220,7 @@ def _read_rendezvous(launcher: _Launcher, size: int, env: Mapping[str, str]) -> 
         )
     if not port.isdecimal():
         raise ValueError(f"MASTER_PORT must be a number, got {port!r}")
+    # part of the rendezvous's name: ranks of a run that torchrun restarted must not meet those of the last one
     attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
     return Rendezvous(host, int(port), attempt, env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
@@ -273,7 +276,8 @@ def arrange(launch_env: LaunchEnv, config: RunConfig) -> Ranks:
     shape = mesh_shape(config.parallel, launch_env.world_size)
     mesh = init_device_mesh(launch_env.device.type, shape, mesh_dim_names=AXES)
     data = mesh["replicate", "shard"]._flatten("data")
-    agents = launch_env.rendezvous is None or launch_env.rendezvous.by_agent  # the store
+    # a store that torchrun's agent holds outlives the ranks; else rank 0 holds it
+    agents = launch_env.rendezvous is None or launch_env.rendezvous.by_agent
     return Ranks(
         launch_env.device, launch_env.rank, launch_env.world_size, launch_env.local_rank, data.get_local_rank(),
         data.size(), mesh, data.get_group(),
@@ -305,6 +309,7 @@ def naming_lost_ranks(ranks: Ranks) -> Iterator[None]:
             raise
         why = _lost_ranks(ranks.peers) if _may_be_of_another(error) else None
         if why is None:
+            # one rank's own failure: the others wait in collectives and would only see a lost connection
             if not is_on_all(error):
                 ranks.peers.broadcast_failure(one_line(error))
             raise
@@ -327,7 +332,8 @@ def _lost_ranks(peers: Heartbeat) -> str | None:
     """Given a moment to disappear; a survivor that ended for the same reason has reported it before."""
     deadline = time.monotonic() + _DYING
     while time.monotonic() < deadline:
-        time.sleep(0.05)  # its connections end before it does
+        # its connections end before it does
+        time.sleep(0.05)
         gone = peers.gone()
         if reason := peers.reported_failure():
             return reason

@@ -151,7 +151,8 @@ def stop_on_signals(trainer: Trainer, *, is_last: bool = False) -> Iterator[None
     (nohup), is left to them; SIGTERM and SIGINT are not.
     is_last   the process ends after it: a signal that comes once more while it does must not make a failure of it
     """
-    if threading.current_thread() is not threading.main_thread():  # where Python takes no handlers
+    # where Python takes no handlers
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     asked = 0.0

@@ -48,7 +48,8 @@ def _gpt_neox(step: int, lr: float, schedule: ScheduleConfig, end: int) -> float
     if warmup > 0 and step <= warmup:
         return lr * (max(1, count) if schedule.clamp == "neox" else count) / warmup
     after, span = count - warmup, float(end) if old else end - warmup
-    if span <= 0:  # warm-up takes all of it; theirs divides by 0
+    # warm-up takes all of it; theirs divides by 0
+    if span <= 0:
         return max(lr, schedule.min_lr)
     rate = lr
     if schedule.kind == "linear":

@@ -65,7 +65,7 @@ class Trainer:
     config    the run's, with the vocabulary's size known
     ranks     which process this is
     data      from `open_data`
-    sinks     who is method of each step (on the first rank)
+    sinks     destinations of each step's metrics (on the first rank)
     Nothing in a step waits for the device: a step's numbers are read while the next one computes, before that updates
     anything. A step whose gradients are not finite changes no weight; a spike is seen after its own update.
     """
@@ -116,6 +116,7 @@ class Trainer:
         while self.progress.step < train.steps and not self._ends():
             step = self.progress.step
             with self._trace.step(step + 1), self._watch.step(step + 1):
+                # dropout depends on the step alone: a resumed run draws the same numbers, and no generator is saved
                 seed_step(train.seed, step, self.ranks.rank)
                 with self._timed("data"):
                     micro_batches = [
@@ -145,6 +146,7 @@ class Trainer:
                 self.save()
             self._poll_save()
         self._finish_previous_step()
+        # a run that was asked to end keeps what it has done
         if self._ends() and self.config.checkpoint.save and not self._save_is_due():
             self.save()
         self._poll_save(wait=True)
@@ -234,7 +236,8 @@ class Trainer:
             return None
         train, ranks = self.config.train, self.ranks
         self._set_training(False)
-        sums = torch.zeros(2 + len(self.objective.metrics), device=ranks.device)  # losses, what counts, metrics
+        # losses, number of what counts, metrics
+        sums = torch.zeros(2 + len(self.objective.metrics), device=ranks.device)
         limit = min(len(source), self.config.evaluation.steps * train.micro_batch_size * ranks.dp_size)
         count, first = 0, 0 if name == "test" else self._first_evaluated(len(source), limit)
         for batch in self._batches(source, first, first + limit):
@@ -246,6 +249,7 @@ class Trainer:
         if not count:
             return None
         ranks.sum_over_data(sums)
+        # one transfer for all sums; the host waits once an evaluation
         mean, _, *numbers = (sums / sums[1]).tolist()
         seen = dict(zip(self.objective.metrics, numbers, strict=True)) or None
         self._emit("evaluation", EvaluationRecord(self.progress.step, name, mean, count, seen))
@@ -347,6 +351,7 @@ class Trainer:
         return train.micro_batch_size * train.gradient_accumulation_steps * self.ranks.dp_size
 
     def _stream(self) -> Iterator[Batch]:
+        # the loader's workers read ahead; samples behind the last step are never read
         limit = self.progress.samples + (self.config.train.steps - self.progress.step) * self._samples_per_step()
         return self._batches(self.data.train, self.progress.samples, limit)
 
@@ -410,7 +415,8 @@ class Trainer:
         elif record.skipped and not (may_shrink and config.loss_scale.minimum < record.loss_scale < math.inf):
             reason = f"loss {record.loss:.4g} and gradient norm {record.grad_norm:.4g}; nothing was updated"
         elif record.skipped:
-            return  # fp16's scale falls; a loss that is not finite would spoil the median of spikes
+            # fp16's scale falls; a loss that is not finite would spoil the median of spikes
+            return
         else:
             median = self._spikes.median_if_spike(record.loss)
             if median is None:
@@ -421,6 +427,7 @@ class Trainer:
             bad = [candidate for candidate in micro_batches if not self._loss(candidate).isfinite()]
         batch = bad[0] if bad else micro_batches[-1]
         anomaly = diagnose(self.model, lambda: self._loss(batch), partial(self._repeat_backward, batch))
+        # each rank has other samples, and only one of them may be bad
         everywhere = self.ranks.gather(f"samples {list(batch.indices)}: {anomaly}")
         newest = checkpoint_store.find(self.checkpoints.folder)
         lines = "\n".join(f"  rank {rank}, {text}" for rank, text in enumerate(everywhere))
@@ -457,7 +464,8 @@ class Trainer:
         except Exception as error:
             if sink not in self._failed_sinks:
                 self._failed_sinks.add(sink)
-                with contextlib.suppress(OSError):  # where stderr is full or closed too
+                # where stderr is full or closed too
+                with contextlib.suppress(OSError):
                     tracing.warn(f"{type(sink).__name__}: {one_line(error)}; the training goes on without it")
 
     def _note(self, text: str) -> None:

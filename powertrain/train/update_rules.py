@@ -142,7 +142,8 @@ class TorchRule:
                 grad = _local(p.grad).float()
                 master.grad = grad if self.grad_scale is None else grad / self.grad_scale
         if self._is_meta():
-            return  # a rehearsal of launches: these are torch's own kernels
+            # a rehearsal of launches: these are torch's own kernels
+            return
         self.inner.step()
         for p, master in self.masters.items():
             master.grad = None

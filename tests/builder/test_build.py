@@ -16,10 +16,11 @@ import pytest
 from rich.console import Console
 
 from powertrain.builder.history import History, Record, UnitRecord
+from powertrain.builder.launcher_connection import LauncherConnection
 from powertrain.builder.memory_scheduler import CompileJob
 from powertrain.builder.plan import make_plan
 from powertrain.builder.recipes import GENERIC
-from powertrain.builder.run import Builder, _Launcher
+from powertrain.builder.run import Builder
 from powertrain.builder.view import PlainView
 from tests.builder.test_plan import MACHINE
 
@@ -161,8 +162,8 @@ def test_what_waits_is_expected_to_take_what_the_others_took(tmp_path: Path) -> 
     plan = make_plan(["true"], {}, MACHINE)
     builder = Builder(plan, {}, folder=tmp_path, view=PlainView(Console(quiet=True)), known={})
 
-    def wanting(name: str) -> _Launcher:
-        launcher = _Launcher(ours, unit=CompileJob(name, builder._expected(name)))
+    def wanting(name: str) -> LauncherConnection:
+        launcher = LauncherConnection(ours, unit=CompileJob(name, builder._expected(name)))
         builder.launchers.append(launcher)
         return launcher
 

@@ -218,11 +218,6 @@ def test_the_environment_of_tests_has_no_launcher() -> None:
             "a multiple of it, got 3",
         ),
         ({"model": "llama", "train": {"lora": {"rank": 4}}}, "must be 1 with train.lora, got 2"),
-        (
-            {"model": "llama", "parallel": {"pipeline_schedule": "zero_bubble"},
-             "train": {"activation_checkpointing": "full"}},
-            "must be 1 with train.activation_checkpointing under pipeline_schedule zero_bubble, got 2",
-        ),
     ],
 )  # fmt: skip
 def test_what_stages_cannot_train(case: dict[str, Any], message: str) -> None:

@@ -34,13 +34,6 @@ TWO_MORE: dict[str, dict[str, Any]] = {
     "ep-deepseek": {"model": "deepseek", "parallel": {"expert": 2}, "train": {"activation_checkpointing": "full"}},
     "tp-deepseek": {"model": "deepseek", "parallel": {"tensor": 2}},
     "pp-llama": {"model": "llama", "parallel": {"pipeline": 2}, "train": {"activation_checkpointing": "full"}},
-    "pp-zero-bubble": {
-        "model": "gpt_neox", "parallel": {"pipeline": 2, "virtual_stages": 2, "pipeline_schedule": "zero_bubble"},
-        "sizes": {"num_layers": 5}, "train": {"gradient_accumulation_steps": 4, "micro_batch_size": 2},
-    },
-    "pp-zero-bubble-llama": {
-        "model": "llama", "parallel": {"pipeline": 2, "pipeline_schedule": "zero_bubble"}, "sizes": {"num_layers": 3},
-    },
     "tp-selective": {"model": "llama", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "selective"}},
 }  # fmt: skip
 FOUR: dict[str, dict[str, Any]] = {

@@ -17,7 +17,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from powertrain.builder import run, watchdog
+from powertrain.builder import build_files, processes, stall, watchdog
+from powertrain.builder.ending import LONGEST_LINE
 from powertrain.builder.history import History
 from powertrain.builder.plan import make_plan
 from powertrain.builder.progress import Progress
@@ -78,7 +79,7 @@ def test_processes_of_other_users_are_left_and_not_waited_for(monkeypatch: pytes
     found = watchdog.with_descendants([child.pid], watchdog.running())
     assert [each.pid for each in found] == [child.pid]
     assert watchdog.signal_all(found) == [] and signalled == [child.pid]
-    run._signal([child.pid], signal.SIGTERM)
+    processes.send_signal([child.pid], signal.SIGTERM)
     kill(child.pid, signal.SIGKILL)
     child.wait()
 
@@ -106,7 +107,7 @@ def _signal_setuid_child(setuid: list[str]) -> str:
         time.sleep(0.01)
     below = [each for each in watchdog.with_descendants([os.getpid()], watchdog.running()) if each.pid != os.getpid()]
     reached = [each.pid for each in watchdog.signal_all(below)]
-    run._signal([root.pid], signal.SIGKILL)
+    processes.send_signal([root.pid], signal.SIGKILL)
     own.wait()
     return f"{root.pid} {own.pid} {[each.pid for each in below]} {reached}"
 
@@ -257,14 +258,14 @@ def test_a_line_without_end_is_read_in_time_that_grows_as_it_does(
     class Build:
         stdout = os.fdopen(read, "rb", buffering=0)
 
-    builder.build, builder.stillness = Build(), run.stall.Stillness(0.0)  # type: ignore[assignment]
+    builder.build, builder.stillness = Build(), stall.Stillness(0.0)  # type: ignore[assignment]
     for _ in range(400):
         os.write(write, b"A" * 4096)
         builder._read_output()
-        assert len(builder.text) <= run.LONGEST_LINE
+        assert len(builder.text) <= LONGEST_LINE
     os.write(write, b"\nnext\n")
     builder._read_output()
-    assert fed == [run.LONGEST_LINE, 4]
+    assert fed == [LONGEST_LINE, 4]
     os.close(write)
     Build.stdout.close()
     builder.selector.close()
@@ -307,14 +308,14 @@ def test_a_sockets_folder_that_is_not_ours(taken: str, tmp_path: Path, monkeypat
         else:
             usual.mkdir()
             usual.chmod(0o777 if taken == "open" else 0o700)
-        monkeypatch.setattr(run.os, "getuid", lambda: number if taken != "open" else usual.lstat().st_uid)
+        monkeypatch.setattr(build_files.os, "getuid", lambda: number if taken != "open" else usual.lstat().st_uid)
         if taken == "open":
-            monkeypatch.setattr(run, "Path", lambda *parts: usual if parts[0] == "/tmp" else Path(*parts))
+            monkeypatch.setattr(build_files, "Path", lambda *parts: usual if parts[0] == "/tmp" else Path(*parts))
         builder = _builder(tmp_path / "data", said)
         builder.selector.close()
-        assert builder.sockets != usual and builder.sockets.lstat().st_mode & 0o777 == 0o700
+        assert builder.files.sockets != usual and builder.files.sockets.lstat().st_mode & 0o777 == 0o700
         assert len(said) == 1 and str(usual) in said[0]
-        shutil.rmtree(builder.sockets)
+        shutil.rmtree(builder.files.sockets)
     finally:
         usual.unlink() if usual.is_symlink() or usual.is_file() else shutil.rmtree(usual)
 
@@ -325,7 +326,7 @@ def test_an_unwritable_home(tmp_path: Path) -> None:
     builder = _builder(tmp_path / "file" / "builds", said)
     builder.selector.close()
     assert len(said) == 1 and "cannot be written" in said[0] and builder.shims.bin.is_dir()
-    shutil.rmtree(builder.folder)
+    shutil.rmtree(builder.files.folder)
 
 
 @pytest.mark.parametrize(

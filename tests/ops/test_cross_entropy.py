@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powertrain.ops import cross_entropy as module
+from powertrain.ops import cross_entropy_kernels
 from powertrain.ops.cases.cross_entropy import plain_loss, tokens
 from powertrain.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from powertrain.testing.numerics import check
@@ -36,7 +36,7 @@ def test_sizes(V: int, dtype: torch.dtype, grad_in_forward: bool, device: torch.
 
 @pytest.mark.parametrize("V", [70, 2049])
 def test_long_rows_take_two_kernels(V: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FUSED_ROW_BYTES", 0)
+    monkeypatch.setattr(cross_entropy_kernels, "FUSED_ROW_BYTES", 0)
     options = dict(label_smoothing=0.1, z_loss=1e-2, softcap=2.0)
     _check(_tensors(3, V, device, torch.bfloat16), grad_in_forward=True, **options)
 
@@ -141,10 +141,10 @@ def test_grad_is_the_buffer(device: torch.device) -> None:
 def test_factor_one_leaves_the_gradient_alone(device: torch.device) -> None:
     x = torch.randn(3, 40, device=device)
     kept = x.clone()
-    module._scale_(x, torch.ones((), device=device), None)
+    cross_entropy_kernels.scale_rows_(x, torch.ones((), device=device), None)
     assert torch.equal(x, kept)
     rows = torch.tensor([1.0, 2.0, 0.5], device=device)
-    module._scale_(x, rows, torch.full((), 4.0, device=device))
+    cross_entropy_kernels.scale_rows_(x, rows, torch.full((), 4.0, device=device))
     torch.testing.assert_close(x, kept * rows[:, None] * 4)
 
 
@@ -155,17 +155,17 @@ def test_vocabulary_in_shards(dtype: torch.dtype, device: torch.device) -> None:
     T, V, parts = 6, 90, 3
     tensors = _tensors(T, V, device, dtype)
     logits, target = tensors["logits"].detach(), tensors["target"]
-    terms = module.Terms(-100, 0.1, 1e-2, 0.0)
+    terms = cross_entropy_kernels.Terms(-100, 0.1, 1e-2, 0.0)
     shards, stats = logits.chunk(parts, dim=1), []
     for i, shard in enumerate(shards):
         lse, target_logit, logit_sum = (torch.empty(T, device=device) for _ in range(3))
         where = dict(vocab_start=i * V // parts, vocab_size=V)
-        module.launch_row_stats(shard, target, terms, lse, target_logit, logit_sum, **where)
+        cross_entropy_kernels.launch_row_stats(shard, target, terms, lse, target_logit, logit_sum, **where)
         stats.append((lse, target_logit, logit_sum))
     lse = torch.logsumexp(torch.stack([s[0] for s in stats]), 0).where(target != -100, 0)
     target_logit, logit_sum = (sum(s[i] for s in stats) for i in (1, 2))
-    scale, loss = module.scale_of_mean(target, terms), torch.empty((), device=device)
-    module.launch_losses(lse, target_logit, logit_sum, target, terms, V, scale=scale, loss=loss)
+    scale, loss = cross_entropy_kernels.scale_of_mean(target, terms), torch.empty((), device=device)
+    cross_entropy_kernels.launch_losses(lse, target_logit, logit_sum, target, terms, V, scale=scale, loss=loss)
     leaf = logits.clone().requires_grad_()
     expected = cross_entropy(leaf, target, label_smoothing=0.1, z_loss=1e-2)
     expected.backward()
@@ -174,7 +174,7 @@ def test_vocabulary_in_shards(dtype: torch.dtype, device: torch.device) -> None:
     one = torch.ones((), device=device)
     for i, (shard, part) in enumerate(zip(shards, dlogits.chunk(parts, dim=1), strict=True)):
         where = dict(vocab_start=i * V // parts, vocab_size=V)
-        module.launch_dlogits(shard, target, lse, one, terms, part, scale=scale, **where)
+        cross_entropy_kernels.launch_dlogits(shard, target, lse, one, terms, part, scale=scale, **where)
     torch.testing.assert_close(dlogits, leaf.grad)
 
 

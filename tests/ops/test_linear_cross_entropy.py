@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powertrain.ops import cross_entropy as losses
+from powertrain.ops import cross_entropy_kernels
 from powertrain.ops import linear_cross_entropy as module
 from powertrain.ops.cases.cross_entropy import tokens
 from powertrain.ops.cases.linear_cross_entropy import plain
@@ -33,7 +33,7 @@ def _check(tensors: dict[str, Tensor | None], **options: Any) -> None:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch for 16 rows, or for about 100 columns of the vocabulary; gradients in place by two kernels."""
-    monkeypatch.setattr(losses, "FUSED_ROW_BYTES", 0)
+    monkeypatch.setattr(cross_entropy_kernels, "FUSED_ROW_BYTES", 0)
     monkeypatch.setattr(module, "SCRATCH_BYTES", 16 * 301 * 4)
     monkeypatch.setattr(module, "MIN_VOCAB_BLOCK", 8)
 

@@ -276,10 +276,11 @@ def some_calls(rng: random.Random, count: int) -> list[tuple[str, int]]:
     return [(rng.choice(KINDS_OF_CALLS), rng.randint(1, PIECES)) for _ in range(count)]
 
 
+@pytest.mark.parametrize("orders", [60, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_order_of_events_gives_each_product_its_rows(size: int, replayed: bool) -> None:
-    for seed in range(200):
+def test_every_order_of_events_gives_each_product_its_rows(size: int, replayed: bool, orders: int) -> None:
+    for seed in range(orders):
         rng = random.Random(seed)
         model = build(size, some_calls(rng, 5), replayed=replayed)
         model.run(rng)

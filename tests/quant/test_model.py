@@ -151,8 +151,10 @@ def test_every_way_has_the_same_bits(recipe: Recipe) -> None:
         if step == 0:
             for ours, right in zip(eager, exact, strict=True):
                 assert 0 < (ours - right).norm() <= 0.15 * right.norm()
-        torch._dynamo.reset()
-        assert _same(eager, _grads(torch.compile(model, fullgraph=True, backend="aot_eager")))
+        if step == 1:
+            # a traced model, with scales that have been updated
+            torch._dynamo.reset()
+            assert _same(eager, _grads(torch.compile(model, fullgraph=True, backend="aot_eager")))
         update_scales(model)
 
 

@@ -8,14 +8,14 @@ import torch
 
 import powertrain
 from powertrain.runtime import dispatch, settings
-from powertrain.runtime.dispatch import _is_disabled, disable, falls_back
+from powertrain.runtime.dispatch import disable, falls_back, is_disabled
 from powertrain.runtime.errors import CompileError
 
 
 @pytest.fixture(autouse=True)
 def nothing_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_holds", [])
-    monkeypatch.setattr(dispatch, "_disabled", ())
+    monkeypatch.setattr(dispatch, "disabled_ops", ())
 
 
 def test_ends_in_any_order() -> None:
@@ -34,11 +34,11 @@ def test_ends_in_any_order() -> None:
                 one.__enter__()
                 live.append((one, set(one._names)))
             expected = set().union(*(names for _, names in live))
-            assert dispatch._disabled == tuple(sorted(expected))
-            assert _is_disabled("rope") == bool(expected & {"rope", "all"})
+            assert dispatch.disabled_ops == tuple(sorted(expected))
+            assert is_disabled("rope") == bool(expected & {"rope", "all"})
         for one, _ in live:
             one.__exit__(None, None, None)
-        assert dispatch._disabled == ()
+        assert dispatch.disabled_ops == ()
 
 
 def test_among_threads() -> None:
@@ -49,7 +49,7 @@ def test_among_threads() -> None:
         for _ in range(400):
             name = chance.choice(["rope", "rms_norm", f"own{seed}"])
             with disable(name), disable(f"own{seed}"):
-                if not (_is_disabled(name) and _is_disabled(f"own{seed}")):
+                if not (is_disabled(name) and is_disabled(f"own{seed}")):
                     errors.append(name)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
@@ -57,22 +57,22 @@ def test_among_threads() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors and dispatch._disabled == () and not dispatch._holds
+    assert not errors and dispatch.disabled_ops == () and not dispatch._holds
 
 
 def test_two_threads_that_end_in_the_order_they_began() -> None:
     first, second = disable("rope"), disable("rms_norm")
     with first:
         second.__enter__()
-    assert _is_disabled("rms_norm") and not _is_disabled("rope")
+    assert is_disabled("rms_norm") and not is_disabled("rope")
     second.__exit__()
-    assert dispatch._disabled == ()
+    assert dispatch.disabled_ops == ()
 
 
 def test_a_fallback_inside_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     @falls_back("rope")
     def rope() -> str:
-        if _is_disabled("rope"):
+        if is_disabled("rope"):
             return "plain"
         raise CompileError("no")
 
@@ -81,7 +81,7 @@ def test_a_fallback_inside_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         with disable("rms_norm"):
             assert rope() == "plain"
-        assert rope() == "plain" and dispatch._disabled == ("rope",)
+        assert rope() == "plain" and dispatch.disabled_ops == ("rope",)
     finally:
         monkeypatch.undo()
         settings.reload()
@@ -89,13 +89,13 @@ def test_a_fallback_inside_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_from_now_on_and_for_a_while_again() -> None:
     kept = disable("rope")
-    assert _is_disabled("rope")
+    assert is_disabled("rope")
     with kept:
-        assert _is_disabled("rope")
-    assert not _is_disabled("rope")
+        assert is_disabled("rope")
+    assert not is_disabled("rope")
     with kept, kept:
-        assert _is_disabled("rope")
-    assert not _is_disabled("rope")
+        assert is_disabled("rope")
+    assert not is_disabled("rope")
 
 
 def test_the_thread_of_a_backward_sees_it() -> None:
@@ -108,7 +108,7 @@ def test_the_thread_of_a_backward_sees_it() -> None:
 
         @staticmethod
         def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-            seen.append(_is_disabled("rope"))
+            seen.append(is_disabled("rope"))
             return grad
 
     y = Ask.apply(torch.ones(3, requires_grad=True)).sum()
@@ -128,4 +128,4 @@ def test_inside_a_compiled_function() -> None:
 
     found = torch.compile(function, fullgraph=True, backend="eager")(x)
     torch.testing.assert_close(found, function(x))
-    assert dispatch._disabled == ()
+    assert dispatch.disabled_ops == ()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,8 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize("stage", ["imports", "lowering", "storing"])
+# nothing of ours runs yet during the imports
+@pytest.mark.parametrize("stage", [pytest.param("imports", marks=pytest.mark.slow), "lowering", "storing"])
 def test_kill_9_at_other_stages_then_rerun(stage: str, tmp_path: Path) -> None:
     """Killed as soon as a sign of the stage shows: a process, a worker, the store's folder."""
     folder = tmp_path / "store"
@@ -233,32 +235,49 @@ def test_a_lock_held_for_ever_is_waited_for_until_the_deadline_only(tmp_path: Pa
         assert third
 
 
-def test_a_compile_that_hangs(tmp_path: Path) -> None:
-    ptxas = fake_ptxas(tmp_path, "exec sleep 600")
-    result = run(tmp_path / "store", TRITON_PTXAS_PATH=ptxas, POWERTRAIN_COMPILE_TIMEOUT="5")
-    assert result["error"] == "CompileTimeout"
-    assert "_twice_kernel for sm_80 did not compile within 5 s" in result["message"]
-    assert "POWERTRAIN_COMPILE_TIMEOUT" in result["message"]
-    assert "compiling _twice_kernel for sm_80" in result["stderr"], "no progress line"
-    assert not descendants_of(str(tmp_path))
+@pytest.fixture
+def ptxas_that(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Put a script in the place of ptxas, for the workers of this process."""
+
+    def put(behaviour: str) -> None:
+        monkeypatch.setenv("TRITON_PTXAS_PATH", fake_ptxas(tmp_path, behaviour))
+        settings.reload()
+
+    return put
 
 
-def test_a_compile_that_aborts(tmp_path: Path) -> None:
-    ptxas = fake_ptxas(tmp_path, "kill -ABRT $PPID; exec sleep 600")
-    result = run(tmp_path / "store", TRITON_PTXAS_PATH=ptxas)
-    assert result["error"] == "CompileError"
-    assert "SIGABRT" in result["message"] and "_twice_kernel for sm_80" in result["message"]
+def test_a_compile_that_hangs(
+    ptxas_that: Callable[[str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("POWERTRAIN_COMPILE_TIMEOUT", "3")
+    ptxas_that("exec sleep 600")
+    with pytest.raises(CompileTimeout, match="_twice_kernel for sm_80 did not compile within 3 s") as raised:
+        compile_service.entry_for(spec_of())
+    assert "POWERTRAIN_COMPILE_TIMEOUT" in str(raised.value)
+    assert "compiling _twice_kernel for sm_80" in capfd.readouterr().err, "no progress line"
     assert wait_until(lambda: not descendants_of(str(tmp_path)))
 
 
-def test_a_compile_that_fails(tmp_path: Path) -> None:
-    ptxas = fake_ptxas(tmp_path, "echo broken >&2; exit 3")
-    result = run(tmp_path / "store", TRITON_PTXAS_PATH=ptxas)
-    assert result["error"] == "CompileError" and "error code 3" in result["message"] and "broken" in result["message"]
+def test_a_compile_that_aborts(ptxas_that: Callable[[str], None], tmp_path: Path) -> None:
+    ptxas_that("kill -ABRT $PPID; exec sleep 600")
+    with pytest.raises(CompileError, match="SIGABRT") as raised:
+        compile_service.entry_for(spec_of())
+    assert "_twice_kernel for sm_80" in str(raised.value)
+    assert wait_until(lambda: not descendants_of(str(tmp_path)))
 
 
-def test_no_compiler_on_path(tmp_path: Path) -> None:
-    assert run(tmp_path / "store", PATH="/nonexistent")["source"] == "compiled"
+def test_a_compile_that_fails(ptxas_that: Callable[[str], None]) -> None:
+    ptxas_that("echo broken >&2; exit 3")
+    with pytest.raises(CompileError, match=r"(?s)error code 3.*broken|broken.*error code 3"):
+        compile_service.entry_for(spec_of())
+
+
+def test_no_compiler_on_path(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert compile_service.entry_for(spec_of())[1] == "compiled"
 
 
 def test_fallback_to_plain_pytorch(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +287,7 @@ def test_fallback_to_plain_pytorch(fresh: Path, monkeypatch: pytest.MonkeyPatch)
 
     @dispatch.falls_back("some_op")
     def some_op() -> str:
-        calls.append(dispatch._is_disabled("some_op"))
+        calls.append(dispatch.is_disabled("some_op"))
         if not calls[-1]:
             raise CompileTimeout("_k for sm_80 did not compile")
         return "plain"

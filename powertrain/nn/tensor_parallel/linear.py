@@ -46,9 +46,11 @@ def shard_parameter(p: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Par
     """A parameter that is equal on all ranks, as a DTensor with one shard per rank; meta tensors stay meta."""
     local = p.detach()
     if isinstance(placement, Shard):
-        size = -(-p.shape[placement.dim] // mesh.size())  # DTensor's rule, torch.chunk's
+        # DTensor's rule, torch.chunk's
+        size = -(-p.shape[placement.dim] // mesh.size())
         start = min(mesh.get_local_rank() * size, p.shape[placement.dim])
         local = local.narrow(placement.dim, start, min(size, p.shape[placement.dim] - start))
+    # a view would keep the whole parameter in memory on every rank
     local = local.clone(memory_format=torch.contiguous_format)
     whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=p.shape, stride=p.stride())
     return nn.Parameter(whole, requires_grad=p.requires_grad)
@@ -105,7 +107,9 @@ class _AllReduceGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dp: Tensor) -> Tensor:
+        # float32 for the sum over ranks: it is rounded once
         total = dp.to(acc_dtype(dp.dtype), memory_format=torch.contiguous_format, copy=True)
+        # a traced graph knows functional collectives only
         if torch.compiler.is_compiling():
             parts = DTensor.from_local(total, ctx.mesh, [Partial()], run_check=False)
             return parts.redistribute(placements=ctx.placements).to(dp.dtype)

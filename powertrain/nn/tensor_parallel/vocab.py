@@ -29,15 +29,12 @@ from powertrain.nn.tensor_parallel.linear import (
 from powertrain.nn.tensor_parallel.token_shards import even_rows, scatter_tokens, sum_ranks
 from powertrain.ops.cross_entropy import (
     Reduction,
-    Terms,
     check_loss_arguments,
     early_scale,
     late_scale,
-    launch_dlogits,
-    launch_row_stats,
     refuse_second_backward,
-    to_aligned,
 )
+from powertrain.ops.cross_entropy_kernels import Terms, launch_dlogits, launch_row_stats, to_aligned
 from powertrain.ops.linear_cross_entropy import (
     MAX_ROUNDINGS,
     blocks_within_scratch,
@@ -132,9 +129,11 @@ def _stats(logits: Tensor, target: Tensor, terms: Terms, overlap: Overlap) -> Te
         own[0], own[2] = z.logsumexp(1), z.sum(1)
         own[1] = torch.where(here, z.gather(1, torch.where(here, index, 0).long()[:, None])[:, 0], 0.0)
         out_of_range = (target < 0) | (target >= total)
+        # every rank finds it alike, so the loss is NaN on all
         own[1].masked_fill_(out_of_range & (target != terms.ignore_index), torch.nan)
     if overlap.size == 1:
         return own
+    # three numbers a token travel, never the logits
     ranks = overlap.transport.all_gather(own[None], RowCounts((1,) * overlap.size))
     return torch.stack((ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0), ranks[:, 2].sum(0)))
 
@@ -159,6 +158,7 @@ def _gradient(
     d = torch.exp(z - lse[:, None]) * (1.0 + 2.0 * terms.z_loss * lse)[:, None] - terms.label_smoothing / total
     index = target - start
     rows = ((index >= 0) & (index < logits.shape[1])).nonzero()[:, 0]
+    # by index, and only rows whose target is here: no one-hot matrix
     d[rows, index[rows]] -= 1.0 - terms.label_smoothing
     if terms.softcap:
         d *= 1.0 - (z / terms.softcap).square()
@@ -303,6 +303,7 @@ def summed_dx(dx: Tensor, counts: Sequence[int], overlap: Overlap) -> Tensor:
     if overlap.size == 1:
         return dx
     rows = RowCounts(tuple(counts) or even_rows(dx.shape[0], overlap.size))
+    # in two halves, since every rank needs the sum of its own tokens only where sequences are parallel
     mine = overlap.transport.reduce_scatter(dx, rows)
     return mine if counts else overlap.transport.all_gather(mine, rows)
 

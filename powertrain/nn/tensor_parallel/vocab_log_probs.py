@@ -18,7 +18,7 @@ from torch import Tensor
 
 from powertrain.nn.tensor_parallel.token_shards import even_rows
 from powertrain.nn.tensor_parallel.vocab import summed_dx
-from powertrain.ops.cross_entropy import to_aligned
+from powertrain.ops.cross_entropy_kernels import to_aligned
 from powertrain.ops.linear_cross_entropy import (
     blocks_within_scratch,
     grads_by_vocab_blocks,
@@ -49,11 +49,14 @@ def _shard_stats(logits: Tensor, target: Tensor, options: Options, entropy: bool
     z = z_of(logits, options)
     own[0] = z.amax(1)
     own[1] = (z - own[0][:, None]).logsumexp(1)
+    # another rank's tokens read column 0 and count 0, so that the sum over ranks is the one rank's value
     index = target - start
     here = (index >= 0) & (index < logits.shape[1])
     own[2] = torch.where(here, z.gather(1, torch.where(here, index, 0).long()[:, None])[:, 0], 0.0)
     out_of_range = ((target < 0) | (target >= size)) & (target != options.ignore_index)
+    # as the kernel gives it: an error on one rank alone would leave the others waiting
     own[2].masked_fill_(out_of_range, torch.nan)
+    # a probability that underflows has log p of -inf at worst, and 0 times that is nan
     log_p = z - own[0][:, None] - own[1][:, None]
     own[3] = -torch.where(log_p.exp() > 0, log_p.exp() * log_p, 0.0).sum(1)
     return own
@@ -144,6 +147,7 @@ def _combined_stats(own: Tensor, overlap: Overlap) -> Tensor:
 
 def _combined_top(logits: Tensor, top_k: int, options: Options, start: int, overlap: Overlap) -> tuple[Tensor, Tensor]:
     """z of the largest of all ranks, and their indices; [rows, top_k] each."""
+    # the top k of all ranks are among the top k of each
     values, index = logits.topk(min(top_k, logits.shape[1]))
     values, index = z_of(values, options), index + start
     if overlap.size == 1:
@@ -187,6 +191,7 @@ def _forward(
     for rows in blocks:
         count = rows.stop - rows.start
         logits = logits_into(whole[rows], weight, bias, scratch[:count])
+        # every rank has the same blocks, as these collectives need: they follow from sizes that are equal on all
         found = _combined_stats(_shard_stats(logits, target[rows], options, entropy, start, size), overlap)
         stats[0, rows], stats[1, rows], log_probs[rows], stats[2, rows] = found
         if top is not None and top_indices is not None:

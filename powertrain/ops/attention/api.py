@@ -406,10 +406,12 @@ def _autocast(op: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
 def _aligned(query: Tensor, key: Tensor, value: Tensor, compiling: bool) -> bool:
     """Base addresses and strides are multiples of 16 bytes (traced tensors have no address yet: taken to be)."""
     size = query.element_size()
-    if compiling:  # sizes may be symbols, which know no `|`
+    # sizes may be symbols, which know no `|`
+    if compiling:
         return all(stride * size % 16 == 0 for x in (query, key, value) for stride in x.stride()[:-1])
     if query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
-        bits = query.shape[-1] | value.shape[-1]  # every stride is a multiple of one of them
+        # every stride is a multiple of one of them
+        bits = query.shape[-1] | value.shape[-1]
     else:
         bits = 0
         for x in (query, key, value):

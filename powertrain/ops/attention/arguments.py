@@ -75,6 +75,7 @@ def check_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout
             checks.fail(op, name, f"have query's dtype {checks.name(query.dtype)}", checks.name(x.dtype))
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
             checks.fail(op, name, f"have a head dim of 1 to {MAX_HEAD_DIM}", x.shape[-1])
+        # a dim of one element, or a tensor of none, may have any stride
         if x.stride(-1) != 1 and x.numel() and x.shape[-1] > 1:
             checks.fail(op, name, "have a last dim of stride 1 (use .contiguous())", f"stride {x.stride(-1)}")
     checks.shape(op, "key", key, (*key.shape[:-1], query.shape[-1]), "head dim of query")
@@ -204,6 +205,7 @@ def lower_mask(op: str, sizes: Sizes, mask: MaskArguments) -> tuple[MaskSpec, Ma
     if sinks is not None:
         checks.shape(op, "sinks", sinks, (sizes.heads,), "heads")
         checks.require(sinks.is_floating_point(), op, "sinks", "be floating point", checks.name(sinks.dtype))
+        # kernels index them by head
         sinks = sinks.contiguous()
     spec = MaskSpec(
         left=left,
@@ -235,6 +237,7 @@ def _bias(op: str, sizes: Sizes, bias: Tensor | None) -> tuple[BiasKind, Tensor 
     if not fits or bias.shape[3] not in (1, keys):
         checks.fail(op, "attn_bias", f"broadcast to [{batch}, {heads}, {queries}, {keys}]", list(bias.shape))
     if bias.shape[3] != keys:
+        # a view: kernels read a stride of 0
         bias = bias.expand(*bias.shape[:3], keys)
     if bias.dtype is torch.bool:
         return "bool", bias

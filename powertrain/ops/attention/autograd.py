@@ -80,7 +80,8 @@ def apply(op: Op, call: AttentionCall, backward: str) -> tuple[Tensor, Tensor]:
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, value, out, lse, *tensors = ctx.saved_tensors
-    need = ctx.needs_input_grad  # query, key, value, bias, slopes, sinks, ...
+    # query, key, value, bias, slopes, sinks, ...
+    need = ctx.needs_input_grad
     results: list[Tensor | None] = [None] * len(need)
     if dout is not None or dlse is not None:
         dout = torch.zeros_like(out) if dout is None else dout

@@ -43,11 +43,12 @@ class _Lazy:
     def why_not(self, problem: AttentionProblem) -> Iterator[Reason]:
         if self.name in ("hopper", "triton"):
             name = "varlen_attention" if problem.layout == "thd" else "attention"
-            if dispatch._is_disabled("attention") or dispatch._is_disabled(name):
+            if dispatch.is_disabled("attention") or dispatch.is_disabled(name):
                 yield Reason(f'switched off by powertrain.disable("{name}") or POWERTRAIN_DISABLE', "leave that out")
             if problem.target is None and not settings().interpret:
                 yield Reason("our kernels run on GPUs", "use chunked or cpu, or move the tensors to a GPU")
-                return  # no need to import Triton for that
+                # no need to import Triton for that
+                return
         yield from self._load().why_not(problem)
 
     def run(self, call: AttentionCall, **options: Any) -> tuple[Tensor, Tensor | None]:

@@ -27,7 +27,8 @@ from torch import Tensor
 from powertrain.ops.attention.arguments import window_bounds
 from powertrain.ops.attention.backend_preferences import steering
 from powertrain.ops.attention.backends.reference import attention_ref
-from powertrain.ops.attention.decode_kernels import append_op, decode_op
+from powertrain.ops.attention.cache_append import append_op
+from powertrain.ops.attention.decode_kernels import decode_op
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable

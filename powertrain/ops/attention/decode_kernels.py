@@ -8,6 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.attention.cache_append import (
+    cache_slot,
+)
 from powertrain.ops.attention.combine import combine
 from powertrain.ops.attention.decode_schedule import KeysSeen, key_range, lengths_of, schedule
 from powertrain.ops.attention.triton.scores import tanh
@@ -17,73 +20,6 @@ from powertrain.runtime.dispatch import Op
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
 from powertrain.runtime.tuning import tunable
-
-
-@triton.jit
-def _slot(page_table_ptr, batch_idx_ptr, batch, position, mask, page_row, PAGE_SIZE: tl.constexpr):
-    """(entry of the cache's first dim, row in it) of a sequence's positions."""
-    if PAGE_SIZE > 0:
-        # the shape of position
-        page = tl.load(page_table_ptr + batch * page_row + position // PAGE_SIZE, mask=mask, other=0)
-        return page.to(tl.int64), (position % PAGE_SIZE).to(tl.int64)
-    else:
-        entry = batch
-        if batch_idx_ptr is not None:
-            entry = tl.load(batch_idx_ptr + batch).to(tl.int64)  # scalar
-        return entry, position.to(tl.int64)
-
-
-@kernel()
-def _append_kernel(
-    key_new_ptr,
-    value_new_ptr,
-    key_cache_ptr,
-    value_cache_ptr,
-    seqlens_ptr,
-    page_table_ptr,
-    batch_idx_ptr,
-    num_new,
-    kv_heads,
-    capacity,
-    page_row,
-    stride_knb,
-    stride_kns,
-    stride_knh,
-    stride_vnb,
-    stride_vns,
-    stride_vnh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    HEAD_DIM_QK: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Some heads of one new token a program. A token beyond the cache's capacity is dropped."""
-    batch = tl.program_id(0).to(tl.int64) // num_new
-    token = tl.program_id(0).to(tl.int64) % num_new
-    heads = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    position = tl.load(seqlens_ptr + batch) + token  # scalar
-    fits = (position >= 0) & (position < capacity)
-    position = tl.where(fits, position, 0)
-    entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, position, fits, page_row, PAGE_SIZE)
-    mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_QK)
-    # [BLOCK_H, BLOCK_D]
-    k = tl.load(key_new_ptr + batch * stride_knb + token * stride_kns + heads * stride_knh + dims, mask=mask)
-    # [BLOCK_H, BLOCK_D]
-    tl.store(key_cache_ptr + entry * stride_kb + row * stride_ks + heads * stride_kh + dims, k, mask=mask)
-    if value_new_ptr is not None:
-        mask = (heads < kv_heads) & fits & (dims < HEAD_DIM_V)
-        # [BLOCK_H, BLOCK_D]
-        v = tl.load(value_new_ptr + batch * stride_vnb + token * stride_vns + heads * stride_vnh + dims, mask=mask)
-        # [BLOCK_H, BLOCK_D]
-        tl.store(value_cache_ptr + entry * stride_vb + row * stride_vs + heads * stride_vh + dims, v, mask=mask)
 
 
 @triton.jit
@@ -246,10 +182,10 @@ def _decode_kernel(
         if PAGE_SIZE % BLOCK_N == 0:
             # the whole block lies in one page, or nothing is paged
             start = block * BLOCK_N + tl.zeros([], tl.int32)
-            entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, start, start < last, page_row, PAGE_SIZE)
+            entry, row = cache_slot(page_table_ptr, batch_idx_ptr, batch, start, start < last, page_row, PAGE_SIZE)
             row = row + tl.arange(0, BLOCK_N)
         else:
-            entry, row = _slot(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
+            entry, row = cache_slot(page_table_ptr, batch_idx_ptr, batch, cols, inside, page_row, PAGE_SIZE)
         k_rows = (entry * stride_kb + kv_head * stride_kh + row * stride_ks) * UNIT
         v_rows = (entry * stride_vb + kv_head * stride_vh + row * stride_vs) * UNIT
 
@@ -282,7 +218,8 @@ def _decode_kernel(
 
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E  # [BLOCK_M]
-        sink = tl.where(parts == 1, sink, float("-inf"))  # else the combination adds it
+        # else the combination adds it
+        sink = tl.where(parts == 1, sink, float("-inf"))
         new_top = tl.maximum(top, sink)
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         alpha = tl.exp2(top - safe)
@@ -351,7 +288,8 @@ def _plan(
     # 64 rows take wgmma on Hopper, which errs there where values come in by single elements (Triton 3.6, dv of 7 or 16)
     most = 64 if aligned and not (is_wide and not (shares and target.has_wgmma)) else 32
     block_m = max(16, min(most, rows))
-    in_pages = page_size > 0 and page_size % 64 == 0  # blocks of keys lie in a page each
+    # blocks of keys lie in a page each
+    in_pages = page_size > 0 and page_size % 64 == 0
     if page_size == 0 or is_wide:
         block_n = max(16, min(256 if key_bytes >= 256 else 128, 1 << ((72 << 10) // key_bytes).bit_length() - 1))
         block_n = block_n if block_m == 16 or is_wide else min(block_n, 64)
@@ -387,7 +325,8 @@ def _choose_splits(programs: int, keys: int, per_sm: int, target: Target) -> int
     """The fewest splits, of 256 keys or more, that fill the last wave of programs nearly as well as any would."""
     slots = target.num_sms * per_sm
     if programs == 0 or (per_sm > 1 and programs >= slots):
-        return 1  # programs that share an SM hide the last wave
+        # programs that share an SM hide the last wave
+        return 1
     choices = range(1, max(1, min(cdiv(keys, 256), cdiv(2 * slots, programs), 128)) + 1)
     filled = [programs * splits / (cdiv(programs * splits, slots) * slots) for splits in choices]
     return next(splits for splits, share in zip(choices, filled, strict=True) if share >= 0.95 * max(filled))
@@ -467,33 +406,6 @@ def _decode(
     return out, lse
 
 
-def _append(
-    key_new: Tensor,
-    value_new: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    cache_seqlens: Tensor,
-    page_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-) -> None:
-    b, num_new, kv_heads, dqk = key_new.shape
-    page_size = key_cache.shape[1]
-    value_new, value_cache = (value_new, value_cache) if value_new is not None else (None, None)
-    strides = [
-        s for t in (key_new, value_new, key_cache, value_cache) for s in ((0,) * 3 if t is None else t.stride()[:3])
-    ]
-    dv = 0 if value_new is None else value_new.shape[-1]
-    block_d = next_power_of_2(max(dqk, dv))
-    block_h = max(1, min(next_power_of_2(kv_heads), 2048 // block_d))
-    _append_kernel[(b * num_new, cdiv(kv_heads, block_h))](
-        key_new, value_new, key_cache, value_cache, cache_seqlens, page_table, cache_batch_idx,
-        num_new, kv_heads, page_size if page_table is None else page_size * page_table.shape[1],
-        0 if page_table is None else page_table.stride(0), *strides,
-        HEAD_DIM_QK=dqk, HEAD_DIM_V=dv, PAGE_SIZE=0 if page_table is None else page_size,
-        BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
-    )  # fmt: skip
-
-
 decode_op = Op(
     "decode_attention(Tensor query, Tensor key_cache, Tensor? value_cache, int head_dim_v, Tensor cache_seqlens, "
     "Tensor? page_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? alibi_slopes, Tensor? sinks, "
@@ -501,12 +413,4 @@ decode_op = Op(
     "-> (Tensor, Tensor)",
     _decode,
     _decode_outputs,
-)
-
-
-append_op = Op(
-    "cache_append(Tensor key_new, Tensor? value_new, Tensor(a!) key_cache, Tensor(b!)? value_cache, "
-    "Tensor cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx) -> ()",
-    _append,
-    lambda *_: None,
 )

@@ -131,7 +131,8 @@ def _schedule_kernel(
         total += tl.sum(blocks)
     # sum of floor(blocks / share) <= total / share <= extra
     share = tl.maximum(tl.cdiv(total, extra), least)
-    if FILLS_ONCE:  # the sequences are one block: look for the smallest share
+    # the sequences are one block: look for the smallest share
+    if FILLS_ONCE:
         safe = share
         blocks = _blocks_of(
             tl.arange(0, BLOCK_B), seqlens_ptr, leftpad_ptr, batches, num_new, capacity, tile, num_queries, ratio, left,
@@ -161,7 +162,8 @@ def _schedule_kernel(
         tl.store(row + 2, more + 1, mask=batch < batches)  # [BLOCK_B]
         tl.store(of_sequence, begin, mask=batch < batches)  # [BLOCK_B]
         tl.store(of_sequence + 1, more + 1, mask=batch < batches)  # [BLOCK_B]
-    tl.debug_barrier()  # begin and number of parts of every sequence are read back below
+    # begin and number of parts of every sequence are read back below
+    tl.debug_barrier()
     for first in range(0, extra, BLOCK_E):
         part = first + tl.arange(0, BLOCK_E)
         sequence = tl.zeros([BLOCK_E], tl.int32)

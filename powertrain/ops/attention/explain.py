@@ -195,7 +195,8 @@ def _estimates(order: Order, problem: AttentionProblem, case: dict[str, Any]) ->
     costs = {name: e.cost(problem.needs_grad) for name, e in order.estimates.items()}
     flops = work(case)
     known = sorted((cost, name) for name, cost in costs.items() if cost is not None)
-    if case["keys"] >= 4 * case["queries"]:  # memory-bound: the rates are of another number of queries
+    # memory-bound: the rates are of another number of queries
+    if case["keys"] >= 4 * case["queries"]:
         words = [f"{name} {cost / known[0][0]:.2f}" for cost, name in known]
         return [f"estimated time beside the fastest, forward: {', '.join(words)}"] if words else []
     words = []
@@ -220,7 +221,8 @@ def _stand_ins(
     """Tensors without memory (`meta`) for a call of these facts, and its arguments with those that were True filled."""
     checks.one_of("explain_attention", "layout", layout, LAYOUTS)
     kv_heads = heads if kv_heads is None else kv_heads
-    groups = kv_heads if layout == "bmghk" else 1  # whose heads share the keys
+    # whose heads share the keys
+    groups = kv_heads if layout == "bmghk" else 1
     if groups < 1 or heads % groups:
         checks.fail("explain_attention", "num_heads", f"be a multiple of num_kv_heads {groups}", heads)
     order = {"bhsd": "bhs", "sbhd": "sbh", "thd": "th", "bmghk": "bsgh"}.get(layout, "bsh")

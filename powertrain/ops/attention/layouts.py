@@ -38,7 +38,8 @@ def from_bshd(x: Tensor, layout: Layout, like: Tensor) -> Tensor:
     """The other way, for a tensor with the dims of a query `like` it."""
     if layout == "bmghk":
         return x.unflatten(2, like.shape[2:4])
-    return x.permute(_TO_BSHD[layout])  # each of the three permutations is its own inverse
+    # each of the three permutations is its own inverse
+    return x.permute(_TO_BSHD[layout])
 
 
 def to_lse_order(x: Tensor, layout: Layout) -> Tensor:

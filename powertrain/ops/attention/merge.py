@@ -80,6 +80,7 @@ def _weights(a_ptr, b_ptr, a_rows, b_rows, mask):
     b = tl.load(b_ptr + b_rows, mask=mask, other=float("-inf")).to(tl.float32)  # [rows]
     top = tl.maximum(a, b)
     safe = tl.where(top == float("-inf"), 0.0, top)
+    # the larger weight is 1 here: neither overflows, and their sum is at least 1
     wa = tl.exp(a - safe)
     wb = tl.exp(b - safe)
     total = wa + wb
@@ -186,6 +187,7 @@ def _merge_bwd_kernel(
         b_rows = b * stride_obb + h * stride_obh + rows * stride_obs
         do = _load(do_ptr, b * stride_dob + h * stride_doh + rows * stride_dos, mask, dims, head_dim)
         apart = _load(oa_ptr, a_rows, mask & (wa > 0.0), dims, head_dim)
+        # a part that saw nothing may hold anything, NaN too: it is not read
         apart -= _load(ob_ptr, b_rows, mask & (wb > 0.0), dims, head_dim)
         # o_a - o = w_b (o_a - o_b), and the other way round
         difference = tl.sum(do * apart, axis=1)

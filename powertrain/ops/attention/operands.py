@@ -199,7 +199,8 @@ def is_expanded(x: Tensor) -> bool:
 def forward_outputs(query: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Uninitialized (out, lse)."""
     shape = (*query.shape[:-1], value.shape[-1])
-    if layout == "bhsd" and query.stride(1) < query.stride(2):  # keep the order of the dims in memory
+    # keep the order of the dims in memory
+    if layout == "bhsd" and query.stride(1) < query.stride(2):
         out = query.new_empty((shape[0], shape[2], shape[1], shape[3])).transpose(1, 2)
     else:
         out = query.new_empty(shape)

@@ -214,7 +214,7 @@ def _key(facts: Any, question: Any) -> tuple[Any, ...]:
     if now is not _settings:
         _decisions.clear()
         _settings = now
-    return facts, question, context_preference(), dispatch._disabled, pretended.recorded, pretended.emulated
+    return facts, question, context_preference(), dispatch.disabled_ops, pretended.recorded, pretended.emulated
 
 
 def _choose(problem: Callable[[], AttentionProblem], backend: str | Sequence[str] | None) -> Decision:

@@ -12,14 +12,14 @@ from powertrain.ops.cases.cross_entropy import plain_loss, tokens
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 
 
-def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor | None]:
+def linear_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor | None]:
     T, D, V = shape
     weight = (randn(V, D, dtype=torch.float32, device=device, grad=False) * D**-0.5).to(dtype).requires_grad_()
     return {"x": randn(T, D, dtype=dtype, device=device), "weight": weight, "target": tokens(T, V, device)}
 
 
-def _inputs_bias(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor | None]:
-    return {**_inputs(shape, dtype, device), "bias": randn(shape[-1], dtype=dtype, device=device)}
+def linear_inputs_bias(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor | None]:
+    return {**linear_inputs(shape, dtype, device), "bias": randn(shape[-1], dtype=dtype, device=device)}
 
 
 def plain(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
@@ -32,7 +32,7 @@ def _case(label: str, inputs: Any, **options: Any) -> Case:
 
 
 CASES = [
-    _case("", _inputs),
-    _case("sum-bias", _inputs_bias, reduction="sum", softcap=3.0),
-    _case("none", _inputs_bias, reduction="none", label_smoothing=0.1),
+    _case("", linear_inputs),
+    _case("sum-bias", linear_inputs_bias, reduction="sum", softcap=3.0),
+    _case("none", linear_inputs_bias, reduction="none", label_smoothing=0.1),
 ]

@@ -7,16 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powertrain.ops.cases import Case, randn
-from powertrain.ops.cases.linear_cross_entropy import _inputs, _inputs_bias
+from powertrain.ops.cases.linear_cross_entropy import linear_inputs, linear_inputs_bias
 from powertrain.ops.linear_log_probs import LogProbs, Teacher, linear_log_probs, linear_log_probs_ref
 
 
 def _inputs_teacher(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor | None]:
     T, D, V = shape
-    wide = D + 8  # a teacher of another width
+    # a teacher of another width
+    wide = D + 8
     teacher_weight = (randn(V, wide, dtype=torch.float32, device=device, grad=False) * wide**-0.5).to(dtype)
     teacher_x = randn(T, wide, dtype=dtype, device=device, grad=False)
-    return {**_inputs(shape, dtype, device), "teacher_x": teacher_x, "teacher_weight": teacher_weight}
+    return {**linear_inputs(shape, dtype, device), "teacher_x": teacher_x, "teacher_weight": teacher_weight}
 
 
 def plain(
@@ -75,10 +76,10 @@ def _case(label: str, inputs: Any, slack: int = 0, T: int = 7, **options: Any) -
 
 
 CASES = [
-    _case("", _inputs),
-    _case("invariant", _inputs_bias, batch_invariant=True),
+    _case("", linear_inputs),
+    _case("invariant", linear_inputs_bias, batch_invariant=True),
     # of few tokens one library's rounding of 16-bit logits can be twice as lucky as the other's
-    _case("entropy-bias", _inputs_bias, T=19, entropy=True, temperature=0.7, softcap=3.0),
+    _case("entropy-bias", linear_inputs_bias, T=19, entropy=True, temperature=0.7, softcap=3.0),
     # the lse of both, near 6, are rounded at that size, and a divergence below 1 is their difference
     _case("forward-kl", _inputs_teacher, slack=8, beta=0.0),
     _case("js", _inputs_teacher, slack=8, beta=0.3, entropy=True),

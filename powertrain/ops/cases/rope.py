@@ -60,7 +60,8 @@ def _interleaved(function: Any) -> Any:
 
 
 def _rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    num_kv_heads = qkv.shape[2] // 4  # two heads of q for each of k
+    # two heads of q for each of k
+    num_kv_heads = qkv.shape[2] // 4
     return rope_qkv(
         qkv, table=RopeTable(cos, sin), num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads, packing="grouped"
     )

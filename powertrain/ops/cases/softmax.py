@@ -15,7 +15,8 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 def _inputs_mask(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor | None]:
     mask = torch.rand(shape[0], 1, *shape[2:], device=device) < 0.5
-    mask[0, :, 0] = True  # a row without a key
+    # a row without a key
+    mask[0, :, 0] = True
     return {**_inputs(shape, dtype, device), "mask": mask}
 
 

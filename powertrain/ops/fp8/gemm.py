@@ -142,7 +142,8 @@ def _plan(M: int, N: int, by_group: bool, target: Target) -> _Plan:
         return _Plan(128, 128, 8, 4, True)
     if target.arch in (100, 103):
         return _Plan(128, 64, 8, 4, True)
-    return _Plan(64, 128, 8, 2)  # 128x128 takes 255 registers
+    # 128x128 takes 255 registers
+    return _Plan(64, 128, 8, 2)
 
 
 def _form(a: Quantized, b: Quantized) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, padded
 from powertrain.ops.fp8.gemm import fp8_gemm_into_op, fp8_gemm_op
-from powertrain.ops.fp8.quantize import _quantize_op, fp8_quantize
+from powertrain.ops.fp8.quantize import fp8_quantize, quantize_op
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
@@ -60,7 +60,7 @@ def quantized_weight(weight: Tensor, by: By, *, power_of_two: bool = True, scale
 def _quantized(x: Tensor, by: str, format: str, power_of_two: bool, kernel: bool, **options: Any) -> Copies:
     scale, fold = options.get("scale"), options.get("fold")
     rows, columns, measure = (options.get(name, False) for name in ("rows", "columns", "measure"))
-    return Copies(*_quantize_op(x, scale, fold, by, format, power_of_two, rows, columns, measure, kernel))
+    return Copies(*quantize_op(x, scale, fold, by, format, power_of_two, rows, columns, measure, kernel))
 
 
 def _product(
@@ -98,6 +98,7 @@ def _forward(
     in_x, in_w, _, in_wgrad = GRANULARITIES[by]
     options = ("e4m3", power_of_two, kernel)
     measure, none = amaxes is not None, x.new_empty(0, dtype=torch.float32)
+    # one pass over x for both copies, where their scales are the same
     both = keep and in_x == in_wgrad
     ours = _quantized(x, in_x, *options, scale=_role(scales, _INPUT), rows=True, columns=both, measure=measure)
     transposed = ours if both or not keep else _quantized(x, in_wgrad, *options, columns=True)
@@ -131,24 +132,29 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     if dy is None:
         return (None,) * 16
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-    weight, w_inv, wt, wt_inv, x_t, x_inv, w_scale = ctx.saved_tensors  # once: recomputation unpacks them once
+    # once: recomputation unpacks them once
+    weight, w_inv, wt, wt_inv, x_t, x_inv, w_scale = ctx.saved_tensors
     kernel, dy = ctx.options[-1], as_rows(dy)
     dx = dw = db = None
     with without_autocast(dy.device):
         fold = None
         if ctx.options[0] == "row":
+            # a row's scale of W is a column's of Wᵀ, along the sum of dgrad: no product takes it there, so dy takes it
             fold = w_scale.reciprocal() if w_inv is None else w_inv
         rows, columns = _grads(ctx, dy, need_dx, need_dw, fold)
         if need_dx:
             transposed = _transposed(ctx, weight, w_scale) if wt is None else Quantized(wt, wt_inv)
             if fold is not None:
-                transposed = transposed._replace(scale_inv=fold.new_ones(weight.shape[1]))  # W's are in dy
+                # W's are in dy
+                transposed = transposed._replace(scale_inv=fold.new_ones(weight.shape[1]))
             dx = _product(rows, transposed, weight.dtype, False, kernel)
         if need_dw and ctx.main_grad is None:
+            # never with fast accumulation: gradients keep float32 sums
             dw = _product(columns, Quantized(x_t, x_inv), weight.dtype, False, kernel)
         elif need_dw:
             fp8_gemm_into_op(*columns, x_t, x_inv, None, ctx.main_grad, True, False, None, kernel)
         if need_db:
+            # of dy as it is: quantizing would lose digits for nothing
             db = dy.sum(0, dtype=acc_dtype(dy.dtype)).to(dy.dtype)
     return dx, dw, db, *(None,) * 13
 
@@ -176,6 +182,7 @@ def _grads(ctx: Any, dy: Tensor, need_dx: bool, need_dw: bool, fold: Tensor | No
 def _transposed(ctx: Any, weight: Tensor, w_scale: Tensor) -> Quantized:
     """Wᵀ, by the scales of the forward."""
     by, _, power_of_two, *_, kernel = ctx.options
+    # a block's scale is the same for both copies, and costs less to find again than to save
     scale = None if by == "block" else w_scale
     return _quantized(
         weight, GRANULARITIES[by][_WEIGHT], "e4m3", power_of_two, kernel, scale=scale, columns=True

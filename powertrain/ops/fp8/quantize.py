@@ -47,6 +47,7 @@ def _scale_of(bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
         return (power << 23).to(tl.float32, bitcast=True)
     else:
         scale = tl.div_rn(MAX, tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True)))
+        # MAX / a denormal overflows; the largest finite scale still gives a finite product
         scale = tl.where(scale.to(tl.int32, bitcast=True) == _INF_BITS, _FLT_MAX, scale)
         return tl.where(is_plain, scale, 1.0)
 
@@ -88,6 +89,7 @@ def _amax_kernel(
         cols = (tile % tiles_c * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
         x = tl.load(x_ptr + rows * stride_xm + cols, mask=(rows < R) & (cols < C), other=0.0)  # [BLOCK_R, BLOCK_C]
         found = tl.maximum(found, _bits(x.to(tl.float32)))
+    # bit patterns of absolute values: integers order them as floats do, NaN above all, and atomics take them
     most = tl.max(tl.max(found, 1), 0)
     if most > 0:
         tl.atomic_max(amax_ptr, most)
@@ -304,7 +306,8 @@ def _quantize(
     else:
         exact = quantize_ref(x, by, format, power_of_two=power_of_two, scale=scale, fold=fold)
         for ours, right in zip(out, exact, strict=True):
-            if ours.numel():  # the CPU copies no FP8 from a transposed view, but its bytes
+            # the CPU copies no FP8 from a transposed view, but its bytes
+            if ours.numel():
                 is_data = ours.dtype is not torch.float32
                 (ours.view(torch.uint8) if is_data else ours).copy_(right.view(torch.uint8) if is_data else right)
     return out
@@ -319,6 +322,7 @@ def _launch(
     options: dict[str, Any] = {"MAX": MAX[format], "POWER_OF_TWO": power_of_two}
     own_amax = None
     if by == "tensor":
+        # the maximum of the whole tensor comes first: its scale multiplies every element
         own_amax = x.new_zeros(1, dtype=torch.int32)
         programs = min(cdiv(R, 16) * cdiv(C, 512), 8 * target.num_sms)
         _amax_kernel[(programs,)](x, scale, own_amax, R, C, x.stride(0), BLOCK_R=16, BLOCK_C=512, num_warps=8)
@@ -330,10 +334,12 @@ def _launch(
         )  # fmt: skip
         if data_t is None:
             return
+        # the copy by columns uses the scales of rows, which are known now
         scale, data, amax = own, None, None
     for part in [(data, None), (None, data_t)] if by == "group" else [(data, data_t)]:
         if part != (None, None):
             _launch_tiles(x, fold, scale, own_amax, part, own, inverse, inverse_t, amax, by, options)
+            # measured by the first launch
             amax = None
 
 
@@ -352,7 +358,7 @@ def _launch_tiles(
     )  # fmt: skip
 
 
-_quantize_op = Op(
+quantize_op = Op(
     "fp8_quantize(Tensor x, Tensor? scale, Tensor? fold, str by, str format, bool power_of_two, bool rows, "
     "bool columns, bool measure, bool kernel) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize,
@@ -409,7 +415,8 @@ def special_values() -> Tensor:
     """[144, 272] bfloat16: rows of ties, denormals, zeros, infinities and NaN between rows of ordinary values."""
     at = torch.arange(144 * 272, dtype=torch.int32)
     x = ((at * 7919 % 10007).float() / 5003 - 1).view(144, 272)
-    x[5] = (at[:272] % 64 - 32) / 16 + 1 / 32  # ties of e4m3, once scaled by a power of two
+    # ties of e4m3, once scaled by a power of two
+    x[5] = (at[:272] % 64 - 32) / 16 + 1 / 32
     x[6], x[7], x[8, ::3], x[9, 200], x[140, 3] = x[6] * 1e-38, 0.0, 0.0, torch.inf, torch.nan
     x[10], x[11] = x[10] * 3e38, -x[11] * 1e-30
     return x.to(torch.bfloat16)
@@ -457,7 +464,7 @@ def fp8_quantize(
     if fold is not None:
         checks.one_of(op, "by", by, ("row",))
         checks.shape(op, "fold", fold, x.shape[1:], "columns of x")
-    found = _quantize_op(
+    found = quantize_op(
         x.detach(), scale, fold, by, format, power_of_two, rows, columns, measure, use_kernel("fp8_linear", x)
     )
     return Copies(*found)

@@ -68,7 +68,7 @@ def choose(
     out_dtype is dtype or float32; None stands for dtype.
     """
     target = target or Target.of(torch.device("cuda"))
-    reason = _why_not_hopper(M, N, K, dtype, target)
+    reason = why_not_hopper(M, N, K, dtype, target)
     if reason is None and N < 4096:
         reason = f"N must be at least 4096, is {N}: it was measured slower"
     if reason is None and (M, N, K) in _SLOWER:
@@ -78,7 +78,7 @@ def choose(
     return Choice("cublas", {"hopper": reason}) if reason else Choice("hopper", {})
 
 
-def _why_not_hopper(M: int, N: int, K: int, dtype: torch.dtype, target: Target, least_k: int = 2048) -> str | None:
+def why_not_hopper(M: int, N: int, K: int, dtype: torch.dtype, target: Target, least_k: int = 2048) -> str | None:
     if target.arch != 90:
         return f"it is made for sm_90, this is sm_{target.arch}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -111,20 +111,20 @@ def fails_here(device: torch.device) -> str | None:
 
 
 def _self_test(device: torch.device) -> str | None:
-    a, b = _pattern(128, 192, 7, device), _pattern(256, 192, 5, device)
+    a, b = exact_operand(128, 192, 7, device), exact_operand(256, 192, 5, device)
     out = torch.full((128, 256), float("nan"), device=device)
     hopper.hopper_gemm(a, b, out)
-    wrong = int((out != _exact(a, b)).sum())
+    wrong = int((out != exact_product(a, b)).sum())
     return f"its self-test gave {wrong} wrong results of {out.numel()}" if wrong else None
 
 
-def _pattern(rows: int, cols: int, period: int, device: torch.device) -> Tensor:
+def exact_operand(rows: int, cols: int, period: int, device: torch.device) -> Tensor:
     """Small multiples of 1/8, whose products and their sums are exact in float32."""
     at = torch.arange(rows * cols, device=device, dtype=torch.int32)
     return ((at % period - period // 2) / 8).to(torch.bfloat16).view(rows, cols)
 
 
-def _exact(a: Tensor, b: Tensor) -> Tensor:
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
     """a bᵀ of such, in float32."""
     return a.float() @ b.float().T
 
@@ -171,7 +171,8 @@ def _torch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, layout: str, 
         else:
             torch.mm(a, b, out=out)
         return
-    if a.device.type == "cpu":  # PyTorch has no products of 16 bits in 32 there
+    # PyTorch has no products of 16 bits in 32 there
+    if a.device.type == "cpu":
         product = a.float() @ b.float()
         out.add_(product) if accumulate else out.copy_(product)
     elif accumulate:

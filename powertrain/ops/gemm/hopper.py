@@ -108,6 +108,7 @@ def _gemm_kernel(
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(c_full.index(i), count=1)
         mbarrier.init(c_empty.index(i), count=1)
+    # TMA, on another path to shared memory, must see the barriers initialized
     hopper.fence_async_shared()
 
     buffers = ConsumerBuffers(a_smem, b_smem, c_smem, full, c_full, c_empty)

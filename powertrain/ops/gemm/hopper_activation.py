@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from powertrain.ops.activations import activate, activate_gated
+from powertrain.ops.activation_kernels import activate, activate_gated
 from powertrain.ops.gemm.hopper import why_not
 from powertrain.ops.gemm.hopper_warps import (
     Arrival,
@@ -91,7 +91,8 @@ def _finish(
     if up_z_ptr is not None:
         up_z_desc = tma.make_tensor_descriptor(up_z_ptr, [M, N], [stride_z, 1], [ROWS, COLS], c_smem.layout)
     phase = gl.to_tensor(0)
-    largest = gl.to_tensor(0)  # a number: a tile of them takes registers that the finishers do not have
+    # a number: a tile of them takes registers that the finishers do not have
+    largest = gl.to_tensor(0)
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         tile_m, tile_n = tile_coords(t, gl.cdiv(M, BLOCK_M), tiles_n, GROUP_M)
         for half in range(2):

@@ -196,20 +196,25 @@ def load(operands, stages, chunked, sizes, strides, arrival, CONFIG: gl.constexp
         tiles = tiles_m * tiles_n
         is_local = (chunk >= local_first) & (chunk < local_end)
         if GATHERED:
+            # a CTA without a tile of this chunk does not wait for it
             if (tile < tiles) & (is_local == 0):
                 seen = load_acquire(flags_ptr + chunk * flag_step)
+                # at least, not equal: later calls only raise the flag, and the watchdog ends a wait with a large value
                 while seen < ready:
                     seen = load_acquire(flags_ptr + chunk * flag_step)
+                # TMA reads through the async proxy, which the acquire of an ordinary load does not order
                 fence_proxy_async(seen)
         for t in range(tile, tiles, gl.num_programs(0)):
             tile_m, tile_n = tile_coords(t, tiles_m, tiles_n, GROUP_M)
             row = start + tile_m * BLOCK_M
             col = tile_n * B_COLS
             for k in range(0, K, BLOCK_K):
+                # the first round finds all stages empty, and nobody has arrived for them
                 if filled >= STAGES:
                     named_barrier_sync(_EMPTY + stage, 288)
                 filled += 1
                 bar = full.index(stage)
+                # ahead of the loads: all bytes of a and b end one phase, also where TMA fills with zeros
                 mbarrier.expect(bar, BYTES)
                 a_block = a_smem.index(stage)
                 if LOCAL:
@@ -248,6 +253,7 @@ def _plus_bias(x, bias_ptr, col, N):
 @gluon.jit
 def _hand_over(x, c_smem, c_full, c_empty, phase):
     """A part of the result to the storer."""
+    # the storer has read the part of the tile before
     mbarrier.wait(c_empty, phase)
     c_smem.store(x.to(c_smem.dtype))
     hopper.fence_async_shared()
@@ -288,9 +294,11 @@ def consume(buffers, bias_ptr, up_bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG
     tile = gl.program_id(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    # of a barrier whose first phase has not ended, the wait for parity 1 passes: the first part waits for nobody
     c_phase = gl.to_tensor(1)
     if CONSUMER == 1:
-        named_barrier_arrive(_TURN, 256)  # the first turn is consumer 0's
+        # the first turn is consumer 0's
+        named_barrier_arrive(_TURN, 256)
     _, start, end = _chunk(bounds_ptr, order_ptr, 0, M, CHUNKED)
     for position in range(chunks):
         # asked for now, used after this chunk's tiles
@@ -320,6 +328,7 @@ def consume(buffers, bias_ptr, up_bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG
                 if k > 0:
                     _give_back(stage, STAGES)
                 stage, phase = _advance(stage, phase, STAGES)
+            # the accumulators leave registers now, so nothing may be under way
             acc = hopper.warpgroup_mma_wait(0, deps=[acc])
             _give_back(stage, STAGES)
             col = gl.to_tensor(0)
@@ -351,6 +360,7 @@ def consume(buffers, bias_ptr, up_bias_ptr, bounds_ptr, order_ptr, sizes, CONFIG
         tile = _behind(tile, tiles)
         start, end = next_start, next_end
     if CONSUMERS == 2:
+        # meets the last arrival of consumer 1: a named barrier must be as it was when the CTA ends
         if CONSUMER == 0:
             named_barrier_sync(_TURN, 256)
 
@@ -385,7 +395,8 @@ def store(
         # a descriptor that ends where the chunk ends: a tile that reaches beyond writes nothing there
         base = c_ptr + start.to(gl.int64) * stride_cm
         if CHUNKED:
-            stores_landed(chunk)  # the one before may still be read by stores under way
+            # the one before may still be read by stores under way
+            stores_landed(chunk)
         desc = tma.make_tensor_descriptor(base, [end - start, N], [stride_cm, 1], [ROWS, COLS], layout)
         for t in range(tile, tiles, gl.num_programs(0)):
             tile_m, tile_n = tile_coords(t, tiles_m, tiles_n, GROUP_M)
@@ -396,6 +407,7 @@ def store(
                     tma_store_add(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))  # [ROWS, COLS]
                 else:
                     tma_store(desc, [row, tile_n * BLOCK_N + part * COLS], c_smem.index(CONSUMER))  # [ROWS, COLS]
+                # until TMA has read shared memory, not until the rows are in memory
                 tma.store_wait(0)
                 mbarrier.arrive(c_empty.index(CONSUMER), count=1)
                 phase ^= 1

@@ -82,7 +82,7 @@ def choose(
     #   gelu   16384 16384 4096  3.10 / 2.93     16384 8192 2048  0.889 / 0.819   residual 0.897 / 0.775
     # and where it is not chosen, since three warps are slower with all of a tile than its product is:
     #   gelu   16384 5120 1280   0.401 / 0.415
-    reason = gemms._why_not_hopper(M, 2 * N if gated else N, K, dtype, target, 1024 if gated else 2048)
+    reason = gemms.why_not_hopper(M, 2 * N if gated else N, K, dtype, target, 1024 if gated else 2048)
     return Choice("apart", {"hopper": reason}) if reason else Choice("hopper", {})
 
 
@@ -90,7 +90,8 @@ def _is_one_kernel(x: Tensor, weight: Tensor, epilogue: Epilogue) -> bool:
     """Whether the Hopper kernel serves this call."""
     tensors = [x, weight, *(t for t in epilogue if isinstance(t, Tensor))]
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False  # Inductor, and modes that count or choose by operators, see the product and the activation
+        # Inductor, and modes that count or choose by operators, see the product and the activation
+        return False
     if any(type(t) not in (Tensor, Parameter) for t in tensors) or not use_kernel("linear_activation", x):
         return False
     if any(t.dtype is not x.dtype for t in tensors) or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
@@ -115,12 +116,12 @@ def fails_here(device: torch.device) -> str | None:
 def _self_test(device: torch.device) -> str | None:
     """A tile of relu(a bᵀ) * (a upᵀ) + residual, and all that is kept of it, to the bit: products and sums of
     multiples of 1/8 are exact, and every rounding is known."""
-    a, b = gemms._pattern(128, 192, 7, device), gemms._pattern(128, 192, 5, device)
-    up, residual = gemms._pattern(128, 192, 11, device), gemms._pattern(128, 128, 13, device)
+    a, b = gemms.exact_operand(128, 192, 7, device), gemms.exact_operand(128, 192, 5, device)
+    up, residual = gemms.exact_operand(128, 192, 11, device), gemms.exact_operand(128, 128, 13, device)
     y, z, up_z = (torch.full((128, 128), float("nan"), device=device, dtype=a.dtype) for _ in range(3))
     amax = torch.zeros(1, device=device)
     hopper_epilogue(a, b, y, Epilogue("relu", up, residual=residual, amax=amax, z=z, up_z=up_z))
-    gate, other = (gemms._exact(a, x).to(a.dtype) for x in (b, up))
+    gate, other = (gemms.exact_product(a, x).to(a.dtype) for x in (b, up))
     exact = (gate.float().relu() * other.float() + residual.float()).to(a.dtype)
     pairs = ((y, exact), (z, gate), (up_z, other), (amax, exact.float().abs().amax()[None]))
     wrong = sum(int((result != right).sum()) for result, right in pairs)
@@ -241,7 +242,8 @@ def linear_activation(
 @falls_back("linear_activation")
 def _in_one(act: str, biases: list[Tensor | None], rows: Tensor | None, options: tuple[Any, ...]) -> Tensor:
     x, weight, _, bias, up_weight, up_bias, residual, amax, limit, alpha = options
-    if not use_kernel("linear_activation", x):  # it could not be compiled
+    # it could not be compiled
+    if not use_kernel("linear_activation", x):
         return _apart(*options)
     differentiable = (x, weight, bias, up_weight, up_bias, residual)
     wants_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)

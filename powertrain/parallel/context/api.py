@@ -96,6 +96,7 @@ def choose_mode(
     received: dict[Mode, int] = {"ring": ring_bytes, "all_gather": ring_bytes, "all_to_all": all_to_all_bytes}
     gathered = num_tokens * batch * num_kv_heads * channels * element_size
     enough = 2 * num_kv_heads / num_heads * FLOPS_PER_BYTE
+    # they receive the same bytes; all_gather waits less, ring holds less memory
     moving: Mode = "ring" if gathered > GATHERED_BYTES else "all_gather"
     if moving in impossible:
         moving = "ring" if moving == "all_gather" else "all_gather"
@@ -221,6 +222,7 @@ class ContextParallel:
             return self._by_heads(query, key, value, sharding, layout, options)
         if layout != "thd":
             query, key, value = (to_bshd(x, layout) for x in (query, key, value))
+        # one band says both; blocks are cut by it whatever the mask is called
         left, right = window_size[0], 0 if is_causal else window_size[1]
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         slopes = None if alibi_slopes is None else alibi_slopes.float()

@@ -81,6 +81,7 @@ def _band(queries: TokenSpan, keys: TokenSpan, mask: Mask) -> Block | None:
         start = max(start, first - mask.left)
     if mask.right >= 0:
         stop = min(stop, last + mask.right)
+    # blocks know positions from their own first row and column only: the band moves by the difference
     distance = first - start
     left = -1 if mask.left < 0 or mask.left - distance >= last - first - 1 else mask.left - distance
     right = -1 if mask.right < 0 or mask.right + distance >= stop - start - 1 else mask.right + distance
@@ -94,6 +95,7 @@ def _is_full(block: Block) -> bool:
 
 def _joined(row: list[Block]) -> list[Block]:
     """Full blocks of the same queries, their keys side by side, as one."""
+    # one call where two would do: fewer launches, and a merge less
     if len(row) == 2 and all(map(_is_full, row)) and row[0].q == row[1].q and row[0].k[1] == row[1].k[0]:
         return [row[0]._replace(k=(row[0].k[0], row[1].k[1]))]
     return row
@@ -138,6 +140,8 @@ def _distance_bias(block: Block, slopes: Tensor) -> tuple[Tensor, Tensor]:
     slopes = slopes.reshape(-1, slopes.shape[-1])
     positions = torch.arange(block.q[1] - block.q[0], device=slopes.device) + block.q_start
     others = torch.arange(block.k[1] - block.k[0], device=slopes.device) + block.k_start
+    # runs that do not overlap: |p - j| is |p - x| + |x - j| for an x between them, so a bias by key and an offset of
+    # the LSE are enough
     between = others[-1] if block.q_start > block.k_start else others[0]
     bias = -slopes[:, :, None, None] * (others - between).abs()
     return bias, -slopes[:, :, None] * (positions - between).abs()
@@ -146,6 +150,8 @@ def _distance_bias(block: Block, slopes: Tensor) -> tuple[Tensor, Tensor]:
 def _packed_part(sharding: Sharding, source: int, mask: Mask, device: torch.device) -> Iterator[_Part]:
     rank = sharding.rank
     causal = mask.right == 0
+    # of a document each rank has an early and a late piece: of an earlier rank's keys the late one sees all, of a later
+    # rank's only ours that are late
     queries = sharding.rows(rank, not causal or source <= rank, True, device)
     keys = sharding.rows(source, True, not causal or source >= rank, device)
     options: dict[str, Any] = dict(softcap=mask.softcap, scale=mask.scale, cu_seqlens_q=queries.starts)
@@ -193,6 +199,7 @@ class Queries:
                 size = own[1] - own[0]
                 sum_out = out.new_zeros((*out.shape[: self.dim], size, *out.shape[self.dim + 1 :]))
                 sum_lse = lse.new_full((*lse.shape[:-1], size), -torch.inf)
+            # one rounding at the end, not one a block
             sum_out = sum_out.to(acc_dtype(sum_out.dtype))
             here = (first - own[0], last - own[0])
             target, target_lse = _cut(sum_out, here, self.dim), sum_lse[..., slice(*here)]
@@ -216,6 +223,7 @@ class Queries:
                 continue
             if sinks is not None:
                 with_sink = torch.logaddexp(part_lse, sinks.to(part_lse.dtype)[:, None])
+                # a sink is one more key without a value: it scales what is there
                 weight = torch.exp(part_lse - with_sink)
                 part, part_lse = part * weight.transpose(-1, -2)[..., None], with_sink
             _cut(out, own, self.dim).copy_(part)
@@ -239,6 +247,7 @@ class Sum:
             _cut(self.total, rows, self.dim).add_(share)
             return
         for rest in ((0, rows[0]), (rows[1], self.total.shape[self.dim])):
+            # the first share is copied, not added, so only the rows that it omits need zeros
             _cut(self.total, rest, self.dim).zero_()
         _cut(self.total, rows, self.dim).copy_(share)
         self._is_begun = True

@@ -106,6 +106,7 @@ def gathered_chunks(
     for step in range(1, world_size):
         to, source = (rank + step) % world_size, (rank - step) % world_size
         chunk = own.of_rows(dim, sharding.length(source)) if needs(rank, source) else None
+        # the receiver asks the same question, so neither waits for a message that the other does not send
         sent = own.flat if needs(to, rank) else None
         transfer = peers.exchange(sent, to, None if chunk is None else chunk.flat, source)
         incoming.append((source, chunk, transfer))

@@ -86,6 +86,7 @@ class _RingGrads:
         rank, world_size = self.peers.rank, self.peers.world_size
         if self.incoming is not None and self.transfer is not None:
             self.transfer.wait()
+            # the sum travels in a fixed direction, so the order of additions does not depend on time
             share.flat.add_(self.incoming.flat)
         dim = 0 if self.sharding.is_packed else 1
         rows = self.sharding.length((source - 1) % world_size)
@@ -123,6 +124,7 @@ class _DirectGrads:
             self.step += 1
             to, source = (rank - self.step) % world_size, (rank + self.step) % world_size
             incoming = None
+            # both sides decide by the same mask, so a transfer is posted by both or by neither
             if _sees(self.sharding, source, rank, self.mask):
                 incoming = self.shares[source] = self.shares[rank].like()
             sent = share.flat if share is not None and self.step == until else None

@@ -58,6 +58,7 @@ class Sharding:
         self.starts = [0]
         for length in lengths:
             self.starts.append(self.starts[-1] + length)
+        # every layer asks for the same indices: they are made and copied to the device once
         self._kept: dict[tuple[object, ...], Tensor | RowSpans] = {}
 
     @property

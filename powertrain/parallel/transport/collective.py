@@ -69,6 +69,7 @@ class CollectiveTransport(Transport):
 
     def gather(self, shard: Tensor, rows: RowCounts, *, keep: bool) -> AllGatherHandle:
         self._agree("all-gather", shard, rows)
+        # collectives of torch.distributed want equal parts
         if self.name == "sequential" and rows.even:
             return Collected(self, shard, rows)
         return _SentAllGather(self, shard, rows, keep)
@@ -137,6 +138,7 @@ class CollectiveTransport(Transport):
     def exchange(self, send: Tensor, to: int, receive: Tensor, source: int) -> list[dist.Work]:
         """Start to send one tensor and to receive another; ranks within the group."""
         ops = []
+        # of empty tensors both sides know, and neither posts anything
         if send.numel():
             ops.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=to))
         if receive.numel():
@@ -232,6 +234,7 @@ class _SentReduceScatter(ReduceScatterHandle):
         self.order = [(transport.rank + step) % transport.size for step in range(1, transport.size + 1)]
         self.recv_buffer = like.new_empty((transport.size, rows.counts[self.rank], width))
         self.parts = {rank: like.new_empty((rows.counts[rank], width)) for rank in self.order[:-1]}
+        # its own part is computed where it is summed: no copy
         self.parts[self.rank] = self.recv_buffer[self.rank]
         self.works: list[dist.Work] = []
 
@@ -249,6 +252,7 @@ class _SentReduceScatter(ReduceScatterHandle):
         with self.transport.waiting("reduce-scatter", self.recv_buffer):
             for work in self.works:
                 work.wait()
+        # in the order of ranks, not of arrival: the same bits every time
         return sum_parts(self.recv_buffer, bias)
 
 

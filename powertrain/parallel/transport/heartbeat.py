@@ -78,6 +78,7 @@ class Peer:
         """Whether its process is there; for peers on this machine."""
         try:
             process = psutil.Process(self.pid)
+            # the start time tells it from a later process with the same id
             same = abs(process.create_time() - self.started) < 1.0
             return same and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         except psutil.NoSuchProcess:
@@ -152,6 +153,7 @@ class Heartbeat:
             return
         with self._stored():
             self._store.set(f"gave up {self.rank}", why)
+            # one key to look at; only if it is there are those of all ranks looked at
             self._store.set("failure", "")
 
     def reported_failure(self) -> str | None:
@@ -163,7 +165,8 @@ class Heartbeat:
                 key = f"gave up {peer.rank}"
                 if peer.rank != self.rank and self._store.check([key]):
                     why = self._store.get(key).decode()
-                    self._reason = f"{peer} gave up: {why}"  # kept: once it is heard, the store may go
+                    # kept: once it is heard, the store may go
+                    self._reason = f"{peer} gave up: {why}"
                     self._store.set(f"heard {self.rank}", "")
                     break
         return self._reason

@@ -31,6 +31,7 @@ def sum_parts_ref(parts: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @kernel(aligned=("stride_p", "N"))
 def _sum_parts_kernel(parts_ptr, bias_ptr, y_ptr, W, numel, N, stride_p, BLOCK: tl.constexpr):
+    # int64: a long sequence's part may have more than 2^31 elements
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
     total = tl.load(parts_ptr + index, mask=mask, other=0.0).to(tl.float32)
@@ -98,6 +99,7 @@ def _poison_kernel(x_ptr, error_ptr, numel, BLOCK: tl.constexpr):
             tl.store(x_ptr + index, value, mask=index < numel)
 
 
+# few programs: without an error, the usual case, each only reads the flag
 _POISON_BLOCK, _PROGRAMS = 4096, 64
 
 

@@ -78,6 +78,7 @@ class Protocol(Generic[Stream, Memory]):
     def next_slot(self, use: int) -> int:
         """The slot of the next call of that use."""
         self._calls[use] += 1
+        # counted, not sent: all ranks make the same calls in the same order
         return self._calls[use] % SLOTS_OF[use]
 
     @property

@@ -61,6 +61,7 @@ class Buffer:
         self.value = value
 
     def take(self, value: Tensor) -> None:
+        # a copy, as on a link: the sender may overwrite its memory as soon as the step is done
         self.value = value.clone()
 
 
@@ -86,6 +87,7 @@ class Stream:
                 step()
                 done.set_result(None)
             except Exception as error:
+                # kept for whoever waits: an error in a daemon thread would end that thread alone
                 done.set_exception(error)
 
 
@@ -123,6 +125,7 @@ class World:
                 results[rank] = function(self.overlaps[rank])
             except BaseException as error:
                 errors.append(error)
+                # so that the other ranks' threads end too; they wait for this one
                 self.lose(rank)
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
@@ -175,6 +178,7 @@ class ThreadEngine(Engine[Stream | None, Buffer]):
                 signalled = world.changed.wait_for(
                     lambda: all(world.flags[flag] for flag in mine) or bool(world.lost), world.timeout
                 )
+                # only what is missing counts: a rank may have signalled before it was lost
                 missing = [flag.peer for flag in flags if not world.flags[self.rank, flag]]
                 if missing:
                     lost = sorted(world.lost & set(missing))
@@ -272,6 +276,7 @@ class _SimulatedAllGather(AllGatherHandle):
         return received
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
+        # the caller owns x again after the call, and sends read it
         self.transport.drain(GATHER)
         self.transport.steps.release(None, GATHER, self.slot)
 

@@ -98,11 +98,13 @@ class CudaEngine(Engine[int, Span]):
         self.flags.mine.zero_()
         self.block = self.flags.mine[:nbytes].view(torch.int32)
         self.values = self.block.view(*shape, _LINE // 4)[..., 0]
+        # every slot is free at first; all other flags are 0
         self.values[FREE] = 1
         torch.cuda.synchronize(device)
         self._ops: dict[Any, MemoryOps] = {}
 
     def address(self, rank: int, flag: Flag) -> int:
+        # a line each: peers set neighbours' flags at the same time
         index = ((flag.kind * len(USES) + flag.use) * SLOTS + flag.slot) * self.size + flag.peer
         return self.flags.addresses[rank] + _LINE * (index * PIECES + flag.piece)
 
@@ -185,7 +187,8 @@ class SymmetricTransport(CollectiveTransport):
             self._shared[use] = shared = Shared(slot_bytes, SLOTS_OF[use], self.group, self.device)
             self._wait_for_all()
         if capturing:
-            self._captured.add(shared)  # replays go on there, whatever later calls need
+            # replays go on there, whatever later calls need
+            self._captured.add(shared)
         return shared
 
     def _wait_for_all(self) -> None:
@@ -209,6 +212,7 @@ class SymmetricTransport(CollectiveTransport):
             end.record()
             end.synchronize()
             best = max(best, nbytes / (start.elapsed_time(end) / 1e3))
+        # 64 values of the 32 MiB: a mapping that is wrong is wrong everywhere
         received = target.view(torch.int32)[:: nbytes // 64].cpu()
         expected = torch.arange(nbytes // 4)[:: nbytes // 64] + peer
         self._wait_for_all()
@@ -294,7 +298,8 @@ class SymmetricTransport(CollectiveTransport):
         try:
             if self.watch.failure is None:
                 torch.cuda.synchronize(self.device)
-            if self.watch.failure is None:  # else a rank is lost
+            # else a rank is lost
+            if self.watch.failure is None:
                 dist.barrier(self.group)
         finally:
             self.watch.close()
@@ -343,6 +348,7 @@ class SymmetricAllGather(AllGatherHandle):
 
     def wait(self, rank: int) -> Tensor:
         if rank == self.rank:
+            # its own rows need no copy: the product reads them where they are
             return self.shard
         stream = torch.cuda.current_stream(self.transport.device).cuda_stream
         self.transport.steps.receive(stream, GATHER, self.slot, [rank])
@@ -424,6 +430,7 @@ class SymmetricAllToAll(AllToAllHandle):
         source = rows.data_ptr(), rows.numel() * rows.element_size()
         target = self.memory.slot(rank, self.slot) + self.starts[rank][self.rank]
         self.transport.steps.send(stream, self.use, self.slot, rank, [(source, (target, 0))])
+        # kept until the copies have read them: their streams are not PyTorch's to know of
         self.sent.append(rows)
 
     def wait(self, rank: int) -> Tensor:

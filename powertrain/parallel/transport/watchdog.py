@@ -99,6 +99,7 @@ class Watch:
 
     def state(self) -> tuple[int, bytes]:
         """The call that the stream is in, and all flags: unchanged for seconds, it waits."""
+        # a stream of its own: the others may be the ones that wait for ever
         with torch.cuda.stream(self._stream):
             self._seen.copy_(self.flags, non_blocking=True)
         self._stream.synchronize()
@@ -116,6 +117,7 @@ class Watch:
             # three idle polls: the stream may start another queued call between two of them
             quiet = 0
             while quiet < 3 and not closed.wait(0.05):
+                # every flag: which ones the streams wait for is not known here
                 self._free_all.enqueue(stream)
                 self._stream.synchronize()
                 quiet = quiet + 1 if int(self.running) == 0 else 0

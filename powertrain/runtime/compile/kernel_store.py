@@ -85,6 +85,7 @@ class Entry:
                 raise Damaged(f"its {name} fails the checksum")
             members[name] = part
             at += len(part)
+        # a shorter file written over a longer one would else pass
         if at != len(data):
             raise Damaged("it has bytes behind its end")
         return Entry(key, manifest, members)
@@ -93,6 +94,7 @@ class Entry:
 def distrust(path: Path, facts: os.stat_result | None = None) -> str | None:
     """Why code must not be loaded from this folder or file: other users could have written it."""
     facts = path.stat() if facts is None else facts
+    # code is loaded from here: who may write it may run code as this user
     if facts.st_mode & stat.S_IWOTH:
         return f"{path} can be written by everybody; run `chmod o-w {path}`"
     if facts.st_uid not in (os.getuid(), 0):
@@ -182,9 +184,11 @@ class Store:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._trust(path.parent)
+            # under a temporary name and renamed: readers see a whole entry or none
             write_whole(path, entry.to_bytes(), 0o600)
         except StoreError:
-            return False  # logged when the entry was read
+            # logged when the entry was read
+            return False
         except OSError as error:
             self.give_up(error)
             return False
@@ -195,6 +199,7 @@ class Store:
         path, aside = self.path(key), self.root / "quarantine" / f"{key}.{uuid.uuid4().hex[:8]}"
         try:
             aside.parent.mkdir(mode=0o700, exist_ok=True)
+            # kept, not deleted: a disk that damages files is to be seen
             os.replace(path, aside)
             where = f"moved to {aside}"
         except OSError as error:
@@ -249,6 +254,7 @@ class Pack:
         self._keys = {name.removesuffix(".ptk") for name in names}
 
     def _member(self, name: str, most: int) -> bytes:
+        # the size is known before anything is read: a small zip may claim gigabytes
         info = self._zip.getinfo(name)
         if info.compress_type != zipfile.ZIP_STORED or info.file_size > most:
             raise Damaged(f"{name} must be stored as it is, in at most {most} bytes, got {info.file_size}")
@@ -260,6 +266,7 @@ class Pack:
         try:
             return Entry.from_bytes(key, self._member(f"{key}.ptk", _MOST))
         except Exception as error:  # zipfile's kinds, as above
+            # so that it is reported once
             self._keys.discard(key)
             problem = f"entry {key[:12]} is damaged ({error!s:.200})"
             tracing.warn(f"kernel pack {self.path}: {problem}; the kernel is compiled here")
@@ -316,6 +323,7 @@ def packs() -> tuple[Pack, ...]:
         except StoreError as error:
             tracing.warn(str(error))
             continue
+        # the version is part of every key, so no lookup could succeed
         if pack.manifest.get("triton") != VERSION_TEXT:
             tracing.warn(
                 f"kernel pack {name} was built by Triton {pack.manifest.get('triton')}, this is {VERSION_TEXT}: "

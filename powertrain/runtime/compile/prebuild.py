@@ -33,6 +33,7 @@ def build(specs: Iterable[Spec], on_done: OnDone = lambda spec, result, source: 
 
     `again` compiles kernels that a store or pack already has.
     """
+    # by key: several calls of a model ask for the same kernel
     wanted = {spec.key: spec for spec in specs}
     report = Report()
     # one more: it lowers while the others' workers compile

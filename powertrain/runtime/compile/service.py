@@ -120,10 +120,12 @@ class _Worker:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.log = tempfile.TemporaryFile(buffering=0)  # nameless: nothing is left of it whatever happens
+        # made by the owner: it can be removed whatever happens to the worker
         self.folder = worker.make_folder()
         start = "import sys; sys.path[:] = sys.argv[4:]; from powertrain.runtime.compile.worker import main; main()"
         paths = [str(Path(__file__).parents[3]), *(path for path in sys.path if path)]
         environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "POWERTRAIN_INTERPRET")}
+        # line numbers would make entries of equal code differ
         environment["TRITON_DISABLE_LINE_INFO"] = "1"
         arguments = [str(self.owner), str(self.folder), str(worker.IDLE_SECONDS)]
         try:
@@ -131,9 +133,11 @@ class _Worker:
                 [sys.executable, "-I", "-c", start, *arguments, *paths],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                # a file, not a pipe: nobody reads it meanwhile, and a full pipe would block the worker
                 stderr=self.log,
                 env=environment,
                 bufsize=0,
+                # a process group of its own, so that ptxas can be killed with it
                 start_new_session=True,
             )
         except BaseException:
@@ -151,7 +155,8 @@ class _Worker:
         try:
             self._write(worker.frame(request), wait)
         except BrokenPipeError:
-            pass  # output written before it ended can still be read
+            # output written before it ended can still be read
+            pass
         reply = worker.parse_frame(lambda count: self._read(count, wait))
         return reply, self._read(reply["entry"], wait)
 
@@ -258,6 +263,7 @@ class Service:
             if worker.process.poll() is None:
                 return worker
             self._end(worker)
+        # started by one thread that lives as long as the process: PDEATHSIG ends a child with the thread that made it
         order: Future[_Worker] = Future()
         self._orders.put(order)
         try:
@@ -293,6 +299,7 @@ class Service:
             "gluon": is_gluon(spec.kernel.jit),
             "about": spec.about(),
             "store": None if home.trouble else str(home.root.absolute()),
+            # half of the deadline is left for a compile of its own, should another process hold the lock
             "lock_timeout": min(settings().lock_timeout, limit / 2),
             "again": again,
         }
@@ -331,8 +338,10 @@ class Service:
             ) from None
         except BaseException:
             if active:
-                self._end(active)  # interrupted: its reply would answer the next question
+                # interrupted: its reply would answer the next question
+                self._end(active)
             raise
+        # only behind a whole reply: a worker with half of one in its pipe would answer the next question wrongly
         self._idle.append(active)
         return reply, body
 

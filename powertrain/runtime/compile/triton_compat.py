@@ -35,13 +35,8 @@ if settings().interpret:
     triton_interpreter.install()
 
 VERSION_TEXT: str = triton.__version__
-_FOREIGN = (
-    "triton",
-    "torch",
-    "numpy",
-    "math",
-    "builtins",
-)  # their versions are part of the key, or they hold no kernels
+# their versions are part of the key, or they hold no kernels
+_FOREIGN = ("triton", "torch", "numpy", "math", "builtins")
 
 
 def _is_device_function(value: Any) -> bool:
@@ -51,6 +46,7 @@ def _is_device_function(value: Any) -> bool:
 def _tokens(function: FunctionType) -> str:
     """The source without comments, line numbers and layout."""
     skip = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    # a nested function's source is indented, which tokenize refuses
     lines, _ = inspect.getsourcelines(function)
     indent = len(lines[0]) - len(lines[0].lstrip())
     source = "".join(line[indent:] if line.strip() else "\n" for line in lines)
@@ -75,6 +71,7 @@ def source_hash(function: FunctionType) -> str:
 
 def _collect(function: FunctionType, parts: dict[str, str]) -> None:
     name = f"{function.__module__}.{function.__qualname__}"
+    # device functions may call each other in a circle
     if name in parts:
         return
     parts[name] = _tokens(function)

@@ -39,7 +39,8 @@ def _encode(values: np.ndarray, dtype: Any) -> np.ndarray:
     dtype = dtype.scalar
     if dtype not in _TORCH_DTYPE:
         return values.astype(interpreter._get_np_dtype(dtype))
-    x = torch.from_numpy(np.array(values, dtype=np.float32, order="C"))  # a copy: torch wants writable memory
+    # a copy: torch wants writable memory
+    x = torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
     if dtype == tl.bfloat16:
         return x.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     limits = torch.finfo(_TORCH_DTYPE[dtype])
@@ -117,6 +118,31 @@ def _repair_masks(builder: Any) -> None:
     builder.create_masked_load, builder.create_masked_store = load, store
 
 
+def _patch_once() -> None:
+    """Triton replaces every function of `tl` at a launch, and again at each call of a device function within it, where
+    the second time changes nothing."""
+    patch_lang = interpreter._patch_lang
+    patched: set[Any] = set()  # modules in force until the launch ends
+
+    def patch(fn: Any) -> Any:
+        modules = {value for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if modules and modules <= patched:
+            # nothing to restore
+            return interpreter._LangPatchScope()
+        scope = patch_lang(fn)
+        patched.update(modules)
+        restore = scope.restore
+
+        def end() -> None:
+            patched.clear()
+            restore()
+
+        scope.restore = end
+        return scope
+
+    interpreter._patch_lang = patch
+
+
 def install() -> None:
     """Repair the interpreter, once."""
     if getattr(interpreter, "_powertrain_repaired", False):
@@ -124,4 +150,7 @@ def install() -> None:
     _repair_arithmetic(interpreter.InterpreterBuilder, interpreter.TensorHandle)
     _repair_index()
     _repair_masks(interpreter.InterpreterBuilder)
+    _patch_once()
+    # The check that no 32-bit sum or product overflows ends in a device_assert, which does nothing without `debug`.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter._powertrain_repaired = True

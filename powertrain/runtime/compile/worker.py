@@ -72,7 +72,8 @@ def _die_with_parent(number: int = signal.SIGKILL) -> None:
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     except (OSError, AttributeError):
-        pass  # not Linux: the end of file on stdin remains
+        # not Linux: the end of file on stdin remains
+        pass
 
 
 def _children_die_with_us() -> None:
@@ -81,6 +82,7 @@ def _children_die_with_us() -> None:
 
     class Popen(popen):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # the signal is for direct children only: a worker that is killed would leave ptxas running
             kwargs.setdefault("preexec_fn", _die_with_parent)
             super().__init__(*args, **kwargs)
 
@@ -114,7 +116,8 @@ def _remove_if_dead(folder: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
     except OSError:
-        pass  # its owner lives, or locks do not work here
+        # its owner lives, or locks do not work here
+        pass
     finally:
         os.close(descriptor)
 
@@ -136,7 +139,8 @@ def _same_file(path: Path, descriptor: int) -> bool:
     try:
         return os.fstat(descriptor).st_ino == path.stat().st_ino
     except FileNotFoundError:
-        return False  # who held the lock before has just removed it
+        # who held the lock before has just removed it
+        return False
 
 
 @contextmanager
@@ -153,11 +157,13 @@ def key_lock(path: Path, deadline: float) -> Any:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # the file may have been removed, and made anew, between open and lock
                 held = _same_file(path, descriptor)
             except BlockingIOError:
                 pass
             except OSError:
-                break  # read-only, full, or a file system without flock: no lock
+                # read-only, full, or a file system without flock: no lock
+                break
             if not held:
                 os.close(descriptor)
                 descriptor = -1
@@ -167,6 +173,7 @@ def key_lock(path: Path, deadline: float) -> Any:
         yield held
     finally:
         if held:
+            # removed while locked, so that nobody locks a file that is about to go
             path.unlink(missing_ok=True)
         if descriptor >= 0:
             os.close(descriptor)
@@ -180,6 +187,7 @@ def _compile(request: dict[str, Any], folder: Path) -> tuple[dict[str, Any], byt
     store = stores.Store(Path(request["store"]), trouble=None) if request["store"] else None
     deadline = time.monotonic() + request["lock_timeout"]
     with key_lock(store.lock_path(key) if store else folder / "lock", deadline) as held:
+        # looked up again under the lock: whoever held it before has most likely compiled this kernel
         if store and not request["again"] and (entry := store.get(key)):
             return {"source": "another process"}, entry.to_bytes()
         started = time.monotonic()
@@ -217,6 +225,7 @@ def main() -> None:
     replies, requests = os.dup(1), os.dup(0)
     os.dup2(2, 1)
     own(folder)
+    # ptxas and Triton leave their files in a folder that the parent removes
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     signal.signal(signal.SIGTERM, _at_rest)
     try:
@@ -227,6 +236,7 @@ def main() -> None:
             except Exception as error:
                 reply, body = {"error": str(error) or repr(error), "details": traceback.format_exc()}, b""
             _write(replies, frame({**reply, "entry": len(body)}, body))
+        # announced, since a request may be on its way: the parent asks another worker then
         _write(replies, frame({"resting": True, "entry": 0}))
         status = 0
     except (EOFError, BrokenPipeError, _ParentGone):

@@ -32,7 +32,8 @@ class Compared(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        return self.difference <= _TOLERANCE * self.largest  # NaN is never ok
+        # NaN is never ok
+        return self.difference <= _TOLERANCE * self.largest
 
 
 class Converted(NamedTuple):

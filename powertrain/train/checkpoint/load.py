@@ -81,6 +81,7 @@ def with_rows(name: str, tensor: Tensor, rows: int) -> Tensor:
     """A tensor of a model, or one of its shape in an optimizer, with so many rows of vocabulary if it has any."""
     if name.partition(".")[0] not in ("embed", "head") or len(tensor) == rows:
         return tensor
+    # rows of padding: no token has these numbers
     resized = tensor.new_zeros(rows, *tensor.shape[1:])
     resized[: len(tensor)] = tensor[:rows]
     return resized
@@ -94,6 +95,7 @@ def open_weights(path: Path, kind: Kind | None = None, configs: Sequence[Path] =
     Raises FileNotFoundError where there are none, ValueError naming file and key or tensor for bad ones.
     """
     kinds = kinds_at(path) if kind is None else [kind]
+    # a guess between two kinds could load the wrong weights without an error
     if len(kinds) != 1:
         got = " and ".join(NAMES[k] for k in kinds) or ("nothing of the kind" if path.exists() else "no such path")
         raise FileNotFoundError(
@@ -204,6 +206,7 @@ def _stored(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor
     batch: dict[str, Tensor] = {}
     for name, shape in huggingface.shapes(config).items():
         batch[f"model.{name}"] = torch.empty(shape.shape, dtype=stored.get(f"model.{name}", torch.float32))
+        # a model larger than memory is converted a batch at a time
         if sum(t.nbytes for t in batch.values()) > _BYTES_AT_ONCE:
             yield from _filled(checkpoint, batch)
             batch = {}
@@ -222,6 +225,7 @@ def _hf(path: Path) -> Weights:
     name = next(iter(huggingface.to_hf(config, [("embed.weight", torch.empty(0, device="meta"))])))[0]
     if name not in opened:
         raise ValueError(f"{path} must hold {name}, got {', '.join(sorted(opened)[:3])} …")
+    # the size of the vocabulary is its rows; config.json may name fewer
     embedding = opened[name]
     if len(embedding) > config.vocab_size:
         # rows of padding that config.json does not count
@@ -279,6 +283,7 @@ def load_model(path: Path, *, device: torch.device | str, dtype: torch.dtype | N
 def build_from(weights: Weights, device: torch.device, dtype: torch.dtype) -> CausalLM:
     """The model of these weights on a device; one tensor of them is in memory beside it."""
     model = build(weights.config).to(dtype)
+    # built on the meta device: the weights are in memory once, where they are needed
     model.to_empty(device=device)
     fill(model.state_dict(), weights.tensors())
     loaded: CausalLM = model.eval()
@@ -293,6 +298,7 @@ def fill(into: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> N
             target = into[name]
             if isinstance(target, DTensor):
                 moved = tensor.to(target.device, target.dtype)
+                # every rank has read the whole tensor, so nothing needs to be sent
                 tensor = distribute_tensor(moved, target.device_mesh, target.placements, src_data_rank=None)
             target.copy_(tensor)
             left.discard(name)

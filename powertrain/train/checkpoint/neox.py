@@ -65,6 +65,7 @@ def find(path: Path) -> Path | None:
     steps = {f.name: int(match[1]) for f in path.iterdir() if f.is_dir() and (match := _STEP.fullmatch(f.name))}
     if (path / "latest").is_file():
         name = (path / "latest").read_bytes()[:1000].decode(errors="replace").strip()
+        # `latest` is a file of unknown origin: it may name a folder beside it, nothing else
         if name not in ("", ".", "..") and Path(name).name == name and "\0" not in name and (path / name).is_dir():
             return find(path / name)
     return path / max(steps, key=lambda name: steps[name]) if steps else None
@@ -109,6 +110,7 @@ class NeoXCheckpoint:
         if all(index is None for index, _ in self._files):
             self._whole = [_by_layer(self._files[None, rank]) for rank in range(self.num_ranks)]
         self._cached_index, self._cached = -1, list[dict[str, Tensor]]()
+        # GPT-NeoX pads the vocabulary for its ranks; only the tensors say by how much
         rows = sum(self._find(shard, "embed", "weight").shape[0] for shard in self._layer(0))
         self.dtype = self._find(self._layer(0)[0], "embed", "weight").dtype
         self.config, self.tokenizer = _read_config(folder, configs, rows)
@@ -147,6 +149,7 @@ class NeoXCheckpoint:
         present = set(self.layer_indices())
         n = self.config.num_layers
         expected = {0, *range(2, n + 2), n + 3} | (set() if self.config.tie_embeddings else {n + 4})
+        # layer 1 and the one before the norm are functions without parameters in their pipeline
         if present != expected:
             raise ValueError(
                 f"{self.folder}: layers must be {sorted(expected)} by its config (num_layers {n}, no_weight_tying "
@@ -159,6 +162,7 @@ class NeoXCheckpoint:
                 if unknown:
                     raise ValueError(f"{self.folder}: layer {index} must have known tensors only, got {unknown[:5]}")
             slopes = [shard[_SLOPES] for shard in self._layer(index) if _SLOPES in shard]
+            # they are a buffer, which we compute: others would be another model
             if slopes and not torch.allclose(torch.cat(slopes).float(), _slopes(self.config), rtol=1e-2):
                 raise ValueError(f"{self.folder}: {_SLOPES} of layer {index} must be ALiBi's own for its heads")
 
@@ -166,6 +170,7 @@ class NeoXCheckpoint:
         """A layer's tensors on every rank; the last one is kept."""
         if self._whole is not None:
             return [rank.get(index, {}) for rank in self._whole]
+        # tensors of a layer are asked for one behind the other, so one layer in memory is enough
         if self._cached_index != index:
             files = [self._files.get((index, rank)) for rank in range(self.num_ranks)]
             self._cached_index, self._cached = index, [load_pickle(file) if file else {} for file in files]
@@ -338,6 +343,7 @@ def write(
     step = folder / "global_step0"
     (step / "configs").mkdir(parents=True)
     text = yaml.safe_dump(to_neox_config(config, pipe_parallel_size, model_parallel_size), sort_keys=False)
+    # GPT-NeoX looks for its configuration beside the weights
     (step / "configs" / "config.yml").write_text(text)
     modules: list[dict[str, Tensor]] = [{} for _ in range(model_parallel_size)]
     for index, ours in _layers(config, tensors):
@@ -390,7 +396,9 @@ def _shard(config: Config, ours: dict[tuple[str, str], Tensor], rank: int, ranks
         if module == "mlp.up" and ("mlp.gate", kind) in ours:
             part = torch.cat([part, _share(config, "mlp.gate", kind, ours["mlp.gate", kind], rank, ranks)])
         is_rms = config.norm == "rms_norm" and module.endswith("norm")
+        # torch.save writes the whole storage of a view
         tensors[f"{_NAMES[module][0]}.{_KINDS[kind][is_rms]}"] = part.clone()
+        # GPT-NeoX makes both norms though it uses one
         if module == "attention_norm" and config.shared_norm:
             tensors[f"{_NAMES['mlp_norm'][0]}.{_KINDS[kind][is_rms]}"] = part.clone()
     return tensors
@@ -404,6 +412,7 @@ def _share(config: Config, module: str, kind: str, tensor: Tensor, rank: int, ra
         return part
     if module in _ROWS and kind == "weight":
         return tensor.chunk(ranks, 1)[rank]
+    # every rank adds it once; the sum must be ours
     return tensor / ranks if module in _ROWS and config.parallel_residual else tensor
 
 

@@ -108,6 +108,7 @@ class NeoXTraining:
             if "cur_scale" not in scaler or scaler["cur_scale"] == 1:
                 return None
             scale, last = float(scaler["cur_scale"]), scaler.get("last_overflow_iter")
+            # their counter is of iterations since the last overflow, ours of good steps since the scale changed
             good = 0 if last is None else int(scaler["cur_iter"]) - ahead - int(last)
             return {
                 "scale": scale,
@@ -140,6 +141,7 @@ class NeoXTraining:
                 found[int(match[2]), int(match[1])] = file
         if not found:
             return []
+        # by the greater of the two: a file that is lost must not make the world look smaller
         world = max(self._ranks[0].get("dp_world_size") or 0, max(dp for _, dp in found) + 1)
         for mp in range(len(self._ranks)):
             for dp in range(world):
@@ -188,6 +190,7 @@ class NeoXTraining:
         state = self._ranks[mp].get("optimizer")
         if not isinstance(state, dict) or not state:
             raise ValueError(f"{self.folder} must hold an optimizer's state, got weights alone; {_ADVICE}")
+        # DeepSpeed's fused FP16 optimizer, then its unfused one
         if "fp32_groups_flat" in state:
             inner = state["optimizer_state_dict"]
             masters = [[flat] for flat in state["fp32_groups_flat"]]
@@ -218,7 +221,8 @@ class NeoXTraining:
         """The same from the weights, which a module lists in the order in which an optimizer takes them."""
         stage, shard = divmod(mp, self.opened.num_ranks)
         places = self._places_of_stages(shard)[stage]
-        if num_groups == 1:  # without weight decay there is one
+        # without weight decay there is one
+        if num_groups == 1:
             return [places]
         return [[place for place in places if place.decays], [place for place in places if not place.decays]]
 

@@ -141,6 +141,7 @@ class Checkpoints:
         self._begin()
         if partial.exists():
             _remove(partial)
+        # a folder left by a save that failed must not lend its files to this one
         partial.mkdir()
 
     def _publish(self, written: Any, partial: Path, final: Path, facts: dict[str, Any]) -> None:
@@ -151,6 +152,7 @@ class Checkpoints:
                 written.result()
             except CheckpointException as error:  # derives from BaseException; holds every rank's traceback
                 raise _not_written(final, error) from None
+            # only this rank's files: each rank checks its own, in parallel
             shards = partial.glob(f"shard-{self._rank + 1:05d}-*.safetensors")
             return {file.name: (file.stat().st_size, crc_of(file)) for file in shards}
 
@@ -167,6 +169,7 @@ class Checkpoints:
         files = {name: size for name, (size, _) in written.items()}
         content = {"format": FORMAT, "files": files, "checksums": {name: crc for name, (_, crc) in written.items()}}
         content |= facts
+        # last and durably: a folder with this file is complete
         write_json(partial / "checkpoint.json", {**content, "checksum": crc_of_json(content)})
         _exchange(partial, final)
         for old in checkpoints_in(self.folder)[: -self.keep_last] if self.keep_last else []:
@@ -189,6 +192,7 @@ def _exchange(new: Path, final: Path) -> None:
     if final.exists():
         os.rename(final, replaced)
     os.rename(new, final)
+    # the new name is durable before the old checkpoint goes
     sync(final.parent)
     if replaced.exists():
         _discard(replaced)
@@ -224,6 +228,7 @@ def _recover(folder: Path) -> None:
         if match is None or path.is_symlink() or not path.is_dir():
             continue
         final = path.with_suffix("")
+        # killed between the two renames: the old checkpoint is the only whole one
         if match[2] == "replaced" and not final.exists():
             os.rename(path, final)
         else:
@@ -236,8 +241,10 @@ def claim(folder: Path) -> TextIO | None:
     The lock is the operating system's and goes with the process; forked children do not have it. Where the file system
     has none, nothing is claimed.
     """
+    # not "w": that would erase the owner's name before the lock is had
     file = (folder / ".writer").open("a+", errors="replace")
     try:
+        # POSIX locks work on NFS, and end with the process however it ends
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.seek(0)
@@ -262,7 +269,8 @@ def claim(folder: Path) -> TextIO | None:
 def checkpoints_in(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first; one that is being replaced is listed until the new one has its name."""
     by_step: dict[int, Path] = {}
-    for path in sorted(folder.glob("step_*")):  # a step comes before the one it replaced
+    # a step comes before the one it replaced
+    for path in sorted(folder.glob("step_*")):
         if _NAME.fullmatch(path.name) and (path / "checkpoint.json").is_file():
             by_step.setdefault(step_of(path), path)
     return [by_step[step] for step in sorted(by_step)]
@@ -305,6 +313,7 @@ def _facts(checkpoint: Path) -> dict[str, Any]:
         )
     if not _is_whole(facts):
         raise CheckpointError(f"{file} must name its step, files and sizes, got others: the file is damaged")
+    # sizes only, which costs nothing: contents are compared once, before a load
     _compare(checkpoint, facts, facts["files"], contents=False)
     return facts
 

@@ -165,7 +165,8 @@ def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int, int, int]:
     """
     tensor, stages = (max(keys.get(name, 1), 1) for name in ("model_parallel_size", "pipe_parallel_size"))
     ours = max(world_size // tensor, 1)
-    ranks = max(ours // stages, 1)  # data-parallel ranks there; here each stage's ranks are some, too
+    # data-parallel ranks there; here each stage's ranks are some, too
+    ranks = max(ours // stages, 1)
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     batch, micro, steps = (keys.number(name, above=0) for name in names)
     if steps is None and (steps := keys.number("gas", above=0)) is not None:

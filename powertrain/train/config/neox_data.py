@@ -119,7 +119,8 @@ def tokenizer(keys: NeoXKeys) -> str:
     if kind == "CharLevelTokenizer":
         return "CharLevelTokenizer"
     vocab, merges = keys.get("vocab_file"), keys.get("merge_file")
-    if keys.missing and vocab is None:  # the tokenizer's type is refused already
+    # the tokenizer's type is refused already
+    if keys.missing and vocab is None:
         return "CharLevelTokenizer"
     if vocab is None or (merges is None and kind == "GPT2BPETokenizer"):
         missing = "vocab_file" if vocab is None else "merge_file"

@@ -22,7 +22,7 @@ class Run:
     """A config that was read, and how.
 
     table       a Row for every key that was set, and for defaults of GPT-NeoX that matter
-    note        one line: which format it was, and how that was reason
+    note        one line: which format it was, and why
     texts       base name -> text of each file as it was, to be saved beside checkpoints
     overrides   the command line's key=value words
     """
@@ -49,7 +49,7 @@ def read_config(
     overrides    "train.steps=100" for ours, "train_iters=100" or "optimizer.params.lr=1e-3" for GPT-NeoX's
     world_size   ranks of the run: GPT-NeoX's batch arithmetic and sharding need it
     strict       a key that would be ignored is an error
-    format       None: reason by content, ours has the section `model:`
+    format       None: by content, ours has the section `model:`
     Raises ConfigError naming file:line or the command line, key, expected and given value; UnsupportedConfig,
     a NotImplementedError too, where a config asks for something that is not there and would change the result.
     """
@@ -90,6 +90,7 @@ def run_of(config: RunConfig | Mapping[str, Any], overrides: Sequence[str] = ())
     if not isinstance(config, Mapping):
         got = type(config).__name__
         raise ConfigError(f"config must be a path, a dictionary with the section `model`, or a RunConfig, got {got}")
+    # overrides are laid into it, and the dictionary is the caller's
     source = Source(values=copy.deepcopy(dict(config)))
     for override in overrides:
         source.override(override)

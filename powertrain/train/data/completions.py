@@ -95,6 +95,8 @@ class CompletionEncoding:
                 continue
             before = self.tokenizer.encode_chat(chat[:turn], add_generation_prompt=True)
             after = self.tokenizer.encode_chat(chat[: turn + 1])
+            # a template may look at the whole chat, and drop the reasoning of earlier turns, say; labels would then be
+            # misplaced
             if ids[: len(after)] != after or after[: len(before)] != before:
                 raise BadDocument(
                     f"{where}: {key}: the chat template must render the first messages of a chat to the first tokens "
@@ -138,6 +140,7 @@ def _check_messages(where: str, key: str, messages: Any) -> None:
 
 def _value(where: str, record: Mapping[str, Any], key: str, kind: Any) -> Any:
     value = record.get(key)
+    # to Python true is an integer, which would be an advantage of 1
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         _bad(where, key, "true or false" if kind is bool else "a number", value)
     return value
@@ -239,6 +242,7 @@ class CompletionData:
         return len(self.tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # a data worker opens the files itself: their memory maps are not sent
         return CompletionData, (self.files,)
 
     def get(self, document: int) -> tuple[Any, Any, float, Any]:

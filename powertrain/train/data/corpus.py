@@ -135,7 +135,8 @@ def _lines(path: Path, file: Any) -> Iterator[Raw]:
             number += 1
             where, damage = f"{path}:{number}", ""
             if len(line) == _MOST_LINE:
-                while line and not line.endswith(b"\n"):  # the rest of it
+                # the rest of it
+                while line and not line.endswith(b"\n"):
                     line = file.readline(_MOST_LINE)
                 line, damage = b"", f"{where}: a line must have at most {_MOST_LINE >> 20} MiB, got a longer one"
             if damage or line.strip():

@@ -99,6 +99,7 @@ class IndexedData:
     def _read(self) -> None:
         size = self._index_path.stat().st_size
         with self._index_path.open("rb") as file:
+            # the header is checked before anything is mapped: sizes in it decide what is read
             head = file.read(_HEAD.size)
         if head.startswith(b"TNTIDX"):
             self._fail(
@@ -114,6 +115,7 @@ class IndexedData:
         if code not in _DTYPES[self.flavour]:
             self._fail("have a dtype code from 1 to 8", f"{code}")
         expected = _HEAD.size + 12 * count + 8 * bounds
+        # Megatron's multimodal indexes have one more byte a document
         if size not in (expected, expected + count):
             self._fail(f"be {expected} bytes long for {count} documents and {bounds} bounds", f"{size} bytes")
         self.dtype = np.dtype(_DTYPES[self.flavour][code])
@@ -142,6 +144,7 @@ class IndexedData:
         self._each(self.sizes >= 0, "size", "be at least 0", self.sizes)
         self._each(self._pointers >= 0, "pointer", "be at least 0", self._pointers)
         self._each(self._pointers % item == 0, "pointer", f"be a multiple of {item}, a value's bytes", self._pointers)
+        # without additions of file contents: a damaged pointer could overflow int64 and pass
         fits = (self._pointers <= available) & (self.sizes.astype(np.int64) * item <= available - self._pointers)
         self._each(fits, "end", f"be within the {available} bytes of {self._values_path}", self._pointers)
         last = len(self.sizes)

@@ -102,6 +102,7 @@ class _Numbers(Sequence[list[int]]):
 
     def __init__(self, micro: int, rank: int, size: int, start: int, end: int) -> None:
         self.micro, self.start, self.offset, self.step = micro, start, rank * micro, micro * size
+        # whole steps of all ranks: a rank with one batch more would wait for the others
         self._count = (end - start) // self.step
 
     def __len__(self) -> int:
@@ -126,6 +127,7 @@ class _Reader:
             try:
                 samples.append(self.source.sample(number))
             except Exception as error:
+                # as text, since not every exception can be sent from a worker
                 return f"sample {number} of the run cannot be read: {error or type(error).__name__}"
         return samples
 
@@ -141,6 +143,7 @@ def _stacked(samples: list[Sample], numbers: list[int]) -> Batch:
         tuple(numbers),
         _stacked_completions([sample.completions for sample in samples if sample.completions is not None]),
     )
+    # here, not in a worker: workers have no CUDA context
     return batch.pin_memory() if torch.cuda.is_available() else batch
 
 

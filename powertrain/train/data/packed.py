@@ -92,6 +92,7 @@ class PackedSamples:
         self._check(read, pieces, index)
         text = self._fitted(read, 0)
         tokens = text[:-1]
+        # a copy, for tokens and labels are views of one array and labels are changed
         labels = text[1:].copy()
         if self.labels is not None:
             labels = self._fitted(self._read(self.labels, pieces), IGNORED)[1:].copy()
@@ -111,6 +112,7 @@ class PackedSamples:
         documents, sizes = self.order.documents, self.data.sizes
         (first, start), (last, stop) = self.order.starts[cut].tolist(), self.order.starts[cut + 1].tolist()
         if first == last:
+            # one token more than the cut: the label of the last one
             return [(int(documents[first]), start, stop + 1)]
         inner = documents[first:last].tolist()
         # whole documents, but the first from `start` on

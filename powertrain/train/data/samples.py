@@ -97,12 +97,14 @@ def build_order(
             f"train.steps: the order of {num_samples} samples over {epochs} epochs of {len(documents)} documents must "
             f"fit into memory, got {needed / 2**30:,.0f} GiB where {free / 2**30:,.0f} GiB are free"
         )
+    # the legacy generator, whose numbers GPT-NeoX's orders are made of; NumPy keeps them for ever
     random = np.random.RandomState(seed)
     laid = np.tile(documents.astype(np.int32), epochs)
     if order == "neox":
         random.shuffle(laid)
     cuts = (epochs * tokens - 1) // seq_length
     starts = _starts(sizes, laid, seq_length, cuts)
+    # GPT-NeoX's dtypes: the shuffle draws by them
     shuffle = np.arange(cuts, dtype=np.uint32 if cuts < np.iinfo(np.uint32).max - 1 else np.int64)
     if order == "neox":
         random.shuffle(shuffle)
@@ -146,6 +148,7 @@ def cached_arrays(folder: Path, about: bytes, build: Callable[[], Sequence[Integ
         with one_at_a_time(Path(f"{entry}.lock"), "building the order of samples"):
             if not _is_whole(entry):
                 _publish(entry, build())
+    # mapped: all ranks and workers of a host share the pages
     return [np.load(path, mmap_mode="r") for path in sorted(entry.glob("*.npy"))]
 
 
@@ -160,7 +163,8 @@ def _is_whole(entry: Path) -> bool:
     except (OSError, ValueError) as error:
         tracing.warn(f"the order of samples is built anew: {one_line(error)}")
         aside = _aside(entry)
-        with contextlib.suppress(OSError):  # another rank did the same
+        # another rank did the same
+        with contextlib.suppress(OSError):
             entry.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
         return False
@@ -181,6 +185,7 @@ def _publish(entry: Path, arrays: Sequence[Integers]) -> None:
             sync(file)
             sums[file.name] = (file.stat().st_size, crc_of(file))
         write_sums(aside / _SUMS, sums)
+        # a folder appears whole or not at all; its checksums were written last
         aside.rename(entry)
         sync(entry.parent)
     except OSError:
@@ -191,5 +196,6 @@ def _publish(entry: Path, arrays: Sequence[Integers]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         for left in entry.parent.glob(".*.tmp"):
             with contextlib.suppress(OSError):
+                # of a process that was killed; a young one may be another rank's
                 if time.time() - left.stat().st_mtime > _STALE:
                     shutil.rmtree(left)

@@ -112,6 +112,7 @@ def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
     about = hashlib.blake2b(" ".join(each.identity for each in corpora).encode(), digest_size=16).hexdigest()
     path = folder / "tokenizers" / f"{about}-{_slug(config.text_key)}-{size}.json"
     sums = path.with_suffix(".sum")
+    # every rank comes here; one trains, and the others find the file
     with one_at_a_time(Path(f"{path}.lock"), "training a tokenizer"):
         if not _is_whole_tokenizer(path, sums):
             tracing.progress(f"training a tokenizer of {size} ids{_amount(corpora)}")
@@ -124,7 +125,8 @@ def open_tokenizer(config: DataConfig, cache: Path | None = None) -> Tokenizer:
 
 
 def _is_whole_tokenizer(path: Path, sums: Path) -> bool:
-    if not path.is_file() or not sums.is_file():  # the checksum comes last
+    # the checksum comes last
+    if not path.is_file() or not sums.is_file():
         return False
     try:
         compare(path, *read_sums(sums).get(path.name, (-1, None)))
@@ -199,6 +201,7 @@ class _Opener:
                 validation.append(self._part(source, self._tokens(_text_of_files(quickstart_files().validation))))
                 continue
             data = whole.data
+            # else one part would get all of it and the run have no validation loss
             if len(data) == 1 and isinstance(data, IndexedData) and prefix_of(source.path) is None:
                 self._split_document(data, whole.weight, parts)
                 continue
@@ -236,6 +239,7 @@ class _Opener:
         """A source's text, tokenized: from the cache, or into it."""
         config, dtype = self.config, token_dtype(self.tokenizer.vocab_size)
         encoding = Encoding(self.tokenizer, dtype, config.text_key, config.append_eod)
+        # all that decides the file's bytes: a change of any of it is another file
         about = f"{text.identity} {self.tokenizer.identity} {config.text_key} {config.append_eod} {dtype.__name__}"
         prefix = self.folder / "tokens" / hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
         folder_of(prefix)
@@ -313,7 +317,8 @@ def _is_whole(prefix: Path) -> bool:
         return False
     try:
         IndexedData(prefix)
-        if sums_path(prefix).is_file():  # an earlier version wrote none
+        # an earlier version wrote none
+        if sums_path(prefix).is_file():
             verify(prefix)
     except (OSError, ValueError) as error:
         tracing.warn(f"tokenized text in the cache is made anew: {one_line(error)}")

@@ -81,8 +81,10 @@ class FileTokenizer:
         with reading(f"{where}:", "be a tokenizer.json of Hugging Face tokenizers"):
             self.backend = tokenizers.Tokenizer.from_str(definition)
         self.vocab_size: int = self.backend.get_vocab_size()
+        # files of the library do not say which token ends a document; these are the names in use
         known = (self.backend.token_to_id(end) for end in ([eod] if eod else _ENDS))
         self.eod: int | None = next((i for i in known if i is not None), None)
+        # of the content: a file that moves keeps its cache, one that changes does not
         self.identity = hashlib.blake2b(definition.encode(), digest_size=16).hexdigest()
         if chat is not None:
             self.identity += _chat_identity(chat)

@@ -82,7 +82,8 @@ class _Worker:
         try:
             self._pipe.send(key)
         except OSError:
-            pass  # it died; `answer` finds out
+            # it died; `answer` finds out
+            pass
 
     def ask(self, key: Any) -> None:
         self._owed.append(key)

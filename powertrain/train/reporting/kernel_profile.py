@@ -82,6 +82,7 @@ class StepWatch:
         before = len(tracing.trace())
         if self._count != self._profiled:
             yield
+        # torch allows one profiler at a time; the user's own comes first
         elif torch._C._autograd._profiler_enabled():
             self.emit("note", f"step {number}: no kernel table, another profiler is running")
             yield
@@ -106,6 +107,7 @@ class StepWatch:
 def late_compiles(events: Iterable[tracing.Event]) -> list[str]:
     """Of each kernel that was compiled, its name, constants and time, and the shapes of the launch that needed it."""
     events = list(events)
+    # a compile is traced by key; the load that follows it knows the launch's shapes
     shapes = {e.facts["key"]: e.facts["shapes"] for e in events if e.kind == "load"}
     lines = []
     for event in events:
@@ -139,6 +141,7 @@ def _profiled(device: torch.device, step: int) -> Iterator[list[KernelTable]]:
     events_of_kernels = _on_gpu(events) if is_gpu else _on_cpu(events)
     name = torch.cuda.get_device_name(device) if is_gpu else "CPU"
     if is_gpu and events_of_kernels:
+        # by the GPU's own clock: the host's includes the profiler's start and the last wait
         milliseconds = _span(events)
     if events_of_kernels:
         tables.append(_table(events_of_kernels, name, step, milliseconds))

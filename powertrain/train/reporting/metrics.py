@@ -128,7 +128,8 @@ class JsonLines:
         line = json.dumps({"kind": kind, **fields}).encode() + b"\n"
         try:
             written = self._file.write(line)
-            if written != len(line):  # the disk took a part
+            # the disk took a part
+            if written != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
         except OSError:
             self._file.truncate(self._size)

@@ -34,7 +34,8 @@ def open_sinks(config: RunConfig, about: About, console: Console) -> list[Sink]:
     if logging.wandb is not None:
         sinks.append(WandB(logging.wandb, config, folder))
     if logging.report:
-        sinks.append(ReportFile(folder))  # the last: it reads files of the others
+        # the last: it reads files of the others
+        sinks.append(ReportFile(folder))
     if about.resumed_at:
         for sink in sinks:
             sink.note(f"resumed after step {about.resumed_at} from {about.resumed_from}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powertrain.ops.attention import combine, decode_kernels, decode_schedule
+from powertrain.ops.attention import cache_append, combine, decode_kernels, decode_schedule
 from powertrain.ops.attention.decode import decode_attention, decode_attention_ref
 from powertrain.ops.attention.merge import merge_attentions
 from powertrain.ops.attention.triton.tiles import pieces
@@ -430,7 +430,7 @@ def test_random_problems(first: int, device: torch.device) -> None:
 def test_every_kernel_is_recorded() -> None:
     with record("sm_90") as wanted:
         launch_decode_kernels(torch.bfloat16)
-    kernels = [*vars(decode_kernels).values(), *vars(combine).values()]
+    kernels = [*vars(decode_kernels).values(), *vars(cache_append).values(), *vars(combine).values()]
     every = {value.name for value in kernels if isinstance(value, Kernel)}
     assert {spec.kernel.name for spec in wanted.specs} >= every
 

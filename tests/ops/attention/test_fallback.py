@@ -19,7 +19,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         raise CompileTimeout("_attention_fwd_kernel for sm_80 did not compile")
 
     monkeypatch.setattr(triton_backend, "run", refuse)
-    monkeypatch.setattr(dispatch, "_disabled", ())
+    monkeypatch.setattr(dispatch, "disabled_ops", ())
     monkeypatch.setattr(dispatch, "_holds", [])
     yield monkeypatch
     monkeypatch.undo()

@@ -226,8 +226,8 @@ def test_wide_products_run_beside_everything_else(
 
 
 @pytest.mark.skipif(settings().interpret, reason="nothing is compiled under the interpreter")
-@pytest.mark.parametrize("dims", [(128, 64), (64, 128)])
-def test_head_dims_on_both_sides_of_64(dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize("dims", [(128, 64), (64, 128), (128, 96), (88, 104), (80, 128), (136, 256)])
+def test_head_dims_of_keys_and_values_differ(dims: tuple[int, int]) -> None:
     """Each is padded by itself: a panel of 64 columns wholly outside its tensor would be read by TMA."""
     entry = _entry(dims[0], torch.bfloat16, ALL, d_v=dims[1])
     assert entry.manifest["launch"]["shared"] <= 232448

@@ -61,6 +61,25 @@ def test_sums_of_parts_of_the_heads(width: int, head_dim: int, splits: int, devi
     torch.testing.assert_close(dk, expected)
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("key_sums", [1, 4096, 30000])
+def test_the_first_launch_clears_the_sums(key_sums: int, device: torch.device) -> None:
+    """Three programs, of 130 queries; sums of dq of 80 columns; no more of the sums of dk and dv than there are."""
+    torch.manual_seed(0)
+    out, dout = (torch.randn(1, 130, 1, 80, device=device) for _ in range(2))
+    lse = torch.randn(1, 1, 130, device=device)
+    rows, sums = (torch.full((size,), float("nan"), device=device) for size in (3 * 128, 3 * 64 * 80))
+    of_keys, counter = torch.ones(key_sums + 1, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    backward._hopper_attention_bwd_preprocess_kernel[(3,)](
+        out, dout, lse, None, rows, sums, None, counter, of_keys, None, None, 1, 130, 3, 1, 1, 1, 1, key_sums,
+        *out.stride()[:3], 0, *dout.stride()[:3], 0, D_V=80, W_QK=80, W_V=80, BLOCK_M=64,
+    )  # fmt: skip
+    assert not of_keys[:-1].any() and of_keys[-1] == 1 and counter.item() == 0
+    assert not sums.any()
+    delta = rows.view(3, 2, 64)[:, 1].flatten()[:130]
+    torch.testing.assert_close(delta, (out * dout).sum(-1).flatten())
+
+
 def _time(
     batch: int, length: int, heads: int, kv_heads: int, splits: int, late: int, swizzle: int
 ) -> tuple[float, float]:

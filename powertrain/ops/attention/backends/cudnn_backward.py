@@ -105,7 +105,8 @@ def cudnn_attention_backward(call: BackwardCall, operands: Operands) -> tuple[Te
             text = f"attention's backward: triton for cudnn: {reason}"
             tracing.event("dispatch", text, op="attention", backend="triton")
         return attention_backward(call, operands)
-    if query.is_meta or recording.state.recording is not None:  # nothing of ours is launched
+    # nothing of ours is launched
+    if query.is_meta or recording.state.recording is not None:
         return call.outputs()
     q, k, v = _inputs(operands)
     o, do = to_bhsd(call.out, args.layout), to_bhsd(_dense(call.dout), args.layout)

@@ -234,7 +234,8 @@ def _run_at_once(call: AttentionCall, upcast: bool) -> tuple[Tensor, Tensor]:
     i, number = rows.position[:, :, None], rows.sequence[:, :, None]
     lengths = _lengths(k, varlen.key_starts, varlen.key_used, rows.lengths)
     j = torch.arange(k.shape[1], device=k.device)[None, None]
-    if varlen.key_starts is not None:  # counted in the sequence of each query, for a key may be in several
+    # counted in the sequence of each query, for a key may be in several
+    if varlen.key_starts is not None:
         j = j - varlen.key_starts[number]
     p = i + (lengths - rows.lengths)[number] if mask.bottom_right else i
     visible = mask.sees(p, j)

@@ -139,6 +139,7 @@ class Cudnn:
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         q, k, v = (to_bhsd(x, call.layout) for x in (call.query, call.key, call.value))
+        # the operator itself: scaled_dot_product_attention returns no LSE, and may take another backend
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, _added(call, q), call.return_lse or _needs_grad(q, k, v), call.dropout_p, call.mask.is_causal,
             False, scale=call.scale,
@@ -248,12 +249,14 @@ class Efficient:
     @staticmethod
     def _one(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out [b, s, h, d], lse [b, h, s]) with as many key heads as query heads."""
-        causal = int(call.mask.is_causal)  # 1: top left; bottom right is garbage with more queries than keys
+        # 1: top left; bottom right is garbage with more queries than keys
+        causal = int(call.mask.is_causal)
         wants_lse = call.return_lse or _needs_grad(q, k, v)
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
             q, k, v, None, None, None, None, None, call.dropout_p, causal, wants_lse, scale=call.scale
         )
-        return out, lse[:, :, : q.shape[1]]  # the kernel pads it to a multiple of 32 queries
+        # the kernel pads it to a multiple of 32 queries
+        return out, lse[:, :, : q.shape[1]]
 
 
 CPU_BAD = (

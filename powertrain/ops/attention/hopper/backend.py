@@ -96,7 +96,8 @@ class _Small(NamedTuple):
 
 
 def _small(device: torch.device, d_qk: int, d_v: int, heads: int = 1) -> _Small:
-    draws = torch.Generator(device).manual_seed(0)  # the caller's own are left as they are
+    # the caller's own are left as they are
+    draws = torch.Generator(device).manual_seed(0)
     queries, keys = 192 // heads, 192
     shapes = (queries, heads, d_v), (queries, heads, d_qk), (keys, 1, d_qk), (keys, 1, d_v)
     inputs = [torch.randn(1, *shape, device=device, generator=draws).to(torch.bfloat16) for shape in shapes]
@@ -151,7 +152,8 @@ def _why_not_tensors(operands: Operands) -> str | None:
             return "an address is not a multiple of 16"
         if (b | s | h | r) % (16 // x.element_size()):
             return f"strides must be multiples of 16 bytes, are {tuple(x.stride())}"
-        if index:  # the copies that the caller expanded are not read
+        # the copies that the caller expanded are not read
+        if index:
             x = one_head(x, args.layout, heads)
         if 0 in x.stride() and is_expanded(x):
             return f"a tensor is expanded, strides {tuple(x.stride())}"

@@ -61,8 +61,8 @@ def _hopper_attention_bwd_preprocess_kernel(
     if t == 0:
         tl.store(counter_ptr, 0)
     if key_sum_ptr is not None:
-        for first in range(t * 4096, key_sums, tl.num_programs(0) * 4096):
-            place = first + tl.arange(0, 4096)
+        for block in range(t, tl.cdiv(key_sums, 4096), tl.num_programs(0)):
+            place = to_int64(t * 0 + block) * 4096 + tl.arange(0, 4096)
             tl.store(key_sum_ptr + place, tl.zeros([4096], tl.float32), mask=place < key_sums)
     b, index, start, first, length, _ = _tile_of(t, slots, heads, batch, starts_ptr, used_ptr, queries, BLOCK_M)
     kv, repeat = index // num_q_per_kv, index % num_q_per_kv
@@ -175,7 +175,8 @@ def plan_for(d_qk: int, d_v: int) -> Plan:
         return Plan(stages=4, part=64, registers=208, group_start=8, ahead=True)
     if max(d_qk, d_v) <= 96:
         return Plan(stages=4 if max(d_qk, d_v) <= 80 else 3, part=64, registers=208, ahead=True)
-    return Plan(early=True)
+    # where dk and dv have not the same width they leave through memory of their own
+    return Plan(stages=2 if 80 < min(d_qk, d_v) <= 96 else 3, early=True)
 
 
 class Schedule(NamedTuple):
@@ -198,7 +199,8 @@ def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
         keys_bytes = operands.storage * heads.kv * operands.keys * (operands.d_qk + operands.d_v) * 4
         num_splits = head_splits_for(
             operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
-            args.right >= 0 and args.left < 0, keys_bytes, args.deterministic, num_sms,
+            args.right >= 0 and args.left < 0, keys_bytes, args.deterministic,
+            _SMS_IN_TURN if args.deterministic else num_sms,
         )  # fmt: skip
     repeats = heads.q_per_kv // num_splits
     group = plan.group
@@ -209,6 +211,10 @@ def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
     if args.right >= 0 and args.left < 0 and not operands.is_packed and not is_wide:
         late = late_blocks_for(operands.storage * heads.kv * num_splits, blocks, num_sms)
     return Schedule(num_splits, group, late)
+
+
+# of the H100 SXM and H200. In turn dk and dv are sums over the parts: their number must be the same on every Hopper GPU
+_SMS_IN_TURN = 132
 
 
 @functools.lru_cache(maxsize=1024)

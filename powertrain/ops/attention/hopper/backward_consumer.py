@@ -144,11 +144,13 @@ def _weights_of(
         s = t * (mods.softcap * LOG2E)
     else:
         s = s * (mods.scale * LOG2E)
-    if slopes is not None:  # of head number // blocks
+    # block `number` of a tile's queries is of head number // blocks
+    if slopes is not None:
         slope = gl.load(slopes + number // blocks, mask=is_sequence, other=0.0) * LOG2E
         j = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, s_layout)), 1)
         place = gl.expand_dims(low + gl.arange(0, BLOCK_M, row_layout), 0)
         s -= slope * gl.abs(place - j).to(gl.float32)
+    # rows past the sequence have an LSE of +inf, so their p is 0 without a mask
     p = gl.exp2(s - lse)
     # most blocks are fully visible: the comparison of all scores is skipped for them
     masked = k_left < 64
@@ -260,7 +262,7 @@ def _weigh_ahead(
     do_smem = smem.do
     s_layout: gl.constexpr = zeros.type.layout
     # loads and products of a warp go through one queue: behind dp's products the load would wait for the tensor cores
-    lse = _row_numbers(smem, at, 0, s_layout)  # behind dp's products it would wait for them
+    lse = _row_numbers(smem, at, 0, s_layout)
     keep_order()
     dp = _ask(v, do_smem, at, zeros)  # [64, BLOCK_M]
     named_barrier_arrive(BAR_TURN + 1 - CONSUMER, CONSUMERS)
@@ -336,9 +338,11 @@ def consume(
             grads.dv, storage, kv_heads, keys, CONFIG.d_v, here(strides.dvb), here(strides.dvh), here(strides.dvs),
             dv_smem, PACKED,
         )  # fmt: skip
+    # the type of accumulators; use_acc=False never reads them
     zeros = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
     taken = gl.to_tensor(0)
-    done = gl.to_tensor(0)  # blocks
+    # blocks so far
+    done = gl.to_tensor(0)
     if CONSUMER == 1:
         named_barrier_arrive(BAR_TURN, CONSUMERS)
     mbarrier.wait(tile_full.index(0), 0)
@@ -434,7 +438,8 @@ def consume(
             b, read_tile_field(tile_smem, slot, TILE_KV), read_tile_field(tile_smem, slot, TILE_DK_END),
             read_tile_field(tile_smem, slot, TILE_DK_ROW) + CONSUMER * 64,
         ]  # fmt: skip
-        if RAGGED:  # of rows behind a sequence, by gradients that are not finite
+        # of rows behind a sequence, by gradients that are not finite
+        if RAGGED:
             k_left = read_tile_field(tile_smem, slot, TILE_K_LEFT) - CONSUMER * 64
             dv = first_keys(dv, k_left)
             dk = first_keys(dk, k_left)

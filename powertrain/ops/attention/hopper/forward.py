@@ -149,7 +149,8 @@ def launch_forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
     o = operands.like_query(out)
     aligned = _is_aligned(operands, plan)
     if aligned and operands.is_packed:
-        plan = plan._replace(q_held=False)  # H16 D128, 16k tokens, documents of 132 to 8097: 700 for 672 TFLOP/s
+        # H16 D128, 16k tokens, documents of 132 to 8097: 700 for 672 TFLOP/s
+        plan = plan._replace(q_held=False)
     blocks = operands.query_blocks(plan.queries)
     tiles = blocks * heads.kv * cdiv(heads.q_per_kv, plan.heads_per_tile) * plan.num_splits * operands.storage
     # keys of the heads whose tiles run together should stay in the L2
@@ -188,7 +189,8 @@ def _is_aligned(operands: Operands, plan: Plan) -> bool:
         return False
     if args.query_starts is not args.key_starts or args.query_used is not args.key_used:
         return False
-    if args.query_starts is not None or args.query_used is not None:  # as many keys as queries
+    # as many keys as queries
+    if args.query_starts is not None or args.query_used is not None:
         return operands.keys == operands.queries
     return (operands.keys - operands.queries) % 128 == 0 if args.bottom_right else operands.keys >= operands.queries
 
@@ -198,7 +200,8 @@ _counters: dict[tuple[int, int], Tensor] = {}  # by device and stream
 
 def _counter(x: Tensor) -> Tensor:
     """An int32 that is 0, which the launch leaves 0: one for each stream, whose launches follow one another."""
-    if x.is_meta or torch.cuda.is_current_stream_capturing():  # the graph's own: its replays may run on any stream
+    # the graph's own: its replays may run on any stream
+    if x.is_meta or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=x.device)
     where = x.get_device(), torch._C._cuda_getCurrentRawStream(x.get_device())
     counter = _counters.get(where)

@@ -16,6 +16,7 @@ from powertrain.ops.attention.hopper.forward_tiles import (
     Scores,
     block_at,
     blocks_of,
+    clear_values,
     give_back,
     packed_desc,
     phase_parity,
@@ -48,7 +49,6 @@ from powertrain.runtime.gluon_compat import (
     mbarrier,
     named_barrier_arrive,
     named_barrier_sync,
-    reinterpret,
     tma,
 )
 
@@ -85,33 +85,12 @@ def _times_keys(q, k_smem, stage, KEYS: gl.constexpr):
     ROWS: gl.constexpr = q[0].shape[0]
     s = gl.zeros([ROWS, KEYS], gl.float32, layout)
     k = _first_rows(k_smem[0].index(stage), KEYS)  # [KEYS, PIECE]
+    # use_acc=False: the zeros are never read, they only give the accumulators their layout
     s = hopper.warpgroup_mma(q[0], k.permute((1, 0)), s, use_acc=False, is_async=True)  # [64, KEYS]
     for i in gl.static_range(1, len(k_smem)):
         k = _first_rows(k_smem[i].index(stage), KEYS)  # [KEYS, PIECE]
         s = hopper.warpgroup_mma(q[i], k.permute((1, 0)), s, is_async=True)  # [64, KEYS]
     return s
-
-
-@gluon.jit
-def _clear_piece(pieces, first, group, count):
-    WIDTH: gl.constexpr = pieces.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
-    piece = pieces.index(first + group)
-    row = group * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
-    piece.store(gl.where(gl.expand_dims(row < count, 1), piece.load(layout), 0.0).to(pieces.dtype))
-
-
-@gluon.jit
-def _clear_behind(v_smem, count):
-    ROWS: gl.constexpr = v_smem.shape[0]
-    COLS: gl.constexpr = v_smem.shape[1]
-    WIDTH: gl.constexpr = min(COLS, 64)
-    # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
-    swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, WIDTH], v_smem.dtype)
-    pieces = reinterpret(v_smem, v_smem.dtype, [COLS // WIDTH * ROWS // 8, 8, WIDTH], swizzle)
-    for panel in gl.static_range(COLS // WIDTH):
-        for group in range(count // 8, ROWS // 8):
-            _clear_piece(pieces, gl.to_tensor(panel * (ROWS // 8)), group, count)
 
 
 @gluon.jit
@@ -124,16 +103,6 @@ def _no_results(v_smem, ROWS: gl.constexpr):
 def _by_row(x, o):
     """A number for each row, beside the columns of `o`."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, o.type.layout)), 1)
-
-
-@gluon.jit
-def _clear_values(v_smem, stage, count):
-    """Zeros in the rows of a block of v from `count` on: rows past a sequence may hold NaN, and 0 times NaN is NaN."""
-    for i in gl.static_range(len(v_smem)):
-        _clear_behind(v_smem[i].index(stage), count)
-    # wgmma of any warp reads the stores of all, by another path to shared memory
-    hopper.fence_async_shared()
-    barrier()
 
 
 @gluon.jit
@@ -221,7 +190,7 @@ def _step(
     if CONFIG.ragged and MASKED:
         if start + BLOCK_N > scores.k_len:
             mbarrier.wait(v_full.index(stage), phase_parity(at, STAGES))
-            _clear_values(v_smem, stage, gl.maximum(scores.k_len - start, 0))
+            clear_values(v_smem, stage, gl.maximum(scores.k_len - start, 0))
     # m moves only when a row's maximum grew by more than GROWTH, so most warps skip the 64 multiplications
     rescaled = ()
     for i in gl.static_range(len(o)):
@@ -309,7 +278,7 @@ def _consume_tile(
     if CONFIG.ragged:
         if start + BLOCK_N > k_len:
             mbarrier.wait(v_full.index(stage), phase_parity(visited, STAGES))
-            _clear_values(v_smem, stage, gl.maximum(k_len - start, 0))
+            clear_values(v_smem, stage, gl.maximum(k_len - start, 0))
     m = gl.full([ROWS], MINUS_INF, gl.float32, first_row_layout)
     # sums are per thread: the four threads of a row meet once a tile, at its end
     l = gl.zeros_like(partial_row_sums(s))  # noqa: E741
@@ -361,6 +330,7 @@ def _consume_tile(
     q_capacity = read_tile_field(tile_smem, pair, TILE_Q_CAPACITY)
     if num_splits is not None:
         split = read_tile_field(tile_smem, pair, TILE_SPLIT)
+    # every field has been read: the loader may write the descriptor of the tile after the next here
     mbarrier.arrive(tile_empty.index(pair), count=1)
     # the next tile's first scores, while this one's results are finished; after the last tile they are unused
     taken += 1
@@ -389,16 +359,20 @@ def _consume_tile(
         with_sink = gl.maximum(m, sink)
         rescale = gl.exp2(m - with_sink)
         weight = gl.exp2(sink - with_sink)
-        if num_splits is not None:  # once in all
+        # a sink counts once, though every split sees it
+        if num_splits is not None:
             weight = gl.where(split == 0, weight, 0.0)
         total = total * rescale + weight
         m = with_sink
+    # a row that sees no key has a total of 0: its LSE is -inf and its result 0, not NaN
     lse = gl.where(total > 0, (m + gl.log2(gl.where(total > 0, total, 1.0))) * LN2, MINUS_INF)
     inverse = gl.where(total > 0, rescale / gl.where(total > 0, total, 1.0), 0.0)
     i = row + query_of(gl.arange(0, ROWS, row_layout), HEADS_PER_TILE)
+    # rows past the sequence's queries are promised to be 0, with an LSE of -inf
     inverse = gl.where(i < q_len, inverse, 0.0)
     lse = gl.where(i < q_len, lse, MINUS_INF)
     if CONFIG.packed:
+        # int64: batch * heads * queries passes 2^31 where one sequence's queries do not
         lse_base = results.lse + head.to(gl.int64) * queries + q_start
     else:
         lse_base = results.lse + (b.to(gl.int64) * heads + head) * queries
@@ -407,7 +381,8 @@ def _consume_tile(
     if HEADS_PER_TILE > 1:
         lse_base += lane * queries
     is_row = i < q_capacity
-    if HEADS_PER_TILE > 1 and num_splits is not None:  # the last tile of a group may have fewer heads
+    # the last tile of a group may have fewer heads
+    if HEADS_PER_TILE > 1 and num_splits is not None:
         is_row = is_row & (lane < num_q_per_kv - head % num_q_per_kv)
     gl.store(lse_base + i, lse, mask=is_row)  # [64]
 
@@ -495,8 +470,11 @@ def consume(
     barrier()
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     while head >= 0:
+        # s crosses the loop as finished registers: with a wgmma under way at the loop's back edge ptxas waits after
+        # each one
         visited, taken, head, s = _consume_tile(
             visited, taken, head, s, o_desc, factors, factor, results, buffers, o_smem, sync, sizes, storage, strides,
             window, CONFIG, CONSUMER,
         )  # fmt: skip
+    # shared memory is the CTA's until it ends, and TMA may still be reading results from it
     tma.store_wait(0)

@@ -85,6 +85,7 @@ def _load_tile(
     V_BYTES: gl.constexpr = BLOCK_N * (v_smem[0].shape[2] + (v_smem[1].shape[2] if len(v_smem) > 1 else 0)) * BYTES
     if CONFIG.packed:
         slot, head = tile_coords(tile, sizes.blocks, head_groups, sizes.swizzle)
+        # searched by this warp, ahead of the consumers, who have no time to spare
         b, block = find_sequence(lengths.q_starts, batch, slot, QUERIES)
     else:
         block, at = tile_coords(tile, sizes.blocks, batch * head_groups, sizes.swizzle)
@@ -126,11 +127,13 @@ def _load_tile(
         b_at = b
         if CONFIG.packed:
             b_at = gl.to_tensor(0)
-        if Q_SLOTS == 2:  # the tile before the last, which had this slot, is done: its place in tile_smem was free
+        # the tile before the last, which had this slot, is done: its place in tile_smem was free
+        if Q_SLOTS == 2:
             _load_queries(
                 q_desc, q_smem, q_full, b_at, head, q_start + first, pair * CONSUMERS, CONSUMERS, HEADS_PER_TILE
             )
         before = gl.to_tensor(0)
+        # the order in which consumers visit blocks; both sides compute it from the same four numbers
         for n in range(end - begin):
             row = k_start + block_at(n, begin, end, full_end, at_right, masked, CONFIG.has_left) * BLOCK_N
             at = visited + n
@@ -172,6 +175,7 @@ def _load_tile(
         taken += 1
     else:
         tile_idx = fetch_next_tile_async(counter_ptr)
+    # the loads above are under way while the answer is waited for
     tile_idx = await_next_tile(tile_idx)
     # there are as many fetches as tiles: the CTA that fetches the last resets the counter
     if tile_idx == sizes.tiles - 1:
@@ -258,5 +262,6 @@ def produce(
         )  # fmt: skip
     pair = taken & 1
     mbarrier.wait(tile_empty.index(pair), phase_parity(taken, 2) ^ 1)
+    # the consumers' loops end at a head below 0
     write_tile_field(tile_smem, pair, TILE_HEAD, -1)
     mbarrier.arrive(tile_full.index(pair), count=1)

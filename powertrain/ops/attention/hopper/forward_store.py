@@ -109,6 +109,7 @@ def _copy_piece(
     place = base + gl.expand_dims(offset, 1) + gl.expand_dims(c, 0)
     mask = gl.expand_dims(query < rows, 1) & gl.expand_dims(c < D, 0)
     gl.store(
+        # the compiler cannot prove it: rows begin at 16-byte addresses, so 8 elements leave in one store
         gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16]),
         pieces.index(first + piece).load(layout),
         mask=gl.max_constancy(mask, [1, 8]),

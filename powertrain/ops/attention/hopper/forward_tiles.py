@@ -3,8 +3,10 @@
 from typing import Any, Literal, NamedTuple
 
 from powertrain.runtime.gluon_compat import (
+    barrier,
     gl,
     gluon,
+    hopper,
     named_barrier_arrive,
     reinterpret,
     tma,
@@ -152,11 +154,14 @@ def blocks_of(
         end = gl.maximum(gl.minimum(k_len, p_last + window.right + 1), 0)
         full_end = gl.maximum(gl.minimum(k_len, p_first + window.right + 1), 0)
     begin = begin // BLOCK_N
+    # one block even where nothing is visible: a tile's first scores are issued before its length is known
     end = gl.maximum(gl.cdiv(end, BLOCK_N), begin + 1)
-    if num_splits is not None:  # a split past the end gets one fully masked block
+    # a split past the end gets one fully masked block
+    if num_splits is not None:
         share = gl.cdiv(end - begin, num_splits)
         begin = gl.minimum(begin + split * share, end)
         end = gl.maximum(gl.minimum(begin + share, end), begin + 1)
+    # clamped, since bounds of the first and of the last row may cross in a narrow window
     full_begin = gl.maximum(gl.minimum(gl.cdiv(full_begin, BLOCK_N), end), begin)
     full_end = gl.maximum(gl.minimum(full_end // BLOCK_N, end), full_begin)
     return begin, end, full_end, end - full_end, end - full_end + full_begin - begin
@@ -233,3 +238,35 @@ def with_head_of(head, row, HEADS_PER_TILE: gl.constexpr):
     if HEADS_PER_TILE > 1:
         head += row & (HEADS_PER_TILE - 1)
     return head
+
+
+@gluon.jit
+def _clear_piece(pieces, first, group, count):
+    WIDTH: gl.constexpr = pieces.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
+    piece = pieces.index(first + group)
+    row = group * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
+    piece.store(gl.where(gl.expand_dims(row < count, 1), piece.load(layout), 0.0).to(pieces.dtype))
+
+
+@gluon.jit
+def _clear_behind(v_smem, count):
+    ROWS: gl.constexpr = v_smem.shape[0]
+    COLS: gl.constexpr = v_smem.shape[1]
+    WIDTH: gl.constexpr = min(COLS, 64)
+    # TMA's layout: panels of 64 columns, in which 8 rows are swizzled among themselves
+    swizzle: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, WIDTH], v_smem.dtype)
+    pieces = reinterpret(v_smem, v_smem.dtype, [COLS // WIDTH * ROWS // 8, 8, WIDTH], swizzle)
+    for panel in gl.static_range(COLS // WIDTH):
+        for group in range(count // 8, ROWS // 8):
+            _clear_piece(pieces, gl.to_tensor(panel * (ROWS // 8)), group, count)
+
+
+@gluon.jit
+def clear_values(v_smem, stage, count):
+    """Zeros in the rows of a block of v from `count` on: rows past a sequence may hold NaN, and 0 times NaN is NaN."""
+    for i in gl.static_range(len(v_smem)):
+        _clear_behind(v_smem[i].index(stage), count)
+    # wgmma of any warp reads the stores of all, by another path to shared memory
+    hopper.fence_async_shared()
+    barrier()

@@ -54,7 +54,7 @@ def plan_for(d_qk: int, d_v: int, queries: int) -> Plan:
     if d_qk <= 128 and d_v <= 128:
         return Plan(p_qk, p_v)
     if d_qk <= 192 and d_v <= 128:
-        return Plan(p_qk, p_v, store_parts=2, q_slots=1, q_held=False)
+        return Plan(p_qk, p_v, store_parts=1 if 64 < d_v <= 96 else 2, q_slots=1, q_held=False)
     if d_qk <= 160 and d_v <= 160:
         return Plan(p_qk, p_v, store_parts=2, q_slots=1, q_held=False)
     if d_qk <= 192 and d_v <= 192:
@@ -115,11 +115,13 @@ def plan_of(operands: Operands) -> Plan:
     plan = plan_for(operands.d_qk, operands.d_v, queries)
     if 4 * queries > keys:
         return plan
-    if args.slopes is None:  # a tile has one slope
+    # a tile has one slope
+    if args.slopes is None:
         pack = heads_per_tile_for(heads.q_per_kv, queries, plan.block_m)
         plan = plan._replace(heads_per_tile=pack, partial=heads.q_per_kv % pack > 0)
     tiles = operands.batch * heads.kv * cdiv(heads.q_per_kv, plan.heads_per_tile) * cdiv(queries, plan.queries)
-    first = keys - queries if args.bottom_right else 0  # the position of the first query
+    # the position of the first query
+    first = keys - queries if args.bottom_right else 0
     begin = max(0, first - args.left) if args.left >= 0 else 0
     end = min(keys, first + queries + args.right) if args.right >= 0 else keys
     blocks = cdiv(max(1, end - begin), plan.block_n)

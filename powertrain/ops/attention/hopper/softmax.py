@@ -131,7 +131,8 @@ def softmax(s, m, l, factor, MASKED: gl.constexpr):  # noqa: E741
     m_new = gl.where((m_new - m) * factor > GROWTH, m_new, m)
     shift = m_new * factor
     if MASKED:
-        shift = gl.where(m_new == MINUS_INF, 0.0, shift)  # nothing seen so far: 2^-inf is 0, not NaN
+        # nothing seen so far: 2^-inf is 0, not NaN
+        shift = gl.where(m_new == MINUS_INF, 0.0, shift)
     p = gl.exp2(s * factor - gl.expand_dims(shift, 1))
     alpha = gl.exp2(m * factor - shift)
     sums = partial_row_sums(p)

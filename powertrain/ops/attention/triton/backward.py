@@ -53,11 +53,13 @@ def attention_bwd_ref(
     s = (softcap * t if softcap else raw) + (0.0 if bias is None else bias)
     s = s if visible is None else s.masked_fill(~visible, -torch.inf)
     lse = s.logsumexp(-1, keepdim=True)
-    p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0))  # rows that see nothing have weights 0
+    # rows that see nothing have weights 0
+    p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0))
     kept = torch.ones_like(p) if keep is None else keep / (1 - dropout_p)
     dv = (kept * p).mT @ do
     dp = kept * (do @ v.mT)
-    delta = (p * dp).sum(-1, keepdim=True)  # = sum(out * dout, -1)
+    # = sum(out * dout, -1)
+    delta = (p * dp).sum(-1, keepdim=True)
     ds = p * (dp - delta + (0.0 if dlse is None else dlse[..., None]))
     dbias, ds = ds, ds * (1 - t * t) * scale
     dq, dk = ds @ k, ds.mT @ q

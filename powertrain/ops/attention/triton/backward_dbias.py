@@ -55,14 +55,16 @@ def _attention_dbias_kernel(
     bias_strides = BiasStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
     for n in range(0, (batch // bias_batch) * (heads // bias_heads)):
         b = own_batch + n // (heads // bias_heads)
-        index = own_head + n % (heads // bias_heads)  # in the caller's order of heads
+        # in the caller's order of heads
+        index = own_head + n % (heads // bias_heads)
         kv, repeat = index // num_q_per_kv, index % num_q_per_kv
         if head_of_kv == 1:
             kv, repeat = index % (heads // num_q_per_kv), index // (heads // num_q_per_kv)
         b64, kv64, r64 = to_int64(b), to_int64(kv), to_int64(repeat)
         q_len = sequence_span(None, q_used_ptr, b, batch, queries)[1]
         k_len = sequence_span(None, k_used_ptr, b, batch, keys)[1]
-        offset = q_len * 0  # of a query's position from its index
+        # of a query's position from its index
+        offset = q_len * 0
         if FEATURES.bottom_right:
             offset = k_len - q_len
         limits = Limits(left, right, chunk, prefix_of(prefix_ptr, b, batch))

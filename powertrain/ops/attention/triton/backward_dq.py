@@ -103,7 +103,8 @@ def _attention_dq_kernel(
         if first >= q_capacity:
             return
     b64, kv64, r64, q64, k64 = to_int64(b), to_int64(kv), to_int64(repeat), to_int64(q_start), to_int64(k_start)
-    storage = b64  # the batch entry in memory: packed sequences share one
+    # the batch entry in memory: packed sequences share one
+    storage = b64
     at = (b64 * heads + head) * row_stride
     if q_starts_ptr is not None:
         storage = storage * 0
@@ -115,7 +116,8 @@ def _attention_dq_kernel(
     dq_base = dq_ptr + storage * stride_dqb + q64 * stride_dqs + kv64 * stride_dqh + r64 * stride_dqr
 
     i = first + tl.arange(0, BLOCK_M)
-    offset = q_len * 0  # of a query's position from its index
+    # of a query's position from its index
+    offset = q_len * 0
     if FEATURES.bottom_right:
         offset = k_len - q_len
     limits = Limits(left, right, chunk, prefix_of(prefix_ptr, b, batch))
@@ -128,8 +130,10 @@ def _attention_dq_kernel(
     if qdoc_ptr is not None:
         end = tl.minimum(end, high)
         begin = tl.minimum(tl.maximum(begin, low // BLOCK_N * BLOCK_N), end)
-        full_begin, full_end = begin, begin  # every block is masked
-    end = tl.where(first < q_len, end, full_end)  # a block past the sequence sees nothing: its dq is zeros
+        # every block is masked
+        full_begin, full_end = begin, begin
+    # a block past the sequence sees nothing: its dq is zeros
+    end = tl.where(first < q_len, end, full_end)
     bias_strides = BiasStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
     bias = bias_of(
         bias_ptr, slopes_ptr, b64, head, bias_strides, slopes_stride_b, batch, queries, keys, FEATURES, BLOCK_M, BLOCK_N

@@ -93,6 +93,7 @@ def _attend(
         alpha = tl.exp2(m - shift)
         m = m_new
         l = l * alpha + tl.sum(weights, 1)  # noqa: E741
+        # ahead of the product, so that it adds to scaled sums in place
         acc = scale_tile(acc, alpha[:, None])
         if FEATURES.has_dropout:
             # after the sum: dropout acts on the normalized weights
@@ -123,15 +124,18 @@ def _attention_fwd_kernel(
         b = head_index // heads
         head_index = head_index % heads
     kv, repeat = head_index // num_q_per_kv, head_index % num_q_per_kv
-    head = kv * head_of_kv + repeat * head_of_repeat  # in the caller's order of heads
+    # in the caller's order of heads
+    head = kv * head_of_kv + repeat * head_of_repeat
     q_start, q_len, q_capacity = sequence_span(q_starts_ptr, q_used_ptr, b, batch, queries)
     k_start, k_len, _ = sequence_span(k_starts_ptr, k_used_ptr, b, batch, keys)
     first = block * BLOCK_M
     if q_starts_ptr is not None:
+        # slots are enough for any lengths, so some have no block
         if first >= q_capacity:
             return
     b64, kv64, repeat64, q64, k64 = to_int64(b), to_int64(kv), to_int64(repeat), to_int64(q_start), to_int64(k_start)
-    storage = b64  # the batch entry in memory: packed sequences share one
+    # the batch entry in memory: packed sequences share one
+    storage = b64
     if q_starts_ptr is not None:
         storage = storage * 0
     q_base = q_ptr + storage * stride_qb + q64 * stride_qs + kv64 * stride_qh + repeat64 * stride_qr
@@ -140,7 +144,8 @@ def _attention_fwd_kernel(
     o_base = o_ptr + storage * stride_ob + q64 * stride_os + kv64 * stride_oh + repeat64 * stride_or
 
     i = first + tl.arange(0, BLOCK_M)
-    offset = q_len * 0  # of a query's position from its index
+    # of a query's position from its index
+    offset = q_len * 0
     if FEATURES.bottom_right:
         offset = k_len - q_len
     p = i[:, None] + offset
@@ -151,8 +156,10 @@ def _attention_fwd_kernel(
     if qdoc_ptr is not None:
         end = tl.minimum(end, high)
         begin = tl.minimum(tl.maximum(begin, low // BLOCK_N * BLOCK_N), end)
-        full_begin, full_end = begin, begin  # every block is masked
-    end = tl.where(first < q_len, end, full_end)  # a block past the sequence sees nothing: its results are zeros
+        # every block is masked
+        full_begin, full_end = begin, begin
+    # a block past the sequence sees nothing: its results are zeros
+    end = tl.where(first < q_len, end, full_end)
 
     bias_strides = BiasStrides(bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k)
     bias = bias_of(
@@ -170,11 +177,13 @@ def _attention_fwd_kernel(
         m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         if FEATURES.alibi == "one_sided":
             m += bias.slope * (i * 1.0 - first)
+        # the sink's own weight, exp2(m - m)
         l += 1.0  # noqa: E741
     state = (zeros_tile(BLOCK_M, P_V), m, l)
     q_rows = tiled_rows(q_base, q_len, stride_qs, D_QK, P_QK, BLOCK_M, TMA)
     k_rows = tiled_rows(k_base, k_len, stride_ks, D_QK, P_QK, BLOCK_N, TMA)
     v_rows = tiled_rows(v_base, k_len, stride_vs, D_V, P_V, BLOCK_N, TMA)
+    # without tensor cores q is loaded piece by piece with each block of keys: held, it would fill the registers
     q = q_rows.handles
     if not FMA:
         q = load_tile(q_rows, first, D_QK, P_QK, BLOCK_M, TMA, True)  # tile of [BLOCK_M, D_QK]
@@ -194,8 +203,10 @@ def _attention_fwd_kernel(
     )  # fmt: skip
 
     if FEATURES.alibi == "one_sided":
-        m -= bias.slope * (i * 1.0 - first)  # the part of ALiBi that add_bias left out
+        # the part of ALiBi that add_bias left out
+        m -= bias.slope * (i * 1.0 - first)
     lse = tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("-inf"))  # [BLOCK_M]
+    # dropout's 1 / (1 - p) once a row instead of once a weight
     inverse = tl.where(l > 0, keep_scale / tl.where(l > 0, l, 1.0), 0.0)
     o_rows = TiledRows((o_base,), q_len, stride_os)
     store_tile(o_rows, scale_tile(acc, inverse[:, None]), first, q_capacity, D_V, P_V, BLOCK_M)

@@ -41,7 +41,8 @@ class _Tile(NamedTuple):
 def _first(tiles: tuple[_Tile, ...], element: int, d_qk: int, d_v: int, target: Target) -> Plan:
     """The first plan for these head dims whose shared memory the GPU has."""
     for largest, kib, plan in tiles:
-        share = 1 if element == 2 else 3  # TF32 tiles compiled to up to 2.8 times as much
+        # TF32 tiles compiled to up to 2.8 times as much
+        share = 1 if element == 2 else 3
         needed = kib * 1024 * share * (d_qk + d_v) // (2 * largest)
         if max(d_qk, d_v) <= largest and needed <= target.shared_per_block - 1024:
             return plan
@@ -145,7 +146,8 @@ def plan_dkdv(
         if largest <= 128:
             return Plan(32, 64, 4, 3) if feature == "bias" else Plan(64, 64, 4, 2)
         if largest <= 192:
-            return Plan(32, 64, 4, 3, late=False)  # 2.48 ms; 2 stages 2.69, late 2.80
+            # 2.48 ms; 2 stages 2.69, late 2.80
+            return Plan(32, 64, 4, 3, late=False)
         if largest <= 256:
             return Plan(64, 128, 8, 2) if part == "dv" else Plan(64, 64, 4, 2)
     return _first(_WIDE_DKDV if _is_wide(target) else _DKDV, element, d_qk, d_v, target)

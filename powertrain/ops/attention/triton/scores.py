@@ -276,7 +276,8 @@ def same_document(documents, others, FEATURES: tl.constexpr):
     if FEATURES.has_documents:
         others_documents = tl.load(documents.other_ptr + others, mask=others < documents.other_length, other=-1)
         same = documents.own == others_documents
-        same = same & (documents.own >= 0)  # -1: padding, which belongs to no document
+        # -1: padding, which belongs to no document
+        same = same & (documents.own >= 0)
     else:
         same = others == others
     return same
@@ -291,7 +292,8 @@ def tanh(x, FAST: tl.constexpr):
         e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
         y = (1.0 - e) / (1.0 + e)
         y = tl.where(x < 0, -y, y)
-        z = x * x  # near 0, where 1 - e has lost its digits, the series
+        # near 0, where 1 - e has lost its digits, the series
+        z = x * x
         near = x * (1.0 + z * (-1.0 / 3.0 + z * (2.0 / 15.0 + z * (-17.0 / 315.0 + z * (62.0 / 2835.0)))))
         y = tl.where(z < 0.09, near, y)
     return y
@@ -335,7 +337,8 @@ def recomputed_weights(
     s, t = apply_softcap(product, mods.scale, FEATURES)
     s, visible = add_bias(s, i_first, j_first, i, j, p, p_first, mods, FEATURES, KEYS_FIRST)
     if FEATURES.alibi == "one_sided":
-        lse += mods.bias.slope * (p - p_first).to(tl.float32)  # the part of ALiBi that add_bias left out
+        # the part of ALiBi that add_bias left out
+        lse += mods.bias.slope * (p - p_first).to(tl.float32)
     weights = tl.exp2(s - lse)
     if MASKED or FEATURES.bias != "none":
         if MASKED:

@@ -11,6 +11,7 @@ def find_sequence(starts_ptr, batch, slot, BLOCK: tl.constexpr):
     the first."""
     low = slot * 0 - 1
     high = slot * 0 + batch
+    # bisection: a loop over all sequences would cost a load each in every program
     while low < high:
         middle = (low + high + 1) // 2
         is_before = tl.cdiv(tl.load(starts_ptr + middle), BLOCK) + middle <= slot
@@ -30,6 +31,7 @@ def sequence_span(starts_ptr, used_ptr, b, batch, size):
     if starts_ptr is not None:
         start = tl.load(starts_ptr + b, mask=b <= batch, other=0)
         capacity = tl.load(starts_ptr + tl.where(b <= batch, b + 1, 0), mask=b != batch, other=size) - start
+        # the rows before the first and after the last sequence have capacity, which is filled with zeros, but no length
         length = tl.where(b < batch, capacity, 0)
     if used_ptr is not None:
         length = tl.minimum(size - start, tl.load(used_ptr + b, mask=b < batch, other=0))
@@ -39,6 +41,7 @@ def sequence_span(starts_ptr, used_ptr, b, batch, size):
 @triton.jit
 def next_sequence_with(starts_ptr, used_ptr, row, b, batch, size):
     """The first sequence from b on that contains row `row`, or `batch`."""
+    # many starts a step: sequences that overlap are in no order that could be bisected
     WIDTH: tl.constexpr = 128
     sequence = b * 0 + batch
     at = b

@@ -228,6 +228,7 @@ class DotProductAttention(nn.Module):
 
     def _sinks(self, q: Tensor) -> Tensor | None:
         if self.softmax_type == "off-by-one":
+            # softmax with 1 + sum in its divisor is a sink of score 0
             return q.new_zeros(q.shape[-2], dtype=torch.float32)
         return self.softmax_offset
 
@@ -237,10 +238,12 @@ class DotProductAttention(nn.Module):
         p = self.attention_dropout if self.training else 0.0
         numbers: AbstractContextManager[Any] = nullcontext()
         if p > 0 and self.rng_states_tracker is not None:
+            # tensor-parallel ranks drop different elements: each has a generator of its own
             numbers = self.rng_states_tracker.fork()
 
         def run(q: Tensor, k: Tensor, v: Tensor, **seed: Any) -> Tensor:
-            with _switches():  # in the recomputation too
+            # in the recomputation too
+            with _switches():
                 out: Tensor = call(q, k, v, dropout_p=p, **options, **seed)
             return out
 
@@ -387,10 +390,12 @@ def _masked(
             checks.require(cu is not None, _OP, f"attention_mask or {name}", f"be given for {mask_type!r}", None)
     masks = mask if isinstance(mask, tuple) else (mask, mask)
     kept = [None if x is None else ~x.flatten(1) for x in masks]
-    if cu_q is not None or cu_kv is not None:  # a side without one takes its mask's
+    # a side without one takes its mask's
+    if cu_q is not None or cu_kv is not None:
         lengths = [x.sum(1) if cu is None else cu.diff() for cu, x in zip(cu_seqlens, kept, strict=True)]  # type: ignore[union-attr]
         return {"seqused_q": lengths[0], "seqused_k": lengths[1]}
     positional = options["window_size"] != (-1, -1) or options["alibi_slopes"] is not None
+    # counted from the end of each sequence, so positions need its length; a mask of documents has none
     if positional and options["causal_align"] == "bottom_right":
         return {"seqused_q": kept[0].sum(1), "seqused_k": kept[1].sum(1)}  # type: ignore[union-attr]
     # as documents: 0 for every token and -1 for padding, which is masked, wherever it is

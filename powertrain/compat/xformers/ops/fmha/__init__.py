@@ -172,6 +172,7 @@ def memory_efficient_attention_backward(
         return out_lse
 
     (own, own_lse), differentiate = _vjp(attend, query, key, value)
+    # rows that see none of these keys have a share of 0, where -inf - -inf is NaN
     share = torch.exp(own_lse - lse).masked_fill(own_lse == -torch.inf, 0.0)  # [B, H, Mq]
     towards = grad.to(share.dtype)
     d_lse = share * (towards * (own.detach() - output)).sum(-1).movedim(1, -1).reshape(share.shape)
@@ -186,7 +187,8 @@ _Triple = tuple[Tensor, Tensor, Tensor]
 
 def _vjp(attend: Callable[..., _Pair], *inputs: Tensor) -> tuple[_Pair, Callable[[_Pair], tuple[Tensor, ...]]]:
     """(out and lse, function from their gradients to those of the inputs)."""
-    if torch.compiler.is_compiling():  # Dynamo traces this way only
+    # Dynamo traces this way only
+    if torch.compiler.is_compiling():
         results, differentiate = torch.func.vjp(attend, *(x.detach() for x in inputs))  # type: ignore[misc]
         return results, differentiate
     with torch.enable_grad():
@@ -290,7 +292,8 @@ def _attend(
     if dims == 3:
         q, k, v = (x.unsqueeze(2) for x in (q, k, v))
     if dims == 4 and k.shape[2] == v.shape[2] > 1 and k.stride(2) == v.stride(2) == 0:
-        k, v = k[:, :, :1], v[:, :, :1]  # one head, expanded: it is read once
+        # one head, expanded: it is read once
+        k, v = k[:, :, :1], v[:, :, :1]
     options = _Options(p, scale, backends, return_lse)
     try:
         if isinstance(bias, BlockBias):
@@ -298,7 +301,8 @@ def _attend(
         else:
             out, lse = _dense(q, k, v, bias, dims, options)
     except NoBackendError as error:
-        raise ValueError(str(error)) from error  # theirs where `op` does not take the call
+        # theirs where `op` does not take the call
+        raise ValueError(str(error)) from error
     return out.squeeze(2) if dims == 3 else out, lse
 
 
@@ -463,7 +467,8 @@ def _block_options(bias: BlockBias, key_starts: Tensor, used: Tensor | None) -> 
     """Blocks as `varlen_attention` takes them."""
     options = {"cu_seqlens_q": bias.q_seqinfo.seqstart, "cu_seqlens_k": key_starts, "seqused_k": used}
     if used is not None and (isinstance(bias, PagedBias) or isinstance(bias.k_seqinfo, _PaddedSeqLenInfo)):
-        options["cu_seqlens_k_padded"] = key_starts  # one after the other; gappy ones lie anywhere
+        # one after the other; gappy ones lie anywhere
+        options["cu_seqlens_k_padded"] = key_starts
     return options | _band_options(bias.band)
 
 
