@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "runtime/compile/service.py": "hands its workers an environment",
     "runtime/compile/worker.py": "gives its compiler a private folder",
     "train/ranks.py": "reads what launchers set: rank and rendezvous address; cuBLAS takes its workspace from there",
+    "compat/transformer_engine/common/recipe.py": "reads TransformerEngine's defaults of recipes",
     "compat/transformer_engine/pytorch/attention/dot_product_attention.py": "reads TransformerEngine's own switches",
     "runtime/machine.py": "reads other tools' variables, in the one place that tests replace",
     "cli/shim.py": "hands the command it runs an environment",

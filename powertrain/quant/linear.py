@@ -1,4 +1,4 @@
-"""FP8Linear: nn.Linear with its products in FP8."""
+"""FP8Linear: nn.Linear with its products in FP8; FP8State: what any layer keeps for them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,59 +16,52 @@ from powertrain.quant.recipe import Tensor as TensorRecipe
 BUFFERS = ("fp8_amax", "fp8_amax_history", "fp8_scale")
 
 
-class FP8Linear(nn.Linear):
-    """x Wᵀ + b by `fp8_linear` and a recipe. Weight, bias and state dict are nn.Linear's.
+class FP8State(nn.Module):
+    """Of one linear layer's FP8 products: the recipe, delayed scaling's buffers, copies of a weight that calls share.
 
-    Delayed scaling adds the buffers fp8_amax [3], fp8_amax_history [3, history] and fp8_scale [3]; a state dict without
+    Delayed scaling has the buffers fp8_amax [3], fp8_amax_history [3, history] and fp8_scale [3]; a state dict without
     them loads too. They stay float32 whatever dtype the model is cast to. Largest magnitudes are recorded in training
     mode; a recomputed forward records the same ones.
-    `quantize_model` converts layers to this class, `dequantize_model` back; the class is not constructed directly.
     """
 
     recipe: Recipe
     fp8_amax: Tensor
     fp8_amax_history: Tensor
     fp8_scale: Tensor
-    shares: bool = False  # its weight's copies are kept until `shared_weights` ends
+    shares: bool = False  # its weight's copies are kept until they are dropped
     copies: Copies | None = None
 
-    @staticmethod
-    def convert(linear: nn.Linear, recipe: Recipe) -> None:
-        """Make `linear` an FP8Linear, in place: parameters, hooks and references to it stay."""
-        linear.__class__ = FP8Linear
-        linear.__dict__["recipe"] = recipe
-        if isinstance(recipe, TensorRecipe) and recipe.is_delayed:
-            device = linear.weight.device
-            shapes = ((3,), (3, recipe.history), (3,))
-            for name, shape in zip(BUFFERS, shapes, strict=True):
-                linear.register_buffer(name, torch.zeros(shape, device=device))
+    def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
+        """Use `recipe` from now on. Delayed scaling gets its buffers, which keep what they know."""
+        self.__dict__["recipe"] = recipe
+        if not (isinstance(recipe, TensorRecipe) and recipe.is_delayed):
+            return
+        shapes = ((3,), (3, recipe.history), (3,))
+        for name, shape in zip(BUFFERS, shapes, strict=True):
+            before, now = self._buffers.get(name), torch.zeros(shape, device=device)
+            if before is not None and not before.is_meta:
+                known = before[..., : shape[-1]]  # the newest come first
+                now[..., : known.shape[-1]] = known
+            self.register_buffer(name, now)
 
-    def revert(self) -> None:
-        """Make this layer an nn.Linear again, in place; delayed scaling's buffers are dropped."""
-        self.copies = None
-        for name in ("recipe", "shares", "copies"):
-            self.__dict__.pop(name, None)
-        for name in BUFFERS:
-            self._buffers.pop(name, None)
-        self.__class__ = nn.Linear  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None) -> Tensor:
+        """x Wᵀ + b by `fp8_linear` and the recipe."""
         recipe, is_delayed = self.recipe, self.recipe.is_delayed
         return fp8_linear(
-            x, self.weight, self.bias, by=recipe.by, grad_format=grad_format(recipe),
+            x, weight, bias, by=recipe.by, grad_format=grad_format(recipe),
             power_of_two=recipe.power_of_two, fast=recipe.fast, scales=self.fp8_scale if is_delayed else None,
             amaxes=self.fp8_amax if is_delayed and self.training else None,
-            weight_copies=self._shared_copies(x), main_grad=getattr(self.weight, "main_grad", None),
+            weight_copies=self._shared_copies(x, weight), main_grad=main_grad,
         )  # fmt: skip
 
-    def _shared_copies(self, x: Tensor) -> Copies | None:
-        if not self.shares or torch.compiler.is_compiling() or x.dtype is not self.weight.dtype:
+    def _shared_copies(self, x: Tensor, weight: Tensor) -> Copies | None:
+        if not self.shares or torch.compiler.is_compiling() or x.dtype is not weight.dtype:
             return None
         if self.copies is None:
             scale = self.fp8_scale[1:2] if self.recipe.is_delayed else None
             with torch.no_grad():
                 self.copies = quantized_weight(
-                    self.weight,
+                    weight,
                     self.recipe.by,
                     power_of_two=self.recipe.power_of_two,
                     scale=scale,
@@ -78,7 +71,7 @@ class FP8Linear(nn.Linear):
                     amax.copy_(torch.maximum(amax, self.copies.amax))
         return self.copies
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FP8Linear":
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FP8State":
         before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -99,6 +92,32 @@ class FP8Linear(nn.Linear):
         for name in missing:
             # the dictionary is the caller's
             del state_dict[prefix + name]
+
+
+class FP8Linear(FP8State, nn.Linear):
+    """x Wᵀ + b by `fp8_linear` and a recipe. Weight, bias and state dict are nn.Linear's, and `FP8State`'s buffers.
+
+    `quantize_model` converts layers to this class, `dequantize_model` back; the class is not constructed directly.
+    """
+
+    @staticmethod
+    def convert(linear: nn.Linear, recipe: Recipe) -> None:
+        """Make `linear` an FP8Linear, in place: parameters, hooks and references to it stay."""
+        linear.__class__ = FP8Linear
+        assert isinstance(linear, FP8Linear)
+        linear.set_recipe(recipe, linear.weight.device)
+
+    def revert(self) -> None:
+        """Make this layer an nn.Linear again, in place; delayed scaling's buffers are dropped."""
+        self.copies = None
+        for name in ("recipe", "shares", "copies"):
+            self.__dict__.pop(name, None)
+        for name in BUFFERS:
+            self._buffers.pop(name, None)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight, self.bias, getattr(self.weight, "main_grad", None))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.recipe}"

@@ -9,6 +9,7 @@ Source: TransformerEngine's DelayedScaling, which keeps a scale while the histor
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from powertrain.ops.fp8.formulas import scale_of
-from powertrain.quant.linear import FP8Linear
+from powertrain.quant.linear import FP8State
 from powertrain.quant.recipe import Recipe, Tensor, grad_format
 
 
-@torch.no_grad()
 def update_scales(model: nn.Module, group: ProcessGroup | None = None) -> None:
     """Update every delayed scale of a model from the magnitudes of the last step. Call once after each optimizer step.
 
@@ -29,10 +29,17 @@ def update_scales(model: nn.Module, group: ProcessGroup | None = None) -> None:
             different data then have the same scales. None: no reduction
     Nothing is read on the host, and the work is in a CUDA graph that captures it. Other recipes have nothing to update.
     """
-    layers: dict[Recipe, list[FP8Linear]] = defaultdict(list)
-    for module in model.modules():
-        if isinstance(module, FP8Linear) and module.recipe.is_delayed:
-            layers[module.recipe].append(module)
+    update_states([module for module in model.modules() if isinstance(module, FP8State)], group)
+
+
+@torch.no_grad()
+def update_states(states: Iterable[FP8State], group: ProcessGroup | None = None) -> None:
+    """`update_scales` for the layers of a list, whose order is the same on all ranks of the group."""
+    layers: dict[Recipe, list[FP8State]] = defaultdict(list)
+    for state in states:
+        recipe = getattr(state, "recipe", None)  # a layer that has not run in FP8 has none
+        if recipe is not None and recipe.is_delayed:
+            layers[recipe].append(state)
     for recipe, same in layers.items():
         amaxes = torch.stack([layer.fp8_amax for layer in same])  # [layers, 3]
         if group is not None:

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from powertrain.compat.transformer_engine import pytorch as te
+from powertrain.compat.transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling
 from powertrain.quant import Block, Row, quantize_model, shared_weights, update_scales
 from powertrain.quant import Tensor as TensorRecipe
 from powertrain.quant.recipe import Recipe
@@ -86,6 +88,37 @@ def scales_agree(mesh: DeviceMesh) -> None:
 
 
 CHECKS["scales_agree"] = scales_agree
+
+
+def te_scales_agree(mesh: DeviceMesh) -> None:
+    """TransformerEngine's reduce_amax: scales of the largest values of both ranks, or of this one; it may change."""
+    layer = te.Linear(8, 6, device="cpu")
+    for reduce, expected in ((True, 2.0), (False, 1.0 + mesh.get_rank())):
+        for _ in range(3):
+            with te.autocast(recipe=DelayedScaling(reduce_amax=reduce, amax_history_len=2)):
+                layer(torch.full((2, 8), 1.0 + mesh.get_rank())).sum().backward()
+        assert layer.fp8.fp8_amax_history[0, 0] == expected, (reduce, layer.fp8.fp8_amax_history)
+        assert layer.fp8.fp8_scale[0] == 448 / expected
+
+
+def te_modules_sharded(mesh: DeviceMesh) -> None:
+    """Both ranks read the same rows: the mean gradient of TransformerEngine's modules is one process's."""
+    x = torch.randn(10, 24, generator=torch.Generator().manual_seed(4)).bfloat16()
+
+    def made(dtype: torch.dtype) -> nn.Sequential:
+        torch.manual_seed(3)
+        options = {"device": "cpu", "params_dtype": dtype}
+        return nn.Sequential(te.LayerNormMLP(24, 40, activation="swiglu", **options), te.Linear(24, 24, **options))
+
+    for recipe in (DelayedScaling(amax_history_len=2), Float8BlockScaling()):
+        one, model = made(torch.bfloat16), _sharded(made(torch.float32), mesh)
+        for _ in range(3):
+            with te.autocast(recipe=recipe):
+                right, found = _grads(one, x), _grads(model, x)
+            assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, right, strict=True))
+
+
+CHECKS |= {"te_scales_agree": te_scales_agree, "te_modules_sharded": te_modules_sharded}
 
 if __name__ == "__main__":
     run_checks(CHECKS, sys.argv[1])

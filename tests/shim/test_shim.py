@@ -274,10 +274,16 @@ EXAMPLES = """
     attention = te.DotProductAttention(4, 32, attn_mask_type="causal", qkv_format="bshd")
     torch.testing.assert_close(attention(q, k, v), out.flatten(2))
     assert norm(torch.randn(2, 8)).shape == (2, 8)
+    from transformer_engine.common.recipe import DelayedScaling, Format
+    from transformer_engine.pytorch.fp8 import fp8_autocast
+    layer = te.TransformerLayer(32, 64, 4, device="cpu")
+    with fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=4)):
+        layer(torch.randn(4, 2, 32)).sum().backward()
+    assert layer.layernorm_mlp.fc1_fp8.fp8_amax.min() > 0
     try:
-        te.Linear(8, 8)
+        te.InferenceParams()
     except AttributeError as error:
-        assert "transformer_engine.pytorch.Linear is not in Powertrain (not yet; torch.nn.Linear" in str(error), error
+        assert "InferenceParams is not in Powertrain (not yet; powertrain.nn.KVCache" in str(error), error
     print("examples done")
 """
 

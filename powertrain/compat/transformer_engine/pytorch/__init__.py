@@ -2,10 +2,23 @@
 
 from powertrain.compat.missing import unknown
 from powertrain.compat.transformer_engine.pytorch import ops, optimizers
-from powertrain.compat.transformer_engine.pytorch.attention import DotProductAttention, RotaryPositionEmbedding
+from powertrain.compat.transformer_engine.pytorch.attention import (
+    DotProductAttention,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+)
 from powertrain.compat.transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from powertrain.compat.transformer_engine.pytorch.distributed import CudaRNGStatesTracker, checkpoint
-from powertrain.compat.transformer_engine.pytorch.module import LayerNorm, RMSNorm
+from powertrain.compat.transformer_engine.pytorch.module import (
+    Fp8Padding,
+    Fp8Unpadding,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+)
 from powertrain.compat.transformer_engine.pytorch.permutation import (
     moe_permute,
     moe_permute_with_probs,
@@ -13,17 +26,47 @@ from powertrain.compat.transformer_engine.pytorch.permutation import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
+from powertrain.compat.transformer_engine.pytorch.quantization import (
+    autocast,
+    fp8_autocast,
+    fp8_model_init,
+    get_default_recipe,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    quantized_model_init,
+)
+from powertrain.compat.transformer_engine.pytorch.transformer import TransformerLayer
 from powertrain.compat.userbuffers import destroy_ub, initialize_ub
 
 __all__ = [
     "CudaRNGStatesTracker",
     "DotProductAttention",
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "GroupedLinear",
     "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
     "RMSNorm",
     "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "autocast",
     "checkpoint",
     "destroy_ub",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
     "initialize_ub",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "moe_permute",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
@@ -32,6 +75,7 @@ __all__ = [
     "ops",
     "optimizers",
     "parallel_cross_entropy",
+    "quantized_model_init",
 ]
 
 

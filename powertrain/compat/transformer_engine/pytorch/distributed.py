@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from powertrain.compat.missing import unknown
+from powertrain.compat.transformer_engine.pytorch.quantization import active, restored
 
 __all__ = ["CudaRNGStatesTracker", "checkpoint"]
 
@@ -78,7 +79,7 @@ def checkpoint(
     use_reentrant: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """function(*args, **kwargs), made again in backward, with the states of the tracker as they were.
+    """function(*args, **kwargs), made again in backward, with the tracker's states and FP8's autocast as they were.
 
     distribute_saved_activations is refused. use_reentrant False is what is done either way; tp_group is not needed
     then.
@@ -87,6 +88,7 @@ def checkpoint(
         raise NotImplementedError(
             "checkpoint: distribute_saved_activations is not supported; nearest: sequence parallel"
         )
+    function = _as_now(function)
     if get_rng_state_tracker is None:
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     tracker = get_rng_state_tracker()
@@ -106,6 +108,17 @@ def checkpoint(
             tracker.set_states(now)
 
     return torch_checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _as_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under the `autocast` of this moment whenever it is called."""
+    quantizing = active()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with restored(quantizing):
+            return function(*args, **kwargs)
+
+    return run
 
 
 __getattr__ = unknown(__name__)

@@ -2,8 +2,9 @@
 
 from powertrain.compat.missing import unknown
 from powertrain.compat.transformer_engine.pytorch.attention.dot_product_attention import DotProductAttention
+from powertrain.compat.transformer_engine.pytorch.attention.multi_head_attention import MultiheadAttention
 from powertrain.compat.transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 
-__all__ = ["DotProductAttention", "RotaryPositionEmbedding", "apply_rotary_pos_emb"]
+__all__ = ["DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding", "apply_rotary_pos_emb"]
 
 __getattr__ = unknown(__name__)

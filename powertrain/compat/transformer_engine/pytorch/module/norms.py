@@ -1,6 +1,7 @@
 """TransformerEngine's LayerNorm and RMSNorm on our norms."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,10 @@ class _Norm(nn.Module):
 
     def reset_layer_norm_parameters(self) -> None:
         self.reset_parameters()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.pop(f"{prefix}_extra_state", None)  # of TransformerEngine's checkpoints; a norm has no FP8 state
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, inp: Tensor) -> Tensor:
         dims = self.weight.dim()
