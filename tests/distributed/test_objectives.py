@@ -48,3 +48,22 @@ def test_two_ranks_are_one(case: str, tmp_path: Path) -> None:
         # in the first step policy and reference differ by roundings alone, and by their sign a pair counts or not
         for name in set(metrics or ()) - {"accuracy"}:
             assert metrics_2[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-4), name
+
+
+@pytest.mark.parametrize("case", ["dpo-lora", *(pytest.param(c, marks=pytest.mark.slow) for c in ("dpo", "dpo-tp"))])
+def test_cached_reference_is_the_live_one(case: str, tmp_path: Path) -> None:
+    """Two ranks that share the files of the reference's log-probabilities have the bits of two that compute them."""
+    objective, options = CASES[case]
+    found = []
+    for cached in ("false", "true"):
+        folder = tmp_path / cached
+        folder.mkdir()
+        # one epoch: every example is in the micro-batch in which it was computed
+        more = ("data.packing=unpacked", "checkpoint.save=false", f"train.reference_cache={cached}", *options)
+        ranks = run_ranks(
+            2, "-m", "tests.distributed.objective_worker", str(folder), objective, str(folder / "out.pt"), *more
+        )
+        assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout[-3000:] for rank in ranks)
+        found.append(torch.load(folder / "out.pt", weights_only=True))
+    assert found[0] == found[1]
+    assert list((tmp_path / "true/run/reference").glob("*/*.bin"))

@@ -134,6 +134,8 @@ class TrainConfig(Section):
                          (docs/fine-tuning.md)
     reference            checkpoint of the reference model of dpo, kto and policy; None: the weights at the start of
                          the run, which need no copy with lora
+    reference_cache      compute the reference's log-probabilities once, before training, into files of the run's
+                         folder, and free the reference
     lora                 train adapters only
     preference, kto, reward, policy, distill   settings of the objectives dpo, kto, reward, policy and distill
     micro_batch_size     sequences in one forward, per data-parallel rank
@@ -149,6 +151,7 @@ class TrainConfig(Section):
     seq_length: Positive
     objective: ObjectiveName = "pretrain"
     reference: str | None = None
+    reference_cache: bool = False
     lora: LoRAConfig | None = None
     preference: PreferenceConfig = PreferenceConfig()
     kto: KTOConfig = KTOConfig()
@@ -181,6 +184,10 @@ class TrainConfig(Section):
             raise ValueError(
                 f"train.reference must be null where objective {self.objective} reads no reference, "
                 f"got {self.reference}"
+            )
+        if self.reference_cache and not self.has_reference:
+            raise ValueError(
+                f"train.reference_cache must be false where objective {self.objective} reads no reference, got true"
             )
         if self.z_loss and self.objective not in ("pretrain", "sft"):
             raise ValueError(f"train.z_loss must be 0 for objective {self.objective}, got {self.z_loss:g}")
