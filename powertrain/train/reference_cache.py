@@ -195,7 +195,7 @@ def cache_key(model: nn.Module, config: RunConfig, group: dist.ProcessGroup | No
         if not p.requires_grad:
             # sharded parameters are gathered one at a time
             whole = (p.full_tensor() if isinstance(p, DTensor) else p).detach().contiguous().flatten()
-            sums.append((name, shown(zlib.crc32(whole.view(torch.uint8).cpu().numpy()))))
+            sums.append((name, shown(zlib.crc32(whole.view(torch.uint8).cpu().numpy().data))))
     everywhere = sorted({json.dumps(each) for each in from_all(lambda: sums, group)})
     train = config.train
     facts: dict[str, Any] = {
