@@ -79,7 +79,8 @@ def _check_objective(config: RunConfig, world_size: int, context: int, tensor: i
     train, name = config.train, config.train.objective
     if name not in ("pretrain", "sft") and context > 1:
         raise NotImplementedError(f"parallel.context must be 1 for train.objective {name}, got {context}")
-    if train.lora is not None and tensor > 1:
-        raise NotImplementedError(f"parallel.tensor must be 1 with train.lora, got {tensor}")
+    model = config.model.architecture
+    if train.lora is not None and tensor > 1 and model not in ("gpt_neox", "llama"):
+        raise NotImplementedError(f"parallel.tensor must be 1 with train.lora and model {model}, got {tensor}")
     if train.lora is not None and train.lora.dora and world_size > 1:
         raise NotImplementedError(f"train.lora.dora must be false with several ranks, got true on {world_size}")
