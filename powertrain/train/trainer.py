@@ -14,6 +14,7 @@ from torch import Tensor
 
 from powertrain.models import build
 from powertrain.models.flops import flops_per_token
+from powertrain.ops.batch_invariance import batch_invariant
 from powertrain.quant.model import shared_weights
 from powertrain.quant.scales import update_scales
 from powertrain.runtime import tracing
@@ -107,6 +108,10 @@ class Trainer:
         A checkpoint that cannot be written is reported and the next one tried when due; NotWritten is raised only if
         the last one fails.
         """
+        with self._order():
+            return self._fit()
+
+    def _fit(self) -> Progress:
         train = self.config.train
         if train.reference_cache and self.reference_cache is None:
             self._cache_reference()
@@ -157,6 +162,10 @@ class Trainer:
         if self._not_written is not None:
             raise self._not_written
         return self.progress
+
+    def _order(self) -> contextlib.AbstractContextManager[None]:
+        """Of a forward's sums: the same whatever the batch, if configured."""
+        return batch_invariant() if self.config.train.batch_invariant else contextlib.nullcontext()
 
     def _ends(self) -> bool:
         """Whether the run was asked to end early; ranks exchange this a step later."""
@@ -246,7 +255,8 @@ class Trainer:
         count, first = 0, 0 if name == "test" else self._first_evaluated(len(source), limit)
         for batch in self._batches(source, first, first + limit):
             batch = batch.to(ranks.device)
-            loss, metrics = self._share(batch, torch.ones((), device=ranks.device))
+            with self._order():
+                loss, metrics = self._share(batch, torch.ones((), device=ranks.device))
             sums += torch.cat([torch.stack([loss, self.objective.count(batch)]), metrics])
             count += 1
         self._set_training(True)

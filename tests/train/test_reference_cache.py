@@ -93,6 +93,16 @@ def test_an_example_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert loss_2 == pytest.approx(loss, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
+def test_every_epoch_has_the_bits_of_a_live_reference(tmp_path: Path) -> None:
+    """Batch-invariant, the first computation of an example is that of any row: packed anew, over two epochs and a part."""
+    options = ("checkpoint.save=false", "train.steps=4", "evaluation.every=0", "evaluation.at_end=false",
+               "train.batch_invariant=true", "data.split='20,80,0'")  # fmt: skip
+    _, wanted = _fit(tmp_path / "live", "dpo", *options)
+    trainer, found = _fit(tmp_path / "cached", "dpo", *options, "train.reference_cache=true")
+    assert found == wanted and len(trainer.reference_cache) == 2 * 8
+
+
 def _trees(folder: Path) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in folder.rglob("*.bin")}
 

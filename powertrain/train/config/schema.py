@@ -141,6 +141,7 @@ class TrainConfig(Section):
     micro_batch_size     sequences in one forward, per data-parallel rank
     activation_checkpointing   none; selective: all but matmuls and attention is computed again; full: whole layers
     deterministic        the same bits every run, on a GPU too
+    batch_invariant      forward passes whose bits do not depend on the batch (powertrain.batch_invariant); slower
     spike_factor         a loss so many times the median of the last 100 steps stops the run; 0: never
     profile              steps to trace, and the folder of the traces
     recompiles           on a kernel's compile after the first step: a warning, or an error
@@ -166,6 +167,7 @@ class TrainConfig(Section):
     gradient_clipping: NonNegative = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     deterministic: bool = False
+    batch_invariant: bool = False
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     z_loss: NonNegative = 0.0
     spike_factor: NonNegative = 3.0
@@ -188,6 +190,12 @@ class TrainConfig(Section):
         if self.reference_cache and not self.has_reference:
             raise ValueError(
                 f"train.reference_cache must be false where objective {self.objective} reads no reference, got true"
+            )
+        if self.batch_invariant and self.activation_checkpointing != "none":
+            # the forward in backward runs on a thread of autograd, which is not in the context
+            raise ValueError(
+                f"train.activation_checkpointing must be none with train.batch_invariant, "
+                f"got {self.activation_checkpointing}"
             )
         if self.z_loss and self.objective not in ("pretrain", "sft"):
             raise ValueError(f"train.z_loss must be 0 for objective {self.objective}, got {self.z_loss:g}")
