@@ -23,7 +23,7 @@ MICRO_BATCHES = 16  # of the pipeline, in a step
 MICRO_BATCH = 2  # samples
 
 
-def measure(name: str, rounds: int = 3, steps: int = 2) -> list[str]:
+def measure(name: str, rounds: int = 3, steps: int = 1) -> list[str]:
     here, case = read_launch_env(), replace(CASES[name], batch=MICRO_BATCH)
     size = here.world_size
     if here.device.type == "cuda":
@@ -33,7 +33,6 @@ def measure(name: str, rounds: int = 3, steps: int = 2) -> list[str]:
         "1f1b": ParallelConfig(pipeline=size),
         "1f1b, 2 virtual": ParallelConfig(pipeline=size, virtual_stages=2),
         "1f1b, 4 virtual": ParallelConfig(pipeline=size, virtual_stages=4),
-        "zero bubble": ParallelConfig(pipeline=size, pipeline_schedule="zero_bubble"),
     }
     first = connect(here, run_config(case))
     made, facts = {}, {}

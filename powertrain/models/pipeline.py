@@ -47,18 +47,13 @@ def layers_of_stages(config: ModelConfig, layer_parameters: int, stages: int) ->
     return [range(*ends) for ends in pairwise(starts)]
 
 
-def largest_share(model: CausalLM, stages: int) -> float:
-    """The part of a model's parameters that its largest stage has."""
-    if stages == 1:
+def largest_share(model: CausalLM, ranks: int, virtual_stages: int = 1) -> float:
+    """The part of a model's parameters that the rank with the most of them has."""
+    if ranks == 1:
         return 1.0
-    by_layer = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
-    rest = sum(p.numel() for p in model.parameters()) - sum(by_layer)
-    ends = {0: model.embed.weight.numel(), stages - 1: rest - (0 if model.head is None else model.embed.weight.numel())}
-    sizes = [
-        sum(by_layer[n] for n in layers) + ends.get(stage, 0)
-        for stage, layers in enumerate(layers_of_stages(model.config, by_layer[0], stages))
-    ]
-    return max(sizes) / (rest + sum(by_layer))
+    layer = sum(p.numel() for p in model.layers[0].parameters())
+    stages = stages_of(model, layers_of_stages(model.config, layer, ranks * virtual_stages))
+    return max(sum(s.num_parameters() for s in stages[r::ranks]) for r in range(ranks)) / model.num_parameters()
 
 
 def keep_layers(model: CausalLM, layers: Sequence[int]) -> None:

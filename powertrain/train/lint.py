@@ -284,7 +284,7 @@ def _saved(config: RunConfig) -> _Saved:
 def _memory(config: RunConfig, model: Any, activations: dict[str, int], world_size: int) -> Memory:
     """Of one rank. One process: 16-bit weights beside fp32 masters; sharded: fp32 shards, gathered in 16 bits."""
     parallel, train = config.parallel, config.train
-    share = largest_share(model, parallel.pipeline * parallel.virtual_stages) * parallel.virtual_stages
+    share = largest_share(model, parallel.pipeline, parallel.virtual_stages)
     elements = sum(p.numel() for p in model.parameters()) * share / parallel.tensor
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) * share / parallel.tensor
     width = DTYPES[train.precision].itemsize

@@ -67,10 +67,6 @@ def _check_pipeline(config: RunConfig) -> None:
             "documents of different lengths in parallel.context",
             parallel.context > 1 and (config.data.document_mask or train.objective == "sft"),
         ),
-        (
-            "train.activation_checkpointing under pipeline_schedule zero_bubble",
-            train.activation_checkpointing != "none" and parallel.pipeline_schedule == "zero_bubble",
-        ),
     ):
         if is_there:
             raise NotImplementedError(f"parallel.pipeline must be 1 with {key}, got {parallel.pipeline}")

@@ -3,10 +3,11 @@
 Every rank reads the batches of its data-parallel coordinate itself; between stages only the residual stream and its
 gradient are sent. Gradients of a step are accumulated and reduced over the shards once, after its last micro-batch.
 
-    1f1b          one forward, one backward (Narayanan et al., arXiv:2104.04473); with several stages a rank interleaved
-    zero_bubble   gradients of weights are computed where a rank would wait (Qi et al., arXiv:2401.10241)
+The schedule is 1F1B: one forward, one backward (Narayanan et al., arXiv:2104.04473), interleaved with several stages a
+rank. Zero-bubble schedules walk the autograd graph twice, which an op that computes both gradients in one backward
+refuses.
 
-Of a step's time (p - 1) / (v m + p - 1) is the bubble of 1f1b, with p ranks, v stages a rank and m micro-batches.
+The bubble is (p - 1) / (v m + p - 1) of a step's time, with p ranks, v stages a rank and m micro-batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 
 from powertrain.models.causal_lm import CausalLM
 from powertrain.models.pipeline import keep_layers, layers_of_stages, stages_of
@@ -85,8 +82,8 @@ class Pipeline:
         try:
             self._schedule.step(*[index] * (self.rank == 0), **losses, return_outputs=False)
         except RuntimeError as error:
-            # torch reports the error of a stage's forward as the cause of one that prints its tensors
-            raise (error if error.__cause__ is None else error.__cause__) from None
+            own = own_error(error)
+            raise own from own.__cause__
         self._sum_tied_gradients()
         return self._loss()
 
@@ -128,7 +125,7 @@ class Pipeline:
                 dist.all_reduce(stage.part.embed.weight.grad.to_local(), group=self._ends)
 
     def _make_schedule(self, batch: Batch) -> Any:
-        parallel, device = self._config.parallel, self.device
+        device = self.device
         stages: list[Any] = []
         for number, stage in enumerate(self._stages):
             index = self.rank + number * self.size
@@ -148,11 +145,15 @@ class Pipeline:
             )
         count = self._config.train.gradient_accumulation_steps
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": lambda loss, _: loss, "scale_grads": False}
-        if parallel.pipeline_schedule == "zero_bubble":
-            return ScheduleInterleavedZeroBubble(stages, **options)
         if len(stages) > 1:
             return ScheduleInterleaved1F1B(stages, **options)
         return Schedule1F1B(stages[0], **options)
+
+
+def own_error(error: RuntimeError) -> BaseException:
+    """The error of a stage's forward or backward, the cause of torch's, which prints the stage's tensors."""
+    is_torchs = "failed to run" in str(error).lower()
+    return error.__cause__ if is_torchs and error.__cause__ is not None else error
 
 
 def _ends(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -129,7 +129,7 @@ class Restorer:
     def _fill_training(self, weights: Weights, training: NeoXTraining) -> None:
         fitted(weights, self.config.model)
         ours = self._named("", without="scaler.")
-        fill(ours, ((name, tensor) for name, tensor in self._of_training(training) if name in ours))
+        fill(ours, self._of_training(training))
         scaler = self.optimizer.scaler
         values = training.scaler(scaler.config) if scaler and scaler.config.static is None else None
         for name, value in (values or {}).items():

@@ -8,6 +8,7 @@ import torch
 from powertrain.train import preflight
 from powertrain.train.config.schema import ParallelConfig
 from powertrain.train.mesh_shape import check_parallel, mesh_shape
+from powertrain.train.pipeline import own_error
 from powertrain.train.ranks import LaunchEnv, Rendezvous, first_host, read_launch_env
 from tests.distributed.launch import clean_environment, run_ranks
 from tests.distributed.worker import run_config
@@ -218,16 +219,29 @@ def test_the_environment_of_tests_has_no_launcher() -> None:
             "a multiple of it, got 3",
         ),
         ({"model": "llama", "train": {"lora": {"rank": 4}}}, "must be 1 with train.lora, got 2"),
-        (
-            {"model": "llama", "parallel": {"pipeline_schedule": "zero_bubble"},
-             "train": {"activation_checkpointing": "full"}},
-            "must be 1 with train.activation_checkpointing under pipeline_schedule zero_bubble, got 2",
-        ),
     ],
 )  # fmt: skip
 def test_what_stages_cannot_train(case: dict[str, Any], message: str) -> None:
     parallel = {"pipeline": 2, **case.get("parallel", {})}
     with pytest.raises((ValueError, NotImplementedError), match=message):
         check_parallel(run_config({**case, "parallel": parallel}, 1), 2)
-    with pytest.raises(ValueError, match=r"virtual_stages must be 1 without parallel\.pipeline, got 2"):
-        check_parallel(run_config({"model": "llama", "parallel": {"virtual_stages": 2}}, 1), 1)
+
+
+@pytest.mark.parametrize(
+    "parallel, message",
+    [
+        ({"virtual_stages": 2}, "virtual_stages must be 1 without parallel.pipeline, got 2"),
+    ],
+)
+def test_settings_of_stages_without_stages(parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_parallel(run_config({"model": "llama", "parallel": parallel}, 1), 1)
+
+
+def test_the_error_of_a_stage_is_its_own() -> None:
+    """Not torch's, which prints the stage's tensors; another error with a cause stays itself."""
+    own, torchs = ValueError("bad"), RuntimeError("[Stage 1] failed to run forward: args: ...")
+    torchs.__cause__ = own
+    ours = RuntimeError("no kernel")
+    ours.__cause__ = own
+    assert own_error(torchs) is own and own_error(ours) is ours

@@ -130,7 +130,7 @@ def stopped_by_nan(ranks: Ranks, parallel: dict[str, Any]) -> str:
 
 def everything(trainer: Trainer) -> dict[str, Tensor]:
     """Of a pipeline all stages' tensors; those that two have must be equal."""
-    mine = {name: whole(tensor) for name, tensor in trainer.optimizer.tensors().items()}
+    mine = {name: whole(tensor).cpu() for name, tensor in trainer.optimizer.tensors().items()}
     if trainer.pipeline is None:
         return mine
     merged: dict[str, Tensor] = {}

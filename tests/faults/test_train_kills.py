@@ -53,29 +53,40 @@ def steps_of(folder: Path) -> int:
     return file.read_bytes().count(b'"kind": "step"') if file.is_file() else 0
 
 
-def wanted(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
+STAGES = (
+    "parallel.pipeline=2", "train.gradient_accumulation_steps=3", "model.architecture=gpt_neox",
+    "model.hidden_dropout=0.1", "model.tie_embeddings=true",
+)  # fmt: skip
+
+
+def wanted(folder: Path, ranks: int, *more: str) -> dict[str, torch.Tensor]:
     """The final weights of a run that is not interrupted."""
     folder.mkdir()
     write_config(folder)
-    process = start(folder, *command(folder, ranks=ranks))
+    process = start(folder, *command(folder, *more, ranks=ranks))
     assert process.wait(timeout=240) == 0, said(folder)[-3000:]
     return weights(folder / "run/checkpoints")
 
 
 @pytest.mark.parametrize(
-    "ranks, kills",
-    [(1, 2), pytest.param(1, 100, marks=pytest.mark.slow), pytest.param(2, 100, marks=pytest.mark.slow)],
+    "ranks, kills, more",
+    [
+        (1, 2, ()),
+        pytest.param(1, 100, (), marks=pytest.mark.slow),
+        pytest.param(2, 100, (), marks=pytest.mark.slow),
+        pytest.param(2, 4, STAGES, marks=pytest.mark.slow, id="2-4-stages"),
+    ],
 )
-def test_kill_9_at_random_moments_changes_no_bit(tmp_path: Path, ranks: int, kills: int) -> None:
+def test_kill_9_at_random_moments_changes_no_bit(tmp_path: Path, ranks: int, kills: int, more: tuple[str, ...]) -> None:
     """Each kill ends the whole group at a step and fraction drawn at random; the next start goes on."""
-    whole = wanted(tmp_path / "whole", ranks)
+    whole = wanted(tmp_path / "whole", ranks, *more)
     chance, done = random.Random(17 + ranks), 0
     while done < kills:
         folder = tmp_path / f"killed{done}"
         folder.mkdir()
         write_config(folder)
         for _ in range(min(4, kills - done)):
-            process = start(folder, *command(folder, ranks=ranks))
+            process = start(folder, *command(folder, *more, ranks=ranks))
             before = steps_of(folder)
             step = min(STEPS, before + chance.randrange(1, 12))
             wait_for(lambda s=step, f=folder, p=process: steps_of(f) >= s or p.poll() is not None, folder)
@@ -84,7 +95,7 @@ def test_kill_9_at_random_moments_changes_no_bit(tmp_path: Path, ranks: int, kil
             done += 1
             for path in checkpoints_in(folder / "run/checkpoints"):
                 checkpoint_store.verify(path, checkpoint_store.read_facts(path))
-        process = start(folder, *command(folder, ranks=ranks))
+        process = start(folder, *command(folder, *more, ranks=ranks))
         assert process.wait(timeout=240) == 0, said(folder)[-3000:]
         same(weights(folder / "run/checkpoints"), whole)
         names = {p.name for p in (folder / "run/checkpoints").iterdir()}

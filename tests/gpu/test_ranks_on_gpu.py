@@ -27,10 +27,6 @@ CASES: dict[str, dict[str, Any]] = {
         "model": "llama", "parallel": {"pipeline": 2, "virtual_stages": 2}, "layers": 4,
         "train": {"gradient_accumulation_steps": 4, "micro_batch_size": 2, "activation_checkpointing": "full"},
     },
-    "pp-zero-bubble": {
-        "model": "llama", "parallel": {"pipeline": 2, "pipeline_schedule": "zero_bubble"},
-        "train": {"gradient_accumulation_steps": 4, "micro_batch_size": 2},
-    },
 }  # fmt: skip
 
 

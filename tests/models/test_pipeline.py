@@ -86,5 +86,14 @@ def test_a_stage_keeps_names_and_leaves_the_rest() -> None:
     assert {n.split(".")[0] for n, _ in last.named_parameters()} == {"layers", "norm", "head"}
     assert {n for n, _ in model.named_parameters()} == whole
     assert 0.3 < largest_share(model, 3) < 0.5 and largest_share(model, 1) == 1
+    with_positions = _built("neox", 4)
+    layer = sum(p.numel() for p in with_positions.layers[0].parameters())
+    parts = stages_of(with_positions, layers_of_stages(with_positions.config, layer, 2))
+    # the first stage, with the learned positions; the tied embedding is in both
+    largest = sum(p.numel() for p in parts[0].parameters())
+    assert {n.split(".")[0] for n, _ in parts[0].named_parameters()} == {"embed", "positions", "layers"}
+    assert largest_share(with_positions, 2) == largest / with_positions.num_parameters()
+    # each of two ranks has two of four stages
+    assert 0.5 <= largest_share(model, 2, 2) < 0.7
     keep_layers(model, [1, 4])
     assert {n.split(".")[1] for n, _ in model.named_parameters()} == {"1", "4"}

@@ -81,7 +81,7 @@ def test_softmax(masked: bool, causal: Any) -> None:
     mask = _random(3, 4, 6, seed=2) > 0.5 if masked else None
     if mask is not None:
         mask[0, 0] = True  # a row that sees nothing
-    y = scaled_softmax_ref(x, scale=0.7, mask=mask, causal=causal)
+    y = scaled_softmax_ref(x, scale=0.7, mask=mask, is_causal=causal)
     (expected,) = torch.autograd.grad((y * dy).sum(), x)
     _assert_equal((softmax_bwd_ref(dy, y.detach(), scale=0.7),), (expected,))
 

@@ -286,16 +286,22 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
 def test_sharded_parameters_get_their_shard(mesh: Any) -> None:
     full = torch.randn(6, 4)
     sharded = distribute_tensor(torch.zeros(6, 4, dtype=torch.bfloat16), mesh, [Shard(0)])
-    fill({"w": sharded}, iter([("w", full)]))
+    # a pipeline stage has some of a model's tensors
+    fill({"w": sharded}, iter([("of another stage", full), ("w", full)]))
     assert isinstance(sharded, DTensor) and torch.equal(sharded.full_tensor(), full.to(torch.bfloat16))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor", [1, 2], ids=["fsdp", "tensor-parallel"])
-def test_two_ranks_start_from_weights(tensor: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parallel",
+    ["parallel.tensor=1", "parallel.tensor=2", "parallel.pipeline=2"],
+    ids=["fsdp", "tensor-parallel", "stages"],
+)
+def test_two_ranks_start_from_weights(parallel: str, tmp_path: Path) -> None:
     """A step that moves nothing, and the checkpoint that two ranks wrote holds what they were given."""
     source, config = _small(tmp_path / "hf", **LLAMA), write_config(tmp_path)
-    options = (f"checkpoint.load={source}", "train.steps=1", "model.vocab_size=256", f"parallel.tensor={tensor}",
+    options = (f"checkpoint.load={source}", "train.steps=1", "model.vocab_size=256", parallel,
+               "train.gradient_accumulation_steps=2",
                "optimizer.lr=1e-12", "evaluation.at_end=false", "logging.report=false")  # fmt: skip
     ranks = run_ranks(2, "-m", "powertrain", "train", str(config), *options)
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout[-3000:] for rank in ranks)

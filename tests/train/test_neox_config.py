@@ -522,6 +522,23 @@ def test_stages_are_stages(world: int, stages: int, tensor: int, steps: int, zer
     assert _row(run, "pipe_parallel_size").disposition == "honoured"
 
 
+@pytest.mark.parametrize(
+    "keys", [{"eval_tasks": ["piqa"]}, {"te_fp8_mha": True}, {"zero_optimization": {"stage": 2}}, {"num_layers": 3}]
+)
+def test_what_stages_do_not_train_is_sharded(keys: dict[str, Any], tmp_path: Path) -> None:
+    keys = {
+        "num_layers": 12,
+        "pipe_parallel_size": 4,
+        "gradient_accumulation_steps": 8,
+        "train_batch_size": ...,
+        **keys,
+    }
+    parallel = (run := _read(tmp_path, 4, **keys)).config.parallel
+    assert (parallel.pipeline, parallel.strategy) == (1, "fsdp")
+    check_parallel(run.config, 4)
+    assert _row(run, "pipe_parallel_size").disposition == "mapped"
+
+
 def test_a_batch_that_stages_cannot_share_is_refused(tmp_path: Path) -> None:
     """Ranks that share a sequence have no dropout in attention; and 5 ranks are not so many pairs."""
     for world, stages, dropout in ((6, 6, 0.1), (5, 2, 0.0)):

@@ -232,17 +232,22 @@ def test_random_states_need_no_load_rng_where_they_count(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor", [1, 2], ids=["fsdp", "tensor-parallel"])
-def test_two_ranks_go_on(tensor: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "micro, parallel",
+    [(2, "parallel.shard=2"), (4, "parallel.tensor=2"), (4, "parallel.pipeline=2")],
+    ids=["fsdp", "tensor-parallel", "stages"],
+)
+def test_two_ranks_go_on(micro: int, parallel: str, tmp_path: Path) -> None:
     """From a checkpoint of two others: the losses of one rank."""
-    middle, _, first = _whole(tmp_path, "train.precision=fp32")
+    settings = ("train.precision=fp32", "train.gradient_accumulation_steps=2")
+    middle, _, first = _whole(tmp_path, *settings)
     _write(tmp_path / "neox", first, middle, Engine("fp32", "fp32", tp=2))
-    alone = _trainer(tmp_path / "alone", "train.precision=fp32", f"checkpoint.load={tmp_path}/neox")
+    alone = _trainer(tmp_path / "alone", *settings, f"checkpoint.load={tmp_path}/neox")
     alone.fit()
     alone.close()
     (tmp_path / "two").mkdir()
-    options = ("train.precision=fp32", f"checkpoint.load={tmp_path}/neox", f"parallel.tensor={tensor}",
-               f"train.micro_batch_size={2 * tensor}", f"model.vocab_size={first.config.model.vocab_size}")  # fmt: skip
+    options = (*settings, f"checkpoint.load={tmp_path}/neox", parallel, f"train.micro_batch_size={micro}",
+               f"model.vocab_size={first.config.model.vocab_size}")  # fmt: skip
     ranks = run_ranks(2, "-m", "powertrain", "train", str(write_config(tmp_path / "two")), *MODEL, *options)
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stdout[-3000:] for rank in ranks)
     for name, expected in open_weights(tmp_path / "alone" / "run").tensors():

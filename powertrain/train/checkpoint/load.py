@@ -291,10 +291,15 @@ def build_from(weights: Weights, device: torch.device, dtype: torch.dtype) -> Ca
 
 
 def fill(into: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Copy every tensor to the one of its name, in that one's dtype; a DTensor gets its shard. All must come."""
+    """Copy every tensor to the one of its name, in that one's dtype; a DTensor gets its shard.
+
+    Every one of `into` must come. Others are left out: a pipeline stage has some of a model's tensors.
+    """
     left = set(into)
     with torch.no_grad():
         for name, tensor in tensors:
+            if name not in into:
+                continue
             target = into[name]
             if isinstance(target, DTensor):
                 moved = tensor.to(target.device, target.dtype)

@@ -160,8 +160,8 @@ def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int, int, int]:
     """(micro batch, accumulation steps, context ranks, pipeline stages) here, from any two of the first two and the
     global batch by GPT-NeoX's integer divisions.
 
-    Stages become shards where they would wait more than they compute, with fewer accumulation steps than stages, and
-    where the ranks, the layers or ZeRO's gradients cannot be divided by them.
+    Stages become shards where they would wait more than they compute, with fewer accumulation steps than stages; where
+    the ranks, the layers or ZeRO's gradients cannot be divided by them; and for what stages do not train.
     """
     tensor, stages = (max(keys.get(name, 1), 1) for name in ("model_parallel_size", "pipe_parallel_size"))
     ours = max(world_size // tensor, 1)
@@ -192,7 +192,10 @@ def _batch(keys: NeoXKeys, world_size: int) -> tuple[int, int, int, int]:
     if batch is None:
         keys.add_row(names[0], "honoured", f"{micro} * {steps} * {ranks} ranks", total)
     layers = keys.get("num_layers") or stages
-    if 1 < stages <= min(steps, layers) and ours % stages == 0 and _zero_stage(keys) <= 1:
+    is_plain = (
+        keys.get("train_impl", "normal") == "normal" and not keys.get("te_fp8_mha") and not keys.get("eval_tasks")
+    )
+    if is_plain and 1 < stages <= min(steps, layers) and ours % stages == 0 and _zero_stage(keys) <= 1:
         return int(micro), int(steps), 1, stages
     return *_over_more_ranks(keys, int(micro), int(steps), ours, ranks), 1
 

@@ -264,7 +264,6 @@ class ParallelConfig(Section):
     ddp    nothing is sharded; the same as replicate = all, shard = 1
     pipeline                so many ranks have different layers (docs/pipeline_parallel.md)
     virtual_stages          groups of layers of each of them; above 1 the bubble is as many times shorter
-    pipeline_schedule       zero_bubble: weights' gradients are computed where a rank would wait
     context                 so many ranks share each sequence (docs/context_parallel.md), and the shards of parameters
     expert                  so many of the shard ranks share each layer's experts (docs/expert_parallel.md)
     reshard_after_forward   False: parameters stay gathered from forward to backward (ZeRO 1 and 2)
@@ -274,7 +273,6 @@ class ParallelConfig(Section):
     strategy: Literal["fsdp", "ddp"] = "fsdp"
     pipeline: Positive = 1
     virtual_stages: Positive = 1
-    pipeline_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
     replicate: Positive = 1
     shard: int = -1
     context: Positive = 1

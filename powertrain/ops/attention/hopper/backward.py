@@ -199,7 +199,8 @@ def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
         keys_bytes = operands.storage * heads.kv * operands.keys * (operands.d_qk + operands.d_v) * 4
         num_splits = head_splits_for(
             operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
-            args.right >= 0 and args.left < 0, keys_bytes, args.deterministic, num_sms,
+            args.right >= 0 and args.left < 0, keys_bytes, args.deterministic,
+            _SMS_IN_TURN if args.deterministic else num_sms,
         )  # fmt: skip
     repeats = heads.q_per_kv // num_splits
     group = plan.group
@@ -210,6 +211,10 @@ def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
     if args.right >= 0 and args.left < 0 and not operands.is_packed and not is_wide:
         late = late_blocks_for(operands.storage * heads.kv * num_splits, blocks, num_sms)
     return Schedule(num_splits, group, late)
+
+
+# of the H100 SXM and H200. In turn dk and dv are sums over the parts: their number must be the same on every Hopper GPU
+_SMS_IN_TURN = 132
 
 
 @functools.lru_cache(maxsize=1024)
