@@ -95,7 +95,7 @@ def test_an_example_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_every_epoch_has_the_bits_of_a_live_reference(tmp_path: Path) -> None:
-    """Batch-invariant, the first computation of an example is that of any row: packed anew, over two epochs and a part."""
+    """Batch-invariant, an example has the same numbers in any row: packed anew, over two epochs and a part."""
     options = ("checkpoint.save=false", "train.steps=4", "evaluation.every=0", "evaluation.at_end=false",
                "train.batch_invariant=true", "data.split='20,80,0'")  # fmt: skip
     _, wanted = _fit(tmp_path / "live", "dpo", *options)
