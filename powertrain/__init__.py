@@ -45,6 +45,7 @@ _PUBLIC = {
     "parallelize_linears": "powertrain.nn.tensor_parallel.parallelize_linears",
     "patch": "powertrain.patching.patch",
     "unpatch": "powertrain.patching.patch",
+    "batch_invariant": "powertrain.ops.batch_invariance",
     "disable": "powertrain.runtime.dispatch",
     "Target": "powertrain.runtime.target",
     "record": "powertrain.runtime.recording",

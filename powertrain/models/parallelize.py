@@ -25,6 +25,7 @@ from powertrain.models.config import ModelConfig
 from powertrain.models.registry import architecture
 from powertrain.models.sequence_sharding import ContextSharding, mean_of_ranks, normalize_labels
 from powertrain.nn.attention import Context
+from powertrain.nn.lora import LoRALinear
 from powertrain.nn.tensor_parallel.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
@@ -32,6 +33,7 @@ from powertrain.nn.tensor_parallel.linear import (
     name_layers,
     replicate,
 )
+from powertrain.nn.tensor_parallel.lora import ColumnParallelLoRA, RowParallelLoRA
 from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens
 from powertrain.parallel.context.api import context_parallel
 from powertrain.parallel.overlap import Overlap
@@ -185,6 +187,12 @@ def _shard_layers(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
     return apart
 
 
+_PARALLEL: dict[tuple[Style, bool], Any] = {
+    ("columns", False): ColumnParallelLinear, ("columns", True): ColumnParallelLoRA,
+    ("rows", False): RowParallelLinear, ("rows", True): RowParallelLoRA,
+}  # fmt: skip
+
+
 def _shard_module(block: nn.Module, name: str, style: Style, mesh: DeviceMesh) -> nn.Module | None:
     """Replace the module of that name, if the block has it, by its parallel form; returns that."""
     parent, _, last = name.rpartition(".")
@@ -195,10 +203,8 @@ def _shard_module(block: nn.Module, name: str, style: Style, mesh: DeviceMesh) -
     if module is None:
         return None
     match style:
-        case "columns":
-            setattr(owner, last, ColumnParallelLinear.from_linear(module, mesh))
-        case "rows":
-            setattr(owner, last, RowParallelLinear.from_linear(module, mesh))
+        case "columns" | "rows":
+            setattr(owner, last, _PARALLEL[style, isinstance(module, LoRALinear)].from_linear(module, mesh))
         case "replicated" if isinstance(module, nn.Linear):
             setattr(owner, last, ReplicatedLinear.from_linear(module, mesh))
         case "replicated":

@@ -17,7 +17,22 @@ from powertrain.ops.lora_linear import adapted_norm, lora_linear
 from powertrain.runtime import checks
 
 
-class LoRALinear(nn.Linear):
+class Adapted(nn.Module):
+    """A linear layer with an adapter: `LoRALinear`, or one whose weight is sharded (nn/tensor_parallel/lora.py)."""
+
+    scale: float
+    dropout: float
+    enabled: bool
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_magnitude: nn.Parameter | None
+
+    @property
+    def rank(self) -> int:
+        return self.lora_A.shape[0]
+
+
+class LoRALinear(nn.Linear, Adapted):
     """x [..., K] -> x weightᵀ + bias + scale (dropout(x) lora_Aᵀ) lora_Bᵀ, [..., N]; computed by `lora_linear`.
 
     weight, bias    of the layer that it replaces, the same parameters under the same names
@@ -36,10 +51,6 @@ class LoRALinear(nn.Linear):
         self.train(linear.training)
         if not self.weight.is_meta:
             self.reset_adapter()
-
-    @property
-    def rank(self) -> int:
-        return self.lora_A.shape[0]
 
     @torch.no_grad()
     def reset_adapter(self, generator: torch.Generator | None = None) -> None:
@@ -143,14 +154,16 @@ def _targets(model: nn.Module, targets: Sequence[str] | str) -> dict[str, nn.Lin
     return chosen
 
 
-def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
+def lora_layers(model: nn.Module) -> dict[str, Adapted]:
     """The adapted layers of a model by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
     """Every adapted layer of `model` becomes a plain nn.Linear with the merged weight, in place; the model."""
     for name, layer in lora_layers(model).items():
+        if not isinstance(layer, LoRALinear):
+            checks.fail("merge_lora", "model", "not be sharded over tensor ranks", f"{name}, {type(layer).__name__}")
         plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         plain.weight, plain.bias = nn.Parameter(layer.merged_weight(), layer.weight.requires_grad), layer.bias
         model.set_submodule(name, plain.train(layer.training))

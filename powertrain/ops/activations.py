@@ -36,6 +36,7 @@ from powertrain.ops.activation_kernels import (
     activation_fwd_outputs,
     split_halves,
 )
+from powertrain.ops.batch_invariance import rows_apart
 from powertrain.ops.shapes import acc_dtype, wanted
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
@@ -170,7 +171,7 @@ def activation(x: Tensor, kind: Activation, bias: Tensor | None = None) -> Tenso
     checks.same_device("activation", "x", x, bias=bias)
     checks.shape("activation", "bias", bias, x.shape[-1:], "last dim of x")
     if torch.compiler.is_compiling() or not use_kernel("activation", x):
-        return _activation_torch(x, kind, bias)
+        return rows_apart(lambda x: _activation_torch(x, kind, bias), x)
     bias = bias if bias is None else bias.contiguous()
     return _activation_op(x, None, bias, kind, "gate_first", False, 0.0, 0.0)
 
@@ -211,7 +212,7 @@ def gated_activation(
     width = x.shape[-1] if up is None else 2 * x.shape[-1]
     checks.shape(op, "bias", bias, (width,), "gate and up")
     if torch.compiler.is_compiling() or not use_kernel(op, x):
-        return _gated_torch(x, kind, up, bias, order, limit, alpha)
+        return rows_apart(lambda x, up: _gated_torch(x, kind, up, bias, order, limit, alpha), x, up)
     bias = bias if bias is None else bias.contiguous()
     return _activation_op(x, up, bias, GATED[kind], order, True, float(limit), float(alpha))
 

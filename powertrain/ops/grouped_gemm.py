@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powertrain.ops.attention.backends.zero_padding import zero_tail
+from powertrain.ops.batch_invariance import refuse_invariant
 from powertrain.ops.shapes import acc_dtype, as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks, tracing
 from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
@@ -414,6 +415,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     checks.require(
         weight.dtype is x.dtype, op, "weight", f"have x's dtype {checks.name(x.dtype)}", checks.name(weight.dtype)
     )
+    refuse_invariant("grouped_gemm (mixture of experts)", "use a model with dense MLPs")
     kernel = use_kernel(op, x)
     if kernel or is_traced(x):
         y: Tensor = _grouped_gemm_op(x, weight, offsets.contiguous(), kernel)

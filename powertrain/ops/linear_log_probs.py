@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powertrain.ops.batch_invariance import is_batch_invariant
 from powertrain.ops.cross_entropy_kernels import to_aligned
 from powertrain.ops.gemm.row_invariant import RowInvariantLinear, row_invariant_linear_
 from powertrain.ops.linear_cross_entropy import (
@@ -354,7 +355,7 @@ def linear_log_probs(
         main_grad  [V, D]    float32, contiguous, or None: backward adds the weight's gradient here
         batch_invariant      on a GPU a token's results have the same bits whatever the number and values of the
                              other tokens; the logits are then computed by our kernel with one fixed tile, not by
-                             cuBLAS, which takes longer
+                             cuBLAS, which takes longer. So it is inside `powertrain.batch_invariant()`
     Returns `LogProbs`, in nats, float32. log_probs, entropy and divergence are differentiable, and 0 for tokens left
         out; top_log_probs are not. A target out of range gives nan from the kernels and an error
         from plain PyTorch (CPU).
@@ -374,6 +375,7 @@ def linear_log_probs(
             taught_bias = None if teacher.bias is None else teacher.bias.to(dtype)
             teacher = teacher._replace(x=teacher.x.to(dtype), weight=teacher.weight.to(dtype), bias=taught_bias)
     V = weight.shape[0]
+    batch_invariant = batch_invariant or is_batch_invariant()
     check_arguments("linear_log_probs", x, weight, target, bias, temperature, softcap, top_k, teacher, main_grad, V)
     if not use_kernel("linear_log_probs", x):
         return _plain(

@@ -29,6 +29,8 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
     if config.parallel.expert > 1:
         check_expert(config.model, config.parallel.expert, shard, tensor)
     _check_objective(config, world_size, context, tensor)
+    if config.train.batch_invariant:
+        _check_batch_invariant(config, context, tensor)
     if pipeline > 1:
         _check_pipeline(config)
     elif config.parallel.virtual_stages > 1:
@@ -70,12 +72,28 @@ def _check_pipeline(config: RunConfig) -> None:
             raise NotImplementedError(f"parallel.pipeline must be 1 with {key}, got {parallel.pipeline}")
 
 
+def _check_batch_invariant(config: RunConfig, context: int, tensor: int) -> None:
+    """Raise NotImplementedError, naming the key, for what has no order of sums that batches leave as it is."""
+    model = config.model
+    dropout = max(getattr(model, name, 0.0) for name in ("hidden_dropout", "attention_dropout"))
+    for key, is_there in (
+        (f"parallel.tensor {tensor}", tensor > 1),
+        (f"parallel.context {context}", context > 1),
+        (f"fp8.recipe {config.fp8.recipe}", config.fp8.recipe != "none"),
+        (f"model.architecture {model.architecture}", model.architecture not in ("gpt_neox", "llama")),
+        (f"dropout {dropout:g} in the model", dropout > 0),
+    ):
+        if is_there:
+            raise NotImplementedError(f"train.batch_invariant must be false with {key}, got true")
+
+
 def _check_objective(config: RunConfig, world_size: int, context: int, tensor: int) -> None:
     """Raise NotImplementedError, naming the key, for what training after pretraining does not do yet."""
     train, name = config.train, config.train.objective
     if name not in ("pretrain", "sft") and context > 1:
         raise NotImplementedError(f"parallel.context must be 1 for train.objective {name}, got {context}")
-    if train.lora is not None and tensor > 1:
-        raise NotImplementedError(f"parallel.tensor must be 1 with train.lora, got {tensor}")
+    model = config.model.architecture
+    if train.lora is not None and tensor > 1 and model not in ("gpt_neox", "llama"):
+        raise NotImplementedError(f"parallel.tensor must be 1 with train.lora and model {model}, got {tensor}")
     if train.lora is not None and train.lora.dora and world_size > 1:
         raise NotImplementedError(f"train.lora.dora must be false with several ranks, got true on {world_size}")

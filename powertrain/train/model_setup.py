@@ -7,7 +7,7 @@ from torch import nn
 
 from powertrain.models import build
 from powertrain.models.parallelize import parallelize
-from powertrain.nn.lora import lora, lora_layers
+from powertrain.nn.lora import LoRALinear, lora, lora_layers
 from powertrain.parallel.overlap import Overlap
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.optim import DTYPES, Optimizer
@@ -90,7 +90,7 @@ def reset_magnitudes(model: nn.Module, optimizer: Optimizer) -> None:
     """DoRA's magnitudes of the weights that are there now."""
     masters = optimizer.tensors()
     for name, layer in lora_layers(model).items():
-        if layer.lora_magnitude is not None:
+        if isinstance(layer, LoRALinear) and layer.lora_magnitude is not None:
             layer.reset_magnitude()
             masters[f"model.{name}.lora_magnitude"].copy_(layer.lora_magnitude)
 

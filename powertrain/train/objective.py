@@ -106,13 +106,20 @@ def token_log_probs(model: nn.Module, batch: Batch, **options: Any) -> LogProbs:
 
 
 class Reference:
-    """Log-probabilities of the frozen model that the trained one is compared with."""
+    """Log-probabilities of the frozen model that the trained one is compared with, or those that the batch brings.
+
+    model   None: freed, since every batch brings them (reference_cache.py)
+    """
 
     def __init__(self, model: nn.Module, *, is_base: bool) -> None:
-        self.model, self.is_base = model, is_base
+        self.model: nn.Module | None = model
+        self.is_base = is_base
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
+        if batch.reference is not None:
+            return batch.reference
+        assert self.model is not None
         if not self.is_base:
             return token_log_probs(self.model, batch).log_probs
         # the base of LoRA is the reference: no second model in memory

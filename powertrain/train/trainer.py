@@ -14,6 +14,7 @@ from torch import Tensor
 
 from powertrain.models import build
 from powertrain.models.flops import flops_per_token
+from powertrain.ops.batch_invariance import batch_invariant
 from powertrain.quant.model import shared_weights
 from powertrain.quant.scales import update_scales
 from powertrain.runtime import tracing
@@ -36,6 +37,7 @@ from powertrain.train.objective import make_objective
 from powertrain.train.optim import Optimizer, Stepped
 from powertrain.train.pending_step import PendingStep, to_host
 from powertrain.train.ranks import Ranks, disconnect
+from powertrain.train.reference_cache import ReferenceCache, cached_reference
 from powertrain.train.reporting.kernel_profile import StepWatch
 from powertrain.train.reporting.metrics import EvaluationRecord, Sink, StepRecord, TaskRecord
 from powertrain.train.reporting.peak_flops import peak_tflops
@@ -79,6 +81,7 @@ class Trainer:
         to_low_precision(self.model, self.optimizer, config, ranks)
         reset_magnitudes(self.model, self.optimizer)
         self.objective = make_objective(self.model, config, ranks.device)
+        self.reference_cache: ReferenceCache | None = None  # made by `fit`
         self.checkpoints = _checkpoints(config, ranks)
         whole = self.model if self.pipeline is None else build(config.model)
         self.flops_per_token = flops_per_token(whole, config.train.seq_length)
@@ -105,7 +108,13 @@ class Trainer:
         A checkpoint that cannot be written is reported and the next one tried when due; NotWritten is raised only if
         the last one fails.
         """
+        with self._order():
+            return self._fit()
+
+    def _fit(self) -> Progress:
         train = self.config.train
+        if train.reference_cache and self.reference_cache is None:
+            self._cache_reference()
         stream = self._stream()
         self._started_at = self.progress.step
         self._clock = Moment(self.ranks.device)
@@ -153,6 +162,10 @@ class Trainer:
         if self._not_written is not None:
             raise self._not_written
         return self.progress
+
+    def _order(self) -> contextlib.AbstractContextManager[None]:
+        """Of a forward's sums: the same whatever the batch, if configured."""
+        return batch_invariant() if self.config.train.batch_invariant else contextlib.nullcontext()
 
     def _ends(self) -> bool:
         """Whether the run was asked to end early; ranks exchange this a step later."""
@@ -234,15 +247,16 @@ class Trainer:
         source = getattr(self.data, name)
         if source is None:
             return None
-        train, ranks = self.config.train, self.ranks
+        ranks = self.ranks
         self._set_training(False)
         # losses, number of what counts, metrics
         sums = torch.zeros(2 + len(self.objective.metrics), device=ranks.device)
-        limit = min(len(source), self.config.evaluation.steps * train.micro_batch_size * ranks.dp_size)
+        limit = self._evaluated_at_once(source)
         count, first = 0, 0 if name == "test" else self._first_evaluated(len(source), limit)
         for batch in self._batches(source, first, first + limit):
             batch = batch.to(ranks.device)
-            loss, metrics = self._share(batch, torch.ones((), device=ranks.device))
+            with self._order():
+                loss, metrics = self._share(batch, torch.ones((), device=ranks.device))
             sums += torch.cat([torch.stack([loss, self.objective.count(batch)]), metrics])
             count += 1
         self._set_training(True)
@@ -269,6 +283,10 @@ class Trainer:
             self._emit("task", TaskRecord(self.progress.step, task, metrics))
         self._clock = Moment(self.ranks.device)
         return results
+
+    def _evaluated_at_once(self, source: Any) -> int:
+        """The number of samples of a held-out set that one evaluation looks at."""
+        return min(len(source), self.config.evaluation.steps * self.config.train.micro_batch_size * self.ranks.dp_size)
 
     def _first_evaluated(self, samples: int, each: int) -> int:
         """Where this evaluation begins in its set. By the step alone, so that a resumed run goes on there."""
@@ -356,10 +374,28 @@ class Trainer:
         return self._batches(self.data.train, self.progress.samples, limit)
 
     def _batches(self, source: Any, start: int, limit: int) -> Iterator[Batch]:
-        return batches(
+        read = batches(
             source, micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.ranks.dp_rank,
             dp_size=self.ranks.dp_size, start_sample=start, limit=limit, num_workers=self.config.data.num_workers,
         )  # fmt: skip
+        return read if self.reference_cache is None else map(self.reference_cache.attach, read)
+
+    def _cache_reference(self) -> None:
+        """The reference's log-probabilities of all samples that are left, into files; then its model is freed."""
+        parts = [self._stream()]
+        for name in ("validation", "test"):
+            source = getattr(self.data, name)
+            if source is not None:
+                each = self._evaluated_at_once(source)
+                walks = name == "validation" and self.config.evaluation.advance and each
+                parts.append(self._batches(source, 0, len(source) // each * each if walks else each))
+        objective: Any = self.objective
+        reference = objective.reference
+        self.reference_cache = cached_reference(
+            reference.model, reference, parts, self.config, self.ranks.device, self.ranks.checkpoint_group
+        )
+        reference.model = None
+        self._clock = Moment(self.ranks.device)
 
     def _learning_rate(self, step: int) -> float:
         """Of this step. GPT-NeoX's schedules stand still while steps are skipped (DeepSpeed)."""

@@ -302,7 +302,11 @@ def test_kernels_of_a_step_are_known_before_it(objective: str, tmp_path: Path) -
 def test_what_is_not_there_yet_says_so(tmp_path: Path) -> None:
     for objective, options, words in (
         ("dpo", ("parallel.context=2",), "parallel.context must be 1 for train.objective dpo, got 2"),
-        ("sft", ("parallel.tensor=2", "train.lora.rank=4"), "parallel.tensor must be 1 with train.lora, got 2"),
+        (
+            "sft",
+            ("parallel.tensor=2", "train.batch_invariant=true"),
+            "batch_invariant must be false with parallel.tens",
+        ),
         ("sft", ("train.lora.dora=true",), "train.lora.dora must be false with several ranks, got true on 2"),
     ):
         config = with_vocabulary(read_run(tmp_path, objective, *options).config, 256)

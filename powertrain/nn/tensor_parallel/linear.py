@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from powertrain.nn.tensor_parallel.token_shards import even_rows, gather_tokens, move_rows
+from powertrain.ops.batch_invariance import refuse_invariant
 from powertrain.ops.shapes import acc_dtype
 from powertrain.parallel.collective_matmul import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, replicated_gemm
 from powertrain.parallel.overlap import Overlap
@@ -183,6 +184,10 @@ class ColumnParallelLinear(_ShardedLinear):
         """`shape` as `columns` takes it."""
         return columns(x, self, shape=shape)[0]
 
+    def added(self, x: Tensor, rows: Sequence[int] | None) -> Tensor | None:
+        """What an adapter adds to the result, [T, N / W], from this rank's tokens [t, K]; `rows` of each rank."""
+        return None
+
 
 class RowParallelLinear(_ShardedLinear):
     """x wᵀ + b, all_reduce_grad over ranks that have some of the features in each; b is added once.
@@ -213,16 +218,21 @@ class RowParallelLinear(_ShardedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         _check_tokens(type(self).__name__, x)
+        refuse_invariant("linear layers under tensor parallelism", "use replicas or FSDP")
         if not self.input_is_parallel:
             x = _own_features(x, self.overlap)
         tokens, bias = x.flatten(0, -2), None if self.bias is None else local(self.bias)
         if self.sequence_parallel:
             rows = even_rows(tokens.shape[0], self.overlap.size)
-            return gemm_reduce_scatter(
-                tokens, local(self.weight), self.overlap, bias=bias, rows=rows, layer=_named(self)
-            )
+            y = gemm_reduce_scatter(tokens, local(self.weight), self.overlap, bias=bias, rows=rows, layer=_named(self))
+            more = self.added(tokens, rows)
+            return y if more is None else y + more
         y = gemm_all_reduce(tokens, local(self.weight), self.overlap, bias=bias, layer=_named(self))
         return y.unflatten(0, x.shape[:-1])
+
+    def added(self, x: Tensor, rows: Sequence[int]) -> Tensor | None:
+        """What an adapter adds to the result, [t, N], from all tokens [T, K / W]; `rows` of each rank."""
+        return None
 
 
 class ReplicatedLinear(nn.Linear):
@@ -277,6 +287,7 @@ def columns(x: Tensor, *layers: nn.Module, shape: Sequence[int] | None = None) -
         kind = isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel == first.sequence_parallel
         checks.require(kind, "columns", "layers", "all be ColumnParallelLinear like the first", type(layer).__name__)
     _check_tokens(type(first).__name__, x)
+    refuse_invariant("linear layers under tensor parallelism", "use replicas or FSDP")
     linears = cast(tuple[ColumnParallelLinear, ...], layers)
     tokens, overlap = x.flatten(0, -2), first.overlap
     weights = [local(layer.weight) for layer in linears]
@@ -285,6 +296,8 @@ def columns(x: Tensor, *layers: nn.Module, shape: Sequence[int] | None = None) -
     if first.sequence_parallel:
         rows = None if shape is None else even_rows(torch.Size(shape).numel(), overlap.size)
         ys = all_gather_gemm(tokens, weights, overlap, bias=biases, rows=rows, layer=name)
+        more = [layer.added(tokens, rows) for layer in linears]
+        ys = [y if add is None else y + add for y, add in zip(ys, more, strict=True)]
         leading = (ys[0].shape[0],) if shape is None else tuple(shape)
     else:
         ys = replicated_gemm(tokens, weights, overlap, bias=biases, layer=name)

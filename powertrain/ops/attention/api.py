@@ -19,8 +19,10 @@ from powertrain.ops.attention.arguments import (
 )
 from powertrain.ops.attention.backend_preferences import steering
 from powertrain.ops.attention.backend_registry import BACKENDS
+from powertrain.ops.attention.invariant import run_invariant
 from powertrain.ops.attention.mask import MaskSpec
 from powertrain.ops.attention.problem import LAYOUTS, AttentionCall, AttentionProblem, Layout, Lengths
+from powertrain.ops.batch_invariance import is_batch_invariant
 from powertrain.ops.philox import dropout_seed as draw_seed
 from powertrain.runtime import checks
 from powertrain.runtime.dispatch import falls_back, is_traced, refuse_vmap, use_kernel
@@ -288,6 +290,9 @@ def varlen_attention(
 
 def _run(call: AttentionCall, backend: str | Sequence[str] | None) -> Any:
     """Choose a backend by the facts of the call, and run it."""
+    if is_batch_invariant():
+        result = run_invariant(call)
+        return result if call.return_lse else result[0]
     op = "varlen_attention" if call.layout == "thd" else "attention"
     if use_kernel(op, call.query):
         refuse_vmap(op, call.query, call.key, call.value)

@@ -30,6 +30,7 @@ from powertrain.ops.attention.backends.reference import attention_ref
 from powertrain.ops.attention.cache_append import append_op
 from powertrain.ops.attention.decode_kernels import decode_op
 from powertrain.ops.attention.mask import MaskSpec, MaskTensors
+from powertrain.ops.batch_invariance import refuse_invariant
 from powertrain.ops.rope import rope
 from powertrain.ops.rope_table import RopeTable
 from powertrain.ops.shapes import acc_dtype
@@ -198,6 +199,7 @@ def decode_attention(
         raise NotImplementedError(
             f"{_OP} has no gradients: call it under torch.no_grad(), or use powertrain.attention for training"
         )
+    refuse_invariant("decode_attention", "compute whole sequences, without a KV cache")
     runs_kernel = backend != "reference" and use_kernel(_OP, query)
     checks.require(runs_kernel or backend != "triton", _OP, "query", "be on a GPU for backend 'triton'", query.device)
 

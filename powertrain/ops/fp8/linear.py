@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powertrain.ops.batch_invariance import refuse_invariant
 from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, padded
 from powertrain.ops.fp8.gemm import fp8_gemm_into_op, fp8_gemm_op
 from powertrain.ops.fp8.quantize import fp8_quantize, quantize_op
@@ -275,6 +276,7 @@ def fp8_linear(
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     grad_format = grad_format or ("e5m2" if by == "tensor" else "e4m3")
     _check(x, weight, bias, by, grad_format, scales, amaxes, weight_copies, main_grad)
+    refuse_invariant("fp8_linear", "compute in bfloat16")
     served = use_kernel("fp8_linear", x)
     # x frozen, or weight: what only the other's gradient needs is kept too, in one kernel
     keep = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)

@@ -97,15 +97,15 @@ def _by_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
 
 
 class RowInvariantLinear(torch.autograd.Function):
-    """`row_invariant_linear_` with the gradients of `F.linear`, for plain PyTorch."""
+    """`row_invariant_linear_` with the gradients of `F.linear`."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None  # type: ignore[attr-defined]
-        return _by_rows(x, weight, bias, x.new_empty((x.shape[0], weight.shape[0])))
+        return row_invariant_linear_(x, weight, bias, x.new_empty((x.shape[0], weight.shape[0])))
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        return dy @ weight, dy.T @ x, dy.sum(0) if ctx.has_bias else None  # type: ignore[attr-defined]
+        need = ctx.needs_input_grad  # type: ignore[attr-defined]
+        return dy @ weight if need[0] else None, dy.T @ x if need[1] else None, dy.sum(0) if need[2] else None

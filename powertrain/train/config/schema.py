@@ -134,11 +134,14 @@ class TrainConfig(Section):
                          (docs/fine-tuning.md)
     reference            checkpoint of the reference model of dpo, kto and policy; None: the weights at the start of
                          the run, which need no copy with lora
+    reference_cache      compute the reference's log-probabilities once, before training, into files of the run's
+                         folder, and free the reference
     lora                 train adapters only
     preference, kto, reward, policy, distill   settings of the objectives dpo, kto, reward, policy and distill
     micro_batch_size     sequences in one forward, per data-parallel rank
     activation_checkpointing   none; selective: all but matmuls and attention is computed again; full: whole layers
     deterministic        the same bits every run, on a GPU too
+    batch_invariant      forward passes whose bits do not depend on the batch (powertrain.batch_invariant); slower
     spike_factor         a loss so many times the median of the last 100 steps stops the run; 0: never
     profile              steps to trace, and the folder of the traces
     recompiles           on a kernel's compile after the first step: a warning, or an error
@@ -149,6 +152,7 @@ class TrainConfig(Section):
     seq_length: Positive
     objective: ObjectiveName = "pretrain"
     reference: str | None = None
+    reference_cache: bool = False
     lora: LoRAConfig | None = None
     preference: PreferenceConfig = PreferenceConfig()
     kto: KTOConfig = KTOConfig()
@@ -163,6 +167,7 @@ class TrainConfig(Section):
     gradient_clipping: NonNegative = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     deterministic: bool = False
+    batch_invariant: bool = False
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     z_loss: NonNegative = 0.0
     spike_factor: NonNegative = 3.0
@@ -181,6 +186,16 @@ class TrainConfig(Section):
             raise ValueError(
                 f"train.reference must be null where objective {self.objective} reads no reference, "
                 f"got {self.reference}"
+            )
+        if self.reference_cache and not self.has_reference:
+            raise ValueError(
+                f"train.reference_cache must be false where objective {self.objective} reads no reference, got true"
+            )
+        if self.batch_invariant and self.activation_checkpointing != "none":
+            # the forward in backward runs on a thread of autograd, which is not in the context
+            raise ValueError(
+                f"train.activation_checkpointing must be none with train.batch_invariant, "
+                f"got {self.activation_checkpointing}"
             )
         if self.z_loss and self.objective not in ("pretrain", "sft"):
             raise ValueError(f"train.z_loss must be 0 for objective {self.objective}, got {self.z_loss:g}")

@@ -34,6 +34,7 @@ class Batch(NamedTuple):
     position_ids [B, S] int64, from 0 in each document, or None
     indices      the samples' numbers in the run, for error reports
     completions  of prompts with completions; of pairs, rows alternate between chosen and rejected
+    reference    [B, S] float32: the reference's log-probabilities of the labels, where they are known
     """
 
     tokens: Tensor
@@ -42,6 +43,7 @@ class Batch(NamedTuple):
     position_ids: Tensor | None
     indices: tuple[int, ...]
     completions: CompletionBatch | None = None
+    reference: Tensor | None = None
 
     def pin_memory(self) -> "Batch":
         return self._each(lambda x: x.pin_memory())
