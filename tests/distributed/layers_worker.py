@@ -614,7 +614,7 @@ def wrong_arguments(mesh: DeviceMesh) -> None:
                 param_dtype=torch.float32,
                 reduce_dtype=torch.float32,
             ),
-            "mesh must have axes among replicate, shard, context, tensor, in this order",
+            "mesh must have axes among pipeline, replicate, shard, context, tensor, in this order",
         ),
         (
             lambda: check_tensor(configure(**{**MODELS["deepseek"], "balance_loss": 0.1}), 2),
