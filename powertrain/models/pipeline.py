@@ -77,6 +77,7 @@ def stages_of(model: CausalLM, layers: Sequence[range]) -> list[CausalLM]:
     for part in layers:
         stage = copy.copy(model)
         stage._modules, stage._parameters = dict(model._modules), dict(model._parameters)
+        # each stage is sharded by itself: FSDP registers hooks on it
         stage._forward_hooks, stage._forward_pre_hooks = (
             type(model._forward_hooks)(),
             type(model._forward_pre_hooks)(),

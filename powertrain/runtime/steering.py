@@ -1,6 +1,6 @@
 """Changes to what steers calls for the whole process: settings, `disable`, tuned tiles, `record` and `emulate`.
 
-What is remembered about a call (runtime/replay.py) holds for one `epoch`, and not while `unsettled`.
+Recordings of calls (runtime/replay.py) are valid for one `epoch`, and not while `unsettled`.
 """
 
 

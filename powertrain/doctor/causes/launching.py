@@ -96,7 +96,7 @@ CAUSES = (
     Cause(
         "pickle-spawn",
         r"Can't pickle local object|cannot pickle '(?P<what>[^']{1,80})'|Can't get local object|Can't pickle <",
-        "what is handed to another process (a data set, a collate function, a model) holds an object that cannot "
+        "an object passed to another process (a data set, a collate function, a model) contains one that cannot "
         "be pickled: a lambda, an inner function, a lock, a generator",
         "a function at the top of a module instead of a lambda; num_workers=0 shows whether it is that; open files "
         "and clients in the worker",

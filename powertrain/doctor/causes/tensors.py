@@ -102,8 +102,8 @@ CAUSES = (
         "backward-twice",
         r"backward through the graph a second time",
         "backward was called twice on one graph, whose saved tensors are freed after the first",
-        "one backward of the sum of losses; detach() what is kept from one step to the next; retain_graph=True "
-        "only if both are meant",
+        "one backward of the sum of losses; detach() tensors that are kept from one step to the next; "
+        "retain_graph=True only if both are meant",
         "对同一计算图反向两次，而保存的张量在第一次后已释放",
         "对损失之和反向一次；跨步保留的张量要 detach()；确需两次才用 retain_graph=True",
         "https://docs.pytorch.org/docs/stable/generated/torch.autograd.backward.html",

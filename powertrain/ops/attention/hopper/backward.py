@@ -10,7 +10,7 @@ tiles of all parts add; where the same bits are wanted, the parts have sums of t
 Memory beyond results: for each query and head, 4 bytes a head dim (padded as plans.py's `pieces_of` says) and 8; 1152
 an SM, 768 more where a head dim has two pieces (above 128: 640, or 1152, for each 64 keys of a head); where tiles add
 in turn, 16 for each 64 queries of a head; where heads are split, 4 bytes for each key, head of keys and head dim of
-keys and values, in turn as often as there are parts.
+keys and values, once for each part where the same bits are wanted.
 FLOPs: five products for each pair that a mask lets see; none twice.
 """
 
@@ -199,8 +199,7 @@ def schedule_of(operands: Operands, plan: Plan, blocks: int) -> Schedule:
         keys_bytes = operands.storage * heads.kv * operands.keys * (operands.d_qk + operands.d_v) * 4
         num_splits = head_splits_for(
             operands.storage * heads.kv * blocks, cdiv(max(1, seen), plan.block_m), heads.q_per_kv,
-            args.right >= 0 and args.left < 0, keys_bytes, args.deterministic,
-            _SMS_IN_TURN if args.deterministic else num_sms,
+            args.right >= 0 and args.left < 0, keys_bytes, args.deterministic, num_sms,
         )  # fmt: skip
     repeats = heads.q_per_kv // num_splits
     group = plan.group
@@ -231,6 +230,8 @@ def head_splits_for(
     0.986; B1 S4096 0.947, -, 0.581; B1 S8192 2.089, -, 2.007; B1 S16384 8.26, -, 8.50; 32/8 B1 S2048 0.304, 0.218,
     0.225; B4 S2048 0.781, 0.792, 0.813; B2 S8192 4.47, 4.61, 4.71; 64/8 B2 S4096 2.84, 2.51, 2.53; full 28/4 B3 S3000
     2.07, -, 1.73; 32/8 B1 S2048 0.309, 0.338, 0.351."""
+    if deterministic:
+        num_sms = _SMS_IN_TURN
     mean = tiles * repeats * longest / (2 if is_causal else 1) / num_sms
     # what an SM has to do in all must not be much more than the longest tile. Of 8 heads and more the least was
     # measured; in turn, each part's sums cost more
