@@ -93,11 +93,12 @@ class Pipeline:
             for number, stage in enumerate(self._stages):
                 index = self.rank + number * self.size
                 stage.begin([batch], counted, lambda share: share)
-                stream = []
+                # the first stage gets the batch's number, as in a step: FSDP's root fails on a GPU without an argument
+                stream = torch.zeros(1, dtype=torch.int64, device=self.device)
                 if index:
-                    stream = [torch.empty(stage.shape_of(batch), dtype=self._dtype, device=self.device)]
-                    dist.recv(stream[0], group=self.group, group_src=(index - 1) % self.size)
-                out = stage(*stream)
+                    stream = torch.empty(stage.shape_of(batch), dtype=self._dtype, device=self.device)
+                    dist.recv(stream, group=self.group, group_src=(index - 1) % self.size)
+                out = stage(stream)
                 if index < self._count - 1:
                     dist.send(out.contiguous(), group=self.group, group_dst=(index + 1) % self.size)
         return self._loss()
@@ -180,10 +181,10 @@ class _Stage(nn.Module):
         self._batches, self._counted, self._scaled = iter(batches), counted, scaled
         self.shares = []
 
-    def forward(self, stream: Tensor | None = None) -> Tensor:
-        """stream: the one before; of the first stage nothing, or the number of the micro-batch."""
+    def forward(self, received: Tensor) -> Tensor:
+        """received: the residual stream of the stage before; by the first stage the number of the micro-batch."""
         batch = next(self._batches)
-        stream = None if self.part.is_first else stream
+        stream = None if self.part.is_first else received
         if not self.part.is_last:
             out: Tensor = self.part(
                 batch.tokens, position_ids=batch.position_ids, document_ids=batch.document_ids, stream=stream
