@@ -17,7 +17,7 @@ class Error:
     name: str
     ours: float
     plain: float  # plain PyTorch in the same dtype
-    allowed: float  # 2 * plain + one rounding at the result's scale, + the case's slack
+    allowed: float  # 2 * plain + one rounding at the result's scale, + the case's slack, + more for a single number
 
     @property
     def ok(self) -> bool:
@@ -63,13 +63,18 @@ def evaluate(
     return outputs, {f"d{name}": grad for name, grad in zip(wanted, results, strict=True) if grad is not None}
 
 
-def _error(name: str, ours: Tensor, plain: Tensor, exact: Tensor, slack: int) -> Error:
+def _error(name: str, ours: Tensor, plain: Tensor, exact: Tensor, slack: int, inputs: float = 0.0) -> Error:
+    """inputs: largest eps of the inputs' dtypes."""
     if not ours.numel():
         return Error(name, 0.0, 0.0, 0.0)
     exact = exact.double()
     scale = exact.abs().max().item()
     worst = [(t.double() - exact).abs().max().item() for t in (ours, plain)]
     rounding = torch.finfo(ours.dtype).eps + slack * torch.finfo(torch.float32).eps
+    if ours.numel() == 1:
+        # Plain's error of one number can be small by luck: roundings of the terms of a sum cancel. On an H200 twelve of
+        # forty draws of a bf16 loss broke the bound though both errors had the same mean, 1e-4 of the loss.
+        rounding += inputs / 16
     return Error(name, worst[0], worst[1], 2 * worst[1] + rounding * scale)
 
 
@@ -99,7 +104,12 @@ def errors(
     rough, rough_grads = evaluate(plain, tensors, grads if backward else None)
     results, our_grads = evaluate(ours, tensors, grads if backward else None)
     assert our_grads.keys() == exact_grads.keys(), f"gradients of {sorted(our_grads)}, expected {sorted(exact_grads)}"
-    worst = [_error(f"out{i}", *triple, slack) for i, triple in enumerate(zip(results, rough, exact, strict=True))]
+    inputs = max(
+        (torch.finfo(t.dtype).eps for t in tensors.values() if t is not None and t.is_floating_point()), default=0
+    )
+    worst = [
+        _error(f"out{i}", *triple, slack, inputs) for i, triple in enumerate(zip(results, rough, exact, strict=True))
+    ]
     for name, grad in our_grads.items():
         source = tensors[name.removeprefix("d")]
         assert source is not None and grad.dtype == source.dtype, f"{name} has dtype {grad.dtype}"
