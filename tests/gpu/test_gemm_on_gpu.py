@@ -13,6 +13,8 @@ from powertrain.ops.gemm.hopper import Gathered, hopper_gemm
 from powertrain.ops.gemm.hopper_activation import Epilogue, hopper_epilogue
 from powertrain.ops.gemm.linear_activation import choose as choose_linear
 from powertrain.ops.gemm.linear_activation import linear_activation, linear_activation_ref
+from powertrain.ops.gemm.row_invariant import row_invariant_linear_
+from powertrain.runtime import recording
 from powertrain.runtime.dispatch import disable
 from powertrain.testing.numerics import check
 from tests.ops.gemm_launches import operands
@@ -259,3 +261,34 @@ def test_a_graph_of_a_linear_activation() -> None:
         x.normal_()
         graph.replay()
         assert torch.equal(y, linear_activation(x, weight, "swiglu", up_weight=up))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("size", [(4096, 4096), (520, 328), (8, 8), (14336, 1000)], ids=str)
+def test_rows_have_their_bits_whatever_the_others_are(
+    size: tuple[int, int], with_bias: bool, dtype: torch.dtype
+) -> None:
+    """row_invariant_linear_ by the Hopper GEMM: alone, among many, at another place of a tile."""
+    N, K = size
+    generator = torch.Generator(CUDA).manual_seed(N)
+    x = torch.randn(1000, K, device=CUDA, generator=generator).to(dtype)
+    weight = torch.randn(N, K, device=CUDA, generator=generator).to(dtype)
+    bias = torch.randn(N, device=CUDA, generator=generator).to(dtype) if with_bias else None
+
+    def product(rows: Tensor) -> Tensor:
+        with recording.record() as made:
+            row_invariant_linear_(rows, weight, bias, rows.new_empty(len(rows), N))
+        assert {spec.kernel.name for spec in made.specs} == {"_gemm_kernel"}
+        return row_invariant_linear_(rows, weight, bias, rows.new_empty(len(rows), N))
+
+    whole = product(x)
+    exact = gemm_ref(x.double(), weight.double(), bias=None if bias is None else bias.double())
+    assert (whole - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
+    for first, count in ((0, 1), (999, 1), (3, 64), (77, 200), (129, 700)):
+        assert torch.equal(product(x[first : first + count]), whole[first : first + count])
+    apart = x.new_zeros(3, K + 3)
+    apart[1, :K] = x[500]
+    assert torch.equal(product(apart[1:2, :K]), whole[500:501])  # another stride
+    order = torch.randperm(1000, device=CUDA, generator=generator)
+    assert torch.equal(product(x[order]), whole[order])

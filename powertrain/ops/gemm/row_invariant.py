@@ -1,7 +1,8 @@
 """x weightᵀ + bias in which a row's bits do not depend on the other rows, nor on how many they are.
 
 cuBLAS chooses kernel, tile and split of the depth by the number of rows, so the order of a row's sums changes with the
-batch. Here one fixed tile walks over the depth from its beginning to its end, for every row alike.
+batch. Here one fixed tile walks over the depth from its beginning to its end, for every row alike: that of the Hopper
+GEMM where it serves, which depends on everything but the number of rows, else that of a Triton kernel.
 
 2 M N K operations. Source of the problem and of the remedy: He and Thinking Machines Lab, "Defeating Nondeterminism in
 LLM Inference" (2025).
@@ -12,7 +13,10 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.gemm import hopper
+from powertrain.ops.gemm.gemm import fails_here
 from powertrain.ops.shapes import cdiv
+from powertrain.runtime import gluon_compat, recording
 from powertrain.runtime.dispatch import use_kernel
 from powertrain.runtime.launch import kernel
 from powertrain.runtime.target import Target
@@ -76,8 +80,12 @@ def row_invariant_linear_(
     if not use_kernel("gemm", x):
         return _by_rows(x, weight, bias, out)
     # always packed and aligned: other strides or alignments would get another kernel
-    x, weight = (t.contiguous() for t in (x, weight))
-    x = x.clone() if x.data_ptr() % 16 else x
+    # (a single row is contiguous whatever its stride is)
+    x, weight = (t.contiguous().as_strided(t.shape, (K, 1)) for t in (x, weight))
+    x, weight = (t if t.is_meta or t.data_ptr() % 16 == 0 else t.clone() for t in (x, weight))
+    if M and _by_hopper(x, weight, out):
+        hopper.hopper_gemm(x, weight, out, bias=bias)
+        return out
     # by device and dtype, never by a size. sm_75 has no asynchronous copies: the large tile spills 15 kB there
     big = x.element_size() == 2 and Target.of(x.device).arch >= 80
     tile = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64) if big else dict(BLOCK_M=64, BLOCK_N=32, BLOCK_K=32)
@@ -86,6 +94,16 @@ def row_invariant_linear_(
         **tile, GROUP_M=8, num_warps=8 if big else 4, num_stages=3,
     )  # fmt: skip
     return out
+
+
+def _by_hopper(x: Tensor, weight: Tensor, out: Tensor) -> bool:
+    """Whether the Hopper GEMM serves; the number of rows must not decide."""
+    if x.device.type == "cpu" or Target.of(x.device).arch != 90 or gluon_compat.trouble():
+        return False
+    # TMA takes rows of whole 16 bytes. out's are decided by N too: rows of a scratch that is wider would differ
+    if hopper.why_not(x, weight, out) or out.dtype is not x.dtype or weight.shape[0] % 8:
+        return False
+    return recording.state.recording is not None or x.is_meta or fails_here(x.device) is None
 
 
 def _by_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
