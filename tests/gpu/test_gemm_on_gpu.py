@@ -266,9 +266,7 @@ def test_a_graph_of_a_linear_activation() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("size", [(4096, 4096), (520, 328), (8, 8), (14336, 1000)], ids=str)
-def test_rows_have_their_bits_whatever_the_others_are(
-    size: tuple[int, int], with_bias: bool, dtype: torch.dtype
-) -> None:
+def test_rows_have_their_bits_anywhere(size: tuple[int, int], with_bias: bool, dtype: torch.dtype) -> None:
     """row_invariant_linear_ by the Hopper GEMM: alone, among many, at another place of a tile."""
     N, K = size
     generator = torch.Generator(CUDA).manual_seed(N)
