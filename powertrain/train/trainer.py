@@ -151,6 +151,7 @@ class Trainer:
                 self._finish_previous_step()
                 self.evaluate_tasks()
             if self._saver.is_due(self.progress.step):
+                # a bad step raises here, before its state becomes the newest checkpoint
                 self._finish_previous_step()
                 self.save()
             self._saver.poll()
@@ -178,6 +179,7 @@ class Trainer:
         FSDP averages gradients over the ranks that read different data, so each states its part times their number.
         """
         ranks = self.ranks
+        # counted before any loss: each micro-batch's share is of the whole step, so that unequal counts weigh right
         counted = ranks.sum_over_data(torch.stack([self.objective.count(batch) for batch in micro_batches]).sum())
         if self.pipeline is not None:
             with self._timed("forward and backward"):
@@ -265,6 +267,7 @@ class Trainer:
         mean, _, *numbers = (sums / sums[1]).tolist()
         seen = dict(zip(self.objective.metrics, numbers, strict=True)) or None
         self._emit("evaluation", EvaluationRecord(self.progress.step, name, mean, count, seen))
+        # the next step's time and rate count from here: the evaluation is not part of a step
         self._clock = Moment(self.ranks.device)
         return float(mean)
 
@@ -307,6 +310,7 @@ class Trainer:
     def save(self) -> None:
         """Begin a checkpoint of this very state."""
         self._saver.save(self.optimizer.tensors(), self.progress)
+        # the next step's time and rate count from here: saving is not part of a step
         self._clock = Moment(self.ranks.device)
 
     def resume(self, path: Path | None = None) -> bool:
