@@ -44,6 +44,7 @@ from powertrain.train.reporting.peak_flops import peak_tflops
 from powertrain.train.reporting.step_trace import StepTrace
 from powertrain.train.reporting.timers import Moment, PhaseTimers, seconds
 from powertrain.train.restore import Progress, Restored, Restorer
+from powertrain.train.saving import Saver
 from powertrain.train.schedule import learning_rate
 from powertrain.train.tasks import run_tasks
 
@@ -82,15 +83,14 @@ class Trainer:
         reset_magnitudes(self.model, self.optimizer)
         self.objective = make_objective(self.model, config, ranks.device)
         self.reference_cache: ReferenceCache | None = None  # made by `fit`
-        self.checkpoints = _checkpoints(config, ranks)
+        self._saver = Saver(config, ranks, self._note)
+        self.checkpoints = self._saver.checkpoints
         whole = self.model if self.pipeline is None else build(config.model)
         self.flops_per_token = flops_per_token(whole, config.train.seq_length)
         self.peak_flops = _peak_flops(config, ranks)
         self.resumed_from = ""  # a checkpoint, and the settings changed since
         self.should_stop = False
         self._stopping, self._started_at = False, 0
-        self._saving: int | None = None  # step of the checkpoint being written
-        self._not_written: checkpoint_store.NotWritten | None = None  # error of the last save, if it failed
         self._skipped = 0  # steps in a row
         self._failed_sinks: set[Sink] = set()
         self._spikes = SpikeWatch(config.train.spike_factor)
@@ -150,17 +150,16 @@ class Trainer:
             if self.config.evaluation.tasks and self._evaluation_is_due():
                 self._finish_previous_step()
                 self.evaluate_tasks()
-            if self._save_is_due():
+            if self._saver.is_due(self.progress.step):
+                # a bad step raises here, before its state becomes the newest checkpoint
                 self._finish_previous_step()
                 self.save()
-            self._poll_save()
+            self._saver.poll()
         self._finish_previous_step()
         # a run that was asked to end keeps what it has done
-        if self._ends() and self.config.checkpoint.save and not self._save_is_due():
+        if self._ends() and self.config.checkpoint.save and not self._saver.is_due(self.progress.step):
             self.save()
-        self._poll_save(wait=True)
-        if self._not_written is not None:
-            raise self._not_written
+        self._saver.finish()
         return self.progress
 
     def _order(self) -> contextlib.AbstractContextManager[None]:
@@ -180,6 +179,7 @@ class Trainer:
         FSDP averages gradients over the ranks that read different data, so each states its part times their number.
         """
         ranks = self.ranks
+        # counted before any loss: each micro-batch's share is of the whole step, so that unequal counts weigh right
         counted = ranks.sum_over_data(torch.stack([self.objective.count(batch) for batch in micro_batches]).sum())
         if self.pipeline is not None:
             with self._timed("forward and backward"):
@@ -267,6 +267,7 @@ class Trainer:
         mean, _, *numbers = (sums / sums[1]).tolist()
         seen = dict(zip(self.objective.metrics, numbers, strict=True)) or None
         self._emit("evaluation", EvaluationRecord(self.progress.step, name, mean, count, seen))
+        # the next step's time and rate count from here: the evaluation is not part of a step
         self._clock = Moment(self.ranks.device)
         return float(mean)
 
@@ -300,7 +301,7 @@ class Trainer:
         """Finish pending writes and leave the process group."""
         try:
             self._trace.close()
-            self._poll_save(wait=True)
+            self._saver.poll(wait=True)
             for sink in self.sinks:
                 self._call_sink(sink, sink.close)
         finally:
@@ -308,41 +309,9 @@ class Trainer:
 
     def save(self) -> None:
         """Begin a checkpoint of this very state."""
-        self._poll_save(wait=True)
-        facts = {
-            "step": self.progress.step,
-            "samples": self.progress.samples,
-            "tokens": self.progress.tokens,
-            "skipped": self.progress.skipped,
-            "world_size": self.ranks.world_size,
-            "config": self.config.model_dump(mode="json"),
-        }
-        self._saving = self.progress.step
-        try:
-            self.checkpoints.save(self.optimizer.tensors(), facts, asynchronous=self.config.checkpoint.asynchronous)
-        except checkpoint_store.NotWritten as error:
-            self._note_not_written(error)
-        self._poll_save(wait=not self.config.checkpoint.asynchronous)
+        self._saver.save(self.optimizer.tensors(), self.progress)
+        # the next step's time and rate count from here: saving is not part of a step
         self._clock = Moment(self.ranks.device)
-
-    def _poll_save(self, *, wait: bool = False) -> None:
-        """Report the result of the checkpoint being written, once it is complete."""
-        if self._saving is None:
-            return
-        try:
-            if wait:
-                self.checkpoints.wait()
-            elif not self.checkpoints.poll():
-                return
-        except checkpoint_store.NotWritten as error:
-            self._note_not_written(error)
-            return
-        self._note(f"checkpoint of step {self._saving} in {self.checkpoints.folder}")
-        self._saving, self._not_written = None, None
-
-    def _note_not_written(self, error: checkpoint_store.NotWritten) -> None:
-        self._saving, self._not_written = None, error
-        self._note(f"{error}. The training goes on; the newest is {checkpoint_store.find(self.checkpoints.folder)}")
 
     def resume(self, path: Path | None = None) -> bool:
         """Load the newest checkpoint of the run (or the one at `path`); False if there is none."""
@@ -482,13 +451,6 @@ class Trainer:
         last = config.at_end and step == self.config.train.steps
         return last or (config.every > 0 and step % config.every == 0)
 
-    def _save_is_due(self) -> bool:
-        config, step = self.config.checkpoint, self.progress.step
-        if not config.save:
-            return False
-        last = step == self.config.train.steps
-        return last or step in config.extra_steps or save_step(step, config.every, config.scale)
-
     def _emit(self, kind: str, record: Any) -> None:
         for sink in self.sinks:
             self._call_sink(sink, getattr(sink, kind), record)
@@ -514,25 +476,6 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     So does every rank: no two drop elements of the same tokens and heads.
     """
     torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**64)
-
-
-def save_step(step: int, every: int, scale: str) -> bool:
-    """Whether a checkpoint is due after `step` steps; scale log: after 1, every, every^2 ..."""
-    if not every or not step:
-        return False
-    if scale == "linear" or every == 1:
-        return step % every == 0
-    while step % every == 0:
-        step //= every
-    return step == 1
-
-
-def _checkpoints(config: RunConfig, ranks: Ranks) -> checkpoint_store.Checkpoints:
-    folder, saves, group = config.checkpoint_folder(), config.checkpoint.save, ranks.checkpoint_group
-    # a folder that cannot be made fails now, not at the first checkpoint
-    if saves:
-        decided_by_first(lambda: folder.mkdir(parents=True, exist_ok=True), group)
-    return checkpoint_store.Checkpoints(folder, keep_last=config.checkpoint.kept, group=group, writes=saves)
 
 
 def _peak_flops(config: RunConfig, ranks: Ranks) -> float | None:

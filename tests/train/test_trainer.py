@@ -16,8 +16,9 @@ from powertrain.train.checkpoint.store import checkpoints_in
 from powertrain.train.config.schema import LossScale, OptimizerConfig, ScheduleConfig, TrainConfig
 from powertrain.train.optim import Optimizer, Scaler, global_norm
 from powertrain.train.run import stop_on_signals
+from powertrain.train.saving import save_step
 from powertrain.train.schedule import learning_rate
-from powertrain.train.trainer import Trainer, save_step
+from powertrain.train.trainer import Trainer
 from tests.train.tiny_run import At, open_trainer, read
 
 

@@ -236,6 +236,7 @@ class _GappySeqInfo(_SeqLenInfo):
         if not paged:
             _lie_in("BlockDiagonalGappyKeysMask", starts[:-1], lengths, starts[-1])
         if paged:
+            # within the pages a length is an end; -1 stands for the last start, which `first_rows` drops
             lengths = [start + n for start, n in zip(starts, lengths, strict=True)]
             starts = [*starts, -1]
         return cls(_int32(starts, device), most, least, starts, _int32(lengths, device), lengths)
@@ -282,6 +283,7 @@ class BlockDiagonalMask(BlockBias):
         cls: type[_Blocks], q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, *, device: Device = None
     ) -> _Blocks:
         """From the lengths of queries and keys; keys as queries if not given."""
+        # one object where the lengths are equal: `split` is allowed only then
         q_seqinfo = k_seqinfo = _SeqLenInfo.from_seqlens(q_seqlen, device=device)
         if kv_seqlen is not None and list(kv_seqlen) != list(q_seqlen):
             _as_many(cls, q_seqlen, kv_seqlen)
