@@ -443,7 +443,8 @@ def linears_from_outside(mesh: DeviceMesh) -> None:
         for model in (one, spread):
             kind(model.parameters(), lr=0.1, **options).step()
         same_model(one, spread, rtol=1e-6)
-    # the norm is that of all shards and of the parameters beside them; ours takes it in float32
+    # the norm is that of all shards and of the replicated biases; ours takes it in float32
+    del spread.plain
     norm = torch.nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
     optimizers = []
     for model in (one, spread):
