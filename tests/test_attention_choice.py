@@ -1,4 +1,4 @@
-"""The benchmark of attention's choices: its problems, what counts as a miss, and that each backend's kernels are found."""
+"""The benchmark of attention's choices: its problems, and what counts as a miss."""
 
 import random
 

@@ -1,8 +1,8 @@
 """Whether the backend that `attention` chooses is the fastest of those that take the problem: random problems, misses
 listed.
 
-Head dims 40 to 512, lengths 1 to 32768, grouped heads, windows, packed sequences; forward, and forward with backward. A
-choice is a miss if it takes over 3 % and over 1 us longer than another backend, measured twice: ten rounds, then thirty.
+Head dims 40 to 512, lengths 1 to 32768, grouped heads, windows, packed sequences; forward, and forward with backward.
+A choice is a miss if it takes over 3 % and over 1 us longer than another backend, measured twice: 10 rounds, then 30.
 No timing of a backend whose values differ from the first one's.
 """
 
