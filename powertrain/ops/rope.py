@@ -292,13 +292,15 @@ def rope(
 
 def _rope_inplace(q: Tensor, k: Tensor | None, at: Positions) -> Tensor | tuple[Tensor, Tensor]:
     tensors = [x for x in (q, k) if x is not None]
+    results: Any = (q, k)
     for name, x in zip("qk", tensors, strict=False):
         _check_writable(name, x)
     checks.require(k is None or _apart(q, k), "rope", "k", "lie in other memory than q for inplace", "the same")
     records = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if use_kernel("rope", q) and all(_is_direct(x) for x in tensors):
-        results = _RopeInPlace.apply(q, k, *at, False) if records else (q, k)  # type: ignore[no-untyped-call]
-        if not records:
+        if records:
+            results = _RopeInPlace.apply(q, k, *at, False)
+        else:
             _rope_inplace_op(q, k, *at, False)
         for x in tensors:
             # a kernel's writes are not seen by autograd, which would use what an op before has saved
@@ -309,7 +311,7 @@ def _rope_inplace(q: Tensor, k: Tensor | None, at: Positions) -> Tensor | tuple[
         with torch.no_grad():
             for x, y in zip(tensors, turned, strict=False):
                 x.detach().copy_(y)
-        results = turned if records else (q, k)
+        results = turned if records else results
     return results[0] if k is None else (results[0], results[1])
 
 

@@ -187,17 +187,10 @@ def _turn(
     cu_seqlens: Tensor | None = None,
     inplace: bool = False,
 ) -> Tensor:
-    layout = "bshd" if cu_seqlens is None else "thd"
-    table = RopeTable(cos.float(), sin.float())
     turned = rope(
-        x,
-        table=table,
-        layout=layout,
-        interleaved=interleaved,
-        offset=offset,
-        cu_seqlens=cu_seqlens,
-        inplace=inplace,  # type: ignore[arg-type]
-    )
+        x, table=RopeTable(cos.float(), sin.float()), layout="bshd" if cu_seqlens is None else "thd",
+        interleaved=interleaved, offset=offset, cu_seqlens=cu_seqlens, inplace=inplace,
+    )  # fmt: skip
     assert isinstance(turned, Tensor)
     return turned
 
