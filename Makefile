@@ -1,4 +1,4 @@
-# make demo | check | test | test-full | test-gpu | bench OP=rms_norm | docs | wheel
+# make demo | check | test | test-full | test-gpu | bench OP=rms_norm | bench-all | docs | wheel
 #
 # Each works on a fresh machine that has Python >= 3.10: it makes .venv with the versions in constraints.txt first.
 #   PYTHON=python3.12        the Python to make it with
@@ -19,7 +19,7 @@ endif
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup demo check test test-full test-gpu bench docs wheel
+.PHONY: help setup demo check test test-full test-gpu bench bench-all docs wheel
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -55,6 +55,10 @@ test-gpu: setup
 bench: setup
 	$(if $(OP),,$(error make bench OP=rms_norm (or several: OP="rms_norm rope")))
 	$(RUN) -m benchmarks $(OP)
+
+# the regression table, or SECTIONS="host decode attention head-dims ops" of it, beside the last committed one
+bench-all: setup
+	$(RUN) -m benchmarks.all $(SECTIONS)
 
 # the site, in ./site; its tools have an environment of their own, so that no other target downloads them
 docs:

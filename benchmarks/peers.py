@@ -3,9 +3,11 @@
 import importlib
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def peer(module: str, name: str) -> Callable[..., Any] | None:
@@ -22,3 +24,43 @@ def flash_3() -> Any:
         return None
     torch.ops.load_library(library)
     return torch.ops.flash_attn_3
+
+
+class Flash3(torch.autograd.Function):
+    """FlashAttention-3's own operators, once `flash_3()` has loaded them. q, k, v [B, S, H, D]; left: of a causal
+    window, or -1. Compiled graphs break here, as with its own package."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int) -> Tensor:
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(
+            q,
+            k,
+            v,
+            softmax_scale=scale,
+            is_causal=causal and left < 0,
+            window_size_left=left,
+            window_size_right=0 if causal else -1,
+        )
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = scale, causal, left
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        scale, causal, left = ctx.options
+        dq, dk, dv = map(torch.empty_like, (q, k, v))
+        torch.ops.flash_attn_3.bwd(
+            grad.contiguous(), q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=causal and left < 0,
+            window_size_left=left, window_size_right=0 if causal else -1,
+        )  # fmt: skip
+        return dq, dk, dv, None, None, None
+
+
+def missing() -> list[str]:
+    """The opponents that are not here, with how each is found."""
+    packages = {"liger_kernel": "liger-kernel", "quack": "quack-kernels", "cut_cross_entropy": "cut-cross-entropy"}
+    found = [f"{name} (package {package})" for name, package in packages.items() if find_spec(name) is None]
+    return found + (
+        [] if os.environ.get("FLASH_3_LIBRARY") else ["FlashAttention-3 (FLASH_3_LIBRARY names its library)"]
+    )

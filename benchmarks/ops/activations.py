@@ -10,7 +10,8 @@ from benchmarks.peers import peer
 from powertrain.ops.activations import gelu, swiglu
 from powertrain.testing.bench import measure, table
 
-M, N = 16384, 14336
+# 4304: SigLIP's
+SIZES = ((16384, 14336), (25000, 4304))
 
 
 def _variants(op: str) -> dict[str, Callable[..., Tensor]]:
@@ -30,7 +31,7 @@ def _variants(op: str) -> dict[str, Callable[..., Tensor]]:
 
 
 def _measure(op: str, leaves: list[Tensor], dy: Tensor) -> Iterator[str]:
-    variants = _variants(op)
+    variants, (M, N) = _variants(op), dy.shape
     with torch.no_grad():
         forward = measure({name: lambda f=f: f(*leaves) for name, f in variants.items()})
     yield table(f"{op} {M}x{N} bf16 fwd", forward, num_bytes=(len(leaves) + 1) * 2 * M * N)
@@ -42,7 +43,8 @@ def _measure(op: str, leaves: list[Tensor], dy: Tensor) -> Iterator[str]:
 
 
 def run() -> Iterator[str]:
-    gate, up = (torch.randn(M, N, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    dy = torch.randn_like(gate)
-    yield from _measure("swiglu", [gate, up], dy)
-    yield from _measure("gelu_tanh", [gate], dy)
+    for size in SIZES:
+        gate, up = (torch.randn(size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        dy = torch.randn_like(gate)
+        yield from _measure("swiglu", [gate, up], dy)
+        yield from _measure("gelu_tanh", [gate], dy)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import peers
 from powertrain.ops.attention import attention, select, varlen_attention
 from powertrain.ops.attention.arguments import MaskArguments, lower_mask
 from powertrain.ops.attention.backend_registry import BACKENDS
@@ -60,6 +61,18 @@ CASES = [
     Case(1, 16384, 32, 32, 64, 64),
     Case(2, 8192, 16, 16, 192, 128),
     Case(2, 8192, 8, 8, 256, 256),
+]
+# issue 21's: grouped heads and odd lengths in backward, and head dims beside 64, 128 and 256
+GROUPED = [
+    Case(3, 3000, 28, 4, 128, 128),
+    Case(4, 2048, 32, 8, 128, 128),
+    Case(1, 2048, 32, 8, 128, 128),
+    Case(1, 4096, 28, 4, 128, 128),
+    Case(8, 1000, 32, 8, 128, 128),
+]
+HEAD_DIMS = [
+    *(Case(2, 8192, 16, 16, d, d, causal) for d in (72, 80) for causal in (True, False)),
+    *(Case(4, 3000, 16, 16, d, d) for d in (96, 112, 160, 192, 512)),
 ]
 DOCUMENTS = (132, 8097, 1024, 3331, 3800)  # tokens of packed sequences
 PEERS = ("hopper", "triton", "cudnn", "flash", "flash-attn-4", "flash-attn-3", "flash-attn-2")
@@ -147,6 +160,8 @@ def _against_peers(case: Case) -> Iterator[str]:
     dout = torch.randn(case.batch, case.length, case.heads, case.d_v, device="cuda", dtype=torch.bfloat16)
     names: dict[str, str | None] = {"selector": None} | {name: name for name in PEERS if name in BACKENDS}
     variants = {n: (attention, {"is_causal": case.causal, "backend": backend}) for n, backend in names.items()}
+    if peers.flash_3() is not None:
+        variants["flash-attn-3"] = (_flash_3, {"is_causal": case.causal})
     judge = Judge(case, leaves, dout, {})
     forward, backward, said = _time(case, variants, leaves, lambda name: judge, dout)
     yield "\n".join([
@@ -158,6 +173,11 @@ def _against_peers(case: Case) -> Iterator[str]:
             for way, times in (("fwd", forward), ("bwd", backward)) if len(times) > 1 and "selector" in times
         ),
     ])  # fmt: skip
+
+
+def _flash_3(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    out: Tensor = peers.Flash3.apply(q, k, v, q.shape[-1] ** -0.5, is_causal, -1)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _best(times: dict[str, Timing]) -> float:
@@ -287,12 +307,17 @@ def _host() -> Iterator[str]:
         yield f"host | B1 S64 H8 D128, {name:12} | forward {forward:6.1f} us, forward + backward {both:6.1f} us"
 
 
+def against_peers(cases: list[Case]) -> Iterator[str]:
+    """The rows of these cases alone."""
+    for case in cases:
+        yield from _against_peers(case)
+
+
 def run() -> Iterator[str]:
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(600):  # about a second: clocks fall as the chip warms
         x @ x
-    for case in CASES:
-        yield from _against_peers(case)
+    yield from against_peers(CASES)
     for case in (CASES[1], CASES[6]):
         yield from _features(case, _of_every_feature(case))
     yield from _features(CASES[2], {"plain": {}, "window 1024": {"window_size": (1023, 0)}})

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from powertrain import attention, decode_attention
 from powertrain.ops import norm, norm_kernels
-from powertrain.testing.bench import host_us
+from powertrain.testing.bench import Timing, host_us, note
 
 _FIRST_USE = """
 import time, torch, powertrain.ops.norm as norm
@@ -50,6 +50,7 @@ def _attention() -> Iterator[str]:
             torch.autograd.grad(op(*inputs), inputs, grad)
 
         times = (host_us(lambda op=op, detached=detached: op(*detached)), host_us(step))
+        _note("attention 1x128, heads 32/8, host", name, *times)
         label = f"attention 1x128, heads 32/8, host, {name:12}"
         yield f"{label} forward {times[0]:6.1f} us, with backward {times[1]:6.1f} us"
 
@@ -63,7 +64,15 @@ def _decode() -> Iterator[str]:
         "torch": lambda: F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True),
     }
     for name, call in calls.items():
-        yield f"decode, batch 1, 2048 keys, host, {name:12} {host_us(call):6.1f} us"
+        spent = host_us(call)
+        _note("decode, batch 1, 2048 keys, host", name, spent)
+        yield f"decode, batch 1, 2048 keys, host, {name:12} {spent:6.1f} us"
+
+
+def _note(label: str, name: str, *microseconds: float) -> None:
+    for way, spent in zip(("forward", "with backward"), microseconds, strict=False):
+        # the median of 15 batches; its spread is not kept, a tenth is usual
+        note(f"{label}, {way}", name, Timing(spent / 1e3, 0.1, 0.0))
 
 
 def run() -> Iterator[str]:
@@ -74,6 +83,7 @@ def run() -> Iterator[str]:
     for name, op in ops.items():
         _step(op, *leaves, dy)
         times = (host_us(lambda op=op: op(x, w)), host_us(lambda op=op: _step(op, *leaves, dy)))
+        _note("rms_norm 128x1024, host", name, *times)
         yield f"rms_norm 128x1024, host, {name:12} forward {times[0]:6.1f} us, forward + backward {times[1]:6.1f} us"
 
     yield from _attention()

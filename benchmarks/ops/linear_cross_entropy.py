@@ -11,7 +11,11 @@ from benchmarks.peers import peer
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
 from powertrain.testing.bench import measure, table
 
-T, D, V = 8192, 4096, 128256
+# tokens, hidden size, vocabulary; 50257 and 100277 are odd
+SIZES = (
+    (8192, 4096, 128256),
+    *((3000, 2048, V) for V in (32000, 50257, 50304, 100277, 128256, 151936, 152064, 256000)),
+)
 
 
 def _plain(x: Tensor, w: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
@@ -36,9 +40,10 @@ def _both(function: Callable[..., Tensor], x: Tensor, w: Tensor, y: Tensor) -> t
 
 
 def run() -> Iterator[str]:
-    x = torch.randn(T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    w = (torch.randn(V, D, device="cuda", dtype=torch.bfloat16) * D**-0.5).requires_grad_()
-    y = torch.randint(0, V, (T,), device="cuda")
-    main_grad = torch.zeros(V, D, device="cuda")
-    variants = {name: lambda f=f: _both(f, x, w, y) for name, f in _variants(main_grad).items()}
-    yield table(f"linear_cross_entropy {T}x{D}x{V} bf16", measure(variants, seconds=1.0), flops=6 * T * D * V)
+    for T, D, V in SIZES:
+        x = torch.randn(T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        w = (torch.randn(V, D, device="cuda", dtype=torch.bfloat16) * D**-0.5).requires_grad_()
+        y = torch.randint(0, V, (T,), device="cuda")
+        main_grad = torch.zeros(V, D, device="cuda")
+        variants = {name: lambda f=f, x=x, w=w, y=y: _both(f, x, w, y) for name, f in _variants(main_grad).items()}
+        yield table(f"linear_cross_entropy {T}x{D}x{V} bf16", measure(variants, seconds=0.5), flops=6 * T * D * V)

@@ -47,7 +47,11 @@ def _rows(op: str, M: int, N: int) -> Iterator[str]:
     yield table(f"{op} {M}x{N} bf16 bwd", backward, num_bytes=3 * 2 * M * N)
 
 
+# 128: heads of qk-norm; 5120 to 18432: no powers of 2
+SIZES = ((16384, 4096), (16384, 8192), (524288, 128), (16384, 5120), (16384, 6144), (16384, 18432))
+
+
 def run() -> Iterator[str]:
     for op in ("rms_norm", "layer_norm"):
-        for M, N in ((16384, 4096), (16384, 8192)):
+        for M, N in SIZES:
             yield from _rows(op, M, N)

@@ -26,6 +26,7 @@ def _variants(angles: RopeTable, dtype: torch.dtype) -> dict[str, Any]:
     doubled = [torch.cat((t, t), -1).to(dtype)[None] for t in (angles.cos, angles.sin)]
     found = {
         "powertrain": lambda q, k: rope(q, k, table=angles),
+        "in place": lambda q, k: rope(q, k, table=angles, inplace=True),
         "torch.compile": lambda q, k: compiled(q, k, cos, sin),
         "liger": liger and (lambda q, k: liger.apply(q.transpose(1, 2), k.transpose(1, 2), *doubled)),
     }
@@ -40,7 +41,8 @@ def run() -> Iterator[str]:
     label = f"rope B{B} S{S} H{H}/{K} D{D} bf16"
     with torch.no_grad():
         yield table(f"{label} fwd", measure({n: lambda f=f: f(q, k) for n, f in variants.items()}), num_bytes=num_bytes)
-    outputs = {name: function(q, k) for name, function in variants.items()}
+    # of copies: Liger's and ours in place overwrite what they are given, and a leaf is not overwritten
+    outputs = {name: function(q.clone(), k.clone()) for name, function in variants.items()}
     grads = {name: [torch.randn_like(out) for out in outs] for name, outs in outputs.items()}
     backward = {
         name: lambda o=outs, g=grads[name]: torch.autograd.grad(o, (q, k), g, retain_graph=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import powertrain
+from benchmarks.peers import Flash3
 
 # name -> (config class, shape, Liger's function, layers)
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -66,30 +67,6 @@ def with_liger(model: nn.Module, name: str) -> None:
     apply(model=model, fused_linear_cross_entropy=True, cross_entropy=False)
 
 
-class Flash3(torch.autograd.Function):
-    """FlashAttention-3's own operators, causal, [B, S, H, D]; compiled graphs break here, as with its own package."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> Tensor:
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(
-            q, k, v, softmax_scale=scale, is_causal=left < 0, window_size_left=left, window_size_right=0
-        )
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = scale, left
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        scale, left = ctx.options
-        dq, dk, dv = map(torch.empty_like, (q, k, v))
-        torch.ops.flash_attn_3.bwd(
-            grad.contiguous(), q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=left < 0,
-            window_size_left=left, window_size_right=0,
-        )  # fmt: skip
-        return dq, dk, dv, None, None
-
-
 def with_flash_3(model: Any) -> None:
     """FlashAttention-3 as an attention implementation of transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -106,7 +83,7 @@ def flash_3(
     sliding_window: int | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    return Flash3.apply(q, k, v, scaling, sliding_window - 1 if sliding_window else -1), None
+    return Flash3.apply(q, k, v, scaling, True, sliding_window - 1 if sliding_window else -1), None
 
 
 def step(model: nn.Module, tokens: Tensor) -> Callable[[], None]:

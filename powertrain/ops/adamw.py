@@ -9,7 +9,8 @@ parameter moves 28 bytes a step (16 read, 12 written).
 
 One kernel serves many tensors: the host uploads a table of where they are, when it has changed, and a table that cuts
 them into chunks, when their sizes are new; a program looks its chunk up and works on it. Step counts, learning rate
-corrections and found_inf stay on the device: nothing here waits for the GPU.
+corrections, found_inf and the factor that clips stay on the device: nothing here waits for the GPU. Clipping is one
+read of the gradients for their norm; the update multiplies them by the factor as it reads them.
 
 Sources: Loshchilov and Hutter, arXiv:1711.05101; semantics of torch.optim.AdamW(fused=True).
 """
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as _adamw_functional
 from torch.optim.optimizer import ParamsT
 
+from powertrain.ops.grad_norm import clip_factor, global_norm
 from powertrain.ops.shapes import acc_dtype
 from powertrain.ops.tensor_tables import DeviceTable, chunk_table, distances_of, is_dense, tensor_at
 from powertrain.runtime import checks
@@ -112,7 +114,7 @@ def _adamw_step_kernel(
 
 @triton.jit
 def _update_block(
-    p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, grad_scale_ptr, offsets, mask,
+    p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, grad_scale_ptr, grad_factor_ptr, offsets, mask,
     step_size, root, decay, one_minus_beta1, beta2, one_minus_beta2, eps, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
     g = tl.load(g_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK]
@@ -126,6 +128,9 @@ def _update_block(
         g /= tl.load(grad_scale_ptr)  # scalar
         # as torch's fused optimizers: the caller finds unscaled gradients
         tl.store(g_ptr + offsets, g.to(g_ptr.dtype.element_ty), mask=mask)  # [BLOCK]
+    if grad_factor_ptr is not None:
+        # not stored: clipping that rewrites the gradients moves 4 to 8 bytes more a parameter
+        g *= tl.load(grad_factor_ptr)  # scalar
     if MAXIMIZE:
         g = -g
     p -= decay * p
@@ -146,6 +151,7 @@ def _adamw_kernel(
     factors_ptr,
     found_inf_ptr,
     grad_scale_ptr,
+    grad_factor_ptr,
     param_ptr,
     grad_ptr,
     exp_avg_ptr,
@@ -187,12 +193,12 @@ def _adamw_kernel(
     lanes = tl.arange(0, BLOCK)
     for block in range(0, whole, BLOCK):
         _update_block(
-            p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, grad_scale_ptr, block + lanes, None,
+            p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, grad_scale_ptr, grad_factor_ptr, block + lanes, None,
             step_size, root, decay, one_minus_beta1, beta2, one_minus_beta2, eps, MAXIMIZE,
         )  # fmt: skip
     if whole < size:
         _update_block(
-            p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, grad_scale_ptr, whole + lanes, whole + lanes < size,
+            p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, grad_scale_ptr, grad_factor_ptr, whole + lanes, whole + lanes < size,
             step_size, root, decay, one_minus_beta1, beta2, one_minus_beta2, eps, MAXIMIZE,
         )  # fmt: skip
 
@@ -213,6 +219,8 @@ class AdamW(torch.optim.AdamW):
     State per parameter: step (float32, on the parameter's device), exp_avg, exp_avg_sq, and master; state dicts go to
     and from torch.optim.AdamW. Loading keeps state_dtype and the master's float32 (torch casts both to p's).
     Works with torch.amp.GradScaler as torch's fused optimizers do: grad_scale and found_inf are taken on the device.
+    Clips by itself: `step(max_norm=1.0)` does what clip_grad_norm_ and step do, without the pass that rewrites the
+    gradients, and leaves their norm in `grad_norm`.
     Numerics: float32 inside, whatever the dtypes; float64 on the CPU is plain PyTorch.
     Raises ValueError where torch.optim.AdamW does, NotImplementedError for amsgrad and differentiable.
     """
@@ -241,6 +249,7 @@ class AdamW(torch.optim.AdamW):
         self.master_weights = master_weights
         self.state_dtype = state_dtype
         self._tables: dict[Any, DeviceTable] = {}
+        self.grad_norm: Tensor | None = None
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable)
         # GradScaler then leaves unscaling, and skipping a bad step, to us
         self._step_supports_amp_scaling = True
@@ -248,6 +257,7 @@ class AdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_tables", {})
+        self.__dict__.setdefault("grad_norm", None)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in ("master_weights", "state_dtype", "_step_supports_amp_scaling")}
@@ -299,27 +309,64 @@ class AdamW(torch.optim.AdamW):
         return state
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(
+        self, closure: None = None, *, max_norm: float | None = None, grad_factor: Tensor | None = None
+    ) -> None: ...
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(
+        self, closure: Callable[[], float], *, max_norm: float | None = None, grad_factor: Tensor | None = None
+    ) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every parameter that has a gradient. Returns the result of `closure`."""
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        max_norm: float | None = None,
+        grad_factor: Tensor | None = None,
+    ) -> float | None:
+        """One update of every parameter that has a gradient. Returns the result of `closure`.
+
+        max_norm      update by gradients scaled down to this 2-norm, taken over all parameters of this optimizer (over
+                      all shards of DTensors): min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_. The
+                      norm before clipping, after a GradScaler's unscaling, is then in `grad_norm`: float32 [], on the
+                      device
+        grad_factor   float32 [], on the device: update by gradients times this, for a norm that is taken over more than
+                      this optimizer's parameters
+        Both leave the gradients as they are and need no host synchronisation.
+        Numerics: those of scaling the gradients first, without the rounding to their dtype.
+        """
+        checks.require(
+            max_norm is None or grad_factor is None, "AdamW.step", "grad_factor", "come without max_norm", "both"
+        )
+        if max_norm is not None:
+            checks.require(max_norm > 0, "AdamW.step", "max_norm", "be above 0", max_norm)
+        if grad_factor is not None:
+            checks.require(
+                grad_factor.numel() == 1, "AdamW.step", "grad_factor", "have one element", list(grad_factor.shape)
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if max_norm is not None:
+            grad_factor = self._clip_factor(max_norm, grad_scale)
         for index, group in enumerate(self.param_groups):
             for key, bucket in self._buckets(group).items():
                 device, dense = key[:2]
-                scale, inf = (None if t is None else t.to(device) for t in (grad_scale, found_inf))
+                scale, inf, factor = (None if t is None else t.to(device) for t in (grad_scale, found_inf, grad_factor))
                 if dense and use_kernel("adamw", bucket[0][0]):
                     table = self._tables.setdefault((index, key), DeviceTable())
-                    _update(bucket, group, table, scale, inf)
+                    _update(bucket, group, table, scale, inf, factor)
                 else:
-                    _update_torch(bucket, group, scale, inf)
+                    _update_torch(bucket, group, scale, inf, factor)
         return loss
+
+    def _clip_factor(self, max_norm: float, grad_scale: Tensor | None) -> Tensor:
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        norm = global_norm(p.grad for p in params if p.grad is not None)
+        self.grad_norm = norm if grad_scale is None else norm / grad_scale.to(norm.device)
+        return clip_factor(self.grad_norm, max_norm)
 
     def _buckets(self, group: dict[str, Any]) -> dict[Any, list[_Entry]]:
         """The parameters with a gradient by device, layout and dtypes: a launch each. Some 3 us a parameter."""
@@ -348,6 +395,7 @@ def _update(
     table: DeviceTable,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    grad_factor: Tensor | None,
 ) -> None:
     params, grads, states = zip(*bucket, strict=True)
     p, grad, state = bucket[0]
@@ -367,7 +415,7 @@ def _update(
         BLOCK=128, num_warps=4,
     )  # fmt: skip
     _adamw_kernel[(chunks.shape[0],)](
-        chunks, numbers, factors, found_inf, grad_scale,
+        chunks, numbers, factors, found_inf, grad_scale, grad_factor,
         p, grad, state["exp_avg"], state["exp_avg_sq"], state.get("master"),
         count, 1 - beta1, beta2, 1 - beta2, group["eps"],
         MAXIMIZE=group["maximize"], ALIGNED=all(aligned[:_STEP]) and masters_aligned,
@@ -384,12 +432,14 @@ def _update_torch(
     group: dict[str, Any],
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    grad_factor: Tensor | None,
 ) -> None:
     params, grads, states = zip(*bucket, strict=True)
     (beta1, beta2), state = group["betas"], states[0]
     options = {name: group[name] for name in ("lr", "eps", "weight_decay", "maximize")}
     if (
         is_dense(params[0])
+        and grad_factor is None
         and "master" not in state
         and len({t.dtype for t in (params[0], grads[0], state["exp_avg"])}) == 1
     ):
@@ -404,4 +454,7 @@ def _update_torch(
     for p, grad, s in bucket:
         if grad_scale is not None:
             grad.div_(grad_scale)
+        if grad_factor is not None:
+            # ahead of any rounding: fp16's scaled gradients, divided in fp16, would lose their small ones
+            grad = grad.to(acc_dtype(grad.dtype)) * grad_factor
         adamw_ref(p, grad, s["exp_avg"], s["exp_avg_sq"], s["step"], s.get("master"), betas=(beta1, beta2), **options)

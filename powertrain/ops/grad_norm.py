@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from powertrain.ops.shapes import acc_dtype
 from powertrain.ops.tensor_tables import DeviceTable, chunk_table, distances_of, is_dense, tensor_at
 from powertrain.runtime.dispatch import use_kernel
 from powertrain.runtime.launch import kernel
@@ -164,14 +166,52 @@ def clip_grad_norm_(
 def grad_norm(grads: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all `grads` taken together, float32 []: clip_grad_norm_ without the clipping.
 
-    AdamW divides by its `grad_scale` anyway, so clipping through that saves a pass over the gradients. Plain tensors;
-    of DTensors give the local ones and add up. No gradients: 0. No host synchronisation.
+    Plain tensors; `global_norm` takes DTensors. No gradients: 0. No host synchronisation.
     """
     if not grads:
         return torch.zeros(())
     if _one_kernel(grads):
         return _total_norm(grads, 2, math.inf)[0]
-    return torch.nn.utils.get_total_norm(grads).float()
+    # in float32 from the start: of bfloat16 gradients torch's own get_total_norm is a bfloat16
+    each = [torch.linalg.vector_norm(g, dtype=acc_dtype(g.dtype)).to(grads[0].device, torch.float32) for g in grads]
+    return torch.linalg.vector_norm(torch.stack(each))
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of this norm are multiplied by to clip them to `max_norm`: a number on norm's device."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def global_norm(grads: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
+    """The 2-norm of all gradients, whatever meshes they are sharded over, float32 []; the same on every rank.
+
+    stages   ranks of a pipeline, each with the gradients of other parameters
+    """
+    local: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        local.setdefault(_sharded_over(grad), []).append(getattr(grad, "_local_tensor", grad))
+    squares = []
+    for groups, tensors in local.items():
+        # squares add over shards, norms do not; replicated gradients are counted once
+        square = grad_norm([t for t in tensors if t.numel()]).to(tensors[0].device).square()
+        for group in groups:
+            # one number a mesh; gradients stay where they are
+            dist.all_reduce(square, group=group)
+        squares.append(square)
+    if not squares:
+        return torch.zeros(())
+    total = torch.stack(squares).sum() if len(squares) > 1 else squares[0]
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt()
+
+
+def _sharded_over(grad: Any) -> tuple[Any, ...]:
+    """The process groups over which a gradient's parts lie."""
+    if not hasattr(grad, "_local_tensor"):
+        return ()
+    mesh = grad.device_mesh
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(grad.placements) if not placement.is_replicate())
 
 
 def _one_kernel(grads: Sequence[Tensor]) -> bool:

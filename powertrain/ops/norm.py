@@ -13,7 +13,8 @@ in float32. M rows of N elements of e bytes: forward moves 2*M*N*e bytes (4*M*N*
 plus the partial weight gradients [programs, N] float32; about 8 and 16 operations an element.
 
 dw is summed per program over rows strided by the number of programs, then over programs by a second kernel: no atomics,
-so the same bits every time. Rows beyond 16384 elements do not fit in registers and are read twice, in blocks.
+so the same bits every time. Rows that do not fit in registers (for LayerNorm beyond 16384
+elements, for RMSNorm beyond 32768 in forward and 20480 in backward) are read twice, in blocks.
 
 Sources: Zhang and Sennrich, arXiv:1910.07467; Ba et al., arXiv:1607.06450; chunked variance after Chan et al. 1979.
 """

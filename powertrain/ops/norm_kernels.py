@@ -158,49 +158,107 @@ def _norm_bwd_kernel(
     ZERO_CENTERED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    SUM_ROWS_LAST: tl.constexpr,
     PIPELINE: tl.constexpr,
 ):
+    # a row is BLOCK_N columns, and BLOCK_TAIL after them: 18432 as one power of 2 would leave half of the lanes idle
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
+    # summed over a block's rows at the end: each sum crosses warps through shared memory, which short rows do not hide
+    SUMS: tl.constexpr = BLOCK_M if SUM_ROWS_LAST else 1
+    dw = tl.zeros([SUMS, BLOCK_N], tl.float32)
+    db = tl.zeros([SUMS, BLOCK_N], tl.float32)
     if weight_ptr is not None:
         w = _weight(weight_ptr, cols, N, ZERO_CENTERED)
-    dw = tl.zeros([1, BLOCK_N], tl.float32)
-    db = tl.zeros([1, BLOCK_N], tl.float32)
+    if BLOCK_TAIL > 0:
+        tail_cols = BLOCK_N + tl.arange(0, BLOCK_TAIL)[None, :]
+        tail_dw = tl.zeros([SUMS, BLOCK_TAIL], tl.float32)
+        tail_db = tl.zeros([SUMS, BLOCK_TAIL], tl.float32)
     # strided rows, pipelined: with num_stages=1 this took 0.125 to 0.134 ms at 16384x4096 on an H200, with 3 0.107
     for block in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=PIPELINE):
         rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        mask = (rows < M) & (cols < N)
-        h = tl.load(h_ptr + rows * stride_hm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-        dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)  # [BLOCK_M, 1]
-        if IS_LAYER:
-            h = tl.where(mask, h - tl.load(mean_ptr + rows, mask=rows < M, other=0.0), 0.0)  # [BLOCK_M, 1]
-        xhat = h * rstd
+        dy, xhat, rstd = _dy_xhat(
+            dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dym, stride_hm, IS_LAYER
+        )  # fmt: skip
         if dw_partial_ptr is not None:
             # kept over all rows of the program and written once: no atomics, so the same bits every time
-            dw += tl.sum(dy * xhat, axis=0, keep_dims=True)
+            dw += _over_rows(dy * xhat, SUM_ROWS_LAST)
         if db_partial_ptr is not None:
-            db += tl.sum(dy, axis=0, keep_dims=True)
-        if dx_ptr is not None:
-            wdy = dy
+            db += _over_rows(dy, SUM_ROWS_LAST)
+        wdy = dy
+        if weight_ptr is not None:
+            if BLOCK_TAIL > 0:
+                # from the cache once more: kept, it made 18432 columns spill 272 bytes a thread
+                w = _weight(weight_ptr, cols, N, ZERO_CENTERED)
+            wdy = dy * w
+        sum_wdy_xhat = tl.sum(wdy * xhat, axis=1, keep_dims=True)  # [BLOCK_M, 1]
+        sum_wdy = tl.zeros([BLOCK_M, 1], tl.float32)
+        if IS_LAYER:
+            sum_wdy = tl.sum(wdy, axis=1, keep_dims=True)  # [BLOCK_M, 1]
+        if BLOCK_TAIL > 0:
+            tail_dy, tail_xhat, rstd = _dy_xhat(
+                dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, tail_cols, M, N, stride_dym, stride_hm, IS_LAYER
+            )  # fmt: skip
+            if dw_partial_ptr is not None:
+                tail_dw += _over_rows(tail_dy * tail_xhat, SUM_ROWS_LAST)
+            if db_partial_ptr is not None:
+                tail_db += _over_rows(tail_dy, SUM_ROWS_LAST)
+            tail_wdy = tail_dy
             if weight_ptr is not None:
-                wdy = dy * w
-            dx = wdy - xhat * (tl.sum(wdy * xhat, axis=1, keep_dims=True) / N)
+                tail_wdy = tail_dy * _weight(weight_ptr, tail_cols, N, ZERO_CENTERED)
+            sum_wdy_xhat += tl.sum(tail_wdy * tail_xhat, axis=1, keep_dims=True)
             if IS_LAYER:
-                dx -= tl.sum(wdy, axis=1, keep_dims=True) / N
-            dx *= rstd
-            if dh_ptr is not None:
-                # [BLOCK_M, BLOCK_N]
-                dx += tl.load(dh_ptr + rows * stride_dhm + cols, mask=mask, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
-            if dresidual_ptr is not None:
-                # [BLOCK_M, BLOCK_N]
-                tl.store(dresidual_ptr + rows * N + cols, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)
+                sum_wdy += tl.sum(tail_wdy, axis=1, keep_dims=True)
+        if dx_ptr is not None:
+            dx = (wdy - xhat * (sum_wdy_xhat / N) - sum_wdy / N) * rstd  # [BLOCK_M, BLOCK_N]
+            _store_dx(dx, dx_ptr, dresidual_ptr, dh_ptr, rows, cols, M, N, stride_dhm)
+            if BLOCK_TAIL > 0:
+                dx = (tail_wdy - tail_xhat * (sum_wdy_xhat / N) - sum_wdy / N) * rstd  # [BLOCK_M, BLOCK_TAIL]
+                _store_dx(dx, dx_ptr, dresidual_ptr, dh_ptr, rows, tail_cols, M, N, stride_dhm)
+    _store_partials(dw, db, dw_partial_ptr, db_partial_ptr, program, cols, N)
+    if BLOCK_TAIL > 0:
+        _store_partials(tail_dw, tail_db, dw_partial_ptr, db_partial_ptr, program, tail_cols, N)
+
+
+@triton.jit
+def _dy_xhat(dy_ptr, h_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dym, stride_hm, IS_LAYER: tl.constexpr):
+    mask = (rows < M) & (cols < N)
+    h = tl.load(h_ptr + rows * stride_hm + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+    dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+    rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)  # [BLOCK_M, 1]
+    if IS_LAYER:
+        h = tl.where(mask, h - tl.load(mean_ptr + rows, mask=rows < M, other=0.0), 0.0)  # [BLOCK_M, 1]
+    return dy, h * rstd, rstd
+
+
+@triton.jit
+def _over_rows(x, LATER: tl.constexpr):
+    if LATER:
+        return x
+    else:
+        return tl.sum(x, axis=0, keep_dims=True)
+
+
+@triton.jit
+def _store_dx(dx, dx_ptr, dresidual_ptr, dh_ptr, rows, cols, M, N, stride_dhm):
+    mask = (rows < M) & (cols < N)
+    if dh_ptr is not None:
+        # [BLOCK_M, BLOCK_N]
+        dx += tl.load(dh_ptr + rows * stride_dhm + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)  # [BLOCK_M, BLOCK_N]
+    if dresidual_ptr is not None:
+        # [BLOCK_M, BLOCK_N]
+        tl.store(dresidual_ptr + rows * N + cols, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_partials(dw, db, dw_partial_ptr, db_partial_ptr, program, cols, N):
     partial = program.to(tl.int64) * N + cols
     if dw_partial_ptr is not None:
-        tl.store(dw_partial_ptr + partial, dw, mask=cols < N)  # [1, BLOCK_N]
+        tl.store(dw_partial_ptr + partial, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)  # [1, BLOCK_N]
     if db_partial_ptr is not None:
-        tl.store(db_partial_ptr + partial, db, mask=cols < N)  # [1, BLOCK_N]
+        tl.store(db_partial_ptr + partial, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)  # [1, BLOCK_N]
 
 
 @kernel(aligned=("N",))
@@ -329,6 +387,8 @@ class _Plan(NamedTuple):
     num_warps: int
     programs: int  # that share the rows in backward
     pipeline: int = 1  # stages in flight in backward
+    tail: int = 0  # columns behind block_n, a power of 2; backward
+    sum_rows_last: bool = False  # weight gradients are summed over a block's rows after the last block; backward
 
 
 @tunable("NVIDIA H200, 2026-11-21", ("block_m", "num_warps"))
@@ -338,8 +398,11 @@ def _plan_fwd(M: int, N: int, is_layer: bool, target: Target) -> _Plan:
     #   layer  4096: 2 rows 8 warps 0.0696, 1 row 8 warps 0.0713;   8192: 2 rows 8 warps 0.1387, 1 row 8 warps 0.1327
     # a persistent grid, cache hints on loads and on stores: no gain
     block_n = next_power_of_2(N)
-    if block_n > 16384:
+    # LayerNorm in float32 would spill 72 bytes of a thread
+    if block_n > (16384 if is_layer else 32768):
         return _Plan(True, 1, 4096, 8, M)
+    if block_n > 16384:
+        return _Plan(False, 1, block_n, 16, M)
     if block_n > 8192 or (is_layer and block_n > 4096):
         return _Plan(False, 1, block_n, 8, M)
     if block_n >= 4096:
@@ -355,10 +418,17 @@ def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, target: Target) 
     # 32768 rows, ms rms / layer (8192 elements and one program an SM, 8 / 16 warps):
     #   768: 4 rows 4 warps, 2 programs an SM 0.0628 / 0.0690 (0.1044 / 0.3905);  1024: 0.0794 / 0.0863 (.1092 / .3940)
     #   2048: 4 rows 8 warps 0.1375 / 0.1432 (0.1375 / 0.4508);  2560, layer: 1 row 4 warps, 2 programs 0.1866 (0.2225)
-    block_n = next_power_of_2(N)
+    block_n, tail, sum_rows_last = next_power_of_2(N), 0, False
     if block_n > 16384:
-        return _Plan(True, 1, 4096, 8, min(M, 64))
-    if block_n <= 1024:
+        block_n, tail = 16384, next_power_of_2(N - 16384)
+        # LayerNorm's two sums and wider rows do not fit in registers: 1376 bytes of a thread would spill
+        if is_layer or tail > 4096:
+            return _Plan(True, 1, 4096, 8, min(M, 64))
+        block_m, warps, stages, per_sm = 1, 16, 2, 1
+    elif block_n <= 256:
+        # heads (qk-norm): 16 to 24 warps an SM for the loads, where 16 rows on 2 warps took 213 registers and left 4
+        block_m, warps, stages, per_sm, sum_rows_last = min(64, 4096 // block_n), 8, 2, 2 if is_layer else 3, True
+    elif block_n <= 1024:
         block_m, warps, stages, per_sm = max(4, min(16, 2048 // block_n)), 4 if block_n > 512 else 2, 3, 2
     elif block_n == 2048:
         block_m, warps, stages, per_sm = 4, 8, 3, 1
@@ -368,9 +438,9 @@ def _plan_bwd(M: int, N: int, is_layer: bool, stage_bytes: int, target: Target) 
         warps, stages = 16 if is_layer or block_n > 8192 else 8, 4 if is_layer else 3
         block_m, per_sm = max(1, 8192 // block_n), 1
     # pipelining keeps all stages but one in shared memory
-    room = (target.shared_per_block // per_sm - 4096) // (block_m * block_n * stage_bytes)
+    room = (target.shared_per_block // per_sm - 4096) // (block_m * (block_n + tail) * stage_bytes)
     programs = min(cdiv(M, block_m), per_sm * target.num_sms)
-    return _Plan(False, block_m, block_n, warps, programs, min(stages, max(1, room + 1)))
+    return _Plan(False, block_m, block_n, warps, programs, min(stages, max(1, room + 1)), tail, sum_rows_last)
 
 
 def norm_fwd_outputs(
@@ -461,7 +531,8 @@ def norm_bwd(
     if not plan.looped:
         _norm_bwd_kernel[(plan.programs,)](
             dy, dh, h, weight, mean, rstd, dx, dresidual, dw_partial, db_partial, M, N, *strides,
-            **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, PIPELINE=plan.pipeline, num_warps=plan.num_warps,
+            **modes, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_TAIL=plan.tail,
+            SUM_ROWS_LAST=plan.sum_rows_last, PIPELINE=plan.pipeline, num_warps=plan.num_warps,
         )  # fmt: skip
     elif dx is not None:
         _norm_bwd_looped_kernel[(M,)](
@@ -474,7 +545,9 @@ def norm_bwd(
                 dy, h, mean, rstd, dw_partial, db_partial, M, N, dy.stride(0), h.stride(0),
                 IS_LAYER=is_layer, BLOCK_N=plan.block_n, num_warps=plan.num_warps,
             )  # fmt: skip
-        _norm_sum_partials_kernel[(cdiv(N, 64),)](
-            dw_partial, db_partial, dw, db, plan.programs, N, BLOCK_P=32, BLOCK_N=64
+        # narrow rows have many partials and few columns: a tile is 2048 elements, tall where the sum is long
+        block_p = 128 if plan.programs > 256 else 32
+        _norm_sum_partials_kernel[(cdiv(N, 2048 // block_p),)](
+            dw_partial, db_partial, dw, db, plan.programs, N, BLOCK_P=block_p, BLOCK_N=2048 // block_p
         )
     return dx, dresidual, dw, db

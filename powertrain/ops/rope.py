@@ -6,7 +6,8 @@
 
 Backward is the rotation by the negative angle, so nothing is saved but the table and the positions given. Everything is
 computed in float32 and rounded once. T tokens of H heads of D channels of e bytes: each direction moves 2*T*H*D*e
-bytes, plus rows of the table from cache, and does 3 operations an element.
+bytes, plus rows of the table from cache, and does 3 operations an element. In place the lines that are written are in
+the cache already, and channels from R on are not touched.
 
 Source: Su et al., arXiv:2104.09864.
 """
@@ -27,7 +28,7 @@ from powertrain.ops.rope_kernels import (
 from powertrain.ops.rope_table import RopeTable
 from powertrain.ops.shapes import acc_dtype, empty
 from powertrain.runtime import checks
-from powertrain.runtime.dispatch import Op, falls_back, use_kernel, without_autocast
+from powertrain.runtime.dispatch import Op, falls_back, is_traced, use_kernel, without_autocast
 from powertrain.runtime.sharding import placements
 
 Layout = Literal["bshd", "sbhd", "thd"]
@@ -116,6 +117,32 @@ _rope_op = Op(
     setup_context=_setup_context,
     sharding=_sharding,
 )
+
+
+def _rope_inplace_fwd(q: Tensor, k: Tensor | None, *positions: Any) -> None:
+    at, inverse = Positions(*positions[:-1]), positions[-1]
+    both = as_4d(q, at.layout).unsqueeze(2), None if k is None else as_4d(k, at.layout), None
+    launch_rope(both, both, at, inverse, in_place=True)
+
+
+_rope_inplace_op = Op(
+    f"rope_(Tensor(a!) q, Tensor(b!)? k, {POSITIONS}, bool inverse) -> ()", _rope_inplace_fwd, lambda *_: None
+)
+
+
+class _RopeInPlace(torch.autograd.Function):
+    """Results that share the memory of q and k, and lead to the gradients of what they were.
+
+    Not `mark_dirty`: for a view, which q and k are as a rule, autograd would copy the base's gradient three times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor | None, *positions: Any) -> tuple[Tensor, Tensor | None]:
+        _rope_inplace_op(q, k, *positions)
+        _setup_context(ctx, (q, k, *positions), None)
+        return q.detach(), None if k is None else k.detach()
+
+    backward = staticmethod(_backward)
 
 
 def _unpack(qkv: Tensor, num_heads: int, num_kv_heads: int, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,6 +247,7 @@ def rope(
     offset: int | Tensor = 0,
     position_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    inplace: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q and k turned by their positions, in one launch.
 
@@ -234,11 +262,16 @@ def rope(
                       [A, T] for the A axes of M-RoPE
         cu_seqlens    [num_seqs + 1] int32 or int64, for thd: where sequences begin; positions restart there. Tokens
                       ahead of the first and after the last one get position 0
-    Returns q's rotation, contiguous, or (q's, k's); dtypes as given.
+        inplace       write the rotation into q and k
+    Returns q's rotation, contiguous, or (q's, k's); dtypes as given. With inplace q (and k), or, where gradients are
+        recorded, tensors in their memory: then use the results only, since for autograd q and k are what they were. An
+        op before that saved q or k for its own backward makes that backward raise, as after any in-place op.
     Numerics: float32, rounded once. A position the table does not have gives NaN on a GPU (no host synchronisation to
         find it) and IndexError on the CPU. Deterministic.
-    Memory: saves the table and the positions given, neither q nor k.
-    Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
+    Memory: saves the table and the positions given, neither q nor k. With inplace none is allocated (without a kernel,
+        under torch.compile, of DTensors, and with a stride along D other than 1: rotated, then copied).
+    Raises ValueError naming the argument, the expected value and the given one; with inplace also for a leaf that
+        requires a gradient and for elements that share memory (expanded tensors). Double backward and vmap are not
         implemented and say so.
     Source: Su et al., arXiv:2104.09864.
     """
@@ -248,11 +281,63 @@ def rope(
         expected = (*q.shape[:-2], k.shape[-2] if k.dim() > 1 else 0, q.shape[-1])
         checks.shape("rope", "k", k, expected, "that of q, but for the heads")
     at = _place("rope", q, table, layout, interleaved, offset, position_ids, cu_seqlens)
+    if inplace:
+        return _rope_inplace(q, k, at)
     if not use_kernel("rope", q):
         rotated = _rope_torch((q, k), at)
         return rotated[0] if k is None else (rotated[0], rotated[1])
     q_out, k_out = _rope_op(q, k, *at, False)
     return q_out if k is None else (q_out, k_out)
+
+
+def _rope_inplace(q: Tensor, k: Tensor | None, at: Positions) -> Tensor | tuple[Tensor, Tensor]:
+    tensors = [x for x in (q, k) if x is not None]
+    results: Any = (q, k)
+    for name, x in zip("qk", tensors, strict=False):
+        _check_writable(name, x)
+    checks.require(k is None or _apart(q, k), "rope", "k", "lie in other memory than q for inplace", "the same")
+    records = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if use_kernel("rope", q) and all(_is_direct(x) for x in tensors):
+        if records:
+            results = _RopeInPlace.apply(q, k, *at, False)
+        else:
+            _rope_inplace_op(q, k, *at, False)
+        for x in tensors:
+            # a kernel's writes are not seen by autograd, which would use what an op before has saved
+            if not x.is_inference():
+                torch.autograd.graph.increment_version(x)
+    else:
+        turned = _rope_op(q, k, *at, False) if use_kernel("rope", q) else _rope_torch((q, k), at)
+        with torch.no_grad():
+            for x, y in zip(tensors, turned, strict=False):
+                x.detach().copy_(y)
+        results = turned if records else results
+    return results[0] if k is None else (results[0], results[1])
+
+
+def _is_direct(x: Tensor) -> bool:
+    return not is_traced(x) and not x.is_neg() and (x.stride(-1) == 1 or x.shape[-1] == 1)
+
+
+def _apart(q: Tensor, k: Tensor) -> bool:
+    return q is not k and (is_traced(q) or not q.numel() or q.is_meta or q.data_ptr() != k.data_ptr())
+
+
+def _check_writable(name: str, x: Tensor) -> None:
+    if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+        checks.fail("rope", name, "be no leaf that requires a gradient for inplace", "one")
+    # sizes and strides, smallest stride first: each must step over all that the smaller ones reach
+    reach = 0
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            checks.require(
+                stride > reach,
+                "rope",
+                name,
+                "have no elements that share memory for inplace",
+                f"strides {list(x.stride())}",
+            )
+            reach += (size - 1) * stride
 
 
 @falls_back("rope_qkv")

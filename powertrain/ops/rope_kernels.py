@@ -58,6 +58,7 @@ def _rope_kernel(
     INTERLEAVED: tl.constexpr,
     GROUPED: tl.constexpr,
     SEQ_INNER: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -111,7 +112,7 @@ def _rope_kernel(
             target += heads * stride_q_out_h
         _rotate(
             q_ptr, q_out_ptr, source, target, mask, cos, sin,
-            HEAD_DIM, PAIRS, INTERLEAVED, BLOCK_T, BLOCK_H, BLOCK_C, BLOCK_REST,
+            HEAD_DIM, PAIRS, INTERLEAVED, IN_PLACE, BLOCK_T, BLOCK_H, BLOCK_C, BLOCK_REST,
         )  # fmt: skip
     elif k_ptr is not None:
         heads = (block - q_blocks) % kv_blocks * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
@@ -122,7 +123,7 @@ def _rope_kernel(
         if block < q_blocks + kv_blocks:
             _rotate(
                 k_ptr, k_out_ptr, source, target, mask, cos, sin,
-                HEAD_DIM, PAIRS, INTERLEAVED, BLOCK_T, BLOCK_H, BLOCK_C, BLOCK_REST,
+                HEAD_DIM, PAIRS, INTERLEAVED, IN_PLACE, BLOCK_T, BLOCK_H, BLOCK_C, BLOCK_REST,
             )  # fmt: skip
         elif v_ptr is not None:
             _copy(v_ptr, v_out_ptr, source, target, mask, 0, HEAD_DIM, BLOCK_D)
@@ -178,6 +179,7 @@ def _rotate(
     HEAD_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -199,8 +201,8 @@ def _rotate(
         b = tl.load(x_ptr + source[:, :, None] + PAIRS + cols, mask=inside, other=0.0).to(tl.float32)
         tl.store(y_ptr + target[:, :, None] + cols, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=inside)
         tl.store(y_ptr + target[:, :, None] + PAIRS + cols, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=inside)
-    # dims behind the rotary ones are copied, since the result is a tensor of its own
-    if 2 * PAIRS < HEAD_DIM:
+    # dims behind the rotary ones are copied where the result is a tensor of its own
+    if 2 * PAIRS < HEAD_DIM and not IN_PLACE:
         _copy(x_ptr, y_ptr, source, target, mask, 2 * PAIRS, HEAD_DIM, BLOCK_REST)
 
 
@@ -253,8 +255,12 @@ def launch_rope(
     targets: tuple[Tensor, Tensor | None, Tensor | None],
     at: Positions,
     inverse: bool,
+    in_place: bool = False,
 ) -> None:
-    """Rotate q [outer, inner, groups, group_size, D] and k [outer, inner, H, D], copy v [outer, inner, H, D]."""
+    """Rotate q [outer, inner, groups, group_size, D] and k [outer, inner, H, D], copy v [outer, inner, H, D].
+
+    in_place   the targets are the sources
+    """
     (q, k, v), (q_out, k_out, v_out) = sources, targets
     num_outer, num_inner, groups, group_size, head_dim = q.shape
     num_kv_heads = 0 if k is None else k.shape[2]
@@ -275,7 +281,8 @@ def launch_rope(
         num_seqs.bit_length(), -1.0 if inverse else 1.0,
         *q_strides, *k_strides, *q_out_strides, *k_out_strides, *position_strides,
         HEAD_DIM=head_dim, PAIRS=pairs, INTERLEAVED=at.interleaved, GROUPED=groups > 1,
-        SEQ_INNER=at.layout != "sbhd", BLOCK_T=plan.block_t, BLOCK_H=plan.block_h, BLOCK_C=next_power_of_2(pairs),
+        SEQ_INNER=at.layout != "sbhd", IN_PLACE=in_place,
+        BLOCK_T=plan.block_t, BLOCK_H=plan.block_h, BLOCK_C=next_power_of_2(pairs),
         BLOCK_D=next_power_of_2(head_dim), BLOCK_REST=next_power_of_2(head_dim - 2 * pairs), num_warps=plan.num_warps,
     )  # fmt: skip
 

@@ -2,8 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,26 @@ class Timing:
     ms: float  # median
     spread: float  # (90th - 10th percentile) / median
     peak_mib: float  # allocated beyond the memory before the call
+
+
+_recording: list[dict[str, Any]] | None = None
+
+
+@contextmanager
+def recorded() -> Iterator[list[dict[str, Any]]]:
+    """Every row of the tables made inside: label, variant, ms, spread, peak_mib."""
+    global _recording
+    before, _recording = _recording, []
+    try:
+        yield _recording
+    finally:
+        _recording = before
+
+
+def note(label: str, variant: str, timing: Timing) -> None:
+    """Add a row to `recorded`, for a figure that is in no table."""
+    if _recording is not None:
+        _recording.append({"label": label, "variant": variant, **asdict(timing)})
 
 
 @cache
@@ -95,6 +116,7 @@ def table(
     """One line per variant: time, rate, share of the copy bandwidth, ratio to the best other, peak memory."""
     lines = []
     for name, timing in timings.items():
+        note(label, name, timing)
         others = [t.ms for n, t in timings.items() if n != name]
         parts = [f"{label:34}", f"{name:14}", f"{timing.ms:8.4f} ms ±{timing.spread:4.0%}"]
         if num_bytes is not None:

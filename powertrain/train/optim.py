@@ -1,19 +1,17 @@
 """Gradients in a step: their norm, clipping, fp16's loss scale, the update, and the skip of a bad step.
 
-With AdamW nothing here waits for the device: clipping and unscaling are one factor that it divides by, and a step whose
-gradients are not finite changes nothing, which it decides on the device too.
+With AdamW nothing here waits for the device: clipping and unscaling are one factor that it multiplies gradients by as
+it reads them, and a step whose gradients are not finite changes nothing, which it decides on the device too.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from powertrain.ops.adamw import AdamW
-from powertrain.ops.grad_norm import grad_norm
+from powertrain.ops.grad_norm import clip_factor, global_norm
 from powertrain.train.config.schema import MAX_SCALE, LossScale, OptimizerConfig, TrainConfig
 from powertrain.train.update_rules import KINDS, TorchRule, make_rule
 
@@ -109,24 +107,29 @@ class Optimizer:
     def step(self, lr: float) -> Stepped:
         """Clip, update every parameter that has a gradient, forget the gradients."""
         norm = self._norm()
-        divisor = torch.ones_like(norm) if self.scaler is None else self.scaler.scale
-        # gradients are still multiplied by fp16's scale; the norm that is reported and clipped is not
-        norm = norm / divisor
+        if self.scaler is not None:
+            # gradients are still multiplied by fp16's scale; the norm that is reported and clipped is not
+            norm = norm / self.scaler.scale
         skipped = (~norm.isfinite()).float()
-        if self.max_norm:
-            divisor = divisor * ((norm + 1e-6) / self.max_norm).clamp(min=1.0)
         if isinstance(self.rule, TorchRule):
             self.rule.set_rate(lr)
         else:
             for group in self.rule.param_groups:
                 group["lr"] = lr
         # tensors, read by the kernel: clipping, unscaling and the skip need neither the host nor a pass of their own
-        self.rule.grad_scale, self.rule.found_inf = divisor, skipped  # type: ignore[union-attr]
-        self.rule.step()
+        self.rule.found_inf = skipped  # type: ignore[union-attr]
+        self.rule.step(grad_factor=self._factor(norm))
         self.rule.zero_grad()
         if self.scaler is not None:
             self.scaler.update(skipped)
         return Stepped(norm, skipped)
+
+    def _factor(self, norm: Tensor) -> Tensor | None:
+        """What clips and unscales the gradients, or None where nothing does."""
+        factor = clip_factor(norm, self.max_norm) if self.max_norm else None
+        if self.scaler is None:
+            return factor
+        return (torch.ones_like(norm) if factor is None else factor) / self.scaler.scale
 
     def _norm(self) -> Tensor:
         if self.pipeline is None:
@@ -171,35 +174,3 @@ def state_bytes(config: OptimizerConfig) -> float:
         # a scale of 4 bytes for each block
         return 2 * (1 + 4 / 256)
     return 4.0 if config.kind == "lion" or config.momentum else 0.0
-
-
-def global_norm(grads: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of all gradients, whatever meshes they are sharded over, float32 []; the same on every rank.
-
-    stages   ranks of a pipeline, each with the gradients of other parameters
-    """
-    local: dict[Any, list[Tensor]] = {}
-    for grad in grads:
-        local.setdefault(_sharded_over(grad), []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
-    squares = []
-    for groups, tensors in local.items():
-        # squares add over shards, norms do not; replicated gradients are counted once
-        square = grad_norm([t for t in tensors if t.numel()]).to(tensors[0].device).square()
-        for group in groups:
-            # one number a mesh; gradients stay where they are
-            dist.all_reduce(square, group=group)
-        squares.append(square)
-    if not squares:
-        return torch.zeros(())
-    total = torch.stack(squares).sum() if len(squares) > 1 else squares[0]
-    if stages is not None:
-        dist.all_reduce(total, group=stages)
-    return total.sqrt()
-
-
-def _sharded_over(grad: Tensor) -> tuple[Any, ...]:
-    """The process groups over which a gradient's parts lie."""
-    if not isinstance(grad, DTensor):
-        return ()
-    mesh = grad.device_mesh
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(grad.placements) if not placement.is_replicate())

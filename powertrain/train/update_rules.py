@@ -73,13 +73,12 @@ class TorchRule:
     groups   parameters and their weight_decay, as torch takes them
     make     groups of such tensors -> the optimizer
     kinds    names of its states that have a parameter's shape
-    It has what AdamW has: param_groups, state (by parameter, whole shapes), init_state, step, grad_scale, found_inf.
+    It has what AdamW has: param_groups, state (by parameter, whole shapes), init_state, step, found_inf.
     A step reads found_inf on the host: it waits for the device, which AdamW does not.
     """
 
     def __init__(self, groups: Groups, make: Callable[[Groups], torch.optim.Optimizer], kinds: Iterable[str]) -> None:
         self.kinds = tuple(kinds)
-        self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self.masters = {p: nn.Parameter(_local(p.detach()).float()) for group in groups for p in group["params"]}
         self.inner = make([{**group, "params": [self.masters[p] for p in group["params"]]} for group in groups])
@@ -133,14 +132,14 @@ class TorchRule:
                 group["lr"] = lr
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Divide the gradients by grad_scale and update; nothing where found_inf is not 0."""
+    def step(self, *, grad_factor: Tensor | None = None) -> None:
+        """Update by the gradients times grad_factor; nothing where found_inf is not 0."""
         if self.found_inf is not None and not self.found_inf.is_meta and bool(self.found_inf):
             return
         for p, master in self.masters.items():
             if p.grad is not None:
                 grad = _local(p.grad).float()
-                master.grad = grad if self.grad_scale is None else grad / self.grad_scale
+                master.grad = grad if grad_factor is None else grad * grad_factor
         if self._is_meta():
             # a rehearsal of launches: these are torch's own kernels
             return

@@ -443,6 +443,16 @@ def linears_from_outside(mesh: DeviceMesh) -> None:
         for model in (one, spread):
             kind(model.parameters(), lr=0.1, **options).step()
         same_model(one, spread, rtol=1e-6)
+    # the norm is that of all shards and of the replicated biases; ours takes it in float32
+    del spread.plain
+    norm = torch.nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
+    optimizers = []
+    for model in (one, spread):
+        optimizers.append(AdamW(model.parameters(), lr=0.1))
+        optimizers[-1].step(max_norm=0.5 * float(norm))
+    same_model(one, spread, rtol=1e-6)
+    for optimizer in optimizers:
+        same(optimizer.grad_norm.double(), norm, rtol=1e-6, atol=0)  # type: ignore[union-attr]
     cases: tuple[tuple[dict[str, Any] | None, str], ...] = (
         (None, "plan must be given for a model whose config.model_type is none of llama"),
         ({"q_proj": "columns", "z_proj": "rows"}, "plan must name modules that the model has, got z_proj"),

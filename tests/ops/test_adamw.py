@@ -150,6 +150,103 @@ def test_grad_scale_and_found_inf(found: float, device: torch.device) -> None:
             torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("max_norm", [0.5, 1e9], ids=["clips", "within"])
+@pytest.mark.parametrize("scale", [None, 1024.0], ids=["", "grad_scale"])
+def test_step_clips_as_clip_then_step(scale: float | None, max_norm: float, device: torch.device) -> None:
+    params = _params(device)
+    sets = [params, _copies(params), _copies(params, torch.float64)]
+    optimizers = [AdamW(sets[0], **OPTIONS), *(torch.optim.AdamW(s, **OPTIONS) for s in sets[1:])]
+    for step in range(3):
+        _set_grads(params, step)
+        kept = [p.grad.clone() for p in params]
+        for others in sets[1:]:
+            for p, q in zip(params, others, strict=True):
+                q.grad = p.grad.to(q.dtype, copy=True)
+        if scale is not None:
+            for p in params:
+                p.grad *= scale
+            optimizers[0].grad_scale = torch.full((), scale, device=device)
+        optimizers[0].step(max_norm=max_norm)
+        for others, optimizer in zip(sets[1:], optimizers[1:], strict=True):
+            norm = torch.nn.utils.clip_grad_norm_(others, max_norm)
+            optimizer.step()
+        torch.testing.assert_close(optimizers[0].grad_norm.double(), norm, rtol=1e-6, atol=0)
+        # unscaled, if by grad_scale, and never clipped
+        for p, grad in zip(params, kept, strict=True):
+            torch.testing.assert_close(p.grad, grad, rtol=0, atol=0)
+    for ours, plain, exact in zip(*sets, strict=True):
+        error, allowed = ((t - exact).abs().max() for t in (ours, plain))
+        assert error <= 2 * allowed + torch.finfo(torch.float32).eps * exact.abs().max()
+        # Adam's update hardly depends on the gradients' scale, its average does
+        mean, wanted = optimizers[0].state[ours]["exp_avg"], optimizers[2].state[exact]["exp_avg"]
+        torch.testing.assert_close(mean.double(), wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=["", "main_grad"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_step_clips_low_precision(
+    dtype: torch.dtype, grad_dtype: torch.dtype | None, master_weights: bool, device: torch.device
+) -> None:
+    params = _params(device, dtype)
+    optimizer = AdamW(params, **OPTIONS, master_weights=master_weights, state_dtype=torch.float32)
+    exact = [p.detach().double() for p in params]
+    states = [dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p), step=torch.zeros(())) for p in exact]
+    _set_grads(params, 0)
+    if grad_dtype is not None:
+        for p in params:
+            # a float32 gradient beside a 16-bit parameter, as accumulated in main_grad
+            grad, p.grad = p.grad.to(grad_dtype) * 1.001, None
+            p.grad_dtype = grad_dtype
+            p.grad = grad
+    grads = [p.grad.double() for p in params]
+    norm = torch.cat([g.flatten() for g in grads]).norm()
+    optimizer.step(max_norm=0.5)
+    for p, q, grad, state in zip(params, exact, grads, states, strict=True):
+        state = {name: t.to(device) for name, t in state.items()}
+        adamw_ref(q, grad * (0.5 / (norm + 1e-6)), **state, **OPTIONS)
+        torch.testing.assert_close(p.double(), q, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"].double(), state["exp_avg"], rtol=1e-5, atol=1e-9)
+        if master_weights:
+            torch.testing.assert_close(optimizer.state[p]["master"].double(), q, rtol=1e-5, atol=1e-6)
+
+
+def test_grad_factor_and_small_fp16_gradients(device: torch.device) -> None:
+    params = _params(device, torch.float16)
+    for p in params:
+        p.grad = torch.full_like(p, 2.0**-20)  # times the factor: nothing that fp16 holds
+    optimizer = AdamW(params, **OPTIONS, master_weights=True)
+    optimizer.step(grad_factor=torch.full((), 2.0**-10, device=device))
+    for p in params:
+        expected = torch.full_like(p, (1 - OPTIONS["betas"][0]) * 2.0**-30, dtype=torch.float32)
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"], expected, rtol=1e-5, atol=0)
+
+
+def test_step_clips_in_a_grad_scaler(device: torch.device) -> None:
+    params, others = (_params(device, shapes=[(7, 5)]) for _ in range(2))
+    others[0].data.copy_(params[0].data)
+    ours, plain = AdamW(params, **OPTIONS), torch.optim.AdamW(others, **OPTIONS)
+    for each, optimizer, options in ((params, ours, {"max_norm": 0.1}), (others, plain, {})):
+        scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
+        scaler.scale((each[0] ** 3).sum()).backward()
+        if optimizer is plain:
+            scaler.unscale_(plain)
+            norm = torch.nn.utils.clip_grad_norm_(others, 0.1)
+        scaler.step(optimizer, **options)
+    torch.testing.assert_close(ours.grad_norm, norm)
+    torch.testing.assert_close(params[0], others[0])
+
+
+def test_step_refuses_bad_clipping(device: torch.device) -> None:
+    optimizer = AdamW(_params(device), **OPTIONS)
+    with pytest.raises(ValueError, match="max_norm must be above 0, got -1"):
+        optimizer.step(max_norm=-1)
+    with pytest.raises(ValueError, match="grad_factor must come without max_norm"):
+        optimizer.step(max_norm=1.0, grad_factor=torch.ones((), device=device))
+    with pytest.raises(ValueError, match="grad_factor must have one element"):
+        optimizer.step(grad_factor=torch.ones(2, device=device))
+
+
 def test_tensor_learning_rate_and_scheduler(device: torch.device) -> None:
     params = _params(device)
     others = _copies(params)

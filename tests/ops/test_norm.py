@@ -22,8 +22,9 @@ def _check(op: object, ref: object, tensors: dict[str, Tensor | None], **options
     check(lambda **t: op(**t, **options), lambda **t: ref(**t, **options), lambda **t: ref(**t, **options), tensors)
 
 
-# 3: tiny; 2047: one under a power of two; 16384: the widest block; 16390: looped, ragged last block
-@pytest.mark.parametrize("N", [3, 2047, 16384, 16390], ids=lambda n: f"D{n}")
+# 3: tiny; 2047: one under a power of two; 16384: the widest block; 16390, 20000: a tail behind it; 32770: looped,
+# ragged last block
+@pytest.mark.parametrize("N", [3, 2047, 16384, 16390, 20000, 32770], ids=lambda n: f"D{n}")
 @pytest.mark.parametrize("op, ref", [(rms_norm, rms_norm_ref), (layer_norm, layer_norm_ref)], ids=["rms", "layer"])
 def test_sizes(op: object, ref: object, N: int, device: torch.device) -> None:
     _check(op, ref, _tensors(device, 3, N))
@@ -43,7 +44,7 @@ def test_optional_arguments(op: object, ref: object, left_out: str, device: torc
     _check(op, ref, {**_tensors(device, 4, 40), left_out: None}, zero_centered=True)
 
 
-@pytest.mark.parametrize("N", [72, 16500], ids=["block", "looped"])
+@pytest.mark.parametrize("N", [72, 16500, 32800], ids=["block", "tail", "looped"])
 def test_mixed_dtypes(N: int, device: torch.device) -> None:
     tensors = _tensors(device, 3, N)
     tensors["x"] = tensors["x"].detach().bfloat16().requires_grad_()

@@ -271,3 +271,108 @@ def test_more_than_2_31_elements(device: torch.device) -> None:
     table = rope_table(128, 1 << 17, device=device)
     tail = rope(q[-2:], table=table, layout="thd", offset=(1 << 17) - 2)
     assert torch.equal(rope(q, table=table, layout="thd")[-2:], tail)
+
+
+def _inplace(q: Tensor, k: Tensor | None, **options: Any) -> Any:
+    """`rope` in place, of copies: the caller's are leaves."""
+    copies = [None if x is None else x.clone(memory_format=torch.preserve_format) for x in (q, k)]
+    turned = rope(*copies, inplace=True, **options)  # type: ignore[arg-type]
+    for copy, made in zip(copies, (turned,) if k is None else turned, strict=False):
+        assert torch.equal(copy, made) and (made.requires_grad or made is copy)
+    return turned
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("head_dim, rotary_dim", [(16, 16), (80, 48), (10, 6)])
+def test_inplace(head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype, device: torch.device) -> None:
+    table = rope_table(rotary_dim, 3, device=device)
+    q, k = (torch.randn(2, 3, heads, head_dim, device=device).to(dtype).requires_grad_() for heads in (5, 2))
+
+    def call(function: Any) -> Any:
+        return lambda q, k, cos, sin: function(q, k, table=RopeTable(cos, sin), interleaved=interleaved)
+
+    check(call(_inplace), call(rope_ref), call(rope_ref), {"q": q, "k": k, "cos": table.cos, "sin": table.sin})
+    with torch.no_grad():
+        for ours, exact in zip(call(_inplace)(q, k, *table[:2]), call(rope)(q, k, *table[:2]), strict=True):
+            assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "thd"])
+def test_inplace_into_slices_of_a_packed_qkv(layout: str, device: torch.device) -> None:
+    table = rope_table(8, 16, device=device)
+    qkv = torch.randn(6, 1, 5, 8, device=device)[:, 0] if layout == "thd" else torch.randn(6, 2, 5, 8, device=device)
+    options: dict[str, Any] = {"table": table, "layout": layout}
+    if layout == "thd":
+        options["cu_seqlens"] = torch.tensor([0, 2, 6], device=device)
+    q, k, v = qkv.split((3, 1, 1), -2)
+    expected, kept = rope(q.clone(), k.clone(), **options), v.clone()
+    rope(q, k, inplace=True, **options)
+    for wanted, found in zip((*expected, kept), qkv.split((3, 1, 1), -2), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("frozen", ["q", "k", "neither"])
+def test_inplace_gradients_reach_the_projection(frozen: str, device: torch.device) -> None:
+    table = rope_table(8, 4, device=device)
+    x = torch.randn(2, 4, 6, device=device)
+    weight = torch.randn(32, 6, device=device)
+    grads = []
+    for inplace in (False, True):
+        leaf = weight.clone().requires_grad_()
+        q, k = (x @ leaf.T).unflatten(-1, (4, 8)).split((3, 1), -2)
+        q, k = (t.detach() if frozen == name else t for name, t in (("q", q), ("k", k)))
+        q, k = rope(q, k, table=table, inplace=inplace)
+        (q.square().sum() + (k**3).sum()).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+def test_inplace_of_a_strided_head_dim(device: torch.device) -> None:
+    table = rope_table(8, 4, device=device)
+    q = torch.randn(2, 4, 3, 16, device=device)[..., ::2]
+    expected = rope(q.clone(), table=table)
+    assert rope(q, table=table, inplace=True) is q and torch.equal(q, expected)
+
+
+def test_inplace_after_an_op_that_saved_its_result_raises_in_backward(device: torch.device) -> None:
+    table = rope_table(8, 4, device=device)
+    q = torch.randn(1, 4, 2, 8, device=device, requires_grad=True).exp()  # whose backward reads its result
+    turned = rope(q, table=table, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        turned.sum().backward()
+
+
+def test_inplace_compiled(device: torch.device) -> None:
+    table = rope_table(8, 4, device=device)
+    q = torch.randn(1, 4, 2, 8, device=device)
+    expected = rope(q.clone(), table=table)
+
+    def function(q: Tensor) -> Any:
+        return rope(q, table=table, inplace=True) * 1
+
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(q)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(q, expected)
+
+
+def test_inplace_repeated(device: torch.device) -> None:
+    """From the third call on launches are replayed: into that call's tensors, not into the recorded ones."""
+    table = rope_table(8, 4, device=device)
+    for _ in range(5):
+        q = torch.randn(1, 4, 2, 8, device=device)
+        expected, version = rope(q.clone(), table=table), q._version
+        rope(q, table=table, inplace=True)
+        assert torch.equal(q, expected) and q._version > version
+
+
+def test_inplace_refuses(device: torch.device) -> None:
+    table = rope_table(8, 4, device=device)
+    leaf = torch.randn(1, 4, 2, 8, device=device, requires_grad=True)
+    q = leaf.detach().clone()
+    with pytest.raises(ValueError, match="k must be no leaf that requires a gradient"):
+        rope(q, leaf, table=table, inplace=True)
+    with pytest.raises(ValueError, match="q must have no elements that share memory"):
+        rope(q[:, :, :1].expand(1, 4, 3, 8), table=table, inplace=True)
+    with pytest.raises(ValueError, match="k must lie in other memory than q"):
+        rope(q, q, table=table, inplace=True)

@@ -17,6 +17,7 @@ import powertrain
 from powertrain import ops
 from powertrain.ops.attention.backends.zero_padding import zero_tail
 from powertrain.ops.cases import cases
+from powertrain.ops.rope_table import RopeTable
 from powertrain.parallel.transport.kernels import poison, sum_parts
 from powertrain.runtime.compile import prebuild
 from powertrain.runtime.compile.service import Spec
@@ -57,6 +58,9 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
     powertrain.layer_norm(empty(64, 20000), empty(20000), empty(20000), residual=empty(64, 20000))[0].backward(
         torch.empty(64, 20000, dtype=dtype, device=META)
     )
+    powertrain.layer_norm(empty(64, 40000), empty(40000), empty(40000), residual=empty(64, 40000))[0].backward(
+        torch.empty(64, 40000, dtype=dtype, device=META)
+    )
     scores = powertrain.scaled_softmax(empty(4, 64, 40000))
     scores.backward(torch.empty_like(scores))
     main_grad = torch.empty(512, 64, device=META)
@@ -67,6 +71,9 @@ def _beyond_the_catalog(dtype: torch.dtype) -> None:
         parameter.grad = torch.empty_like(parameter)
     powertrain.clip_grad_norm_(parameters, 1.0)
     powertrain.AdamW(parameters).step()
+    powertrain.AdamW(parameters).step(max_norm=1.0)
+    table = RopeTable(*(torch.empty(64, 32, device=META) for _ in range(2)))
+    powertrain.rope(torch.empty(2, 64, 8, 128, dtype=dtype, device=META), table=table, inplace=True)
     launch_decode_kernels(dtype)
     launch_merge_kernels(dtype)
     if dtype is not torch.float32 and Target.of(META).arch == 90:

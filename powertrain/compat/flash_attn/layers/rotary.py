@@ -55,8 +55,8 @@ def apply_rotary_emb(
         seqlen_offsets an int or [b], added to the positions. max_seqlen is a hint, not needed here.
     Returns x's shape and dtype.
     """
-    turned = _turn(x, cos, sin, interleaved, seqlen_offsets, cu_seqlens)
-    return x.copy_(turned) if inplace and not _wants_gradient(x) else turned
+    in_x = inplace and not _wants_gradient(x)
+    return _turn(x, cos, sin, interleaved, seqlen_offsets, cu_seqlens, in_x)
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -88,12 +88,12 @@ def apply_rotary_emb_qkv_(
         fits = k_heads > 0 and rest == 0
         checks.require(fits, op, "num_heads_q", f"leave twice k's heads of {qkv.shape[2]}", num_heads_q)
         q, k, v = qkv.split((num_heads_q, k_heads, k_heads), 2)
-    new_q = _turn(q, cos, sin, interleaved, seqlen_offsets)
-    new_k = _turn(k, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k, interleaved, seqlen_offsets)
-    if _wants_gradient(qkv):
+    recorded = _wants_gradient(qkv)
+    cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+    new_q = _turn(q, cos, sin, interleaved, seqlen_offsets, inplace=not recorded)
+    new_k = _turn(k, cos_k, sin_k, interleaved, seqlen_offsets, inplace=not recorded)
+    if recorded:
         return torch.stack((new_q, new_k, v), 2) if qkv.dim() == 5 else torch.cat((new_q, new_k, v), 2)
-    q.copy_(new_q)
-    k.copy_(new_k)
     return qkv
 
 
@@ -179,11 +179,18 @@ class RotaryEmbedding(nn.Module):
 
 
 def _turn(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, offset: int | Tensor, cu_seqlens: Tensor | None = None
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    offset: int | Tensor,
+    cu_seqlens: Tensor | None = None,
+    inplace: bool = False,
 ) -> Tensor:
-    layout = "bshd" if cu_seqlens is None else "thd"
-    table = RopeTable(cos.float(), sin.float())
-    turned = rope(x, table=table, layout=layout, interleaved=interleaved, offset=offset, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+    turned = rope(
+        x, table=RopeTable(cos.float(), sin.float()), layout="bshd" if cu_seqlens is None else "thd",
+        interleaved=interleaved, offset=offset, cu_seqlens=cu_seqlens, inplace=inplace,
+    )  # fmt: skip
     assert isinstance(turned, Tensor)
     return turned
 

@@ -1,0 +1,155 @@
+"""`python -m benchmarks.all [SECTION...]`: the regression table as raw JSON, beside the last committed one.
+
+Sections: host, decode, attention, head-dims, ops; all of them if none is named. Opponents that are not installed, or
+not named by FLASH_3_LIBRARY, are left out and said.
+"""
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+import triton
+
+from benchmarks import peers
+from powertrain.testing.bench import copy_bandwidth, recorded
+
+RESULTS = Path(__file__).parent / "results"
+# of variants that are not ours: slower ones are no regression
+PEERS = ("torch", "liger", "quack", "flash", "cudnn", "cut", "triton")
+# cards of one kind differ by about 2 %
+NOISE = 0.03
+Row = dict[str, Any]
+
+
+def _module(name: str) -> Callable[[], Iterator[str]]:
+    return lambda: importlib.import_module(f"benchmarks.ops.{name}").run()
+
+
+def _attention(*names: str) -> Callable[[], Iterator[str]]:
+    def run() -> Iterator[str]:
+        attention = importlib.import_module("benchmarks.ops.attention")
+        for name in names:
+            yield from attention.against_peers(getattr(attention, name))
+
+    return run
+
+
+SECTIONS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
+    "host": (_module("host"),),
+    "decode": (_module("decode"),),
+    "attention": (_attention("CASES", "GROUPED"),),
+    "head-dims": (_attention("HEAD_DIMS"),),
+    "ops": tuple(map(_module, ("linear_cross_entropy", "norm", "activations", "rope", "adamw"))),
+}
+
+
+def measure(sections: list[str], write: Callable[[list[Row]], None]) -> tuple[list[Row], list[str]]:
+    """Every row, and the sections in which something failed; `write` is called after each part."""
+    found: list[Row] = []
+    failed = []
+    for section in sections:
+        for run in SECTIONS[section]:
+            with recorded() as rows:
+                try:
+                    for lines in run():
+                        print(lines, end="\n\n", flush=True)
+                except Exception:
+                    # what was measured counts, and the other sections are still to come
+                    traceback.print_exc()
+                    failed.append(section)
+            found += [{"section": section, **row} for row in rows]
+            write(found)
+            torch.cuda.empty_cache()
+    return found, failed
+
+
+def slower(rows: list[Row], before: list[Row]) -> Iterator[str]:
+    """Our rows that take longer than before by more than noise and both spreads."""
+    past = {(row["label"], row["variant"]): row for row in before}
+    for row in rows:
+        old = past.get((row["label"], row["variant"]))
+        if old is None or row["variant"].startswith(PEERS):
+            continue
+        ratio = row["ms"] / old["ms"]
+        if ratio > 1 + NOISE + row["spread"] + old["spread"]:
+            yield f"{row['label']} | {row['variant']} | {old['ms']:.4f} -> {row['ms']:.4f} ms ({ratio:.2f}x)"
+
+
+def behind(rows: list[Row]) -> Iterator[str]:
+    """Labels at which another library is faster than the best of ours."""
+    by_label: dict[str, list[Row]] = {}
+    for row in rows:
+        by_label.setdefault(row["label"], []).append(row)
+    for label, variants in by_label.items():
+        theirs = [row for row in variants if row["variant"].startswith(PEERS)]
+        ours = [row for row in variants if not row["variant"].startswith(PEERS)]
+        if ours and theirs:
+            best, other = (min(group, key=lambda row: row["ms"]) for group in (ours, theirs))
+            if other["ms"] < best["ms"]:
+                cells = [f"{row['variant']} {row['ms']:.4f}" for row in (best, other)]
+                yield " | ".join([label, *cells, f"{other['ms'] / best['ms']:.3f}"])
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS).stdout.strip()
+
+
+def last_committed(gpu: str) -> tuple[str, list[Row]] | None:
+    """The name and rows of the newest committed table of this GPU; an uncommitted change of it is not read."""
+    names = sorted(_git("ls-tree", "--name-only", "HEAD", "./").splitlines())
+    names = [name for name in names if name.endswith(f"_{gpu}_all.json")]
+    if not names:
+        return None
+    return names[-1], json.loads(_git("show", f"HEAD:./{names[-1]}"))["rows"]
+
+
+def _report(title: str, lines: Iterator[str], nothing: str) -> None:
+    found = list(lines)
+    print("\n".join([f"{title}:", *found]) if found else f"{title}: {nothing}", end="\n\n")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.all", description=__doc__)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
+    sections = parser.parse_args(arguments).sections or list(SECTIONS)
+    unknown = [name for name in sections if name not in SECTIONS]
+    if unknown:
+        parser.error(f"SECTION must be of {', '.join(SECTIONS)}, got {', '.join(unknown)}")
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks need a CUDA GPU; none is visible here")
+    torch._functorch.config.donated_buffer = False  # torch.compile's backward, too, is timed with retain_graph
+    gpu = torch.cuda.get_device_name().split()[-1].lower()
+    machine = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "commit": _git("rev-parse", "--short", "HEAD"), "copy_bytes_per_s": copy_bandwidth(),
+        "left_out": peers.missing(),
+    }  # fmt: skip
+    print("\n".join(f"{name}: {value}" for name, value in machine.items()), end="\n\n")
+    path = RESULTS / f"{time.strftime('%Y-%m-%d')}_{gpu}_all.json"
+    before = last_committed(gpu)
+    rows, failed = measure(sections, lambda rows: _write(path, machine, rows))
+    _report("other libraries are faster (best of ours | best of theirs | ratio)", behind(rows), "nowhere")
+    if before is None:
+        print(f"slower than before: no table of {gpu} is committed; commit {path.name} to compare with")
+    else:
+        _report(f"slower than {before[0]}", slower(rows, before[1]), "nothing")
+    for section in failed:
+        print(f"FAILED: {section}; see the traceback above")
+    return 1 if failed else 0
+
+
+def _write(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
+    path.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,46 @@
+"""The regression table: rows recorded from tables, what counts as slower, what of it is kept when a part fails."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks import all as bench_all
+from powertrain.testing.bench import Timing, recorded, table
+
+
+def _row(label: str, variant: str, ms: float, spread: float = 0.01) -> dict[str, Any]:
+    return {"label": label, "variant": variant, "ms": ms, "spread": spread}
+
+
+def test_slower_is_beyond_noise_and_both_spreads() -> None:
+    before = [_row("a", "powertrain", 1.0), _row("b", "powertrain", 1.0, 0.2), _row("a", "torch.compile", 1.0)]
+    rows = [_row("a", "powertrain", 1.06), _row("b", "powertrain", 1.2), _row("a", "torch.compile", 9.0)]
+    assert list(bench_all.slower(rows, before)) == ["a | powertrain | 1.0000 -> 1.0600 ms (1.06x)"]
+    assert not list(bench_all.slower([_row("a", "powertrain", 1.04), _row("new", "powertrain", 9.0)], before))
+
+
+def test_behind_takes_the_best_of_each_side() -> None:
+    rows = [_row("a", "powertrain", 1.2), _row("a", "in place", 1.1), _row("a", "liger", 1.0), _row("a", "torch", 2.0)]
+    rows += [_row("b", "powertrain", 0.9), _row("b", "quack", 1.0), _row("c", "powertrain", 1.0)]
+    assert list(bench_all.behind(rows)) == ["a | in place 1.1000 | liger 1.0000 | 0.909"]
+
+
+def test_tables_are_recorded_and_a_failing_part_does_not_lose_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> Iterator[str]:
+        yield table("label", {"powertrain": Timing(1.0, 0.02, 3.0)})
+        raise RuntimeError("out of memory")
+
+    def works() -> Iterator[str]:
+        yield table("other", {"powertrain": Timing(2.0, 0.02, 3.0)})
+
+    monkeypatch.setattr(bench_all, "SECTIONS", {"ops": (fails, works)})
+    written: list[Any] = []
+    rows, failed = bench_all.measure(["ops"], lambda rows: written.append(list(rows)))
+    first = {"section": "ops", "label": "label", "variant": "powertrain", "ms": 1.0, "spread": 0.02, "peak_mib": 3.0}
+    assert rows[0] == first and rows[1]["label"] == "other" and failed == ["ops"]
+    assert written == [rows[:1], rows]
+    with recorded() as outside:
+        pass
+    table("after", {"powertrain": Timing(1.0, 0.0, 0.0)})
+    assert not outside
