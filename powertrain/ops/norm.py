@@ -14,7 +14,7 @@ plus the partial weight gradients [programs, N] float32; about 8 and 16 operatio
 
 dw is summed per program over rows strided by the number of programs, then over programs by a second kernel: no atomics,
 so the same bits every time. Rows that do not fit in registers (for LayerNorm beyond 16384
-elements, for RMSNorm beyond 32768 in forward and 20480 in backward) are read twice, in blocks.
+elements, RMSNorm also of 8193 to 12288 in forward, and in backward beyond 20480) are read twice, in blocks.
 
 Sources: Zhang and Sennrich, arXiv:1910.07467; Ba et al., arXiv:1607.06450; chunked variance after Chan et al. 1979.
 """

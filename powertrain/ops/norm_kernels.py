@@ -397,13 +397,16 @@ def _plan_fwd(M: int, N: int, is_layer: bool, target: Target) -> _Plan:
     #   rms    4096: 2 rows 8 warps 0.0697, 1 row 8 warps 0.0696;   8192: 2 rows 8 warps 0.1319, 1 row 8 warps 0.1344
     #   layer  4096: 2 rows 8 warps 0.0696, 1 row 8 warps 0.0713;   8192: 2 rows 8 warps 0.1387, 1 row 8 warps 0.1327
     # a persistent grid, cache hints on loads and on stores: no gain
+    # as much between the powers of 2, where a block has idle lanes; in brackets torch.compile:
+    #   rms    5120: 1 row 0.0847, 2 rows 0.0970 (0.0914);   6144: 0.1009, 0.1063 (0.0997)
+    #   rms    12288: one block 0.2113, 4096 at a time 0.2020 (0.1936);   18432: 0.4158, 8192 at a time 0.3123 (0.2926)
+    #   layer  18432: 4096 at a time 0.4855, 2048 at a time 0.4353 (0.3077)
     block_n = next_power_of_2(N)
-    # LayerNorm in float32 would spill 72 bytes of a thread
-    if block_n > (16384 if is_layer else 32768):
-        return _Plan(True, 1, 4096, 8, M)
     if block_n > 16384:
-        return _Plan(False, 1, block_n, 16, M)
-    if block_n > 8192 or (is_layer and block_n > 4096):
+        return _Plan(True, 1, 2048 if is_layer else 8192, 8, M)
+    if not is_layer and 8192 < N <= 12288:
+        return _Plan(True, 1, 4096, 16, M)
+    if block_n > 8192 or (is_layer and block_n > 4096) or (not is_layer and 4096 < N <= 6144):
         return _Plan(False, 1, block_n, 8, M)
     if block_n >= 4096:
         return _Plan(False, 2, block_n, 8, M)
