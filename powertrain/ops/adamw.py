@@ -341,9 +341,12 @@ class AdamW(torch.optim.AdamW):
         if max_norm is not None:
             checks.require(max_norm > 0, "AdamW.step", "max_norm", "be above 0", max_norm)
         if grad_factor is not None:
+            checks.tensor("AdamW.step", "grad_factor", grad_factor)
             checks.require(
                 grad_factor.numel() == 1, "AdamW.step", "grad_factor", "have one element", list(grad_factor.shape)
             )
+            # [1] times a parameter of no dims would be [1]
+            grad_factor = grad_factor.reshape(())
         loss = None
         if closure is not None:
             with torch.enable_grad():
