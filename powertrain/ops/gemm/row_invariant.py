@@ -83,8 +83,8 @@ def row_invariant_linear_(
     # (a single row is contiguous whatever its stride is)
     x, weight = (t.contiguous().as_strided(t.shape, (K, 1)) for t in (x, weight))
     x, weight = (t if t.is_meta or t.data_ptr() % 16 == 0 else t.clone() for t in (x, weight))
-    # both kernels read N numbers one after the other
-    bias = None if bias is None else bias.expand(N).contiguous()
+    # both kernels read it as N numbers side by side
+    bias = None if bias is None else bias.contiguous()
     # no TMA descriptor of a matrix without elements
     if x.numel() and out.numel() and _by_hopper(x, weight, out):
         hopper.hopper_gemm(x, weight, out, bias=bias)
