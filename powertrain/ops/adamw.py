@@ -331,7 +331,8 @@ class AdamW(torch.optim.AdamW):
                       device
         grad_factor   float32 [], on the device: update by gradients times this, for a norm that is taken over more than
                       this optimizer's parameters
-        Both leave the gradients as they are and need no host synchronisation.
+        Both leave the gradients as they are (but for a GradScaler's unscaling) and need no host synchronisation. With
+        DTensors every rank must call this with gradients of the same meshes: max_norm sums over their groups.
         Numerics: those of scaling the gradients first, without the rounding to their dtype.
         """
         checks.require(
