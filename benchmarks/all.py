@@ -23,8 +23,8 @@ from benchmarks import peers
 from powertrain.testing.bench import copy_bandwidth, recorded
 
 RESULTS = Path(__file__).parent / "results"
-# of variants that are not ours: slower ones are no regression
-PEERS = ("torch", "liger", "quack", "flash", "cudnn", "cut", "triton")
+# of variants that are not ours: slower ones are no regression. In attention "triton" is our own backend
+PEERS = ("torch", "liger", "quack", "flash", "cudnn", "cut")
 # cards of one kind differ by about 2 %
 NOISE = 0.03
 Row = dict[str, Any]
@@ -103,6 +103,11 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS).stdout.strip()
 
 
+def short_name(gpu: str) -> str:
+    """A GPU's name as a file's: all of it, since "Ti" and "80GB HBM3" end the names of several."""
+    return "-".join(gpu.lower().removeprefix("nvidia ").removeprefix("geforce ").split())
+
+
 def last_committed(gpu: str) -> tuple[str, list[Row]] | None:
     """The name and rows of the newest committed table of this GPU; an uncommitted change of it is not read."""
     names = sorted(_git("ls-tree", "--name-only", "HEAD", "./").splitlines())
@@ -127,19 +132,21 @@ def main(arguments: list[str]) -> int:
     if not torch.cuda.is_available():
         sys.exit("benchmarks need a CUDA GPU; none is visible here")
     torch._functorch.config.donated_buffer = False  # torch.compile's backward, too, is timed with retain_graph
-    gpu = torch.cuda.get_device_name().split()[-1].lower()
+    gpu = short_name(torch.cuda.get_device_name())
     machine = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "commit": _git("rev-parse", "--short", "HEAD"), "copy_bytes_per_s": copy_bandwidth(),
         "left_out": peers.missing(),
     }  # fmt: skip
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), end="\n\n")
-    path = RESULTS / f"{time.strftime('%Y-%m-%d')}_{gpu}_all.json"
+    # a part of the table is never the base of a comparison, nor does it replace the whole of the same day
+    what = "all" if set(sections) == set(SECTIONS) else "-".join(sections)
+    path = RESULTS / f"{time.strftime('%Y-%m-%d')}_{gpu}_{what}.json"
     before = last_committed(gpu)
     rows, failed = measure(sections, lambda rows: _write(path, machine, rows))
     _report("other libraries are faster (best of ours | best of theirs | ratio)", behind(rows), "nowhere")
     if before is None:
-        print(f"slower than before: no table of {gpu} is committed; commit {path.name} to compare with")
+        print(f"slower than before: no table of {gpu} is committed; commit that of all sections to compare with")
     else:
         _report(f"slower than {before[0]}", slower(rows, before[1]), "nothing")
     for section in failed:

@@ -18,6 +18,13 @@ def test_slower_is_beyond_noise_and_both_spreads() -> None:
     rows = [_row("a", "powertrain", 1.06), _row("b", "powertrain", 1.2), _row("a", "torch.compile", 9.0)]
     assert list(bench_all.slower(rows, before)) == ["a | powertrain | 1.0000 -> 1.0600 ms (1.06x)"]
     assert not list(bench_all.slower([_row("a", "powertrain", 1.04), _row("new", "powertrain", 9.0)], before))
+    # a backend of our own attention
+    assert list(bench_all.slower([_row("a", "triton", 2.0)], [_row("a", "triton", 1.0)]))
+
+
+def test_names_of_gpus_are_told_apart() -> None:
+    names = ["NVIDIA H200", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4070 Ti", "NVIDIA H100 80GB HBM3"]
+    assert [bench_all.short_name(n) for n in names] == ["h200", "rtx-3090-ti", "rtx-4070-ti", "h100-80gb-hbm3"]
 
 
 def test_behind_takes_the_best_of_each_side() -> None:

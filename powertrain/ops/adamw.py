@@ -270,8 +270,7 @@ class AdamW(torch.optim.AdamW):
         return self.state_dtype or (torch.float32 if self._has_master(p) else p.dtype)
 
     def _new_state(self, p: Tensor) -> dict[str, Tensor]:
-        if p.is_complex():
-            raise NotImplementedError("AdamW: complex parameters are not implemented; use torch.optim.AdamW")
+        _refuse_complex(p)
         state = self.state[p]
         state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
         state["exp_avg"] = torch.zeros_like(p, dtype=self._dtype_of(p))
@@ -332,7 +331,8 @@ class AdamW(torch.optim.AdamW):
                       device
         grad_factor   float32 [], on the device: update by gradients times this, for a norm that is taken over more than
                       this optimizer's parameters
-        Both leave the gradients as they are and need no host synchronisation.
+        Both leave the gradients as they are (but for a GradScaler's unscaling) and need no host synchronisation. With
+        DTensors every rank must call this with gradients of the same meshes: max_norm sums over their groups.
         Numerics: those of scaling the gradients first, without the rounding to their dtype.
         """
         checks.require(
@@ -341,9 +341,15 @@ class AdamW(torch.optim.AdamW):
         if max_norm is not None:
             checks.require(max_norm > 0, "AdamW.step", "max_norm", "be above 0", max_norm)
         if grad_factor is not None:
+            checks.tensor("AdamW.step", "grad_factor", grad_factor)
+            # the kernel reads an address, which a DTensor has not
+            plain = not hasattr(grad_factor, "_local_tensor")
+            checks.require(plain, "AdamW.step", "grad_factor", "be a plain tensor (full_tensor())", "a DTensor")
             checks.require(
                 grad_factor.numel() == 1, "AdamW.step", "grad_factor", "have one element", list(grad_factor.shape)
             )
+            # [1] times a parameter of no dims would be [1]
+            grad_factor = grad_factor.reshape(())
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -364,7 +370,7 @@ class AdamW(torch.optim.AdamW):
 
     def _clip_factor(self, max_norm: float, grad_scale: Tensor | None) -> Tensor:
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        norm = global_norm(p.grad for p in params if p.grad is not None)
+        norm = global_norm(grad for grad in map(_gradient, params) if grad is not None)
         self.grad_norm = norm if grad_scale is None else norm / grad_scale.to(norm.device)
         return clip_factor(self.grad_norm, max_norm)
 
@@ -372,11 +378,9 @@ class AdamW(torch.optim.AdamW):
         """The parameters with a gradient by device, layout and dtypes: a launch each. Some 3 us a parameter."""
         buckets: dict[Any, list[_Entry]] = {}
         for p in group["params"]:
-            grad = p.grad
+            grad: Any = _gradient(p)
             if grad is None:
                 continue
-            if grad.layout is not torch.strided:
-                raise NotImplementedError("AdamW: sparse gradients are not implemented; use torch.optim.SparseAdam")
             state = self.state[p] or self._new_state(p)
             if hasattr(p, "_local_tensor"):
                 p, grad = p._local_tensor, grad._local_tensor
@@ -387,6 +391,19 @@ class AdamW(torch.optim.AdamW):
             key = (p.device, dense, p.dtype, grad.dtype, state["exp_avg"].dtype, "master" in state)
             buckets.setdefault(key, []).append((p, grad, state))
         return buckets
+
+
+def _gradient(p: Tensor) -> Tensor | None:
+    if p.grad is not None:
+        if p.grad.layout is not torch.strided:
+            raise NotImplementedError("AdamW: sparse gradients are not implemented; use torch.optim.SparseAdam")
+        _refuse_complex(p)
+    return p.grad
+
+
+def _refuse_complex(p: Tensor) -> None:
+    if p.is_complex():
+        raise NotImplementedError("AdamW: complex parameters are not implemented; use torch.optim.AdamW")
 
 
 def _update(

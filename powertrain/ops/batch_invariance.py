@@ -102,5 +102,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if input.shape[-1] != weight.shape[-1]:
         checks.fail("linear", "input", f"have a last dim of {weight.shape[-1]}, weight's", input.shape[-1])
+    N = weight.shape[0]
+    if weight.dtype is not input.dtype:
+        checks.fail("linear", "weight", f"have input's dtype {checks.name(input.dtype)}", checks.name(weight.dtype))
+    if bias is not None:
+        fits = bias.dim() < 2 and bias.numel() in (1, N)
+        checks.require(fits, "linear", "bias", f"have {N} elements", list(bias.shape))
+        bias = bias.expand(N)
     y: Tensor = RowInvariantLinear.apply(as_rows(input), weight, bias)
-    return y.view(*input.shape[:-1], weight.shape[0])
+    return y.view(*input.shape[:-1], N)

@@ -265,14 +265,15 @@ def rope(
         inplace       write the rotation into q and k
     Returns q's rotation, contiguous, or (q's, k's); dtypes as given. With inplace q (and k), or, where gradients are
         recorded, tensors in their memory: then use the results only, since for autograd q and k are what they were. An
-        op before that saved q or k for its own backward makes that backward raise, as after any in-place op.
+        op before that saved q or k for its own backward makes that backward raise, as after any in-place op; so does
+        a use of v after `q, k, v = qkv.split(...)` (or chunk, unbind), which views by indexing do not.
     Numerics: float32, rounded once. A position the table does not have gives NaN on a GPU (no host synchronisation to
         find it) and IndexError on the CPU. Deterministic.
     Memory: saves the table and the positions given, neither q nor k. With inplace none is allocated (without a kernel,
         under torch.compile, of DTensors, and with a stride along D other than 1: rotated, then copied).
     Raises ValueError naming the argument, the expected value and the given one; with inplace also for a leaf that
-        requires a gradient and for elements that share memory (expanded tensors). Double backward and vmap are not
-        implemented and say so.
+        requires a gradient or a view of one, and for elements that share memory (expanded tensors; q and k of the same
+        strides that overlap). Double backward and vmap are not implemented and say so.
     Source: Su et al., arXiv:2104.09864.
     """
     checks.floating("rope", q=q, k=k)
@@ -320,12 +321,22 @@ def _is_direct(x: Tensor) -> bool:
 
 
 def _apart(q: Tensor, k: Tensor) -> bool:
-    return q is not k and (is_traced(q) or not q.numel() or q.is_meta or q.data_ptr() != k.data_ptr())
+    """Whether no element is in both, as far as the heads of one token show where both are slices of one tensor."""
+    if q is k or is_traced(q) or q.is_meta or not (q.numel() and k.numel()):
+        return q is not k
+    if q.dtype != k.dtype or q.stride() != k.stride() or q.stride(-1) != 1 or not q.stride(-2):
+        return q.data_ptr() != k.data_ptr()
+    # k's head 0 begins `elements` behind q's head number `head`
+    head, elements = divmod((k.data_ptr() - q.data_ptr()) // q.element_size(), q.stride(-2))
+    shared = [head] * (elements < q.shape[-1]) + [head + 1] * (q.stride(-2) - elements < q.shape[-1])
+    return not any(-k.shape[-2] < n < q.shape[-2] for n in shared)
 
 
 def _check_writable(name: str, x: Tensor) -> None:
-    if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
-        checks.fail("rope", name, "be no leaf that requires a gradient for inplace", "one")
+    if x.requires_grad and torch.is_grad_enabled():
+        root = x if is_traced(x) or x._base is None else x._base
+        if root.is_leaf:
+            checks.fail("rope", name, "be no leaf that requires a gradient, nor a view of one, for inplace", "one")
     # sizes and strides, smallest stride first: each must step over all that the smaller ones reach
     reach = 0
     for stride, size in sorted((abs(stride), size) for stride, size in zip(x.stride(), x.shape, strict=True)):

@@ -251,3 +251,16 @@ def test_rows_of_a_product() -> None:
     assert torch.equal(y, row_invariant_linear_(x, weight, None, torch.empty(5, 8)))
     with pytest.raises(ValueError, match="input must have a last dim of 16"), powertrain.batch_invariant():
         torch.nn.functional.linear(x[:, :8], weight)
+
+
+def test_products_of_any_bias_and_of_no_columns() -> None:
+    x, weight, numbers = torch.randn(5, 16), torch.randn(8, 16), torch.randn(16)
+    with powertrain.batch_invariant():
+        for bias in (numbers[::2], numbers[:1]):
+            torch.testing.assert_close(torch.nn.functional.linear(x, weight, bias), x @ weight.T + bias)
+        empty = torch.nn.functional.linear(x[:, :0], weight[:, :0], numbers[:8])
+        assert torch.equal(empty, numbers[:8].expand(5, 8))
+        with pytest.raises(ValueError, match="bias must have 8 elements"):
+            torch.nn.functional.linear(x, weight, numbers[:4])
+        with pytest.raises(ValueError, match="weight must have input's dtype float32, got bfloat16"):
+            torch.nn.functional.linear(x, weight.bfloat16())

@@ -245,6 +245,25 @@ def test_step_refuses_bad_clipping(device: torch.device) -> None:
         optimizer.step(max_norm=1.0, grad_factor=torch.ones((), device=device))
     with pytest.raises(ValueError, match="grad_factor must have one element"):
         optimizer.step(grad_factor=torch.ones(2, device=device))
+    with pytest.raises(ValueError, match=r"grad_factor must be a tensor, got 0\.5"):
+        optimizer.step(grad_factor=0.5)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_refuses_sparse_gradients_and_complex_parameters(max_norm: float | None, device: torch.device) -> None:
+    sparse, turning = (torch.nn.Parameter(torch.ones(4, 4, device=device, dtype=d)) for d in (None, torch.complex64))
+    sparse.grad, turning.grad = torch.eye(4, device=device).to_sparse(), torch.ones_like(turning)
+    for p, what in ((sparse, "sparse gradients"), (turning, "complex parameters")):
+        with pytest.raises(NotImplementedError, match=f"AdamW: {what} are not implemented"):
+            AdamW([p], **OPTIONS).step(max_norm=max_norm)
+
+
+def test_grad_factor_of_one_dim_scales_a_parameter_of_none(device: torch.device) -> None:
+    params = [torch.nn.Parameter(torch.ones((), device=device, dtype=torch.float32)) for _ in range(2)]
+    for p, factor in zip(params, (torch.full((1,), 0.5), torch.full((), 0.5)), strict=True):
+        p.grad = torch.full_like(p, 3.0)
+        AdamW([p], **OPTIONS).step(grad_factor=factor.to(device))
+    assert torch.equal(*params) and params[0] != 1
 
 
 def test_tensor_learning_rate_and_scheduler(device: torch.device) -> None:

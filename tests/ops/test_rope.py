@@ -376,3 +376,27 @@ def test_inplace_refuses(device: torch.device) -> None:
         rope(q[:, :, :1].expand(1, 4, 3, 8), table=table, inplace=True)
     with pytest.raises(ValueError, match="k must lie in other memory than q"):
         rope(q, q, table=table, inplace=True)
+    with pytest.raises(ValueError, match="q must be no leaf that requires a gradient, nor a view of one"):
+        rope(leaf[:, :, :1], table=table, inplace=True)
+
+
+def test_inplace_refuses_slices_that_overlap(device: torch.device) -> None:
+    table = rope_table(8, 4, device=device)
+    packed = torch.randn(2, 4, 6, 8, device=device)
+    for q, k in (
+        (packed[:, :, :4], packed[:, :, 3:]), (packed[:, :, 3:], packed[:, :, :4]),
+        (packed[:, :, :3], packed[:, :, :3]),
+        (packed.view(2, 4, -1)[..., :16].view(2, 4, 2, 8), packed.view(2, 4, -1)[..., 12:28].view(2, 4, 2, 8)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="k must lie in other memory than q"):
+            rope(q, k, table=table, inplace=True)
+    # heads that take turns, that follow each other, and that lie ahead of the sequence
+    across = packed.view(2, 6, 4, 8).transpose(1, 2)
+    for q, k in (
+        (packed[:, :, 0::2], packed[:, :, 1::2]), (packed[:, :, :4], packed[:, :, 4:]),
+        (packed[:, :, 4:], packed[:, :, :4]), (across[:, :, :4], across[:, :, 4:]),
+        (across[:, :2, :3], across[:, 2:, :3]), (packed[:1], packed[1:]),
+    ):  # fmt: skip
+        expected = [t.clone() for t in rope(q, k, table=table)]
+        for ours, exact in zip(rope(q, k, table=table, inplace=True), expected, strict=True):
+            assert torch.equal(ours, exact)

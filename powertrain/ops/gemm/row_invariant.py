@@ -83,7 +83,10 @@ def row_invariant_linear_(
     # (a single row is contiguous whatever its stride is)
     x, weight = (t.contiguous().as_strided(t.shape, (K, 1)) for t in (x, weight))
     x, weight = (t if t.is_meta or t.data_ptr() % 16 == 0 else t.clone() for t in (x, weight))
-    if M and _by_hopper(x, weight, out):
+    # both kernels read it as N numbers side by side
+    bias = None if bias is None else bias.contiguous()
+    # no TMA descriptor of a matrix without elements
+    if x.numel() and out.numel() and _by_hopper(x, weight, out):
         hopper.hopper_gemm(x, weight, out, bias=bias)
         return out
     # by device and dtype, never by a size. sm_75 has no asynchronous copies: the large tile spills 15 kB there
