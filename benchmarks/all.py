@@ -63,7 +63,7 @@ def measure(sections: list[str], write: Callable[[list[Row]], None]) -> tuple[li
                     for lines in run():
                         print(lines, end="\n\n", flush=True)
                 except Exception:
-                    # what was measured counts, and the other sections are still to come
+                    # rows measured before the error are kept; the next section runs
                     traceback.print_exc()
                     failed.append(section)
             found += [{"section": section, **row} for row in rows]

@@ -113,7 +113,7 @@ def compile_kernels(problems: list[Problem]) -> None:
 
 
 def _variants(problem: Problem) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[], Any]], list[str]]:
-    """Forward and training step of the choice ("selector") and of each backend, and what is said of wrong ones."""
+    """Forwards and training steps of the choice ("selector") and each backend, and a line for each that failed."""
     (leaves, dout), call = _tensors(problem, "cuda"), _call(problem, "cuda")
     plain = [x.detach() for x in leaves]
     forward: dict[str, Callable[[], Any]] = {}

@@ -131,7 +131,7 @@ _rope_inplace_op = Op(
 
 
 class _RopeInPlace(torch.autograd.Function):
-    """Results that share the memory of q and k, and lead to the gradients of what they were.
+    """Rotates q and k in their memory; the results share it, and gradients flow to the unrotated q and k.
 
     Not `mark_dirty`: for a view, which q and k are as a rule, autograd would copy the base's gradient three times.
     """
@@ -263,10 +263,11 @@ def rope(
         cu_seqlens    [num_seqs + 1] int32 or int64, for thd: where sequences begin; positions restart there. Tokens
                       ahead of the first and after the last one get position 0
         inplace       write the rotation into q and k
-    Returns q's rotation, contiguous, or (q's, k's); dtypes as given. With inplace q (and k), or, where gradients are
-        recorded, tensors in their memory: then use the results only, since for autograd q and k are what they were. An
-        op before that saved q or k for its own backward makes that backward raise, as after any in-place op; so does
-        a use of v after `q, k, v = qkv.split(...)` (or chunk, unbind), which views by indexing do not.
+    Returns q's rotation, contiguous, or (q's, k's); dtypes as given. With inplace it returns q (and k) themselves, or,
+        where autograd records the call, new tensors that share their memory. Use only these results afterwards:
+        autograd still takes q and k for the unrotated tensors. The backward of an earlier op that saved q or k raises,
+        as after any in-place op. So does a use of v after `q, k, v = qkv.split(...)` (or chunk, unbind); views made by
+        indexing are not affected.
     Numerics: float32, rounded once. A position the table does not have gives NaN on a GPU (no host synchronisation to
         find it) and IndexError on the CPU. Deterministic.
     Memory: saves the table and the positions given, neither q nor k. With inplace none is allocated (without a kernel,

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     not (settings().interpret or torch.cuda.is_available()), reason="replays kernels: a GPU or the interpreter"
 )
 _CALLS = 7  # whole, recorded, then replayed; a backward is recorded two calls later
-_CASES = 1  # of each op; the others differ in what the op's own tests cover, and are slow here
+_CASES = 1  # of each op; its other cases are slow tests here, and the op's own tests run them without replay
 
 
 @pytest.fixture(autouse=True)

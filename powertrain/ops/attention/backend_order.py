@@ -52,8 +52,8 @@ class FixedOrder(NamedTuple):
 def _fills_tiles(p: AttentionProblem) -> bool:
     """Head dims with which the Hopper kernels are no slower for the columns that they pad.
 
-    Of 32, 40 and 48 columns, causal and full, 256 to 8192 queries, they took 0.70 to 1.04 times cuDNN's time forward
-    and with backward (one H200; benchmarks/results/2026-11-23_h200_sizes.md); mixed head dims were not measured.
+    Of 32, 40 and 48 columns, causal and full, 256 to 8192 queries, they took 0.72 to 1.04 times cuDNN's time forward
+    and backward (one H200; benchmarks/results/2026-11-23_h200_sizes.md); mixed head dims were not measured.
     """
     dims = p.head_dim_qk, p.head_dim_v
     return (min(dims) >= 32 and max(dims) <= 64) or min(dims) > 64
