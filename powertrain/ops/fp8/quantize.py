@@ -261,7 +261,7 @@ def _plan_tile(by: str, rows: bool, columns: bool, target: Target) -> _Plan:
     #   tensor, transposed  64x64 8  0.061   128x64 4  0.060   128x128 16  0.061
     #   row, transposed     64x64 4  0.056   128x64 4  0.054   32x128 4  0.057
     #   group, rows         16x128 4  0.052   32x128 4  0.052   64x128 8  0.053
-    #   group, transposed   128x32 2  0.061   128x64 4  0.056   128x64 8  0.070   128x128 8  0.082   both, 128x128 8  0.125
+    #   group, transposed   128x32 2  0.061   128x64 4  0.056   128x64 8  0.070   128x128 8  0.082
     #   block, rows         128x128 4  0.055   128x128 8  0.052   128x128 16  0.055
     if by == "block":
         return _Plan(GROUP, GROUP, 8)
