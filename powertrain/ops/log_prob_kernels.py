@@ -196,9 +196,9 @@ def _log_prob_grads_kernel(
     blocks,
     stride_lm,
     stride_tm,
-    stride_glog_prob,
-    stride_gentropy,
-    stride_gdivergence,
+    step_glog_prob,  # of gradients, often 1; as strides they would be among those that must all be multiples of 16
+    step_gentropy,
+    step_gdivergence,
     ignore_index,
     softcap,
     teacher_softcap,
@@ -224,16 +224,16 @@ def _log_prob_grads_kernel(
     hit = 0.0
     d = tl.zeros([BLOCK, VEC], tl.float32)
     if dlog_prob_ptr is not None:
-        hit = tl.load(dlog_prob_ptr + row * stride_glog_prob)  # scalar
+        hit = tl.load(dlog_prob_ptr + row * step_glog_prob)  # scalar
         # a target out of range is seen as NaN; a kernel raises no error
         hit = tl.where((target >= 0) & (target < vocab_size), hit, float("nan"))
         d -= hit * p
     if dentropy_ptr is not None:
-        grad = tl.load(dentropy_ptr + row * stride_gentropy)  # scalar
+        grad = tl.load(dentropy_ptr + row * step_gentropy)  # scalar
         entropy = tl.load(entropy_ptr + row)  # scalar
         d -= tl.where(p > 0.0, grad * p * (log_p + entropy), 0.0)
     if ddivergence_ptr is not None:
-        grad = tl.load(ddivergence_ptr + row * stride_gdivergence)  # scalar
+        grad = tl.load(ddivergence_ptr + row * step_gdivergence)  # scalar
         center = tl.load(center_ptr + row)  # scalar
         y = _load_z(teacher_ptr + row * stride_tm, cols, V, padded, teacher_softcap, temperature, TEACHER_CAPPED)
         log_q = (y - tl.load(teacher_peak_ptr + row)) - tl.load(teacher_log_total_ptr + row)

@@ -29,7 +29,7 @@ def sum_parts_ref(parts: Tensor, bias: Tensor | None = None) -> Tensor:
     return y.to(parts.dtype)
 
 
-@kernel(aligned=("stride_p", "N"))
+@kernel(aligned=("stride_p", "N", "numel"))
 def _sum_parts_kernel(parts_ptr, bias_ptr, y_ptr, W, numel, N, stride_p, BLOCK: tl.constexpr):
     # int64: a long sequence's part may have more than 2^31 elements
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
