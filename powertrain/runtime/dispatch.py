@@ -86,10 +86,13 @@ class _WithSaved:
     """A backward's context whose saved tensors are the same objects each time they are read."""
 
     def __init__(self, ctx: Any, saved: tuple[Any, ...]) -> None:
-        self._ctx, self.saved_tensors = ctx, saved
+        self.__dict__.update(_ctx=ctx, saved_tensors=saved)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
 
 
 _as_it_is = nullcontext()
@@ -106,7 +109,7 @@ class Op:
     setup_context  (ctx, inputs, output): saves tensors for backward
     num_results    the first so many outputs are results; the others are only saved, and a differentiated eager call
                    does not return them (each output costs autograd about 2 us)
-    replays        the forward's whole effect is allocations and launches, so that repeated calls can skip its Python
+    replays        the forward's whole effect is its steps on the device, so that repeated calls can skip its Python
                    (runtime/replay.py)
     flops          the FLOPs of its matrix products, from its arguments by name (runtime/flops.py)
     sharding       which shards of DTensors it takes and gives, likewise (runtime/sharding.py)
@@ -129,7 +132,7 @@ class Op:
         self.forward = forward
         self.apply: Any = None  # the autograd.Function's: (*arguments, tape or None)
         self.replays = replays
-        self._tapes = replay.Table(self.name, lambda recorder, _result, stream: recorder.tape(stream))
+        self._tapes = replay.Table(self.name, replay.Recorder.op_tape)
         self._rehearsed: set[Any] = set()
         qualified = f"powertrain::{self.name}"
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -248,14 +251,25 @@ class Op:
         self, backward: Callable[..., Any], setup_context: Callable[..., None], num_results: int | None
     ) -> Any:
         name, run, results = self.name, self.run, num_results
-        routes = replay.Table(f"{name}'s backward", replay.Recorder.route)
+        routes = replay.Table(f"{name}'s backward", replay.route)
+
+        def whole(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+            before = dict(vars(ctx._ctx))
+            out = backward(ctx, *grads)
+            active, after = replay.recorder(), vars(ctx._ctx)
+            # cross_entropy's notes that its gradient was given away, which refuses a second backward
+            if active is not None and any(before.get(name) is not value for name, value in after.items()):
+                active.failure = "its backward changes its context"
+            return out
 
         def gradients(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
             if ctx.tape is None or replay.modes_active():
                 return backward(ctx, *grads)
             # once: torch.utils.checkpoint raises at the second reading
             saved = ctx.saved_tensors
-            signature = replay.signature_of((*saved, *grads, *ctx.needs_input_grad))
+            # tensors kept as attributes, such as main_grad, belong to this call too
+            held = replay.tensors_in(vars(ctx).values())
+            signature = replay.signature_of((*saved, *grads, *ctx.needs_input_grad, *held))
             if signature is None:
                 return backward(_WithSaved(ctx, saved), *grads)
             # a tape is of one set of options, so it stands for them in the key
@@ -263,7 +277,7 @@ class Op:
             route = routes.find(key)
             if route is not None:
                 return route.run(signature.tensors)
-            return routes.record(key, signature, lambda: backward(_WithSaved(ctx, saved), *grads))
+            return routes.record(key, signature, lambda: whole(_WithSaved(ctx, saved), grads))
 
         def forward(ctx: Any, *args: Any) -> Any:
             ctx.set_materialize_grads(False)
@@ -377,7 +391,7 @@ def falls_back(name: str, steered_by: Callable[[], Any] = lambda: None) -> Calla
                 disable(name)
                 return function(*args, **kwargs)
 
-        routes = replay.Table(name, replay.Recorder.route)
+        routes = replay.Table(name, replay.route)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from powertrain.runtime import replay
+from powertrain.runtime import tape as tapes
+from powertrain.runtime.call_recorder import observed_call
 from powertrain.runtime.driver import LaunchConfig
 from powertrain.runtime.errors import LaunchError
 from powertrain.runtime.launch import Loaded
@@ -24,6 +26,7 @@ class Driver:
     def __init__(self) -> None:
         self.launches: list[tuple[tuple[int, ...], int, list[Any]]] = []
         self.refused: set[int] = set()
+        self.contexts: list[int] = []
         self.formats: dict[int, str] = {}
 
     def launch(self, config: int, handle: int, params: int, extra: None) -> int:
@@ -44,10 +47,9 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
-    monkeypatch.setattr(replay.driver, "configured_launcher", lambda: fake.launch)
-    monkeypatch.setattr(replay.driver, "describe", lambda code: f"CUDA error {code}")
-    monkeypatch.setattr(replay, "_empty_cuda", lambda s, t, d: torch.empty_strided(s, t, dtype=d))
-    monkeypatch.setattr(replay.Tape, "_interpret", replay.Tape._generate)
+    monkeypatch.setattr(tapes.driver, "configured_launcher", lambda: fake.launch)
+    monkeypatch.setattr(tapes.driver, "describe", lambda code: f"CUDA error {code}")
+    monkeypatch.setattr(tapes.driver, "make_context_current", fake.contexts.append)
     return fake
 
 
@@ -60,9 +62,9 @@ def _loaded(driver: Driver, handle: int, types: list[str], scratch: int = 0) -> 
 
 def _tape(forward: Any, args: tuple[Any, ...], inputs: list[Tensor]) -> replay.Tape:
     op = SimpleNamespace(name="op", replays=True, forward=forward)
-    with replay._recording(inputs) as recorder:
-        recorder.forward(op, args)
-    tape = recorder.tape(STREAM)
+    with observed_call(inputs) as recorder:
+        result = recorder.forward(op, args)
+    tape = recorder.op_tape(result, STREAM)
     assert tape is not None, recorder.failure
     return tape
 
@@ -120,12 +122,11 @@ def test_python_calls_of_a_replay(driver: Driver) -> None:
     sys.setprofile(note)
     tape.run(x)
     sys.setprofile(None)
-    # the tape, and the two functions of this file that stand for the allocator and the driver
-    assert calls == ["run", "<lambda>", "<lambda>"]
+    # the tape, and the function of this file that stands for the driver
+    assert calls == ["run", "<lambda>"]
 
 
 def test_scratch_memory_is_made_for_each_call(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     loaded = _loaded(driver, 3, ["*fp32"], scratch=64)
     made: list[tuple[int, int]] = []
 
@@ -144,28 +145,58 @@ def test_scratch_memory_is_made_for_each_call(driver: Driver, monkeypatch: pytes
     tape = _tape(forward, (x,), [x])
     tape.run(x)
     tape.run(x)
-    assert made == [(10, 0), (10, 0)] and all(values[1] != 0 for _, _, values in driver.launches)
+    assert made == [(10, -1), (10, -1)] and all(values[1] != 0 for _, _, values in driver.launches)
 
 
 def test_a_refused_launch(driver: Driver) -> None:
-    """The first one goes the whole way, whose launch sets this thread's context; a later one is an error."""
+    """It is tried once more with this thread's context set, wherever in the call it stands; then it is an error."""
     loaded = _loaded(driver, 3, ["*fp32"])
-    whole: list[Tensor] = []
 
     def forward(x: Tensor) -> Tensor:
         y = torch.empty_like(x)
-        if replay.recorder() is None:
-            whole.append(y)
-            return y
         for _ in range(2):
             replay.recorder().launched(SimpleNamespace(name="k"), loaded, (1,), [y], {})  # type: ignore[union-attr]
         return y
 
     x = torch.randn(4, 8)
     tape = _tape(forward, (x,), [x])
-    driver.refused = {0}
-    assert tape.run(x) is whole[0]
+    for refused in (0, 1):
+        driver.launches.clear()
+        driver.refused = {refused}
+        y = tape.run(x)
+        assert [values[0] for _, _, values in driver.launches if values] == [y.data_ptr()] * 2
+    assert driver.contexts == [-1, -1]
     driver.launches.clear()
-    driver.refused = {1}
-    with pytest.raises(LaunchError, match="launch 1 of a repeated call: CUDA error 201"):
+    driver.refused = {1, 2}
+    with pytest.raises(LaunchError, match="launch 1 of a repeated op: CUDA error 201"):
         tape.run(x)
+
+
+def test_ops_of_pytorch_between_launches(driver: Driver) -> None:
+    """Their arguments are parts of inputs and of what earlier steps made; results are new, or written in place."""
+    loaded = _loaded(driver, 3, ["*fp32", "*fp32"])
+
+    def forward(x: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x.new_zeros(2, 8)
+        y[1].copy_(x[2])
+        product = torch.mm(x, y.T)
+        replay.recorder().launched(SimpleNamespace(name="k"), loaded, (1,), [product, x[1:]], {})  # type: ignore
+        total[1:2].add_(product.sum())
+        values, _ = torch.max(product, 0)
+        return product, torch.cat([values, y[0]]), values.view(1, -1)
+
+    make = lambda: (torch.randn(4, 8), torch.zeros(3))  # noqa: E731
+    x, total = make()
+    with torch.no_grad():
+        tape = _tape(forward, (x, total), [x, total])
+        for _ in range(3):
+            (x, total), (_, other) = make(), make()
+            version = total._version
+            driver.launches.clear()
+            product, both, values = tape.run(x, total)
+            with observed_call([x, other]):
+                exact = forward(x, other)
+            for ours, right in zip((product, both, values), exact, strict=True):
+                assert torch.equal(ours, right) and ours.stride() == right.stride() and not ours._is_view()
+            assert torch.equal(total, other) and total[1] == product.sum() and total._version > version
+            assert driver.launches[0][2][:2] == [product.data_ptr(), x.data_ptr() + 32]

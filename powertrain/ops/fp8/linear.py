@@ -20,6 +20,7 @@ from W, unless both copies are given. x and dy are read twice; once by tensor wi
 Sources: TransformerEngine's recipes; DeepSeek-V3, arXiv:2412.19437, section 3.3, for groups and blocks.
 """
 
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -81,8 +82,9 @@ def _outputs(
     grad_format: str, power_of_two: bool, fast: bool, keep: bool, kernel: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """keep: gradients are enabled; backward needs the transposed x and the scales of W."""
-    (M, K), N = x.shape, weight.shape[0]
-    y = x.new_empty((M, N))
+    (*lead, K), N = x.shape, weight.shape[0]
+    M = prod(lead)
+    y = x.new_empty((*lead, N))
     x_t = x.new_empty((K, padded(M)) if keep else 0, dtype=DTYPES["e4m3"])
     none = x.new_empty(0, dtype=torch.float32)
     groups = none.new_empty((cdiv(M, GROUP), K)).T
@@ -98,6 +100,7 @@ def _forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     in_x, in_w, _, in_wgrad = GRANULARITIES[by]
     options = ("e4m3", power_of_two, kernel)
+    lead, x = x.shape[:-1], as_rows(x)
     measure, none = amaxes is not None, x.new_empty(0, dtype=torch.float32)
     # one pass over x for both copies, where their scales are the same
     both = keep and in_x == in_wgrad
@@ -110,12 +113,12 @@ def _forward(
         made = _quantized(weight, in_w, *options, scale=scale, rows=True, measure=measure)
         weights, w_scale, w_amax = made.rows, made.scale if keep else none, made.amax
     y = _product(ours.rows, weights, x.dtype, fast, kernel, bias)
+    # no view to autograd, which would refuse to change it in place
+    y = torch.ops.aten._unsafe_view(y, (*lead, weight.shape[0]))
     columns = transposed.columns if keep else Quantized(x.new_empty(0, dtype=DTYPES["e4m3"]), none)
-    amax = x.new_zeros(2 if measure else 0, dtype=torch.float32)
+    amax = none
     if measure:
-        amax[:1] = ours.amax
-        if w_amax.numel():
-            amax[1:] = w_amax
+        amax = torch.cat([ours.amax, w_amax if w_amax.numel() else none.new_zeros(1)])
     return y, columns.data, columns.scale_inv, w_scale, amax
 
 
@@ -135,7 +138,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     # once: recomputation unpacks them once
     weight, w_inv, wt, wt_inv, x_t, x_inv, w_scale = ctx.saved_tensors
-    kernel, dy = ctx.options[-1], as_rows(dy)
+    kernel, lead, dy = ctx.options[-1], dy.shape[:-1], as_rows(dy)
     dx = dw = db = None
     with without_autocast(dy.device):
         fold = None
@@ -148,7 +151,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
             if fold is not None:
                 # W's are in dy
                 transposed = transposed._replace(scale_inv=fold.new_ones(weight.shape[1]))
-            dx = _product(rows, transposed, weight.dtype, False, kernel)
+            dx = _product(rows, transposed, weight.dtype, False, kernel).view(*lead, weight.shape[1])
         if need_dw and ctx.main_grad is None:
             # never with fast accumulation: gradients keep float32 sums
             dw = _product(columns, Quantized(x_t, x_inv), weight.dtype, False, kernel)
@@ -192,11 +195,11 @@ def _transposed(ctx: Any, weight: Tensor, w_scale: Tensor) -> Quantized:
 
 def _raise(amaxes: Tensor, amax: Tensor, first: int) -> None:
     part = amaxes[first : first + amax.shape[0]]
-    part.copy_(torch.maximum(part, amax))
+    torch.maximum(part, amax, out=part)
 
 
 def _flops(x: Shape, weight: Shape, **_: Any) -> int:
-    return 2 * x[0] * x[1] * weight[0]
+    return 2 * prod(x) * weight[0]
 
 
 _raise_op = Op("fp8_raise(Tensor(a!) amaxes, Tensor amax, int first) -> ()", _raise, lambda amaxes, amax, first: None)
@@ -282,7 +285,7 @@ def fp8_linear(
     keep = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
     copies = (None,) * 4 if weight_copies is None else (*weight_copies.rows, *weight_copies.columns)
     args = (
-        as_rows(x), weight, bias, scales, *copies, main_grad, amaxes, by, grad_format, power_of_two, fast, keep,
+        x, weight, bias, scales, *copies, main_grad, amaxes, by, grad_format, power_of_two, fast, keep,
         served,
     )  # fmt: skip
     if served or is_traced(x):
@@ -291,8 +294,9 @@ def fp8_linear(
         with without_autocast(x.device):
             y, *_, amax = _Plain.apply(*args)
     if amaxes is not None:
-        _raise_op(amaxes, amax.detach(), _INPUT)
-    return y.view(*x.shape[:-1], weight.shape[0])
+        _raise_op(amaxes, amax.detach() if amax.requires_grad else amax, _INPUT)
+    found: Tensor = y
+    return found
 
 
 def _check(

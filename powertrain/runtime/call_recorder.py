@@ -1,0 +1,206 @@
+"""What one eager call does: its allocations, launches and calls of PyTorch's ops, for runtime/replay.py."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from powertrain.runtime import recording
+from powertrain.runtime.tape import Allocation, Launch, NotReplayable, OpCall, Step, Tape
+
+_ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+# their effect is not a function of their arguments, or their results' sizes depend on values
+_REFUSED_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_REFUSED_NAMES = {"resize_", "resize_as_", "set_", "record_stream"}  # they change more than values
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+_here = threading.local()  # .recorder: the recorder of this thread
+
+
+def recorder() -> "Recorder | None":
+    """The recorder that observes this thread."""
+    return getattr(_here, "recorder", None)
+
+
+@contextmanager
+def observed_call(inputs: list[Tensor]) -> Iterator["Recorder"]:
+    """Launches of this thread go the slow path, which shows them to the recorder."""
+    _here.recorder = active = Recorder(inputs)
+    try:
+        with recording.state.observed(), active:
+            yield active
+    finally:
+        _here.recorder = None
+
+
+class OpRun(NamedTuple):
+    """A forward of an op of ours that was not part of another's."""
+
+    op: Any
+    args: Sequence[Any]
+    result: Any
+    first: int  # of its steps
+    end: int
+    is_differentiated: bool
+
+
+class Recorder(TorchDispatchMode):
+    """Sees the steps of one call, and whether anything else happens."""
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.steps: list[Step] = []  # their tensors are kept, so that no address comes twice
+        self.runs: list[OpRun] = []
+        self.failure: str | None = None  # why this call cannot be replayed
+        self._depth = 0
+        self._differentiates = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in _ALLOCATIONS:
+            self.steps.append(Allocation(result))
+            if result.device != self.inputs[0].device:
+                self.failure = f"it allocates on {result.device}"
+        elif any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+            self._viewed(args[0], result)
+        else:
+            self._called(func, args, kwargs, result)
+        return result
+
+    def _viewed(self, source: Tensor, result: Any) -> None:
+        """A view of one input that begins where another input does would be taken for the other."""
+        inputs = {x.data_ptr() for x in self.inputs}
+        for view in result if isinstance(result, tuple | list) else (result,):
+            if view.data_ptr() != source.data_ptr() and view.data_ptr() in inputs:
+                self.failure = "a view of one input begins where another input does"
+
+    def _called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """A call of an op that computes."""
+        many = isinstance(result, tuple | list)
+        results = tuple(result) if many else () if result is None else (result,)
+        given = (*args, *kwargs.values())
+        reason = _why_not(func, given, results, self.inputs[0].device)
+        if reason is not None:
+            self.failure = reason
+            return
+        storages = {x.untyped_storage()._cdata: x for x in tensors_in(given)}
+        if func._schema.is_mutable:
+            self.steps.append(OpCall(func, args, kwargs, (), False))
+        elif not any(x is not None and x.untyped_storage()._cdata in storages for x in results):
+            self.steps.append(OpCall(func, args, kwargs, results, many))
+        else:  # aten._unsafe_view: a view that autograd does not know
+            for view in results:
+                self._viewed(storages[view.untyped_storage()._cdata], view)
+
+    def launched(
+        self, kernel: Any, loaded: Any, grid: tuple[int, ...], values: Iterable[Any], constants: dict[str, Any]
+    ) -> None:
+        """A launch: by the driver, or of a kernel that is not loaded, by the interpreter."""
+        self.steps.append(Launch(kernel, loaded, grid, list(values), constants))
+
+    def call(self, op: Any, args: tuple[Any, ...], differentiated: bool) -> Any:
+        """A call of an op of ours, seen from outside."""
+        if not self._depth:
+            self._differentiates = differentiated
+        return op.apply(*args, None) if differentiated else op.run(args)
+
+    def forward(self, op: Any, args: Sequence[Any]) -> Any:
+        """An op's forward; ops that it calls belong to it."""
+        if not op.replays:
+            self.failure = f"{op.name} has effects beside its launches"
+        first = len(self.steps)
+        self._depth += 1
+        try:
+            result = op.forward(*args)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self.runs.append(OpRun(op, args, result, first, len(self.steps), self._differentiates))
+        return result
+
+    def tape_of(self, run: OpRun, stream: int) -> Tape:
+        """Raises NotReplayable."""
+        hidden = [*self.inputs, *self._tensors(self.steps[: run.first]), *self._tensors(self.steps[run.end :])]
+        steps = self.steps[run.first : run.end]
+        return Tape(run.op.name, run.args, run.result, steps, hidden, stream, self._autocasts())
+
+    def tape_of_all(self, result: Any, stream: int) -> Tape:
+        """Of the whole call, as a function of its inputs. Raises NotReplayable."""
+        return Tape("call", self.inputs, result, self.steps, (), stream, self._autocasts())
+
+    def op_tape(self, _result: Any, stream: int) -> Tape | None:
+        """Of a call of one op of ours."""
+        if self.failure is None and len(self.runs) != 1:
+            self.failure = f"it calls {len(self.runs)} ops"
+        return self.attempt(lambda: self.tape_of(self.runs[0], stream))
+
+    def attempt(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns, or None with the reason in `failure`."""
+        if self.failure is not None:
+            return None
+        try:
+            return make()
+        except NotReplayable as error:
+            self.failure = str(error)
+            return None
+
+    def _autocasts(self) -> bool:
+        return torch.is_autocast_enabled(self.inputs[0].device.type)
+
+    @staticmethod
+    def _tensors(steps: Iterable[Step]) -> Iterator[Tensor]:
+        for step in steps:
+            if isinstance(step, Allocation):
+                yield step.tensor
+            elif isinstance(step, OpCall):
+                yield from tensors_in(step.results)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an op's arguments, in lists too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def index_of(things: Iterable[Any], thing: Any) -> int | None:
+    """By identity: == of tensors compares elements."""
+    return next((index for index, other in enumerate(things) if other is thing), None)
+
+
+def _why_not(func: Any, given: Sequence[Any], results: Sequence[Any], device: torch.device) -> str | None:
+    """Why this call of PyTorch's cannot be repeated with other tensors in place of its own."""
+    if func.namespace != "aten" or func._schema.name.removeprefix("aten::") in _REFUSED_NAMES:
+        return f"it calls {func}"
+    if _REFUSED_TAGS & set(func.tags):
+        return f"it calls {func}, whose result is no function of its arguments' sizes and values on the device"
+    if not all(x is None or isinstance(x, Tensor) for x in results) or not _are_plain(given):
+        return f"it calls {func}, which takes or returns more than tensors and numbers"
+    tensors = [*tensors_in(given), *tensors_in(results)]
+    if any(x.device != device or type(x) not in (Tensor, Parameter) for x in tensors):
+        return f"it calls {func} on other tensors than those of its device"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(given)):
+        return f"it differentiates {func}"
+    return None
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    return all(
+        _are_plain(value) if isinstance(value, list | tuple) else isinstance(value, (Tensor, *_PLAIN))
+        for value in values
+    )
