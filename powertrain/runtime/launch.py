@@ -7,7 +7,8 @@
 
 The syntax is Triton's; the specialization key is ours, so that nothing recompiles when a batch changes:
 
-- parameters named `*_ptr` take tensors (or None, a constant): dtype, and whether all of them are 16-byte aligned;
+- parameters named `*_ptr` take tensors (or None, a constant): dtype, and whether all of them are 16-byte aligned, but
+  those named in `unaligned`: a number out of a tensor of several, at any address;
 - `stride_*` and those named in `aligned`: whether all of them are multiples of 16;
 - every other integer (sizes, lengths, token counts): nothing, not even that it is 1; all of them are int32 unless one
   needs int64;
@@ -100,7 +101,10 @@ class Loaded:
 class Kernel:
     """A Triton or Gluon kernel under our launch rules. Made by `@kernel`; Gluon's is made for `archs` alone."""
 
-    def __init__(self, fn: Any, aligned: tuple[str, ...], jit: Any = triton.jit, archs: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, fn: Any, aligned: tuple[str, ...], jit: Any = triton.jit, archs: tuple[int, ...] = (),
+        unaligned: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self.fn = fn
         self.jit = jit(fn)
         self.archs = archs
@@ -111,9 +115,10 @@ class Kernel:
         self.arguments = tuple(n for n in self.parameters if n not in self.constants)
         self.pointers = tuple(n for n in self.arguments if n.endswith("_ptr"))
         self.aligned = tuple(n for n in self.arguments if n.startswith("stride_") or n in aligned)
-        unknown = set(aligned) - set(self.arguments)
+        self.aligned_pointers = tuple(n for n in self.pointers if n not in unaligned)
+        unknown = (set(aligned) - set(self.arguments)) | (set(unaligned) - set(self.pointers))
         if unknown:
-            raise TypeError(f"kernel {self.name}: aligned names {sorted(unknown)}, which are no arguments")
+            raise TypeError(f"kernel {self.name}: aligned or unaligned names {sorted(unknown)}, which are no arguments")
         self._tables: dict[int, dict[Any, Loaded]] = {}  # device -> warm path's key -> kernel
         self._loaded: dict[Any, Loaded] = {}  # (device, specialization) -> kernel
         self.launch = self._interpret if settings().interpret else _generate(self)
@@ -175,9 +180,11 @@ class Kernel:
                 signature[name] = "fp32" if isinstance(values[name], float) else integer
         aligned: tuple[str, ...] = ()
         if all(
-            v.data_ptr() % 16 == 0 for n, v in values.items() if n in self.pointers and v is not None and not v.is_meta
+            v.data_ptr() % 16 == 0
+            for n, v in values.items()
+            if n in self.aligned_pointers and v is not None and not v.is_meta
         ):
-            aligned += tuple(n for n in self.pointers if values[n] is not None)
+            aligned += tuple(n for n in self.aligned_pointers if values[n] is not None)
         # all or none: a specialization for each subset would be compiled anew for nothing
         if all(values[n] % 16 == 0 for n in self.aligned):
             aligned += self.aligned
@@ -310,7 +317,7 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
     pointers = {name: i for i, name in enumerate(kernel.pointers)}
     options = [f"{name}={default!r}" for name, default in OPTIONS.items()]
     # OR of the addresses: its low bits are 0 if all are aligned, in one test
-    addresses = "|".join(f"p{i}" for i in pointers.values()) or "0"
+    addresses = "|".join(f"p{pointers[name]}" for name in kernel.aligned_pointers) or "0"
     multiples = "|".join(kernel.aligned) or "0"
     dtypes = [f"t{i}" for i in pointers.values()]
     source = _WARM_PATH.format(
@@ -336,9 +343,12 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
     return namespace["launch"]
 
 
-def kernel(*, aligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]:
-    """Declare a kernel. `aligned` names integers, besides the strides, worth specializing on being multiples of 16."""
-    return lambda fn: Kernel(fn, aligned)
+def kernel(
+    *, aligned: tuple[str, ...] = (), unaligned: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Declare a kernel. `aligned` names integers, besides the strides, worth specializing on being multiples of 16;
+    `unaligned` names pointers whose address says nothing about the others' alignment."""
+    return lambda fn: Kernel(fn, aligned, unaligned=unaligned)
 
 
 def gluon_kernel(*, archs: tuple[int, ...], aligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]:

@@ -64,7 +64,7 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
     tensors: list[Tensor] = []
     addresses: list[int] = []
     bits, device = 0, -2
-    for value in _flat(values):
+    for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
             try:
@@ -91,6 +91,8 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
             key += (kind, value)
         elif (kind is tuple or kind is list) and all(type(element) in _PLAIN_TYPES for element in value):
             key += (kind, *map(type, value), *(repr(e) if type(e) is float else e for e in value))
+        elif isinstance(value, tuple) and hasattr(value, "_fields"):
+            return signature_of(_flat(values))
         else:
             return None
     # kernels are specialized on 16-byte alignment, which a recording fixes
@@ -116,9 +118,7 @@ def signature_of(values: Sequence[Any]) -> Signature | None:
 
 
 def _flat(values: Sequence[Any]) -> Sequence[Any]:
-    """The values, those of named tuples of tensors (`Copies`) in their place."""
-    if not any(isinstance(value, tuple) and hasattr(value, "_fields") for value in values):
-        return values
+    """The values, those of named tuples (`Copies`) in their place behind the type's name."""
     flat: list[Any] = []
     for value in values:
         is_named = isinstance(value, tuple) and hasattr(value, "_fields")

@@ -90,7 +90,7 @@ def _outputs(
     groups = none.new_empty((cdiv(M, GROUP), K)).T
     x_inv = (none.new_empty(1) if by == "tensor" else groups) if keep else none
     w_scale = none.new_empty({"tensor": 1, "row": N}.get(by, 0) if keep and w is None else 0)
-    return y, x_t, x_inv, w_scale, none.new_empty(0 if amaxes is None else 2)
+    return y, none.new_empty(0 if amaxes is None else 2), x_t, x_inv, w_scale
 
 
 def _forward(
@@ -116,15 +116,15 @@ def _forward(
     # no view to autograd, which would refuse to change it in place
     y = torch.ops.aten._unsafe_view(y, (*lead, weight.shape[0]))
     columns = transposed.columns if keep else Quantized(x.new_empty(0, dtype=DTYPES["e4m3"]), none)
-    amax = none
+    amax = x.new_empty(0, dtype=torch.float32)
     if measure:
         amax = torch.cat([ours.amax, w_amax if w_amax.numel() else none.new_zeros(1)])
-    return y, columns.data, columns.scale_inv, w_scale, amax
+    return y, amax, columns.data, columns.scale_inv, w_scale
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, weight, _, scales, _, w_inv, wt, wt_inv, main_grad, amaxes, *ctx.options = inputs
-    _, x_t, x_inv, w_scale, amax = output
+    _, amax, x_t, x_inv, w_scale = output
     ctx.save_for_backward(weight, w_inv, wt, wt_inv, x_t, x_inv, w_scale)
     # not saved as tensors of the graph: they may change before backward, which needs their values at that time
     ctx.scales, ctx.amaxes, ctx.main_grad = scales, amaxes, main_grad
@@ -211,6 +211,7 @@ _linear_op = Op(
     _outputs,
     backward=_backward,
     setup_context=_setup_context,
+    num_results=2,
     flops=_flops,
 )
 
@@ -289,10 +290,10 @@ def fp8_linear(
         served,
     )  # fmt: skip
     if served or is_traced(x):
-        y, *_, amax = _linear_op(*args)
+        y, amax, *_ = _linear_op(*args)
     else:
         with without_autocast(x.device):
-            y, *_, amax = _Plain.apply(*args)
+            y, amax, *_ = _Plain.apply(*args)
     if amaxes is not None:
         _raise_op(amaxes, amax.detach() if amax.requires_grad else amax, _INPUT)
     found: Tensor = y

@@ -75,7 +75,7 @@ def _bits(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@kernel(aligned=("C",))
+@kernel(aligned=("C",), unaligned=("given_ptr",))
 def _amax_kernel(
     x_ptr,
     given_ptr,
@@ -103,7 +103,8 @@ def _amax_kernel(
     _raise_amax(amax_ptr, _bits(most.to(tl.float32)))
 
 
-@kernel(aligned=("R16", "C16"))
+# a given scale is one of three (x, weight, dy) of delayed scaling, mostly not at a multiple of 16 bytes
+@kernel(aligned=("R16", "C16"), unaligned=("given_ptr",))
 def _quantize_tile_kernel(
     x_ptr,
     fold_ptr,
