@@ -32,9 +32,12 @@ class FP8State(nn.Module):
     copies: Copies | None = None
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
-        """Use `recipe` from now on. Delayed scaling gets its buffers, which keep what they know."""
+        """Use `recipe` from now on. Delayed scaling gets its buffers, which keep what they know; others have none."""
         self.__dict__["recipe"] = recipe
+        self.copies = None
         if not (isinstance(recipe, TensorRecipe) and recipe.is_delayed):
+            for name in BUFFERS:
+                self._buffers.pop(name, None)
             return
         shapes = ((3,), (3, recipe.history), (3,))
         for name, shape in zip(BUFFERS, shapes, strict=True):

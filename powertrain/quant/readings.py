@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from powertrain.ops.fp8.formulas import MAX, dequantized, spread
@@ -50,6 +51,15 @@ class Readings:
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], Tensor] = {}
+
+    def reduce(self, group: dist.ProcessGroup) -> None:
+        """Take the worst of all ranks of `group`, which have watched the same layers."""
+        if self._found:
+            rows = torch.stack(list(self._found.values()))
+            # NaN has no place in a maximum over ranks
+            rows = torch.where(rows.isnan(), torch.inf, rows)
+            dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=group)
+            self._found = dict(zip(self._found, rows, strict=True))
 
     def list(self) -> list[Reading]:
         """All of them, the largest errors first (NaN on top). Waits for the device."""

@@ -1,7 +1,5 @@
 """FP8 in a run: its section of the config as a recipe, applied to the model."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -9,7 +7,6 @@ from torch import nn
 
 from powertrain.quant.linear import BUFFERS
 from powertrain.quant.model import GROUPS, Report, quantize_model
-from powertrain.quant.readings import watch
 from powertrain.quant.recipe import Block, Recipe, Row, Tensor
 from powertrain.runtime.target import Target
 from powertrain.train.config.schema import FP8Config
@@ -51,25 +48,6 @@ def quantize_part(model: nn.Module, config: FP8Config, target: Target) -> Report
 def is_statistic(name: str) -> bool:
     """Whether a tensor of a checkpoint is delayed scaling's, which a run without it has not: it then starts at 0."""
     return name.rpartition(".")[2] in BUFFERS
-
-
-WORST = 3  # readings in a note
-
-
-@contextmanager
-def watched(model: nn.Module, config: FP8Config, step: int, note: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the operands of FP8 layers are measured where `step` is due; then the worst of them are noted.
-
-    Reading them waits for the device.
-    """
-    if config.recipe == "none" or not config.watch or step % config.watch:
-        yield
-        return
-    with watch(model) as readings:
-        yield
-    found = readings.list()
-    lines = [f"fp8 at step {step}, the largest errors of {len(found)} operands:", *map(str, found[:WORST])]
-    note("\n  ".join(lines))
 
 
 def summary(report: Report) -> str:

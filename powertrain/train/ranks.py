@@ -98,6 +98,11 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def world_group(self) -> dist.ProcessGroup | None:
+        """All ranks; None: one process."""
+        return dist.group.WORLD if self.world_size > 1 else None
+
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a value over all ranks, which is that over the data-parallel ones; the tensor itself is changed.
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from powertrain.train.checkpoint.load import (
 )
 from powertrain.train.checkpoint.neox_training import NeoXTraining
 from powertrain.train.config.schema import RunConfig
+from powertrain.train.fp8_watch import FP8Watch
 from powertrain.train.model_setup import is_base, reset_magnitudes
 from powertrain.train.optim import Optimizer
 
@@ -33,12 +34,14 @@ class Progress:
     """Progress of a run, as a checkpoint records it beside the tensors.
 
     skipped   steps by which the learning-rate schedule of GPT-NeoX configs is behind: those whose gradients overflowed
+    fp8       recipes that FP8 layers were moved to (`moved`), and their bad readings in a row (`bad`)
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     skipped: int = 0
+    fp8: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Restored(NamedTuple):
@@ -54,20 +57,26 @@ class Restorer:
     """Fills the tensors of an optimizer and of its model. An error on one rank is raised on all.
 
     samples_per_step   over all ranks
+    fp8_watch          takes the recipes of FP8 layers that a resumed run had moved
     """
 
     config: RunConfig
     optimizer: Optimizer
     samples_per_step: int
     group: dist.ProcessGroup | None
+    fp8_watch: FP8Watch
 
     def resume(self, checkpoint: Path) -> Restored:
         """Continue from a run's checkpoint. Raises CheckpointError, or ValueError naming a field that differs."""
         facts = done_by_all(lambda: self._facts_of_run(checkpoint), self.group)
+        # before the tensors: a layer that left delayed scaling has no statistics to load
+        self.fp8_watch.restore(**facts.get("fp8", {}))
         tensors = done_by_all(lambda: self._tensors_in(checkpoint), self.group)
         checkpoint_store.load(checkpoint, tensors, group=self.group)
         self.optimizer.weights_from_masters()
-        progress = Progress(facts["step"], facts["samples"], facts["tokens"], facts.get("skipped", 0))
+        progress = Progress(
+            facts["step"], facts["samples"], facts["tokens"], facts.get("skipped", 0), facts.get("fp8", {})
+        )
         changed = _changed(facts["config"], self.config.model_dump(mode="json"))
         return _at(progress, checkpoint, changed)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from powertrain.models import build
@@ -26,6 +25,7 @@ from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.config.schema import RunConfig
 from powertrain.train.data.loader import Batch, batches
 from powertrain.train.evaluation import Scorer
+from powertrain.train.fp8_watch import FP8Watch
 from powertrain.train.model_setup import (
     balance_experts,
     build_model,
@@ -78,6 +78,7 @@ class Trainer:
         self.progress = Progress()
         self.model, self.overlap, self.pipeline = build_model(config, ranks)
         self.fp8 = fp8.quantize(self.model, config.fp8)
+        self._fp8_watch = FP8Watch(self.model, config.fp8, self._note, self.ranks.world_group)
         self.optimizer = Optimizer(self.model, config.optimizer, config.train, self.pipeline)
         to_low_precision(self.model, self.optimizer, config, ranks)
         reset_magnitudes(self.model, self.optimizer)
@@ -131,7 +132,7 @@ class Trainer:
                     micro_batches = [
                         next(stream).to(self.ranks.device) for _ in range(train.gradient_accumulation_steps)
                     ]
-                with fp8.watched(self.model, self.config.fp8, step + 1, self._note):
+                with self._fp8_watch.step(step + 1):
                     loss = self._forward_backward(micro_batches)
                 self._log_overlap()
                 # only now, so that the host waits for the last step while the device computes this one; before the
@@ -142,7 +143,7 @@ class Trainer:
                     stepped = self.optimizer.step(lr)
                 balance_experts(self.model, self.ranks)
                 if self.config.fp8.recipe == "tensor-delayed":
-                    update_scales(self.model, dist.group.WORLD if self.ranks.world_size > 1 else None)
+                    update_scales(self.model, self.ranks.world_group)
                 self._advance(loss, stepped, lr, micro_batches)
             for name in self._evaluations_due():
                 self._finish_previous_step()
@@ -309,6 +310,7 @@ class Trainer:
 
     def save(self) -> None:
         """Begin a checkpoint of this very state."""
+        self.progress.fp8 = self._fp8_watch.state()
         self._saver.save(self.optimizer.tensors(), self.progress)
         # the next step's time and rate count from here: saving is not part of a step
         self._clock = Moment(self.ranks.device)
@@ -327,7 +329,9 @@ class Trainer:
         self._stand_at(self._restorer().start_from(path))
 
     def _restorer(self) -> Restorer:
-        return Restorer(self.config, self.optimizer, self._samples_per_step(), self.ranks.checkpoint_group)
+        return Restorer(
+            self.config, self.optimizer, self._samples_per_step(), self.ranks.checkpoint_group, self._fp8_watch
+        )
 
     def _stand_at(self, restored: Restored) -> None:
         self.progress, self.resumed_from = restored.progress, restored.source

@@ -1,6 +1,7 @@
 """FP8 in runs: trained, saved and resumed with the same bits, from runs without it, by GPT-NeoX's keys, errors."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,47 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     assert parts.losses == whole.losses[3:]
     assert found.keys() == right.keys() and all(torch.equal(t, right[name]) for name, t in found.items())
     assert any(name.endswith("fp8_amax_history") and t.any() for name, t in right.items())
+
+
+def _planted(folder: Path, *overrides: str, resume: bool = False) -> tuple[Seen, Any, dict[str, torch.Tensor]]:
+    """A run with an outlier planted in what layers.0.mlp.gate and up read: other values become 0 beside it."""
+    seen = Seen()
+    trainer = open_trainer(folder, *overrides, sinks=lambda trainer: [seen])
+    if resume:
+        assert trainer.resume()
+    planted = trainer.model.layers[0].mlp_norm
+    handle = planted.register_forward_hook(lambda module, inputs, out: _with_outlier(out))
+    trainer.fit()
+    handle.remove()
+    recipes = {name: str(m.recipe) for name, m in trainer.model.named_modules() if isinstance(m, FP8Linear)}
+    state = {name: t.clone() for name, t in trainer.optimizer.tensors().items()}
+    trainer.close()
+    return seen, recipes, state
+
+
+def _with_outlier(out: Any) -> Any:
+    x = out[0] if isinstance(out, tuple) else out
+    x = torch.cat([x[..., :1] * 0 + 1e6, x[..., 1:]], -1)
+    return (x, *out[1:]) if isinstance(out, tuple) else x
+
+
+@pytest.mark.parametrize("recipe", [pytest.param("tensor", marks=pytest.mark.slow), "tensor-delayed"])
+def test_bad_readings_move_a_layer_to_a_safer_recipe(recipe: str, tmp_path: Path) -> None:
+    options = (f"fp8.recipe={recipe}", "fp8.watch=1", "schedule.decay_steps=7", "train.steps=7", *SHORT[1:])
+    whole, recipes, right = _planted(tmp_path / "whole", *options)
+    moves = [note.split(" after")[0] for note in whole.notes if "goes from" in note]
+    for name in ("layers.0.mlp.gate", "layers.0.mlp.up"):
+        # by row the outlier is in every row too
+        steps = [f"fp8: {name} goes from {recipe} to row", f"fp8: {name} goes from row to block"]
+        assert [move for move in moves if name in move][:2] == steps
+    assert recipes["layers.1.mlp.down"].startswith("tensor")  # its readings are good
+    assert not any(name.startswith("model.layers.0.mlp.gate.fp8") for name in right)
+    _planted(tmp_path / "parts", *options, "train.steps=4")
+    parts, again, found = _planted(tmp_path / "parts", *options, resume=True)
+    assert parts.losses == whole.losses[4:] and again == recipes
+    assert found.keys() == right.keys() and all(torch.equal(t, right[name]) for name, t in found.items())
+    kept, same, _ = _planted(tmp_path / "plain", *options, "train.steps=4", "fp8.rescue=false")
+    assert not any("goes from" in note for note in kept.notes) and len(set(same.values())) == 1
 
 
 def test_from_a_run_without_it(tmp_path: Path) -> None:

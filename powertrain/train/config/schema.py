@@ -295,6 +295,8 @@ class FP8Config(Section):
     most_recent   tensor-delayed: the last step's largest value counts, not the largest of the history
     margin        tensor-delayed: scales are divided by 2 ** margin
     watch         every so many steps the operands of each layer are measured, and the worst are logged; 0: never
+    rescue        a layer whose three last readings were bad is moved to the next safer recipe (tensor, row, block,
+                  16 bits), which is logged and saved with the run
     wire          the dtype in which ranks exchange parameters and gradients; FP8 is not implemented
     """
 
@@ -305,6 +307,7 @@ class FP8Config(Section):
     most_recent: bool = False
     margin: Natural = 0
     watch: Natural = 0
+    rescue: bool = True
     wire: Literal["bf16"] = "bf16"
 
     @model_validator(mode="after")
