@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class _Losses(list[float]):
+class Losses(list[float]):
     """A sink that is the list of losses."""
 
     def step(self, record: Any) -> None:
@@ -69,7 +69,7 @@ def run_config(model: dict[str, Any], *, seed: int = 1234, steps: int = 200, **t
 def losses_of_ours(config: RunConfig, device: torch.device) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of a run, and the weights it began with."""
     data = open_run_data(config, open_tokenizer(config.data), 1)
-    losses = _Losses()
+    losses = Losses()
     trainer = Trainer(config, Ranks(device), data, [losses])
     tensors = trainer.optimizer.tensors()
     first = {name.removeprefix("model."): t.clone() for name, t in tensors.items() if name.startswith("model.")}
