@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from powertrain.models.config import ModelConfig
 from powertrain.models.init import init_weights
 from powertrain.nn.attention import Context
-from powertrain.nn.block import Block
+from powertrain.nn.block import Layer
 from powertrain.nn.cache import KVCache
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
@@ -39,7 +39,7 @@ class CausalLM(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layers: Iterable[Block],
+        layers: Iterable[Layer],
         norm: nn.Module | None,
         *,
         learned_positions: bool = False,
@@ -119,9 +119,18 @@ class CausalLM(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
-        """An empty cache for `batch` sequences of up to `max_length` tokens, on the weights' device, in their dtype."""
-        attention: Any = self.layers[0].attention
-        heads, dim, dim_v = attention.cache_shape
+        """An empty cache for `batch` sequences of up to `max_length` tokens, on the weights' device, in their dtype.
+
+        Raises NotImplementedError for a model with layers of another kind than attention.
+        """
+        attentions: list[Any] = [getattr(layer, "attention", None) for layer in self.layers]
+        if None in attentions:
+            raise NotImplementedError(
+                "CausalLM: every layer must have attention for a KV cache, which generation needs, got "
+                f"{type(self.layers[attentions.index(None)]).__name__} as layer {attentions.index(None)}, whose gates "
+                "read all earlier tokens; forward(tokens) computes all positions"
+            )
+        heads, dim, dim_v = attentions[0].cache_shape
         weight = self.embed.weight
         return KVCache(len(self.layers), batch, max_length, heads, dim, dim_v, device=weight.device, dtype=weight.dtype)
 

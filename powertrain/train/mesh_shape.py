@@ -29,6 +29,8 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
     if config.parallel.expert > 1:
         check_expert(config.model, config.parallel.expert, shard, tensor)
     _check_objective(config, world_size, context, tensor)
+    if getattr(config.model, "has_gmlp", False):
+        _check_gmlp(config, context)
     if config.train.batch_invariant:
         _check_batch_invariant(config, context, tensor)
     if pipeline > 1:
@@ -85,6 +87,21 @@ def _check_batch_invariant(config: RunConfig, context: int, tensor: int) -> None
     ):
         if is_there:
             raise NotImplementedError(f"train.batch_invariant must be false with {key}, got true")
+
+
+def _check_gmlp(config: RunConfig, context: int) -> None:
+    """Raise ValueError or NotImplementedError, naming the key, for runs in which gMLP layers cannot mix positions."""
+    longest, length, objective = config.model.max_position_embeddings, config.train.seq_length, config.train.objective
+    if length > longest:
+        raise ValueError(f"train.seq_length must be at most model.max_position_embeddings ({longest}), got {length}")
+    for key, value, wanted in (
+        ("parallel.context", context, 1),
+        ("train.objective", objective, "pretrain"),
+        ("data.document_mask", config.data.document_mask, False),
+        ("train.batch_invariant", config.train.batch_invariant, False),
+    ):
+        if value != wanted:
+            raise NotImplementedError(f"{key} must be {wanted} with gmlp layers (model.layer_types), got {value}")
 
 
 def _check_objective(config: RunConfig, world_size: int, context: int, tensor: int) -> None:

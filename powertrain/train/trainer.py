@@ -331,6 +331,7 @@ class Trainer:
 
     def _stand_at(self, restored: Restored) -> None:
         self.progress, self.resumed_from = restored.progress, restored.source
+        self.config = self._saver.config = restored.config
         self._note(restored.note)
 
     def _samples_per_step(self) -> int:

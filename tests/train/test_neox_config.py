@@ -112,6 +112,15 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     assert set(pending) - by_part - no_effect == by_nature
 
 
+def test_whose_schedule_goes_on(tmp_path: Path) -> None:
+    """use_checkpoint_lr_scheduler and override_lr_scheduler exclude each other, as there."""
+    assert not _config(tmp_path).checkpoint.load_schedule
+    assert _config(tmp_path, use_checkpoint_lr_scheduler=True).checkpoint.load_schedule
+    assert not _config(tmp_path, override_lr_scheduler=True).checkpoint.load_schedule
+    both = _error(tmp_path, use_checkpoint_lr_scheduler=True, override_lr_scheduler=True)
+    assert "override_lr_scheduler must be false beside use_checkpoint_lr_scheduler" in both
+
+
 def test_every_key_has_a_type_and_words() -> None:
     kinds = {"int", "float", "bool", "str", "list", "dict"}
     for key, row in KEYS.items():
@@ -342,7 +351,7 @@ def test_tokenizers(tmp_path: Path) -> None:
         ({"optimizer": {"type": "Lion", "params": {"betas": [0.9]}}}, "betas must be two numbers"),
         ({"attention_config": [["global", 4]]}, "attention_config must be a list such as"),
         ({"attention_config": [[["global"], 3]]}, "must have 4 layers"),
-        ({"attention_config": [[["gobal"], 4]]}, "must name global or flash layers, got gobal"),
+        ({"attention_config": [[["gobal"], 4]]}, "must name global, flash, gmlp, amlp layers, got gobal"),
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true or false"),
         ({"activation": "gleu"}, "activation must be one of gelu"),
         ({"deepspeed_extra_args": {"train_iters": 3}}, "stands outside deepspeed_extra_args too"),

@@ -444,11 +444,15 @@ def _checkpoint(keys: NeoXKeys) -> dict[str, Any]:
     if keys.get("no_load_optim"):
         words = "checkpoint.load_optimizer: all parameters are trained; in GPT-NeoX since 2024-09 the first one alone"
         keys.add_row("no_load_optim", "changes numerics", words)
+    from_checkpoint = bool(keys.get("use_checkpoint_lr_scheduler"))
+    if from_checkpoint and keys.get("override_lr_scheduler"):
+        keys.wrong(("override_lr_scheduler",), "must be false beside use_checkpoint_lr_scheduler")
     return {
         "folder": keys.get("save"),
         "load": keys.get("load"),
         "finetune": bool(keys.get("finetune")),
         "load_optimizer": not keys.get("no_load_optim"),
+        "load_schedule": from_checkpoint,
         "load_rng": not keys.get("no_load_rng"),
         "every": int(every or 0),
         "scale": keys.choice("checkpoint_scale", "linear", {"linear": "linear", "log": "log"}),

@@ -322,6 +322,7 @@ class CheckpointConfig(Section):
     """save      False: none are written.   folder: where; None: `checkpoints` in the run's folder
     load        where to start from, if `folder` holds none;   finetune: at step 0, with nothing but the weights there
     load_optimizer   False: `load` gives weights, step and place in the data; the optimizer's state is new
+    load_schedule    True: where the optimizer's state is a checkpoint's, the rate and its schedule are so too
     load_rng    False: dropout may use other random states than the checkpoint's; needed with dropout to resume a
                 GPT-NeoX checkpoint, whose random states cannot be used
     every       steps between checkpoints, 0: at the end only; scale log: after 1, every, every^2 ... steps (GPT-NeoX's)
@@ -333,6 +334,7 @@ class CheckpointConfig(Section):
     load: str | None = None
     finetune: bool = False
     load_optimizer: bool = True
+    load_schedule: bool = False
     load_rng: bool = True
     every: Natural = 0
     scale: Literal["linear", "log"] = "linear"
