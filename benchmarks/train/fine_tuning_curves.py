@@ -225,14 +225,20 @@ def plain_model(config: RunConfig, first: dict[str, Tensor], device: torch.devic
     with device:
         model = Twin(config.model)
         if (lora := config.train.lora) is not None:
-            frozen = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-            model.to(frozen).requires_grad_(False)
+            _freeze(model, config)
             for name in [n.removesuffix(".lora_A") for n in first if n.endswith(".lora_A")]:
                 adapted = PlainLoRA(model.get_submodule(name), lora.rank, lora.alpha / lora.rank)
                 adapted.lora_A.data, adapted.lora_B.data = adapted.lora_A.data.float(), adapted.lora_B.data.float()
                 model.set_submodule(name, adapted)
     model.load_state_dict(first)
     return model
+
+
+def _freeze(model: Twin, config: RunConfig) -> None:
+    """Parameters in the run's precision; rotary tables stay in float32."""
+    model.requires_grad_(False)
+    for p in model.parameters():
+        p.data = p.data.to(torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
 
 
 def _mean_loss(model: Twin) -> Callable[[Tensor, Tensor], Tensor]:
@@ -249,7 +255,7 @@ def _dpo(
     with device:
         reference = Twin(config.model)
     reference.load_state_dict(first)
-    reference.to(torch.bfloat16 if config.train.precision == "bf16" else torch.float32).requires_grad_(False)
+    _freeze(reference, config)
     beta = config.train.preference.beta
 
     def log_probs(model: Twin, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -412,11 +412,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.micro_batch_size * seq_length must be at most {MOST_TOKENS} tokens in a forward, got {tokens}"
             )
-        if self.fp8.recipe != "none" and self.train.lora is not None:
-            raise ValueError(
-                "fp8.recipe must be none with train.lora: layers with adapters have no FP8 products yet, "
-                f"got {self.fp8.recipe}"
-            )
         if self.fp8.recipe != "none" and self.parallel.tensor > 1:
             raise ValueError(
                 "parallel.tensor must be 1 with fp8.recipe: layers sharded over tensor ranks have no FP8 products yet, "
