@@ -62,8 +62,9 @@ def _check_pipeline(config: RunConfig) -> None:
         )
     for key, is_there in (
         (f"train.objective {train.objective}", train.objective not in ("pretrain", "sft")),
-        ("train.lora", train.lora is not None),
-        (f"fp8.recipe {config.fp8.recipe}", config.fp8.recipe != "none"),
+        # its scales are reduced over all ranks, layer by layer
+        ("fp8.recipe tensor-delayed", config.fp8.recipe == "tensor-delayed"),
+        ("first_block or last_block in fp8.keep", bool({"first_block", "last_block"} & set(config.fp8.keep))),
         ("evaluation.tasks", bool(config.evaluation.tasks)),
         (
             "documents of different lengths in parallel.context",

@@ -77,7 +77,8 @@ class Trainer:
         self.config, self.ranks, self.data, self.sinks = config, ranks, data, sinks
         self.progress = Progress()
         self.model, self.overlap, self.pipeline = build_model(config, ranks)
-        self.fp8 = fp8.quantize(self.model, config.fp8)
+        staged = self.pipeline is not None
+        self.fp8 = fp8.quantize_stages(self.model, config) if staged else fp8.quantize(self.model, config.fp8)
         self.optimizer = Optimizer(self.model, config.optimizer, config.train, self.pipeline)
         to_low_precision(self.model, self.optimizer, config, ranks)
         reset_magnitudes(self.model, self.optimizer)

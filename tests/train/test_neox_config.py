@@ -87,9 +87,9 @@ def test_defaults_are_gpt_neoxs(tmp_path: Path) -> None:
 
 def test_every_key_is_read(tmp_path: Path) -> None:
     """A key that is mapped or honoured, and read by nobody, would be silently ignored."""
-    from powertrain.train.config import neox, neox_data, neox_model, neox_optimizer, neox_source
+    from powertrain.train.config import neox, neox_data, neox_model, neox_objective, neox_optimizer, neox_source
 
-    modules = (neox, neox_data, neox_model, neox_optimizer, neox_source)
+    modules = (neox, neox_data, neox_model, neox_objective, neox_optimizer, neox_source)
     source = "".join(Path(str(module.__file__)).read_text() for module in modules)
     by_part = {f"{part}_data_paths" for part in ("train", "valid", "test")}
     by_part |= {
@@ -150,8 +150,7 @@ def test_what_is_not_there_is_refused_when_switched_on_only(key: str, tmp_path: 
         ({"norm": "scalenorm"}, "rmsnorm"),
         ({"pos_emb": "rpe"}, "rotary"),
         ({"activation": "mish"}, "swiglu"),
-        ({"train_impl": "reinforce"}, "train.objective policy"),
-        ({"dataset_impl": "online"}, "gpt2"),
+        ({"dataset_impl": "online"}, "dataset_impl gpt2"),
         ({"data_impl": "cached"}, "preprocess"),
         ({"tokenizer_type": "TiktokenTokenizer"}, "tokenizer.json"),
         ({"norm": "non_parametric_layernorm"}, "use layernorm or rmsnorm"),

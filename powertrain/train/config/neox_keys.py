@@ -300,10 +300,7 @@ _IGNORED = """
     partition_activations           bool        storage of checkpointed activations, not their values
     synchronize_each_layer          bool        a debugging aid; no effect on the result
     char_level_ppl                  bool        logged by GPT-NeoX only; no effect on training
-    fp32_reinforce                  bool        of train_impl reinforce
-    kl_impl                         str         of train_impl reinforce
-    kl_div_beta                     float       of train_impl reinforce
-    reinforce_leave_one_out         bool        of train_impl reinforce
+    fp32_reinforce                  bool        log-probabilities are in fp32 whatever it says
     online_dataserver_ips           str|list    of dataset_impl online
     online_dataserver_ports         int|list    of dataset_impl online
     weight_server_port              int|list    of serve_model_weights
@@ -365,7 +362,7 @@ _REFUSED = """
     compression_training            dict        remove it; nothing is pruned or quantized in training
     elasticity                      dict        remove it; torchrun restarts ranks, train_batch_size stays as written
     train_epochs                    int         give train_iters
-    serve_model_weights             bool        set it to false; there is no online reinforcement learning
+    serve_model_weights             bool        set it to false; no sampler is served
 """
 
 # read by config/neox.py value by value; only some values are supported
@@ -374,8 +371,11 @@ _CHOSEN = """
     use_bnb_optimizer               bool        optimizer.kind: adamw8bit, by torchao
     num_unique_layers               int         every layer has its own parameters
     moe_num_experts                 int         1: no experts
-    train_impl                      str         train.objective; reinforce is not supported
-    dataset_impl                    str         gpt2: plain token documents; pairwise: of dpo and rm
+    train_impl                      str         train.objective; reinforce: policy, with rewards of files
+    kl_impl                         str         train.policy.kl: mse is k2, kl is k1; full is not there
+    kl_div_beta                     float       train.policy.kl_weight
+    reinforce_leave_one_out         bool        false: rewards are advantages as they are in the files
+    dataset_impl                    str         gpt2: plain token documents; pairwise: of dpo and rm; not online
     pack_impl                       str         data.packing
     allow_chopped                   bool        data.allow_chopped, where samples are whole documents
     fp16_lm_cross_entropy           bool        the loss is computed in fp32
