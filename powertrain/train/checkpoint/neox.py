@@ -13,7 +13,7 @@ tools/ckpts. Where its versions differ (names of the MLP, of a norm's weight) ea
 import copy
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -279,10 +279,12 @@ def write(
     *,
     pipe_parallel_size: int = 1,
     model_parallel_size: int = 1,
+    tokenizer: Mapping[str, str | int] | None = None,
 ) -> Path:
     """Write FOLDER/global_step0 and FOLDER/latest; returns the former. `finetune: true` loads it in GPT-NeoX.
 
     pipe_parallel_size   0: a file per rank, held in memory until the end; 1: a file per layer and rank
+    tokenizer            keys of its config.yml that say the tokenizer and the padding of its vocabulary
     Raises ValueError naming features that GPT-NeoX lacks.
     """
     if pipe_parallel_size not in (0, 1):
@@ -291,7 +293,8 @@ def write(
     _check_ranks(config, model_parallel_size)
     step = folder / "global_step0"
     (step / "configs").mkdir(parents=True)
-    text = yaml.safe_dump(to_neox_config(config, pipe_parallel_size, model_parallel_size), sort_keys=False)
+    keys = to_neox_config(config, pipe_parallel_size, model_parallel_size) | dict(tokenizer or {})
+    text = yaml.safe_dump(keys, sort_keys=False)
     # GPT-NeoX looks for its configuration beside the weights
     (step / "configs" / "config.yml").write_text(text)
     modules: list[dict[str, Tensor]] = [{} for _ in range(model_parallel_size)]
@@ -423,7 +426,7 @@ def to_neox_config(config: Config, pipe_parallel_size: int = 1, model_parallel_s
         "seq_length": config.max_position_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "padded_vocab_size": config.vocab_size,
-        "make_vocab_size_divisible_by": math.gcd(config.vocab_size, 128),
+        "make_vocab_size_divisible_by": math.gcd(config.vocab_size // model_parallel_size, 128),
         "norm": "layernorm" if config.norm == "layer_norm" else "rmsnorm",
         "layernorm_epsilon" if config.norm == "layer_norm" else "rms_norm_epsilon": config.norm_eps,
         "use_bias_in_norms": config.norm_bias,
