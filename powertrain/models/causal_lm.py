@@ -119,20 +119,10 @@ class CausalLM(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
-        """An empty cache for `batch` sequences of up to `max_length` tokens, on the weights' device, in their dtype.
-
-        Raises NotImplementedError for a model with layers of another kind than attention.
-        """
-        attentions: list[Any] = [getattr(layer, "attention", None) for layer in self.layers]
-        if None in attentions:
-            raise NotImplementedError(
-                "CausalLM: every layer must have attention for a KV cache, which generation needs, got "
-                f"{type(self.layers[attentions.index(None)]).__name__} as layer {attentions.index(None)}, whose gates "
-                "read all earlier tokens; forward(tokens) computes all positions"
-            )
-        heads, dim, dim_v = attentions[0].cache_shape
+        """An empty cache for `batch` sequences of up to `max_length` tokens, on the weights' device, in their dtype."""
         weight = self.embed.weight
-        return KVCache(len(self.layers), batch, max_length, heads, dim, dim_v, device=weight.device, dtype=weight.dtype)
+        rows = [layer.cache_row for layer in self.layers]
+        return KVCache(rows, batch, max_length, device=weight.device, dtype=weight.dtype)
 
 
 class Unsharded:

@@ -98,7 +98,7 @@ class Model(CausalLM):
 def _layer(config: Config, layer: int) -> Layer:
     kind = config.layer_type(layer)
     if kind != "attention":
-        return _gmlp(config, config.gmlp_attention_dim if kind == "amlp" else None)
+        return _gmlp(config, layer, config.gmlp_attention_dim if kind == "amlp" else None)
     return Block(
         _attention(config, layer),
         _mlp(config),
@@ -135,7 +135,7 @@ def _mlp(config: Config) -> nn.Module:
     return mlp(config.hidden_size, config.ffn, kind=kind, bias=config.mlp_bias)
 
 
-def _gmlp(config: Config, attention_dim: int | None) -> GMLP:
+def _gmlp(config: Config, layer: int, attention_dim: int | None) -> GMLP:
     kind: Any = config.activation
     return GMLP(
         config.hidden_size,
@@ -145,6 +145,7 @@ def _gmlp(config: Config, attention_dim: int | None) -> GMLP:
         kind=kind,
         attention_dim=attention_dim,
         dropout=config.hidden_dropout,
+        layer=layer,
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from powertrain.nn.attention import Context
+from powertrain.nn.cache import CacheRow
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 
 Recompute = Literal["none", "selective", "full"]
@@ -33,6 +34,11 @@ class Layer(nn.Module):
         return checkpoint(self.compute, x, residual, context, use_reentrant=False, **options)
 
     def compute(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
+    @property
+    def cache_row(self) -> CacheRow:
+        """What a `KVCache` keeps of a token of this layer."""
         raise NotImplementedError
 
     def normed(self, norm: Callable[..., Any], x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -66,6 +72,11 @@ class Block(Layer):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.parallel = parallel
+
+    @property
+    def cache_row(self) -> CacheRow:
+        attention: Any = self.attention
+        return CacheRow(*attention.cache_shape)
 
     def compute(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         return (self._parallel if self.parallel else self._sequential)(x, residual, context)

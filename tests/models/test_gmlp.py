@@ -7,6 +7,7 @@ import torch
 
 from powertrain.models import build, configure
 from powertrain.models.flops import flops_per_token
+from powertrain.models.generate import Sampler, generate
 from powertrain.models.gpt_neox import to_hf_config
 from powertrain.models.parallelize import check_tensor
 from powertrain.models.pipeline import stages_of
@@ -79,6 +80,37 @@ def test_first_weights() -> None:
             assert 0.7 * fan_in**-0.5 < p.abs().max() <= fan_in**-0.5
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generation_is_the_full_forward(variant: str) -> None:
+    """Greedy tokens of prompts of different lengths, each against forwards of the whole text so far."""
+    model = model_of(variant).eval()
+    prompts = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
+    found = generate(model, prompts, max_new_tokens=12, sampler=Sampler(temperature=0))
+    for prompt, tokens in zip(prompts, found, strict=True):
+        text = list(prompt)
+        for token in tokens:
+            with torch.no_grad():
+                logits = model(torch.tensor([text]))[0, -1]
+            assert token == logits.argmax(), (prompt, text)
+            text.append(token)
+
+
+@pytest.mark.parametrize("variant", ["amlp", "mixed"])
+def test_several_tokens_behind_a_cache(variant: str) -> None:
+    """Logits in three parts, sequences of different lengths, are those of one forward."""
+    model = model_of(variant).eval()
+    tokens = torch.randint(0, 97, (2, 14))
+    with torch.no_grad():
+        whole = model(tokens)
+        cache = model.new_cache(2, 20)
+        model(tokens[:, :6], cache=cache, lengths=torch.tensor([6, 4], dtype=torch.int32))
+        for start, stop in ((0, 3), (3, 8)):
+            rows = torch.stack([tokens[0, 6 + start : 6 + stop], tokens[1, 4 + start : 4 + stop]])
+            found = model(rows, cache=cache)
+            torch.testing.assert_close(found[0], whole[0, 6 + start : 6 + stop], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found[1], whole[1, 4 + start : 4 + stop], rtol=1e-5, atol=1e-5)
+
+
 def test_a_stage_passes_the_stream_on() -> None:
     """Cut behind a gMLP layer, and behind an attention layer."""
     model = model_of("mixed", tie_embeddings=False).eval()
@@ -100,8 +132,6 @@ def test_flops_count_the_gates() -> None:
 def test_what_it_cannot_do_is_refused() -> None:
     model = model_of("mixed").eval()
     tokens = torch.zeros(1, 12, dtype=torch.long)
-    with pytest.raises(NotImplementedError, match=r"for a KV cache, .* got GMLP as layer 0"):
-        model.new_cache(1, 16)
     with pytest.raises(NotImplementedError, match=r"context.document_ids must be None, got <class .torch.Tensor"):
         model(tokens, document_ids=torch.zeros(1, 12, dtype=torch.int32))
     with pytest.raises(ValueError, match="a sequence must have at most 32 tokens, got 33"):
