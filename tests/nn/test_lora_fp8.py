@@ -163,6 +163,7 @@ def test_dropout_is_the_adapters_alone() -> None:
     assert torch.equal(layer(x), layer(x))
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     layer = _layer(Row())
     x = torch.randn(6, 33, requires_grad=True)
