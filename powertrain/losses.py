@@ -10,6 +10,7 @@ computed in the dtype of the log-probabilities (float32 or float64) and differen
 Each function names its sources. Where TRL and a paper differ, TRL is followed and the difference is stated.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -172,6 +173,12 @@ def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = Non
     return -F.logsigmoid(ahead) + center * (chosen + rejected).square()
 
 
+# of log p - ref; Schulman's names
+_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: d, "k2": lambda d: d.square() / 2, "k3": lambda d: (-d).exp() + d - 1, "abs": torch.abs,
+}  # fmt: skip
+
+
 def policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -183,6 +190,7 @@ def policy_loss(
     clip: tuple[float, float] = (0.2, 0.2),
     ref_log_probs: Tensor | None = None,
     kl_weight: float = 0.0,
+    kl: Literal["k1", "k2", "k3", "abs"] = "k3",
     divisor: Tensor | float | None = None,
 ) -> Tensor:
     """Clipped policy gradient with given advantages, [].
@@ -195,7 +203,8 @@ def policy_loss(
     ratio       "token": r of each token (GRPO, DAPO); "sequence": one r a completion, the geometric mean (GSPO)
     average     "sequence": mean over completions of their means (GRPO, GSPO); "token": mean over all tokens (DAPO)
     clip        (low, high); DAPO's high is 0.28, GSPO's are 3e-4 and 4e-4
-    kl_weight   of the estimate exp(ref - log p) - (ref - log p) - 1, which is never negative
+    kl_weight   of the estimate `kl`; d = log p - ref
+    kl          "k3": exp(-d) + d - 1, never negative; "k1": d; "k2": d^2 / 2; "abs": |d| (GPT-NeoX)
     divisor     instead of the number of completions ("sequence") or tokens ("token"), such as that of all ranks, or of
                 the longest completion times their number (Dr. GRPO)
     No gradient passes through anything but log_probs. Raises ValueError naming the argument.
@@ -207,6 +216,7 @@ def policy_loss(
         checks.shape(op, name, tensor, log_probs.shape, "shape of log_probs")
     checks.one_of(op, "ratio", ratio, ("token", "sequence"))
     checks.one_of(op, "average", average, ("sequence", "token"))
+    checks.one_of(op, "kl", kl, tuple(_ESTIMATES))
     checks.require(kl_weight == 0 or ref_log_probs is not None, op, "ref_log_probs", "be given with kl_weight", None)
     kept, of = sequence >= 0, sequence.clamp(min=0)
     log_ratio = log_probs - old_log_probs.detach()
@@ -215,8 +225,7 @@ def policy_loss(
     r, A = log_ratio.exp(), advantages.detach()[of]
     loss = -torch.minimum(r * A, r.clamp(1 - clip[0], 1 + clip[1]) * A)
     if kl_weight and ref_log_probs is not None:
-        ahead = ref_log_probs.detach() - log_probs
-        loss = loss + kl_weight * (ahead.exp() - ahead - 1)
+        loss = loss + kl_weight * _ESTIMATES[kl](log_probs - ref_log_probs.detach())
     if average == "token":
         return torch.where(kept, loss, 0.0).sum() / (kept.sum().clamp(min=1) if divisor is None else divisor)
     return mean_by_sequence(loss, sequence, count).sum() / (count if divisor is None else divisor)

@@ -104,7 +104,12 @@ def _parameters(keys: Mapping[str, Any]) -> int:
     attention += (h + kv) + h if _get(keys, "use_bias_in_attn_linear", True) else 0
     norms = 1 if keys.get("gpt_j_residual") and keys.get("gpt_j_tied") else 2
     tables = 2 if keys.get("no_weight_tying") else 1
-    return tables * vocabulary * h + positions + norm + layers * (attention + _mlp(keys, h) + norms * norm)
+    outside = tables * vocabulary * h + positions + norm
+    if keys.get("attention_config") == [[["gmlp"], "all"]]:
+        # norm, 8 and 4 times h inside without biases, the gate's norm, spatial weights and biases
+        length = keys["seq_length"]
+        return outside + layers * (norm + 12 * h * h + 4 * norm + length * (length + 1))
+    return outside + layers * (attention + _mlp(keys, h) + norms * norm)
 
 
 def _mlp(keys: Mapping[str, Any], h: int) -> int:

@@ -109,9 +109,12 @@ class Twin(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1).float(), labels.flatten())
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[B, S] -> [B, S, V]."""
         x = self.embed(tokens)
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         for layer in self.layers:
             x = layer(x, cos, sin)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return self.head(self.norm(x))

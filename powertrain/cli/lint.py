@@ -138,6 +138,9 @@ def _show_finding(finding: "Finding", console: Console) -> None:
         console.print(f"  note: {note}")
     names = dict.fromkeys(spec.describe().split(" for ")[0].strip("_") for spec in finding.kernels)
     console.print(f"  {len(finding.kernels)} kernels to compile: {', '.join(names)}", highlight=False)
+    if finding.attention is None:
+        console.print("  attention: none", highlight=False)
+        return
     console.print(f"  attention: {finding.attention.chosen}", highlight=False)
     table = "\n".join("    " + line for line in str(finding.attention).splitlines())
     console.print(table, style="dim", markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from powertrain.models.config import ModelConfig
 from powertrain.models.init import init_weights
 from powertrain.nn.attention import Context
-from powertrain.nn.block import Block
+from powertrain.nn.block import Layer
 from powertrain.nn.cache import KVCache
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 from powertrain.ops.linear_cross_entropy import linear_cross_entropy
@@ -39,7 +39,7 @@ class CausalLM(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layers: Iterable[Block],
+        layers: Iterable[Layer],
         norm: nn.Module | None,
         *,
         learned_positions: bool = False,
@@ -120,10 +120,9 @@ class CausalLM(nn.Module):
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty cache for `batch` sequences of up to `max_length` tokens, on the weights' device, in their dtype."""
-        attention: Any = self.layers[0].attention
-        heads, dim, dim_v = attention.cache_shape
         weight = self.embed.weight
-        return KVCache(len(self.layers), batch, max_length, heads, dim, dim_v, device=weight.device, dtype=weight.dtype)
+        rows = [layer.cache_row for layer in self.layers]
+        return KVCache(rows, batch, max_length, device=weight.device, dtype=weight.dtype)
 
 
 class Unsharded:

@@ -2,11 +2,14 @@
 
 6 per token and weight of every matrix that a token meets, the head included, the embedding's lookup not
 6 per token, head and channel (query/key and value) of every key that a query sees: causal, so half of S on average
+6 per token and channel of every position that a gMLP layer's gate reads, half of S as well
 """
 
 from typing import Any
 
 from torch import nn
+
+from powertrain.nn.gmlp import SpatialGating, TinyAttention
 
 
 def flops_per_token(model: nn.Module, seq_length: int) -> float:
@@ -29,6 +32,10 @@ def _weights_met(module: nn.Module) -> float:
 
 def _score_channels(module: Any, seq_length: int) -> float:
     """Multiply-adds of one query's scores and of their product with the values."""
+    if isinstance(module, SpatialGating):
+        return module.channels * seq_length / 2
+    if isinstance(module, TinyAttention):
+        return sum(module.head_dims) * seq_length / 2
     if not hasattr(module, "cache_shape"):
         return 0.0
     return module.num_heads * sum(module.head_dims) * _keys_seen(seq_length, module.window[0])

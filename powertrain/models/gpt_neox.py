@@ -1,6 +1,7 @@
-"""GPT-NeoX: everything a GPT-NeoX YAML can ask of a dense decoder, GPT-2 and GPT-3 like ones and Pythia among them."""
+"""GPT-NeoX: everything a GPT-NeoX YAML can ask of a dense decoder: like GPT-2 and GPT-3, Pythia, and gMLP layers."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
@@ -12,10 +13,13 @@ from powertrain.models.config import Fraction, Init, ModelConfig, Positive, Prob
 from powertrain.models.hf_config import chosen, required
 from powertrain.models.rope_scaling import from_hf_rope, to_hf_rope
 from powertrain.nn.attention import Rotary, SelfAttention
-from powertrain.nn.block import Block
+from powertrain.nn.block import Block, Layer
+from powertrain.nn.gmlp import GMLP
 from powertrain.nn.mlp import MLP, GatedMLP
 from powertrain.nn.norm import LayerNorm, RMSNorm
 from powertrain.ops.activations import Activation, Gated
+
+LayerType = Literal["attention", "gmlp", "amlp"]
 
 
 class Config(ModelConfig):
@@ -25,6 +29,8 @@ class Config(ModelConfig):
     rotary_pct                 share of a head's channels that turn, rounded down to an even number
     parallel_residual          x + attention(norm(x)) + mlp(norm'(x)); with shared_norm both read the same norm
     attention_bias, mlp_bias, norm_bias   whether they have one
+    layer_types                kinds of the layers, repeated over all of them; gmlp, amlp: without attention, or with a
+                               single head of gmlp_attention_dim channels (powertrain/nn/gmlp.py)
     """
 
     hf_architectures: ClassVar[tuple[str, ...]] = ("GPTNeoXForCausalLM",)
@@ -48,31 +54,51 @@ class Config(ModelConfig):
     attention_dropout: Probability = 0.0
     init_method: Init = "small_init"
     output_init_method: Init = "wang_init"
+    layer_types: Annotated[tuple[LayerType, ...], Field(min_length=1)] = ("attention",)
+    gmlp_attention_dim: Positive = 64
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         check_heads(self, self.num_kv_heads)
         if self.shared_norm and not self.parallel_residual:
             raise ValueError("model.shared_norm must be false without model.parallel_residual, got true")
+        if self.num_layers % len(self.layer_types):
+            raise ValueError(
+                f"model.layer_types must have a number of kinds that divides num_layers ({self.num_layers}), "
+                f"got {len(self.layer_types)}"
+            )
+        if self.has_gmlp and self.activation in get_args(Gated):
+            raise ValueError(f"model.activation must have no gate with gmlp layers, got {self.activation}")
         return self
 
     @property
     def ffn(self) -> int:
         return self.intermediate_size or 4 * self.hidden_size
 
+    @property
+    def has_gmlp(self) -> bool:
+        """Whether some layers mix positions without attention."""
+        return any(kind != "attention" for kind in self.layer_types)
+
+    def layer_type(self, layer: int) -> LayerType:
+        return self.layer_types[layer % len(self.layer_types)]
+
 
 class Model(CausalLM):
     def __init__(self, config: Config) -> None:
         super().__init__(
             config,
-            (_block(config, layer) for layer in range(config.num_layers)),
+            (_layer(config, layer) for layer in range(config.num_layers)),
             _norm(config),
             learned_positions=config.position_embedding == "learned",
             dropout=config.hidden_dropout,
         )
 
 
-def _block(config: Config, layer: int) -> Block:
+def _layer(config: Config, layer: int) -> Layer:
+    kind = config.layer_type(layer)
+    if kind != "attention":
+        return _gmlp(config, layer, config.gmlp_attention_dim if kind == "amlp" else None)
     return Block(
         _attention(config, layer),
         _mlp(config),
@@ -109,9 +135,23 @@ def _mlp(config: Config) -> nn.Module:
     return mlp(config.hidden_size, config.ffn, kind=kind, bias=config.mlp_bias)
 
 
-def _norm(config: Config) -> nn.Module:
+def _gmlp(config: Config, layer: int, attention_dim: int | None) -> GMLP:
+    kind: Any = config.activation
+    return GMLP(
+        config.hidden_size,
+        config.ffn,
+        partial(_norm, config),
+        max_length=config.max_position_embeddings,
+        kind=kind,
+        attention_dim=attention_dim,
+        dropout=config.hidden_dropout,
+        layer=layer,
+    )
+
+
+def _norm(config: Config, size: int | None = None) -> nn.Module:
     norm = LayerNorm if config.norm == "layer_norm" else RMSNorm
-    return norm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
+    return norm(size or config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
 
 
 # modules that tensor parallelism shards in a layer (parallelize.py)
@@ -224,13 +264,14 @@ def hf_equivalent(config: Config) -> Config | llama.Config:
     neox = _lacks(config, {
         "norm": ("layer_norm",), "norm_bias": (True,), "activation": tuple(_HF_ACTIVATIONS.values()),
         "position_embedding": ("rotary",), "num_kv_heads": (None, config.num_heads), "mlp_bias": (True,),
-        "sliding_window": (None,),
+        "sliding_window": (None,), "layer_types": (("attention",),),
     })  # fmt: skip
     if neox is None:
         return config
     as_llama = _lacks(config, {
         "norm": ("rms_norm",), "norm_bias": (False,), "activation": get_args(Gated), "position_embedding": ("rotary",),
         "rotary_pct": (1.0,), "parallel_residual": (False,), "hidden_dropout": (0.0,), "attention_dropout": (0.0,),
+        "layer_types": (("attention",),),
     })  # fmt: skip
     if as_llama is not None:
         raise ValueError(

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from powertrain.models.config import ModelConfig
 from powertrain.ops.activations import Gated
 
 # layers that write into the residual stream
-_OUTPUTS = ("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
+_OUTPUTS = (".attention.out.weight", ".down.weight", ".mlp.experts.down")
+# a gMLP layer's gate is 1 at first; its tiny attention begins as nn.Linear does, as in GPT-NeoX
+_CONSTANT = {".spatial.weight": 0.0, ".spatial.bias": 1.0}
 
 
 def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
@@ -24,20 +26,27 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
     norms = {f"{name}.weight" for name, module in model.named_modules() if "norm" in type(module).__name__.lower()}
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name.endswith((".lora_A", ".lora_B")):
-                _draw_adapter(p, name, seed)
+            if name.endswith(".lora_A"):
+                _draw_uniform(p, name, seed, p.shape[1])
+            elif name.endswith(".lora_B"):
+                # the layer computes what it does without
+                p.zero_()
+            elif name.endswith(tuple(_CONSTANT)):
+                p.fill_(next(value for end, value in _CONSTANT.items() if name.endswith(end)))
+            elif ".tiny_attention." in name:
+                layer: Any = model.get_submodule(name.rpartition(".")[0])
+                _draw_uniform(p, name, seed, layer.in_features)
             elif p.dim() == 1:
                 p.fill_(1.0 if name in norms else 0.0)
             else:
                 _draw(p, name, config, seed)
 
 
-def _draw_adapter(p: Tensor, name: str, seed: int) -> None:
-    """lora_A as `LoRALinear.reset_adapter` draws it, lora_B 0: the layer computes what it does without."""
+def _draw_uniform(p: Tensor, name: str, seed: int, fan_in: int) -> None:
+    """As nn.Linear draws its weight and bias, and `LoRALinear.reset_adapter` lora_A."""
     generator = torch.Generator(p.device).manual_seed(_seed_of(seed, name))
-    full = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-    if name.endswith(".lora_A"):
-        full.uniform_(-(p.shape[1] ** -0.5), p.shape[1] ** -0.5, generator=generator)
+    full = torch.empty(p.shape, dtype=torch.float32, device=p.device)
+    full.uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
     if isinstance(p, DTensor):
         full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
     p.copy_(full)

@@ -126,6 +126,8 @@ def _rearranged(mesh: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...]
 
 def check_tensor(config: ModelConfig, size: int) -> None:
     """Raise ValueError if the layers cannot be sharded over `size` ranks (parallel.tensor)."""
+    if getattr(config, "has_gmlp", False) and size > 1:
+        raise ValueError(f"parallel.tensor must be 1 with gmlp layers (model.layer_types), got {size}")
     divided: dict[str, int] = architecture(config.architecture).divided_by_tensor(config)
     for key, value in divided.items():
         if value % size:

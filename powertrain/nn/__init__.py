@@ -6,7 +6,9 @@ from powertrain.runtime.lazy_exports import resolve
 _PUBLIC = {
     "SelfAttention": "powertrain.nn.attention",
     "Block": "powertrain.nn.block",
+    "CacheRow": "powertrain.nn.cache",
     "KVCache": "powertrain.nn.cache",
+    "GMLP": "powertrain.nn.gmlp",
     "LatentAttention": "powertrain.nn.mla",
     "MLP": "powertrain.nn.mlp",
     "GatedMLP": "powertrain.nn.mlp",

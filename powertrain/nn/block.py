@@ -8,21 +8,54 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from powertrain.nn.attention import Context
+from powertrain.nn.cache import CacheRow
 from powertrain.ops.bias_dropout_add import bias_dropout_add
 
 Recompute = Literal["none", "selective", "full"]
 
 
-class Block(nn.Module):
-    """(x, residual) -> (x, residual): the stream is their sum, which the next norm takes in the same kernel.
+class Layer(nn.Module):
+    """(x, residual) -> (x, residual) of a decoder's layer: `compute`, repeated in backward as `recompute` says.
 
-    Shapes: x and residual [B, S, hidden_size], or a rank's tokens (Context.shape); residual None: x alone, before the
-    first layer.
-        attention, mlp            modules that take (x, Context)
-        attention_norm, mlp_norm  modules that take (x, residual); with mlp_norm None both halves read attention_norm
-        parallel                  stream + attention(norm(stream)) + mlp(norm'(stream)) (GPT-J, GPT-NeoX)
-        dropout                   of each half's output
+    Shapes: x and residual [B, S, hidden_size], or a rank's tokens (Context.shape). The residual stream is their sum;
+    residual None: x alone, before the first layer.
     `recompute`: operations repeated in backward: nothing; everything but matmuls and attention; the whole layer.
+    """
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.recompute: Recompute = "none"
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self.compute(x, residual, context)
+        options: dict[str, Any] = {"context_fn": _keep_products} if self.recompute == "selective" else {}
+        return checkpoint(self.compute, x, residual, context, use_reentrant=False, **options)
+
+    def compute(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
+    @property
+    def cache_row(self) -> CacheRow:
+        """What a `KVCache` keeps of a token of this layer."""
+        raise NotImplementedError
+
+    def normed(self, norm: Callable[..., Any], x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """norm(stream) and the stream itself; x is dropped out before it is added."""
+        # with dropout the sum is a kernel of its own; without, the norm's kernel adds it
+        if residual is not None and self.dropout and self.training:
+            x, residual = bias_dropout_add(x, None, residual, self.dropout), None
+        return (norm(x), x) if residual is None else norm(x, residual)
+
+
+class Block(Layer):
+    """Attention and MLP; the stream is taken by the next norm in the same kernel that adds x to it.
+
+    attention, mlp            modules that take (x, Context)
+    attention_norm, mlp_norm  modules that take (x, residual); with mlp_norm None both halves read attention_norm
+    parallel                  stream + attention(norm(stream)) + mlp(norm'(stream)) (GPT-J, GPT-NeoX)
+    dropout                   of each half's output
     """
 
     def __init__(
@@ -35,38 +68,31 @@ class Block(nn.Module):
         parallel: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(dropout=dropout)
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
-        self.parallel, self.dropout = parallel, dropout
-        self.recompute: Recompute = "none"
+        self.parallel = parallel
 
-    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
-        layer = self._parallel if self.parallel else self._sequential
-        if self.recompute == "none" or not torch.is_grad_enabled():
-            return layer(x, residual, context)
-        options: dict[str, Any] = {"context_fn": _keep_products} if self.recompute == "selective" else {}
-        return checkpoint(layer, x, residual, context, use_reentrant=False, **options)
+    @property
+    def cache_row(self) -> CacheRow:
+        attention: Any = self.attention
+        return CacheRow(*attention.cache_shape)
+
+    def compute(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        return (self._parallel if self.parallel else self._sequential)(x, residual, context)
 
     def _sequential(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
-        y, stream = self._normed(self.attention_norm, x, residual)
+        y, stream = self.normed(self.attention_norm, x, residual)
         x = self.attention(y, context)
         assert self.mlp_norm is not None
-        y, stream = self._normed(self.mlp_norm, x, stream)
+        y, stream = self.normed(self.mlp_norm, x, stream)
         return self.mlp(y, context), stream
 
     def _parallel(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
-        y, stream = self._normed(self.attention_norm, x, residual)
+        y, stream = self.normed(self.attention_norm, x, residual)
         # without a second norm both halves read the same normalized input
         mlp_input = y if self.mlp_norm is None else self.mlp_norm(stream)
         return self.attention(y, context) + self.mlp(mlp_input, context), stream
-
-    def _normed(self, norm: Callable[..., Any], x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """norm(stream) and the stream itself."""
-        # with dropout the sum is a kernel of its own; without, the norm's kernel adds it
-        if residual is not None and self.dropout and self.training:
-            x, residual = bias_dropout_add(x, None, residual, self.dropout), None
-        return (norm(x), x) if residual is None else norm(x, residual)
 
 
 # operations whose results selective recomputation keeps: matrix products, and attention whatever its backend

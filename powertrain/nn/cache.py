@@ -1,34 +1,43 @@
 """Cache of keys and values of earlier tokens, for generation."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class CacheRow(NamedTuple):
+    """What a layer keeps of a token: kv heads and channels of a key and of a value, and channels of a gMLP's gate.
+
+    num_kv_heads   0: the layer has no attention
+    head_dim_v     None: values are channels of the keys (MLA)
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int | None
+    gate: int = 0
 
 
 class KVCache:
     """Keys and values of every layer, dense, and how many rows of each sequence are filled.
 
-    Shapes: B sequences of up to L rows, K kv heads, D and E head dims.
+    Shapes: B sequences of up to L rows, K kv heads, D and E head dims, C channels of a gate: those of `rows`, by layer.
         keys[layer]    [B, L, K, D];  values[layer] [B, L, K, E], or None where values are channels of the keys (MLA)
+        gates[layer]   [B, L, C], C 0 in layers that are no gMLP
         lengths        [B] int32 on the device; the host never reads it
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        batch: int,
-        max_length: int,
-        num_kv_heads: int,
-        head_dim: int,
-        head_dim_v: int | None,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, rows: Sequence[CacheRow], batch: int, max_length: int, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        def rows(dim: int) -> Tensor:
-            return torch.zeros(batch, max_length, num_kv_heads, dim, device=device, dtype=dtype)
+        def made(*shape: int) -> Tensor:
+            return torch.zeros(batch, max_length, *shape, device=device, dtype=dtype)
 
-        self.keys = [rows(head_dim) for _ in range(num_layers)]
-        self.values = [None if head_dim_v is None else rows(head_dim_v) for _ in range(num_layers)]
+        self.keys = [made(row.num_kv_heads, row.head_dim) for row in rows]
+        self.values = [None if row.head_dim_v is None else made(row.num_kv_heads, row.head_dim_v) for row in rows]
+        self.gates = [made(row.gate) for row in rows]
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.max_length = max_length
         # before the first forward there is nothing to attend to, and the new tokens attend to each other alone

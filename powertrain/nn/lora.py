@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from powertrain.ops.lora_linear import adapted_norm, lora_linear
+from powertrain.ops.lora_linear import adapted_norm, add_adapter, lora_linear
+from powertrain.quant.linear import HasFP8State
 from powertrain.runtime import checks
 
 
@@ -32,12 +33,13 @@ class Adapted(nn.Module):
         return self.lora_A.shape[0]
 
 
-class LoRALinear(nn.Linear, Adapted):
+class LoRALinear(HasFP8State, Adapted):
     """x [..., K] -> x weightᵀ + bias + scale (dropout(x) lora_Aᵀ) lora_Bᵀ, [..., N]; computed by `lora_linear`.
 
     weight, bias    of the layer that it replaces, the same parameters under the same names
     lora_A [r, K], lora_B [N, r], lora_magnitude [N] (DoRA, else None)   in weight's dtype and on its device
     enabled         False: the layer alone
+    fp8             FP8 products of weight (`quantize_model`), the adapter's in x's dtype; None: `lora_linear`
     """
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, *, dropout: float = 0.0, dora: bool = False) -> None:
@@ -48,6 +50,7 @@ class LoRALinear(nn.Linear, Adapted):
         self.lora_A = nn.Parameter(self.weight.new_empty(rank, self.in_features))
         self.lora_B = nn.Parameter(self.weight.new_empty(self.out_features, rank))
         self.lora_magnitude = nn.Parameter(self.weight.new_empty(self.out_features)) if dora else None
+        self.fp8 = None
         self.train(linear.training)
         if not self.weight.is_meta:
             self.reset_adapter()
@@ -68,12 +71,22 @@ class LoRALinear(nn.Linear, Adapted):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
-            return F.linear(x, self.weight, self.bias)
+            return self._frozen(x, self.bias)
         dropped = F.dropout(x, self.dropout) if self.dropout and self.training else None
+        if self.fp8 is not None:
+            return add_adapter(
+                self._frozen(x, None), self.weight, self.lora_A, self.lora_B, x if dropped is None else dropped,
+                scale=self.scale, bias=self.bias, magnitude=self.lora_magnitude,
+            )  # fmt: skip
         return lora_linear(
             x, self.weight, self.lora_A, self.lora_B, scale=self.scale, bias=self.bias, magnitude=self.lora_magnitude,
             x_adapter=dropped,
         )  # fmt: skip
+
+    def _frozen(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.fp8 is None:
+            return F.linear(x, self.weight, bias)
+        return self.fp8.product(x, self.weight, bias, None)
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:

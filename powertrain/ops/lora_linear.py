@@ -230,6 +230,31 @@ def lora_linear(
     return y.view(*x.shape[:-1], N)
 
 
+def add_adapter(
+    base: Tensor,
+    weight: Tensor,
+    A: Tensor,
+    B: Tensor,
+    x_adapter: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    magnitude: Tensor | None = None,
+) -> Tensor:
+    """`lora_linear` where base [..., N] is x @ weight.T by another product; weight gives DoRA's norms alone.
+
+    Shapes and dtypes as there; computed in base's dtype by plain PyTorch.
+    """
+    dtype = base.dtype
+    with without_autocast(base.device):
+        h = F.linear(x_adapter.to(dtype), A.to(dtype)) * scale
+        # the product adds to the base: no pass for the sum
+        z = torch.addmm(as_rows(base), as_rows(h), B.to(dtype).T).view(base.shape)
+        if magnitude is not None:
+            z = z * (magnitude / adapted_norm(weight, A, B, scale)).to(dtype)
+        return z if bias is None else z + bias.to(dtype)
+
+
 def _plain(
     x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scale: float, bias: Tensor | None, magnitude: Tensor | None,
     x_adapter: Tensor | None,

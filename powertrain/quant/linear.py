@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from powertrain.ops.fp8.formulas import Copies
 from powertrain.ops.fp8.linear import fp8_linear, quantized_weight
@@ -29,7 +30,9 @@ class FP8State(nn.Module):
     fp8_amax_history: Tensor
     fp8_scale: Tensor
     shares: bool = False  # its weight's copies are kept until they are dropped
+    keeps: bool = False  # those of a frozen weight are kept until that changes
     copies: Copies | None = None
+    _copied: tuple[int, int] = (-1, -1)  # version and address of the weight that `copies` are of
 
     def set_recipe(self, recipe: Recipe, device: torch.device) -> None:
         """Use `recipe` from now on. Delayed scaling gets its buffers, which keep what they know; others have none."""
@@ -58,10 +61,18 @@ class FP8State(nn.Module):
         )  # fmt: skip
 
     def _shared_copies(self, x: Tensor, weight: Tensor) -> Copies | None:
-        if not self.shares or torch.compiler.is_compiling() or x.dtype is not weight.dtype:
+        if torch.compiler.is_compiling() or x.dtype is not weight.dtype:
             return None
+        # an inference tensor has no version by which a change could be seen
+        keeps = self.keeps and not weight.requires_grad and not weight.is_inference()
+        if not self.shares and not keeps:
+            return None
+        if keeps and self._copied != (now := (weight._version, weight.data_ptr())):
+            self.copies, self._copied = None, now
         if self.copies is None:
-            scale = self.fp8_scale[1:2] if self.recipe.is_delayed else None
+            # of a frozen weight by its own values: by delayed scales a resumed run would quantize it otherwise
+            is_delayed = self.recipe.is_delayed and not keeps
+            scale = self.fp8_scale[1:2] if is_delayed else None
             with torch.no_grad():
                 self.copies = quantized_weight(
                     weight,
@@ -69,7 +80,7 @@ class FP8State(nn.Module):
                     power_of_two=self.recipe.power_of_two,
                     scale=scale,
                 )
-                if self.recipe.is_delayed and self.training:
+                if is_delayed and self.training:
                     amax = self.fp8_amax[1:2]
                     amax.copy_(torch.maximum(amax, self.copies.amax))
         return self.copies
@@ -97,6 +108,24 @@ class FP8State(nn.Module):
             del state_dict[prefix + name]
 
 
+class HasFP8State(nn.Linear):
+    """A class derived from nn.Linear whose weight's product is `fp8.product` where `fp8` is not None: of adapters.
+
+    The weight is frozen, so it is quantized once, and again after it changed (not where FSDP shards it: its copies
+    would undo the sharding). Two bytes an element beside the weight's own.
+    """
+
+    fp8: FP8State | None
+
+    def set_fp8(self, recipe: Recipe | None) -> None:
+        """Use `recipe` from now on; None: no FP8."""
+        self.fp8 = None
+        if recipe is not None:
+            self.fp8 = FP8State()
+            self.fp8.set_recipe(recipe, self.weight.device)
+            self.fp8.keeps = not isinstance(self.weight, DTensor)
+
+
 class FP8Linear(FP8State, nn.Linear):
     """x Wᵀ + b by `fp8_linear` and a recipe. Weight, bias and state dict are nn.Linear's, and `FP8State`'s buffers.
 
@@ -113,7 +142,7 @@ class FP8Linear(FP8State, nn.Linear):
     def revert(self) -> None:
         """Make this layer an nn.Linear again, in place; delayed scaling's buffers are dropped."""
         self.copies = None
-        for name in ("recipe", "shares", "copies"):
+        for name in ("recipe", "shares", "keeps", "copies", "_copied"):
             self.__dict__.pop(name, None)
         for name in BUFFERS:
             self._buffers.pop(name, None)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from powertrain.quant.linear import FP8Linear
+from powertrain.quant.linear import FP8Linear, HasFP8State
 from powertrain.quant.recipe import Recipe
 from powertrain.runtime import checks
 from powertrain.runtime.target import Target
@@ -63,7 +63,8 @@ def quantize_model(
         target   the GPU for which layers are chosen; None: the GPU of the weights
     Returns a Report: which layers were quantized, which were left and why. `dequantize_model(model)` undoes it.
 
-    Also left: classes derived from nn.Linear (sharded layers, adapters); on a GPU, layers too narrow for FP8 to be
+    A layer with an adapter (powertrain.lora) has its frozen weight's product in FP8, the adapter's in its own dtype.
+    Also left: other classes derived from nn.Linear (sharded layers); on a GPU, layers too narrow for FP8 to be
     faster; on a GPU without FP8 products, all layers. On the CPU FP8 is emulated, for tests.
     The state dict does not change, except that delayed scaling adds its buffers (`FP8Linear`); one without them loads.
     Memory: activations are saved in one byte an element instead of two. A weight is quantized in every forward and, its
@@ -75,29 +76,37 @@ def quantize_model(
     report = Report()
     facts = _Facts(model)
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or isinstance(module, FP8Linear):
+        if not isinstance(module, nn.Linear) or _is_quantized(module):
             continue
         why = _kept(name, module, keep, facts, matched) or _why_not(module, target)
         if why:
             report.left.append(Part(name, why=why))
             continue
-        FP8Linear.convert(module, recipe)
+        module.set_fp8(recipe) if isinstance(module, HasFP8State) else FP8Linear.convert(module, recipe)
         report.quantized.append(Part(name, recipe))
     if unknown := [entry for entry in keep if entry not in matched]:
         for part in report.quantized:
-            layer = model.get_submodule(part.name)
-            assert isinstance(layer, FP8Linear)
-            layer.revert()
+            _revert(model.get_submodule(part.name))
         must = f"name layers, or be of {', '.join(GROUPS)}"
         checks.fail("quantize_model", "keep", must, ", ".join(map(repr, unknown)))
     return report
 
 
 def dequantize_model(model: nn.Module) -> None:
-    """Undo `quantize_model`: every layer is an nn.Linear again, with the weights it has now."""
-    for module in model.modules():
-        if isinstance(module, FP8Linear):
-            module.revert()
+    """Undo `quantize_model`: every layer is what it was, with the weights it has now."""
+    for module in list(model.modules()):
+        _revert(module)
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return isinstance(module, FP8Linear) or (isinstance(module, HasFP8State) and module.fp8 is not None)
+
+
+def _revert(module: nn.Module) -> None:
+    if isinstance(module, FP8Linear):
+        module.revert()
+    elif isinstance(module, HasFP8State):
+        module.set_fp8(None)
 
 
 @contextmanager
@@ -150,7 +159,7 @@ def _kept(name: str, module: nn.Linear, keep: tuple[str, ...], facts: _Facts, ma
 
 def _why_not(module: nn.Linear, target: Target | None) -> str | None:
     """Why a layer is not changed to FP8, or None."""
-    if type(module) is not nn.Linear:
+    if type(module) is not nn.Linear and not isinstance(module, HasFP8State):
         # FSDP's own class for a layer that is sharded by itself among them
         return f"it is a {type(module).__name__}, not an nn.Linear"
     if not module.weight.is_floating_point() or module.weight.dtype.itemsize < 2:

@@ -18,7 +18,7 @@ from powertrain.ops.fp8.formulas import MAX, dequantized, spread
 from powertrain.ops.fp8.linear import GRANULARITIES
 from powertrain.ops.fp8.quantize import fp8_quantize
 from powertrain.ops.shapes import as_rows
-from powertrain.quant.linear import FP8Linear
+from powertrain.quant.linear import FP8Linear, FP8State, HasFP8State
 from powertrain.quant.recipe import grad_format
 
 ROLES = ("x", "weight", "dy")
@@ -73,7 +73,7 @@ class Readings:
         return "\n".join(map(str, self.list()))
 
     @torch.no_grad()
-    def add(self, layer: FP8Linear, name: str, role: str, values: Tensor) -> None:
+    def add(self, layer: FP8State, name: str, role: str, values: Tensor) -> None:
         """Measure one operand as the layer's recipe quantizes it for its first product."""
         if values.numel():
             found = _measured(layer, ROLES.index(role), as_rows(values.detach()))
@@ -81,7 +81,7 @@ class Readings:
             self._found[name, role] = torch.maximum(before, found)
 
 
-def _measured(layer: FP8Linear, role: int, x: Tensor) -> Tensor:
+def _measured(layer: FP8State, role: int, x: Tensor) -> Tensor:
     """[4]: amax, underflow, saturated, error."""
     recipe = layer.recipe
     format = grad_format(recipe) if role == 2 else "e4m3"
@@ -106,11 +106,11 @@ def watch(model: nn.Module) -> Iterator[Readings]:
     """Inside, the operands of every FP8 layer's forward and backward are measured; results are the same bits.
 
     Yields `Readings`. Meant for single steps, since each operand is quantized once more. Works in eager mode only. The
-    host does not wait for the device before `Readings.list()`.
+    host does not wait for the device before `Readings.list()`. Of a layer with DoRA dy is the one before its magnitude.
     """
     readings, handles = Readings(), []
     for name, layer in model.named_modules():
-        if isinstance(layer, FP8Linear):
+        if isinstance(layer, FP8Linear) or (isinstance(layer, HasFP8State) and layer.fp8 is not None):
             handles.append(layer.register_forward_hook(partial(_see, readings, name)))
     try:
         yield readings
@@ -120,7 +120,8 @@ def watch(model: nn.Module) -> Iterator[Readings]:
 
 
 def _see(readings: Readings, name: str, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    readings.add(layer, name, "x", inputs[0])
-    readings.add(layer, name, "weight", layer.weight)
+    state = layer if isinstance(layer, FP8Linear) else layer.fp8
+    readings.add(state, name, "x", inputs[0])
+    readings.add(state, name, "weight", layer.weight)
     if output.requires_grad:
-        output.register_hook(lambda dy: readings.add(layer, name, "dy", dy))
+        output.register_hook(lambda dy: readings.add(state, name, "dy", dy))

@@ -343,9 +343,7 @@ def _generate(kernel: Kernel) -> Callable[..., None]:
     return namespace["launch"]
 
 
-def kernel(
-    *, aligned: tuple[str, ...] = (), unaligned: tuple[str, ...] = ()
-) -> Callable[[Callable[..., Any]], Kernel]:
+def kernel(*, aligned: tuple[str, ...] = (), unaligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]:
     """Declare a kernel. `aligned` names integers, besides the strides, worth specializing on being multiples of 16;
     `unaligned` names pointers whose address says nothing about the others' alignment."""
     return lambda fn: Kernel(fn, aligned, unaligned=unaligned)

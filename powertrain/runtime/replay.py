@@ -27,7 +27,8 @@ from powertrain.runtime.settings import settings
 from powertrain.runtime.tape import NotReplayable, Tape
 
 __all__ = [
-    "Recorder", "Route", "Signature", "Table", "Tape", "modes_active", "recorder", "route", "signature_of", "tensors_in",
+    "Recorder", "Route", "Signature", "Table", "Tape",
+    "modes_active", "recorder", "route", "signature_of", "tensors_in",
 ]  # fmt: skip
 
 in_interpreter = False  # tests replay on the CPU too, through the interpreter

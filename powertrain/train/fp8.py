@@ -5,11 +5,12 @@ from typing import Any
 
 from torch import nn
 
+from powertrain.models import build
 from powertrain.quant.linear import BUFFERS
 from powertrain.quant.model import GROUPS, Report, quantize_model
 from powertrain.quant.recipe import Block, Recipe, Row, Tensor
 from powertrain.runtime.target import Target
-from powertrain.train.config.schema import FP8Config
+from powertrain.train.config.schema import FP8Config, RunConfig
 
 
 def recipe_of(config: FP8Config) -> Recipe | None:
@@ -38,7 +39,18 @@ def quantize(model: nn.Module, config: FP8Config, target: Target | None = None) 
         raise ValueError(str(error).replace("quantize_model: keep", "fp8.keep")) from None
 
 
-def quantize_part(model: nn.Module, config: FP8Config, target: Target) -> Report | None:
+def quantize_stages(model: nn.Module, config: RunConfig) -> Report | None:
+    """`quantize` of a pipeline's rank, which has some layers of the run's model."""
+    names = [name for name, _ in build(config.model).named_modules()]
+    known = (entry in GROUPS or any(fnmatchcase(name, entry) for name in names) for entry in config.fp8.keep)
+    if unknown := [entry for entry, is_known in zip(config.fp8.keep, known, strict=True) if not is_known]:
+        raise ValueError(
+            f"fp8.keep must name layers, or be of {', '.join(GROUPS)}, got {', '.join(map(repr, unknown))}"
+        )
+    return quantize_part(model, config.fp8)
+
+
+def quantize_part(model: nn.Module, config: FP8Config, target: Target | None = None) -> Report | None:
     """`quantize` of a model built with some of a run's layers only: patterns that name none of these are left out."""
     names = [name for name, _ in model.named_modules()]
     keep = (entry for entry in config.keep if entry in GROUPS or any(fnmatchcase(name, entry) for name in names))

@@ -83,7 +83,7 @@ class Finding:
     """One GPU: its backends, and unsupported features (`problems`, which fail the lint)."""
 
     target: Target
-    attention: Explanation
+    attention: Explanation | None
     kernels: "list[Spec]"
     memory_bytes: int | None
     problems: list[str] = field(default_factory=list)
@@ -320,7 +320,7 @@ def _finding(config: RunConfig, model: nn.Module, target: Target, memory: Memory
     finding = Finding(target, explain_run_attention(config, model, target.name), kernels, memory_of(target))
     if config.train.precision == "bf16" and not target.has_bf16:
         finding.problems.append(f"{target.name} has no bfloat16 arithmetic: train.precision fp16 or fp32")
-    if finding.attention.chosen is None:
+    if finding.attention is not None and finding.attention.chosen is None:
         finding.problems.append("no attention backend serves this model; the table below gives each one's needs")
     if finding.memory_bytes is None:
         finding.notes.append(f"the memory of {target.name} is not known; the estimate is compared with nothing")
@@ -345,9 +345,11 @@ def _kinds_of_layers(model: Any) -> int:
     return max((i + 1 for i in range(len(shapes)) if i == 0 or shapes[i] != shapes[i - 1]), default=1)
 
 
-def explain_run_attention(config: RunConfig, model: Any, arch: str) -> Explanation:
-    """Backend of the first layer's attention, on a GPU by its name or arch, or on the "cpu"."""
-    module = model.layers[0].attention
+def explain_run_attention(config: RunConfig, model: nn.Module, arch: str) -> Explanation | None:
+    """Backend of the first attention, on a GPU by its name or arch, or on the "cpu"; None: there is no attention."""
+    module: Any = next((m for m in model.modules() if hasattr(m, "head_dims")), None)
+    if module is None:
+        return None
     (head_dim_qk, head_dim_v), tensor = module.head_dims, config.parallel.tensor
     kv_heads = getattr(module, "num_kv_heads", module.num_heads)
     arguments: dict[str, Any] = {"is_causal": True}

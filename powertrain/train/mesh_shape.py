@@ -29,6 +29,8 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
     if config.parallel.expert > 1:
         check_expert(config.model, config.parallel.expert, shard, tensor)
     _check_objective(config, world_size, context, tensor)
+    if getattr(config.model, "has_gmlp", False):
+        _check_gmlp(config, context)
     if config.train.batch_invariant:
         _check_batch_invariant(config, context, tensor)
     if pipeline > 1:
@@ -60,8 +62,11 @@ def _check_pipeline(config: RunConfig) -> None:
         )
     for key, is_there in (
         (f"train.objective {train.objective}", train.objective not in ("pretrain", "sft")),
-        ("train.lora", train.lora is not None),
-        (f"fp8.recipe {config.fp8.recipe}", config.fp8.recipe != "none"),
+        # its scales are reduced over all ranks, layer by layer
+        ("fp8.recipe tensor-delayed", config.fp8.recipe == "tensor-delayed"),
+        # ranks judge a layer's readings together, and stages have different layers
+        ("fp8.watch", config.fp8.watch > 0),
+        ("first_block or last_block in fp8.keep", bool({"first_block", "last_block"} & set(config.fp8.keep))),
         ("evaluation.tasks", bool(config.evaluation.tasks)),
         (
             "documents of different lengths in parallel.context",
@@ -85,6 +90,18 @@ def _check_batch_invariant(config: RunConfig, context: int, tensor: int) -> None
     ):
         if is_there:
             raise NotImplementedError(f"train.batch_invariant must be false with {key}, got true")
+
+
+def _check_gmlp(config: RunConfig, context: int) -> None:
+    """Raise NotImplementedError, naming the key, for runs in which gMLP layers cannot mix positions."""
+    for key, value, wanted in (
+        ("parallel.context", context, 1),
+        ("train.objective", config.train.objective, "pretrain"),
+        ("data.document_mask", config.data.document_mask, False),
+        ("train.batch_invariant", config.train.batch_invariant, False),
+    ):
+        if value != wanted:
+            raise NotImplementedError(f"{key} must be {wanted} with gmlp layers (model.layer_types), got {value}")
 
 
 def _check_objective(config: RunConfig, world_size: int, context: int, tensor: int) -> None:

@@ -310,7 +310,8 @@ class Policy:
         old = torch.where(sampled.isnan(), found.log_probs.detach(), sampled)
         loss = losses.policy_loss(
             found.log_probs, old, values, sequence, ratio=options.ratio, average=options.average,
-            clip=(options.clip_low, options.clip_high), ref_log_probs=ref, kl_weight=options.kl_weight, divisor=counted,
+            clip=(options.clip_low, options.clip_high), ref_log_probs=ref, kl_weight=options.kl_weight, kl=options.kl,
+            divisor=counted,
         )  # fmt: skip
         with torch.no_grad():
             assert found.entropy is not None

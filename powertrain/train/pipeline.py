@@ -34,11 +34,19 @@ def my_stages(model: CausalLM, config: RunConfig, rank: int) -> list[CausalLM]:
     """This rank's stages, on the meta device as `model` is; `model` itself keeps their modules alone, in place.
 
     rank   among those of the pipeline: it has the stages rank, rank + size, rank + 2 size ...
+    Raises ValueError, the same on every rank, where adapters leave one with nothing to train.
     """
     parallel = config.parallel
     count = parallel.pipeline * parallel.virtual_stages
     parameters = sum(p.numel() for p in model.layers[0].parameters())
-    layers = layers_of_stages(config.model, parameters, count)[rank :: parallel.pipeline]
+    of_stages = layers_of_stages(config.model, parameters, count)
+    for each in range(parallel.pipeline):
+        mine = [n for part in of_stages[each :: parallel.pipeline] for n in part]
+        if not any(p.requires_grad for n in mine for p in model.layers[n].parameters()):
+            raise ValueError(
+                f"train.lora.targets must name layers of every pipeline rank, got none among {mine} of rank {each}"
+            )
+    layers = of_stages[rank :: parallel.pipeline]
     stages = stages_of(model, layers)
     keep_layers(model, [n for part in layers for n in part])
     return stages
@@ -122,7 +130,9 @@ class Pipeline:
     def _sum_tied_gradients(self) -> None:
         """The first and the last stage each hold the tied embedding: its gradient is the sum of theirs."""
         for stage in self._stages:
-            if self._ends is not None and (stage.part.is_first or stage.part.is_last):
+            tied = self._ends is not None and (stage.part.is_first or stage.part.is_last)
+            # beside adapters it is frozen
+            if tied and stage.part.embed.weight.requires_grad:
                 dist.all_reduce(stage.part.embed.weight.grad.to_local(), group=self._ends)
 
     def _make_schedule(self, batch: Batch) -> Any:
@@ -189,6 +199,9 @@ class _Stage(nn.Module):
             out: Tensor = self.part(
                 batch.tokens, position_ids=batch.position_ids, document_ids=batch.document_ids, stream=stream
             )
+            if torch.is_grad_enabled() and not out.requires_grad:
+                # a first stage without adapters: torch asks for the gradient of its output all the same
+                out.requires_grad_()
             return out
         share, _ = self._objective(batch, self._counted, stream=stream)
         self.shares.append(share.detach())

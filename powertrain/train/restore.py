@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from powertrain.runtime.reading import reading
 from powertrain.train import fp8
 from powertrain.train.agreement import done_by_all
 from powertrain.train.checkpoint import store as checkpoint_store
@@ -23,7 +24,7 @@ from powertrain.train.checkpoint.load import (
     with_rows,
 )
 from powertrain.train.checkpoint.neox_training import NeoXTraining
-from powertrain.train.config.schema import RunConfig
+from powertrain.train.config.schema import RunConfig, ScheduleConfig
 from powertrain.train.fp8_watch import FP8Watch
 from powertrain.train.model_setup import is_base, reset_magnitudes
 from powertrain.train.optim import Optimizer
@@ -45,10 +46,14 @@ class Progress:
 
 
 class Restored(NamedTuple):
-    """note: a line for the log;  source: for the report, the checkpoint and the settings that changed since."""
+    """note: a line for the log;  source: for the report, the checkpoint and the settings that changed since.
+
+    config   of the run from here on: with the checkpoint's schedule where checkpoint.load_schedule asks for it
+    """
 
     progress: Progress
     note: str
+    config: RunConfig
     source: str = ""
 
 
@@ -74,11 +79,12 @@ class Restorer:
         tensors = done_by_all(lambda: self._tensors_in(checkpoint), self.group)
         checkpoint_store.load(checkpoint, tensors, group=self.group)
         self.optimizer.weights_from_masters()
-        progress = Progress(
-            facts["step"], facts["samples"], facts["tokens"], facts.get("skipped", 0), facts.get("fp8", {})
-        )
-        changed = _changed(facts["config"], self.config.model_dump(mode="json"))
-        return _at(progress, checkpoint, changed)
+        known = {name: facts[name] for name in Progress.__dataclass_fields__ if name in facts}
+        config = self.config
+        if config.checkpoint.load_schedule:
+            with reading(checkpoint, "hold the schedule of its run"):
+                config = _scheduled_as(config, facts["config"])
+        return _at(Progress(**known), checkpoint, _changed(facts["config"], config.model_dump(mode="json")), config)
 
     def _tensors_in(self, checkpoint: Path) -> dict[str, Tensor]:
         """The tensors to read from a checkpoint: all but delayed scaling's, if the checkpoint has none."""
@@ -99,7 +105,7 @@ class Restorer:
         settings = self.config.checkpoint
         if settings.finetune or not (weights.is_run or weights.training):
             self._fill_weights(weights)
-            return Restored(Progress(), f"weights from {weights.path} ({NAMES[weights.kind]})")
+            return Restored(Progress(), f"weights from {weights.path} ({NAMES[weights.kind]})", self.config)
         if weights.is_run:
             checkpoint = checkpoint_store.find(path) or weights.path
             return self.resume(checkpoint) if settings.load_optimizer else self._new_optimizer(weights, checkpoint)
@@ -109,7 +115,7 @@ class Restorer:
         facts = done_by_all(lambda: self._facts_of_run(checkpoint), self.group)
         self._fill_weights(weights)
         progress = Progress(facts["step"], facts["samples"], facts["tokens"], facts["step"])
-        return _at(progress, checkpoint, ["checkpoint.load_optimizer true -> false"])
+        return _at(progress, checkpoint, ["checkpoint.load_optimizer true -> false"], self.config)
 
     def _go_on_from_neox(self, weights: Weights) -> Restored:
         assert weights.training is not None
@@ -118,15 +124,18 @@ class Restorer:
         samples = training.step * self.samples_per_step
         progress = Progress(training.step, samples, samples * self.config.train.seq_length, training.step)
         changed = [] if training.samples in (None, 0, samples) else [f"samples {training.samples} -> {samples}"]
+        config = self.config
         if self.config.checkpoint.load_optimizer:
             done_by_all(lambda: self._fill_training(weights, training), self.group)
             self.optimizer.weights_from_masters()
             progress.skipped = training.step - training.scheduled
-            changed += _other_schedule(training.schedule, self.config)
+            if config.checkpoint.load_schedule:
+                config = done_by_all(lambda: _scheduled_as_neox(self.config, training), self.group)
+            changed += _other_schedule(training.schedule, config)
         else:
             self._fill_weights(weights)
             changed.append("no_load_optim false -> true")
-        return _at(progress, weights.path, changed)
+        return _at(progress, weights.path, changed, config)
 
     def _fill_weights(self, weights: Weights) -> None:
         # adapters, a value head and FP8 statistics are not in the weights: they keep their initial values
@@ -182,9 +191,32 @@ class Restorer:
         return facts
 
 
-def _at(progress: Progress, path: Path, changed: list[str]) -> Restored:
+def _at(progress: Progress, path: Path, changed: list[str], config: RunConfig) -> Restored:
     source = str(path) + (f", with other settings: {', '.join(changed)}" if changed else "")
-    return Restored(progress, f"resumed step {progress.step} from {path}", source)
+    return Restored(progress, f"resumed step {progress.step} from {path}", config, source)
+
+
+def _scheduled_as(config: RunConfig, saved: dict[str, Any]) -> RunConfig:
+    """A config with the highest rate and the schedule of a run's saved one."""
+    schedule = ScheduleConfig(**saved["schedule"])
+    schedule = schedule.model_copy(update={"decay_steps": schedule.decay_steps or saved["train"]["steps"]})
+    return _with_schedule(config, float(saved["optimizer"]["lr"]), schedule)
+
+
+def _scheduled_as_neox(config: RunConfig, training: NeoXTraining) -> RunConfig:
+    """The same with what GPT-NeoX saved; which formula computes it (clamp) stays the config's."""
+    theirs = training.schedule
+    with reading(training.folder, "hold a learning rate's schedule (use_checkpoint_lr_scheduler)"):
+        schedule = ScheduleConfig(
+            kind=theirs["decay_style"], warmup_steps=theirs["warmup_iter"], decay_steps=theirs["end_iter"],
+            min_lr=theirs["min_lr"], clamp=config.schedule.clamp,
+        )  # fmt: skip
+        return _with_schedule(config, float(theirs["start_lr"]), schedule)
+
+
+def _with_schedule(config: RunConfig, lr: float, schedule: ScheduleConfig) -> RunConfig:
+    optimizer = config.optimizer.model_copy(update={"lr": lr})
+    return config.model_copy(update={"optimizer": optimizer, "schedule": schedule})
 
 
 def _changed(before: Any, now: Any, name: str = "") -> list[str]:
@@ -196,7 +228,7 @@ def _changed(before: Any, now: Any, name: str = "") -> list[str]:
 
 
 def _other_schedule(theirs: dict[str, Any], config: RunConfig) -> list[str]:
-    """`key old -> new` for a schedule that GPT-NeoX saved. The config's is used, as with its override_lr_scheduler."""
+    """`key old -> new` for a schedule that GPT-NeoX saved, which load_schedule would use."""
     schedule = config.schedule
     ours: dict[str, Any] = {
         "start_lr": config.optimizer.lr, "min_lr": schedule.min_lr, "warmup_iter": schedule.warmup_steps,

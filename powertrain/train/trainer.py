@@ -77,7 +77,8 @@ class Trainer:
         self.config, self.ranks, self.data, self.sinks = config, ranks, data, sinks
         self.progress = Progress()
         self.model, self.overlap, self.pipeline = build_model(config, ranks)
-        self.fp8 = fp8.quantize(self.model, config.fp8)
+        staged = self.pipeline is not None
+        self.fp8 = fp8.quantize_stages(self.model, config) if staged else fp8.quantize(self.model, config.fp8)
         self._fp8_watch = FP8Watch(self.model, config.fp8, self._note, self.ranks.world_group)
         self.optimizer = Optimizer(self.model, config.optimizer, config.train, self.pipeline)
         to_low_precision(self.model, self.optimizer, config, ranks)
@@ -335,6 +336,7 @@ class Trainer:
 
     def _stand_at(self, restored: Restored) -> None:
         self.progress, self.resumed_from = restored.progress, restored.source
+        self.config = self._saver.config = restored.config
         self._note(restored.note)
 
     def _samples_per_step(self) -> int:

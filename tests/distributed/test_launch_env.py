@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from powertrain.models import build
 from powertrain.train import preflight
 from powertrain.train.config.schema import ParallelConfig
+from powertrain.train.fp8 import quantize_stages
 from powertrain.train.mesh_shape import check_parallel, mesh_shape
-from powertrain.train.pipeline import own_error
+from powertrain.train.model_setup import add_trained_parts
+from powertrain.train.pipeline import my_stages, own_error
 from powertrain.train.ranks import LaunchEnv, Rendezvous, first_host, read_launch_env
 from tests.distributed.launch import clean_environment, run_ranks
 from tests.distributed.worker import run_config
@@ -218,13 +221,41 @@ def test_the_environment_of_tests_has_no_launcher() -> None:
              "train": {"gradient_accumulation_steps": 3}},
             "a multiple of it, got 3",
         ),
-        ({"model": "llama", "train": {"lora": {"rank": 4}}}, "must be 1 with train.lora, got 2"),
+        ({"model": "llama", "fp8": {"recipe": "tensor-delayed"}}, "must be 1 with fp8.recipe tensor-delayed, got 2"),
+        (
+            {"model": "llama", "fp8": {"recipe": "row", "keep": ["first_block"]}},
+            "must be 1 with first_block or last_block in fp8.keep, got 2",
+        ),
     ],
 )  # fmt: skip
 def test_what_stages_cannot_train(case: dict[str, Any], message: str) -> None:
     parallel = {"pipeline": 2, **case.get("parallel", {})}
     with pytest.raises((ValueError, NotImplementedError), match=message):
         check_parallel(run_config({**case, "parallel": parallel}, 1), 2)
+
+
+def test_a_rank_without_adapters_is_refused() -> None:
+    """On every rank, before any waits for another."""
+    lora = {"rank": 2, "targets": ["layers.0.mlp.down"]}
+    config = run_config({"model": "llama", "parallel": {"pipeline": 2}, "train": {"lora": lora}}, 1)
+    for rank in range(2):
+        model = build(config.model)
+        add_trained_parts(model, config)
+        with pytest.raises(ValueError, match=r"train.lora.targets must name layers of every .* got none among \[1\]"):
+            my_stages(model, config, rank)
+
+
+def test_keep_of_stages_names_layers_of_any_rank() -> None:
+    """Layer 1 is another rank's; layer 2 is nobody's."""
+    fp8 = {"recipe": "row", "keep": ["layers.1.*"]}
+    config = run_config({"model": "llama", "parallel": {"pipeline": 2}, "fp8": fp8}, 1)
+    model = build(config.model)
+    my_stages(model, config, 0)
+    report = quantize_stages(model, config)
+    assert report is not None and len(report.quantized) == 5
+    unknown = config.model_copy(update={"fp8": config.fp8.model_copy(update={"keep": ("layers.2.*",)})})
+    with pytest.raises(ValueError, match=r"fp8.keep must name layers, or be of lm_head, .*, got 'layers.2.\*'"):
+        quantize_stages(model, unknown)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,18 @@ TWO_MORE: dict[str, dict[str, Any]] = {
         "train": {"precision": "fp16", "loss_scale": {"initial_power": 22}},
     },
     "tp-selective": {"model": "llama", "parallel": {"tensor": 2}, "train": {"activation_checkpointing": "selective"}},
+    # the embedding is tied and frozen
+    "pp-lora": {"model": "gpt_neox", "parallel": {"pipeline": 2}, "train": {"lora": {"rank": 4}}},
+    # no adapter in the first stage
+    "pp-lora-above": {
+        "model": "llama", "parallel": {"pipeline": 2, "virtual_stages": 2}, "sizes": {"num_layers": 4},
+        "train": {"lora": {"rank": 4, "targets": ["layers.2.attention.qkv", "layers.3.mlp.down"]}},
+    },
+    "pp-fp8": {"model": "llama", "parallel": {"pipeline": 2}, "fp8": {"recipe": "row", "keep": ["layers.0.*"]}},
+    "pp-fp8-lora": {
+        "model": "llama", "parallel": {"pipeline": 2}, "fp8": {"recipe": "tensor"}, "train": {"lora": {"rank": 4}},
+    },
+    "fsdp-fp8-lora": {"model": "llama", "fp8": {"recipe": "row"}, "train": {"lora": {"rank": 4}}},
 }  # fmt: skip
 FOUR: dict[str, dict[str, Any]] = {
     "hsdp-gpt_neox": {"model": "gpt_neox", "parallel": {"replicate": 2}},
@@ -152,7 +164,10 @@ def two_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.parametrize("name", TWO_MORE)
 def test_two_more_ranks_equal_one(name: str, two_more: dict[str, dict[str, Any]]) -> None:
     got, expected = two_more[name], alone(TWO_MORE[name])
-    if name.endswith("-fp16"):
+    if name == "fsdp-fp8-lora":
+        # a rank's sums round otherwise, and FP8 makes steps of that
+        torch.testing.assert_close(got["losses"], expected["losses"], rtol=1e-3, atol=0)
+    elif name.endswith("-fp16"):
         torch.testing.assert_close(got["losses"], expected["losses"], rtol=5e-3, atol=0)
     elif name.endswith("-fp16-overflow"):
         # not the same steps: a rank's gradients are of its part of the mean, times the number of ranks

@@ -169,6 +169,24 @@ def test_policy_gradient_is_clipped_and_stops_elsewhere() -> None:
     assert (new.grad != 0).tolist() == [False, True, True, False]
 
 
+@pytest.mark.parametrize("kl", ["k1", "k2", "abs"])
+def test_reinforce_of_gpt_neox(kl: str) -> None:
+    """Its gradient by the formula of megatron/training.py, times the rows of the micro-batch: -(log p A) + beta KL."""
+    rows, length, beta = 3, 7, 0.3
+    given, ref = torch.randn(2, rows, length, dtype=torch.float64).requires_grad_()
+    mask = torch.arange(length) < torch.tensor([[7], [2], [4]])
+    advantages = torch.randn(rows, dtype=torch.float64)
+    divergence = {"k1": given - ref, "k2": 0.5 * (given - ref).square(), "abs": (given - ref).abs()}[kl]
+    each = (-given * advantages[:, None] + beta * divergence) * mask
+    (expected,) = torch.autograd.grad((each.sum(-1) / mask.sum()).mean() * rows, given)
+    sequence = torch.where(mask, torch.arange(rows)[:, None], -1)
+    loss = losses.policy_loss(
+        given, given.detach(), advantages, sequence, average="token", ref_log_probs=ref.detach(), kl_weight=beta,
+        kl=kl,  # type: ignore[arg-type]
+    )  # fmt: skip
+    torch.testing.assert_close(torch.autograd.grad(loss, given)[0], expected, rtol=1e-12, atol=1e-12)
+
+
 def test_tokens_left_out_have_no_part() -> None:
     values = torch.tensor([1.0, float("nan"), 3.0, 4.0], requires_grad=True)
     sequence = torch.tensor([0, -1, 2, 0])
@@ -189,5 +207,7 @@ def test_errors_name_the_argument() -> None:
         losses.cpo_loss(a, a, label_smoothing=0.5)
     with pytest.raises(ValueError, match="policy_loss: ratio must be one of"):
         losses.policy_loss(a, a, a, torch.zeros(3, dtype=torch.int64), ratio="word")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="policy_loss: kl must be one of"):
+        losses.policy_loss(a, a, a, torch.zeros(3, dtype=torch.int64), kl="full")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ref_log_probs must be given with kl_weight"):
         losses.policy_loss(a, a, a, torch.zeros(3, dtype=torch.int64), kl_weight=0.1)

@@ -25,6 +25,9 @@ def plain_logits(config: Any, p: Mapping[str, Tensor], tokens: Tensor) -> Tensor
         mine = {
             name.removeprefix(f"layers.{layer}."): t for name, t in p.items() if name.startswith(f"layers.{layer}.")
         }
+        if is_neox and config.layer_type(layer) != "attention":
+            x = _gmlp(config, mine, x)
+            continue
         y = _norm(config, mine, "attention_norm", x)
         attended = _attention(config, mine, y)
         if not (is_neox and config.parallel_residual):
@@ -58,6 +61,22 @@ def _mlp(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
     act, up = _ACTIVATIONS[config.activation], _linear(p, "mlp.up", x)
     inside = act(_linear(p, "mlp.gate", x)) * up if "mlp.gate.weight" in p else act(up)
     return _linear(p, "mlp.down", inside)
+
+
+def _gmlp(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """GPT-NeoX's GMLPBlock, loop by loop: no residual; position i's gate is a sum over positions up to i."""
+    u = _ACTIVATIONS[config.activation](_linear(p, "up", _norm(config, p, "norm", x)))
+    value, gate = u.chunk(2, -1)
+    gate = _norm(config, p, "gate_norm", gate)
+    weight, bias = p["spatial.weight"], p["spatial.bias"]
+    rows = [(weight[i, : i + 1, None] * gate[:, : i + 1]).sum(1) + bias[i] for i in range(x.shape[1])]
+    mixed = torch.stack(rows, 1)
+    if "tiny_attention.qkv.weight" in p:
+        q, k, v = _linear(p, "tiny_attention.qkv", u).chunk(3, -1)
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        mixed = mixed + _linear(p, "tiny_attention.out", scores.masked_fill(later, -torch.inf).softmax(-1) @ v)
+    return _linear(p, "down", mixed * value)
 
 
 def _attention(config: Any, p: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -75,6 +76,11 @@ def test_a_run_to_everything_and_back(run: Path, tmp_path: Path) -> None:
         assert done.compared is not None and done.compared.ok and done.compared.largest > 0.01 and not done.notes
         _same(run, places[name])
         source = places[name]
+        if kind == "neox":
+            # its converter to Hugging Face reads these
+            keys = yaml.safe_load((source / "global_step0/configs/config.yml").read_text())
+            assert (keys["tokenizer_type"], keys["vocab_file"]) == ("HFTokenizer", str(source / "tokenizer.json"))
+            assert Path(keys["vocab_file"]).is_file()
     expected = load_file(places["hf"] / "model.safetensors")
     found = load_file(places["hf2"] / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -121,6 +121,19 @@ def test_bad_readings_move_a_layer_to_a_safer_recipe(recipe: str, tmp_path: Path
     assert not any("goes from" in note for note in kept.notes) and len(set(same.values())) == 1
 
 
+@pytest.mark.parametrize("recipe", ["tensor-delayed", pytest.param("row", marks=pytest.mark.slow)])
+def test_adapters_on_an_fp8_base(recipe: str, tmp_path: Path) -> None:
+    """DoRA of a base in FP8: a resumed run has the same bits, though it quantizes the frozen weights anew."""
+    options = (f"fp8.recipe={recipe}", "train.lora={rank: 4, dora: true}")
+    options += ("train.precision=bf16", "schedule.decay_steps=4", "train.steps=4", "optimizer.lr=1e-2", *SHORT[1:])
+    whole, right = _run(tmp_path / "whole", *options)
+    assert whole.notes[0].startswith(f"fp8: 10 linear layers by {recipe}")
+    _run(tmp_path / "parts", *options, "train.steps=2")
+    parts, found = _run(tmp_path / "parts", *options, resume=True)
+    assert parts.losses == whole.losses[2:] and whole.losses[-1] < whole.losses[0]
+    assert found.keys() == right.keys() and all(torch.equal(t, right[name]) for name, t in found.items())
+
+
 def test_from_a_run_without_it(tmp_path: Path) -> None:
     """A bf16 run goes on in FP8: its checkpoint has no magnitudes, which start anew."""
     _run(tmp_path / "parts", *SHORT[1:], "train.steps=2")

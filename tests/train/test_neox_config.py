@@ -87,9 +87,9 @@ def test_defaults_are_gpt_neoxs(tmp_path: Path) -> None:
 
 def test_every_key_is_read(tmp_path: Path) -> None:
     """A key that is mapped or honoured, and read by nobody, would be silently ignored."""
-    from powertrain.train.config import neox, neox_data, neox_model, neox_optimizer, neox_source
+    from powertrain.train.config import neox, neox_data, neox_model, neox_objective, neox_optimizer, neox_source
 
-    modules = (neox, neox_data, neox_model, neox_optimizer, neox_source)
+    modules = (neox, neox_data, neox_model, neox_objective, neox_optimizer, neox_source)
     source = "".join(Path(str(module.__file__)).read_text() for module in modules)
     by_part = {f"{part}_data_paths" for part in ("train", "valid", "test")}
     by_part |= {
@@ -110,6 +110,15 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     ]
     by_nature = {"apply_query_key_layer_scaling", "distributed_backend", "deepspeed_mpi", "deepspeed_slurm"}
     assert set(pending) - by_part - no_effect == by_nature
+
+
+def test_whose_schedule_goes_on(tmp_path: Path) -> None:
+    """use_checkpoint_lr_scheduler and override_lr_scheduler exclude each other, as there."""
+    assert not _config(tmp_path).checkpoint.load_schedule
+    assert _config(tmp_path, use_checkpoint_lr_scheduler=True).checkpoint.load_schedule
+    assert not _config(tmp_path, override_lr_scheduler=True).checkpoint.load_schedule
+    both = _error(tmp_path, use_checkpoint_lr_scheduler=True, override_lr_scheduler=True)
+    assert "override_lr_scheduler must be false beside use_checkpoint_lr_scheduler" in both
 
 
 def test_every_key_has_a_type_and_words() -> None:
@@ -141,8 +150,7 @@ def test_what_is_not_there_is_refused_when_switched_on_only(key: str, tmp_path: 
         ({"norm": "scalenorm"}, "rmsnorm"),
         ({"pos_emb": "rpe"}, "rotary"),
         ({"activation": "mish"}, "swiglu"),
-        ({"train_impl": "reinforce"}, "train.objective policy"),
-        ({"dataset_impl": "online"}, "gpt2"),
+        ({"dataset_impl": "online"}, "dataset_impl gpt2"),
         ({"data_impl": "cached"}, "preprocess"),
         ({"tokenizer_type": "TiktokenTokenizer"}, "tokenizer.json"),
         ({"norm": "non_parametric_layernorm"}, "use layernorm or rmsnorm"),
@@ -342,7 +350,7 @@ def test_tokenizers(tmp_path: Path) -> None:
         ({"optimizer": {"type": "Lion", "params": {"betas": [0.9]}}}, "betas must be two numbers"),
         ({"attention_config": [["global", 4]]}, "attention_config must be a list such as"),
         ({"attention_config": [[["global"], 3]]}, "must have 4 layers"),
-        ({"attention_config": [[["gobal"], 4]]}, "must name global or flash layers, got gobal"),
+        ({"attention_config": [[["gobal"], 4]]}, "must name global, flash, gmlp, amlp layers, got gobal"),
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true or false"),
         ({"activation": "gleu"}, "activation must be one of gelu"),
         ({"deepspeed_extra_args": {"train_iters": 3}}, "stands outside deepspeed_extra_args too"),

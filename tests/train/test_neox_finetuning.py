@@ -1,6 +1,7 @@
 """GPT-NeoX's finetuning configs (post-training/configs/llama3-8b-*.yml) at a small size: read, linted, three steps."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from powertrain.cli import app
 from powertrain.train import ranks
 from powertrain.train.config.reader import Run, read_config
-from powertrain.train.config.yaml_source import ConfigError
+from powertrain.train.config.yaml_source import ConfigError, UnsupportedConfig
 from powertrain.train.data.completions import CompletionEncoding, write_completions
 from powertrain.train.data.corpus import Raw
 from powertrain.train.data.tokenizer import load_tokenizer
@@ -42,10 +43,12 @@ OWN: dict[str, dict[str, Any]] = {
     "dpo": {"train_impl": "dpo", "dataset_impl": "pairwise", "dpo_fp32": True, "dpo_beta": 0.01},
     "rm": {"train_impl": "rm", "dataset_impl": "pairwise"},
     "kto": {"train_impl": "kto", "kto_fp32": True, "kto_beta": 0.1},
+    "reinforce": {"train_impl": "reinforce", "kl_impl": "abs", "kl_div_beta": 0.05, "fp32_reinforce": True,
+                  "serve_model_weights": False},
     "sft": {},
-}
-OBJECTIVES = {"dpo": "dpo", "rm": "reward", "kto": "kto", "sft": "pretrain"}
-FORMS: dict[str, Any] = {"dpo": "pairs", "rm": "pairs", "kto": "labels", "sft": "messages"}
+}  # fmt: skip
+OBJECTIVES = {"dpo": "dpo", "rm": "reward", "kto": "kto", "sft": "pretrain", "reinforce": "policy"}
+FORMS: dict[str, Any] = {"dpo": "pairs", "rm": "pairs", "kto": "labels", "sft": "messages", "reinforce": "advantages"}
 
 
 def _config(folder: Path, name: str, **changes: Any) -> Path:
@@ -65,7 +68,7 @@ def _config(folder: Path, name: str, **changes: Any) -> Path:
             continue
         data[f"{part}_data_paths"] = [f"{prefix}_document"]
         data[f"{part}_label_data_paths"] = [f"{prefix}_label_document"]
-        if name == "kto":
+        if name in ("kto", "reinforce"):
             data[f"{part}_reward_data_paths"] = [f"{prefix}_reward_document"]
     values = COMMON | OWN[name] | data | {"save": str(folder / "run")} | changes
     file = folder / f"{name}.yml"
@@ -77,7 +80,9 @@ def _run(folder: Path, name: str, **changes: Any) -> Run:
     return read_config([_config(folder, name, **changes)])
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rm", "sft"))])
+@pytest.mark.parametrize(
+    "name", ["dpo", "reinforce", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kto", "rm", "sft"))]
+)
 def test_three_steps(name: str, tmp_path: Path) -> None:
     run = _run(tmp_path, name)
     config = run.config
@@ -94,6 +99,26 @@ def test_three_steps(name: str, tmp_path: Path) -> None:
     assert len(recorder.steps) == 3 and not any(record.skipped for record in recorder.steps)
     if name in ("dpo", "rm"):
         assert recorder.steps[0].loss == pytest.approx(0.693, abs=0.2)
+
+
+def test_reinforce(tmp_path: Path) -> None:
+    """Rewards of files; what comes from the data server, or needs groups or whole vocabularies, is refused."""
+    policy = _run(tmp_path, "reinforce").config.train.policy
+    assert (policy.kl, policy.kl_weight, policy.average, policy.ratio) == ("abs", 0.05, "token", "token")
+    assert _run(tmp_path, "reinforce", kl_impl=None, kl_div_beta=0.0).config.train.policy.kl == "k2"
+    for changes, words in (
+        (
+            {"dataset_impl": "online"},
+            "no server is asked for samples. Write completions with their advantages to files",
+        ),
+        ({"reinforce_leave_one_out": True}, "subtract the mean reward of a prompt's other completions"),
+        ({"kl_impl": "full"}, "kl_impl is not supported at full: use mse, abs or kl"),
+        ({"serve_model_weights": True}, "serve_model_weights is not supported at True"),
+    ):
+        with pytest.raises(UnsupportedConfig, match=re.escape(words)):
+            _run(tmp_path, "reinforce", **changes)
+    with pytest.raises(ConfigError, match="kl_div_beta must be at least 0"):
+        _run(tmp_path, "reinforce", kl_div_beta=-1.0)
 
 
 @pytest.mark.parametrize("name", ["rm", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dpo", "kto", "sft"))])

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from powertrain.models.pickles import load_pickle
 from powertrain.train.checkpoint.load import open_weights
+from powertrain.train.reporting.metrics import StepRecord
+from powertrain.train.schedule import learning_rate
 from powertrain.train.trainer import Trainer
 from tests.distributed.launch import run_ranks
 from tests.train.deepspeed_files import LAYER, Engine, write
@@ -36,6 +38,17 @@ ENGINES: dict[str, tuple[Engine, tuple[str, ...]]] = {
     "bf16-stages": (Engine("bf16", "bf16", dp=3, pipe=2), TIED),
     "bf16-zero": (Engine("zero", "bf16", dp=2), ()),
 }  # fmt: skip
+
+
+class Rates(At):
+    """A sink that keeps the learning rates."""
+
+    def __init__(self) -> None:
+        super().__init__(-1, lambda: None)
+        self.rates: list[float] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.rates.append(record.lr)
 
 
 def _trainer(folder: Path, *overrides: str, sink: At | None = None) -> Trainer:
@@ -180,6 +193,34 @@ def test_other_settings_are_named(stopped: tuple[dict[str, Tensor], Trainer], tm
     trainer = _again(tmp_path, "optimizer.lr=1e-3", "train.micro_batch_size=2")
     for words in ("start_lr 0.0003 -> 0.001", "samples 20 -> 10"):
         assert words in trainer.resumed_from
+
+
+def test_the_checkpoints_schedule(stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path) -> None:
+    """use_checkpoint_lr_scheduler: rates of the saved schedule, in the run's own checkpoints too, whatever is set."""
+    _checkpoint(tmp_path, stopped)
+    other = ("optimizer.lr=1e-3", "schedule.kind=linear", "schedule.min_lr=1e-4", "checkpoint.load_schedule=true")
+    trainer = _trainer(tmp_path / "again", "train.precision=bf16", f"checkpoint.load={tmp_path}/neox", *other)
+    config, before = trainer.config, stopped[1].config
+    assert config.optimizer.lr == before.optimizer.lr == 3e-4 and "with other settings" not in trainer.resumed_from
+    steps = range(AT, STEPS)
+    rates = [learning_rate(s, before.optimizer.lr, before.schedule, STEPS) for s in steps]
+    assert [learning_rate(s, config.optimizer.lr, config.schedule, STEPS) for s in steps] == rates
+    sink = Rates()
+    trainer.sinks = [sink]
+    trainer.fit()
+    trainer.close()
+    assert sink.rates == rates
+    # its own checkpoint has that schedule: in a longer run the decay still ends where this one's did
+    longer = _trainer(tmp_path / "again", "train.precision=bf16", "train.steps=20", *other)
+    longer.close()
+    assert longer.progress.step == STEPS
+    assert (longer.config.schedule, longer.config.optimizer.lr) == (config.schedule, 3e-4)
+
+
+def test_a_schedule_that_is_not_there(stopped: tuple[dict[str, Tensor], Trainer], tmp_path: Path) -> None:
+    _edit_first(lr_scheduler={"num_iters": AT, "start_lr": 1.0})(_checkpoint(tmp_path, stopped))
+    with pytest.raises(ValueError, match=r"must hold a learning rate.s schedule .* got KeyError 'decay_style'"):
+        _again(tmp_path, "checkpoint.load_schedule=true")
 
 
 def _without_optimizer(step: Path) -> None:

@@ -269,7 +269,7 @@ def fp8_linear(
         or "block" and PyTorch's product. dbias is the float32 sum of dy. Deterministic, and the same on one device in
         eager, compiled, graphed and recomputed calls.
     Memory: saves x in one byte an element, the weight itself, and scales: for row and block a float32 for each 128
-        elements.
+        elements. Of a frozen weight with `weight_copies` nothing of x.
     Where FP8 products are missing (CPU, before sm_89) the same formulas are computed in float32, slowly.
     Raises ValueError naming the argument, the expected value and the given one. Double backward and vmap are not
         implemented and say so.
@@ -282,8 +282,9 @@ def fp8_linear(
     _check(x, weight, bias, by, grad_format, scales, amaxes, weight_copies, main_grad)
     refuse_invariant("fp8_linear", "compute in bfloat16")
     served = use_kernel("fp8_linear", x)
-    # x frozen, or weight: what only the other's gradient needs is kept too, in one kernel
-    keep = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
+    # x frozen: what only the weight's gradient needs is kept too, in one kernel. Weight frozen, with copies: nothing is
+    needs_scales = x.requires_grad and weight_copies is None
+    keep = torch.is_grad_enabled() and (weight.requires_grad or needs_scales)
     copies = (None,) * 4 if weight_copies is None else (*weight_copies.rows, *weight_copies.columns)
     args = (
         x, weight, bias, scales, *copies, main_grad, amaxes, by, grad_format, power_of_two, fast, keep,

@@ -1,6 +1,7 @@
 """From one kind of checkpoint to another, with the logits of both compared before the result appears."""
 
 import importlib.util
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from powertrain.models import huggingface, peft
 from powertrain.train.checkpoint import neox as neox_checkpoint
 from powertrain.train.checkpoint import store as checkpoint_store
 from powertrain.train.checkpoint.load import Kind, Weights, build_from, open_weights
-from powertrain.train.data.tokenizer import FileTokenizer, Tokenizer
+from powertrain.train.data.tokenizer import FileTokenizer, Tokenizer, padded_vocab_size
 
 # of the largest logit: float32 in another order of computation stays two digits below, a wrong layout far above
 _TOLERANCE = 1e-4
@@ -34,6 +35,14 @@ class Compared(NamedTuple):
     def ok(self) -> bool:
         # NaN is never ok
         return self.difference <= _TOLERANCE * self.largest
+
+
+class _Layout(NamedTuple):
+    """Of a GPT-NeoX checkpoint, and where it will stand."""
+
+    pipe_parallel_size: int
+    model_parallel_size: int
+    folder: Path
 
 
 class Converted(NamedTuple):
@@ -76,7 +85,8 @@ def convert(
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     try:
-        _WRITERS[to](partial, written, dtype, tokenizer, (pipe_parallel_size, model_parallel_size))
+        layout = _Layout(pipe_parallel_size, model_parallel_size, destination.resolve())
+        _WRITERS[to](partial, written, dtype, tokenizer, layout)
         # adapters compute nothing without the model below them
         compared = _compare(source, open_weights(partial, to), dtype) if check and to != "peft" else None
         if compared is not None and not compared.ok:
@@ -107,7 +117,7 @@ def _check_vocabulary(rows: int, tokenizer: Tokenizer | None) -> None:
 
 
 def _write_hf(
-    folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, _: tuple[int, int]
+    folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, _: "_Layout"
 ) -> None:
     eod = None if tokenizer is None else tokenizer.eod
     huggingface.write(folder, source.config, source.tensors(), eod=eod, dtype=dtype)
@@ -120,17 +130,40 @@ def _write_hf(
 
 
 def _write_neox(
-    folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, sizes: tuple[int, int]
+    folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, layout: "_Layout"
 ) -> None:
-    pipe, model = sizes
+    keys = _neox_tokenizer(tokenizer, source.config.vocab_size, layout)
     neox_checkpoint.write(
-        folder, source.config, _cast(source, dtype), pipe_parallel_size=pipe, model_parallel_size=model
-    )
+        folder, source.config, _cast(source, dtype), pipe_parallel_size=layout.pipe_parallel_size,
+        model_parallel_size=layout.model_parallel_size, tokenizer=keys,
+    )  # fmt: skip
     _write_tokenizer(folder, source, tokenizer)
 
 
+def _neox_tokenizer(tokenizer: Tokenizer | None, rows: int, layout: _Layout) -> dict[str, str | int]:
+    """GPT-NeoX's keys for it, which its converter to Hugging Face needs; 256 single bytes have none there.
+
+    rows   of the embedding: GPT-NeoX pads the tokenizer's to make_vocab_size_divisible_by times its ranks
+    """
+    if isinstance(tokenizer, FileTokenizer):
+        keys: dict[str, str | int] = {
+            "tokenizer_type": "HFTokenizer",
+            "vocab_file": str(layout.folder / "tokenizer.json"),
+        }
+    elif tokenizer is not None and tokenizer.vocab_size == 512:
+        keys = {"tokenizer_type": "CharLevelTokenizer"}
+    else:
+        return {}
+    ranks = layout.model_parallel_size
+    multiple = math.gcd(rows // ranks, 128)
+    if padded_vocab_size(tokenizer.vocab_size, multiple, ranks) != rows:
+        # all rows as one multiple: whatever the tokenizer has is padded to them
+        multiple = rows // ranks
+    return keys | {"make_vocab_size_divisible_by": multiple}
+
+
 def _write_ours(
-    folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, _: tuple[int, int]
+    folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, _: "_Layout"
 ) -> None:
     """A checkpoint of step 0 without an optimizer; the weights are in memory at once."""
     facts = {
@@ -150,7 +183,7 @@ def _name_of(tokenizer: Tokenizer) -> str:
 
 
 def _write_peft(
-    folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, _: tuple[int, int]
+    folder: Path, source: Weights, dtype: torch.dtype | None, tokenizer: Tokenizer | None, _: "_Layout"
 ) -> None:
     """The adapters alone; adapter_config.json names the weights that the run began with."""
     if source.adapters is None:

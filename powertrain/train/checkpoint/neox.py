@@ -13,7 +13,7 @@ tools/ckpts. Where its versions differ (names of the MLP, of a norm's weight) ea
 import copy
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,34 +26,26 @@ from powertrain.models.gpt_neox import Config
 from powertrain.models.huggingface import Named, shapes
 from powertrain.models.llama import join_qkv, split_qkv
 from powertrain.models.pickles import load_pickle
-from powertrain.nn.attention import alibi_slopes
 from powertrain.ops.activations import Gated
 from powertrain.runtime.reading import reading
+from powertrain.train.checkpoint.neox_names import (
+    APART,
+    COLUMNS,
+    KINDS,
+    NAMES,
+    ROWS,
+    SLOPES,
+    UNUSED_BIASES,
+    allowed,
+    has_groups,
+    heads_of_rank,
+    own_slopes,
+    place,
+)
 
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _STEP = re.compile(r"global_step(\d+)")
-
-# our module -> their names, the one that is written first
-_NAMES: dict[str, tuple[str, ...]] = {
-    "embed": ("word_embeddings",),
-    "positions": ("position_embeddings",),
-    "attention_norm": ("input_layernorm",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "attention.qkv": ("attention.query_key_value",),
-    "attention.out": ("attention.dense",),
-    "mlp.up": ("mlp.linear1", "mlp.dense_h_to_4h"),
-    "mlp.down": ("mlp.linear2", "mlp.dense_4h_to_h", "mlp.w2"),
-    "norm": ("norm",),
-    "head": ("final_linear",),
-}
-# a gated MLP whose matrices are apart (mlp_type: llama)
-_APART = {"mlp.gate": "mlp.w1", "mlp.up": "mlp.w3"}
-_KINDS = {"weight": ("weight", "scale"), "bias": ("bias", "offset")}
-_COLUMNS = ("embed", "head", "attention.qkv", "mlp.up", "mlp.gate")
-_ROWS = ("attention.out", "mlp.down")
-_SLOPES = "attention.alibi_embed.slopes"  # of ALiBi, a rank's own heads
-_BUFFERS = ("attention.rotary_emb.inv_freq", _SLOPES)
 
 
 def find(path: Path) -> Path | None:
@@ -156,15 +148,15 @@ class NeoXCheckpoint:
                 f"{not self.config.tie_embeddings}), got {sorted(present)}"
             )
         for index in expected:
-            allowed = _allowed(self.config, index)
+            known = allowed(self.config, index)
             for shard in self._layer(index):
-                unknown = sorted(shard.keys() - allowed)
+                unknown = sorted(shard.keys() - known)
                 if unknown:
                     raise ValueError(f"{self.folder}: layer {index} must have known tensors only, got {unknown[:5]}")
-            slopes = [shard[_SLOPES] for shard in self._layer(index) if _SLOPES in shard]
+            slopes = [shard[SLOPES] for shard in self._layer(index) if SLOPES in shard]
             # they are a buffer, which we compute: others would be another model
-            if slopes and not torch.allclose(torch.cat(slopes).float(), _slopes(self.config), rtol=1e-2):
-                raise ValueError(f"{self.folder}: {_SLOPES} of layer {index} must be ALiBi's own for its heads")
+            if slopes and not torch.allclose(torch.cat(slopes).float(), own_slopes(self.config), rtol=1e-2):
+                raise ValueError(f"{self.folder}: {SLOPES} of layer {index} must be ALiBi's own for its heads")
 
     def _layer(self, index: int) -> list[dict[str, Tensor]]:
         """A layer's tensors on every rank; the last one is kept."""
@@ -177,35 +169,35 @@ class NeoXCheckpoint:
         return self._cached
 
     def _find(self, shard: dict[str, Tensor], module: str, kind: str) -> Tensor:
-        names = [f"{name}.{k}" for name in _NAMES[module] for k in _KINDS[kind]]
+        names = [f"{name}.{k}" for name in NAMES[module] for k in KINDS[kind]]
         tensor = next((shard[name] for name in names if name in shard), None)
         if tensor is None:
             raise ValueError(f"{self.folder} must hold {names[0]}, got {', '.join(sorted(shard)[:6]) or 'nothing'}")
         return tensor
 
     def _tensor(self, name: str) -> Tensor:
-        index, module, kind = _place(name, self.config)
+        index, module, kind = place(name, self.config)
         parts = [self._part(shard, module, kind) for shard in self._layer(index)]
-        if module in _COLUMNS:
+        if module in COLUMNS:
             return torch.cat(parts)
-        if module in _ROWS and kind == "weight":
+        if module in ROWS and kind == "weight":
             return torch.cat(parts, 1)
         # with parallel residuals each rank adds its bias before the ranks' results are summed
-        is_sum = module in _ROWS and self.config.parallel_residual and self._adds_biases
+        is_sum = module in ROWS and self.config.parallel_residual and self._adds_biases
         return _sum(parts) if is_sum else _same(parts)
 
     def _part(self, shard: dict[str, Tensor], module: str, kind: str) -> Tensor:
         """One rank's part of a tensor of ours."""
-        if self.config.activation in get_args(Gated) and module in _APART:
-            apart = f"{_APART[module]}.{kind}"
+        if self.config.activation in get_args(Gated) and module in APART:
+            apart = f"{APART[module]}.{kind}"
             if apart in shard:
                 return shard[apart]
             # every rank's rows are its own up, then its own gate
             up, gate = self._find(shard, "mlp.up", kind).chunk(2)
             return up if module == "mlp.up" else gate
         tensor = self._find(shard, module, kind)
-        if module == "attention.qkv" and _has_groups(self.config):
-            heads, kv_heads = _heads(self.config, self.num_ranks)
+        if module == "attention.qkv" and has_groups(self.config):
+            heads, kv_heads = heads_of_rank(self.config, self.num_ranks)
             sizes = [n * self.config.hidden_size // self.config.num_heads for n in (heads, kv_heads, kv_heads)]
             if len(tensor) != sum(sizes):
                 raise ValueError(
@@ -219,11 +211,6 @@ class NeoXCheckpoint:
 def rank_files(folder: Path) -> dict[int, Path]:
     """The mp_rank files of a folder: of tensor-parallel ranks, a pipeline stage's after those of the one before."""
     return {int(m[1]): file for file in folder.iterdir() if (m := _RANK_FILE.fullmatch(file.name))}
-
-
-def is_buffer(name: str) -> bool:
-    """Whether a layer's tensor is not a parameter."""
-    return name in _BUFFERS
 
 
 def _files(folder: Path) -> dict[tuple[int | None, int], Path]:
@@ -274,44 +261,6 @@ def _read_config(folder: Path, configs: Sequence[Path], vocab_size: int) -> tupl
     return config, tokenizer_name(source)
 
 
-def _place(name: str, config: Config) -> tuple[int, str, str]:
-    """Our tensor -> their layer, our module within it, weight or bias."""
-    module, kind = name.rsplit(".", 1)
-    if module.startswith("layers."):
-        _, layer, inside = module.split(".", 2)
-        return int(layer) + 2, inside, kind
-    return (
-        {"embed": 0, "positions": 0, "norm": config.num_layers + 3, "head": config.num_layers + 4}[module],
-        module,
-        kind,
-    )
-
-
-def _allowed(config: Config, index: int) -> set[str]:
-    modules = {inside for name in shapes(config) for i, inside, _ in [_place(name, config)] if i == index}
-    if "attention_norm" in modules:
-        # is there but not used where gpt_j_tied is true
-        modules.add("mlp_norm")
-    names = [n for module in modules for n in (*_NAMES.get(module, ()), _APART.get(module, ""))]
-    return {f"{name}.{kind}" for name in names for kinds in _KINDS.values() for kind in kinds} | set(_BUFFERS)
-
-
-def _slopes(config: Config) -> Tensor:
-    return alibi_slopes(config.num_heads, torch.device("cpu"))
-
-
-def _has_groups(config: Config) -> bool:
-    return config.num_kv_heads not in (None, config.num_heads)
-
-
-def _heads(config: Config, ranks: int) -> tuple[int, int]:
-    """Query and kv heads of one rank. Raises ValueError if ranks do not divide them."""
-    kv_heads = config.num_kv_heads or config.num_heads
-    if kv_heads % ranks:
-        raise ValueError(f"num_kv_heads ({kv_heads}) must be a multiple of model_parallel_size, got {ranks}")
-    return config.num_heads // ranks, kv_heads // ranks
-
-
 def _same(parts: list[Tensor]) -> Tensor:
     """Tensors that every rank has a copy of; copies that differ are averaged, as GPT-NeoX's own converter does."""
     if all(torch.equal(part, parts[0]) for part in parts):
@@ -330,10 +279,12 @@ def write(
     *,
     pipe_parallel_size: int = 1,
     model_parallel_size: int = 1,
+    tokenizer: Mapping[str, str | int] | None = None,
 ) -> Path:
     """Write FOLDER/global_step0 and FOLDER/latest; returns the former. `finetune: true` loads it in GPT-NeoX.
 
     pipe_parallel_size   0: a file per rank, held in memory until the end; 1: a file per layer and rank
+    tokenizer            keys of its config.yml that say the tokenizer and the padding of its vocabulary
     Raises ValueError naming features that GPT-NeoX lacks.
     """
     if pipe_parallel_size not in (0, 1):
@@ -342,7 +293,8 @@ def write(
     _check_ranks(config, model_parallel_size)
     step = folder / "global_step0"
     (step / "configs").mkdir(parents=True)
-    text = yaml.safe_dump(to_neox_config(config, pipe_parallel_size, model_parallel_size), sort_keys=False)
+    keys = to_neox_config(config, pipe_parallel_size, model_parallel_size) | dict(tokenizer or {})
+    text = yaml.safe_dump(keys, sort_keys=False)
     # GPT-NeoX looks for its configuration beside the weights
     (step / "configs" / "config.yml").write_text(text)
     modules: list[dict[str, Tensor]] = [{} for _ in range(model_parallel_size)]
@@ -350,7 +302,7 @@ def write(
         for rank in range(model_parallel_size):
             theirs = _shard(config, ours, rank, model_parallel_size)
             if config.position_embedding == "alibi" and ("attention.qkv", "weight") in ours:
-                theirs[_SLOPES] = _slopes(config).chunk(model_parallel_size)[rank].clone()
+                theirs[SLOPES] = own_slopes(config).chunk(model_parallel_size)[rank].clone()
             if pipe_parallel_size:
                 torch.save(theirs, step / f"layer_{index:02d}-model_{rank:02d}-model_states.pt")
             else:
@@ -365,6 +317,8 @@ def write(
 
 
 def _check_ranks(config: Config, ranks: int) -> None:
+    if config.has_gmlp and ranks != 1:
+        raise ValueError(f"model_parallel_size must be 1 with gmlp layers, got {ranks}")
     for key, size in (("num_kv_heads", config.num_kv_heads or config.num_heads), ("num_heads", config.num_heads),
                       ("intermediate_size", config.ffn), ("vocab_size", config.vocab_size)):  # fmt: skip
         if ranks < 1 or size % ranks:
@@ -375,11 +329,11 @@ def _layers(config: Config, tensors: Named) -> Iterator[tuple[int, dict[tuple[st
     """Their layer -> our (module, kind) -> tensor, each as soon as it is whole."""
     lacking: dict[int, int] = {}
     for name in shapes(config):
-        index = _place(name, config)[0]
+        index = place(name, config)[0]
         lacking[index] = lacking.get(index, 0) + 1
     waiting: dict[int, dict[tuple[str, str], Tensor]] = {index: {} for index in lacking}
     for name, tensor in tensors:
-        index, module, kind = _place(name, config)
+        index, module, kind = place(name, config)
         waiting[index][module, kind] = tensor
         if len(waiting[index]) == lacking[index]:
             yield index, waiting.pop(index)
@@ -397,23 +351,25 @@ def _shard(config: Config, ours: dict[tuple[str, str], Tensor], rank: int, ranks
             part = torch.cat([part, _share(config, "mlp.gate", kind, ours["mlp.gate", kind], rank, ranks)])
         is_rms = config.norm == "rms_norm" and module.endswith("norm")
         # torch.save writes the whole storage of a view
-        tensors[f"{_NAMES[module][0]}.{_KINDS[kind][is_rms]}"] = part.clone()
+        tensors[f"{NAMES[module][0]}.{KINDS[kind][is_rms]}"] = part.clone()
         # GPT-NeoX makes both norms though it uses one
         if module == "attention_norm" and config.shared_norm:
-            tensors[f"{_NAMES['mlp_norm'][0]}.{_KINDS[kind][is_rms]}"] = part.clone()
+            tensors[f"{NAMES['mlp_norm'][0]}.{KINDS[kind][is_rms]}"] = part.clone()
+        if module in UNUSED_BIASES:
+            tensors[UNUSED_BIASES[module]] = part.new_zeros(len(part))
     return tensors
 
 
 def _share(config: Config, module: str, kind: str, tensor: Tensor, rank: int, ranks: int) -> Tensor:
-    if module in _COLUMNS:
+    if module in COLUMNS:
         part = tensor.chunk(ranks)[rank]
-        if module == "attention.qkv" and _has_groups(config):
-            return torch.cat(split_qkv(part, *_heads(config, ranks)))
+        if module == "attention.qkv" and has_groups(config):
+            return torch.cat(split_qkv(part, *heads_of_rank(config, ranks)))
         return part
-    if module in _ROWS and kind == "weight":
+    if module in ROWS and kind == "weight":
         return tensor.chunk(ranks, 1)[rank]
     # every rank adds it once; the sum must be ours
-    return tensor / ranks if module in _ROWS and config.parallel_residual else tensor
+    return tensor / ranks if module in ROWS and config.parallel_residual else tensor
 
 
 def as_gpt_neox(config: ModelConfig) -> Config:
@@ -434,6 +390,15 @@ def as_gpt_neox(config: ModelConfig) -> Config:
     return Config(
         **{name: values[name] for name in kept}, norm="rms_norm", norm_bias=False, attention_bias=values["qkv_bias"]
     )
+
+
+def _attention_config(config: Config) -> list[Any]:
+    """The kinds of layers. Raises ValueError for gMLP layers of another width than GPT-NeoX's."""
+    if config.has_gmlp and config.ffn != 4 * config.hidden_size:
+        wanted = 4 * config.hidden_size
+        raise ValueError(f"model.intermediate_size must be {wanted} with gmlp layers for GPT-NeoX, got {config.ffn}")
+    kinds = ["flash" if kind == "attention" else kind for kind in config.layer_types]
+    return [[kinds, config.num_layers // len(kinds)]]
 
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu", "relu": "relu", "silu": "silu", "swiglu": "swiglu",
@@ -461,7 +426,7 @@ def to_neox_config(config: Config, pipe_parallel_size: int = 1, model_parallel_s
         "seq_length": config.max_position_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "padded_vocab_size": config.vocab_size,
-        "make_vocab_size_divisible_by": math.gcd(config.vocab_size, 128),
+        "make_vocab_size_divisible_by": math.gcd(config.vocab_size // model_parallel_size, 128),
         "norm": "layernorm" if config.norm == "layer_norm" else "rmsnorm",
         "layernorm_epsilon" if config.norm == "layer_norm" else "rms_norm_epsilon": config.norm_eps,
         "use_bias_in_norms": config.norm_bias,
@@ -482,11 +447,13 @@ def to_neox_config(config: Config, pipe_parallel_size: int = 1, model_parallel_s
         "init_method": config.init_method,
         "output_layer_init_method": config.output_init_method,
         "init_method_std": config.init_std,
-        "attention_config": [[["flash"], config.num_layers]],
+        "attention_config": _attention_config(config),
     }
     if gated:
         # both of its roundings then give ffn, which its converter to Hugging Face reads as the width
         values["mlp_multiple_of"] = config.ffn
+    if config.has_gmlp:
+        values["gmlp_attn_dim"] = config.gmlp_attention_dim
     if config.num_kv_heads is not None:
         values["num_kv_heads"] = config.num_kv_heads
     if config.sliding_window is not None:

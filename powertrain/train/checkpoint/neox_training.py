@@ -24,14 +24,15 @@ from torch import Tensor
 
 from powertrain.models.pickles import load_pickle
 from powertrain.runtime.reading import reading
-from powertrain.train.checkpoint.neox import NeoXCheckpoint, is_buffer, rank_files
+from powertrain.train.checkpoint.neox import NeoXCheckpoint, rank_files
+from powertrain.train.checkpoint.neox_names import is_buffer
 from powertrain.train.config.schema import LossScale
 
 Shards = list[dict[int, dict[str, Tensor]]]  # of each tensor-parallel rank: layer -> name in it -> tensor
 
 _ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _NAME = re.compile(r"(?:module\.)?(?:(?:sequential\.)?(\d+)|tied_modules\.embed)\.(.+)")
-_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
+_NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "sgu.norm")
 _ADVICE = "set no_load_optim: true to continue with a new optimizer, or finetune: true to begin at step 0"
 
 

@@ -8,9 +8,10 @@ megatron/model/utils.py (weight decay groups), megatron/tokenizer/tokenizer.py (
 import math
 from typing import Any
 
-from powertrain.train.config.neox_data import data, objective, tokenizer
+from powertrain.train.config.neox_data import data, tokenizer
 from powertrain.train.config.neox_keys import KEYS
 from powertrain.train.config.neox_model import model
+from powertrain.train.config.neox_objective import objective_section
 from powertrain.train.config.neox_optimizer import optimizer
 from powertrain.train.config.neox_source import MISSING, NeoXKeys, is_kind
 from powertrain.train.config.table import Row
@@ -243,7 +244,7 @@ def _train(keys: NeoXKeys, world_size: int) -> dict[str, Any]:
         1234,
     )
     return {
-        **_objective(keys),
+        **objective_section(keys),
         "steps": keys.get("train_iters"),
         "exit_interval": keys.number("exit_interval", 0, least=0),
         "seq_length": keys.get("seq_length"),
@@ -285,24 +286,6 @@ def _fp8(keys: NeoXKeys) -> dict[str, Any]:
     for key, name in zip(_FP8_KEYS, ("format", None, "history", "most_recent", "margin"), strict=True):
         keys.add_row(key, "honoured", f"fp8.{name}" if name else "weight gradients are FP8 products")
     return section
-
-
-def _objective(keys: NeoXKeys) -> dict[str, Any]:
-    """GPT-NeoX's defaults of beta are 0.1, as ours."""
-    name = objective(keys)
-    if name == "dpo":
-        free = bool(keys.get("dpo_reference_free"))
-        return {"objective": name, "preference": {"beta": keys.get("dpo_beta", 0.1), "reference_free": free}}
-    if name == "kto":
-        words = "the sign of a reward decides; GPT-NeoX multiplies by its value, which is 1 or -1 in its own data"
-        keys.add_row("train_impl", "changes numerics", words)
-        settings = {
-            "beta": keys.get("kto_beta", 0.1),
-            "desirable_weight": keys.get("kto_desirable_weight", 1.0),
-            "undesirable_weight": keys.get("kto_undesirable_weight", 1.0),
-        }
-        return {"objective": name, "kto": settings}
-    return {"objective": name}
 
 
 def _gradient_clipping(keys: NeoXKeys) -> float:
@@ -444,11 +427,15 @@ def _checkpoint(keys: NeoXKeys) -> dict[str, Any]:
     if keys.get("no_load_optim"):
         words = "checkpoint.load_optimizer: all parameters are trained; in GPT-NeoX since 2024-09 the first one alone"
         keys.add_row("no_load_optim", "changes numerics", words)
+    from_checkpoint = bool(keys.get("use_checkpoint_lr_scheduler"))
+    if from_checkpoint and keys.get("override_lr_scheduler"):
+        keys.wrong(("override_lr_scheduler",), "must be false beside use_checkpoint_lr_scheduler")
     return {
         "folder": keys.get("save"),
         "load": keys.get("load"),
         "finetune": bool(keys.get("finetune")),
         "load_optimizer": not keys.get("no_load_optim"),
+        "load_schedule": from_checkpoint,
         "load_rng": not keys.get("no_load_rng"),
         "every": int(every or 0),
         "scale": keys.choice("checkpoint_scale", "linear", {"linear": "linear", "log": "log"}),

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+from powertrain.train.config.neox_objective import ONLINE, objective
 from powertrain.train.config.neox_source import NeoXKeys
 
 
 def data(keys: NeoXKeys) -> dict[str, Any]:
     keys.choice("data_impl", "infer", {"infer": None, "mmap": None},
                 {"cached": "an old format; write the data again with `powertrain preprocess`"})  # fmt: skip
-    keys.choice("dataset_impl", "gpt2", {"gpt2": None, "pairwise": None}, {"online": "use gpt2"})
+    keys.choice("dataset_impl", "gpt2", {"gpt2": None, "pairwise": None}, {"online": ONLINE})
     packings = {"packed": "packed", "pack_until_overflow": "until_overflow", "unpacked": "unpacked"}
     packing = keys.choice("pack_impl", "packed", packings)
     next_tokens = objective(keys) == "pretrain"
@@ -34,13 +35,6 @@ def data(keys: NeoXKeys) -> dict[str, Any]:
         "weighted_sampler_alpha": keys.get("weighted_sampler_alpha", 1.0),
         "num_workers": keys.number("num_workers", 2, least=0),
     }
-
-
-def objective(keys: NeoXKeys) -> str:
-    """train.objective of train_impl."""
-    known = {"normal": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward"}
-    refused = {"reinforce": "use train.objective policy (ours) with advantages in the data"}
-    return str(keys.choice("train_impl", "normal", known, refused))
 
 
 def _pairs(keys: NeoXKeys) -> dict[str, Any]:

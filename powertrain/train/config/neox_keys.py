@@ -82,6 +82,8 @@ _HONOURED = """
     finetune                        bool        checkpoint.finetune
     no_load_optim                   bool        checkpoint.load_optimizer, inverted
     no_load_rng                     bool        checkpoint.load_rng, inverted: dropout draws other values
+    use_checkpoint_lr_scheduler     bool        checkpoint.load_schedule
+    override_lr_scheduler           bool        the config's schedule, at the checkpoint's step; here always
     checkpoint_factor               int|float   checkpoint.every
     save_interval                   int|float   checkpoint.every: the name of older releases
     gas                             int         train.gradient_accumulation_steps: the name of older releases
@@ -108,7 +110,8 @@ _MAPPED = """
     mlp_type                        str         regular: model.activation says the kind of MLP; llama: a gated one
     no_weight_tying                 bool        model.tie_embeddings, inverted
     sliding_window_width            int         model.sliding_window, which counts the query's own position: one more
-    attention_config                list        powertrain.attention chooses the backend, whatever the layer's type
+    attention_config                list        model.layer_types; for flash and global powertrain.attention chooses
+    gmlp_attn_dim                   int         model.gmlp_attention_dim, of amlp layers
     warmup                          float       schedule.warmup_steps: the fraction of lr_decay_iters
     checkpoint_activations          bool        train.activation_checkpointing: full
     tokenizer_type                  str         data.tokenizer
@@ -233,7 +236,6 @@ _IGNORED = """
     rpe_num_buckets                 int         of pos_emb rpe
     rpe_max_distance                int         of pos_emb rpe
     scalenorm_epsilon               float       of norm scalenorm
-    gmlp_attn_dim                   int         of gmlp layers, which there are none of (attention_config)
     param_sharing_style             str         layers share no parameters (num_unique_layers)
     dim_att                         int         of rwkv layers, which there are none of (attention_config)
     head_size                       int         of rwkv layers, which there are none of (attention_config)
@@ -244,7 +246,6 @@ _IGNORED = """
     mamba_selective_fp32_params     bool        of mamba layers, which there are none of (attention_config)
     mamba_use_bias_in_conv          bool        of mamba layers, which there are none of (attention_config)
     mamba_use_bias_in_linears       bool        of mamba layers, which there are none of (attention_config)
-    override_lr_scheduler           bool        the schedule is always the config's, at the checkpoint's step
     wandb_host                      str         WANDB_BASE_URL, which wandb itself reads
     wandb_init_all_ranks            bool        rank 0 speaks for all
     use_comet                       bool        TensorBoard, metrics.jsonl, report.html and W&B are written
@@ -299,10 +300,7 @@ _IGNORED = """
     partition_activations           bool        storage of checkpointed activations, not their values
     synchronize_each_layer          bool        a debugging aid; no effect on the result
     char_level_ppl                  bool        logged by GPT-NeoX only; no effect on training
-    fp32_reinforce                  bool        of train_impl reinforce
-    kl_impl                         str         of train_impl reinforce
-    kl_div_beta                     float       of train_impl reinforce
-    reinforce_leave_one_out         bool        of train_impl reinforce
+    fp32_reinforce                  bool        log-probabilities are in fp32 whatever it says
     online_dataserver_ips           str|list    of dataset_impl online
     online_dataserver_ports         int|list    of dataset_impl online
     weight_server_port              int|list    of serve_model_weights
@@ -364,8 +362,7 @@ _REFUSED = """
     compression_training            dict        remove it; nothing is pruned or quantized in training
     elasticity                      dict        remove it; torchrun restarts ranks, train_batch_size stays as written
     train_epochs                    int         give train_iters
-    use_checkpoint_lr_scheduler     bool        write the checkpoint's schedule into the config
-    serve_model_weights             bool        set it to false; there is no online reinforcement learning
+    serve_model_weights             bool        set it to false; no sampler is served
 """
 
 # read by config/neox.py value by value; only some values are supported
@@ -374,8 +371,11 @@ _CHOSEN = """
     use_bnb_optimizer               bool        optimizer.kind: adamw8bit, by torchao
     num_unique_layers               int         every layer has its own parameters
     moe_num_experts                 int         1: no experts
-    train_impl                      str         train.objective; reinforce is not supported
-    dataset_impl                    str         gpt2: plain token documents; pairwise: of dpo and rm
+    train_impl                      str         train.objective; reinforce: policy, with rewards of files
+    kl_impl                         str         train.policy.kl: mse is k2, kl is k1; full is not there
+    kl_div_beta                     float       train.policy.kl_weight
+    reinforce_leave_one_out         bool        false: rewards are advantages as they are in the files
+    dataset_impl                    str         gpt2: plain token documents; pairwise: of dpo and rm; not online
     pack_impl                       str         data.packing
     allow_chopped                   bool        data.allow_chopped, where samples are whole documents
     fp16_lm_cross_entropy           bool        the loss is computed in fp32

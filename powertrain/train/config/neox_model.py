@@ -28,7 +28,7 @@ def model(keys: NeoXKeys) -> dict[str, Any]:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
         if keys.get(name) is None:
             keys.wrong((name,), "must be given")
-    _attention_types(keys)
+    layer_types = _layer_types(keys)
     _only_one(keys, "moe_num_experts", "use model.architecture deepseek (ours), or 1")
     unique = keys.get("num_unique_layers")
     if unique is not None and unique != keys.get("num_layers"):
@@ -41,6 +41,7 @@ def model(keys: NeoXKeys) -> dict[str, Any]:
     if is_layer_norm and not keys.get("use_bias_in_norms", True):
         keys.add_row("use_bias_in_norms", "ignored", "layer norms have a bias, as in GPT-NeoX, which never reads it")
     window = keys.number("sliding_window_width", above=-1)
+    mlp = _llama_mlp(keys) if kind == "llama" else _mlp(keys)
     return {
         "architecture": "gpt_neox",
         "vocab_size": _vocab_size(keys),
@@ -54,7 +55,8 @@ def model(keys: NeoXKeys) -> dict[str, Any]:
         "norm_eps": keys.get("layernorm_epsilon", 1e-5) if is_layer_norm else keys.get("rms_norm_epsilon", 1e-8),
         "norm_bias": is_layer_norm,
         "attention_bias": keys.get("use_bias_in_attn_linear", True),
-        **(_llama_mlp(keys) if kind == "llama" else _mlp(keys)),
+        **mlp,
+        **_gmlp(keys, layer_types, mlp["intermediate_size"]),
         **_positions(keys),
         "parallel_residual": keys.get("gpt_j_residual", False),
         "shared_norm": keys.get("gpt_j_residual", False) and keys.get("gpt_j_tied", False),
@@ -164,32 +166,77 @@ _OTHER_ATTENTION = (
     "sparse_variable",
     "bigbird",
     "bslongformer",
-    "gmlp",
-    "amlp",
     "rwkv",
     "mamba",
 )
 
 
-def _attention_types(keys: NeoXKeys) -> None:
+_LAYER_TYPES = {"global": "attention", "flash": "attention", "gmlp": "gmlp", "amlp": "amlp"}
+
+
+def _layer_types(keys: NeoXKeys) -> tuple[str, ...]:
+    """model.layer_types: the kinds of the layers, up to where they repeat."""
     config = keys.get("attention_config")
     layers = keys.get("num_layers")
+    all_attention = ("attention",)
     if config is None or not isinstance(layers, int):
-        return
+        return all_attention
     try:
         kinds = _expanded(config, layers)
     except ValueError as error:
         keys.wrong(("attention_config",), str(error))
-        return
-    others = sorted({kind for kind in kinds if kind not in ("global", "flash")})
+        return all_attention
+    others = sorted({kind for kind in kinds if kind not in _LAYER_TYPES})
     if others and set(others) <= set(_OTHER_ATTENTION):
         keys.unsupported(
             "attention_config", ", ".join(others), f'use [[["flash"], {layers}]]; sliding_window_width is a local one'
         )
     elif others:
-        keys.wrong(("attention_config",), f"must name global or flash layers, got {', '.join(others)}")
+        keys.wrong(("attention_config",), f"must name {', '.join(_LAYER_TYPES)} layers, got {', '.join(others)}")
     elif len(kinds) != layers:
         keys.wrong(("attention_config",), f"must have {layers} layers (num_layers), got {len(kinds)}")
+    else:
+        return _shortest_period([_LAYER_TYPES[kind] for kind in kinds])
+    return all_attention
+
+
+def _shortest_period(kinds: list[str]) -> tuple[str, ...]:
+    count = len(kinds)
+    lengths = (n for n in range(1, count + 1) if count % n == 0 and kinds[:n] * (count // n) == kinds)
+    return tuple(kinds[: next(lengths)])
+
+
+def _gmlp(keys: NeoXKeys, layer_types: tuple[str, ...], mlp_width: int) -> dict[str, Any]:
+    """Fields of gMLP layers, whose width is 4 * hidden_size and whose gates are as long as a sample in GPT-NeoX."""
+    if set(layer_types) == {"attention"}:
+        keys.add_row("gmlp_attn_dim", "ignored", "of gmlp layers, which there are none of (attention_config)")
+        return {}
+    if keys.get("model_parallel_size", 1) > 1:
+        todo = "use 1 with gmlp layers: there each rank's channels have a norm and gates of their own, another model"
+        keys.unsupported("model_parallel_size", keys.get("model_parallel_size"), todo)
+    if str(keys.get("activation", "gelu")).lower() in _GATED or keys.get("mlp_type") == "llama":
+        keys.wrong(("activation",), f"must have no gate with gmlp layers, got {keys.get('activation')}")
+    width = 4 * (keys.get("hidden_size") or 1)
+    if "attention" in layer_types and mlp_width != width:
+        todo = f"gmlp layers have {width} (4 * hidden_size) in GPT-NeoX, the others must have as many here"
+        keys.unsupported("intermediate_size", mlp_width, todo)
+    if "attention" not in layer_types:
+        for key in ("intermediate_size", "expansion_factor", "mlp_multiple_of", "use_bias_in_mlp"):
+            keys.add_row(key, "ignored", f"gmlp layers have {width} channels (4 * hidden_size) and no biases")
+    length, positions = keys.get("seq_length"), keys.get("max_position_embeddings")
+    if length is not None and positions is not None and length != positions:
+        if str(keys.get("pos_emb", "learned")).lower() == "learned" or length > positions:
+            keys.wrong(("max_position_embeddings",), f"must be seq_length ({length}) with gmlp layers, got {positions}")
+        keys.add_row("max_position_embeddings", "mapped", f"seq_length ({length}), which gmlp layers have weights for")
+        positions = length
+    words = "model.layer_types: no residual connection, no biases but the gate's, as there"
+    keys.add_row("attention_config", "mapped", f"{words}; the gate spans the sequence (docs/coming-from-gpt-neox.md)")
+    return {
+        "layer_types": layer_types,
+        "gmlp_attention_dim": keys.number("gmlp_attn_dim", 64, above=0),
+        "intermediate_size": None,
+        "max_position_embeddings": positions,
+    }
 
 
 def _expanded(config: list[Any], layers: int) -> list[str]:

@@ -84,6 +84,7 @@ class PolicyConfig(Section):
     average     sequence: the mean over completions of their means; token: the mean over all tokens (DAPO)
     clip_low, clip_high   the ratio is clipped to [1 - clip_low, 1 + clip_high]
     kl_weight   weight of the divergence from the reference; 0: no reference is made
+    kl          its estimate, k1, k2, k3 or abs, as policy_loss defines them
     """
 
     ratio: Literal["token", "sequence"] = "token"
@@ -91,6 +92,7 @@ class PolicyConfig(Section):
     clip_low: NonNegative = 0.2
     clip_high: NonNegative = 0.2
     kl_weight: NonNegative = 0.0
+    kl: Literal["k1", "k2", "k3", "abs"] = "k3"
 
 
 class DistillConfig(Section):

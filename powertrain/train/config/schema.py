@@ -325,6 +325,7 @@ class CheckpointConfig(Section):
     """save      False: none are written.   folder: where; None: `checkpoints` in the run's folder
     load        where to start from, if `folder` holds none;   finetune: at step 0, with nothing but the weights there
     load_optimizer   False: `load` gives weights, step and place in the data; the optimizer's state is new
+    load_schedule    True: where the optimizer's state is a checkpoint's, the rate and its schedule are so too
     load_rng    False: dropout may use other random states than the checkpoint's; needed with dropout to resume a
                 GPT-NeoX checkpoint, whose random states cannot be used
     every       steps between checkpoints, 0: at the end only; scale log: after 1, every, every^2 ... steps (GPT-NeoX's)
@@ -336,6 +337,7 @@ class CheckpointConfig(Section):
     load: str | None = None
     finetune: bool = False
     load_optimizer: bool = True
+    load_schedule: bool = False
     load_rng: bool = True
     every: Natural = 0
     scale: Literal["linear", "log"] = "linear"
@@ -412,11 +414,6 @@ class RunConfig(Section):
         if tokens > MOST_TOKENS:
             raise ValueError(
                 f"train.micro_batch_size * seq_length must be at most {MOST_TOKENS} tokens in a forward, got {tokens}"
-            )
-        if self.fp8.recipe != "none" and self.train.lora is not None:
-            raise ValueError(
-                "fp8.recipe must be none with train.lora: layers with adapters have no FP8 products yet, "
-                f"got {self.fp8.recipe}"
             )
         if self.fp8.recipe != "none" and self.parallel.tensor > 1:
             raise ValueError(
