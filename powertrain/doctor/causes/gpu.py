@@ -6,9 +6,9 @@ _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 
 
-def _enough_is_free(groups: dict[str, str]) -> bool:
+def _enough_is_free(groups: dict[str, str], above: list[str]) -> dict[str, str] | None:
     """Whether twice the refused size was free: then it is not the GPU's memory that ran out."""
-    return 2 * _bytes(groups["size"]) <= _bytes(groups["free"])
+    return {} if 2 * _bytes(groups["size"]) <= _bytes(groups["free"]) else None
 
 
 def _bytes(size: str) -> float:
@@ -371,7 +371,7 @@ CAUSES = (
         "WSL 的 .wslconfig memory=，ulimit -v 和 cgroup；检查 set_per_process_memory_fraction；nvidia-smi，重启",
         "https://github.com/liucongg/ChatGLM-Finetuning/issues/28",
         confidence="likely",
-        holds=_enough_is_free,
+        derive=_enough_is_free,
     ),
     Cause(
         "gpu-memory-full",

@@ -1,0 +1,41 @@
+"""Frames of a traceback: whose code asked for what failed."""
+
+import re
+
+# Python's, IPython's and rich's way to name a frame's file
+_FRAME = re.compile(
+    r"File \"?(?P<python>[^\"\n]{1,400}?)\"?, line \d|"
+    r"(?:^|\s)(?P<ipython>[~\w./\\:-]{1,400}\.py)(?:[ :]\d*)? in |"
+    r"[│|] ?(?P<rich>[\w./\\:-]{1,400}\.py):\d"
+)
+_PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?P<package>\w[\w-]{0,80})")
+_LIBRARY = re.compile(r"[/\\]python3?\.?\d*[/\\](?P<module>\w+)")
+
+
+def caller(above: list[str]) -> str:
+    """The package, or the file, of the last frame in these lines; "the code that asks for it" where there is none.
+
+    In "cannot import name", "has no attribute" and "unexpected keyword" that frame is the one that asked.
+    """
+    for line in reversed(above):
+        if match := _FRAME.search(line):
+            path = match["python"] or match["ipython"] or match["rich"]
+            if package := _PACKAGE.search(path):
+                return package["package"].removesuffix(".py")
+            if _LIBRARY.search(path) or path.startswith("<"):
+                continue
+            return re.split(r"[/\\]", path)[-1]
+    return "the code that asks for it"
+
+
+def called(above: list[str]) -> str | None:
+    """The name that the line of code above the message calls: "Trainer" of `trainer = Trainer(`."""
+    for line in reversed(above[:-1]):
+        code = re.sub(r"^[\s>│❱|-]*\d*\s*", "", line)
+        if match := re.search(r"(?:^|[=\s.(])([A-Za-z_]\w{0,80})\($", code.rstrip()) or re.search(
+            r"(?:^|= ?|return )(?:\w+\.)*([A-Za-z_]\w{0,80})\(", code
+        ):
+            return match[1]
+        if _FRAME.search(line):
+            return None
+    return None
