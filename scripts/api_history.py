@@ -33,7 +33,9 @@ FOLDERS = {
 OLDEST = {"transformers": "4.25", "diffusers": "0.10", "datasets": "2.0", "huggingface_hub": "0.8", "deepspeed": "0.7"}
 # every release counts where the versions have no minor number that moves
 EVERY_RELEASE = {"xformers"}
-SKIPPED = re.compile(r"(?:^|/)(?:tests?|testing|scripts|examples|benchmarks?|cutlass|csrc|templates|legacy)/|_test\.py$")
+SKIPPED = re.compile(
+    r"(?:^|/)(?:tests?|testing|scripts|examples|benchmarks?|cutlass|csrc|templates|legacy)/|_test\.py$"
+)
 # methods that others call or override, whose parameters are kept
 METHODS = {
     "__call__", "compute_loss", "create_optimizer", "evaluate", "evaluation_loop", "forward", "from_pretrained", "generate",
@@ -140,8 +142,10 @@ def _facts(package: str, files: Files, read: dict[str, Facts]) -> set[str]:
 
 
 def _of_file(package: str, path: str, text: bytes) -> Iterator[str]:
-    """"module x.y", "name" (of a module's top level), "export name", "Class.attribute", "Class(parameter)", "Class.method(parameter)"."""
-    module = ".".join([package, *path.removesuffix(".py").removesuffix("/__init__").removesuffix("__init__").split("/")])
+    """ "module x.y", "name" (of a module's top level), "export name", "Class.attribute", "Class(parameter)", "Class.method(parameter)"."""
+    module = ".".join(
+        [package, *path.removesuffix(".py").removesuffix("/__init__").removesuffix("__init__").split("/")]
+    )
     yield "module " + module.rstrip(".")
     try:
         with warnings.catch_warnings():

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Literal
 
 from powertrain.doctor.causes import CAUSES, Cause
-from powertrain.doctor.causes.cause import Derive
+from powertrain.doctor.causes.cause import Derive, Passage
 from powertrain.doctor.causes.covers import COVERS
 from powertrain.doctor.literals import literals_of
 from powertrain.doctor.log import Log
@@ -104,7 +104,7 @@ def _search(cause: Cause, log: Log) -> Diagnosis | None:
 
 # a line that derive() refuses is seldom followed by hundreds of others
 _MOST_DERIVED = 40
-_ABOVE = 12
+_ABOVE, _BELOW = 12, 4
 
 
 def _search_derived(cause: Cause, derive: Derive, log: Log) -> Diagnosis | None:
@@ -115,7 +115,7 @@ def _search_derived(cause: Cause, derive: Derive, log: Log) -> Diagnosis | None:
         matches += islice(((start, match) for start, match in lines if match), _MOST_DERIVED)
     for start, match in sorted(matches, key=lambda pair: pair[0]):
         found = _diagnosis(cause, log, start, match)
-        groups = derive(found.groups, [*log.above(start, _ABOVE), match.string])
+        groups = derive(found.groups, Passage(log.above(start, _ABOVE), match.string, log.below(start, _BELOW)))
         if groups is not None:
             return Diagnosis(cause, found.line, found.evidence, {**found.groups, **groups})
     return None

@@ -30,7 +30,7 @@ def caller(above: list[str]) -> str:
 
 def called(above: list[str]) -> str | None:
     """The name that the line of code above the message calls: "Trainer" of `trainer = Trainer(`."""
-    for line in reversed(above[:-1]):
+    for line in reversed(above):
         code = re.sub(r"^[\s>│❱|-]*\d*\s*", "", line)
         if match := re.search(r"(?:^|[=\s.(])([A-Za-z_]\w{0,80})\($", code.rstrip()) or re.search(
             r"(?:^|= ?|return )(?:\w+\.)*([A-Za-z_]\w{0,80})\(", code

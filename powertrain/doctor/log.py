@@ -47,6 +47,14 @@ class Log:
             start = before
         return lines[::-1]
 
+    def below(self, start: int, count: int) -> list[str]:
+        """The lines after the one that starts there, in order."""
+        lines: list[str] = []
+        while len(lines) < count and (end := self.data.find(b"\n", start)) >= 0:
+            start = end + 1
+            lines.append(self.line_at(start))
+        return lines
+
     def lines_with(self, literal: bytes) -> Iterator[int]:
         """Start offsets of lines that contain it in the searched part."""
         if not self._trigrams.may_hold(literal):

@@ -127,14 +127,18 @@ def _in_history(package: str, key: str, name: str) -> Change | None:
         return None
     first, last = names[key]
     # a parameter that came with its class says nothing of what was before the class
-    begin, end = names.get(re.split(r"[.(]", key)[0], [0, len(versions) - 1]) if key[-1] == ")" else (0, len(versions) - 1)
+    begin, end = (
+        names.get(re.split(r"[.(]", key)[0], [0, len(versions) - 1]) if key[-1] == ")" else (0, len(versions) - 1)
+    )
     first, last = 0 if first == begin else first, len(versions) - 1 if last == end else last
     index = package.split(".")[0] if package.startswith("megatron") else package
     index = "megatron-core" if index == "megatron" else index
     short = [_short(version) for version in versions]
     if first == 0 and last < len(versions) - 1:
         when = f"is in {short[last]}, and not in {short[last + 1]}"
-        return Change(index, name, "newer", when, f"{short[last]} 有，{short[last + 1]} 没有", f"{index}<{short[last + 1]}")
+        return Change(
+            index, name, "newer", when, f"{short[last]} 有，{short[last + 1]} 没有", f"{index}<{short[last + 1]}"
+        )
     spec = f"{index}>={short[first]}"
     if first == 0:
         return None

@@ -75,6 +75,27 @@ COVERS = {
     "windows-program": {"cuda-home", "ninja-missing"},
 }  # fmt: skip
 
+COVERS |= {
+    "shape-mismatch": {"matrix-sizes", "loss-targets", "not-contiguous", "channels", "scatter-dtype"},
+    "fsdp-wrapping": {"fsdp-mixed-grad", "fsdp-layer-class"},
+    "no-kernel-image": {"rocm-arch"},
+    "script-arguments": {"notebook-arguments"},
+    "device-assert": {"label-range"},
+    "index-range": {"label-range"},
+    "checkpoint-shape": {"zero-empty-shape"},
+    "dtype-mismatch": {"scatter-dtype"},
+    "port-taken": {"launch-port"},
+    "triton-launcher": {"triton-python"},
+    "batch-not-padded": {"pad-token"},
+    "permission": {"rocm-devices"},
+    "python-syntax": {"python-older"},
+    "connection-refused": {"store-timeout", "master-unreachable", "network", "docker-daemon", "rendezvous-lost"},
+    "name-resolution": {"store-timeout", "master-unreachable", "network", "gloo-address"},
+    "text-encoding": {"checkpoint-broken"},
+    "trainer-columns": {"no-labels"},
+}
+COVERS["object-attribute"] = {"remote-code-newer-transformers", "cpu-adam-build"}
+COVERS["module-missing"] |= {"vllm-extension"}
 for _name in (
     "call-signature", "import-name", "module-attribute", "module-missing", "object-attribute", "torch-attribute",
     "triton-version", "numpy-names", "python-older",

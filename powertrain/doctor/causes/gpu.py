@@ -1,12 +1,12 @@
 """The GPU, its driver, and the libraries on it."""
 
-from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.causes.cause import Cause, Passage
 
 _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 
 
-def _enough_is_free(groups: dict[str, str], above: list[str]) -> dict[str, str] | None:
+def _enough_is_free(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
     """Whether twice the refused size was free: then it is not the GPU's memory that ran out."""
     return {} if 2 * _bytes(groups["size"]) <= _bytes(groups["free"]) else None
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 from powertrain.doctor import releases
-from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.causes.cause import Cause, Passage
 from powertrain.doctor.frames import called, caller
 from powertrain.doctor.known_names import RENAMED
 
@@ -16,7 +16,7 @@ _PATTERN = (
 )
 
 
-def _change(groups: dict[str, str], above: list[str]) -> releases.Change | None:
+def _change(groups: dict[str, str], passage: Passage) -> releases.Change | None:
     if "imported" in groups:
         return releases.lacking_name(groups["module"], groups["imported"])
     if "attribute" in groups:
@@ -28,12 +28,12 @@ def _change(groups: dict[str, str], above: list[str]) -> releases.Change | None:
     function = groups["function"]
     if function == "__init__":
         # before Python 3.10 the message does not name the class
-        function = called(above) or function
-    return releases.lacking_parameter(function, groups["argument"], "\n".join(above))
+        function = called(passage.above) or function
+    return releases.lacking_parameter(function, groups["argument"], "\n".join(passage.above))
 
 
-def _lacks(side: str, python: bool, groups: dict[str, str], above: list[str]) -> dict[str, str] | None:
-    found = _change(groups, above)
+def _lacks(side: str, python: bool, groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+    found = _change(groups, passage)
     if found is None or found.side != side or (found.package == "Python") != python:
         return None
     instead = found.instead or RENAMED.get(found.name, "")
@@ -43,7 +43,7 @@ def _lacks(side: str, python: bool, groups: dict[str, str], above: list[str]) ->
         "when": found.when,
         "when_zh": found.when_zh,
         "spec": found.spec,
-        "caller": caller(above),
+        "caller": caller(passage.above),
         "instead": f" (now {instead})" if instead else "",
         "instead_zh": f"（现为 {instead}）" if instead else "",
     }
