@@ -39,3 +39,19 @@ def called(above: list[str]) -> str | None:
         if _FRAME.search(line):
             return None
     return None
+
+
+# names that programs give to folders of their own, and no package on the index that is used here has
+_OWN = {"utils", "util", "src", "lib", "libs", "models", "modules", "training", "train", "trainer", "config", "configs", "common",
+        "core", "data", "dataset", "dataloader", "engine", "losses", "networks", "tools", "scripts", "options", "helpers"}  # fmt: skip
+
+
+def own_module(root: str, above: list[str]) -> bool:
+    """Whether a missing module is a folder of the program itself: a part of the last frame's path, or named as such."""
+    for line in reversed(above):
+        if match := _FRAME.search(line):
+            path = match["python"] or match["ipython"] or match["rich"]
+            if _PACKAGE.search(path) or _LIBRARY.search(path) or path.startswith("<"):
+                return False
+            return root in _OWN or root in re.split(r"[/\\]", path)[:-1]
+    return root in _OWN

@@ -79,7 +79,10 @@ COVERS |= {
     "shape-mismatch": {"matrix-sizes", "loss-targets", "not-contiguous", "channels", "scatter-dtype"},
     "fsdp-wrapping": {"fsdp-mixed-grad", "fsdp-layer-class"},
     "no-kernel-image": {"rocm-arch"},
-    "script-arguments": {"notebook-arguments"},
+    "script-arguments": {"notebook-arguments", "arguments-missing"},
+    "deepspeed-settings": {"zero-offload-optimizer"},
+    "missing-key": {"weights-of-another-class"},
+    "pip-conflict": {"resolver"},
     "device-assert": {"label-range"},
     "index-range": {"label-range"},
     "checkpoint-shape": {"zero-empty-shape"},
@@ -95,7 +98,10 @@ COVERS |= {
     "trainer-columns": {"no-labels"},
 }
 COVERS["object-attribute"] = {"remote-code-newer-transformers", "cpu-adam-build"}
-COVERS["module-missing"] |= {"vllm-extension"}
+COVERS["module-missing"] |= {"vllm-extension", "own-module-path"}
+COVERS["weights-only"] = {"checkpoint-broken"}
+COVERS["undeclared-name"] = {"headers-of-another-release"}
+COVERS["headers-of-another-release"] = {"torch-api-changed", "cython-version", "cuda-older-than-source", "thc-removed"}
 for _name in (
     "call-signature", "import-name", "module-attribute", "module-missing", "object-attribute", "torch-attribute",
     "triton-version", "numpy-names", "python-older",

@@ -58,8 +58,8 @@ CAUSES = (
     ),
     Cause(
         "no-kernel-image",
-        r"HIP error: invalid device function|hipErrorNoBinaryForGpu|"
-        r"no kernel image is available for execution on the device|CUDA error: invalid device function",
+        r"no kernel image is available for execution on the device|(?<!HIP error: )invalid device function|"
+        r"hipErrorNoBinaryForGpu",
         "the library has no code for this GPU's arch, nor PTX that the driver could compile",
         "powertrain doctor --only code names the library; install a build with your arch, or build it with "
         "TORCH_CUDA_ARCH_LIST set to it",

@@ -49,6 +49,11 @@ def _lacks(side: str, python: bool, groups: dict[str, str], passage: Passage) ->
     }
 
 
+def _both(groups: dict[str, str], passage: Passage) -> dict[str, str]:
+    module = groups.get("module") or groups.get("of") or ""
+    return {"package": releases.package_of(module), "caller": caller(passage.above)}
+
+
 _DERIVES = ("package", "name", "when", "when_zh", "spec", "caller", "instead", "instead_zh")
 
 CAUSES = (
@@ -98,4 +103,80 @@ CAUSES = (
         derive=partial(_lacks, "newer", True),
         derives=_DERIVES,
     ),
-)  # fmt: skip
+    # what the tables do not tell: the name came later more often than it left
+    Cause(
+        "torch-attribute",
+        r"module '(?P<module>torch[\w.]*)' has no attribute '(?P<name>\w+)'|"
+        r"cannot import name '(?P<import>\w+)' from '(?P<of>torch(?!vision|audio|text|ao|tune|data)[\w.]*)'",
+        "torch is most often too old for {caller} where a name is missing in it; an internal name may have left it",
+        "pip install --upgrade torch (and what is compiled for it), or the release of {caller} that is as old as this torch",
+        "torch 中缺少某个名称时，多为 torch 对 {caller} 来说太旧；内部名称也可能已被删除",
+        "pip install --upgrade torch（及为其编译的包），或使用与当前 torch 同期的 {caller}",
+        "https://github.com/hiyouga/LlamaFactory/issues/4958",
+        confidence="likely",
+        derive=_both,
+        derives=("package", "caller"),
+    ),
+    Cause(
+        "import-name",
+        r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'",
+        "{module} has no {name}: most often {package} is older than {caller} expects; sometimes so new that it dropped it",
+        "pip install --upgrade {package}; if it is the newest: the release that {caller} asks for in its requirements",
+        "{module} 中没有 {name}：多为 {package} 比 {caller} 所需的旧；有时是太新而已删除",
+        "pip install --upgrade {package}；若已最新：安装 {caller} 的 requirements 所要求的版本",
+        "https://github.com/kylesargent/ZeroNVS/issues/35",
+        confidence="likely",
+        derive=_both,
+        derives=("package", "caller"),
+    ),
+    Cause(
+        "module-attribute",
+        r"module '(?P<module>\w[\w.]{0,80})' has no attribute '(?P<name>\w+)'",
+        "{module} has no {name}: most often {package} is older than {caller} expects, or newer, or a file of your own has "
+        "its name",
+        "pip install --upgrade {package}; if it is the newest: the release that {caller} asks for; python -c 'import "
+        "{module}; print({module}.__file__)' shows which file it is",
+        "{module} 中没有 {name}：多为 {package} 比 {caller} 所需的旧，也可能更新，或您有同名文件",
+        "pip install --upgrade {package}；若已最新：安装 {caller} 所要求的版本；python -c 'import {module}; "
+        "print({module}.__file__)' 显示是哪个文件",
+        "https://github.com/kylesargent/ZeroNVS/issues/35",
+        confidence="likely",
+        derive=_both,
+        derives=("package", "caller"),
+    ),
+    Cause(
+        "call-signature",
+        r"\b(?P<call>[\w.]{1,100})\(\) got (?:an unexpected keyword argument|"
+        r"multiple values for (?:keyword )?argument) '(?P<name>\w+)'|"
+        r"(?P<function>[\w.]{1,100})\(\) takes (?:from )?\d+ (?:to \d+ )?positional arguments? but|"
+        r"(?P<missing>[\w.]{1,100})\(\) missing \d+ required (?:positional|keyword-only) argument|"
+        r"(?P<callee>[\w.]{1,100})\(\): incompatible function arguments",
+        "{caller} calls {call}{function}{missing}{callee} with arguments that it does not have in the installed release: "
+        "most often the library called is the older one, or an extension is older than its Python part",
+        "pip install --upgrade the library that has {call}{function}{missing}{callee}; if it is the newest: upgrade "
+        "{caller}, or the release it asks for; an extension: build it again",
+        "{caller} 调用 {call}{function}{missing}{callee} 时的参数在所装版本中不存在：多为被调用的库较旧，或扩展比其 "
+        "Python 部分旧",
+        "升级含有 {call}{function}{missing}{callee} 的库；若已最新：升级 {caller}，或使用其要求的版本；扩展需重新编译",
+        "https://huggingface.co/docs/transformers/troubleshooting",
+        confidence="likely",
+        derive=_both,
+        derives=("package", "caller"),
+    ),
+    Cause(
+        "object-attribute",
+        r"AttributeError: '(?P<of>(?!NoneType)\w+)' object has no attribute '(?P<name>\w+)'|"
+        r"AttributeError: type object '(?P<type>\w+)' has no attribute '(?P<field>\w+)'|"
+        r"'(?P<config>\w*Config)' object has no attribute '(?P<key>\w+)'",
+        "{of}{type}{config} has no {name}{field}{key} in the installed release: {caller} was written for another one, or the "
+        "object is wrapped (DDP, PEFT: .module, .base_model)",
+        "the release of that class's library that {caller} asks for; upgrade {caller}; model.module for a wrapped model",
+        "所装版本的 {of}{type}{config} 没有 {name}{field}{key}：{caller} 面向另一版本，或对象被包装（DDP、PEFT：.module、"
+        ".base_model）",
+        "安装 {caller} 所要求的该库版本；升级 {caller}；包装的模型用 model.module",
+        "https://huggingface.co/docs/transformers/troubleshooting",
+        confidence="possible",
+        derive=_both,
+        derives=("package", "caller"),
+    ),
+)

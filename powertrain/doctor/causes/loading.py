@@ -378,18 +378,6 @@ CAUSES = (
         "https://github.com/FoundationVision/Infinity/issues/31",
     ),
     Cause(
-        "torch-attribute",
-        r"module '(?P<module>torch[\w.]*)' has no attribute '(?P<name>\w+)'|"
-        r"cannot import name '(?P<import>\w+)' from '(?P<of>torch(?!vision|audio|text|ao|tune|data)[\w.]*)'",
-        "a package was made for another torch than the installed one: this torch does not have that name (yet, or any "
-        "more)",
-        "upgrade torch, or take the version of that package that is as old as this torch",
-        "某个包面向另一个版本的 torch：当前 torch 没有（或不再有）该名称",
-        "升级 torch，或安装与当前 torch 同期的该包版本",
-        "https://github.com/hiyouga/LlamaFactory/issues/4958",
-        confidence="likely",
-    ),
-    Cause(
         "partially-initialized",
         r"partially initialized module '(?P<module>[\w.]+)'",
         "{module} is imported while it imports itself: a file of your own has its name, or a half-removed install is "
@@ -399,29 +387,6 @@ CAUSES = (
         "{module} 在自身导入过程中又被导入：您有同名文件，或安装不完整",
         "重命名您的 {module}.py；python -c 'import {module}; print({module}.__file__)'；pip install --force-reinstall",
         "https://docs.python.org/3/faq/programming.html",
-        confidence="likely",
-    ),
-    Cause(
-        "import-name",
-        r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'",
-        "{module} has no {name}: it is of another version than the package that imports it was made for",
-        "pip show both; upgrade the importing package, or install the {module} of its time",
-        "{module} 中没有 {name}：其版本与导入它的包不匹配",
-        "pip show 查看两者；升级导入方，或安装与其同期的 {module}",
-        "https://github.com/kylesargent/ZeroNVS/issues/35",
-        confidence="likely",
-    ),
-    Cause(
-        "module-attribute",
-        r"module '(?P<module>\w[\w.]{0,80})' has no attribute '(?P<name>\w+)'",
-        "{module} has no {name}: it is of another version than its caller was made for, or a file of your own has its "
-        "name",
-        "pip show {module}; upgrade the caller, or install the {module} of its time; python -c 'import {module}; "
-        "print({module}.__file__)'",
-        "{module} 中没有 {name}：其版本与调用方不匹配，或您有同名文件",
-        "pip show {module}；升级调用方，或安装与其同期的 {module}；python -c 'import {module}; "
-        "print({module}.__file__)'",
-        "https://github.com/kylesargent/ZeroNVS/issues/35",
         confidence="likely",
     ),
     Cause(

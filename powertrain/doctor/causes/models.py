@@ -211,4 +211,55 @@ CAUSES = (
         "训练参数设 max_steps=N；或不用流式数据集",
         "https://huggingface.co/docs/transformers/main_classes/trainer",
     ),
+    Cause(
+        "vocabulary-differs",
+        r"[Vv]ocab(?:ulary)? size mismatch|[Nn]on-consecutive added token|"
+        r"tokenizer size \d+ and vocab size|vocab_size.{0,40}(?:does not match|mismatch|differs)",
+        "tokenizer and model have different numbers of tokens: tokens (a pad token) were added to "
+        "one only, or the files are of different models",
+        "one folder for both; model.resize_token_embeddings(len(tokenizer)); remove the token from "
+        "added_tokens.json and tokenizer_config.json where the model has no row for it; pad with "
+        "eos",
+        "分词器与模型的 token 数不同：只在一方增加了 token（如 pad），或文件来自不同模型",
+        "两者用同一目录；model.resize_token_embeddings(len(tokenizer))；模型没有对应行时从 "
+        "added_tokens.json 和 tokenizer_config.json 删除该 token；用 eos 填充",
+        "https://huggingface.co/docs/transformers/main_classes/tokenizer",
+        confidence="likely",
+    ),
+    Cause(
+        "weights-of-another-class",
+        r"There is no module or parameter named '?(?P<name>[\w.]+)|not found in params_dict|"
+        r"KeyError: '(?:model\.|transformer\.|language_model\.)?layers?\.\d+\.[\w.]+'|"
+        r"Following weights were not initialized from checkpoint|Unexpected weight",
+        "the checkpoint has weights that the model class of this library does not know, or lacks "
+        "some: the library is older than the model, or the files are an adapter, quantized, or of "
+        "another architecture",
+        "pip install --upgrade vllm transformers (sglang); serve adapters with their base model; "
+        "the quantization that config.json names; download the files again",
+        "检查点中有该库模型类不认识的权重，或缺少权重：库比模型旧，或文件为 adapter、量化或其他架构",
+        "pip install --upgrade vllm transformers（sglang）；adapter 与基础模型一起使用；按 "
+        "config.json 的量化方式；重新下载",
+        "https://github.com/vllm-project/vllm/issues/21176",
+        confidence="likely",
+    ),
+    Cause(
+        "merge-quantized",
+        r"Cannot merge LORA layers when|Cannot merge .{0,60}(?:8-bit|4-bit|quantized)",
+        "adapters cannot be merged into these quantized weights",
+        "load the base model in bf16, then PeftModel.from_pretrained(...).merge_and_unload()",
+        "无法把 adapter 合并进量化权重",
+        "以 bf16 加载基础模型，再 PeftModel.from_pretrained(...).merge_and_unload()",
+        "https://huggingface.co/docs/peft/developer_guides/lora",
+    ),
+    Cause(
+        "onnx-export",
+        r"to ONNX opset version '?\d+'? is not supported|Unsupported: ONNX export|ONNX export failed",
+        "the exporter has no ONNX form of an operator at this opset",
+        "a higher opset_version; torch.onnx.export(dynamo=True); replace the operator (attention: "
+        "attn_implementation=\"eager\")",
+        "导出器在该 opset 下没有某算子的 ONNX 形式",
+        "提高 opset_version；torch.onnx.export(dynamo=T"
+        "rue)；替换该算子（注意力：attn_implementation=\"eager\"）",
+        "https://docs.pytorch.org/docs/stable/onnx.html",
+    ),
 )  # fmt: skip

@@ -181,4 +181,31 @@ CAUSES = (
         "--rdzv_endpoint=localhost:0）；ss -ltnp 查看占用者",
         "https://docs.pytorch.org/docs/stable/elastic/run.html",
     ),
+    Cause(
+        "nvme-offload",
+        r"num_elems \d+ ?> ?buffer|n_completes >= min_completes|AsyncPartitionedParameterSwapper|"
+        r"swap_buffer",
+        "DeepSpeed's offloading to disk: a parameter is larger than the swap buffer, or the disk "
+        "does not take asynchronous direct I/O (network, overlay, full)",
+        "offload_param.buffer_size above the largest parameter; buffer_count; nvme_path on a local "
+        "NVMe disk with room; device \"cpu\" instead",
+        "DeepSpeed 卸载到磁盘：参数大于交换缓冲区，或磁盘不支持异步直接 "
+        "I/O（网络盘、overlay、已满）",
+        "offload_param.buffer_size 大于最大参数；buffer_count；nvme_path 位于有空间的本地 NVMe；或 "
+        "device \"cpu\"",
+        "https://www.deepspeed.ai/docs/config-json/",
+        confidence="likely",
+    ),
+    Cause(
+        "zero-offload-optimizer",
+        r"ZeRO-Offload with a client provided optimizer",
+        "the optimizer is offloaded to the CPU, and the one given (Apex's or torch's) is not "
+        "DeepSpeed's CPU Adam",
+        "DeepSpeedCPUAdam(params), or \"optimizer\": {\"type\": \"AdamW\"} in the DeepSpeed config; "
+        "\"zero_force_ds_cpu_optimizer\": false to keep yours",
+        "优化器被卸载到 CPU，而所给的（Apex 或 torch 的）不是 DeepSpeed 的 CPU Adam",
+        "DeepSpeedCPUAdam(params)，或在 DeepSpeed 配置中写 \"optimizer\": {\"type\": "
+        "\"AdamW\"}；保留自己的则 \"zero_force_ds_cpu_optimizer\": false",
+        "https://www.deepspeed.ai/docs/config-json/",
+    ),
 )  # fmt: skip

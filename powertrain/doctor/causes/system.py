@@ -328,7 +328,7 @@ CAUSES = (
     Cause(
         "no-accelerator",
         r"Cannot access accelerator device when none is available|"
-        r"is not linked with support for \w+ devices",
+        r"is not linked with support for \w+ devices|Torch is not able to use GPU",
         "torch has no support for that device: a build for the CPU, or no GPU is visible",
         "python -c 'import torch; print(torch.__version__, torch.version.cuda, "
         "torch.cuda.is_available())'; a build of torch for this GPU (index URL of pytorch.org); "
@@ -365,7 +365,7 @@ CAUSES = (
     Cause(
         "empty-sequence",
         r"IndexError: list index out of range|ZeroDivisionError: |max\(\) arg is an empty sequence|"
-        r"arg is an empty sequence",
+        r"arg is an empty sequence|expects a non-empty TensorList",
         "something that should have elements is empty: no file matched a pattern, no data was left "
         "after filtering, no parameter is trained",
         "the line above the message; print the length of what it indexes; paths and patterns of "
@@ -374,5 +374,174 @@ CAUSES = (
         "查看消息上一行；打印被索引对象的长度；检查数据路径与模式",
         "https://docs.python.org/3/library/exceptions.html#IndexError",
         confidence="possible",
+    ),
+    Cause(
+        "arguments-missing",
+        r"error: the following arguments are required: (?P<arguments>[^\n]{1,200})",
+        "the command line lacks {arguments}",
+        "give {arguments}: with its dashes where it has them, else as a word by itself (vllm serve "
+        "MODEL); the program with --help",
+        "命令行缺少 {arguments}",
+        "补上 {arguments}：有横线则带横线，否则直接写值（vllm serve MODEL）；用 --help 查看",
+        "https://docs.python.org/3/library/argparse.html",
+    ),
+    Cause(
+        "apt",
+        r"E: Unable to locate package|E: Package '?\S{1,60}'? has no installation candidate|"
+        r"NO_PUBKEY|E: Could not get lock|E: Unable to correct problems, you have held broken|"
+        r"E: Failed to fetch|unmet dependencies",
+        "apt cannot install: its lists are old, the repository or its key is missing (NVIDIA "
+        "changed its key in 2022), another apt runs, or packages of two CUDA repositories do not "
+        "go together",
+        "apt-get update; NVIDIA: dpkg -i cuda-keyring_1.1-1_all.deb; wait for the other apt; "
+        "remove the second CUDA repository in /etc/apt/sources.list.d",
+        "apt 无法安装：列表过旧、缺少仓库或密钥（NVIDIA 2022 年更换密钥）、另一 apt 在运行，或两个 "
+        "CUDA 仓库冲突",
+        "apt-get update；NVIDIA：dpkg -i cuda-keyring_1.1-1_all.deb；等待另一 apt；删除 "
+        "/etc/apt/sources.list.d 中重复的 CUDA 仓库",
+        "https://docs.nvidia.com/cuda/cuda-installation-guide-linux/",
+        confidence="likely",
+    ),
+    Cause(
+        "driver-module",
+        r"could not insert '?nvidia|Required key not available|nvidia-installer was unable|"
+        r"Module nvidia not found|Nouveau kernel driver is currently|DKMS.{0,40}(?:fail|error)|"
+        r"GPU access blocked by the operating system",
+        "the NVIDIA kernel module does not load: Secure Boot, nouveau, no headers for this kernel, "
+        "no GPU behind it, or (WSL) Windows's driver or policy blocks it",
+        "mokutil --sb-state (sign the module or switch it off); blacklist nouveau; apt install "
+        "linux-headers-$(uname -r) and reinstall the driver; dmesg | grep -i nvidia; WSL: update "
+        "Windows's driver, run as the same user",
+        "NVIDIA 内核模块未加载：Secure Boot、nouveau、缺少该内核的头文件、没有 "
+        "GPU，或（WSL）Windows 驱动或策略阻止",
+        "mokutil --sb-state（签名或关闭）；禁用 nouveau；apt install linux-headers-$(uname -r) "
+        "后重装驱动；dmesg | grep -i nvidia；WSL：更新 Windows 驱动",
+        "https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/",
+        confidence="likely",
+    ),
+    Cause(
+        "git-lfs",
+        r"smudge filter lfs failed|git-lfs: command not found|over its data quota|"
+        r"git: 'lfs' is not a git command|git-lfs filter-process",
+        "large files of the repository come through Git LFS, which is not installed or refused "
+        "(quota)",
+        "git lfs install && git lfs pull; GIT_LFS_SKIP_SMUDGE=1 git clone and then hf download or "
+        "git lfs pull; the files from another place when the quota is used up",
+        "仓库的大文件经 Git LFS 提供，而其未安装或被拒绝（配额）",
+        "git lfs install && git lfs pull；GIT_LFS_SKIP_SMUDGE=1 git clone 后 hf download 或 git "
+        "lfs pull；配额用尽时从别处获取",
+        "https://git-lfs.com/",
+    ),
+    Cause(
+        "git-transfer",
+        r"RPC failed; |fetch-pack: unexpected disconnect|early EOF|GnuTLS recv error|"
+        r"the remote end hung up unexpectedly|invalid index-pack output",
+        "git's transfer was cut off: a slow or filtered connection, a proxy, or a large repository",
+        "git clone --depth 1, then git fetch --unshallow; git config --global http.postBuffer "
+        "524288000; http.version HTTP/1.1; another network or a mirror",
+        "git 传输被中断：连接慢或被过滤、代理，或仓库很大",
+        "git clone --depth 1，再 git fetch --unshallow；http.postBuffer 524288000；http.version "
+        "HTTP/1.1；换网络或镜像",
+        "https://git-scm.com/docs/git-config",
+        confidence="likely",
+    ),
+    Cause(
+        "resolver",
+        r"No solution found when resolving|SolverProblemError|"
+        r"because .{1,200}depends on .{1,200}version solving failed|"
+        r"we can conclude that .{1,200}requirements are unsatisfiable|ResolutionTooDeep",
+        "no set of releases satisfies all requirements: two of them exclude each other, or none "
+        "has a wheel for this Python or platform",
+        "the lines with \"because\" name the two; loosen one; another Python (uv venv -p 3.11); "
+        "prereleases or an extra index only where they are meant",
+        "没有满足所有依赖的版本组合：其中两者互斥，或没有适合该 Python、平台的 wheel",
+        "“because” 的行指出两者；放宽其一；换 Python（uv venv -p 3.11）；必要时允许预发布或额外索引",
+        "https://docs.astral.sh/uv/concepts/resolution/",
+        confidence="likely",
+    ),
+    Cause(
+        "process-start",
+        r"daemonic processes are not allowed to have children|context has already been set|"
+        r"signal only works in main thread|asyncio\.run\(\) cannot be called from a running|"
+        r"event loop is already running",
+        "a process, signal handler or event loop is started where there may be none: in a data "
+        "loader's worker, a second time, in a thread, or in a notebook",
+        "num_workers=0 inside workers; set_start_method(..., force=True) once under if __name__; "
+        "start it in the main thread; nest_asyncio.apply() or await in a notebook",
+        "在不允许处启动进程、信号处理或事件循环：DataLoader worker 中、第二次、线程中或 notebook 中",
+        "worker 内 num_workers=0；在 if __name__ 下只调用一次 set_start_method(..., "
+        "force=True)；在主线程启动；notebook 中 nest_asyncio.apply() 或 await",
+        "https://docs.python.org/3/library/multiprocessing.html",
+    ),
+    Cause(
+        "opencv",
+        r"error: \(-215:Assertion failed\)|Rebuild the library with Windows, GTK",
+        "OpenCV got an empty image (a wrong path, a video that ended) or, for windows, is the "
+        "headless build",
+        "check the path: cv2.imread returns None without a word; pip uninstall "
+        "opencv-python-headless && pip install opencv-python for imshow",
+        "OpenCV 得到空图像（路径错误、视频结束），或显示窗口时为 headless 版",
+        "检查路径：cv2.imread 失败时只返回 None；imshow 需 pip uninstall opencv-python-headless && "
+        "pip install opencv-python",
+        "https://docs.opencv.org/4.x/",
+        confidence="likely",
+    ),
+    Cause(
+        "no-display",
+        r"could not connect to display|Qt platform plugin|no display name and no \$DISPLAY|"
+        r"cannot open display|libEGL|EGL_NOT_INITIALIZED|GLXBadFBConfig",
+        "a window or an OpenGL context is wanted on a machine without a display",
+        "matplotlib: MPLBACKEND=Agg; QT_QPA_PLATFORM=offscreen; xvfb-run; MUJOCO_GL=egl with "
+        "NVIDIA_DRIVER_CAPABILITIES=all in a container",
+        "在没有显示器的机器上需要窗口或 OpenGL",
+        "matplotlib：MPLBACKEND=Agg；QT_QPA_PLATFORM=offscreen；xvfb-run；容器中 MUJOCO_GL=egl 且 "
+        "NVIDIA_DRIVER_CAPABILITIES=all",
+        "https://matplotlib.org/stable/users/explain/figure/backends.html",
+    ),
+    Cause(
+        "other-framework-gpu",
+        r"Could not load dynamic library 'lib\w+|Unable to initialize backend '(?:cuda|rocm|gpu)'|"
+        r"Cannot dlopen some GPU libraries|Could not find cuda drivers on your machine|"
+        r"TF-TRT Warning: Could not find TensorRT",
+        "TensorFlow or JAX runs on the CPU: it does not find its CUDA libraries (that torch brings "
+        "its own does not help it)",
+        "pip install 'tensorflow[and-cuda]' or 'jax[cuda12]' in an environment of its own; without "
+        "a GPU these lines are harmless",
+        "TensorFlow 或 JAX 运行在 CPU 上：找不到其 CUDA 库（torch 自带的库对其无效）",
+        "在单独环境中 pip install 'tensorflow[and-cuda]' 或 'jax[cuda12]'；无 GPU 时可忽略",
+        "https://www.tensorflow.org/install/pip",
+        confidence="likely",
+    ),
+    Cause(
+        "tensorrt-version",
+        r"serialized with (?:a )?(?:different|newer|older) |Version tag does not match|"
+        r"The engine plan file is (?:not compatible|generated on an incompatible)|engine plan file",
+        "the TensorRT engine was made by another TensorRT or for another GPU",
+        "build the engine again on this machine",
+        "TensorRT engine 由另一版本或为另一 GPU 生成",
+        "在本机重新构建 engine",
+        "https://docs.nvidia.com/deeplearning/tensorrt/latest/",
+    ),
+    Cause(
+        "kernel-died",
+        r"[Kk]ernel (?:appears to have )?died|The kernel for .{1,80} appears to have died|"
+        r"Kernel Restarting",
+        "the notebook's process ended without an error of its own: most often no memory was left, "
+        "or a library crashed",
+        "dmesg | tail for the out-of-memory killer; the same code as a script shows the message; "
+        "python -X faulthandler",
+        "notebook 进程无提示退出：多为内存耗尽或库崩溃",
+        "dmesg | tail 查看 OOM killer；以脚本运行可看到消息；python -X faulthandler",
+        "https://docs.jupyter.org/",
+        confidence="possible",
+    ),
+    Cause(
+        "slurm-ended",
+        r"CANCELLED AT .{0,40}DUE TO (?P<why>NODE FAILURE|PREEMPTION)",
+        "Slurm ended the job: {why}",
+        "--requeue, and checkpoints from which it goes on; after a node failure --exclude=NODE",
+        "Slurm 结束了作业：{why}",
+        "使用 --requeue 并从检查点继续；节点故障后 --exclude=节点",
+        "https://slurm.schedmd.com/sbatch.html",
     ),
 )  # fmt: skip

@@ -180,7 +180,7 @@ CAUSES = (
     ),
     Cause(
         "input-on-cpu",
-        r"\b(?:q|k|v|x|input|qkv|query|tensor|u) must be on CUDA|"
+        r"\b(?:q|k|v|x|input|qkv|query|tensor|u) must be on CUDA|expected input to be on cuda|"
         r"Input, output and indices must be on the current device|"
         r"Placeholder storage has not been allocated on MPS|must be a CUDA tensor|"
         r"Expected all inputs to be on CUDA",
@@ -224,5 +224,58 @@ CAUSES = (
         "消息上一行即该调用；pip show 该库；使用调用方所适配的版本",
         "https://docs.python.org/3/tutorial/datastructures.html",
         confidence="possible",
+    ),
+    Cause(
+        "eval-mode",
+        r"Backward pass is invalid for module in evaluation mode|"
+        r"RNN backward can only be called in training mode",
+        "a module was left in evaluation mode (model.eval(), generation, validation) and is "
+        "trained again",
+        "model.train() after each evaluation; with a wrapped model on the outer one",
+        "模块停留在评估模式（model.eval()、生成、验证）后又被训练",
+        "每次评估后 model.train()；被包装的模型在外层调用",
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html",
+    ),
+    Cause(
+        "generator-device",
+        r"Expected a '(?P<want>\w+)' device type for generator but found '(?P<got>\w+)'",
+        "a random generator of {got} is used for tensors on {want}, often through "
+        "torch.set_default_device or a shuffling DataLoader",
+        "torch.Generator(device=\"{want}\"); DataLoader(generator=torch.Generator(device=\"{want}\")), "
+        "or no default device",
+        "{got} 的随机数生成器被用于 {want} 张量，常因 torch.set_default_device 或打乱的 DataLoader",
+        "torch.Generator(device=\"{want}\")；DataLoader(generator=...)，或不设默认设备",
+        "https://docs.pytorch.org/docs/stable/generated/torch.Generator.html",
+    ),
+    Cause(
+        "ragged-array",
+        r"inhomogeneous shape after|setting an array element with a sequence",
+        "rows of different lengths are made one array, which NumPy refuses since 1.24",
+        "pad or truncate them to one length; dtype=object where a list of rows is meant; "
+        "'numpy<1.24' for old code",
+        "长度不同的行被合成一个数组，NumPy 1.24 起拒绝",
+        "填充或截断为同一长度；确需列表时 dtype=object；旧代码用 'numpy<1.24'",
+        "https://numpy.org/doc/stable/release/1.24.0-notes.html",
+    ),
+    Cause(
+        "text-number",
+        r"could not convert string to float|invalid literal for int\(\) with base",
+        "text stands where a number is read: a heading, an empty cell, a unit, or YAML's 1e-4 "
+        "(which is text: write 1.0e-4)",
+        "the value in the message; skip the heading; float(x) in the config, or 1.0e-4",
+        "应为数字处出现文本：表头、空单元格、单位，或 YAML 的 1e-4（为文本，应写 1.0e-4）",
+        "查看消息中的值；跳过表头；配置中 float(x) 或写 1.0e-4",
+        "https://docs.python.org/3/library/functions.html#float",
+        confidence="likely",
+    ),
+    Cause(
+        "image-nan",
+        r"A tensor with (?:all )?NaNs was produced",
+        "fp16 overflowed in the image model or its VAE",
+        "--no-half-vae, then --no-half or --upcast-sampling; a VAE made for fp16; bf16",
+        "图像模型或其 VAE 中 fp16 溢出",
+        "--no-half-vae，其次 --no-half 或 --upcast-sampling；面向 fp16 的 VAE；bf16",
+        "https://huggingface.co/madebyollin/sdxl-vae-fp16-fix",
+        confidence="likely",
     ),
 )  # fmt: skip
