@@ -42,8 +42,8 @@ def called(above: list[str]) -> str | None:
 
 
 # names that programs give to folders of their own, and no package on the index that is used here has
-_OWN = {"utils", "util", "src", "lib", "libs", "models", "modules", "training", "train", "trainer", "config", "configs", "common",
-        "core", "data", "dataset", "dataloader", "engine", "losses", "networks", "tools", "scripts", "options", "helpers"}  # fmt: skip
+_OWN = {"utils", "util", "src", "lib", "libs", "model", "models", "modules", "config", "configs", "common", "dataloader", "losses",
+        "networks", "tools", "scripts", "options", "helpers"}  # fmt: skip
 
 
 def own_module(root: str, above: list[str]) -> bool:

@@ -21,6 +21,33 @@ _MESSAGE_ENDS = re.compile(
 _MOST = 300
 
 
+# sentences that state a demand, and what follows from it
+_DEMANDS = (
+    (r"(?:[Cc]annot|[Cc]an't|can not) (?:be )?(?:use[d]?|enable[d]?|run|combine[d]?) (?P<this>.{3,80}?) without (?P<that>.{3,80})",
+     "switch {that} on (or give it), or leave {this} out"),
+    (r"(?P<this>.{3,80}?) (?:should|must|has to|needs to) be (?:a multiple of|divisible by) (?P<that>[^,.;]{1,80})",
+     "choose {this} as a multiple of {that} (pad it, or change {that})"),
+    (r"(?P<this>.{3,100}?) (?:is|are) (?:currently |still )?(?:not|un)[ -]?(?:yet )?(?:supported|compatible|implemented|available) "
+     r"(?:with|for|on|in|by|when|without) (?P<that>.{2,100})",
+     "leave {this} out, or change {that}; a newer release may have both"),
+    (r"(?P<this>.{3,80}?) (?:does not|doesn't|do not) (?:yet )?(?:support|work with|accept) (?P<that>.{2,100})",
+     "go without {that}, or without {this}; a newer release may have both"),
+    (r"(?P<this>.{3,80}?) only (?:supports?|works? (?:with|on|for)|accepts?|allows?) (?P<that>.{2,100})",
+     "give it {that}, or use another than {this}"),
+    (r"(?P<this>.{3,80}?) requires? (?P<that>.{2,100})", "give it {that}: install, set or choose that"),
+    (r"(?P<this>.{2,80}?) (?:must|should|has to|needs to) (?:be|have|match|equal|contain) (?P<that>.{2,100})",
+     "make {this} so: {that}"),
+    (r"[Ee]xpected (?P<that>.{2,80}?),? (?:but )?(?:got|found|received) (?P<this>.{1,80})", "give {that} instead of {this}"),
+)  # fmt: skip
+
+
+def _demand(sentence: str) -> str | None:
+    for pattern, advice in _DEMANDS:
+        if match := re.match(pattern, sentence):
+            return advice.format(this=match["this"].strip(" ,:"), that=match["that"].strip(" .,:"))
+    return None
+
+
 def statement_and_advice(line: str, below: list[str]) -> tuple[str, str] | None:
     """What the message says is wrong, and what it says to do; None: it says nothing to do."""
     words = re.sub(
@@ -31,11 +58,13 @@ def statement_and_advice(line: str, below: list[str]) -> tuple[str, str] | None:
             break
         words += " " + following.strip()
     sentences = [one.strip() for one in re.split(r"(?<=[.!?;])\s+(?=[A-Z`'\"(\[])|\s+-\s+", words) if one.strip()]
-    advice = [one for one in sentences if _ADVICE.search(one) and not _IDLE.search(one)]
+    advice = [one for one in sentences if (_ADVICE.search(one) or _demand(one)) and not _IDLE.search(one)]
     if not advice or len(words.split()) < 4:
         return None
     rest = [one for one in sentences if one not in advice]
-    return _cut(" ".join(rest) or advice[0]), _cut(" ".join(advice[:3]))
+    if not rest:
+        return _cut(advice[0]), _cut(_demand(advice[0]) or " ".join(advice[:3]))
+    return _cut(" ".join(rest)), _cut(" ".join(advice[:3]))
 
 
 def _cut(words: str) -> str:

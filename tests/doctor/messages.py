@@ -145,4 +145,5 @@ MESSAGES = [
     ("tensorrt-version", 'The engine plan file is generated on an incompatible device, expecting compute 8.6 got compute 8.9'),
     ("kernel-died", 'The kernel appears to have died. It will restart automatically.'),
     ("slurm-ended", 'slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2024-01-01T00:00:00 DUE TO PREEMPTION ***'),
+    ("argument-without-value", 'error: argument --num_cpu_threads_per_process: expected one argument'),
 ]

@@ -79,7 +79,7 @@ COVERS |= {
     "shape-mismatch": {"matrix-sizes", "loss-targets", "not-contiguous", "channels", "scatter-dtype"},
     "fsdp-wrapping": {"fsdp-mixed-grad", "fsdp-layer-class"},
     "no-kernel-image": {"rocm-arch"},
-    "script-arguments": {"notebook-arguments", "arguments-missing"},
+    "script-arguments": {"notebook-arguments", "arguments-missing", "argument-without-value"},
     "deepspeed-settings": {"zero-offload-optimizer"},
     "missing-key": {"weights-of-another-class"},
     "pip-conflict": {"resolver"},
@@ -98,12 +98,17 @@ COVERS |= {
     "trainer-columns": {"no-labels"},
 }
 COVERS["object-attribute"] = {"remote-code-newer-transformers", "cpu-adam-build"}
-COVERS["module-missing"] |= {"vllm-extension", "own-module-path"}
+COVERS["module-missing"] |= {"vllm-extension", "own-module-path", "submodule-missing"}
+COVERS["submodule-missing"] = (COVERS["module-missing"] - {"submodule-missing"}) | {"distutils-gone"}
+COVERS["library-package"] = COVERS["shared-library"] | {"bitsandbytes-override"}
+COVERS["shared-library"] |= {"library-package"}
+COVERS["undefined-symbol-other"] = {"symbol-library"}
+COVERS["bitsandbytes-library"] = {"bitsandbytes-override"}
 COVERS["weights-only"] = {"checkpoint-broken"}
 COVERS["undeclared-name"] = {"headers-of-another-release"}
 COVERS["headers-of-another-release"] = {"torch-api-changed", "cython-version", "cuda-older-than-source", "thc-removed"}
 for _name in (
-    "call-signature", "import-name", "module-attribute", "module-missing", "object-attribute", "torch-attribute",
+    "call-signature", "import-name", "module-attribute", "module-missing", "submodule-missing", "object-attribute", "torch-attribute",
     "triton-version", "numpy-names", "python-older",
 ):  # fmt: skip
     COVERS[_name] = COVERS.get(_name, set()) | _INTERFACES

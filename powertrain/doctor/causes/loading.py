@@ -1,10 +1,23 @@
 """A built extension, or a package, does not load."""
 
-from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.library_names import library_of_symbol, package_of_library
 
 _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 _TORCH = "https://github.com/pytorch/pytorch/issues/"
+
+
+def _package(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+    file = groups.get("library") or groups.get("dylib") or groups.get("needed") or ""
+    get = package_of_library(file)
+    return None if get is None else {"get": get}
+
+
+def _defining(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+    other = library_of_symbol(groups["symbol"])
+    return None if other is None else {"other": other}
+
 
 CAUSES = (
     Cause(
@@ -217,6 +230,16 @@ CAUSES = (
         "https://huggingface.co/docs/bitsandbytes/main/en/errors",
     ),
     Cause(
+        "bitsandbytes-override",
+        r"BNB_CUDA_VERSION=?(?P<cuda>\d*) environment variable detected",
+        "BNB_CUDA_VERSION={cuda} makes bitsandbytes load its library of that CUDA, which it may not have",
+        "unset BNB_CUDA_VERSION (also in .bashrc); pip install --upgrade bitsandbytes",
+        "BNB_CUDA_VERSION={cuda} 使 bitsandbytes 加载该 CUDA 的库，而它可能没有",
+        "unset BNB_CUDA_VERSION（包括 .bashrc 中）；pip install --upgrade bitsandbytes",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1180",
+        also=r"Could not find the bitsandbytes|cannot open shared object|Could not load bitsandbytes",
+    ),
+    Cause(
         "bitsandbytes-library",
         r"libbitsandbytes_cuda(?P<cuda>\d+)\w*\.so: cannot open shared|Could not find the bitsandbytes CUDA binary at|"
         r"Required library version not found: libbitsandbytes_cuda|CUDA Setup failed despite (?:GPU|"
@@ -390,6 +413,18 @@ CAUSES = (
         confidence="likely",
     ),
     Cause(
+        "submodule-missing",
+        r"No module named '?(?P<package>\w{1,60})\.(?P<inner>[\w.]{1,80})",
+        "{package} is installed, but its release has no {inner}: it is older or newer than the code was written for",
+        "the release of {package} that the code's requirements name (pip show {package}); pip install --upgrade {package} if "
+        "they name none; a file or folder of your own called {package} hides the real one",
+        "已安装 {package}，但其版本没有 {inner}：比代码所适配的旧或新",
+        "安装代码的 requirements 所要求的 {package} 版本（pip show {package}）；没有要求时 pip install --upgrade {package}；"
+        "名为 {package} 的自有文件或目录会遮蔽它",
+        "https://docs.python.org/3/library/exceptions.html#ModuleNotFoundError",
+        confidence="likely",
+    ),
+    Cause(
         "module-missing",
         r"(?:(?:ModuleNotFound|Import)Error: |^)No module named '?(?P<module>[\w.]{1,80})",
         "{module} is not installed in the Python that runs here, though it may be in another; pip builds in one of "
@@ -420,6 +455,19 @@ CAUSES = (
         "https://github.com/facebookresearch/pytorch3d/issues/1259",
     ),
     Cause(
+        "library-package",
+        r"(?P<library>lib[\w+.-]{1,60}\.so[.\d]*): cannot open shared object file|"
+        r"Library not loaded: \S{0,200}?(?P<dylib>lib[\w+.-]{1,60}\.dylib)|error while loading shared libraries: "
+        r"(?P<needed>[\w+.-]{1,60}):",
+        "{library}{dylib}{needed} is not installed, or not where the loader looks",
+        "{get}; where it is there: add its folder to LD_LIBRARY_PATH (find / -name '{library}{dylib}{needed}*')",
+        "没有安装 {library}{dylib}{needed}，或加载器不在其目录中查找",
+        "{get}；若已存在：将其目录加入 LD_LIBRARY_PATH（find / -name '{library}{dylib}{needed}*'）",
+        "https://man7.org/linux/man-pages/man8/ld.so.8.html",
+        derive=_package,
+        derives=("get",),
+    ),
+    Cause(
         "shared-library",
         r"(?P<library>lib[\w+-]{1,60}\.so[.\d]*): cannot open shared object file",
         "{library} is not installed, or not where the loader looks",
@@ -427,6 +475,20 @@ CAUSES = (
         "没有安装 {library}，或加载器不在其目录中查找",
         "find / -name '{library}*' 2>/dev/null；将其目录加入 LD_LIBRARY_PATH，或安装包含它的包",
         "https://man7.org/linux/man-pages/man8/ld.so.8.html",
+    ),
+    Cause(
+        "symbol-library",
+        r"(?<![\w.+-])(?=[\w.+-]{0,200}\.so)(?P<library>[\w.+-]+): undefined symbol: (?P<symbol>\w+)",
+        "another {other} is loaded first than the one {library} was built with, or none: {symbol} is missing",
+        "unset LD_LIBRARY_PATH; install {other} and {library} from one source (all conda or all pip) and of one date; "
+        "LD_PRELOAD of the right {other} for now; ldd names the one that is found",
+        "先加载的 {other} 不是编译 {library} 时所用的，或没有：缺少 {symbol}",
+        "unset LD_LIBRARY_PATH；{other} 与 {library} 从同一来源（全部 conda 或全部 pip）安装同期版本；可先用 LD_PRELOAD 指定"
+        "正确的 {other}；ldd 显示实际找到的",
+        "https://github.com/pytorch/pytorch/issues/7758",
+        confidence="likely",
+        derive=_defining,
+        derives=("other",),
     ),
     Cause(
         "undefined-symbol-other",

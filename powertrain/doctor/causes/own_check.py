@@ -14,7 +14,7 @@ CAUSES = (
         "own-check",
         r"(?:Error|Exception)\b: |what\(\): |Error response from daemon: |\berror: |\bERROR:? ",
         "a check of the program itself ended it: {statement}",
-        "in its own words: {advice}",
+        "as the message has it: {advice}",
         "程序自身的检查使其退出：{statement}",
         "程序的提示：{advice}",
         "https://docs.python.org/3/library/exceptions.html",

@@ -544,4 +544,15 @@ CAUSES = (
         "使用 --requeue 并从检查点继续；节点故障后 --exclude=节点",
         "https://slurm.schedmd.com/sbatch.html",
     ),
+    Cause(
+        "argument-without-value",
+        r"argument (?P<option>-\S{1,80}): expected (?:one|at least one|\d+) arguments?",
+        "{option} was given without its value: another option or the end of the line follows it, "
+        "or the value begins with a dash",
+        "the value right after it: {option}=VALUE (with = where it begins with a dash); an empty "
+        "shell variable leaves nothing there: echo the command",
+        "{option} 没有值：其后是另一选项或行尾，或值以横线开头",
+        "紧跟其值：{option}=值（值以横线开头时用 =）；空的 shell 变量会导致此问题：先 echo 命令",
+        "https://docs.python.org/3/library/argparse.html",
+    ),
 )  # fmt: skip

@@ -173,7 +173,7 @@ CAUSES = (
         "dtype-mismatch",
         r"Expected tensor for argument .{1,60} scalar type|Expected query, key, and value to have the same dtype|"
         r"expected scalar type \w+ but found \w+|must have the same dtype|"
-        r"should be the same or input should be a MKLDNN tensor|"
+        r"should be the same or input should be a MKLDNN tensor|Input type .{1,60} type .{1,60} should be the same|"
         r"mat1 and mat2 (?:must|to) have the same dtype",
         "two tensors of one operation have different dtypes: a part of the model or an input was not cast",
         "torch.autocast around the call, or .to(dtype) on inputs and on layers that were added after loading",
