@@ -2,9 +2,9 @@
 
     python scripts/api_history.py trl=~/src/trl peft=~/src/peft transformers=~/wheels
 
-Each argument is a package and a git clone with its tags, or a folder of its wheels. Sources are parsed, not imported; of
-each minor version the first release is read. Kept are only names that some release has and another has not. Packages that
-are not given stay in the file as they are.
+Each argument is a package and a git clone with its tags, or a folder of its wheels. Sources are parsed, not imported;
+of each minor version the first release is read. Kept are only names that some release has and another has not.
+Packages that are not given stay in the file as they are.
 """
 
 import ast
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,10 +39,12 @@ SKIPPED = re.compile(
 )
 # methods that others call or override, whose parameters are kept
 METHODS = {
-    "__call__", "compute_loss", "create_optimizer", "evaluate", "evaluation_loop", "forward", "from_pretrained", "generate",
+    "__call__", "compute_loss", "create_optimizer", "evaluate", "evaluation_loop", "forward", "from_pretrained",
+    "generate",
     "load_checkpoint", "log", "map", "prediction_step", "prepare", "push_to_hub", "save_checkpoint", "save_model",
     "save_pretrained", "train", "training_step", "_save_checkpoint", "_maybe_log_save_evaluate",
 }  # fmt: skip
+MANY = 200
 # of a model's file only the names of its classes are kept: there are too many to keep what is inside them
 MODELS = re.compile(r"^transformers/models/(?!auto/)|^diffusers/(?:pipelines|models|schedulers)/")
 
@@ -74,8 +77,28 @@ def _history(package: str, place: Path) -> dict[str, object]:
     for index, (_, facts) in enumerate(seen):
         for name in facts:
             names.setdefault(name, [index, index])[1] = index
-    changed = {name: ends for name, ends in names.items() if ends != [0, last] and ends != names.get(_owner(name))}
+    gone = Counter(ends[1] for name, ends in names.items() if name.startswith("export "))
+    # a release in which hundreds of exports end lists them in another way
+    relisted = {name for name, ends in names.items() if name.startswith("export ") and gone[ends[1]] > MANY}
+    defined = {name for name in names if name.startswith("export ") and names.get(name[7:], [0, last]) != [0, last]}
+    changed = {
+        name: ends
+        for name, ends in names.items()
+        if ends != [0, last] and ends != names.get(_owner(name)) and not _private(name)
+    }
+    changed = {name: ends for name, ends in changed.items() if name not in relisted | defined}
     return {"versions": [str(version) for version, _ in seen], "names": dict(sorted(changed.items()))}
+
+
+def _private(name: str) -> bool:
+    """An underscore's attribute or parameter: only those of trainers are used from outside."""
+    owner, *rest = re.split(r"[.(]", name)
+    return (
+        bool(rest)
+        and not name.startswith(("module ", "export "))
+        and rest[-1].startswith("_")
+        and not owner.endswith(("Trainer", "Accelerator"))
+    )
 
 
 def _owner(name: str) -> str:
@@ -142,7 +165,7 @@ def _facts(package: str, files: Files, read: dict[str, Facts]) -> set[str]:
 
 
 def _of_file(package: str, path: str, text: bytes) -> Iterator[str]:
-    """ "module x.y", "name" (of a module's top level), "export name", "Class.attribute", "Class(parameter)", "Class.method(parameter)"."""
+    """Names as "module x.y", "name" (at a module's top level), "export name", "Class.attribute", "Class(parameter)"."""
     module = ".".join(
         [package, *path.removesuffix(".py").removesuffix("/__init__").removesuffix("__init__").split("/")]
     )
@@ -157,8 +180,7 @@ def _of_file(package: str, path: str, text: bytes) -> Iterator[str]:
         yield from (f"export {name}" for name in _exported(tree))
     shallow = bool(MODELS.search(f"{package}/{path}"))
     for node in _statements(tree.body):
-        for name in _defined(node):
-            yield name
+        yield from _defined(node)
         if isinstance(node, ast.ClassDef) and not shallow:
             yield from _of_class(node)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not shallow:
@@ -166,8 +188,10 @@ def _of_file(package: str, path: str, text: bytes) -> Iterator[str]:
 
 
 def _exported(tree: ast.Module) -> Iterator[str]:
-    """Names that the package itself has: imported there, or listed for a lazy import (lists of models are left out: newer
-    releases make them from the files)."""
+    """Names that the package itself has: imported there, or listed for a lazy import.
+
+    Lists of models are left out: newer releases make them from the files.
+    """
     for node in _statements(tree.body):
         if isinstance(node, ast.ImportFrom):
             yield from (alias.asname or alias.name for alias in node.names)

@@ -74,13 +74,13 @@ class Diagnosis:
 def diagnose(text: "str | bytes | Log") -> list[Diagnosis]:
     """Every known cause in a text, root causes first; empty: none is known. 100 MB take seconds.
 
-    Where one explains it, those that only name a symptom (Cause.confidence "possible") are left out, and those that only
-    repeat a message (Cause.fallback).
+    Where one explains it, those that only name a symptom (Cause.confidence "possible") are left out, and those that
+    only repeat a message (Cause.fallback).
     """
     log = text if isinstance(text, Log) else Log(text)
     diagnoses = [one for cause in CAUSES if (one := _search(cause, log))]
     named = [one for one in diagnoses if one.cause.confidence != "possible" and not one.cause.fallback]
-    diagnoses = named or [one for one in diagnoses if one.cause.fallback][:1] or diagnoses[:1]
+    diagnoses = named or diagnoses[:1]
     # what only a warning shows did not end the run
     diagnoses.sort(key=lambda one: bool(_WARNING.search(one.evidence)))
     names = {diagnosis.cause.name for diagnosis in diagnoses}

@@ -41,9 +41,28 @@ def called(above: list[str]) -> str | None:
     return None
 
 
+def packages(above: list[str]) -> list[str]:
+    """The packages of the frames in these lines, outermost first, each once in a row; Python's own are left out."""
+    found: list[str] = []
+    for line in above:
+        match = _FRAME.search(line)
+        package = match and _PACKAGE.search(match["python"] or match["ipython"] or match["rich"])
+        if package and found[-1:] != [package["package"]]:
+            found.append(package["package"])
+    return found
+
+
+def remote_code(above: list[str]) -> bool:
+    """Whether the last frame is of code that a model brought along."""
+    last = next((line for line in reversed(above) if _FRAME.search(line)), "")
+    return "transformers_modules" in last
+
+
 # names that programs give to folders of their own, and no package on the index that is used here has
-_OWN = {"utils", "util", "src", "lib", "libs", "model", "models", "modules", "config", "configs", "common", "dataloader", "losses",
-        "networks", "tools", "scripts", "options", "helpers"}  # fmt: skip
+_OWN = {
+    "utils", "util", "src", "lib", "libs", "model", "models", "modules", "config", "configs", "common", "dataloader",
+    "losses", "networks", "tools", "scripts", "options", "helpers",
+}  # fmt: skip
 
 
 def own_module(root: str, above: list[str]) -> bool:

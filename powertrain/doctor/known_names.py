@@ -1,7 +1,7 @@
 """Names that came to, or left, libraries whose releases are not in api_history.json, with the release of the change.
 
-A row: (package on the index, dotted name, "+" added or "-" removed, release of the change, what to use instead). A name that
-ends with "." stands for all that is inside it; "f(x)" is the parameter x of f. From the libraries' release notes.
+A row: (package on the index, dotted name, "+" added or "-" removed, release of the change, what to use instead). A name
+that ends with "." stands for all that is inside it; "f(x)" is the parameter x of f. From the libraries' release notes.
 """
 
 ROWS: tuple[tuple[str, str, str, str, str], ...] = (
@@ -96,6 +96,7 @@ ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("torch", "torch._scaled_mm", "+", "2.1", ""),
     ("torch", "torch.xpu", "+", "2.3", "intel_extension_for_pytorch"),
     ("torch", "torch.optim.Muon", "+", "2.9", ""),
+    ("transformers", "transformers.TRANSFORMERS_CACHE", "-", "5.0", "huggingface_hub.constants.HF_HUB_CACHE"),
     ("torchvision", "torchvision.transforms.functional_tensor", "-", "0.17", "torchvision.transforms.functional"),
     ("torchvision", "torchvision.models.utils", "-", "0.13", "torch.hub.load_state_dict_from_url"),
     ("torchvision", "torchvision.transforms.v2", "+", "0.15", ""),
@@ -214,6 +215,9 @@ ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("pyarrow", "pyarrow.PyExtensionType", "-", "21", "pyarrow.ExtensionType"),
     ("pyarrow", "pyarrow.lib.IpcReadOptions", "+", "3.0 (restart the notebook after an upgrade)", ""),
     ("fsspec", "url_to_fs(expand)", "-", "2023.12", ""),
+    ("lightning", "pytorch_lightning.strategies", "+", "1.6", "pytorch_lightning.plugins"),
+    ("lightning", "pytorch_lightning.utilities.rank_zero", "+", "1.7", "pytorch_lightning.utilities.distributed"),
+    ("lightning", "pytorch_lightning.callbacks.progress", "-", "2.0", "pytorch_lightning.callbacks.TQDMProgressBar"),
     ("lightning", "pytorch_lightning.utilities.distributed", "-", "2.0", "pytorch_lightning.utilities.rank_zero"),
     ("lightning", "pytorch_lightning.plugins.DDPPlugin", "-", "1.8", "pytorch_lightning.strategies.DDPStrategy"),
     ("lightning", "pytorch_lightning.metrics", "-", "1.5", "torchmetrics"),

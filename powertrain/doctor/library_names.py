@@ -13,40 +13,67 @@ _PACKAGES: tuple[tuple[str, str], ...] = (
     (r"libsndfile", "apt install libsndfile1"),
     (r"libsox", "apt install libsox-dev sox"),
     (r"libportaudio", "apt install libportaudio2"),
-    (r"libav\w+|libsw\w+", "apt install ffmpeg, of the release that the caller was built for (conda install -c conda-forge ffmpeg)"),
+    (
+        r"libav\w+|libsw\w+",
+        "apt install ffmpeg, of the release that the caller was built for (conda install -c conda-forge ffmpeg)",
+    ),
     (r"libiomp5", "pip install intel-openmp, or conda install intel-openmp"),
     (r"libgomp", "apt install libgomp1"),
     (r"libmkl_", "pip install mkl, or conda install mkl, of the release that torch was built with"),
     (r"libopenblas|liblapack|libblas", "apt install libopenblas0 (conda install openblas)"),
     (r"libgfortran", "apt install libgfortran5 (conda install libgfortran-ng)"),
-    (r"libnvToolsExt", "pip install nvidia-nvtx-cu12 (CUDA 13 has none: a newer build of the caller), or conda install -c nvidia cuda-nvtx"),
+    (
+        r"libnvToolsExt",
+        "pip install nvidia-nvtx-cu12 (CUDA 13 has none: a newer build of the caller), or conda install -c nvidia cuda-nvtx",
+    ),
     (r"libcupti", "pip install nvidia-cuda-cupti-cu12"),
     (r"libcusparseLt", "pip install nvidia-cusparselt-cu12"),
     (r"libcufile", "pip install nvidia-cufile-cu12"),
     (r"libnvshmem", "pip install nvidia-nvshmem-cu12"),
     (r"libnccl", "pip install nvidia-nccl-cu12"),
     (r"libnvinfer|libnvonnxparser", "pip install tensorrt, of the release that the caller was built for"),
-    (r"libmpi|libopen-rte|libopen-pal", "the MPI it was built with: apt install libopenmpi-dev, conda install openmpi, or module load openmpi"),
+    (
+        r"libmpi|libopen-rte|libopen-pal",
+        "the MPI it was built with: apt install libopenmpi-dev, conda install openmpi, or module load openmpi",
+    ),
     (r"libibverbs|librdmacm|libmlx5", "apt install libibverbs1 librdmacm1 (rdma-core)"),
     (r"libuc[psmt]\w*\.", "the UCX it was built with: apt install libucx0, or unset LD_LIBRARY_PATH of another"),
     (r"libnuma", "apt install libnuma1"),
     (r"libaio", "apt install libaio1 (libaio-dev to build)"),
     (r"libtbb", "pip install tbb, or apt install libtbb12"),
-    (r"libssl\.so\.1|libcrypto\.so\.1", "OpenSSL 1.1, which newer systems do not have: a newer build of the caller, or conda install openssl=1.1.1"),
+    (
+        r"libssl\.so\.1|libcrypto\.so\.1",
+        "OpenSSL 1.1, which newer systems do not have: a newer build of the caller, or conda install openssl=1.1.1",
+    ),
     (r"libssl|libcrypto", "apt install libssl3"),
-    (r"libpython(?P<version>3\.\d+)", "apt install libpython3.x of that version; conda: export LD_LIBRARY_PATH=$CONDA_PREFIX/lib"),
+    (
+        r"libpython(?P<version>3\.\d+)",
+        "apt install libpython3.x of that version; conda: export LD_LIBRARY_PATH=$CONDA_PREFIX/lib",
+    ),
     (r"libffi", "conda install libffi, or apt install libffi8"),
     (r"libtinfo|libncurses", "apt install libtinfo6 libncurses6"),
     (r"libstdc\+\+", "apt install libstdc++6 (conda install -c conda-forge libstdcxx-ng)"),
-    (r"libjpeg|libpng|libwebp", "apt install libjpeg-turbo8 libpng16-16 libwebp7, or the torchvision wheel of this torch"),
-    (r"libamdhip|librocblas|libroctx|libhsa|libMIOpen|librccl|libhip", "the ROCm release that torch was built for; or a CUDA build of torch on an NVIDIA GPU"),
+    (
+        r"libjpeg|libpng|libwebp",
+        "apt install libjpeg-turbo8 libpng16-16 libwebp7, or the torchvision wheel of this torch",
+    ),
+    (
+        r"libamdhip|librocblas|libroctx|libhsa|libMIOpen|librccl|libhip",
+        "the ROCm release that torch was built for; or a CUDA build of torch on an NVIDIA GPU",
+    ),
     (r"libtensorflow", "the TensorFlow release that the caller was built for"),
     (r"libarrow|libparquet", "pip install --force-reinstall pyarrow (one release, from pip or conda)"),
-    (r"libc\.musl|ld-linux", "an image with glibc (Debian, Ubuntu) of this CPU's kind: Alpine does not run these wheels"),
+    (
+        r"libc\.musl|ld-linux",
+        "an image with glibc (Debian, Ubuntu) of this CPU's kind: Alpine does not run these wheels",
+    ),
     (r"libz\.|liblzma|libbz2|libzstd", "apt install zlib1g liblzma5 libbz2-1.0 libzstd1"),
     (r"libuv", "conda install libuv"),
-    (r"libcu(?:rand|dart|blas|sparse|solver|fft)|libnvrtc|libnppi", "the CUDA release of its number: a build of the caller for torch's CUDA"),
-)  # fmt: skip
+    (
+        r"libcu(?:rand|dart|blas|sparse|solver|fft)|libnvrtc|libnppi",
+        "the CUDA release of its number: a build of the caller for torch's CUDA",
+    ),
+)
 
 # beginnings of symbols, and the library that defines them
 _SYMBOLS: tuple[tuple[str, str], ...] = (
@@ -77,7 +104,7 @@ _SYMBOLS: tuple[tuple[str, str], ...] = (
     (r"inflate|deflate|crc32|adler32", "zlib"),
     (r"g_\w+|_ZN?K?4Glib", "GLib"),
     (r"_ZN?K?4fmt|_ZN?K?6spdlog", "fmt or spdlog"),
-)  # fmt: skip
+)
 
 
 def package_of_library(file: str) -> str | None:

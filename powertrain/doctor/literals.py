@@ -15,7 +15,7 @@ _PIECE = 1 << 22
 class Trigrams:
     """The sequences of three bytes in a text: without all of a literal's, the text does not hold it.
 
-    One pass over the text replaces a search for each of a thousand literals. A small text has no table: it may hold all.
+    One pass over the text replaces a search for each of a thousand literals. A small text has no table.
     """
 
     def __init__(self, data: bytes) -> None:

@@ -3,7 +3,8 @@
 import re
 
 _ADVICE = re.compile(
-    r"\b(?:please|try|use|using|set|pass|install|run|consider|make sure|ensure|upgrade|downgrade|update|specify|provide|add|"
+    r"\b(?:please|try|use|using|set|pass|install|run|consider|make sure|ensure|upgrade|downgrade|"
+    r"update|specify|provide|add|"
     r"remove|disable|enable|change|switch|reduce|increase|decrease|check|you (?:must|should|need|can|may|have|might)|"
     r"instead|did you mean|needs? to be|has to be|must be|should be|pip install|available:|choose|one of|supported)\b",
     re.I,
@@ -16,18 +17,21 @@ _IDLE = re.compile(
     re.I,
 )
 _MESSAGE_ENDS = re.compile(
-    r"^\s*$|^\s*File \"|^Traceback|^During handling|^The above|^\s*\[rank\d|^\s*at |^E\d{4} |^\d{4}-|^\[?(?:INFO|WARN)|^\W+$"
+    r"^\s*$|^\s*File \"|^Traceback|^During handling|^The above|^\s*\[rank\d|^\s*at |^E\d{4} |"
+    r"^\d{4}-|^\[?(?:INFO|WARN)|^\W+$"
 )
 _MOST = 300
 
 
 # sentences that state a demand, and what follows from it
 _DEMANDS = (
-    (r"(?:[Cc]annot|[Cc]an't|can not) (?:be )?(?:use[d]?|enable[d]?|run|combine[d]?) (?P<this>.{3,80}?) without (?P<that>.{3,80})",
+    (r"(?:[Cc]annot|[Cc]an't|can not) (?:be )?(?:use[d]?|enable[d]?|run|"
+    r"combine[d]?) (?P<this>.{3,80}?) without (?P<that>.{3,80})",
      "switch {that} on (or give it), or leave {this} out"),
     (r"(?P<this>.{3,80}?) (?:should|must|has to|needs to) be (?:a multiple of|divisible by) (?P<that>[^,.;]{1,80})",
      "choose {this} as a multiple of {that} (pad it, or change {that})"),
-    (r"(?P<this>.{3,100}?) (?:is|are) (?:currently |still )?(?:not|un)[ -]?(?:yet )?(?:supported|compatible|implemented|available) "
+    (r"(?P<this>.{3,100}?) (?:is|are) (?:currently |still )?(?:not|un)[ -]?(?:yet )?(?:supported|"
+    r"compatible|implemented|available) "
      r"(?:with|for|on|in|by|when|without) (?P<that>.{2,100})",
      "leave {this} out, or change {that}; a newer release may have both"),
     (r"(?P<this>.{3,80}?) (?:does not|doesn't|do not) (?:yet )?(?:support|work with|accept) (?P<that>.{2,100})",
@@ -37,7 +41,8 @@ _DEMANDS = (
     (r"(?P<this>.{3,80}?) requires? (?P<that>.{2,100})", "give it {that}: install, set or choose that"),
     (r"(?P<this>.{2,80}?) (?:must|should|has to|needs to) (?:be|have|match|equal|contain) (?P<that>.{2,100})",
      "make {this} so: {that}"),
-    (r"[Ee]xpected (?P<that>.{2,80}?),? (?:but )?(?:got|found|received) (?P<this>.{1,80})", "give {that} instead of {this}"),
+    (r"[Ee]xpected (?P<that>.{2,80}?),? (?:but )?(?:got|found|received) (?P<this>.{1,80})",
+     "give {that} instead of {this}"),
 )  # fmt: skip
 
 
@@ -62,8 +67,10 @@ def statement_and_advice(line: str, below: list[str]) -> tuple[str, str] | None:
     if not advice or len(words.split()) < 4:
         return None
     rest = [one for one in sentences if one not in advice]
+    if not rest and (_demand(advice[0]) is None or re.match(r"\w+\(\)|\[Errno", advice[0])):
+        return None
     if not rest:
-        return _cut(advice[0]), _cut(_demand(advice[0]) or " ".join(advice[:3]))
+        return _cut(advice[0]), _cut(_demand(advice[0]) or "")
     return _cut(" ".join(rest)), _cut(" ".join(advice[:3]))
 
 

@@ -75,6 +75,13 @@ def lacking_parameter(function: str, name: str, text: str) -> Change | None:
     return _known(asked) or _anywhere(asked, text) or (_anywhere(short, text) if short != asked else None)
 
 
+def package_of_class(name: str) -> str | None:
+    """The one package whose history has a class or function of that name."""
+    owners = re.compile(rf"{re.escape(name)}(?:[.(]|$)")
+    found = [package for package, history in _history().items() if any(map(owners.match, history["names"]))]
+    return found[0] if len(found) == 1 else None
+
+
 def _known(name: str) -> Change | None:
     row = _rows().get(name) or next((row for row in ROWS if row[1].endswith(".") and name.startswith(row[1])), None)
     if row is None:

@@ -57,9 +57,11 @@ CAUSES = (
     *launching.CAUSES,
     *training.CAUSES,
     *programs.CAUSES,
+    *interfaces.GENERAL,
     *tensors.CAUSES,
-    *system.CAUSES,
     *own_check.CAUSES,
+    *system.CAUSES,
+    *interfaces.LAST,
     *stops.CAUSES,
 )
 

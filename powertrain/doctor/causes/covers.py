@@ -97,7 +97,8 @@ COVERS |= {
     "text-encoding": {"checkpoint-broken"},
     "trainer-columns": {"no-labels"},
 }
-COVERS["object-attribute"] = {"remote-code-newer-transformers", "cpu-adam-build"}
+COVERS["missing-key"] = {"weights-of-another-class", "remote-code-other-release"}
+COVERS["object-attribute"] = {"remote-code-other-release", "remote-code-newer-transformers"}
 COVERS["module-missing"] |= {"vllm-extension", "own-module-path", "submodule-missing"}
 COVERS["submodule-missing"] = (COVERS["module-missing"] - {"submodule-missing"}) | {"distutils-gone"}
 COVERS["library-package"] = COVERS["shared-library"] | {"bitsandbytes-override"}
@@ -108,7 +109,10 @@ COVERS["weights-only"] = {"checkpoint-broken"}
 COVERS["undeclared-name"] = {"headers-of-another-release"}
 COVERS["headers-of-another-release"] = {"torch-api-changed", "cython-version", "cuda-older-than-source", "thc-removed"}
 for _name in (
-    "call-signature", "import-name", "module-attribute", "module-missing", "submodule-missing", "object-attribute", "torch-attribute",
-    "triton-version", "numpy-names", "python-older",
+    "call-signature", "import-name", "module-attribute", "module-missing", "submodule-missing",
+    "object-attribute", "torch-attribute",
+    "triton-version", "python-older",
 ):  # fmt: skip
     COVERS[_name] = COVERS.get(_name, set()) | _INTERFACES
+COVERS["library-newer"] = {"numpy-names", "pkg-resources", "setuptools-version", "pydantic-version", "distutils-gone"}
+COVERS["python-dropped"] = {"distutils-gone"}

@@ -68,7 +68,7 @@ CAUSES = (
     ),
     Cause(
         "dataset-split",
-        r"BuilderConfig '?[\w.-]{1,80}'? not found|Unknown split \\x22?\w+|corresponds to no data|"
+        r"BuilderConfig '?[\w.-]{1,80}'? not found|Unknown split .?\w+|corresponds to no data|"
         r"Config name is missing|Bad split: ",
         "the data set has no such configuration or split, or it is empty",
         "the name or split that the message lists; get_dataset_config_names(id), "

@@ -416,10 +416,12 @@ CAUSES = (
         "submodule-missing",
         r"No module named '?(?P<package>\w{1,60})\.(?P<inner>[\w.]{1,80})",
         "{package} is installed, but its release has no {inner}: it is older or newer than the code was written for",
-        "the release of {package} that the code's requirements name (pip show {package}); pip install --upgrade {package} if "
+        "the release of {package} that the code's requirements name (pip show {package}); pip "
+        "install --upgrade {package} if "
         "they name none; a file or folder of your own called {package} hides the real one",
         "已安装 {package}，但其版本没有 {inner}：比代码所适配的旧或新",
-        "安装代码的 requirements 所要求的 {package} 版本（pip show {package}）；没有要求时 pip install --upgrade {package}；"
+        "安装代码的 requirements 所要求的 {package} 版本（pip show {package}）；没有要求时 pip "
+        "install --upgrade {package}；"
         "名为 {package} 的自有文件或目录会遮蔽它",
         "https://docs.python.org/3/library/exceptions.html#ModuleNotFoundError",
         confidence="likely",
@@ -483,7 +485,8 @@ CAUSES = (
         "unset LD_LIBRARY_PATH; install {other} and {library} from one source (all conda or all pip) and of one date; "
         "LD_PRELOAD of the right {other} for now; ldd names the one that is found",
         "先加载的 {other} 不是编译 {library} 时所用的，或没有：缺少 {symbol}",
-        "unset LD_LIBRARY_PATH；{other} 与 {library} 从同一来源（全部 conda 或全部 pip）安装同期版本；可先用 LD_PRELOAD 指定"
+        "unset LD_LIBRARY_PATH；{other} 与 {library} 从同一来源（全部 conda 或全部 "
+        "pip）安装同期版本；可先用 LD_PRELOAD 指定"
         "正确的 {other}；ldd 显示实际找到的",
         "https://github.com/pytorch/pytorch/issues/7758",
         confidence="likely",

@@ -164,7 +164,9 @@ CAUSES = (
         r"[Nn]o such option:? |error: ambiguous option",
         "the program does not take these options: they are of another version of it, misspelled, or a required one "
         "is missing",
-        "the program with --help; the script and the library of one time (the example's own requirements)",
+        "the program with --help; the script and the library of one time (the example's own "
+        "requirements); what a launcher adds "
+        "when it starts the script again (--local_rank, --gpus): parse_known_args",
         "程序不接受这些选项：属于另一版本、拼写错误，或缺少必需项",
         "用 --help 查看；脚本与库使用同一时期的版本（示例自带的 requirements）",
         "https://docs.python.org/3/library/argparse.html",

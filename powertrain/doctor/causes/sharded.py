@@ -73,18 +73,6 @@ CAUSES = (
         "https://www.deepspeed.ai/docs/config-json/",
     ),
     Cause(
-        "cpu-adam-build",
-        r"'DeepSpeedCPU\w+' object has no attribute 'ds_opt_\w+'",
-        "DeepSpeed's CPU optimizer was not built: its compilation failed a few lines above",
-        "the first compiler error above; DS_SKIP_CUDA_CHECK=1 for a minor CUDA mismatch; ninja, "
-        "g++, and nvcc of torch's CUDA; ds_report",
-        "DeepSpeed 的 CPU 优化器没有编译成功：失败原因在上方",
-        "查看上方第一个编译错误；CUDA 次版本不符时 DS_SKIP_CUDA_CHECK=1；ninja、g++ 及与 torch "
-        "相同 CUDA 的 nvcc；ds_report",
-        "https://www.deepspeed.ai/tutorials/advanced-install/",
-        confidence="likely",
-    ),
-    Cause(
         "precision-device",
         r"can only be used on CUDA devices|Your setup doesn't support bf16|"
         r"fp16 mixed precision requires a GPU|bf16 mixed precision requires|"
@@ -171,8 +159,7 @@ CAUSES = (
     ),
     Cause(
         "launch-port",
-        r"launch distributed communication on port|failed to listen on any local network address|"
-        r"port is already allocated",
+        r"launch distributed communication on port|port is already allocated",
         "the port is taken: another job, or a run that did not end, listens on it",
         "another one: --main_process_port 29501 (--master_port; torchrun "
         "--rdzv_endpoint=localhost:0); ss -ltnp names who has it",

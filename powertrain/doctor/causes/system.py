@@ -267,8 +267,8 @@ CAUSES = (
     ),
     Cause(
         "triton-old-gpu",
-        r"LLVM ERROR: Cannot select|IndexError: map::at|Unsupported conversion from f16|"
-        r"not supported on this target|mma layout conversion is only supported on Ampere",
+        r"IndexError: map::at|Unsupported conversion from f16|not supported on this target|"
+        r"mma layout conversion is only supported on Ampere",
         "this Triton cannot compile the kernel for this GPU: one before Ampere, or newer than "
         "Triton",
         "a newer Triton (with its torch) for a new GPU; before sm_80: no bf16 or fp8 and another "
@@ -554,5 +554,68 @@ CAUSES = (
         "{option} 没有值：其后是另一选项或行尾，或值以横线开头",
         "紧跟其值：{option}=值（值以横线开头时用 =）；空的 shell 变量会导致此问题：先 echo 命令",
         "https://docs.python.org/3/library/argparse.html",
+    ),
+    Cause(
+        "operation-not-supported",
+        r"\[Errno 95\]|\[Errno 22\] Invalid argument: '/|\[Errno 524\]|\[Errno 45\]",
+        "the file system under that folder cannot do it (sockets, locks, links, direct I/O): a "
+        "Windows drive in WSL, a network or FUSE mount",
+        "put temporary files, caches and checkpoints on a Linux disk: TMPDIR=/tmp, HF_HOME, "
+        "TRITON_CACHE_DIR; in WSL under ~ and not /mnt/c",
+        "该目录所在的文件系统不支持此操作（套接字、锁、链接、直接 I/O）：WSL 中的 Windows "
+        "盘、网络或 FUSE 挂载",
+        "临时文件、缓存和检查点放在 Linux 磁盘：TMPDIR=/tmp、HF_HOME、TRITON_CACHE_DIR；WSL 中放在 "
+        "~ 而非 /mnt/c",
+        "https://man7.org/linux/man-pages/man3/errno.3.html",
+        confidence="likely",
+    ),
+    Cause(
+        "no-terminal",
+        r"OSError: \[Errno 6\] No such device or address|Inappropriate ioctl for device|"
+        r"the input device is not a TTY|os\.getlogin",
+        "the program asks for a terminal (os.getlogin, docker -t, a password), and there is none: "
+        "a container, WSL, cron or a batch job",
+        "getpass.getuser() or USER instead of os.getlogin(); docker run without -t; answers by "
+        "options or environment variables",
+        "程序需要终端（os.getlogin、docker -t、密码），而此处没有：容器、WSL、cron 或批处理作业",
+        "用 getpass.getuser() 或 USER 代替 os.getlogin()；docker run 不加 "
+        "-t；通过选项或环境变量提供输入",
+        "https://docs.python.org/3/library/os.html#os.getlogin",
+        confidence="likely",
+    ),
+    Cause(
+        "path-limits",
+        r"\[Errno 36\]|File name too long|\[Errno 7\] Argument list too long|"
+        r"\[Errno 27\] File too large|\[Errno 40\]",
+        "a name, a list of arguments or a file is larger than the system or file system allows",
+        "shorter names (run name, cache folder); a file with the list instead of the command line; "
+        "another file system for files over 4 GB (FAT)",
+        "名称、参数列表或文件超过系统或文件系统的上限",
+        "使用更短的名称（运行名、缓存目录）；用文件代替命令行列表；4 GB 以上文件换文件系统（FAT）",
+        "https://man7.org/linux/man-pages/man3/errno.3.html",
+    ),
+    Cause(
+        "undefined-name",
+        r"\bname '(?P<name>\w{1,60})' is not defined",
+        "{name} is used but was never imported or set: an optional package's import failed and was "
+        "passed over, or the line that sets it did not run",
+        "the first warning or ImportError above; pip install the package that has {name}; in a "
+        "notebook run the earlier cells",
+        "使用了 {name}，但从未导入或赋值：可选包导入失败被忽略，或赋值的行没有执行",
+        "查看上方第一个警告或 ImportError；安装含有 {name} 的包；notebook 中先运行前面的单元",
+        "https://docs.python.org/3/library/exceptions.html#NameError",
+        confidence="possible",
+    ),
+    Cause(
+        "unknown-value",
+        r"(?:Error|Exception): (?:Invalid|Unknown|Unsupported|"
+        r"Unrecognized) (?P<thing>[a-zA-Z][\w -]{2,40}?)(?: for\b|:|,| '|$)",
+        "a setting has a value that the program does not know: {thing}",
+        "look where {thing} is set: command line, config, environment variables (env | sort); the "
+        "values that this release takes are in its documentation",
+        "某项设置的值程序不认识：{thing}",
+        "查看 {thing} 的来源：命令行、配置、环境变量（env | sort）；该版本可用的值见其文档",
+        "https://docs.python.org/3/library/exceptions.html",
+        confidence="possible",
     ),
 )  # fmt: skip

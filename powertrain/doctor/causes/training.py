@@ -43,7 +43,8 @@ CAUSES = (
         "checkpoint-broken",
         r"Invalid magic number; corrupt file|EOFError: Ran out of input|storage has wrong byte size|"
         r"PytorchStreamReader failed|Error while deserializing header|invalid load key, '(?P<key>[^']{1,4})'|"
-        r"MetadataIncompleteBuffer|HeaderTooLarge|pickle data was truncated|unexpected EOF, expected \d+ more bytes|Unsupported operand \d+|could not find MARK",
+        r"MetadataIncompleteBuffer|HeaderTooLarge|pickle data was truncated|"
+        r"unexpected EOF, expected \d+ more bytes|Unsupported operand \d+|could not find MARK",
         "the checkpoint file is not whole: a download or a save was cut short, or it is a pointer of git-lfs",
         "ls -l and head -c 200 it (\"version https://git-lfs…\": git lfs pull); download it again, or take an earlier "
         "one",

@@ -195,7 +195,7 @@ CAUSES = (
     ),
     Cause(
         "names-imported",
-        r"NameError: name '(?P<name>init_empty_weights|is_accelerate_available|find_tied_parameters|"
+        r"\bname '(?P<name>init_empty_weights|is_accelerate_available|find_tied_parameters|"
         r"load_checkpoint_and_dispatch|dispatch_model|bnb|dist|PartialState|List|Optional|Any|Union|"
         r"Dict|Tuple|PreTrainedTokenizer\w*|PreTrainedModel|AutoModel\w*|AutoTokenizer|"
         r"GenerationConfig|LlamaTokenizer\w*|FSDP\w*|deepspeed|triton|tl|flash_attn\w*|"
