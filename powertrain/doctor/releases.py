@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from powertrain.doctor.known_names import ROWS
 
@@ -103,7 +103,7 @@ def _rows() -> dict[str, tuple[str, str, str, str, str]]:
 
 
 @cache
-def _history() -> dict[str, dict[str, object]]:
+def _history() -> dict[str, dict[str, Any]]:
     return json.loads((Path(__file__).parent / "api_history.json").read_text())
 
 
@@ -129,7 +129,6 @@ def _changes(name: str) -> Iterator[Change]:
 def _in_history(package: str, key: str, name: str) -> Change | None:
     """None: all releases or none have it, or those that have it are neither the first nor the last."""
     versions, names = _history()[package]["versions"], _history()[package]["names"]
-    assert isinstance(versions, list) and isinstance(names, dict)
     if key not in names:
         return None
     first, last = names[key]
