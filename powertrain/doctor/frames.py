@@ -35,7 +35,7 @@ def called(above: list[str]) -> str | None:
         if match := re.search(r"(?:^|[=\s.(])([A-Za-z_]\w{0,80})\($", code.rstrip()) or re.search(
             r"(?:^|= ?|return )(?:\w+\.)*([A-Za-z_]\w{0,80})\(", code
         ):
-            return match[1]
+            return match[1] if match[1] != "super" else None
         if _FRAME.search(line):
             return None
     return None

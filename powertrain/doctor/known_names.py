@@ -99,6 +99,7 @@ ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("transformers", "transformers.TRANSFORMERS_CACHE", "-", "5.0", "huggingface_hub.constants.HF_HUB_CACHE"),
     ("torchvision", "torchvision.transforms.functional_tensor", "-", "0.17", "torchvision.transforms.functional"),
     ("torchvision", "torchvision.models.utils", "-", "0.13", "torch.hub.load_state_dict_from_url"),
+    ("torchvision", "torchvision.io.image", "+", "0.8", ""),
     ("torchvision", "torchvision.transforms.v2", "+", "0.15", ""),
     ("torchvision", "torchvision.transforms.InterpolationMode", "+", "0.8", ""),
     ("torchaudio", "torchaudio.list_audio_backends", "-", "2.9", ""),

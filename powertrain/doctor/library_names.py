@@ -24,7 +24,8 @@ _PACKAGES: tuple[tuple[str, str], ...] = (
     (r"libgfortran", "apt install libgfortran5 (conda install libgfortran-ng)"),
     (
         r"libnvToolsExt",
-        "pip install nvidia-nvtx-cu12 (CUDA 13 has none: a newer build of the caller), or conda install -c nvidia cuda-nvtx",
+        "pip install nvidia-nvtx-cu12 (CUDA 13 has none: a newer build of the caller), or conda "
+        "install -c nvidia cuda-nvtx",
     ),
     (r"libcupti", "pip install nvidia-cuda-cupti-cu12"),
     (r"libcusparseLt", "pip install nvidia-cusparselt-cu12"),

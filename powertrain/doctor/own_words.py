@@ -63,7 +63,9 @@ def statement_and_advice(line: str, below: list[str]) -> tuple[str, str] | None:
             break
         words += " " + following.strip()
     sentences = [one.strip() for one in re.split(r"(?<=[.!?;])\s+(?=[A-Z`'\"(\[])|\s+-\s+", words) if one.strip()]
-    advice = [one for one in sentences if (_ADVICE.search(one) or _demand(one)) and not _IDLE.search(one)]
+    useful = [one for one in sentences if not _IDLE.search(one)]
+    advice = [one for one in useful if _ADVICE.search(one) and _demand(one) is None]
+    advice = advice or [one for one in useful if _ADVICE.search(one) or _demand(one)]
     if not advice or len(words.split()) < 4:
         return None
     rest = [one for one in sentences if one not in advice]

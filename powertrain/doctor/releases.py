@@ -78,7 +78,7 @@ def lacking_parameter(function: str, name: str, text: str) -> Change | None:
 def package_of_class(name: str) -> str | None:
     """The one package whose history has a class or function of that name."""
     owners = re.compile(rf"{re.escape(name)}(?:[.(]|$)")
-    found = [package for package, history in _history().items() if any(map(owners.match, history["names"]))]
+    found = [package for package, known in history().items() if any(map(owners.match, known["names"]))]
     return found[0] if len(found) == 1 else None
 
 
@@ -103,12 +103,12 @@ def _rows() -> dict[str, tuple[str, str, str, str, str]]:
 
 
 @cache
-def _history() -> dict[str, dict[str, Any]]:
+def history() -> dict[str, dict[str, Any]]:
     return json.loads((Path(__file__).parent / "api_history.json").read_text())
 
 
 def _with_history(module: str) -> str | None:
-    fitting = (package for package in _history() if module == package or module.startswith(package + "."))
+    fitting = (package for package in history() if module == package or module.startswith(package + "."))
     return max(fitting, key=len, default=None)
 
 
@@ -121,14 +121,14 @@ def _anywhere(name: str, text: str) -> Change | None:
 
 
 def _changes(name: str) -> Iterator[Change]:
-    for package in _history():
+    for package in history():
         if found := _in_history(package, name, name):
             yield found
 
 
 def _in_history(package: str, key: str, name: str) -> Change | None:
     """None: all releases or none have it, or those that have it are neither the first nor the last."""
-    versions, names = _history()[package]["versions"], _history()[package]["names"]
+    versions, names = history()[package]["versions"], history()[package]["names"]
     if key not in names:
         return None
     first, last = names[key]

@@ -105,6 +105,7 @@ COVERS["library-package"] = COVERS["shared-library"] | {"bitsandbytes-override"}
 COVERS["shared-library"] |= {"library-package"}
 COVERS["undefined-symbol-other"] = {"symbol-library"}
 COVERS["bitsandbytes-library"] = {"bitsandbytes-override"}
+COVERS["checkpoint-broken"] = COVERS.get("checkpoint-broken", set()) | {"pickle-spawn"}
 COVERS["weights-only"] = {"checkpoint-broken"}
 COVERS["undeclared-name"] = {"headers-of-another-release"}
 COVERS["headers-of-another-release"] = {"torch-api-changed", "cython-version", "cuda-older-than-source", "thc-removed"}

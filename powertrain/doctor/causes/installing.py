@@ -153,7 +153,7 @@ CAUSES = (
     Cause(
         "driver-module",
         r"could not insert '?nvidia|Required key not available|nvidia-installer was unable|"
-        r"Module nvidia not found|Nouveau kernel driver is currently|DKMS.{0,40}(?:fail|error)|"
+        r"Module nvidia not found|Nouveau kernel driver is currently|Bad return status for module build|"
         r"GPU access blocked by the operating system",
         "the NVIDIA kernel module does not load: Secure Boot, nouveau, no headers for this kernel, "
         "no GPU behind it, or (WSL) Windows's driver or policy blocks it",

@@ -417,12 +417,14 @@ CAUSES = (
     Cause(
         "module-missing",
         r"(?:(?:ModuleNotFound|Import)Error: |^)No module named '?(?P<module>[\w.]{1,80})",
-        "{module} is not installed in the Python that runs here, though it may be in another; pip builds in one of "
-        "its own",
+        "{module} is not installed in the Python that runs here, though it may be in another "
+        "(pip builds in one of its own); "
+        "or it is a file of the program itself that is not there",
         "python -m pip install it with this very Python (which python; sys.executable); if it is missing while pip "
         "builds: "
         "--no-build-isolation",
-        "当前运行的 Python 没有安装 {module}（可能装在另一个 Python 中）；pip 编译时使用独立的环境",
+        "当前运行的 Python 没有安装 {module}（可能装在另一个 Python 中；pip "
+        "编译时使用独立的环境）；或它是程序自身缺少的文件",
         "用同一个 Python 执行 python -m pip install（which python；sys.executable）；若在 pip 编译时缺失："
         "--no-build-isolation",
         "https://packaging.python.org/en/latest/tutorials/installing-packages/",

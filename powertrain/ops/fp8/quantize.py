@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powertrain.ops.fp8.formulas import BY, DTYPES, GROUP, MAX, Copies, padded, quantize_ref
+from powertrain.ops.fp8.formulas import ALIGN, BY, DTYPES, GROUP, MAX, Copies, padded, quantize_ref
 from powertrain.ops.shapes import as_rows, cdiv, next_power_of_2
 from powertrain.runtime import checks, recording, self_test, tracing
 from powertrain.runtime.dispatch import Op, use_kernel
@@ -67,7 +67,7 @@ def _bits(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@kernel()
+@kernel(aligned=("C",))
 def _amax_kernel(
     x_ptr,
     given_ptr,
@@ -119,6 +119,7 @@ def _quantize_tile_kernel(
     BY: tl.constexpr,
     MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    WHOLE: tl.constexpr,  # C is C16
     BLOCK_R: tl.constexpr,  # 128 by block, and by group for the transposed copy
     BLOCK_C: tl.constexpr,  # 128 by block, and by group for the copy by rows
 ):
@@ -128,7 +129,8 @@ def _quantize_tile_kernel(
     row, col = (tile_r * BLOCK_R).to(tl.int64), (tile_c * BLOCK_C).to(tl.int64)
     lanes_r, lanes_c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
     rows, cols = tile_r * BLOCK_R + lanes_r, tile_c * BLOCK_C + lanes_c
-    mask = (rows < R)[:, None] & (cols < C)[None, :]
+    # loads of 16 bytes need a limit that is known to be a multiple of 16
+    mask = (rows < R)[:, None] & (cols < (C16 if WHOLE else C))[None, :]
     where = lanes_r[:, None] * stride_xm + lanes_c[None, :]
     x = tl.load(x_ptr + row * stride_xm + col + where, mask=mask, other=0.0).to(tl.float32)
     if fold_ptr is not None:
@@ -354,7 +356,7 @@ def _launch_tiles(
     _quantize_tile_kernel[(cdiv(R, plan.block_r) * cdiv(C, plan.block_c),)](
         x, fold, scale, own_amax, data, data_t, own, inverse, inverse_t, amax,
         R, C, padded(R), padded(C), x.stride(0), *steps[0], *steps[1],
-        BY=by, **options, BLOCK_R=plan.block_r, BLOCK_C=plan.block_c, num_warps=plan.num_warps,
+        BY=by, **options, WHOLE=C % ALIGN == 0, BLOCK_R=plan.block_r, BLOCK_C=plan.block_c, num_warps=plan.num_warps,
     )  # fmt: skip
 
 
