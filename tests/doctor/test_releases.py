@@ -66,7 +66,7 @@ def test_tables_are_well_formed() -> None:
     [
         (['  File "/x/lib/python3.10/site-packages/trl/trainer.py", line 3, in f', "    g()"], "trl"),
         (['  File "C:\\x\\Lib\\site-packages\\peft\\config.py", line 3, in f'], "peft"),
-        (['  File "/x/lib/python3.10/site-packages/trl/a.py", line 3', '  File "/home/x/train.py", line 9, in <module>'],
+        (['  File "/x/lib/python3.10/site-packages/trl/a.py", line 3', '  File "/home/x/train.py", line 9, in f'],
          "train.py"),
         (['  File "/home/x/train.py", line 9', '  File "/usr/lib/python3.10/importlib/__init__.py", line 126, in f'],
          "train.py"),
@@ -113,7 +113,7 @@ def test_a_message_that_says_what_to_do(line: str, below: list[str], statement: 
 
 @pytest.mark.parametrize(
     "line", ["TypeError: getattr(): attribute name must be string", "OSError: [Errno 95] Operation not supported",
-             "RuntimeError: it broke", "RuntimeError: CUDA error. For debugging consider passing CUDA_LAUNCH_BLOCKING=1"]
+             "RuntimeError: it broke", "RuntimeError: CUDA error. For debugging consider CUDA_LAUNCH_BLOCKING=1"]
 )  # fmt: skip
 def test_a_message_that_does_not(line: str) -> None:
     assert statement_and_advice(line, []) is None

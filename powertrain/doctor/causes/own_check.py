@@ -12,7 +12,7 @@ def _advice(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
 CAUSES = (
     Cause(
         "own-check",
-        r"(?:Error|Exception)\b: |what\(\): |Error response from daemon: |\berror: |\bERROR:? ",
+        r"Error: |Exception: |what\(\): |Error response from daemon: |\berror: |\bERROR:? ",
         "a check of the program itself ended it: {statement}",
         "as the message has it: {advice}",
         "程序自身的检查使其退出：{statement}",
