@@ -1,7 +1,8 @@
 """150 texts of public threads, diagnosed before any pattern was written with them in sight, and the answers now.
 
 A row: `thread`, the cause that the thread established; `first`, how the first answer was judged against it; `cause`,
-the one named now; `open`, where that is still not the thread's.
+the one named now; `open`, where that is still not the thread's; `completed`,
+where the thread gives only a part of the message, which was completed as the program prints it.
 """
 
 import json
