@@ -1,25 +1,20 @@
 """A log or error, searched for known causes: the cause, the line that shows it, the fix."""
 
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 from powertrain.doctor.causes import CAUSES, Cause
-
-_parser = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+from powertrain.doctor.causes.cause import Derive, Passage
+from powertrain.doctor.causes.covers import COVERS
+from powertrain.doctor.literals import literals_of
+from powertrain.doctor.log import Log
 
 Language = Literal["en", "zh"]
 
 TAIL = 6  # a log that stops, stops within its last lines
-# characters of a line that are searched: a compiler's command line can be longer than a book
-_LINE = 2000
-_LINE_BYTES = 4 * _LINE
-
 # lines that contain "error" without information: they surround the real error
 _HOLLOW = re.compile(
     r"subprocess-exited-with-error|This error originates from a subprocess|metadata-generation-failed|"
@@ -39,6 +34,7 @@ _REAL = re.compile(
     re.I,
 )
 _SOURCE = re.compile(r"\s*(?:raise|assert|except|return)\b|.*\bwarning:", re.I)  # a line of a program
+_WARNING = re.compile(r"\bWARN(?:ING)?\b(?!\[XFORMERS)|\w+Warning: ")
 # an error, but a later line or none says which
 _WEAK = re.compile(
     r"\bFAILED\b|\bSegmentation fault\b|\bAborted\b|\bKilled\b|\bcore dumped\b|ninja: build stopped|^make.{0,20}\*\*\*|"
@@ -53,7 +49,6 @@ _MAYBE_ERROR = re.compile(
     rb"f(?:atal|ailed)|segmentation fault|aborted|killed|core dumped|undefined r|ninja: b|\*\*\*|exit|could not load|"
     rb"processerror"
 )
-_COLORS = re.compile(rb"\x1b\[[\d;]*[A-Za-z]")
 
 
 @dataclass(frozen=True)
@@ -72,154 +67,58 @@ class Diagnosis:
         return self._fill(self.cause.fix if language == "en" else self.cause.fix_zh)
 
     def _fill(self, words: str) -> str:
-        for name in re.findall(r"\{(\w+)\}", words):  # of alternatives, one has matched
-            words = words.replace("{" + name + "}", self.groups.get(name, ""))
-        return words
-
-
-class Log:
-    """A text, as bytes: without colors, ended by newlines; text overwritten after a carriage return is its own line."""
-
-    def __init__(self, text: str | bytes) -> None:
-        data = text.encode(errors="replace") if isinstance(text, str) else text
-        # a search is cheaper than the substitution, and most logs have no colors
-        data = _COLORS.sub(b"", data) if b"\x1b" in data else data
-        self.data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").rstrip()
-
-    def line_at(self, start: int) -> str:
-        end = self.data.find(b"\n", start, start + _LINE_BYTES)
-        cut = self.data[start : end if end >= 0 else start + _LINE_BYTES]
-        return cut.decode(errors="replace")[:_LINE]
-
-    def number(self, start: int) -> int:
-        return self.data.count(b"\n", 0, start) + 1
-
-    def tail(self, count: int) -> list[int]:
-        """Start offsets of the last lines, in order."""
-        starts: list[int] = []
-        end = len(self.data)
-        while len(starts) < count and end >= 0:
-            end = self.data.rfind(b"\n", 0, end)
-            starts.append(end + 1)
-        return starts[::-1]
-
-    def lines_with(self, literal: bytes) -> Iterator[int]:
-        """Start offsets of lines that contain it in the searched part."""
-        return self._lines(lambda start: self.data.find(literal, start))
-
-    def lines_matching(self, pattern: "re.Pattern[bytes]") -> Iterator[int]:
-        """The same for a pattern, which sees everything in lower case."""
-        lower = self.data.lower()
-        return self._lines(lambda start: match.start() if (match := pattern.search(lower, start)) else -1)
-
-    def _lines(self, find: Callable[[int], int]) -> Iterator[int]:
-        at = find(0)
-        while at >= 0:
-            start = self.data.rfind(b"\n", max(0, at - _LINE_BYTES), at) + 1
-            if start or at < _LINE_BYTES:
-                yield start
-            following = self.data.find(b"\n", at)
-            at = find(following) if following >= 0 else -1
+        # of alternatives, one has matched
+        return re.sub(r"\{([a-z]\w*)\}", lambda name: self.groups.get(name[1], ""), words)
 
 
 def diagnose(text: "str | bytes | Log") -> list[Diagnosis]:
     """Every known cause in a text, root causes first; empty: none is known. 100 MB take seconds.
 
-    Where one explains it, those that only name a symptom (Cause.confidence "possible") are left out.
+    Where one explains it, those that only name a symptom (Cause.confidence "possible") are left out, and those that
+    only repeat a message (Cause.fallback).
     """
     log = text if isinstance(text, Log) else Log(text)
     diagnoses = [one for cause in CAUSES if (one := _search(cause, log))]
-    diagnoses = [one for one in diagnoses if one.cause.confidence != "possible"] or diagnoses[:1]
+    named = [one for one in diagnoses if one.cause.confidence != "possible" and not one.cause.fallback]
+    diagnoses = named or diagnoses[:1]
+    # what only a warning shows did not end the run
+    diagnoses.sort(key=lambda one: bool(_WARNING.search(one.evidence)))
     names = {diagnosis.cause.name for diagnosis in diagnoses}
     return [diagnosis for diagnosis in diagnoses if not _covered(diagnosis.cause.name, names)]
 
 
-# of two causes that one text can show, the second says less
-_COVERS = {
-    "nccl-timeout": {"nccl-timeout-while-compiling"},
-    "disk-full": {"nccl-shared-memory"},
-    "header-missing": {
-        "cudnn-headers", "submodules", "gdrcopy-missing", "python-headers", "cuda-headers", "nccl-headers",
-        "torch-headers", "thc-removed", "submodule-headers", "libaio", "cuda-older-than-source",
-    },
-    "shared-library": {
-        "library-of-another-cuda", "cudnn-not-found", "cudnn-library", "no-driver", "bitsandbytes-library",
-        "bitsandbytes-cpu", "flash-attention-extension", "gdrcopy-missing", "torch-libraries", "nvrtc",
-    },
-    "import-name": {
-        "pydantic-version", "python-older", "setuptools-version", "pkg-resources", "apex-wrong-package",
-        "megatron-helpers", "triton-version", "torch-attribute",
-        "partially-initialized",
-    },
-    "module-missing": {
-        "build-package-missing", "pkg-resources", "torch-missing-at-build", "flash-attention-extension",
-        "triton-version", "flash-attention-extras", "apex-extensions", "triton-missing", "deepspeed-no-launcher",
-        "megatron-helpers", "deepspeed-extension", "te-extension-missing", "distutils-gone", "build-backend",
-        "ssl-module",
-    },
-    "module-attribute": {
-        "triton-version", "torch-attribute", "partially-initialized", "numpy-names", "te-extension-missing",
-        "distutils-gone", "setuptools-version",
-    },
-    "torch-attribute": {"triton-version", "partially-initialized"},
-    "no-distribution": {"network", "certificate", "python-version"},
-    "network": {"certificate"},
-    "triton-missing": {"triton-version"},
-    "cuda-out-of-memory": {"oom-but-free"},
-    "process-killed": {"host-memory", "compiler-killed"},
-    "store-timeout": {"master-unreachable"},
-    "bus-error": {"dataloader-shared-memory"},
-    "checkpoint-keys": {"checkpoint-shape"},
-    "undefined-symbol": {"cudnn-library"},
-    "cuda-toolkit-incomplete": {"cmake-nvcc"},
-    "deepspeed-op": {"cuda-home", "deepspeed-cuda-mismatch", "libaio"},
-    "linker-library": {"cuda-toolkit-incomplete", "libaio", "libcuda-link"},
-    "cmake-package": {"cmake-nvcc", "nccl-headers", "cudnn-headers"},
-    "conda-not-found": {"conda-unsolvable"},
-    "xformers-no-operator": {"xformers-extension"},
-    "quantized-old-gpu": {"fp8-old-gpu", "bf16-old-gpu", "xformers-no-operator"},
-    "no-gpu-visible": {
-        "ray-resources", "torch-without-cuda", "driver-old", "no-driver", "forward-compatibility",
-        "fabric-manager",
-    },
-    "attention-alignment": {"xformers-no-operator"},
-    "extension-not-registered": {"torch-libraries", "xformers-extension"},
-    "container-hook": {"no-driver", "container-driver"},
-    "cuda-start": {"driver-combination", "fabric-manager", "forward-compatibility", "driver-updated", "driver-old"},
-    "nvml": {"driver-updated", "nvml-container"},
-    "parallel-sizes": {"vllm-parallel"},
-    "package-required": {
-        "apex-wrong-package", "flash-attention-not-installed", "bitsandbytes-missing", "tokenizer-backend",
-    },
-    "torch-symbol": {"undefined-symbol"},
-    "numpy-import": {"numpy-major"},
-    "ray-worker-died": {"ray-resources"},
-    "hub-files": {"hub-name", "network"},
-    "master-unreachable": {"rendezvous-lost"},
-    "gpu-memory-full": {"cuda-out-of-memory"},
-    "call-signature": {"setuptools-version", "python-older", "accelerate-config"},
-    "file-missing": {
-        "cuda-home", "ninja-missing", "triton-cache-race", "build-lock-gone", "compiler-missing", "not-a-project",
-        "mpi-launch", "git-missing", "hub-files", "wheel-missing",
-    },
-    "forbidden": {"hub-name"},
-    "fsdp-state-dict": {"parameter-not-gathered"},
-    "windows-program": {"cuda-home", "ninja-missing"},
-}  # fmt: skip
-
-
 def _covered(name: str, names: set[str]) -> bool:
-    return bool(_COVERS.get(name, set()) & names)
+    return bool(COVERS.get(name, set()) & names)
 
 
 def _search(cause: Cause, log: Log) -> Diagnosis | None:
     if cause.last:
         return _search_tail(cause, log)
+    if cause.derive is not None:
+        return _search_derived(cause, cause.derive, log)
     first = min(_matching(cause.pattern, log), key=lambda pair: pair[0], default=None)
     if first is None or (cause.also and not any(_matching(cause.also, log))):
         return None
-    found = _diagnosis(cause, log, *first)
-    return found if cause.holds is None or cause.holds(found.groups) else None
+    return _diagnosis(cause, log, *first)
+
+
+# a line that derive() refuses is seldom followed by hundreds of others
+_MOST_DERIVED = 40
+_ABOVE, _BELOW = 12, 4
+
+
+def _search_derived(cause: Cause, derive: Derive, log: Log) -> Diagnosis | None:
+    """The first match from which derive() makes something."""
+    matches: list[tuple[int, re.Match[str]]] = []
+    for literal in literals_of(cause.pattern):
+        lines = ((start, re.search(cause.pattern, log.line_at(start))) for start in log.lines_with(literal))
+        matches += islice(((start, match) for start, match in lines if match), _MOST_DERIVED)
+    for start, match in sorted(matches, key=lambda pair: pair[0]):
+        found = _diagnosis(cause, log, start, match)
+        groups = derive(found.groups, Passage(log.above(start, _ABOVE), match.string, log.below(start, _BELOW)))
+        if groups is not None:
+            return Diagnosis(cause, found.line, found.evidence, {**found.groups, **groups})
+    return None
 
 
 def _search_tail(cause: Cause, log: Log) -> Diagnosis | None:
@@ -245,33 +144,6 @@ def _matching(pattern: str, log: Log) -> Iterator[tuple[int, re.Match[str]]]:
 def _diagnosis(cause: Cause, log: Log, start: int, match: re.Match[str]) -> Diagnosis:
     groups = {name: text for name, text in match.groupdict().items() if text}
     return Diagnosis(cause, log.number(start), match.string.strip(), groups)
-
-
-@cache
-def literals_of(pattern: str) -> tuple[bytes, ...]:
-    """Literals of which every match of a regular expression holds at least one: a prefilter, which is
-    hundreds of times faster. Raises ValueError if there are none."""
-    literals = _literals(_parser.parse(pattern))
-    if not all(literals):
-        raise ValueError(f"{pattern!r} must hold a literal in each of its alternatives")
-    return tuple(literal.encode() for literal in dict.fromkeys(literals))
-
-
-def _literals(parts: Any) -> list[str]:
-    """The best choice among a sequence's parts: the longest literal, or the alternatives' whose shortest is longest."""
-    choices, run = [[""]], ""
-    for kind, value in parts:
-        if kind is _parser.LITERAL:
-            run += chr(value)
-            continue
-        choices, run = [*choices, [run]], ""
-        if kind is _parser.SUBPATTERN:
-            choices.append(_literals(value[-1]))
-        elif kind is _parser.BRANCH:
-            choices.append([literal for branch in value[1] for literal in _literals(branch)])
-        elif kind is _parser.MAX_REPEAT and value[0] > 0:
-            choices.append(_literals(value[2]))
-    return max([*choices, [run]], key=lambda choice: min(map(len, choice)))
 
 
 def first_error(text: "str | bytes | Log") -> tuple[int, str] | None:

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 from powertrain.builder import ending
 from powertrain.cli import app
 from powertrain.doctor.causes import CAUSES
-from powertrain.doctor.diagnose import _LINE, Log, diagnose, first_error, literals_of
+from powertrain.doctor.diagnose import diagnose, first_error
+from powertrain.doctor.literals import literals_of
+from powertrain.doctor.log import LINE, Log
 from tests.doctor.texts import TEXTS
 
 NOISE = random.Random(13)
@@ -67,10 +69,10 @@ def _worst(read: Callable[[str], object], text: str) -> float:
 def test_no_line_takes_long(count: int) -> None:
     """Each line that can be searched: the regular expressions' own bound, with what a slow machine takes on top."""
     words = _words()
-    fixed = [word * (_LINE // len(word)) for word in words]
+    fixed = [word * (LINE // len(word)) for word in words]
     for number in range(count):
         few = [NOISE.choice(words) for _ in range(NOISE.randint(1, 4))]
-        line = "".join(NOISE.choice(few) for _ in range(_LINE))[:_LINE] if number >= len(fixed) else fixed[number]
+        line = "".join(NOISE.choice(few) for _ in range(LINE))[:LINE] if number >= len(fixed) else fixed[number]
         for pattern in filter(None, (pattern for cause in CAUSES for pattern in (cause.pattern, cause.also))):
             seconds = _worst(re.compile(pattern).search, line) if len(line) else 0.0
             assert seconds < 0.1, (pattern, line[:80])
@@ -115,7 +117,7 @@ def test_damaged_logs(count: int) -> None:
             at = NOISE.randrange(len(data))
             data[at : at + NOISE.randint(0, 9)] = NOISE.randbytes(NOISE.randint(0, 9))
         for one in diagnose(bytes(data)):
-            assert len(one.evidence) <= _LINE and one.says("zh") and one.fix()
+            assert len(one.evidence) <= LINE and one.says("zh") and one.fix()
         first_error(bytes(data))
     result = CliRunner().invoke(app, ["diagnose"], input=bytes(data), env={"COLUMNS": "100"})
     assert result.exit_code in (0, 1) and not isinstance(result.exception, UnicodeError), result.output

@@ -228,8 +228,9 @@ CAUSES = (
     ),
     Cause(
         "gcc-11-headers",
-        r"std_function\.h:\d+(?::\d+)?: error: parameter packs not expanded",
-        "nvcc before 11.7 does not understand the headers of gcc 11 and newer",
+        r"error: parameter packs not expanded",
+        "this nvcc does not understand these headers: gcc 11 and newer with nvcc before 11.7, "
+        "or torch's with nvcc 10.2",
         "CC=gcc-10 CXX=g++-10 NVCC_PREPEND_FLAGS='-ccbin g++-10' <the same command>, or a newer toolkit",
         "11.7 之前的 nvcc 无法处理 gcc 11 及更新版本的头文件",
         "CC=gcc-10 CXX=g++-10 NVCC_PREPEND_FLAGS='-ccbin g++-10' <原命令>，或使用更新的工具包",

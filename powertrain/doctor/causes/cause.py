@@ -4,6 +4,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+
+@dataclass(frozen=True)
+class Passage:
+    """The line that matched, and those around it."""
+
+    above: list[str]
+    line: str
+    below: list[str]
+
+
+Derive = Callable[[dict[str, str], Passage], dict[str, str] | None]
 Confidence = Literal["certain", "likely", "possible"]
 
 
@@ -22,4 +33,7 @@ class Cause:
     last: bool = False  # only among the last lines: the log stops there
     # certain: the message states it; likely: it is the usual reason; possible: the message names a symptom only
     confidence: Confidence = "certain"
-    holds: Callable[[dict[str, str]], bool] | None = None  # of the pattern's groups
+    # further groups, from the pattern's groups and the lines around the match; None: this is not the cause
+    derive: Derive | None = None
+    derives: tuple[str, ...] = ()  # the names of the groups that derive() adds
+    fallback: bool = False  # it repeats the message: said only where no other cause is found

@@ -1,14 +1,14 @@
 """The GPU, its driver, and the libraries on it."""
 
-from powertrain.doctor.causes.cause import Cause
+from powertrain.doctor.causes.cause import Cause, Passage
 
 _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 
 
-def _enough_is_free(groups: dict[str, str]) -> bool:
+def _enough_is_free(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
     """Whether twice the refused size was free: then it is not the GPU's memory that ran out."""
-    return 2 * _bytes(groups["size"]) <= _bytes(groups["free"])
+    return {} if 2 * _bytes(groups["size"]) <= _bytes(groups["free"]) else None
 
 
 def _bytes(size: str) -> float:
@@ -58,8 +58,8 @@ CAUSES = (
     ),
     Cause(
         "no-kernel-image",
-        r"HIP error: invalid device function|hipErrorNoBinaryForGpu|"
-        r"no kernel image is available for execution on the device|CUDA error: invalid device function",
+        r"no kernel image is available for execution on the device|(?<!HIP error: )invalid device function|"
+        r"hipErrorNoBinaryForGpu",
         "the library has no code for this GPU's arch, nor PTX that the driver could compile",
         "powertrain doctor --only code names the library; install a build with your arch, or build it with "
         "TORCH_CUDA_ARCH_LIST set to it",
@@ -371,7 +371,7 @@ CAUSES = (
         "WSL 的 .wslconfig memory=，ulimit -v 和 cgroup；检查 set_per_process_memory_fraction；nvidia-smi，重启",
         "https://github.com/liucongg/ChatGLM-Finetuning/issues/28",
         confidence="likely",
-        holds=_enough_is_free,
+        derive=_enough_is_free,
     ),
     Cause(
         "gpu-memory-full",

@@ -95,6 +95,7 @@ CAUSES = (
     ),
     Cause(
         "pickle-spawn",
+        r"can't pickle \S{1,80} object|popen_spawn_\w+\.py|reduction\.pickle\.load\(from_parent\)|"
         r"Can't pickle local object|cannot pickle '(?P<what>[^']{1,80})'|Can't get local object|Can't pickle <",
         "an object passed to another process (a data set, a collate function, a model) contains one that cannot "
         "be pickled: a lambda, an inner function, a lock, a generator",

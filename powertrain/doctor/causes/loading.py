@@ -6,6 +6,7 @@ _TE = "https://github.com/NVIDIA/TransformerEngine/issues/"
 _FA = "https://github.com/Dao-AILab/flash-attention/issues/"
 _TORCH = "https://github.com/pytorch/pytorch/issues/"
 
+
 CAUSES = (
     Cause(
         "cublas-older",
@@ -217,6 +218,16 @@ CAUSES = (
         "https://huggingface.co/docs/bitsandbytes/main/en/errors",
     ),
     Cause(
+        "bitsandbytes-override",
+        r"BNB_CUDA_VERSION=?(?P<cuda>\d*) environment variable detected",
+        "BNB_CUDA_VERSION={cuda} makes bitsandbytes load its library of that CUDA, which it may not have",
+        "unset BNB_CUDA_VERSION (also in .bashrc); pip install --upgrade bitsandbytes",
+        "BNB_CUDA_VERSION={cuda} 使 bitsandbytes 加载该 CUDA 的库，而它可能没有",
+        "unset BNB_CUDA_VERSION（包括 .bashrc 中）；pip install --upgrade bitsandbytes",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1180",
+        also=r"Could not find the bitsandbytes|cannot open shared object|Could not load bitsandbytes",
+    ),
+    Cause(
         "bitsandbytes-library",
         r"libbitsandbytes_cuda(?P<cuda>\d+)\w*\.so: cannot open shared|Could not find the bitsandbytes CUDA binary at|"
         r"Required library version not found: libbitsandbytes_cuda|CUDA Setup failed despite (?:GPU|"
@@ -378,18 +389,6 @@ CAUSES = (
         "https://github.com/FoundationVision/Infinity/issues/31",
     ),
     Cause(
-        "torch-attribute",
-        r"module '(?P<module>torch[\w.]*)' has no attribute '(?P<name>\w+)'|"
-        r"cannot import name '(?P<import>\w+)' from '(?P<of>torch(?!vision|audio|text|ao|tune|data)[\w.]*)'",
-        "a package was made for another torch than the installed one: this torch does not have that name (yet, or any "
-        "more)",
-        "upgrade torch, or take the version of that package that is as old as this torch",
-        "某个包面向另一个版本的 torch：当前 torch 没有（或不再有）该名称",
-        "升级 torch，或安装与当前 torch 同期的该包版本",
-        "https://github.com/hiyouga/LlamaFactory/issues/4958",
-        confidence="likely",
-    ),
-    Cause(
         "partially-initialized",
         r"partially initialized module '(?P<module>[\w.]+)'",
         "{module} is imported while it imports itself: a file of your own has its name, or a half-removed install is "
@@ -402,37 +401,30 @@ CAUSES = (
         confidence="likely",
     ),
     Cause(
-        "import-name",
-        r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'",
-        "{module} has no {name}: it is of another version than the package that imports it was made for",
-        "pip show both; upgrade the importing package, or install the {module} of its time",
-        "{module} 中没有 {name}：其版本与导入它的包不匹配",
-        "pip show 查看两者；升级导入方，或安装与其同期的 {module}",
-        "https://github.com/kylesargent/ZeroNVS/issues/35",
-        confidence="likely",
-    ),
-    Cause(
-        "module-attribute",
-        r"module '(?P<module>\w[\w.]{0,80})' has no attribute '(?P<name>\w+)'",
-        "{module} has no {name}: it is of another version than its caller was made for, or a file of your own has its "
-        "name",
-        "pip show {module}; upgrade the caller, or install the {module} of its time; python -c 'import {module}; "
-        "print({module}.__file__)'",
-        "{module} 中没有 {name}：其版本与调用方不匹配，或您有同名文件",
-        "pip show {module}；升级调用方，或安装与其同期的 {module}；python -c 'import {module}; "
-        "print({module}.__file__)'",
-        "https://github.com/kylesargent/ZeroNVS/issues/35",
+        "submodule-missing",
+        r"No module named '?(?P<package>\w{1,60})\.(?P<inner>[\w.]{1,80})",
+        "{package} is installed, but its release has no {inner}: it is older or newer than the code was written for",
+        "the release of {package} that the code's requirements name (pip show {package}); pip "
+        "install --upgrade {package} if "
+        "they name none; a file or folder of your own called {package} hides the real one",
+        "已安装 {package}，但其版本没有 {inner}：比代码所适配的旧或新",
+        "安装代码的 requirements 所要求的 {package} 版本（pip show {package}）；没有要求时 pip "
+        "install --upgrade {package}；"
+        "名为 {package} 的自有文件或目录会遮蔽它",
+        "https://docs.python.org/3/library/exceptions.html#ModuleNotFoundError",
         confidence="likely",
     ),
     Cause(
         "module-missing",
         r"(?:(?:ModuleNotFound|Import)Error: |^)No module named '?(?P<module>[\w.]{1,80})",
-        "{module} is not installed in the Python that runs here, though it may be in another; pip builds in one of "
-        "its own",
+        "{module} is not installed in the Python that runs here, though it may be in another "
+        "(pip builds in one of its own); "
+        "or it is a file of the program itself that is not there",
         "python -m pip install it with this very Python (which python; sys.executable); if it is missing while pip "
         "builds: "
         "--no-build-isolation",
-        "当前运行的 Python 没有安装 {module}（可能装在另一个 Python 中）；pip 编译时使用独立的环境",
+        "当前运行的 Python 没有安装 {module}（可能装在另一个 Python 中；pip "
+        "编译时使用独立的环境）；或它是程序自身缺少的文件",
         "用同一个 Python 执行 python -m pip install（which python；sys.executable）；若在 pip 编译时缺失："
         "--no-build-isolation",
         "https://packaging.python.org/en/latest/tutorials/installing-packages/",
@@ -453,25 +445,5 @@ CAUSES = (
         "在主机上运行 nvidia-smi；安装 nvidia-container-toolkit 并使用 docker run --gpus all；集群上请申请 GPU；"
         "WSL：export LD_LIBRARY_PATH=/usr/lib/wsl/lib",
         "https://github.com/facebookresearch/pytorch3d/issues/1259",
-    ),
-    Cause(
-        "shared-library",
-        r"(?P<library>lib[\w+-]{1,60}\.so[.\d]*): cannot open shared object file",
-        "{library} is not installed, or not where the loader looks",
-        "find / -name '{library}*' 2>/dev/null; add its folder to LD_LIBRARY_PATH, or install the package that has it",
-        "没有安装 {library}，或加载器不在其目录中查找",
-        "find / -name '{library}*' 2>/dev/null；将其目录加入 LD_LIBRARY_PATH，或安装包含它的包",
-        "https://man7.org/linux/man-pages/man8/ld.so.8.html",
-    ),
-    Cause(
-        "undefined-symbol-other",
-        r"(?<![\w.+-])(?=[\w.+-]{0,200}\.so)(?P<library>[\w.+-]+): undefined symbol: (?P<symbol>\w+)",
-        "{library} was built with another version of a library than the one that is loaded: {symbol} is missing",
-        "ldd and LD_DEBUG=libs show which library should have it; install builds made for each other, or build it "
-        "again",
-        "{library} 编译时所用的某个库与当前加载的版本不同：缺少 {symbol}",
-        "用 ldd 和 LD_DEBUG=libs 找出应含该符号的库；安装相互匹配的版本，或重新编译",
-        "https://man7.org/linux/man-pages/man8/ld.so.8.html",
-        confidence="possible",
     ),
 )  # fmt: skip

@@ -88,6 +88,7 @@ CAUSES = (
     ),
     Cause(
         "pip-conflict",
+        r"The conflict is caused by:|^\s{2,}[\w.-]{2,60} [\w.+]{1,30} depends on \S|"
         r"ResolutionImpossible|which is incompatible\.|these package versions have conflicting dependencies",
         "the requirements contradict each other: two packages want different versions of a third (often torch)",
         "versions made for each other (powertrain doctor --only versions); the pinned one with --no-deps",

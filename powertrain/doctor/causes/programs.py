@@ -73,36 +73,6 @@ CAUSES = (
         confidence="likely",
     ),
     Cause(
-        "call-signature",
-        r"\b(?P<call>[\w.]{1,100})\(\) got (?:an unexpected keyword argument|"
-        r"multiple values for (?:keyword )?argument) '(?P<name>\w+)'|"
-        r"(?P<function>[\w.]{1,100})\(\) takes (?:from )?\d+ (?:to \d+ )?positional arguments? but|"
-        r"(?P<missing>[\w.]{1,100})\(\) missing \d+ required (?:positional|keyword-only) argument|"
-        r"(?P<callee>[\w.]{1,100})\(\): incompatible function arguments",
-        "a function was called with arguments that its version does not have: caller and library are of different "
-        "versions (transformers with peft, trl, accelerate; an extension with its Python part)",
-        "pip show both; upgrade the caller, or install the library of its time (its requirements.txt); an "
-        "extension: build it again",
-        "调用参数与函数版本不符：调用方与库版本不同（transformers 与 peft、trl、accelerate；扩展与其 Python 部分）",
-        "pip show 两者；升级调用方，或安装与其同期的库（requirements.txt）；扩展需重新编译",
-        "https://huggingface.co/docs/transformers/troubleshooting",
-        confidence="likely",
-    ),
-    Cause(
-        "object-attribute",
-        r"AttributeError: '(?P<of>(?!NoneType)\w+)' object has no attribute '(?P<name>\w+)'|"
-        r"AttributeError: type object '(?P<type>\w+)' has no attribute '(?P<field>\w+)'|"
-        r"'(?P<config>\w*Config)' object has no attribute '(?P<key>\w+)'",
-        "the object has no such field in the installed version: caller and library are of different versions, or "
-        "the model is wrapped (DDP, PEFT: .module, .base_model)",
-        "pip show the library of that class; upgrade the caller or install the library of its time; model.module "
-        "for a wrapped model",
-        "该对象在所装版本中没有此字段：调用方与库版本不同，或模型被包装（DDP、PEFT：.module、.base_model）",
-        "pip show 该类所属的库；升级调用方或安装同期的库；包装的模型用 model.module",
-        "https://huggingface.co/docs/transformers/troubleshooting",
-        confidence="possible",
-    ),
-    Cause(
         "peft-targets",
         r"Target modules? .{1,300} not found in the base model|No modules were targeted for adaptation|"
         r"Please specify `target_modules` in `peft_config`|Target module \w.{0,200} is not supported",
@@ -194,7 +164,9 @@ CAUSES = (
         r"[Nn]o such option:? |error: ambiguous option",
         "the program does not take these options: they are of another version of it, misspelled, or a required one "
         "is missing",
-        "the program with --help; the script and the library of one time (the example's own requirements)",
+        "the program with --help; the script and the library of one time (the example's own "
+        "requirements); what a launcher adds "
+        "when it starts the script again (--local_rank, --gpus): parse_known_args",
         "程序不接受这些选项：属于另一版本、拼写错误，或缺少必需项",
         "用 --help 查看；脚本与库使用同一时期的版本（示例自带的 requirements）",
         "https://docs.python.org/3/library/argparse.html",

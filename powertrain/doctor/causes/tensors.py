@@ -226,17 +226,4 @@ CAUSES = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html",
         confidence="likely",
     ),
-    Cause(
-        "own-check",
-        r"Error: .{0,300}?(?:\bmust (?:be|have|match|not)\b|\bshould be\b|\b[Pp]lease\b|\bnot supported\b|\bexpected\b|"
-        r"\bonly supports?\b|\bis required\b|\bnot (?:allowed|compatible|recognized|valid)\b|\b[Ii]nvalid\b|"
-        r"\bcannot be\b|\bnot (?:found|set|installed|available|exist)\b)",
-        "the program's own check refused what it was given; the message itself says what it wants",
-        "do what the message says; if it names a version or an option, compare it with the program's documentation "
-        "of that version",
-        "程序自身的检查拒绝了所给的内容；消息已说明要求",
-        "按消息处理；若涉及版本或选项，请对照该版本的文档",
-        "https://docs.python.org/3/library/exceptions.html",
-        confidence="possible",
-    ),
 )  # fmt: skip

@@ -43,7 +43,8 @@ CAUSES = (
         "checkpoint-broken",
         r"Invalid magic number; corrupt file|EOFError: Ran out of input|storage has wrong byte size|"
         r"PytorchStreamReader failed|Error while deserializing header|invalid load key, '(?P<key>[^']{1,4})'|"
-        r"MetadataIncompleteBuffer|HeaderTooLarge|pickle data was truncated|unexpected EOF, expected \d+ more bytes",
+        r"MetadataIncompleteBuffer|HeaderTooLarge|pickle data was truncated|"
+        r"unexpected EOF, expected \d+ more bytes|Unsupported operand \d+|could not find MARK",
         "the checkpoint file is not whole: a download or a save was cut short, or it is a pointer of git-lfs",
         "ls -l and head -c 200 it (\"version https://git-lfs…\": git lfs pull); download it again, or take an earlier "
         "one",
@@ -173,7 +174,7 @@ CAUSES = (
         "dtype-mismatch",
         r"Expected tensor for argument .{1,60} scalar type|Expected query, key, and value to have the same dtype|"
         r"expected scalar type \w+ but found \w+|must have the same dtype|"
-        r"should be the same or input should be a MKLDNN tensor|"
+        r"should be the same or input should be a MKLDNN tensor|Input type .{1,60} type .{1,60} should be the same|"
         r"mat1 and mat2 (?:must|to) have the same dtype",
         "two tensors of one operation have different dtypes: a part of the model or an input was not cast",
         "torch.autocast around the call, or .to(dtype) on inputs and on layers that were added after loading",
@@ -183,7 +184,7 @@ CAUSES = (
     ),
     Cause(
         "no-grad-input",
-        r"element 0 of tensors does not require grad",
+        r"element 0 of (?:tensors|variables) does not require grad|none of output has requires_grad=True",
         "nothing in the loss needs a gradient: everything is frozen, or gradient checkpointing gets frozen inputs "
         "(PEFT)",
         "model.enable_input_require_grads() before PEFT with checkpointing; use_reentrant=False; look at requires_grad",

@@ -1,0 +1,119 @@
+"""Of two causes that one text can show, which says less."""
+
+# of two causes that one text can show, the second says less
+_INTERFACES = {"library-older", "library-newer", "python-lacks", "python-dropped"}
+
+COVERS = {
+    "nccl-timeout": {"nccl-timeout-while-compiling"},
+    "disk-full": {"nccl-shared-memory"},
+    "header-missing": {
+        "cudnn-headers", "submodules", "gdrcopy-missing", "python-headers", "cuda-headers", "nccl-headers",
+        "torch-headers", "thc-removed", "submodule-headers", "libaio", "cuda-older-than-source",
+    },
+    "shared-library": {
+        "library-of-another-cuda", "cudnn-not-found", "cudnn-library", "no-driver", "bitsandbytes-library",
+        "bitsandbytes-cpu", "flash-attention-extension", "gdrcopy-missing", "torch-libraries", "nvrtc",
+    },
+    "import-name": {
+        "pydantic-version", "python-older", "setuptools-version", "pkg-resources", "apex-wrong-package",
+        "megatron-helpers", "triton-version", "torch-attribute",
+        "partially-initialized",
+    },
+    "module-missing": {
+        "build-package-missing", "pkg-resources", "torch-missing-at-build", "flash-attention-extension",
+        "triton-version", "flash-attention-extras", "apex-extensions", "triton-missing", "deepspeed-no-launcher",
+        "megatron-helpers", "deepspeed-extension", "te-extension-missing", "distutils-gone", "build-backend",
+        "ssl-module",
+    },
+    "module-attribute": {
+        "triton-version", "torch-attribute", "partially-initialized", "numpy-names", "te-extension-missing",
+        "distutils-gone", "setuptools-version",
+    },
+    "torch-attribute": {"triton-version", "partially-initialized"},
+    "no-distribution": {"network", "certificate", "python-version"},
+    "network": {"certificate"},
+    "triton-missing": {"triton-version"},
+    "cuda-out-of-memory": {"oom-but-free"},
+    "process-killed": {"host-memory", "compiler-killed"},
+    "store-timeout": {"master-unreachable"},
+    "bus-error": {"dataloader-shared-memory"},
+    "checkpoint-keys": {"checkpoint-shape"},
+    "undefined-symbol": {"cudnn-library"},
+    "cuda-toolkit-incomplete": {"cmake-nvcc"},
+    "deepspeed-op": {"cuda-home", "deepspeed-cuda-mismatch", "libaio"},
+    "linker-library": {"cuda-toolkit-incomplete", "libaio", "libcuda-link"},
+    "cmake-package": {"cmake-nvcc", "nccl-headers", "cudnn-headers"},
+    "conda-not-found": {"conda-unsolvable"},
+    "xformers-no-operator": {"xformers-extension"},
+    "quantized-old-gpu": {"fp8-old-gpu", "bf16-old-gpu", "xformers-no-operator"},
+    "no-gpu-visible": {
+        "ray-resources", "torch-without-cuda", "driver-old", "no-driver", "forward-compatibility",
+        "fabric-manager",
+    },
+    "attention-alignment": {"xformers-no-operator"},
+    "extension-not-registered": {"torch-libraries", "xformers-extension"},
+    "container-hook": {"no-driver", "container-driver"},
+    "cuda-start": {"driver-combination", "fabric-manager", "forward-compatibility", "driver-updated", "driver-old"},
+    "nvml": {"driver-updated", "nvml-container"},
+    "parallel-sizes": {"vllm-parallel"},
+    "package-required": {
+        "apex-wrong-package", "flash-attention-not-installed", "bitsandbytes-missing", "tokenizer-backend",
+    },
+    "torch-symbol": {"undefined-symbol"},
+    "numpy-import": {"numpy-major"},
+    "ray-worker-died": {"ray-resources"},
+    "hub-files": {"hub-name", "network"},
+    "master-unreachable": {"rendezvous-lost"},
+    "gpu-memory-full": {"cuda-out-of-memory"},
+    "call-signature": {"setuptools-version", "python-older", "accelerate-config"},
+    "file-missing": {
+        "cuda-home", "ninja-missing", "triton-cache-race", "build-lock-gone", "compiler-missing", "not-a-project",
+        "mpi-launch", "git-missing", "hub-files", "wheel-missing",
+    },
+    "forbidden": {"hub-name"},
+    "fsdp-state-dict": {"parameter-not-gathered"},
+    "windows-program": {"cuda-home", "ninja-missing"},
+}  # fmt: skip
+
+COVERS |= {
+    "shape-mismatch": {"matrix-sizes", "loss-targets", "not-contiguous", "channels", "scatter-dtype"},
+    "fsdp-wrapping": {"fsdp-mixed-grad", "fsdp-layer-class"},
+    "no-kernel-image": {"rocm-arch"},
+    "script-arguments": {"notebook-arguments", "arguments-missing", "argument-without-value"},
+    "deepspeed-settings": {"zero-offload-optimizer"},
+    "missing-key": {"weights-of-another-class"},
+    "pip-conflict": {"resolver"},
+    "device-assert": {"label-range"},
+    "index-range": {"label-range"},
+    "checkpoint-shape": {"zero-empty-shape"},
+    "dtype-mismatch": {"scatter-dtype"},
+    "port-taken": {"launch-port"},
+    "triton-launcher": {"triton-python"},
+    "batch-not-padded": {"pad-token"},
+    "permission": {"rocm-devices"},
+    "python-syntax": {"python-older"},
+    "connection-refused": {"store-timeout", "master-unreachable", "network", "docker-daemon", "rendezvous-lost"},
+    "name-resolution": {"store-timeout", "master-unreachable", "network", "gloo-address"},
+    "text-encoding": {"checkpoint-broken"},
+    "trainer-columns": {"no-labels"},
+}
+COVERS["missing-key"] = {"weights-of-another-class", "remote-code-other-release"}
+COVERS["object-attribute"] = {"remote-code-other-release", "remote-code-newer-transformers"}
+COVERS["module-missing"] |= {"vllm-extension", "own-module-path", "submodule-missing"}
+COVERS["submodule-missing"] = (COVERS["module-missing"] - {"submodule-missing"}) | {"distutils-gone"}
+COVERS["library-package"] = COVERS["shared-library"] | {"bitsandbytes-override"}
+COVERS["shared-library"] |= {"library-package"}
+COVERS["undefined-symbol-other"] = {"symbol-library"}
+COVERS["bitsandbytes-library"] = {"bitsandbytes-override"}
+COVERS["checkpoint-broken"] = COVERS.get("checkpoint-broken", set()) | {"pickle-spawn"}
+COVERS["weights-only"] = {"checkpoint-broken"}
+COVERS["undeclared-name"] = {"headers-of-another-release"}
+COVERS["headers-of-another-release"] = {"torch-api-changed", "cython-version", "cuda-older-than-source", "thc-removed"}
+for _name in (
+    "call-signature", "import-name", "module-attribute", "module-missing", "submodule-missing",
+    "object-attribute", "torch-attribute",
+    "triton-version", "python-older",
+):  # fmt: skip
+    COVERS[_name] = COVERS.get(_name, set()) | _INTERFACES
+COVERS["library-newer"] = {"numpy-names", "pkg-resources", "setuptools-version", "pydantic-version", "distutils-gone"}
+COVERS["python-dropped"] = {"distutils-gone"}

@@ -1,0 +1,26 @@
+"""Messages that no cause is known for, but that say themselves what to do."""
+
+from powertrain.doctor.causes.cause import Cause, Passage
+from powertrain.doctor.own_words import statement_and_advice
+
+
+def _advice(groups: dict[str, str], passage: Passage) -> dict[str, str] | None:
+    found = statement_and_advice(passage.line, passage.below)
+    return None if found is None else {"statement": found[0], "advice": found[1]}
+
+
+CAUSES = (
+    Cause(
+        "own-check",
+        r"Error: |Exception: |what\(\): |Error response from daemon: |\berror: |\bERROR:? ",
+        "a check of the program itself ended it: {statement}",
+        "as the message has it: {advice}",
+        "程序自身的检查使其退出：{statement}",
+        "程序的提示：{advice}",
+        "https://docs.python.org/3/library/exceptions.html",
+        confidence="likely",
+        derive=_advice,
+        derives=("statement", "advice"),
+        fallback=True,
+    ),
+)
