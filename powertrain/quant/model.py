@@ -36,7 +36,7 @@ class Part:
 
 @dataclass
 class Report:
-    """What `quantize_model` did: `quantized` and `left`, in the order of the model's modules."""
+    """Layers that a function changed, `quantized`, and those it `left`, in the order of the model's modules."""
 
     quantized: list[Part] = field(default_factory=list)
     left: list[Part] = field(default_factory=list)

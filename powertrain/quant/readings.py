@@ -17,6 +17,7 @@ from powertrain.ops.fp8.formulas import MAX, dequantized, spread
 from powertrain.ops.fp8.linear import GRANULARITIES
 from powertrain.ops.fp8.quantize import fp8_quantize
 from powertrain.ops.shapes import as_rows
+from powertrain.quant.gathered_weight import GatheredWeight
 from powertrain.quant.linear import FP8Linear
 from powertrain.quant.recipe import grad_format
 
@@ -96,7 +97,7 @@ def watch(model: nn.Module) -> Iterator[Readings]:
     """Inside, the operands of every FP8 layer's forward and backward are measured; results are the same bits.
 
     Yields `Readings`. Meant for single steps, since each operand is quantized once more. Works in eager mode only. The
-    host does not wait for the device before `Readings.list()`.
+    host does not wait for the device before `Readings.list()`. Weights gathered in FP8 are left out.
     """
     readings, handles = Readings(), []
     for name, layer in model.named_modules():
@@ -111,6 +112,8 @@ def watch(model: nn.Module) -> Iterator[Readings]:
 
 def _see(readings: Readings, name: str, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     readings.add(layer, name, "x", inputs[0])
-    readings.add(layer, name, "weight", layer.weight)
+    # of a weight gathered in FP8 only the rounded values are here
+    if not isinstance(layer.weight, GatheredWeight):
+        readings.add(layer, name, "weight", layer.weight)
     if output.requires_grad:
         output.register_hook(lambda dy: readings.add(layer, name, "dy", dy))

@@ -283,10 +283,15 @@ def _outputs(
 
 
 def _scales(x: Tensor, R: int, C: int, by: str) -> Tensor:
-    """Groups with rows fastest, blocks with rows of whole 16 bytes: so cuBLAS reads them."""
-    groups = cdiv(C, GROUP)
+    """Groups with rows fastest: so cuBLAS reads them."""
     if by == "group":
-        return x.new_empty((groups, R), dtype=torch.float32).T
+        return x.new_empty((cdiv(C, GROUP), R), dtype=torch.float32).T
+    return block_scales(x, R, C)
+
+
+def block_scales(x: Tensor, R: int, C: int) -> Tensor:
+    """Memory, on x's device, for the scales of [R, C] by block: with rows of whole 16 bytes, so cuBLAS reads them."""
+    groups = cdiv(C, GROUP)
     return x.new_empty((cdiv(R, GROUP), cdiv(groups, 4) * 4), dtype=torch.float32)[:, :groups]
 
 
