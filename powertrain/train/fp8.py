@@ -1,5 +1,6 @@
 """FP8 in a run: its section of the config as a recipe, applied to the model."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -11,6 +12,7 @@ from powertrain.quant.linear import BUFFERS
 from powertrain.quant.model import GROUPS, Report, quantize_model
 from powertrain.quant.readings import watch
 from powertrain.quant.recipe import Block, Recipe, Row, Tensor
+from powertrain.quant.wire import fp8_all_gather
 from powertrain.runtime.target import Target
 from powertrain.train.config.schema import FP8Config
 
@@ -39,6 +41,11 @@ def quantize(model: nn.Module, config: FP8Config, target: Target | None = None) 
         return quantize_model(model, recipe, keep=config.keep, target=target)
     except ValueError as error:
         raise ValueError(str(error).replace("quantize_model: keep", "fp8.keep")) from None
+
+
+def gather(model: nn.Module, config: FP8Config, quantized: Report | None) -> Report | None:
+    """`fp8_all_gather` if a run's config states it and layers were quantized; else None."""
+    return fp8_all_gather(model) if config.wire == "fp8" and quantized is not None and quantized.quantized else None
 
 
 def quantize_part(model: nn.Module, config: FP8Config, target: Target) -> Report | None:
@@ -72,10 +79,17 @@ def watched(model: nn.Module, config: FP8Config, step: int, note: Callable[[str]
     note("\n  ".join(lines))
 
 
-def summary(report: Report) -> str:
-    """How many layers compute in FP8, and each reason why others do not."""
+def summary(report: Report, gathered: Report | None = None) -> str:
+    """How many layers compute in FP8 and are gathered in FP8, and each reason why others are not."""
     recipes = {str(part.recipe) for part in report.quantized}
     lines = [f"fp8: {len(report.quantized)} linear layers by {' and '.join(sorted(recipes)) or 'no recipe'}"]
-    reasons = dict.fromkeys(part.why for part in report.left)
-    lines += [f"  {sum(part.why == why for part in report.left)} stay: {why}" for why in reasons]
+    lines += _reasons(report, "stay")
+    if gathered is not None:
+        lines.append(f"fp8.wire: the weights of {len(gathered.quantized)} of them are gathered in FP8")
+        lines += _reasons(gathered, "are not")
     return "\n".join(lines)
+
+
+def _reasons(report: Report, verb: str) -> list[str]:
+    counts = Counter(part.why for part in report.left)
+    return [f"  {count} {verb}: {why}" for why, count in counts.items()]

@@ -78,6 +78,7 @@ class Trainer:
         self.progress = Progress()
         self.model, self.overlap, self.pipeline = build_model(config, ranks)
         self.fp8 = fp8.quantize(self.model, config.fp8)
+        self.fp8_gathered = fp8.gather(self.model, config.fp8, self.fp8)
         self.optimizer = Optimizer(self.model, config.optimizer, config.train, self.pipeline)
         to_low_precision(self.model, self.optimizer, config, ranks)
         reset_magnitudes(self.model, self.optimizer)
@@ -119,7 +120,7 @@ class Trainer:
         self._started_at = self.progress.step
         self._clock = Moment(self.ranks.device)
         if self.fp8 is not None:
-            self._note(fp8.summary(self.fp8))
+            self._note(fp8.summary(self.fp8, self.fp8_gathered))
         if self.progress.step == 0 and self.config.checkpoint.save and 0 in self.config.checkpoint.extra_steps:
             self.save()
         while self.progress.step < train.steps and not self._ends():

@@ -86,6 +86,7 @@ def run_config(case: dict[str, Any], dp_size: int) -> RunConfig:
         "data": {"train": "nothing", "num_workers": 0},
         "train": train,
         "optimizer": {"lr": 3e-3},
+        "fp8": case.get("fp8", {}),
         "parallel": {"timeout_minutes": 1, **case.get("parallel", {})},
         "checkpoint": {"save": "folder" in case, "folder": case.get("folder"), "load": case.get("load")},
         "evaluation": {"every": 10, "steps": 2},
