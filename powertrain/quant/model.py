@@ -105,8 +105,8 @@ def shared_weights(model: nn.Module) -> Iterator[None]:
     """Inside, each weight is quantized once, in its first forward, for all forwards and backwards: those of one step.
 
     For gradient accumulation: nothing may change the weights inside. Costs two bytes an element of the weights while it
-    lasts. Layers whose weights FSDP shards quantize each time, as those bytes would undo the sharding; so does compiled
-    code, which cannot know which call is the first.
+    lasts. Layers whose weights FSDP shards quantize each time, as those bytes would undo the sharding (with
+    `fp8_all_gather` in each gather); so does compiled code, which cannot know which call is the first.
     """
     layers = [m for m in model.modules() if isinstance(m, FP8Linear) and not isinstance(m.weight, DTensor)]
     for layer in layers:

@@ -4,6 +4,7 @@ import torch
 
 from powertrain.ops.fp8.gemm import fp8_gemm
 from powertrain.ops.fp8.quantize import fp8_quantize
+from powertrain.ops.fp8.transpose import fp8_transpose
 
 META = torch.device("meta")
 
@@ -18,6 +19,7 @@ def launch_fp8_kernels(dtype: torch.dtype) -> None:
             fp8_quantize(x, by, format, power_of_two=False)
     fp8_quantize(x, "tensor", scale=torch.empty(1, device=META), measure=True)
     x = x[:, :4096]
+    fp8_transpose(fp8_quantize(x, "row", columns=False).data, 4096)
     operands = {by: fp8_quantize(x, by).rows for by in ("tensor", "row", "group", "block")}
     grads = {by: fp8_quantize(x, by, "e5m2").rows for by in ("tensor", "group")}
     total = torch.empty(512, 512, device=META)
