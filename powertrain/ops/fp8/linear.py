@@ -63,7 +63,7 @@ def quantized_weight(weight: Tensor, by: By, *, power_of_two: bool = True, scale
 def _quantized(x: Tensor, by: str, format: str, power_of_two: bool, kernel: bool, **options: Any) -> Copies:
     scale, fold = options.get("scale"), options.get("fold")
     rows, columns, measure = (options.get(name, False) for name in ("rows", "columns", "measure"))
-    return Copies(*quantize_op(x, scale, fold, by, format, power_of_two, rows, columns, measure, kernel))
+    return Copies(*quantize_op(x, scale, fold, None, by, format, power_of_two, rows, columns, measure, kernel))
 
 
 def _product(

@@ -100,6 +100,7 @@ def _quantize_tile_kernel(
     x_ptr,
     fold_ptr,
     given_ptr,
+    offsets_ptr,
     own_amax_ptr,
     data_ptr,
     data_t_ptr,
@@ -109,6 +110,7 @@ def _quantize_tile_kernel(
     amax_ptr,
     R,
     C,
+    E,
     R16,
     C16,
     stride_xm,
@@ -128,7 +130,11 @@ def _quantize_tile_kernel(
     row, col = (tile_r * BLOCK_R).to(tl.int64), (tile_c * BLOCK_C).to(tl.int64)
     lanes_r, lanes_c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
     rows, cols = tile_r * BLOCK_R + lanes_r, tile_c * BLOCK_C + lanes_c
-    mask = (rows < R)[:, None] & (cols < C)[None, :]
+    used = R
+    if offsets_ptr is not None:
+        # rows of no group count as zeros, whatever stands there
+        used = tl.minimum(tl.load(offsets_ptr + E - 1), R)
+    mask = (rows < used)[:, None] & (cols < C)[None, :]
     where = lanes_r[:, None] * stride_xm + lanes_c[None, :]
     x = tl.load(x_ptr + row * stride_xm + col + where, mask=mask, other=0.0).to(tl.float32)
     if fold_ptr is not None:
@@ -196,25 +202,37 @@ def _store_rows(ptr, x, in_rows, in_cols, width, BLOCK_R: tl.constexpr, BLOCK_C:
 def _quantize_row_kernel(
     x_ptr,
     fold_ptr,
+    offsets_ptr,
     data_ptr,
     scale_ptr,
     scale_inv_ptr,
     amax_ptr,
     C,
     C16,
+    E,
     stride_xm,
     MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_C)
-    x = _load_part(x_ptr + row * stride_xm, fold_ptr, cols, C)
+    width = C
+    if offsets_ptr is not None:
+        groups = tl.arange(0, BLOCK_E)
+        # the row's group: so many end before it
+        group = tl.sum((tl.load(offsets_ptr + groups, mask=groups < E, other=row + 1) <= row).to(tl.int32))
+        # rows of no group count as zeros, whatever stands there
+        width = tl.where(group < E, C, 0)
+        if fold_ptr is not None:
+            fold_ptr += tl.minimum(group, E - 1).to(tl.int64) * C
+    x = _load_part(x_ptr + row * stride_xm, fold_ptr, cols, width)
     found = _bits(x)
     if not WHOLE:
         for start in range(BLOCK_C, C, BLOCK_C):
-            found = tl.maximum(found, _bits(_load_part(x_ptr + row * stride_xm, fold_ptr, start + cols, C)))
+            found = tl.maximum(found, _bits(_load_part(x_ptr + row * stride_xm, fold_ptr, start + cols, width)))
     most = tl.max(found, 0)
     scale = _scale_of(most, MAX, POWER_OF_TWO)
     tl.store(scale_ptr + row, scale)
@@ -227,7 +245,7 @@ def _quantize_row_kernel(
         tl.store(data_ptr + cols, (x * scale).to(data_ptr.dtype.element_ty), mask=cols < C16)  # [BLOCK_C]
         if not WHOLE:
             for start in range(BLOCK_C, C16, BLOCK_C):
-                x = _load_part(x_ptr + row * stride_xm, fold_ptr, start + cols, C)
+                x = _load_part(x_ptr + row * stride_xm, fold_ptr, start + cols, width)
                 out = (x * scale).to(data_ptr.dtype.element_ty)
                 tl.store(data_ptr + start + cols, out, mask=start + cols < C16)  # [BLOCK_C]
 
@@ -268,8 +286,8 @@ def _plan_row(width: int, target: Target) -> _Plan:
 
 
 def _outputs(
-    x: Tensor, scale: Tensor | None, fold: Tensor | None, by: str, format: str, power_of_two: bool,
-    rows: bool, columns: bool, measure: bool, kernel: bool,
+    x: Tensor, scale: Tensor | None, fold: Tensor | None, offsets: Tensor | None, by: str, format: str,
+    power_of_two: bool, rows: bool, columns: bool, measure: bool, kernel: bool,
 ) -> Copies:  # fmt: skip
     R, C = x.shape
     data = x.new_empty((R, padded(C)) if rows else 0, dtype=DTYPES[format])
@@ -296,10 +314,10 @@ def block_scales(x: Tensor, R: int, C: int) -> Tensor:
 
 
 def _quantize(
-    x: Tensor, scale: Tensor | None, fold: Tensor | None, by: str, format: str, power_of_two: bool,
-    rows: bool, columns: bool, measure: bool, kernel: bool,
+    x: Tensor, scale: Tensor | None, fold: Tensor | None, offsets: Tensor | None, by: str, format: str,
+    power_of_two: bool, rows: bool, columns: bool, measure: bool, kernel: bool,
 ) -> Copies:  # fmt: skip
-    out = _outputs(x, scale, fold, by, format, power_of_two, rows, columns, measure, kernel)
+    out = _outputs(x, scale, fold, offsets, by, format, power_of_two, rows, columns, measure, kernel)
     if not x.numel():
         for part in (out.scale, out.scale_inv, out.scale_inv_t):
             part.fill_(1.0)
@@ -307,9 +325,9 @@ def _quantize(
             part.view(torch.uint8).zero_()
     elif kernel and kernels_serve(x):
         out.amax.zero_()
-        _launch(as_rows(x), scale, fold, by, format, power_of_two, out)
+        _launch(as_rows(x), scale, fold, offsets, by, format, power_of_two, out)
     else:
-        exact = quantize_ref(x, by, format, power_of_two=power_of_two, scale=scale, fold=fold)
+        exact = quantize_ref(x, by, format, power_of_two=power_of_two, scale=scale, fold=fold, offsets=offsets)
         for ours, right in zip(out, exact, strict=True):
             # the CPU copies no FP8 from a transposed view, but its bytes
             if ours.numel():
@@ -319,37 +337,37 @@ def _quantize(
 
 
 def _launch(
-    x: Tensor, scale: Tensor | None, fold: Tensor | None, by: str, format: str, power_of_two: bool, out: Copies
-) -> None:
+    x: Tensor, scale: Tensor | None, fold: Tensor | None, offsets: Tensor | None, by: str, format: str,
+    power_of_two: bool, out: Copies,
+) -> None:  # fmt: skip
     (R, C), target = x.shape, Target.of(x.device)
     data, data_t, own, inverse, inverse_t, amax = (t if t.numel() else None for t in out)
     amax = None if amax is None else amax.view(torch.int32)
     options: dict[str, Any] = {"MAX": MAX[format], "POWER_OF_TWO": power_of_two}
     own_amax = None
     if by == "tensor":
-        # the maximum of the whole tensor comes first: its scale multiplies every element
         own_amax = x.new_zeros(1, dtype=torch.int32)
         programs = min(cdiv(R, 16) * cdiv(C, 512), 8 * target.num_sms)
         _amax_kernel[(programs,)](x, scale, own_amax, R, C, x.stride(0), BLOCK_R=16, BLOCK_C=512, num_warps=8)
     elif by == "row" and scale is None:
         plan = _plan_row(padded(C), target)
         _quantize_row_kernel[(R,)](
-            x, fold, data, own, inverse, amax, C, padded(C), x.stride(0),
-            **options, WHOLE=padded(C) <= plan.block_c, BLOCK_C=plan.block_c, num_warps=plan.num_warps,
+            x, fold, offsets, data, own, inverse, amax, C, padded(C), 0 if offsets is None else offsets.shape[0],
+            x.stride(0), **options, WHOLE=padded(C) <= plan.block_c, BLOCK_C=plan.block_c,
+            BLOCK_E=1 if offsets is None else next_power_of_2(offsets.shape[0]), num_warps=plan.num_warps,
         )  # fmt: skip
         if data_t is None:
             return
-        # the copy by columns uses the scales of rows, which are known now
         scale, data, amax = own, None, None
     for part in [(data, None), (None, data_t)] if by == "group" else [(data, data_t)]:
         if part != (None, None):
-            _launch_tiles(x, fold, scale, own_amax, part, own, inverse, inverse_t, amax, by, options)
+            _launch_tiles(x, fold, scale, offsets, own_amax, part, own, inverse, inverse_t, amax, by, options)
             # measured by the first launch
             amax = None
 
 
 def _launch_tiles(
-    x: Tensor, fold: Tensor | None, scale: Tensor | None, own_amax: Tensor | None,
+    x: Tensor, fold: Tensor | None, scale: Tensor | None, offsets: Tensor | None, own_amax: Tensor | None,
     copies: tuple[Tensor | None, Tensor | None], own: Tensor | None, inverse: Tensor | None, inverse_t: Tensor | None,
     amax: Tensor | None, by: str, options: dict[str, Any],
 ) -> None:  # fmt: skip
@@ -357,15 +375,15 @@ def _launch_tiles(
     plan = _plan_tile(by, data is not None, data_t is not None, Target.of(x.device))
     steps = [t.stride() if t is not None and t.dim() == 2 else (0, 0) for t in (inverse, inverse_t)]
     _quantize_tile_kernel[(cdiv(R, plan.block_r) * cdiv(C, plan.block_c),)](
-        x, fold, scale, own_amax, data, data_t, own, inverse, inverse_t, amax,
-        R, C, padded(R), padded(C), x.stride(0), *steps[0], *steps[1],
+        x, fold, scale, offsets, own_amax, data, data_t, own, inverse, inverse_t, amax,
+        R, C, 0 if offsets is None else offsets.shape[0], padded(R), padded(C), x.stride(0), *steps[0], *steps[1],
         BY=by, **options, BLOCK_R=plan.block_r, BLOCK_C=plan.block_c, num_warps=plan.num_warps,
     )  # fmt: skip
 
 
 quantize_op = Op(
-    "fp8_quantize(Tensor x, Tensor? scale, Tensor? fold, str by, str format, bool power_of_two, bool rows, "
-    "bool columns, bool measure, bool kernel) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "fp8_quantize(Tensor x, Tensor? scale, Tensor? fold, Tensor? offsets, str by, str format, bool power_of_two, "
+    "bool rows, bool columns, bool measure, bool kernel) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize,
     _outputs,
 )
@@ -398,9 +416,9 @@ def _self_test(device: torch.device, dtype: torch.dtype) -> str | None:
     x = special_values().to(dtype)
     for by in BY:
         for format in DTYPES:
-            out = _outputs(x.to(device), None, None, by, format, True, True, True, True, True)
+            out = _outputs(x.to(device), None, None, None, by, format, True, True, True, True, True)
             out.amax.zero_()
-            _launch(x.to(device), None, None, by, format, True, out)
+            _launch(x.to(device), None, None, None, by, format, True, out)
             for part, found, exact in zip(Copies._fields, out, quantize_ref(x, by, format), strict=True):
                 if found.numel() and not same_bits(found, exact):
                     return f"{part} by {by} in {format} differs from its formula (triton {triton.__version__})"
@@ -435,6 +453,7 @@ def fp8_quantize(
     power_of_two: bool = True,
     scale: Tensor | None = None,
     fold: Tensor | None = None,
+    offsets: Tensor | None = None,
     rows: bool = True,
     columns: bool = True,
     measure: bool = False,
@@ -449,6 +468,8 @@ def fp8_quantize(
         scale     [1]     by tensor: this one instead of x's own; 0 on the device stands for x's own
                   [R]     by row, for the transposed copy alone
         fold      [C]     by row: x * fold is quantized
+        offsets   [E]     by row and group, int32: where groups of rows end, as of `grouped_gemm`. Rows of none count as
+                          zeros; fold, of the rows' copy, is [E, C]: one for each group
         rows, columns     whether the copy [R, C] and the transposed one [C, R] are wanted
         measure           whether the largest magnitude is, NaN if one is NaN
     Returns `Copies`: plain tensors; data is padded with zeros to rows of whole 16 bytes.
@@ -457,10 +478,10 @@ def fp8_quantize(
     """
     op = "fp8_quantize"
     checks.floating(op, x=x)
-    checks.same_device(op, "x", x, scale=scale, fold=fold)
+    checks.same_device(op, "x", x, scale=scale, fold=fold, offsets=offsets)
     checks.require(x.dim() == 2, op, "x", "be [R, C]", list(x.shape))
-    checks.one_of(op, "by", by, BY)
-    checks.one_of(op, "format", format, tuple(DTYPES))
+    for name, value, choices in (("by", by, BY), ("format", format, tuple(DTYPES))):
+        checks.one_of(op, name, value, choices)
     if scale is not None:
         checks.one_of(op, "by", by, ("tensor", "row"))
         checks.shape(op, "scale", scale, (1,) if by == "tensor" else x.shape[:1], f"by {by}")
@@ -468,8 +489,13 @@ def fp8_quantize(
         checks.require(scale.dtype is torch.float32, op, "scale", "be float32", checks.name(scale.dtype))
     if fold is not None:
         checks.one_of(op, "by", by, ("row",))
-        checks.shape(op, "fold", fold, x.shape[1:], "columns of x")
+        checks.shape(op, "fold", fold, (*(offsets.shape if offsets is not None else ()), x.shape[1]), "columns of x")
+    if offsets is not None:
+        checks.one_of(op, "by", by, ("row", "group"))
+        checks.require(offsets.dtype is torch.int32, op, "offsets", "be int32", checks.name(offsets.dtype))
+        checks.require(offsets.dim() == 1 and len(offsets) > 0, op, "offsets", "be [E], not empty", list(offsets.shape))
+        checks.require(by == "group" or not columns, op, "columns", "be False with offsets by row", columns)
     found = quantize_op(
-        x.detach(), scale, fold, by, format, power_of_two, rows, columns, measure, use_kernel("fp8_linear", x)
+        x.detach(), scale, fold, offsets, by, format, power_of_two, rows, columns, measure, use_kernel("fp8_linear", x)
     )
     return Copies(*found)
