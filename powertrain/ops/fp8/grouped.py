@@ -10,9 +10,9 @@
     row      row      row      row, of dy / scale(W[e])        group
     block    group    block    group                           group
 
-A weight is quantized once for fprop and dgrad, as in ops/fp8/linear.py. The groups of wgrad are 128 consecutive rows, the
-first a multiple of 128 wherever the groups of rows begin: at their ends a product leaves the others' rows out, and
-scales are shared with them. So no row is padded and no size is read on the host.
+The groups of wgrad are 128 consecutive rows, the first a multiple of 128 wherever the groups of rows begin: at their
+ends a product leaves the others' rows out, and scales are shared with them. So no row is padded and no size is read on
+the host. By row W's scales are folded into dy, as in ops/fp8/linear.py.
 
 Saved: xᵀ in FP8 with its scales, the weight and its row scales; Wᵀ is quantized in backward.
 2 T N K operations for each of the three.
@@ -53,9 +53,7 @@ def _quantized(
     x: Tensor, by: str, format: str, power_of_two: bool, kernel: bool, *, scale: Tensor | None = None,
     fold: Tensor | None = None, offsets: Tensor | None = None, columns: bool = False,
 ) -> Copies:  # fmt: skip
-    return Copies(
-        *quantize_op(x, scale, fold, offsets, by, format, power_of_two, not columns, columns, False, kernel)
-    )
+    return Copies(*quantize_op(x, scale, fold, offsets, by, format, power_of_two, not columns, columns, False, kernel))
 
 
 def _matrix(weight: Tensor, by: str) -> Tensor:
@@ -142,10 +140,19 @@ def _torch(a: Quantized, b: Stacked, offsets: Tensor, depth: int, width: int) ->
     return torch.where(rows < offsets[-1], y, 0.0).to(y.dtype)
 
 
+def _product_outputs(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, offsets: Tensor, row_step: int, col_step: int,
+    depth: int, width: int, dtype: torch.dtype, kernel: bool,
+) -> Tensor:  # fmt: skip
+    return a.new_empty((a.shape[0], width), dtype=dtype)
+
+
 def _product(
-    a: Quantized, b: Stacked, offsets: Tensor, depth: int, width: int, dtype: torch.dtype, kernel: bool
-) -> Tensor:
-    """[T, width] in dtype."""
+    a_data: Tensor, a_scale: Tensor, b_data: Tensor, b_scale: Tensor | None, offsets: Tensor, row_step: int,
+    col_step: int, depth: int, width: int, dtype: torch.dtype, kernel: bool,
+) -> Tensor:  # fmt: skip
+    """Rows of a times their group's b: [T, width] in dtype."""
+    a, b = Quantized(a_data, a_scale), Stacked(b_data, b_scale, row_step, col_step)
     T, E = a.data.shape[0], offsets.shape[0]
     if not (T and E and width and depth):
         return a.data.new_zeros((T, width), dtype=dtype)
@@ -176,14 +183,65 @@ def _emulated(a: Quantized, b: Stacked, offsets: Tensor, depth: int, width: int)
         return grouped_gemm(dequantized(a, depth), weights.contiguous(), offsets)
 
 
-def _wgrad(dy: Quantized, x: Quantized, offsets: Tensor, out: Tensor, T: int, kernel: bool) -> Tensor:
-    if not (T and out.numel()):
+def _wgrad_outputs(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offsets: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    kernel: bool,
+) -> Tensor:
+    return x.new_empty((offsets.shape[0], dy.shape[0], x.shape[0]), dtype=dtype)
+
+
+def _wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offsets: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    kernel: bool,
+) -> Tensor:
+    """[E, N, K], of transposed copies [N, rows] and [K, rows]."""
+    out = _wgrad_outputs(dy, dy_scale, x, x_scale, offsets, rows, dtype, kernel)
+    if not (rows and out.numel()):
         return out.zero_()
-    if kernel and kernels_serve(x.data):
-        launch_wgrad(dy, x, offsets, out, T)
+    a, b = Quantized(dy, dy_scale), Quantized(x, x_scale)
+    if kernel and kernels_serve(x):
+        launch_wgrad(a, b, offsets, out, rows)
         return out
-    rows = (dequantized(q, T).T.contiguous() for q in (dy, x))
-    return out.copy_(grouped_gemm_wgrad(*rows, offsets))
+    dy_rows, x_rows = (dequantized(q, rows).T.contiguous() for q in (a, b))
+    return out.copy_(grouped_gemm_wgrad(dy_rows, x_rows, offsets))
+
+
+def _product_flops(a: Shape, depth: int, width: int, **_: Any) -> int:
+    return 2 * a[0] * depth * width
+
+
+def _wgrad_flops(dy: Shape, x: Shape, rows: int, **_: Any) -> int:
+    return 2 * rows * dy[0] * x[0]
+
+
+_product_op = Op(
+    "fp8_grouped_product(Tensor a, Tensor a_scale, Tensor b, Tensor? b_scale, Tensor offsets, SymInt row_step, "
+    "SymInt col_step, SymInt depth, SymInt width, ScalarType dtype, bool kernel) -> Tensor",
+    _product,
+    _product_outputs,
+    replays=False,
+    flops=_product_flops,
+)
+_wgrad_op = Op(
+    "fp8_grouped_wgrad(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor offsets, SymInt rows, "
+    "ScalarType dtype, bool kernel) -> Tensor",
+    _wgrad,
+    _wgrad_outputs,
+    replays=False,
+    flops=_wgrad_flops,
+)
 
 
 def _outputs(
@@ -205,7 +263,7 @@ def _forward(
     with without_autocast(x.device):
         weights, scale = _weights(weight, by, power_of_two, kernel)
         rows = _quantized(x, _BY_ROLE[by][0], *options)
-        y = _product(rows.rows, weights, offsets, x.shape[1], weight.shape[1], x.dtype, kernel)
+        y = _product_op(*rows.rows, *weights[:2], offsets, *weights[2:], x.shape[1], weight.shape[1], x.dtype, kernel)
         if not keep:
             return y, none.new_empty(0, dtype=DTYPES["e4m3"]), none, none
         x_t = _quantized(x, "group", *options, offsets=offsets, columns=True) if len(offsets) else _no_rows(x)
@@ -244,12 +302,12 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
             fold = scale.reciprocal().view(E, N) if by == "row" else None
             rows = _quantized(dy, _BY_ROLE[by][2], format, power_of_two, kernel, fold=fold, offsets=offsets).rows
             weights = _weights_t(weight, scale, by, power_of_two, kernel)
-            dx = _product(rows, weights, offsets, N, K, weight.dtype, kernel)
-        if need_dw:
+            dx = _product_op(*rows, *weights[:2], offsets, *weights[2:], N, K, weight.dtype, kernel)
+        if need_dw and not E:
             dw = weight.new_empty(weight.shape)
-            if E:
-                dy_t = _quantized(dy, "group", format, power_of_two, kernel, offsets=offsets, columns=True).columns
-                _wgrad(dy_t, Quantized(x_t, x_inv), offsets, dw, dy.shape[0], kernel)
+        elif need_dw:
+            dy_t = _quantized(dy, "group", format, power_of_two, kernel, offsets=offsets, columns=True).columns
+            dw = _wgrad_op(*dy_t, x_t, x_inv, offsets, dy.shape[0], weight.dtype, kernel)
     return dx, dw, *(None,) * 6
 
 

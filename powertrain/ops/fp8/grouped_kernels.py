@@ -6,8 +6,6 @@ walks its share of them, as ops/grouped_gemm.py does; one of the second computes
 
 from typing import NamedTuple
 
-import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -19,7 +17,8 @@ from powertrain.runtime.tuning import tunable
 
 
 class Stacked(NamedTuple):
-    """Weights of E groups as one FP8 operand: group e's value (c, d) is at row e * row_step + c, column e * col_step + d.
+    """Weights of E groups as one FP8 operand: value (c, d) of group e is in row e * row_step + c, column
+    e * col_step + d.
 
     scale_inv   of rows [rows], of blocks [rows / 128, columns / 128], or None: no scale
     """
@@ -105,8 +104,12 @@ def _fp8_grouped_kernel(
                 ds = d + tl.arange(0, BLOCK_K)
                 in_d = (ds < D)[None, :]
                 # [BLOCK_M, BLOCK_K], [BLOCK_N, BLOCK_K]
-                a = tl.load(a_start + lanes_m[:, None] * stride_am + ds[None, :], mask=in_rows[:, None] & in_d, other=0.0)
-                b = tl.load(b_start + lanes_n[:, None] * stride_bm + ds[None, :], mask=in_cols[:, None] & in_d, other=0.0)
+                a = tl.load(
+                    a_start + lanes_m[:, None] * stride_am + ds[None, :], mask=in_rows[:, None] & in_d, other=0.0
+                )
+                b = tl.load(
+                    b_start + lanes_n[:, None] * stride_bm + ds[None, :], mask=in_cols[:, None] & in_d, other=0.0
+                )
             # a sum of its own for each block of D: the products' own one keeps too few bits
             part = tl.dot(a, b.T)
             if BY_BLOCK:
@@ -124,7 +127,9 @@ def _fp8_grouped_kernel(
             # scales of rows that belong to no group may be anything
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         where = out_ptr + row.to(tl.int64) * stride_om + col + lanes_m[:, None] * stride_om + lanes_n[None, :]
-        tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])  # [BLOCK_M, BLOCK_N]
+        tl.store(
+            where, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :]
+        )  # [BLOCK_M, BLOCK_N]
 
 
 @kernel(aligned=("N", "K"))
