@@ -9,7 +9,8 @@ from torch import nn
 
 from powertrain.models import build
 from powertrain.ops.shapes import cdiv
-from powertrain.quant.cost import Expected, expected
+from powertrain.quant.cost import Expected, expected, expected_grouped
+from powertrain.quant.grouped import GroupedProducts
 from powertrain.quant.model import Part
 from powertrain.quant.wire import why_not_shards, wire_bytes
 from powertrain.runtime.target import Target
@@ -41,19 +42,34 @@ def explain(config: RunConfig, target: Target) -> tuple[Line, ...]:
     report = quantize(model, config.fp8, target)
     if report is None:
         raise ValueError("fp8.recipe must be tensor, tensor-delayed, row or block to be explained, got none")
-    tokens = config.train.micro_batch_size * config.train.seq_length
     parts = {part.name: part for part in (*report.quantized, *report.left)}
     found: dict[tuple[object, ...], Line] = {}
     for name, part in _in_order(model, parts):
-        layer: Any = model.get_submodule(name)
-        N, K = layer.out_features, layer.in_features
-        figures = expected(tokens, N, K, part.recipe, target) if part.recipe else None
-        recipe = str(part.recipe or config.train.precision)
-        line = Line(re.sub(r"\.\d+\.", ".*.", name), 1, (N, K), recipe, part.why, _wire(N, K, part, config), figures)
-        key = (line.name, line.shape, line.why)
-        before = found.get(key)
-        found[key] = line if before is None else replace(before, count=before.count + 1)
+        for line in _lines(name, part, model.get_submodule(name), config, target):
+            key = (line.name, line.shape, line.why)
+            before = found.get(key)
+            found[key] = line if before is None else replace(before, count=before.count + 1)
     return tuple(found.values())
+
+
+def _lines(name: str, part: Part, layer: Any, config: RunConfig, target: Target) -> Iterator[Line]:
+    """One of a linear layer; of experts one of each weight."""
+    tokens = config.train.micro_batch_size * config.train.seq_length
+    plain, recipe = config.train.precision, part.recipe
+    where = re.sub(r"\.\d+\.", ".*.", name)
+    if not isinstance(layer, GroupedProducts):
+        N, K = layer.out_features, layer.in_features
+        figures = expected(tokens, N, K, recipe, target) if recipe else None
+        yield Line(where, 1, (N, K), str(recipe or plain), part.why, _wire(N, K, part, config), figures)
+        return
+    rows = tokens * getattr(config.model, "experts_per_token", 1)
+    for weight, (E, N, K) in layer.grouped_weights().items():
+        figures = expected_grouped(rows, E, N, K, recipe, target) if recipe else None
+        why = part.why
+        if figures is not None and not figures.wins:
+            why, figures = f"FP8 by {recipe} would take {figures.total:.2f} ms, bf16 {figures.bf16:.2f}", None
+        wire = _wire(E * N, K, Part(name), config)
+        yield Line(f"{where}.{weight}", 1, (N, K), plain if why else str(recipe), why, wire, figures)
 
 
 def shard_ranks(config: RunConfig) -> int:

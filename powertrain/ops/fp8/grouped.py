@@ -60,7 +60,7 @@ def _matrix(weight: Tensor, by: str) -> Tensor:
     """The groups' weights [E, N, K] one below the other; by block N is padded, so that no block is two groups'."""
     if by == "block":
         weight = F.pad(weight, (0, 0, 0, -weight.shape[1] % GROUP))
-    return weight.reshape(-1, weight.shape[2])
+    return weight.reshape(weight.shape[0] * weight.shape[1], weight.shape[2])
 
 
 def _weights(weight: Tensor, by: str, power_of_two: bool, kernel: bool) -> tuple[Stacked, Tensor]:

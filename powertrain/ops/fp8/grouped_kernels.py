@@ -85,15 +85,14 @@ def _fp8_grouped_kernel(
         tile -= first_m * tiles_n
         row, col = start + (first_m + tile % height) * BLOCK_M, tile // height * BLOCK_N
 
-        rows, cols = row + lanes_m, col + lanes_n
-        in_rows, in_cols = rows < end, cols < C
+        in_rows, in_cols = row + lanes_m < end, col + lanes_n < C
         b_row, b_col = group * row_step + col, group * col_step
         # 64 bits for a tile's place, 32 within it
         a_start = a_ptr + row.to(tl.int64) * stride_am
         b_start = b_ptr + b_row.to(tl.int64) * stride_bm + b_col
-        sa_at = sa_ptr + rows.to(tl.int64) * step_am
+        sa_at = sa_ptr + row.to(tl.int64) * step_am
         if BY_BLOCK:
-            sb_at = sb_ptr + ((b_row + lanes_n) // 128).to(tl.int64) * step_bm + b_col // 128 * step_bg
+            sb_at = sb_ptr + (b_row // 128).to(tl.int64) * step_bm + (b_col // 128).to(tl.int64) * step_bg
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for d in range(0, tl.where(group < E, D, 0), BLOCK_K):
             if TMA:
@@ -113,16 +112,19 @@ def _fp8_grouped_kernel(
             # a sum of its own for each block of D: the products' own one keeps too few bits
             part = tl.dot(a, b.T)
             if BY_BLOCK:
-                sa = tl.load(sa_at + d // 128 * step_ag, mask=in_rows, other=0.0)  # [BLOCK_M]
-                sb = tl.load(sb_at + d // 128 * step_bg, mask=in_cols, other=0.0)  # [BLOCK_N]
+                sa = tl.load(sa_at + lanes_m * step_am, mask=in_rows, other=0.0)  # [BLOCK_M]
+                sb = tl.load(sb_at + (b_row % 128 + lanes_n) // 128 * step_bm, mask=in_cols, other=0.0)  # [BLOCK_N]
                 acc += part * (sa[:, None] * sb[None, :])
+                sa_at += step_ag
+                sb_at += step_bg
             else:
                 acc += part
         if not BY_BLOCK:
-            acc *= tl.load(sa_at, mask=in_rows, other=0.0)[:, None]
+            acc *= tl.load(sa_at + lanes_m * step_am, mask=in_rows, other=0.0)[:, None]
             if sb_ptr is not None:
                 in_group = in_cols & (group < E)
-                acc *= tl.load(sb_ptr + (b_row + lanes_n).to(tl.int64) * step_bm, mask=in_group, other=0.0)[None, :]
+                sb_at = sb_ptr + b_row.to(tl.int64) * step_bm
+                acc *= tl.load(sb_at + lanes_n * step_bm, mask=in_group, other=0.0)[None, :]
         if group == E:
             # scales of rows that belong to no group may be anything
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -164,10 +166,11 @@ def _fp8_grouped_wgrad_kernel(
     height = tl.minimum(tiles_n - first_n, GROUP_N)
     tile -= first_n * tiles_k
     row, col = (first_n + tile % height) * BLOCK_N, tile // height * BLOCK_K
-    rows, cols = row + tl.arange(0, BLOCK_N), col + tl.arange(0, BLOCK_K)
-    in_rows, in_cols = rows < N, cols < K
-    sdy_at, sx_at = sdy_ptr + rows.to(tl.int64) * step_dyn, sx_ptr + cols.to(tl.int64) * step_xk
-    dy_at, x_at = dy_ptr + rows.to(tl.int64)[:, None] * stride_dyn, x_ptr + cols.to(tl.int64)[:, None] * stride_xk
+    lanes_n, lanes_k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    in_rows, in_cols = row + lanes_n < N, col + lanes_k < K
+    # 64 bits for a tile's place, 32 within it
+    sdy_ptr += row.to(tl.int64) * step_dyn
+    sx_ptr += col.to(tl.int64) * step_xk
     if TMA:
         dy_desc = tl.make_tensor_descriptor(dy_ptr, [N, T], [stride_dyn, 1], [BLOCK_N, BLOCK_T])
         x_desc = tl.make_tensor_descriptor(x_ptr, [K, T], [stride_xk, 1], [BLOCK_K, BLOCK_T])
@@ -178,8 +181,9 @@ def _fp8_grouped_wgrad_kernel(
     if TMA:
         for t in range(whole, last, BLOCK_T):
             part = tl.dot(dy_desc.load([row, t]), x_desc.load([col, t]).T)
-            sdy = tl.load(sdy_at + t // BLOCK_T * step_dyg, mask=in_rows, other=0.0)  # [BLOCK_N]
-            sx = tl.load(sx_at + t // BLOCK_T * step_xg, mask=in_cols, other=0.0)  # [BLOCK_K]
+            at = (t // BLOCK_T).to(tl.int64)
+            sdy = tl.load(sdy_ptr + at * step_dyg + lanes_n * step_dyn, mask=in_rows, other=0.0)  # [BLOCK_N]
+            sx = tl.load(sx_ptr + at * step_xg + lanes_k * step_xk, mask=in_cols, other=0.0)  # [BLOCK_K]
             acc += part * (sdy[:, None] * sx[None, :])
     # the parts of blocks at both ends; without TMA all blocks
     blocks = 2 if TMA else tl.cdiv(end, BLOCK_T) - start // BLOCK_T
@@ -191,15 +195,22 @@ def _fp8_grouped_wgrad_kernel(
         else:
             low, high, block = start, end, start // BLOCK_T + index
         if low < high:
-            ts = block * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
-            inside = (ts >= low) & (ts < high)
-            dy = tl.load(dy_at + ts, mask=in_rows[:, None] & inside, other=0.0)  # [BLOCK_N, BLOCK_T]
-            x = tl.load(x_at + ts, mask=in_cols[:, None] & inside, other=0.0)  # [BLOCK_K, BLOCK_T]
-            sdy = tl.load(sdy_at + block * step_dyg, mask=in_rows, other=0.0)  # [BLOCK_N]
-            sx = tl.load(sx_at + block * step_xg, mask=in_cols, other=0.0)  # [BLOCK_K]
+            lanes_t = tl.arange(0, BLOCK_T)
+            first, at = block * BLOCK_T, block.to(tl.int64)
+            inside = ((first + lanes_t >= low) & (first + lanes_t < high))[None, :]
+            dy_at = dy_ptr + row.to(tl.int64) * stride_dyn + first
+            x_at = x_ptr + col.to(tl.int64) * stride_xk + first
+            # [BLOCK_N, BLOCK_T], [BLOCK_K, BLOCK_T]
+            dy = tl.load(dy_at + lanes_n[:, None] * stride_dyn + lanes_t, mask=in_rows[:, None] & inside, other=0.0)
+            x = tl.load(x_at + lanes_k[:, None] * stride_xk + lanes_t, mask=in_cols[:, None] & inside, other=0.0)
+            sdy = tl.load(sdy_ptr + at * step_dyg + lanes_n * step_dyn, mask=in_rows, other=0.0)  # [BLOCK_N]
+            sx = tl.load(sx_ptr + at * step_xg + lanes_k * step_xk, mask=in_cols, other=0.0)  # [BLOCK_K]
             acc += tl.dot(dy, x.T) * (sdy[:, None] * sx[None, :])
-    out = dw_ptr + (group.to(tl.int64) * N + rows[:, None]) * K + cols[None, :]
-    tl.store(out, acc.to(dw_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])  # [BLOCK_N, BLOCK_K]
+    start = dw_ptr + (group.to(tl.int64) * N + row) * K + col
+    mask = in_rows[:, None] & in_cols[None, :]
+    tl.store(
+        start + lanes_n[:, None] * K + lanes_k[None, :], acc.to(dw_ptr.dtype.element_ty), mask=mask
+    )  # [BLOCK_N, BLOCK_K]
 
 
 class _Plan(NamedTuple):
@@ -217,7 +228,8 @@ def _plan(rows_per_group: int, target: Target) -> _Plan:
         return _Plan(128, 128, 8, 4, True) if rows_per_group > 64 else _Plan(64, 128, 4, 5, True)
     if target.arch in (100, 103):
         return _Plan(128, 64, 8, 4, True)
-    return _Plan(64, 128, 8, 2)
+    # 64x128 spills 216 to 448 bytes
+    return _Plan(64, 64, 8, 2)
 
 
 def launch_product(a: Quantized, b: Stacked, offsets: Tensor, out: Tensor, depth: int) -> None:
