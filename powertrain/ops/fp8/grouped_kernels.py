@@ -222,8 +222,14 @@ class _Plan(NamedTuple):
 
 
 @tunable("NVIDIA H200, 2026-11-23", ("num_stages",))
-def _plan(rows_per_group: int, target: Target) -> _Plan:
-    """Tiles of y, dx and dweight, not timed with groups: those of the products of two operands (ops/fp8/gemm.py)."""
+def _plan(rows_per_group: int, regular: bool, target: Target) -> _Plan:
+    """Tiles of y, dx and dweight, not timed with groups: those of the products of two operands (ops/fp8/gemm.py).
+
+    regular: both sizes of the weights are multiples of 16; accesses of single elements take many registers.
+    """
+    if not regular:
+        # 8 warps spill 88 bytes on sm_89, 352 on sm_120
+        return _Plan(64, 64, 16, 2)
     if target.arch == 90:
         return _Plan(128, 128, 8, 4, True) if rows_per_group > 64 else _Plan(64, 128, 4, 5, True)
     if target.arch in (100, 103):
@@ -235,7 +241,7 @@ def _plan(rows_per_group: int, target: Target) -> _Plan:
 def launch_product(a: Quantized, b: Stacked, offsets: Tensor, out: Tensor, depth: int) -> None:
     """out[r] = a[r] b[e]ᵀ for rows r of group e, 0 beyond the last group; depth: the sum's length without padding."""
     (T, C), E, target = out.shape, offsets.shape[0], Target.of(out.device)
-    plan = _plan(T // E, target)
+    plan = _plan(T // E, C % 16 == 0 and depth % 16 == 0, target)
     by_block = a.scale_inv.dim() == 2
     # a block beyond the depth would read the next group's columns, which times 0 may be NaN
     whole = not b.col_step or depth % GROUP == 0
@@ -253,7 +259,7 @@ def launch_product(a: Quantized, b: Stacked, offsets: Tensor, out: Tensor, depth
 def launch_wgrad(dy: Quantized, x: Quantized, offsets: Tensor, dw: Tensor, T: int) -> None:
     """dw[e] = Σ over the rows t of group e of dy[:, t] x[:, t]ᵀ, of transposed copies by groups of 128 tokens."""
     (E, N, K), target = dw.shape, Target.of(dw.device)
-    plan = _plan(T // E, target)
+    plan = _plan(T // E, N % 16 == 0 and K % 16 == 0, target)
     _fp8_grouped_wgrad_kernel[(cdiv(N, plan.block_m) * cdiv(K, plan.block_n), E)](
         dy.data, x.data, dy.scale_inv, x.scale_inv, offsets, dw, T, N, K, dy.data.stride(0), x.data.stride(0),
         *dy.scale_inv.stride(), *x.scale_inv.stride(), TMA=plan.tma and dw.device.type != "cpu",
