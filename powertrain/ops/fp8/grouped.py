@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powertrain.ops.batch_invariance import refuse_invariant
-from powertrain.ops.fp8.formulas import DTYPES, GROUP, Copies, Quantized, dequantized, padded, spread
+from powertrain.ops.fp8.formulas import ALIGN, DTYPES, GROUP, Copies, Quantized, dequantized, padded, spread
 from powertrain.ops.fp8.grouped_kernels import Stacked, launch_product, launch_wgrad
 from powertrain.ops.fp8.quantize import kernels_serve, quantize_op
 from powertrain.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref, grouped_gemm_wgrad
@@ -57,9 +57,11 @@ def _quantized(
 
 
 def _matrix(weight: Tensor, by: str) -> Tensor:
-    """The groups' weights [E, N, K] one below the other; by block N is padded, so that no block is two groups'."""
-    if by == "block":
-        weight = F.pad(weight, (0, 0, 0, -weight.shape[1] % GROUP))
+    """The groups' weights [E, N, K] one below the other. N is padded with zeros: so no block is two groups', and rows
+    of Wᵀ are whole 16 bytes, as dy's are."""
+    multiple = GROUP if by == "block" else ALIGN
+    if weight.shape[1] % multiple:
+        weight = F.pad(weight, (0, 0, 0, -weight.shape[1] % multiple))
     return weight.reshape(weight.shape[0] * weight.shape[1], weight.shape[2])
 
 
@@ -115,10 +117,10 @@ def _probe(device: torch.device, dtype: torch.dtype) -> str | None:
     stacked = w.reshape(144, 64).to(DTYPES["e4m3"])
     side = w.permute(2, 0, 1).reshape(64, 144).contiguous()
     try:
-        found = _torch(q, Stacked(stacked, w_scales, 48, 0), offsets, 64, 48)
+        found = _torch(q, Stacked(stacked, w_scales, 48, 0), offsets, 48)
         right = grouped_gemm_ref(a * scales[:, None], w * w_scales.view(3, 48, 1), offsets)
         back = Quantized(a[:, :48].contiguous().to(dtype), scales)
-        found_t = _torch(back, Stacked(side.to(DTYPES["e4m3"]), None, 0, 48), offsets, 48, 64)
+        found_t = _torch(back, Stacked(side.to(DTYPES["e4m3"]), None, 0, 48), offsets, 64)
         right_t = grouped_gemm_ref(a[:, :48] * scales[:, None], w.mT, offsets)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         return str(error).partition("\n")[0]
@@ -126,7 +128,7 @@ def _probe(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if exact else "its result of a small product is wrong"
 
 
-def _torch(a: Quantized, b: Stacked, offsets: Tensor, depth: int, width: int) -> Tensor:
+def _torch(a: Quantized, b: Stacked, offsets: Tensor, width: int) -> Tensor:
     E = offsets.shape[0]
     if b.col_step:
         # [depth, C] of each group, whose memory is along the depth
@@ -165,10 +167,11 @@ def _product(
         tracing.event("dispatch", f"fp8_grouped_gemm {sizes}: {backend}", op="fp8_grouped_gemm")
     if reason is None:
         with without_autocast(a.data.device):
-            return _torch(a, b, offsets, depth, width)
-    out = a.data.new_empty((T, width), dtype=dtype)
-    launch_product(a, b, offsets, out, depth)
-    return out
+            return _torch(a, b, offsets, width)
+    # stores of rows that are not whole 16 elements would take all registers
+    out = a.data.new_empty((T, padded(width)), dtype=dtype)
+    launch_product(a, b, offsets, out)
+    return out if out.shape[1] == width else out[:, :width].contiguous()
 
 
 def _emulated(a: Quantized, b: Stacked, offsets: Tensor, depth: int, width: int) -> Tensor:
@@ -212,8 +215,10 @@ def _wgrad(
         return out.zero_()
     a, b = Quantized(dy, dy_scale), Quantized(x, x_scale)
     if kernel and kernels_serve(x):
-        launch_wgrad(a, b, offsets, out, rows)
-        return out
+        E, N, K = out.shape
+        wide = out if K == padded(K) else out.new_empty((E, N, padded(K)))
+        launch_wgrad(a, b, offsets, wide, rows)
+        return out if wide is out else wide[..., :K].contiguous()
     dy_rows, x_rows = (dequantized(q, rows).T.contiguous() for q in (a, b))
     return out.copy_(grouped_gemm_wgrad(dy_rows, x_rows, offsets))
 
@@ -252,7 +257,7 @@ def _outputs(
     x_t = x.new_empty((K, padded(T)) if keep else 0, dtype=DTYPES["e4m3"])
     none = x.new_empty(0, dtype=torch.float32)
     x_inv = none.new_empty((cdiv(T, GROUP), K)).T if keep else none
-    return x.new_empty((T, N)), x_t, x_inv, none.new_empty(E * N if keep and by == "row" else 0)
+    return x.new_empty((T, N)), x_t, x_inv, none.new_empty(E * padded(N) if keep and by == "row" else 0)
 
 
 def _forward(
@@ -299,7 +304,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
         if need_dx and not E:
             dx = dy.new_zeros((dy.shape[0], K))
         elif need_dx:
-            fold = scale.reciprocal().view(E, N) if by == "row" else None
+            fold = scale.reciprocal().view(E, -1)[:, :N].contiguous() if by == "row" else None
             rows = _quantized(dy, _BY_ROLE[by][2], format, power_of_two, kernel, fold=fold, offsets=offsets).rows
             weights = _weights_t(weight, scale, by, power_of_two, kernel)
             dx = _product_op(*rows, *weights[:2], offsets, *weights[2:], N, K, weight.dtype, kernel)

@@ -87,6 +87,8 @@ def _fp8_grouped_kernel(
 
         in_rows, in_cols = row + lanes_m < end, col + lanes_n < C
         b_row, b_col = group * row_step + col, group * col_step
+        # out may have more columns than the transposed weights have rows: those of its padding
+        in_b = b_row + lanes_n < rows_b
         # 64 bits for a tile's place, 32 within it
         a_start = a_ptr + row.to(tl.int64) * stride_am
         b_start = b_ptr + b_row.to(tl.int64) * stride_bm + b_col
@@ -122,7 +124,7 @@ def _fp8_grouped_kernel(
         if not BY_BLOCK:
             acc *= tl.load(sa_at + lanes_m * step_am, mask=in_rows, other=0.0)[:, None]
             if sb_ptr is not None:
-                in_group = in_cols & (group < E)
+                in_group = in_b & (group < E)
                 sb_at = sb_ptr + b_row.to(tl.int64) * step_bm
                 acc *= tl.load(sb_at + lanes_n * step_bm, mask=in_group, other=0.0)[None, :]
         if group == E:
@@ -134,7 +136,7 @@ def _fp8_grouped_kernel(
         )  # [BLOCK_M, BLOCK_N]
 
 
-@kernel(aligned=("N", "K"))
+@kernel(aligned=("K",))
 def _fp8_grouped_wgrad_kernel(
     dy_ptr,
     x_ptr,
@@ -145,6 +147,7 @@ def _fp8_grouped_wgrad_kernel(
     T,
     N,
     K,
+    rows_x,
     stride_dyn,
     stride_xk,
     step_dyn,  # of scales; as strides they would be among those that must all be multiples of 16
@@ -167,13 +170,14 @@ def _fp8_grouped_wgrad_kernel(
     tile -= first_n * tiles_k
     row, col = (first_n + tile % height) * BLOCK_N, tile // height * BLOCK_K
     lanes_n, lanes_k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    in_rows, in_cols = row + lanes_n < N, col + lanes_k < K
+    # dweight may have more columns than the transposed x has rows: those of its padding
+    in_rows, in_cols, in_x = row + lanes_n < N, col + lanes_k < K, col + lanes_k < rows_x
     # 64 bits for a tile's place, 32 within it
     sdy_ptr += row.to(tl.int64) * step_dyn
     sx_ptr += col.to(tl.int64) * step_xk
     if TMA:
         dy_desc = tl.make_tensor_descriptor(dy_ptr, [N, T], [stride_dyn, 1], [BLOCK_N, BLOCK_T])
-        x_desc = tl.make_tensor_descriptor(x_ptr, [K, T], [stride_xk, 1], [BLOCK_K, BLOCK_T])
+        x_desc = tl.make_tensor_descriptor(x_ptr, [rows_x, T], [stride_xk, 1], [BLOCK_K, BLOCK_T])
 
     # scales are those of 128 consecutive tokens, whose first is a multiple of 128 whatever the groups are
     whole, last = tl.cdiv(start, BLOCK_T) * BLOCK_T, end // BLOCK_T * BLOCK_T
@@ -183,7 +187,7 @@ def _fp8_grouped_wgrad_kernel(
             part = tl.dot(dy_desc.load([row, t]), x_desc.load([col, t]).T)
             at = (t // BLOCK_T).to(tl.int64)
             sdy = tl.load(sdy_ptr + at * step_dyg + lanes_n * step_dyn, mask=in_rows, other=0.0)  # [BLOCK_N]
-            sx = tl.load(sx_ptr + at * step_xg + lanes_k * step_xk, mask=in_cols, other=0.0)  # [BLOCK_K]
+            sx = tl.load(sx_ptr + at * step_xg + lanes_k * step_xk, mask=in_x, other=0.0)  # [BLOCK_K]
             acc += part * (sdy[:, None] * sx[None, :])
     # the parts of blocks at both ends; without TMA all blocks
     blocks = 2 if TMA else tl.cdiv(end, BLOCK_T) - start // BLOCK_T
@@ -202,9 +206,9 @@ def _fp8_grouped_wgrad_kernel(
             x_at = x_ptr + col.to(tl.int64) * stride_xk + first
             # [BLOCK_N, BLOCK_T], [BLOCK_K, BLOCK_T]
             dy = tl.load(dy_at + lanes_n[:, None] * stride_dyn + lanes_t, mask=in_rows[:, None] & inside, other=0.0)
-            x = tl.load(x_at + lanes_k[:, None] * stride_xk + lanes_t, mask=in_cols[:, None] & inside, other=0.0)
+            x = tl.load(x_at + lanes_k[:, None] * stride_xk + lanes_t, mask=in_x[:, None] & inside, other=0.0)
             sdy = tl.load(sdy_ptr + at * step_dyg + lanes_n * step_dyn, mask=in_rows, other=0.0)  # [BLOCK_N]
-            sx = tl.load(sx_ptr + at * step_xg + lanes_k * step_xk, mask=in_cols, other=0.0)  # [BLOCK_K]
+            sx = tl.load(sx_ptr + at * step_xg + lanes_k * step_xk, mask=in_x, other=0.0)  # [BLOCK_K]
             acc += tl.dot(dy, x.T) * (sdy[:, None] * sx[None, :])
     start = dw_ptr + (group.to(tl.int64) * N + row) * K + col
     mask = in_rows[:, None] & in_cols[None, :]
@@ -222,26 +226,20 @@ class _Plan(NamedTuple):
 
 
 @tunable("NVIDIA H200, 2026-11-23", ("num_stages",))
-def _plan(rows_per_group: int, regular: bool, target: Target) -> _Plan:
-    """Tiles of y, dx and dweight, not timed with groups: those of the products of two operands (ops/fp8/gemm.py).
-
-    regular: both sizes of the weights are multiples of 16; accesses of single elements take many registers.
-    """
-    if not regular:
-        # 8 warps spill 88 bytes on sm_89, 352 on sm_120
-        return _Plan(64, 64, 16, 2)
+def _plan(rows_per_group: int, target: Target) -> _Plan:
+    """Tiles of y, dx and dweight, not timed with groups: those of the products of two operands (ops/fp8/gemm.py)."""
     if target.arch == 90:
         return _Plan(128, 128, 8, 4, True) if rows_per_group > 64 else _Plan(64, 128, 4, 5, True)
     if target.arch in (100, 103):
         return _Plan(128, 64, 8, 4, True)
-    # 64x128 spills 216 to 448 bytes
     return _Plan(64, 64, 8, 2)
 
 
-def launch_product(a: Quantized, b: Stacked, offsets: Tensor, out: Tensor, depth: int) -> None:
-    """out[r] = a[r] b[e]ᵀ for rows r of group e, 0 beyond the last group; depth: the sum's length without padding."""
+def launch_product(a: Quantized, b: Stacked, offsets: Tensor, out: Tensor) -> None:
+    """out[r] = a[r] b[e]ᵀ for rows r of group e, 0 beyond the last group; out [T, C padded to 16]."""
     (T, C), E, target = out.shape, offsets.shape[0], Target.of(out.device)
-    plan = _plan(T // E, C % 16 == 0 and depth % 16 == 0, target)
+    depth = a.data.shape[1]
+    plan = _plan(T // E, target)
     by_block = a.scale_inv.dim() == 2
     # a block beyond the depth would read the next group's columns, which times 0 may be NaN
     whole = not b.col_step or depth % GROUP == 0
@@ -257,11 +255,13 @@ def launch_product(a: Quantized, b: Stacked, offsets: Tensor, out: Tensor, depth
 
 
 def launch_wgrad(dy: Quantized, x: Quantized, offsets: Tensor, dw: Tensor, T: int) -> None:
-    """dw[e] = Σ over the rows t of group e of dy[:, t] x[:, t]ᵀ, of transposed copies by groups of 128 tokens."""
+    """dw[e] = Σ over the rows t of group e of dy[:, t] x[:, t]ᵀ, of transposed copies by groups of 128 tokens; dw
+    [E, N, K padded to 16]."""
     (E, N, K), target = dw.shape, Target.of(dw.device)
-    plan = _plan(T // E, N % 16 == 0 and K % 16 == 0, target)
+    plan = _plan(T // E, target)
     _fp8_grouped_wgrad_kernel[(cdiv(N, plan.block_m) * cdiv(K, plan.block_n), E)](
-        dy.data, x.data, dy.scale_inv, x.scale_inv, offsets, dw, T, N, K, dy.data.stride(0), x.data.stride(0),
+        dy.data, x.data, dy.scale_inv, x.scale_inv, offsets, dw, T, N, K, x.data.shape[0], dy.data.stride(0),
+        x.data.stride(0),
         *dy.scale_inv.stride(), *x.scale_inv.stride(), TMA=plan.tma and dw.device.type != "cpu",
         BLOCK_N=plan.block_m, BLOCK_K=plan.block_n, BLOCK_T=GROUP, GROUP_N=8,
         num_warps=plan.num_warps, num_stages=plan.num_stages,
