@@ -224,7 +224,7 @@ def _quantize_row_kernel(
         groups = tl.arange(0, BLOCK_E)
         # the row's group: so many end before it
         group = tl.sum((tl.load(offsets_ptr + groups, mask=groups < E, other=row + 1) <= row).to(tl.int32))
-        # rows of no group count as zeros, whatever stands there
+        # those of no group count as zeros
         width = tl.where(group < E, C, 0)
         if fold_ptr is not None:
             fold_ptr += tl.minimum(group, E - 1).to(tl.int64) * C
@@ -429,8 +429,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of float32 or FP8 are equal bit for bit. In float32 any NaN equals any other: a GPU
     converts a NaN of float16 to 7fffffff, a CPU keeps its payload."""
     integers = torch.int32 if a.dtype is torch.float32 else torch.uint8
-    if a.dtype is b.dtype is torch.float32:
-        a, b = (torch.where(t.isnan(), torch.nan, t) for t in (a, b))
+    a, b = (torch.where(t.isnan(), torch.nan, t) if t.dtype is torch.float32 else t for t in (a, b))
     return a.dtype is b.dtype and torch.equal(a.cpu().view(integers), b.cpu().view(integers))
 
 
